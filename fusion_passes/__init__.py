@@ -1,0 +1,42 @@
+"""Fused gradient all-reduces for compiled data-parallel training.
+
+Importing the package adds ``ddp_fusion`` to ``torch._inductor.config``::
+
+    import torch
+    import fusion_passes
+
+    torch._inductor.config.ddp_fusion = "concat"  # or "coalesced", or a FusionConfig
+    model = torch.nn.parallel.DistributedDataParallel(model)  # after the flag
+    step = torch.compile(train_step)  # or torch.compile(model), with the backward outside
+
+:func:`reports` tells what it did.
+"""
+
+from fusion_passes.config import FusionConfig
+from fusion_passes.install import add_flag, journal
+from fusion_passes.report.records import BucketReport, FusionReport, RejectionReport
+from fusion_passes.report.table import format_report
+from fusion_passes.report.telling import FusionWarning
+from fusion_passes.version import __version__
+
+__all__ = [
+    "BucketReport",
+    "FusionConfig",
+    "FusionReport",
+    "FusionWarning",
+    "RejectionReport",
+    "__version__",
+    "format_report",
+    "reports",
+]
+
+
+def reports() -> tuple[FusionReport, ...]:
+    """What was done to each compiled graph with gradient reductions in this process, oldest first.
+
+    A graph that came from Inductor's FX graph cache is there too, marked ``from_cache``.
+    """
+    return journal.reports()
+
+
+add_flag()

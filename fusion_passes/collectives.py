@@ -1,0 +1,135 @@
+"""The one place that names c10d operators: what they are, how they are read and written.
+
+Source of the schemas: ``torch/csrc/distributed/c10d/Functional.cpp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, fx
+
+# Importing it is what registers the operators below.
+import fusion_passes.torch_private  # noqa: F401
+
+_c10d = torch.ops._c10d_functional
+
+ALL_REDUCE: Final = _c10d.all_reduce.default
+ALL_REDUCE_IN_PLACE: Final = _c10d.all_reduce_.default
+ALL_REDUCE_COALESCED: Final = _c10d.all_reduce_coalesced.default
+WAIT: Final = _c10d.wait_tensor.default
+
+_COLLECTIVE_NAMESPACES: Final = frozenset(
+    ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem", "_dtensor")
+)
+_NOT_A_LAUNCH: Final = frozenset(
+    ("wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group", "shard_dim_alltoall")
+)
+_ALL_REDUCES: Final = frozenset(
+    (ALL_REDUCE, ALL_REDUCE_IN_PLACE, ALL_REDUCE_COALESCED, _c10d.all_reduce_coalesced_.default)
+)
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """An all-reduce of one tensor, as its node says it.
+
+    Attributes:
+        tensor: the node that is reduced.
+        reduce_op: ``"sum"``, ``"avg"``, ...; ``None`` where it is no plain name.
+        group_name: name of the process group; ``None`` where the graph holds no name.
+        in_place: whether the operator overwrites its input.
+    """
+
+    tensor: fx.Node
+    reduce_op: str | None
+    group_name: str | None
+    in_place: bool
+
+
+def decode_all_reduce(node: fx.Node) -> AllReduce | None:
+    """The all-reduce of one tensor that ``node`` launches, or ``None`` for any other node."""
+    if node.target not in (ALL_REDUCE, ALL_REDUCE_IN_PLACE):
+        return None
+    tensor, reduce_op, group = _arguments(node, ("input", "reduce_op", "group_name"))
+    assert isinstance(tensor, fx.Node), "an all-reduce reads a tensor"
+    return AllReduce(
+        tensor,
+        reduce_op if isinstance(reduce_op, str) else None,
+        group if isinstance(group, str) else None,
+        node.target is ALL_REDUCE_IN_PLACE,
+    )
+
+
+def is_launch(node: fx.Node) -> bool:
+    """Whether the node launches a collective of any kind."""
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace in _COLLECTIVE_NAMESPACES
+        and target._schema.name.partition("::")[2] not in _NOT_A_LAUNCH
+    )
+
+
+def is_all_reduce(node: fx.Node) -> bool:
+    """Whether the node launches an all-reduce, of one tensor or of many."""
+    return node.target in _ALL_REDUCES
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether the node waits for a collective, also where its place is held (see
+    :class:`fusion_passes.passes.hold.HoldPlacement`)."""
+    return node.target is WAIT or (
+        is_held(node) and any(inner.target is WAIT for inner in _held_graph(node).nodes)
+    )
+
+
+def is_held(node: fx.Node) -> bool:
+    """Whether the node's place is held by an ordering dependency."""
+    return str(node.target) == "control_deps"
+
+
+def data_users(node: fx.Node) -> list[fx.Node]:
+    """The users that read the node's value, and do not merely run after it."""
+    return [user for user in node.users if not is_held(user) or node in user.args[2:]]
+
+
+def _held_graph(node: fx.Node) -> fx.Graph:
+    """The graph of the one operator that a held node runs."""
+    subgraph = node.args[1]
+    assert isinstance(subgraph, fx.Node) and isinstance(subgraph.target, str)
+    owner = node.graph.owning_module
+    assert owner is not None
+    return owner.get_submodule(subgraph.target).graph  # type: ignore[return-value]
+
+
+def group_name_of(launch: fx.Node) -> str | None:
+    """Name of the group on which a collective is launched, if the graph holds its name."""
+    (group,) = _arguments(launch, ("group_name",))
+    return group if isinstance(group, str) else None
+
+
+def all_reduce(tensor: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    """Sum (or ``reduce_op``) of ``tensor`` over the group, waited for; same shape and dtype."""
+    return WAIT(ALL_REDUCE(tensor, reduce_op, group_name))
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor], reduce_op: str, group_name: str
+) -> list[Tensor]:
+    """As :func:`all_reduce` for each of ``tensors`` (one dtype), by a single collective."""
+    return [WAIT(tensor) for tensor in ALL_REDUCE_COALESCED(list(tensors), reduce_op, group_name)]
+
+
+def _arguments(node: fx.Node, names: tuple[str, ...]) -> tuple[object, ...]:
+    """The node's arguments by the names of the operator's schema, ``None`` for one it lacks."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    given = {
+        argument.name: value
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False)
+    }
+    given.update(node.kwargs)
+    return tuple(given.get(name) for name in names)

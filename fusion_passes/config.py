@@ -1,0 +1,119 @@
+"""The flag ``torch._inductor.config.ddp_fusion`` and its options.
+
+Every option says its unit in its name, and its default and where that comes from in the
+docstring of :class:`FusionConfig`. Nothing here imports torch: a value can be checked
+anywhere, before anything is changed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Final, Literal, TypeAlias, get_args
+
+FusionMode: TypeAlias = Literal["concat", "coalesced"]
+FUSION_MODES: Final[tuple[str, ...]] = get_args(FusionMode)
+
+ENVIRONMENT_VARIABLE: Final = "FUSION_PASSES_DDP_FUSION"
+"""Gives ``ddp_fusion`` its default: a mode's name, or "" or "0" for off."""
+
+OPTION: Final = "torch._inductor.config.ddp_fusion"
+
+HOLD_CAPS: Final = 4
+"""How many bucket caps of gradients may become ready while a bucket waits to be filled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusionConfig:
+    """Options of the fusion, for ``torch._inductor.config.ddp_fusion``.
+
+    A mode's name alone (``ddp_fusion = "concat"``) is ``FusionConfig(mode="concat")``.
+
+    Attributes:
+        mode: How a bucket is reduced. ``"concat"``: the gradients are packed into one flat
+            buffer, which is scaled and all-reduced once. ``"coalesced"``: one
+            ``all_reduce_coalesced`` over the gradients as they are, scaled by one
+            ``_foreach_div``. Default ``"concat"``, torch's own default for
+            ``_fuse_ddp_communication_passes``.
+        bucket_cap_mb: A bucket is closed by the gradient that brings it to this size. MiB.
+            Default ``None``: the ``bucket_cap_mb`` that each DDP module was given (DDP's own
+            default is 25).
+        first_bucket_cap_mb: The same for the first bucket of a module, which is kept small so
+            that communication starts early. MiB. Default ``None``: as DDP does, 1 if neither
+            the module nor this object sets a ``bucket_cap_mb``, else that cap.
+        max_hold_mb: Bound on how long a gradient may wait in a bucket that does not fill:
+            it is closed once this many MiB of gradients, of any kind, became ready since its
+            first one. Default ``None``: four times the bucket's cap.
+
+    Raises:
+        ValueError: an unknown mode; a size that is not a finite number greater than 0.
+    """
+
+    mode: FusionMode = "concat"
+    bucket_cap_mb: float | None = None
+    first_bucket_cap_mb: float | None = None
+    max_hold_mb: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in FUSION_MODES:
+            raise ValueError(_unknown_mode("FusionConfig.mode", self.mode))
+        for field in fields(self):
+            if field.name.endswith("_mb"):
+                _check_size(field.name, getattr(self, field.name))
+
+
+Flag: TypeAlias = FusionMode | FusionConfig | None
+"""What a user may assign to ``ddp_fusion``."""
+
+
+def parse_flag(value: object, option: str = OPTION) -> FusionConfig | None:
+    """The options that a value of the flag stands for; ``None`` where fusion is off.
+
+    Args:
+        value: ``None``, a mode's name, or a :class:`FusionConfig`.
+        option: what the user set, for the error's text.
+
+    Raises:
+        ValueError: any other value; it names the option, the choices and the value.
+    """
+    if value is None or isinstance(value, FusionConfig):
+        return value
+    if isinstance(value, str) and value in FUSION_MODES:
+        return FusionConfig(mode=value)  # type: ignore[arg-type]
+    raise ValueError(_unknown_mode(option, value))
+
+
+def parse_environment(text: str | None) -> FusionMode | None:
+    """The flag's default from the environment variable's text.
+
+    Raises:
+        ValueError: text that is no mode's name; it names the variable and the choices.
+    """
+    if text is None or text.strip() in ("", "0"):
+        return None
+    config = parse_flag(text.strip(), f"environment variable {ENVIRONMENT_VARIABLE}")
+    return config.mode if config else None
+
+
+def _unknown_mode(option: str, value: object) -> str:
+    choices = ", ".join(repr(mode) for mode in FUSION_MODES)
+    if value == "auto":
+        return (
+            f"{option} = 'auto' is not available yet: buckets cannot be chosen from measurements "
+            f"so far. Set one of {choices}, a fusion_passes.FusionConfig, or None (off)."
+        )
+    return (
+        f"{option} must be one of {choices}, a fusion_passes.FusionConfig, or None (off), "
+        f"but is {value!r}. Set one of these."
+    )
+
+
+def _check_size(name: str, value: object) -> None:
+    if value is None:
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
+        raise ValueError(
+            f"FusionConfig.{name} must be a finite number of MiB greater than 0, or None for the "
+            f"default, but is {value!r}. Give a size in MiB."
+        )

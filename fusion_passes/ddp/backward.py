@@ -1,0 +1,184 @@
+"""Runs the backwards that reduce gradients under the flag as compiled graphs, and only those."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusion_passes.ddp.hooks import traced_hooks
+from fusion_passes.ddp.modules import registry
+from fusion_passes.report.journal import Journal
+from fusion_passes.report.telling import tell_once
+from fusion_passes.torch_private import compiled_autograd
+
+CompilerFn = Callable[[torch.fx.GraphModule], Any]
+
+
+@dataclass
+class BackwardRunner:
+    """Decides, for each call of the autograd engine, whether it is traced.
+
+    The gradient hooks are only part of a graph if the backward runs under compiled autograd, which
+    torch switches on for the whole process or not at all. Here it is on for exactly the calls that
+    reach a parameter of a managed module. A call that a compiled training step makes keeps the
+    options of that step. One made outside of any takes those of the compiled region that ran last
+    before it: the forward, in a usual loop.
+
+    Attributes:
+        journal: where graphs that were compiled or loaded are recorded.
+        switched_on: whether compiled autograd is enabled in compiled regions because of the flag,
+            and not by the user.
+    """
+
+    journal: Journal
+    switched_on: bool = False
+    _compiler: tuple[CompilerFn, bool] | None = None
+    _running: bool = False
+
+    def remember_region(self, compiler_fn: CompilerFn, dynamic: bool) -> None:
+        """Notes the options of a compiled region that is being entered."""
+        if not self._running:
+            self._compiler = (compiler_fn, dynamic)
+
+    def run(self, engine: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kw: Any) -> Any:
+        """Calls ``engine`` as ``torch.autograd.graph._engine_run_backward`` would be called.
+
+        Args:
+            engine: runs the backward.
+            outputs: tensors or gradient edges to start from.
+            args: gradients, retain_graph, create_graph, inputs.
+            kw: allow_unreachable, accumulate_grad.
+        """
+        create_graph = args[2] if len(args) > 2 else kw.get("create_graph", False)
+        accumulates = kw.get("accumulate_grad", False)
+        if self._running or torch.compiler.is_compiling():
+            return engine(outputs, *args, **kw)
+        if not accumulates or create_graph or not reaches_managed_parameter(outputs):
+            with self._untraced():
+                return engine(outputs, *args, **kw)
+        reports_before = len(self.journal.reports())
+        with self._traced():
+            result = engine(outputs, *args, **kw)
+        names = traced_hooks.take()
+        if names:
+            self._tell_unfused(names, reports_before)
+        return result
+
+    @contextlib.contextmanager
+    def _traced(self) -> Iterator[None]:
+        autograd = compiled_autograd()
+        self._running = True
+        try:
+            if autograd.compiled_autograd_enabled or autograd.active_disable_ctx:
+                yield
+            else:
+                compiler_fn, dynamic = self._compiler or (torch.compile, False)
+                with autograd._enable(compiler_fn, dynamic=dynamic):
+                    yield
+        finally:
+            self._running = False
+
+    @contextlib.contextmanager
+    def _untraced(self) -> Iterator[None]:
+        autograd = compiled_autograd()
+        if self.switched_on and autograd.compiled_autograd_enabled:
+            with autograd._disable():
+                yield
+        else:
+            yield
+
+    def _tell_unfused(self, names: Iterable[str], reports_before: int) -> None:
+        """Tells about gradients that were just traced and will not be fused."""
+        reports = self.journal.reports()[reports_before:]
+        sizes: dict[tuple[str, str], int] = {}
+        for report in reports:
+            for bucket in report.buckets:
+                for parameter in bucket.parameters:
+                    sizes[bucket.module + bucket.group, parameter] = len(bucket.parameters)
+        missing: dict[str, list[str]] = {}
+        alone: dict[str, list[str]] = {}
+        fused_modules: set[str] = set()
+        for name in names:
+            owner = registry.owner_of(name)
+            if owner is None:
+                continue
+            size = sizes.get((owner.module + owner.process_group, owner.parameter), 0)
+            if size == 0:
+                missing.setdefault(owner.module, []).append(owner.parameter)
+            elif size == 1 and len(registry.module(owner.group_name).parameters) > 1:
+                alone.setdefault(owner.module, []).append(owner.parameter)
+            else:
+                fused_modules.add(owner.module)
+        for label, parameters in missing.items():
+            _tell_missing(label, parameters, reports)
+        for label, parameters in alone.items():
+            if label not in fused_modules:
+                _tell_alone(label, parameters)
+
+
+def reaches_managed_parameter(outputs: Sequence[Any]) -> bool:
+    """Whether the autograd graph behind ``outputs`` ends at a parameter of a managed module.
+
+    Depth first, so that a graph that does is left after a few nodes; one that does not is walked
+    whole, about a microsecond a node.
+    """
+    if not len(registry):
+        return False
+    pending = [
+        getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs
+    ]
+    seen = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            variable = getattr(following, "variable", None)
+            if variable is None:
+                pending.append(following)
+            elif registry.manages(variable):
+                return True
+    return False
+
+
+def _tell_missing(label: str, parameters: list[str], reports: Sequence[Any]) -> None:
+    rejections = [
+        f"{item.collective}: {item.reason}" for report in reports for item in report.rejections
+    ]
+    reason = (
+        f"they were left alone: {'; '.join(rejections[:3])}"
+        if rejections
+        else "no pass of fusion_passes has seen their graph: the backward was not compiled by "
+        "Inductor's default backend, this compile was given ddp_fusion=None or a "
+        "post_grad_custom_post_pass of its own, or TORCHINDUCTOR_DISABLED_PASSES names the pass"
+    )
+    tell_once(
+        f"missing {label}",
+        f"{len(parameters)} gradients of {label} ({_names(parameters)}) are reduced one by one: "
+        f"{reason}. Use torch.compile's default backend and set "
+        "torch._inductor.config.ddp_fusion for all of the process.",
+    )
+
+
+def _tell_alone(label: str, parameters: list[str]) -> None:
+    if len(parameters) == 1:
+        reason = (
+            "its compiled backward holds one gradient only. If the backward broke into several "
+            "graphs, TORCH_LOGS=graph_breaks shows where"
+        )
+    else:
+        reason = "each one fills a bucket alone. Raise DistributedDataParallel's bucket_cap_mb"
+    tell_once(
+        f"alone {label}",
+        f"Nothing was fused in a backward of {label} ({_names(parameters)}): {reason}.",
+    )
+
+
+def _names(parameters: list[str]) -> str:
+    shown = ", ".join(parameters[:5])
+    return shown if len(parameters) <= 5 else f"{shown} and {len(parameters) - 5} more"

@@ -1,0 +1,98 @@
+"""The gradient hook of DDP's Python reducer, as it is traced under the flag."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fusion_passes.ddp.modules import ManagedModule, registry
+from fusion_passes.report.telling import tell_once
+from fusion_passes.torch_private import assume_constant_result, functional_collectives
+
+
+@dataclass
+class TracedHooks:
+    """Which gradients' reductions were traced into a graph since the last look."""
+
+    _names: dict[str, None] = field(default_factory=dict)
+
+    def note(self, name: str) -> None:
+        self._names[name] = None
+
+    def take(self) -> tuple[str, ...]:
+        names = tuple(self._names)
+        self._names.clear()
+        return names
+
+
+traced_hooks: Final = TracedHooks()
+
+
+def replace_hooks(ddp: DistributedDataParallel, module: ManagedModule) -> None:
+    """Puts the package's hook where DDP's Python reducer has registered its own.
+
+    It does the same, over the module's own group names, and says so when it runs eagerly.
+    """
+    group_name_while_tracing = assume_constant_result(_note_traced)
+    for handle in ddp._accum_grad_hooks:
+        handle.remove()
+    ddp._accum_grad_hooks.clear()
+    for index, parameter in enumerate(ddp._module_parameters):
+        if parameter.requires_grad:
+            hook = functools.partial(
+                _reduce_gradient,
+                ddp=ddp,
+                name=module.name_for(index),
+                world_size=module.world_size,
+                group_name_while_tracing=group_name_while_tracing,
+            )
+            ddp._accum_grad_hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+
+
+def _note_traced(name: str) -> str:
+    """Called by Dynamo while it traces; what it returns becomes a constant of the graph."""
+    traced_hooks.note(name)
+    return name
+
+
+def _reduce_gradient(
+    parameter: nn.Parameter,
+    *,
+    ddp: DistributedDataParallel,
+    name: str,
+    world_size: int,
+    group_name_while_tracing: Callable[[str], str],
+) -> None:
+    """Averages ``parameter.grad`` over the ranks, in place.
+
+    Dividing first and then summing is what DDP does, so that a sum of large fp16 gradients does
+    not overflow.
+    """
+    if not ddp.require_backward_grad_sync or parameter.grad is None:
+        return
+    if torch.compiler.is_compiling():
+        name = group_name_while_tracing(name)
+    else:
+        _tell_eager(name)
+    gradient = parameter.grad / world_size
+    gradient = functional_collectives.all_reduce(gradient, "sum", name)
+    parameter.grad.copy_(gradient)
+
+
+def _tell_eager(name: str) -> None:
+    owner = registry.owner_of(name)
+    label = owner.module if owner else name
+    tell_once(
+        f"eager hook of {label}",
+        f"The gradients of {label} are reduced one by one, each with a blocking collective: its "
+        "backward did not run as a compiled graph, or broke out of it. ddp_fusion needs "
+        "loss.backward() while torch._inductor.config.ddp_fusion is set, without "
+        "create_graph=True, torch.compiler.disable or stance 'force_eager' around it; "
+        "TORCH_LOGS=graph_breaks shows where a graph breaks.",
+    )

@@ -1,0 +1,128 @@
+"""The DDP modules that were constructed under the flag, and the group names that are theirs.
+
+A group's name is a constant of the compiled graph, and a group can have several names. Each module
+gets names of its own for its process group: ``0/ddp1`` for the second module on group ``0``, and
+``0/ddp1#5`` for the gradient of its parameter 5. So the graph itself says which reduction is
+whose, and what was never registered here is never touched. All names resolve to the module's
+process group, so a graph that no pass has seen still runs right.
+
+Modules are numbered per group: constructing one is collective over its group, so the numbers agree
+on all ranks of the group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fusion_passes.reductions import Owner
+from fusion_passes.torch_private import register_process_group, unregister_process_group
+
+_PARAMETER_MARK: Final = "#"
+
+
+@dataclass(frozen=True)
+class ManagedModule:
+    """A DDP module whose gradients are reduced under the flag.
+
+    Attributes:
+        group_name: the module's own name for its process group.
+        process_group: the process group's name.
+        world_size: number of ranks of the process group.
+        label: for people: number on the group, and class of the wrapped module.
+        parameters: names, in the order in which DDP counts them.
+        bucket_cap_bytes: the cap that DDP was given, or its default.
+        first_bucket_cap_bytes: the cap of its first bucket, by DDP's own rule.
+    """
+
+    group_name: str
+    process_group: str
+    world_size: int
+    label: str
+    parameters: tuple[str, ...]
+    bucket_cap_bytes: int
+    first_bucket_cap_bytes: int
+
+    def name_for(self, index: int) -> str:
+        """The group name in the graph for the gradient of parameter ``index``."""
+        return f"{self.group_name}{_PARAMETER_MARK}{index}"
+
+
+@dataclass
+class Registry:
+    """The managed modules of this process."""
+
+    _modules: dict[str, ManagedModule] = field(default_factory=dict)
+    _parameter_ids: set[int] = field(default_factory=set)
+    _numbers: dict[str, itertools.count[int]] = field(
+        default_factory=lambda: defaultdict(itertools.count)
+    )
+
+    def add(self, ddp: DistributedDataParallel) -> ManagedModule:
+        """Registers a module that has been constructed, until it is freed."""
+        group = ddp.process_group
+        number = next(self._numbers[group.group_name])
+        names = {id(parameter): name for name, parameter in _named_parameters(ddp)}
+        module = ManagedModule(
+            group_name=f"{group.group_name}/ddp{number}",
+            process_group=group.group_name,
+            world_size=group.size(),
+            label=f"DDP {number} ({type(ddp.module).__name__})",
+            parameters=tuple(names[id(parameter)] for parameter in ddp._module_parameters),
+            bucket_cap_bytes=ddp._bucket_config.bucket_bytes_cap,
+            first_bucket_cap_bytes=ddp._bucket_config.first_bucket_bytes_cap,
+        )
+        self._modules[module.group_name] = module
+        aliases = [module.group_name]
+        aliases += [module.name_for(index) for index in range(len(module.parameters))]
+        for alias in aliases:
+            register_process_group(alias, group)
+        ids = {id(parameter) for parameter in ddp._module_parameters}
+        self._parameter_ids |= ids
+        weakref.finalize(ddp, self._remove, module.group_name, aliases, ids).atexit = False
+        return module
+
+    def _remove(self, group_name: str, aliases: list[str], ids: set[int]) -> None:
+        self._modules.pop(group_name, None)
+        self._parameter_ids -= ids
+        if dist.is_initialized():  # Destroying the groups has removed their names already.
+            for alias in aliases:
+                unregister_process_group(alias)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def manages(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter's gradient is reduced by a managed module."""
+        return id(parameter) in self._parameter_ids
+
+    def module(self, group_name: str) -> ManagedModule:
+        return self._modules[group_name]
+
+    def owner_of(self, group_name: str) -> Owner | None:
+        """As :data:`fusion_passes.reductions.OwnerOf`."""
+        base, _, index = group_name.partition(_PARAMETER_MARK)
+        module = self._modules.get(base)
+        if module is None:
+            return None
+        parameter = module.parameters[int(index)] if index else "?"
+        return Owner(module.group_name, module.process_group, module.label, parameter)
+
+    def fingerprint(self) -> tuple[ManagedModule, ...]:
+        """Everything about the modules that a compiled graph can depend on."""
+        return tuple(self._modules[name] for name in sorted(self._modules))
+
+
+def _named_parameters(ddp: DistributedDataParallel):  # type: ignore[no-untyped-def]
+    return ddp.module.named_parameters(remove_duplicate=True)
+
+
+registry: Final = Registry()
+"""The one registry of the process: group names are process-wide too."""

@@ -1,0 +1,169 @@
+"""What depends on what in a graph, and orders that respect it. Each function is linear in the
+graph, but for the heap of :func:`reorder`."""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+SortKey = tuple[float, ...]
+"""Where a node should stand. Smaller is earlier; ties keep the order that the nodes had."""
+
+
+def reduction_levels(graph: fx.Graph, start_of_wait: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, int]:
+    """For each reduction's start, how many reductions lie one after the other before it.
+
+    Args:
+        graph: in topological order.
+        start_of_wait: the start of each wait that counts.
+
+    Returns:
+        Level by start: 0 where the gradient depends on no reduction's result.
+    """
+    level_of: dict[fx.Node, int] = {}
+    levels: dict[fx.Node, int] = {}
+    starts = set(start_of_wait.values())
+    for node in graph.nodes:
+        level = max((level_of[source] for source in node.all_input_nodes), default=0)
+        if node in starts:
+            levels[node] = level
+        if node in start_of_wait:
+            level = levels[start_of_wait[node]] + 1
+        level_of[node] = level
+    return levels
+
+
+def reorder(
+    graph: fx.Graph,
+    keys: Mapping[fx.Node, SortKey],
+    chains: Sequence[Sequence[fx.Node]] = (),
+) -> bool:
+    """Puts the nodes into the topological order that follows ``keys`` as closely as it can.
+
+    Of the nodes whose inputs all stand already, the one with the smallest key comes next. Writes
+    keep their place among the reads of what they write (see :func:`_write_order`).
+
+    Args:
+        graph: its nodes may stand in any order, even one that is not topological, but the reads
+            and writes of a value must be in the order that is meant.
+        keys: a key for every node.
+        chains: nodes that must keep the order in which they are listed.
+
+    Returns:
+        Whether any node moved.
+
+    Raises:
+        ValueError: the nodes depend on each other in a circle.
+    """
+    nodes = list(graph.nodes)
+    successors = _successors(nodes, chains)
+    missing = dict.fromkeys(nodes, 0)
+    for after in successors.values():
+        for node in after:
+            missing[node] += 1
+    index = {node: position for position, node in enumerate(nodes)}
+    heap = [(keys[node], index[node]) for node in nodes if not missing[node]]
+    heapq.heapify(heap)
+    order: list[fx.Node] = []
+    while heap:
+        node = nodes[heapq.heappop(heap)[1]]
+        order.append(node)
+        for successor in successors[node]:
+            missing[successor] -= 1
+            if not missing[successor]:
+                heapq.heappush(heap, (keys[successor], index[successor]))
+    if len(order) != len(nodes):
+        stuck = next(node for node in nodes if missing[node])
+        raise ValueError(f"graph nodes depend on each other in a circle, {stuck.name} among them")
+    if order == nodes:
+        return False
+    for node in order:
+        graph._root.prepend(node)
+    return True
+
+
+def _successors(
+    nodes: Sequence[fx.Node], chains: Sequence[Sequence[fx.Node]]
+) -> dict[fx.Node, dict[fx.Node, None]]:
+    successors: dict[fx.Node, dict[fx.Node, None]] = {
+        node: dict.fromkeys(node.users) for node in nodes
+    }
+    for before, after in _write_order(nodes):
+        successors[before][after] = None
+    for chain in chains:
+        for before, after in zip(chain, chain[1:], strict=False):
+            successors[before][after] = None
+    # The output comes last and the inputs first, whatever their keys.
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    for before, after in zip(placeholders, placeholders[1:], strict=False):
+        successors[before][after] = None
+    return successors
+
+
+def _write_order(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
+    """Pairs (before, after) that keep each write behind the earlier reads and writes of the same
+    memory, and each later read behind the write. Views count as what they view."""
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    last_write: dict[fx.Node, fx.Node] = {}
+    base_of: dict[fx.Node, fx.Node] = {}
+    pairs: list[tuple[fx.Node, fx.Node]] = []
+    written_bases = _written_bases(nodes)
+    if not written_bases:
+        return pairs
+    for node in nodes:
+        base_of[node] = _base(node, base_of)
+        written = {base_of.get(argument, argument) for argument in written_arguments(node)}
+        for source in node.all_input_nodes:
+            base = base_of.get(source, source)
+            if base not in written_bases or base in written:
+                continue
+            readers.setdefault(base, []).append(node)
+            if base in last_write:
+                pairs.append((last_write[base], node))
+        for base in written:
+            pairs += [(reader, node) for reader in readers.pop(base, ()) if reader is not node]
+            if base in last_write:
+                pairs.append((last_write[base], node))
+            last_write[base] = node
+    return pairs
+
+
+def _written_bases(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    base_of: dict[fx.Node, fx.Node] = {}
+    written = set()
+    for node in nodes:
+        base_of[node] = _base(node, base_of)
+        written.update(base_of.get(argument, argument) for argument in written_arguments(node))
+    return written
+
+
+def _base(node: fx.Node, base_of: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """The node whose memory a view shows; the node itself if it is no view."""
+    target = node.target
+    is_view = target is operator.getitem or (
+        isinstance(target, torch._ops.OpOverload)
+        and any(result.alias_info is not None for result in target._schema.returns)
+    )
+    if is_view and node.all_input_nodes:
+        source = node.all_input_nodes[0]
+        return base_of.get(source, source)
+    return node
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose memory ``node`` overwrites."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return []
+    written = []
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        values = value if isinstance(value, list | tuple) else [value]
+        written += [item for item in values if isinstance(item, fx.Node)]
+    return written

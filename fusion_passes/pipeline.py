@@ -1,0 +1,73 @@
+"""The order of the passes, on one screen; runs them, checks them, and says what they did."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torch import fx
+
+from fusion_passes.config import FusionConfig
+from fusion_passes.graph_text import graph_text
+from fusion_passes.passes.coalesced import FuseByCoalescing
+from fusion_passes.passes.concat import FuseByConcat
+from fusion_passes.passes.hold import HoldPlacement
+from fusion_passes.passes.place import PlaceReductions
+from fusion_passes.planning import BucketPlan, CapsOf, plan_buckets
+from fusion_passes.reductions import OwnerOf, find_gradient_reductions
+from fusion_passes.torch_private import graph_observer
+from fusion_passes.verify import LawBroken, graph_facts, verify
+
+log = logging.getLogger(__name__)
+
+Pass = Callable[[fx.Graph], bool]
+
+
+def passes_for(config: FusionConfig, plan: BucketPlan, owner_of: OwnerOf) -> list[Pass]:
+    """The passes that carry out ``plan``, in order."""
+    fuse = FuseByConcat if config.mode == "concat" else FuseByCoalescing
+    return [
+        fuse(plan.buckets),  # First: what is placed are the fused launches and waits.
+        PlaceReductions(owner_of),  # Needs the final launches; moves, but adds nothing.
+        HoldPlacement(owner_of),  # Last: it binds the order that it finds.
+    ]
+
+
+def run_pipeline(
+    graph: fx.Graph, config: FusionConfig, owner_of: OwnerOf, caps_of: CapsOf
+) -> BucketPlan:
+    """Fuses the gradient reductions of a graph.
+
+    Args:
+        graph: a post-grad graph; changed in place.
+        config: the options; caps are not read from it (``caps_of`` gives them).
+        owner_of: says which collectives are DDP's.
+        caps_of: the caps of each DDP module.
+
+    Returns:
+        The plan that was carried out; without buckets where the graph has no reduction of DDP.
+
+    Raises:
+        LawBroken: a bug of a pass.
+    """
+    found = find_gradient_reductions(graph, owner_of)
+    plan = plan_buckets(graph, found.reductions, caps_of, found.rejections)
+    if not plan.buckets:
+        return plan
+    for rewrite in passes_for(config, plan, owner_of):
+        name = type(rewrite).__name__
+        facts, text = graph_facts(graph, owner_of), graph_text(graph)
+        with _observed(graph, name):
+            changed = rewrite(graph)
+        if changed != (graph_text(graph) != text):
+            raise LawBroken(f"{name} returned {changed}, which is not what it did")
+        verify(graph, facts, owner_of)
+        log.debug("%s: %s", name, "changed the graph" if changed else "nothing to do")
+    log.info("plan %s:\n%s", plan.digest(), plan.describe())
+    return plan
+
+
+def _observed(graph: fx.Graph, name: str):  # type: ignore[no-untyped-def]
+    module = graph.owning_module
+    assert module is not None, "a post-grad graph belongs to a module"
+    return graph_observer(module, name)

@@ -1,0 +1,152 @@
+"""Decides which gradient reductions share a bucket. Pure: reads the graph, changes nothing.
+
+The same graph and caps give the same plan on every rank: what decides is the order of the graph,
+dtypes, sizes and group names, never rank, time, hash order or a measurement made here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from fusion_passes.dependencies import reduction_levels
+from fusion_passes.reductions import GradientReduction, Rejection, ReductionKey
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class BucketCaps:
+    """Limits of a DDP module's buckets, in bytes.
+
+    Attributes:
+        first_bytes: cap of the first bucket of each key.
+        cap_bytes: cap of every later one. A bucket is closed by the reduction that brings it to
+            its cap, so it can be larger by less than that reduction, as in eager DDP.
+        hold_bytes: a bucket is closed once this many bytes of reductions, of any key, became
+            ready since its first one.
+    """
+
+    first_bytes: int
+    cap_bytes: int
+    hold_bytes: int
+
+
+CapsOf = Callable[[str], BucketCaps]
+"""The caps of the DDP module that owns a group name."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Reductions that are fused into one collective.
+
+    Attributes:
+        key: what they have in common.
+        members: in the order in which they become ready.
+        cap_bytes: the cap under which the bucket was filled.
+    """
+
+    key: ReductionKey
+    members: tuple[GradientReduction, ...]
+    cap_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(member.num_bytes for member in self.members)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether there is anything to fuse: a bucket of one stays as it was traced."""
+        return len(self.members) > 1 and self.num_bytes > 0
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Buckets in the order in which they are launched, and what is left alone."""
+
+    buckets: tuple[Bucket, ...]
+    rejections: tuple[Rejection, ...]
+
+    @property
+    def fused(self) -> tuple[Bucket, ...]:
+        return tuple(bucket for bucket in self.buckets if bucket.is_fused)
+
+    def describe(self) -> str:
+        """The plan for people: one line a bucket, one a rejection."""
+        lines = [
+            f"bucket {index}: {len(bucket.members)} gradients, {bucket.num_bytes} bytes, "
+            f"cap {bucket.cap_bytes}, {bucket.key}: "
+            + ", ".join(member.owner.parameter for member in bucket.members)
+            for index, bucket in enumerate(self.buckets)
+        ]
+        lines += [f"left alone: {rejection}" for rejection in self.rejections]
+        return "\n".join(lines)
+
+    def digest(self) -> str:
+        """Equal for equal plans, in every process; 16 hexadecimal digits."""
+        return hashlib.sha256(self.describe().encode()).hexdigest()[:16]
+
+
+@dataclass
+class _OpenBucket:
+    caps: BucketCaps
+    cap_bytes: int
+    opened_at: int
+    members: list[GradientReduction] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+def plan_buckets(
+    graph: fx.Graph,
+    reductions: Sequence[GradientReduction],
+    caps_of: CapsOf,
+    rejections: Sequence[Rejection] = (),
+) -> BucketPlan:
+    """Fills buckets in the order in which the reductions become ready.
+
+    Reductions share a bucket if their keys are equal and so are their levels, neighbours in the
+    graph or not. The level of a reduction is the number of buckets that must be reduced, one
+    after the other, before its gradient exists (0 for nearly all), so no bucket can come to wait
+    for itself.
+
+    Args:
+        graph: the graph that holds the reductions.
+        reductions: in graph order.
+        caps_of: the caps for a key's group name.
+        rejections: passed on into the plan.
+    """
+    levels = reduction_levels(graph, {reduction.wait: reduction.start for reduction in reductions})
+    closed: list[Bucket] = []
+    open_buckets: dict[tuple[ReductionKey, int], _OpenBucket] = {}
+    seen_keys: set[ReductionKey] = set()
+    ready_bytes = 0
+    for reduction in reductions:
+        for slot in [
+            slot
+            for slot, bucket in open_buckets.items()
+            if ready_bytes - bucket.opened_at >= bucket.caps.hold_bytes
+        ]:
+            closed.append(_close(slot[0], open_buckets.pop(slot)))
+        slot = (reduction.key, levels[reduction.start])
+        bucket = open_buckets.get(slot)
+        if bucket is None:
+            caps = caps_of(reduction.key.group_name)
+            first = reduction.key not in seen_keys
+            seen_keys.add(reduction.key)
+            cap_bytes = caps.first_bytes if first else caps.cap_bytes
+            bucket = open_buckets[slot] = _OpenBucket(caps, cap_bytes, ready_bytes)
+        bucket.members.append(reduction)
+        bucket.num_bytes += reduction.num_bytes
+        ready_bytes += reduction.num_bytes
+        if bucket.num_bytes >= bucket.cap_bytes:
+            closed.append(_close(slot[0], open_buckets.pop(slot)))
+    closed += [_close(key, bucket) for (key, _), bucket in open_buckets.items()]
+    closed.sort(key=lambda bucket: bucket.members[-1].position)
+    return BucketPlan(tuple(closed), tuple(rejections))
+
+
+def _close(key: ReductionKey, bucket: _OpenBucket) -> Bucket:
+    return Bucket(key, tuple(bucket.members), bucket.cap_bytes)

@@ -1,0 +1,1 @@
+"""What the flag did, for people."""

@@ -1,0 +1,93 @@
+"""Remembers, for this process, what was done to each compiled graph.
+
+A graph that comes from Inductor's FX graph cache was compiled by another process, so no pass runs
+here. Two things tell this process what it holds: Inductor stores with a graph what its compile
+added to the counters and adds it again on a hit, so a counter carries the plan's digest; and the
+report itself lies under that digest in Inductor's cache directory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from fusion_passes.report.records import FusionReport
+from fusion_passes.torch_private import cache_directory, inductor_counters
+
+log = logging.getLogger(__name__)
+
+COUNTER_PREFIX: Final = "ddp_fusion_plan:"
+
+
+class Journal:
+    """The reports of this process, oldest first."""
+
+    def __init__(self) -> None:
+        self._reports: list[FusionReport] = []
+        self._counted: dict[str, int] = {}
+
+    def add(self, report: FusionReport) -> None:
+        """Records a graph that this process compiled, and leaves word for those that will take it
+        from the cache."""
+        self._reports.append(report)
+        key = COUNTER_PREFIX + report.digest
+        inductor_counters()[key] += 1
+        self._counted[key] = self._counted.get(key, 0) + 1
+        _store(report)
+
+    def reports(self) -> tuple[FusionReport, ...]:
+        self._read_cached()
+        return tuple(self._reports)
+
+    def clear(self) -> None:
+        """Forgets what was recorded so far."""
+        self._read_cached()
+        self._reports.clear()
+
+    def _read_cached(self) -> None:
+        """Adds the graphs that came from the cache since the last call."""
+        for key, count in list(inductor_counters().items()):
+            if not key.startswith(COUNTER_PREFIX):
+                continue
+            # The user may have cleared the counters: then what is there is new.
+            known = self._counted.get(key, 0)
+            fresh = count - known if count >= known else count
+            self._counted[key] = count
+            for _ in range(fresh):
+                report = _load(key.removeprefix(COUNTER_PREFIX))
+                if report is not None:
+                    self._reports.append(report)
+
+
+def _path(digest: str) -> Path:
+    return Path(cache_directory()) / "fusion_passes" / f"{digest}.json"
+
+
+def _store(report: FusionReport) -> None:
+    path = _path(report.digest)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Ranks write the same file at the same time: it must appear whole.
+        descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with os.fdopen(descriptor, "w") as file:
+            file.write(report.to_json())
+        os.replace(name, path)
+    except OSError as error:
+        log.info("The report of plan %s was not stored: %s", report.digest, error)
+
+
+def _load(digest: str) -> FusionReport | None:
+    try:
+        return FusionReport.from_json(_path(digest).read_text())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning(
+            "A fused graph came from the FX graph cache, but its report (plan %s) is not in %s: "
+            "%s. The graph runs as it was compiled; clear the cache to see its buckets again.",
+            digest,
+            _path(digest).parent,
+            error,
+        )
+        return None

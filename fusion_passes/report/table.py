@@ -1,0 +1,56 @@
+"""A report as a table for a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+
+from fusion_passes.report.records import BucketReport, FusionReport
+
+
+def format_report(report: FusionReport, *, width: int = 100) -> str:
+    """The report as plain text.
+
+    Args:
+        report: what was done to one graph.
+        width: columns of the terminal; longer lists of names are folded.
+    """
+    source = "from the FX graph cache" if report.from_cache else "compiled here"
+    lines = [
+        f"ddp_fusion {report.mode}: {report.collectives_before} collectives traced, "
+        f"{report.collectives_after} launched a step ({source}, plan {report.digest})"
+    ]
+    if report.buckets:
+        lines.append(f"{'bucket':>6}  {'size':>9}  {'cap':>9}  {'gradients':>9}  what")
+    for index, bucket in enumerate(report.buckets):
+        head = (
+            f"{index:>6}  {format_bytes(bucket.num_bytes):>9}  {format_bytes(bucket.cap_bytes):>9}"
+            f"  {len(bucket.parameters):>9}  "
+        )
+        lines += _hang(head, _contents(bucket), width)
+    for rejection in report.rejections:
+        lines += _hang("left alone: ", f"{rejection.collective}: {rejection.reason}", width)
+    return "\n".join(lines)
+
+
+def format_bytes(count: int) -> str:
+    """``512 B``, ``1.5 KiB``, ``25.0 MiB``, ``1.0 GiB``."""
+    if count < 1024:
+        return f"{count} B"
+    value = float(count)
+    for unit in ("KiB", "MiB"):
+        value /= 1024
+        if value < 1024:
+            return f"{value:.1f} {unit}"
+    return f"{value / 1024:.1f} GiB"
+
+
+def _contents(bucket: BucketReport) -> str:
+    return (
+        f"{bucket.dtype}, {bucket.module}, group {bucket.group}: {', '.join(bucket.parameters)}"
+    )
+
+
+def _hang(head: str, text: str, width: int) -> list[str]:
+    room = max(width - len(head), 20)
+    first, *rest = textwrap.wrap(text, room, break_long_words=False) or [""]
+    return [head + first, *(" " * len(head) + line for line in rest)]

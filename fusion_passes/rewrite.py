@@ -1,0 +1,55 @@
+"""What the fusing passes share: a bucket's reductions are replaced by what a function does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from fusion_passes.dependencies import reorder
+from fusion_passes.graph_edit import erase, record
+from fusion_passes.planning import Bucket
+from fusion_passes.reductions import ReductionKey, Scaling
+
+ReduceBucket = Callable[[list[Tensor]], list[Tensor]]
+"""Tensor code: the gradients of a bucket in, the reduced gradients out."""
+
+
+def replace_buckets(
+    graph: fx.Graph,
+    buckets: Sequence[Bucket],
+    reduction_for: Callable[[ReductionKey], ReduceBucket],
+) -> bool:
+    """Puts a bucket's reduction where its last member was launched, and gives its results to the
+    users of the members' waits. Users that stood earlier move behind the new wait.
+
+    Returns:
+        Whether there was a bucket to fuse.
+    """
+    fused = [bucket for bucket in buckets if bucket.is_fused]
+    for bucket in fused:
+        members = bucket.members
+        results, _ = record(
+            members[-1].start, reduction_for(bucket.key), [m.gradient for m in members]
+        )
+        for member, result in zip(members, results, strict=True):
+            member.wait.replace_all_uses_with(result)
+        for member in members:
+            scale = [member.scale] if member.scale is not None else []
+            erase([*scale, member.start, member.wait])
+    if fused:
+        reorder(graph, {node: (index,) for index, node in enumerate(graph.nodes)})
+    return bool(fused)
+
+
+def scale_by(scaling: Scaling, tensors: list[Tensor]) -> list[Tensor]:
+    """Each tensor divided or multiplied as ``scaling`` says: one operator for all of them."""
+    value = int(scaling.value) if scaling.value.is_integer() else scaling.value
+    if scaling.kind == "none":
+        return tensors
+    if len(tensors) == 1:
+        operation = torch.div if scaling.kind == "div" else torch.mul
+        return [operation(tensors[0], value)]
+    foreach = torch._foreach_div if scaling.kind == "div" else torch._foreach_mul
+    return list(foreach(tensors, value))

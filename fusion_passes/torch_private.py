@@ -1,0 +1,165 @@
+"""The one place that imports private names of torch.
+
+Each name says why it is needed. All of them were checked on torch 2.11.0, 2.13.0 and 2.15.0.
+Modules that are slow to import (Dynamo takes about a second) are imported inside functions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+# The gradient reductions are traced as functional collectives; the hook that DDP's Python
+# reducer registers is written with them.
+import torch.distributed._functional_collectives as functional_collectives
+
+# The flag is an entry of this module: users set it there, and it is part of the cache key.
+import torch._inductor.config as inductor_config
+
+# A pass must have this base class, and a uuid(), or the FX graph cache is bypassed.
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+# Fake tensors carry shapes, dtypes and strides of the nodes that a pass adds.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+# A second name for a group says in the graph to which DDP module, and to which of its
+# parameters, a reduction belongs. Groups are resolved by name when the graph runs.
+from torch.distributed.distributed_c10d import (
+    _register_process_group as register_process_group,
+)
+from torch.distributed.distributed_c10d import (
+    _resolve_process_group as resolve_process_group,
+)
+from torch.distributed.distributed_c10d import (
+    _unregister_process_group as unregister_process_group,
+)
+
+# The entries of a torch config module, and the mark of a value that the user has not set.
+from torch.utils._config_module import (
+    _UNSET_SENTINEL as UNSET,
+)
+from torch.utils._config_module import (
+    _Config as ConfigDefinition,
+)
+from torch.utils._config_module import (
+    _ConfigEntry as ConfigEntry,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = [
+    "UNSET",
+    "ConfigDefinition",
+    "ConfigEntry",
+    "CustomGraphPass",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "assume_constant_result",
+    "cache_directory",
+    "compiled_autograd",
+    "disable_dynamo",
+    "dynamo_config",
+    "functional_collectives",
+    "graph_observer",
+    "hash_files",
+    "inductor_config",
+    "inductor_counters",
+    "is_compiling_graph",
+    "preserve_node_ordering",
+    "register_process_group",
+    "resolve_process_group",
+    "supports_pass_list",
+    "trace_rules",
+    "unregister_process_group",
+]
+
+
+def dynamo_config() -> Any:
+    """``torch._dynamo.config``: holds ``optimize_ddp`` and ``compiled_autograd``."""
+    import torch._dynamo.config
+
+    return torch._dynamo.config
+
+
+def compiled_autograd() -> Any:
+    """``torch._dynamo.compiled_autograd``: its ``_enable`` and ``_disable`` choose, a backward at
+    a time, whether hooks are traced into one graph."""
+    import torch._dynamo.compiled_autograd
+
+    return torch._dynamo.compiled_autograd
+
+
+def trace_rules() -> Any:
+    """``torch._dynamo.trace_rules``: DDP's constructor adds itself to the inlined modules."""
+    import torch._dynamo.trace_rules
+
+    return torch._dynamo.trace_rules
+
+
+def assume_constant_result(function: Any) -> Any:
+    """Dynamo calls the function while it traces and keeps the result as a constant."""
+    import torch._dynamo
+
+    return torch._dynamo.assume_constant_result(function)
+
+
+def disable_dynamo(function: Any) -> Any:
+    """Dynamo leaves the function's own frame alone, but compiles what it calls."""
+    import torch._dynamo
+
+    return torch._dynamo.disable(function, recursive=False)
+
+
+def inductor_counters() -> Any:
+    """Inductor's counters: the FX graph cache stores what a compile added to them and adds it
+    again on a hit, which is how a process knows what a cached graph holds."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]
+
+
+def is_compiling_graph() -> bool:
+    """Whether a graph is being compiled in this thread."""
+    from torch._guards import CompileContext
+
+    return CompileContext.try_get() is not None
+
+
+def graph_observer(graph_module: torch.fx.GraphModule, name: str) -> Any:
+    """Makes a pass visible to ``TORCHINDUCTOR_DISABLED_PASSES`` and to torch's tracing."""
+    from torch.fx.passes.graph_transform_observer import GraphTransformObserver
+
+    return GraphTransformObserver(graph_module, name, subsystem="post_grad_passes")
+
+
+def preserve_node_ordering(graph: torch.fx.Graph, after: Mapping[torch.fx.Node, Any]) -> None:
+    """Ordering that Inductor's scheduler must keep: each node runs after the nodes given."""
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch.utils._ordered_set import OrderedSet
+
+    preserve_node_ordering(graph, {node: OrderedSet(deps) for node, deps in after.items()})
+
+
+def supports_pass_list() -> bool:
+    """Whether ``post_grad_custom_post_pass`` takes a list (torch 2.11 takes one pass only)."""
+    from torch._inductor import custom_graph_pass
+
+    return hasattr(custom_graph_pass, "get_custom_graph_passes")
+
+
+def hash_files(paths: tuple[str, ...]) -> bytes:
+    """Hash of the files' contents."""
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+
+    return get_hash_for_files(paths)
+
+
+def cache_directory() -> str:
+    """Where Inductor keeps its caches on this machine."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()

@@ -1,0 +1,124 @@
+"""Laws that hold after every pass. A broken law is a bug of the package, never a user's error:
+the compile stops before a wrong gradient can be computed."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fusion_passes.collectives import (
+    data_users,
+    decode_all_reduce,
+    group_name_of,
+    is_all_reduce,
+    is_launch,
+    is_wait,
+)
+from fusion_passes.graph_text import value_text
+from fusion_passes.reductions import OwnerOf
+
+
+class LawBroken(AssertionError):
+    """A pass made a graph that means something else than the graph it was given."""
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """What no pass may change.
+
+    Attributes:
+        outputs: dtype, shape and strides of each output.
+        reduced: elements reduced, by (group of the DDP module, reduce op, dtype).
+        foreign: every other collective, in issue order, by process group.
+        waits: collectives that are launched, less those that are waited for.
+    """
+
+    outputs: tuple[str, ...]
+    reduced: Counter[tuple[str, str, torch.dtype]]
+    foreign: dict[str, tuple[str, ...]]
+    unwaited: frozenset[str]
+
+
+def graph_facts(graph: fx.Graph, owner_of: OwnerOf) -> GraphFacts:
+    """Reads the facts off a graph."""
+    reduced: Counter[tuple[str, str, torch.dtype]] = Counter()
+    foreign: dict[str, list[str]] = {}
+    unwaited = set()
+    outputs: tuple[str, ...] = ()
+    for node in graph.nodes:
+        if node.op == "output":
+            outputs = tuple(value_text(item.meta.get("val")) for item in node.all_input_nodes)
+        if node.op != "call_function" or not is_launch(node):
+            continue
+        name = group_name_of(node)
+        owner = owner_of(name) if name is not None and is_all_reduce(node) else None
+        if owner is None:
+            foreign.setdefault(str(name), []).append(f"{node.name}: {node.target}")
+            continue
+        if not _is_waited_for(node):
+            unwaited.add(node.name)
+        for value in _tensors(node.meta["val"]):
+            key = (owner.group_name, str(_reduce_op(node)), value.dtype.to_real())
+            reduced[key] += value.numel() * (2 if value.is_complex() else 1)
+    return GraphFacts(
+        outputs,
+        reduced,
+        {name: tuple(nodes) for name, nodes in foreign.items()},
+        frozenset(unwaited),
+    )
+
+
+def verify(graph: fx.Graph, before: GraphFacts, owner_of: OwnerOf) -> None:
+    """Checks the laws on a graph that a pass has changed.
+
+    Args:
+        graph: the graph as the pass left it.
+        before: the facts of the graph as the pass got it.
+        owner_of: as for :func:`fusion_passes.reductions.find_gradient_reductions`.
+
+    Raises:
+        LawBroken: it says which law, with both sides.
+    """
+    try:
+        graph.lint()
+    except (RuntimeError, AssertionError) as error:
+        raise LawBroken(f"the graph is not well formed: {error}") from error
+    after = graph_facts(graph, owner_of)
+    _same("the graph returns other values", before.outputs, after.outputs)
+    _same("other elements are reduced", before.reduced, after.reduced)
+    _same("a collective that is not DDP's was changed or moved", before.foreign, after.foreign)
+    _same("a reduction is not waited for", before.unwaited & after.unwaited, after.unwaited)
+    for node in graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta:
+            raise LawBroken(f"{node.name} has no value in its metadata")
+
+
+def _same(law: str, before: object, after: object) -> None:
+    if before != after:
+        raise LawBroken(f"{law}: before {before}, after {after}")
+
+
+def _tensors(value: object) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _reduce_op(node: fx.Node) -> object:
+    call = decode_all_reduce(node)
+    return call.reduce_op if call else node.args[1]
+
+
+def _is_waited_for(launch: fx.Node) -> bool:
+    """Whether each tensor that the collective gives reaches a wait."""
+    results = data_users(launch)
+    if results and all(result.target is operator.getitem for result in results):
+        results = [user for result in results for user in result.users]
+    return bool(results) and all(is_wait(user) for user in results)
