@@ -76,8 +76,12 @@ class Registry:
             world_size=group.size(),
             label=f"DDP {number} ({type(ddp.module).__name__})",
             parameters=tuple(names[id(parameter)] for parameter in ddp._module_parameters),
-            bucket_cap_bytes=ddp._bucket_config.bucket_bytes_cap,
-            first_bucket_cap_bytes=ddp._bucket_config.first_bucket_bytes_cap,
+            bucket_cap_bytes=ddp.bucket_bytes_cap,
+            first_bucket_cap_bytes=(
+                dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+                if ddp.bucket_bytes_cap_default
+                else ddp.bucket_bytes_cap
+            ),
         )
         self._modules[module.group_name] = module
         aliases = [module.group_name]
