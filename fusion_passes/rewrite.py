@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from fusion_passes.dependencies import reorder
-from fusion_passes.graph_edit import erase, record
+from fusion_passes.graph_edit import erase, record, replace_uses
 from fusion_passes.planning import Bucket
 from fusion_passes.reductions import ReductionKey, Scaling
 
@@ -28,14 +28,17 @@ def replace_buckets(
         Whether there was a bucket to fuse.
     """
     fused = [bucket for bucket in buckets if bucket.is_fused]
+    replacements: dict[fx.Node, fx.Node] = {}
     for bucket in fused:
         members = bucket.members
         results, _ = record(
             members[-1].start, reduction_for(bucket.key), [m.gradient for m in members]
         )
-        for member, result in zip(members, results, strict=True):
-            member.wait.replace_all_uses_with(result)
-        for member in members:
+        replacements |= zip((member.wait for member in members), results, strict=True)
+    # A gradient can be the result of another bucket: written above as a member's wait.
+    replace_uses(replacements)
+    for bucket in fused:
+        for member in bucket.members:
             scale = [member.scale] if member.scale is not None else []
             erase([*scale, member.start, member.wait])
     if fused:

@@ -6,7 +6,7 @@ Modules that are slow to import (Dynamo takes about a second) are imported insid
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -47,9 +47,6 @@ from torch.utils._config_module import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 __all__ = [
     "UNSET",
     "ConfigDefinition",
@@ -61,6 +58,7 @@ __all__ = [
     "assume_constant_result",
     "cache_directory",
     "compiled_autograd",
+    "control_deps",
     "disable_dynamo",
     "dynamo_config",
     "functional_collectives",
@@ -69,7 +67,7 @@ __all__ = [
     "inductor_config",
     "inductor_counters",
     "is_compiling_graph",
-    "preserve_node_ordering",
+    "make_subgraph",
     "register_process_group",
     "resolve_process_group",
     "supports_pass_list",
@@ -136,12 +134,19 @@ def graph_observer(graph_module: torch.fx.GraphModule, name: str) -> Any:
     return GraphTransformObserver(graph_module, name, subsystem="post_grad_passes")
 
 
-def preserve_node_ordering(graph: torch.fx.Graph, after: Mapping[torch.fx.Node, Any]) -> None:
-    """Ordering that Inductor's scheduler must keep: each node runs after the nodes given."""
-    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-    from torch.utils._ordered_set import OrderedSet
+def control_deps() -> Any:
+    """The operator that runs a subgraph after other nodes: Inductor's scheduler keeps that order.
+    Called as ``control_deps(nodes to follow, subgraph, *inputs of the subgraph)``."""
+    from torch._inductor.fx_passes.control_dependencies import control_deps
 
-    preserve_node_ordering(graph, {node: OrderedSet(deps) for node, deps in after.items()})
+    return control_deps
+
+
+def make_subgraph(owner: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """A module for a graph whose Python code is generated only if somebody asks for it."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(owner, graph)
 
 
 def supports_pass_list() -> bool:

@@ -73,13 +73,16 @@ def graph_facts(graph: fx.Graph, owner_of: OwnerOf) -> GraphFacts:
     )
 
 
-def verify(graph: fx.Graph, before: GraphFacts, owner_of: OwnerOf) -> None:
+def verify(graph: fx.Graph, before: GraphFacts, owner_of: OwnerOf) -> GraphFacts:
     """Checks the laws on a graph that a pass has changed.
 
     Args:
         graph: the graph as the pass left it.
         before: the facts of the graph as the pass got it.
         owner_of: as for :func:`fusion_passes.reductions.find_gradient_reductions`.
+
+    Returns:
+        The facts of the graph as the pass left it.
 
     Raises:
         LawBroken: it says which law, with both sides.
@@ -96,6 +99,7 @@ def verify(graph: fx.Graph, before: GraphFacts, owner_of: OwnerOf) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
             raise LawBroken(f"{node.name} has no value in its metadata")
+    return after
 
 
 def _same(law: str, before: object, after: object) -> None:
@@ -120,5 +124,6 @@ def _is_waited_for(launch: fx.Node) -> bool:
     """Whether each tensor that the collective gives reaches a wait."""
     results = data_users(launch)
     if results and all(result.target is operator.getitem for result in results):
-        results = [user for result in results for user in result.users]
+        # One held node can wait for thousands of results.
+        results = list(dict.fromkeys(user for result in results for user in result.users))
     return bool(results) and all(is_wait(user) for user in results)

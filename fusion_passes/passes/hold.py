@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from fusion_passes.collectives import group_name_of, is_held, is_launch, is_wait
+from fusion_passes.graph_edit import hold
 from fusion_passes.reductions import OwnerOf
-from fusion_passes.torch_private import preserve_node_ordering
 
 _KERNEL_NAMES: Final = frozenset(
     (
@@ -52,18 +52,20 @@ class HoldPlacement:
     owner_of: OwnerOf
 
     def __call__(self, graph: fx.Graph) -> bool:
-        after = self._orderings(list(graph.nodes))
-        if after:
-            preserve_node_ordering(graph, after)
-        return bool(after)
+        orderings = self._orderings(list(graph.nodes))
+        held: dict[fx.Node, fx.Node] = {}
+        for nodes, after in orderings:
+            held[nodes[0]] = hold(nodes, [held.get(node, node) for node in after])
+        return bool(orderings)
 
-    def _orderings(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-        """The nodes that each held node must follow, in graph order."""
-        after: dict[fx.Node, list[fx.Node]] = {}
+    def _orderings(self, nodes: Sequence[fx.Node]) -> list[tuple[list[fx.Node], list[fx.Node]]]:
+        """Pairs (nodes to hold, nodes that they must follow), in graph order. The waits of one
+        launch are held together: a coalesced launch can have thousands."""
+        orderings: list[tuple[list[fx.Node], list[fx.Node]]] = []
         unbound: list[fx.Node] = []
         last_launch: fx.Node | None = None
         last_kernel: fx.Node | None = None
-        owned_waits: set[fx.Node] = set()
+        waits_of: dict[fx.Node, list[fx.Node]] = {}
         for node in nodes:
             if node.op != "call_function" or is_held(node):
                 continue
@@ -72,16 +74,19 @@ class HoldPlacement:
                     continue
                 unbound.append(node)
                 last_launch = node
-                owned_waits.update(_waits_of(node))
+                waits = _waits_of(node)
+                waits_of |= dict.fromkeys(waits, waits)
             elif _is_library_kernel(node):
                 if unbound:
-                    after[node] = unbound
+                    orderings.append(([node], unbound))
                     unbound = []
                 last_kernel = node
-            elif node in owned_waits:
-                sources = (last_launch, last_kernel)
-                after[node] = [source for source in sources if source is not None]
-        return after
+            elif waits := waits_of.pop(node, []):
+                for wait in waits[1:]:
+                    del waits_of[wait]
+                sources = [source for source in (last_launch, last_kernel) if source is not None]
+                orderings.append((waits, sources))
+        return orderings
 
     def _is_owned(self, launch: fx.Node) -> bool:
         name = group_name_of(launch)
@@ -89,8 +94,9 @@ class HoldPlacement:
 
 
 def _waits_of(launch: fx.Node) -> list[fx.Node]:
-    results = [launch, *launch.users]
-    return [user for result in results for user in result.users if is_wait(user)]
+    """The waits for a launch, of one tensor or of many."""
+    users = [user for result in (launch, *launch.users) for user in result.users]
+    return [user for user in users if is_wait(user)]
 
 
 def _is_library_kernel(node: fx.Node) -> bool:
