@@ -245,33 +245,28 @@ class _Installation:
                 _patch(undo, module, "_engine_run_backward", _runner.run)
             _patch(undo, compiled_autograd(), "_enable", _enable_region)
             undo.callback(_forget_inlined, _is_inlined())
+            _set(undo, inductor_config, "_fuse_ddp_communication", False)
             self.configure_context(undo)
             self._undo = undo.pop_all()
 
     def configure_context(self, undo: contextlib.ExitStack | None = None) -> None:
         """Settings that torch keeps for each thread: also made where a thread has none of them
-        yet, or where the user has put a list of passes in place of the one with ours."""
-        settings = [
-            (dynamo_config(), "compiled_autograd", True),
-            (inductor_config, "_fuse_ddp_communication", False),
-        ]
-        undo = undo or self._undo or contextlib.ExitStack()
-        for module, name, value in settings:
-            before = getattr(module, name)
-            if before != value and name == "compiled_autograd":
-                _runner.switched_on = True
-            if before != value and (name == "compiled_autograd" or self._undo is None):
-                setattr(module, name, value)
-                undo.callback(setattr, module, name, before)
+        yet, or where the user has put other passes in the place of ours."""
+        undo = undo or self._undo
+        assert undo is not None, "only while the flag is set"
+        if not dynamo_config().compiled_autograd:
+            _set(undo, dynamo_config(), "compiled_autograd", True)
+            _runner.switched_on = True
+            undo.callback(setattr, _runner, "switched_on", False)
         passes = _pass_list(inductor_config.post_grad_custom_post_pass)
-        if self._pass not in passes and not any(_holds(p, self._pass) for p in passes):
+        if self._pass not in passes:
             inductor_config.post_grad_custom_post_pass = _pass_value([*passes, self._pass])
             undo.callback(self._remove_pass)
 
     def _remove_pass(self) -> None:
         passes = _pass_list(inductor_config.post_grad_custom_post_pass)
-        passes = [item for found in passes for item in _members(found) if item is not self._pass]
-        inductor_config.post_grad_custom_post_pass = _pass_value(passes)
+        others = [item for item in passes if item is not self._pass]
+        inductor_config.post_grad_custom_post_pass = _pass_value(others)
 
 
 _installation: Final = _Installation()
@@ -282,9 +277,7 @@ def _construct(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
     if active_config() is None:
         original(self, *args, **kwargs)
         return
-    arguments = inspect.signature(original).bind(self, *args, **kwargs)
-    arguments.apply_defaults()
-    without_effect = check_arguments(arguments.arguments)
+    without_effect = check_arguments(inspect.signature(original).bind(self, *args, **kwargs).arguments)
     _check_reducer_mode()
     check_conflicts()
     _installation.configure_context()
@@ -382,6 +375,11 @@ def _patch(
     undo.callback(restore)
 
 
+def _set(undo: contextlib.ExitStack, module: Any, name: str, value: object) -> None:
+    undo.callback(setattr, module, name, getattr(module, name))
+    setattr(module, name, value)
+
+
 class _PassChain(CustomGraphPass):
     """Several passes in the one slot that torch 2.11 has."""
 
@@ -398,17 +396,12 @@ class _PassChain(CustomGraphPass):
 
 
 def _pass_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _members(item: Any) -> list[Any]:
-    return list(item.passes) if isinstance(item, _PassChain) else [item]
-
-
-def _holds(item: Any, wanted: Any) -> bool:
-    return any(member is wanted for member in _members(item))
+    """The passes in the slot, in order."""
+    if isinstance(value, _PassChain):
+        return list(value.passes)
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [] if value is None else [value]
 
 
 def _pass_value(passes: list[Any]) -> Any:

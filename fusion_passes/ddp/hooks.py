@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -47,12 +48,16 @@ def replace_hooks(ddp: DistributedDataParallel, module: ManagedModule) -> None:
         if parameter.requires_grad:
             hook = functools.partial(
                 _reduce_gradient,
-                ddp=ddp,
+                # Parameters outlive DDP modules: a hook that held its module would keep it, and
+                # go on reducing, after the user has dropped it.
+                ddp=weakref.ref(ddp),
                 name=module.name_for(index),
                 world_size=module.world_size,
                 group_name_while_tracing=group_name_while_tracing,
             )
-            ddp._accum_grad_hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            handle = parameter.register_post_accumulate_grad_hook(hook)
+            ddp._accum_grad_hooks.append(handle)
+            weakref.finalize(ddp, handle.remove).atexit = False
 
 
 def _note_traced(name: str) -> str:
@@ -64,7 +69,7 @@ def _note_traced(name: str) -> str:
 def _reduce_gradient(
     parameter: nn.Parameter,
     *,
-    ddp: DistributedDataParallel,
+    ddp: weakref.ref[DistributedDataParallel],
     name: str,
     world_size: int,
     group_name_while_tracing: Callable[[str], str],
@@ -74,7 +79,8 @@ def _reduce_gradient(
     Dividing first and then summing is what DDP does, so that a sum of large fp16 gradients does
     not overflow.
     """
-    if not ddp.require_backward_grad_sync or parameter.grad is None:
+    owner = ddp()
+    if owner is None or not owner.require_backward_grad_sync or parameter.grad is None:
         return
     if torch.compiler.is_compiling():
         name = group_name_while_tracing(name)

@@ -69,7 +69,7 @@ class Registry:
         """Registers a module that has been constructed, until it is freed."""
         group = ddp.process_group
         number = next(self._numbers[group.group_name])
-        names = {id(parameter): name for name, parameter in _named_parameters(ddp)}
+        names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
         module = ManagedModule(
             group_name=f"{group.group_name}/ddp{number}",
             process_group=group.group_name,
@@ -122,10 +122,6 @@ class Registry:
     def fingerprint(self) -> tuple[ManagedModule, ...]:
         """Everything about the modules that a compiled graph can depend on."""
         return tuple(self._modules[name] for name in sorted(self._modules))
-
-
-def _named_parameters(ddp: DistributedDataParallel):  # type: ignore[no-untyped-def]
-    return ddp.module.named_parameters(remove_duplicate=True)
 
 
 registry: Final = Registry()

@@ -39,6 +39,14 @@ def check_arguments(arguments: Mapping[str, Any]) -> list[str]:
                 f"torch._inductor.config.ddp_fusion is set: {remedy}, or set ddp_fusion = None "
                 "before this module is constructed."
             )
+    for name, parameter in arguments["module"].named_parameters():
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise ValueError(
+                f"_apply_optimizer_in_backward, parameter {name!r}, is not supported while "
+                "torch._inductor.config.ddp_fusion is set: the optimizer would run before the "
+                "gradient is reduced. Step the optimizer after the backward, or set ddp_fusion = "
+                "None before this module is wrapped."
+            )
     for name, submodule in arguments["module"].named_modules():
         if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
             raise ValueError(

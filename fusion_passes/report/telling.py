@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from typing import Final
 
 
 class FusionWarning(UserWarning):
     """Something that ``ddp_fusion`` was asked for is not done; the text says why, and the remedy."""
 
 
+_OURS: Final = ("fusion_passes", "torch")
 _told: set[str] = set()
 
 
@@ -16,7 +19,15 @@ def tell_once(topic: str, text: str) -> None:
     """Warns, unless this process was already warned about ``topic``."""
     if topic not in _told:
         _told.add(topic)
-        warnings.warn(text, FusionWarning, stacklevel=3)
+        warnings.warn(text, FusionWarning, stacklevel=_users_level())
+
+
+def _users_level() -> int:
+    """The ``stacklevel`` of the innermost frame that is neither this package's nor torch's."""
+    frame, level = sys._getframe(1), 0
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
+        frame, level = frame.f_back, level + 1
+    return level + 1
 
 
 def forget_told() -> None:
