@@ -34,8 +34,9 @@ def check_arguments(arguments: Mapping[str, Any]) -> list[str]:
     """
     for name, remedy in _REFUSED.items():
         if arguments.get(name):
+            shown = repr(arguments[name]) if isinstance(arguments[name], bool) else "..."
             raise ValueError(
-                f"DistributedDataParallel({name}={arguments[name]!r}) is not supported while "
+                f"DistributedDataParallel({name}={shown}) is not supported while "
                 f"torch._inductor.config.ddp_fusion is set: {remedy}, or set ddp_fusion = None "
                 "before this module is constructed."
             )

@@ -1,0 +1,145 @@
+"""Constructing DDP under the flag: what is refused, and in which words."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config as inductor_config
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+from torch.nn.parallel import DistributedDataParallel
+
+from fusion_passes import FusionConfig
+from fusion_passes.ddp.modules import registry
+from fusion_passes.install import caps_of
+from fusion_passes.planning import MIB, BucketCaps
+from tests.support.fake_world import fake_world, two_layers
+
+
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    with fake_world(), inductor_config.patch(ddp_fusion="concat"):
+        yield
+
+
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"find_unused_parameters": True}, "find_unused_parameters"),
+        ({"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}, "mixed_precision"),
+        ({"bucket_cap_mb_list": [1, 2]}, "bucket_cap_mb_list"),
+        ({"skip_all_reduce_unused_params": True}, "skip_all_reduce_unused_params"),
+    ],
+)
+def test_refuses_what_the_python_reducer_ignores(arguments: dict[str, object], name: str) -> None:
+    if name == "bucket_cap_mb_list" and torch.__version__ < "2.13":
+        pytest.skip("this torch has no bucket_cap_mb_list")
+    with pytest.raises(ValueError, match=f"{name}=.*ddp_fusion is set: .*ddp_fusion = None"):
+        DistributedDataParallel(two_layers(), **arguments)
+    assert not len(registry), "nothing was changed before the refusal"
+
+
+def test_refuses_delayed_reductions() -> None:
+    model = two_layers()
+    names = [("0.weight", model[0].weight)]
+    with pytest.raises(ValueError, match="delay_all_reduce_named_params=.*ddp_fusion"):
+        DistributedDataParallel(
+            model, delay_all_reduce_named_params=names, param_to_hook_all_reduce=model[1].weight
+        )
+
+
+def test_refuses_sparse_gradients() -> None:
+    model = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"Embedding\(sparse=True\), module '0'.*ddp_fusion"):
+        DistributedDataParallel(model)
+
+
+@pytest.mark.parametrize("mode", ["no_optimization", "ddp_optimizer", False])
+def test_refuses_another_reducer_mode(mode: object) -> None:
+    with (
+        torch._dynamo.config.patch(optimize_ddp=mode),
+        pytest.raises(ValueError, match="optimize_ddp = .*contradicts.*ddp_fusion"),
+    ):
+        DistributedDataParallel(two_layers())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("bucket_all_reduces_fx", "all"),
+        ("aten_distributed_optimizations.enable_overlap_scheduling", True),
+        ("_fuse_ddp_communication", True),
+    ],
+)
+def test_refuses_settings_that_fuse_the_same_reductions(setting: str, value: object) -> None:
+    with (
+        inductor_config.patch({setting: value}),
+        pytest.raises(ValueError, match=f"{setting} = {value!r} cannot be combined"),
+    ):
+        DistributedDataParallel(two_layers())
+
+
+@pytest.mark.parametrize("method", ["join", "register_comm_hook"])
+def test_refuses_methods_that_would_do_nothing(method: str) -> None:
+    ddp = DistributedDataParallel(two_layers())
+    with pytest.raises(ValueError, match=rf"{method}\(\) is not supported.*ddp_fusion = None"):
+        getattr(ddp, method)()
+
+
+def test_leaves_the_settings_that_the_constructor_writes() -> None:
+    before = (
+        torch._dynamo.config.optimize_ddp,
+        inductor_config._fuse_ddp_communication,
+        inductor_config._fuse_ddp_bucket_size,
+    )
+    ddp = DistributedDataParallel(two_layers(), bucket_cap_mb=7)
+    assert ddp._use_python_reducer
+    after = (
+        torch._dynamo.config.optimize_ddp,
+        inductor_config._fuse_ddp_communication,
+        inductor_config._fuse_ddp_bucket_size,
+    )
+    assert after == before
+
+
+def test_caps_are_the_modules_own_unless_set_by_option() -> None:
+    default = DistributedDataParallel(two_layers())
+    small = DistributedDataParallel(two_layers(), bucket_cap_mb=2)
+    first, second = (module.group_name for module in registry.fingerprint())
+    config = FusionConfig()
+    assert caps_of(config, first) == BucketCaps(MIB, 25 * MIB, 100 * MIB)
+    assert caps_of(config, second) == BucketCaps(2 * MIB, 2 * MIB, 8 * MIB)
+    config = FusionConfig(bucket_cap_mb=4, first_bucket_cap_mb=0.5, max_hold_mb=3)
+    assert caps_of(config, second) == BucketCaps(MIB // 2, 4 * MIB, 3 * MIB)
+    del default, small
+
+
+def test_names_parameters_and_ignores_ignored_ones() -> None:
+    model = two_layers()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])
+    ddp = DistributedDataParallel(model)
+    (module,) = registry.fingerprint()
+    assert module.parameters == ("0.weight", "1.weight", "1.bias")
+    owner = registry.owner_of(module.name_for(2))
+    assert owner is not None
+    assert owner.parameter == "1.bias"
+    assert registry.owner_of("0") is None, "the group's own name is nobody's"
+    assert not model[0].bias._post_accumulate_grad_hooks
+    del ddp
+
+
+def test_a_module_is_freed_and_leaves_no_hook() -> None:
+    model = two_layers()
+    ddp = DistributedDataParallel(model)
+    assert len(registry) == 1
+    assert all(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    del ddp
+    gc.collect()
+    assert not len(registry)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
