@@ -31,7 +31,7 @@ from fusion_passes.ddp.hooks import replace_hooks
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.refusals import check_arguments, refuse_methods
 from fusion_passes.pipeline import run_pipeline
-from fusion_passes.planning import MIB, BucketCaps, BucketPlan
+from fusion_passes.planning import MIB, BucketCaps
 from fusion_passes.report.journal import Journal
 from fusion_passes.report.records import report_plan
 from fusion_passes.report.telling import tell_once
@@ -161,15 +161,20 @@ class DdpFusionPass(CustomGraphPass):
         plan = run_pipeline(graph, config, registry.owner_of, functools.partial(caps_of, config))
         if plan.buckets:
             check_conflicts()
+        if plan.buckets or any(_is_average(rejection.node) for rejection in plan.rejections):
             journal.add(report_plan(plan, config.mode))
-        else:
-            _tell_strangers(plan)
 
     def uuid(self) -> str:
         """Identity of what this pass does to a graph: the FX graph cache's key holds it. Another
         version of the package, option, or cap of a DDP module is another identity."""
         state = (__version__, _source_hash(), active_config(), registry.fingerprint())
         return hashlib.sha256(repr(state).encode()).hexdigest()
+
+
+def _is_average(launch: fx.Node) -> bool:
+    """Whether a collective that is not DDP's looks like a gradient reduction all the same."""
+    call = decode_all_reduce(launch)
+    return call is not None and call.tensor.target is torch.ops.aten.div.Tensor
 
 
 def caps_of(config: FusionConfig, group_name: str) -> BucketCaps:
@@ -240,7 +245,7 @@ class _Installation:
         with contextlib.ExitStack() as undo:
             ddp = DistributedDataParallel
             _patch(undo, ddp, "__init__", _construct)
-            _patch(undo, ddp, "_inside_ddp_forward", _enter_forward, wrap=disable_dynamo)
+            _patch(undo, ddp, "_inside_ddp_forward", _enter_forward)
             for module in (torch.autograd, torch.autograd.graph):
                 _patch(undo, module, "_engine_run_backward", _runner.run)
             _patch(undo, compiled_autograd(), "_enable", _enable_region)
@@ -270,6 +275,7 @@ class _Installation:
 
 
 _installation: Final = _Installation()
+_runner.before_traced = _installation.configure_context
 
 
 def _construct(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
@@ -333,38 +339,21 @@ def _enable_region(
     return original(compiler_fn, dynamic=dynamic, **kwargs)
 
 
-def _tell_strangers(plan: BucketPlan) -> None:
-    """Tells about averages that look like gradients of a module that is not managed."""
-    calls = [decode_all_reduce(rejection.node) for rejection in plan.rejections]
-    divided = torch.ops.aten.div.Tensor
-    groups = sorted(
-        {call.group_name or "?" for call in calls if call and call.tensor.target is divided}
-    )
-    if groups:
-        tell_once(
-            f"strangers {groups}",
-            f"A compiled graph averages tensors over group {', '.join(groups)} one by one. They "
-            "look like gradients, but belong to no DistributedDataParallel module that was "
-            "constructed under ddp_fusion, so they are left alone. If they are a module's "
-            "gradients, set ddp_fusion before you construct it.",
-        )
-
-
 def _patch(
     undo: contextlib.ExitStack,
     owner: Any,
     name: str,
     replacement: Callable[..., Any],
-    wrap: Callable[[Any], Any] = lambda function: function,
 ) -> None:
-    """Puts ``replacement``, called with the original first, in an attribute's place."""
+    """Puts ``replacement``, called with the original first, in an attribute's place. A compiled
+    region that comes to call it runs it as it is."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
         return replacement(original, *args, **kwargs)
 
-    wrapped = wrap(patched)
+    wrapped = disable_dynamo(patched)
     setattr(owner, name, wrapped)
 
     def restore() -> None:

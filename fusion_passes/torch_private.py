@@ -106,10 +106,10 @@ def assume_constant_result(function: Any) -> Any:
 
 
 def disable_dynamo(function: Any) -> Any:
-    """Dynamo leaves the function's own frame alone, but compiles what it calls."""
+    """Dynamo traces neither the function nor what it calls, until a compiled function is called."""
     import torch._dynamo
 
-    return torch._dynamo.disable(function, recursive=False)
+    return torch._dynamo.disable(function)
 
 
 def inductor_counters() -> Any:

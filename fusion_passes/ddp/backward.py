@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from fusion_passes.ddp.hooks import traced_hooks
 from fusion_passes.ddp.modules import registry
 from fusion_passes.report.journal import Journal
+from fusion_passes.report.records import FusionReport
 from fusion_passes.report.telling import tell_once
 from fusion_passes.torch_private import compiled_autograd
 
@@ -32,10 +34,12 @@ class BackwardRunner:
         journal: where graphs that were compiled or loaded are recorded.
         switched_on: whether compiled autograd is enabled in compiled regions because of the flag,
             and not by the user.
+        before_traced: called before each backward that is traced.
     """
 
     journal: Journal
     switched_on: bool = False
+    before_traced: Callable[[], None] = lambda: None
     _compiler: tuple[CompilerFn, bool] | None = None
     _running: bool = False
 
@@ -57,20 +61,22 @@ class BackwardRunner:
         accumulates = kw.get("accumulate_grad", False)
         if self._running or torch.compiler.is_compiling():
             return engine(outputs, *args, **kw)
-        if not accumulates or create_graph or not reaches_managed_parameter(outputs):
-            with self._untraced():
-                return engine(outputs, *args, **kw)
-        reports_before = len(self.journal.reports())
-        with self._traced():
+        known = len(self.journal.reports())
+        traced = accumulates and not create_graph and reaches_managed_parameter(outputs)
+        with self._traced() if traced else self._untraced():
             result = engine(outputs, *args, **kw)
+        reports = self.journal.reports()[known:]
         names = traced_hooks.take()
         if names:
-            self._tell_unfused(names, reports_before)
+            _tell_unfused(names, reports)
+        elif reports:
+            _tell_strangers(reports)
         return result
 
     @contextlib.contextmanager
     def _traced(self) -> Iterator[None]:
         autograd = compiled_autograd()
+        self.before_traced()
         self._running = True
         try:
             if autograd.compiled_autograd_enabled or autograd.active_disable_ctx:
@@ -90,34 +96,6 @@ class BackwardRunner:
                 yield
         else:
             yield
-
-    def _tell_unfused(self, names: Iterable[str], reports_before: int) -> None:
-        """Tells about gradients that were just traced and will not be fused."""
-        reports = self.journal.reports()[reports_before:]
-        sizes: dict[tuple[str, str], int] = {}
-        for report in reports:
-            for bucket in report.buckets:
-                for parameter in bucket.parameters:
-                    sizes[bucket.module + bucket.group, parameter] = len(bucket.parameters)
-        missing: dict[str, list[str]] = {}
-        alone: dict[str, list[str]] = {}
-        fused_modules: set[str] = set()
-        for name in names:
-            owner = registry.owner_of(name)
-            if owner is None:
-                continue
-            size = sizes.get((owner.module + owner.process_group, owner.parameter), 0)
-            if size == 0:
-                missing.setdefault(owner.module, []).append(owner.parameter)
-            elif size == 1 and len(registry.module(owner.group_name).parameters) > 1:
-                alone.setdefault(owner.module, []).append(owner.parameter)
-            else:
-                fused_modules.add(owner.module)
-        for label, parameters in missing.items():
-            _tell_missing(label, parameters, reports)
-        for label, parameters in alone.items():
-            if label not in fused_modules:
-                _tell_alone(label, parameters)
 
 
 def reaches_managed_parameter(outputs: Sequence[Any]) -> bool:
@@ -146,7 +124,46 @@ def reaches_managed_parameter(outputs: Sequence[Any]) -> bool:
     return False
 
 
-def _tell_missing(label: str, parameters: list[str], reports: Sequence[Any]) -> None:
+def _tell_unfused(names: Iterable[str], reports: Sequence[FusionReport]) -> None:
+    """Tells about gradients that were just traced and will not be fused.
+
+    Args:
+        names: the group names of their reductions.
+        reports: what was done to the graphs that were compiled meanwhile.
+    """
+    sizes: dict[tuple[str, str, str], int] = {}
+    graphs: Counter[tuple[str, str]] = Counter()
+    for report in reports:
+        graphs.update({(bucket.group, bucket.module) for bucket in report.buckets})
+        for bucket in report.buckets:
+            for parameter in bucket.parameters:
+                sizes[bucket.group, bucket.module, parameter] = len(bucket.parameters)
+    parameters: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        owner = registry.owner_of(name)
+        if owner is not None:
+            parameters.setdefault((owner.process_group, owner.module), []).append(owner.parameter)
+    for module, traced in parameters.items():
+        missing = [parameter for parameter in traced if (*module, parameter) not in sizes]
+        if missing:
+            _tell_missing(module[1], missing, reports)
+        elif len(traced) > 1 and all(sizes[*module, parameter] == 1 for parameter in traced):
+            _tell_alone(module[1], traced, graphs[module])
+
+
+def _tell_strangers(reports: Sequence[FusionReport]) -> None:
+    """Tells about averages that look like gradients of a module that is not managed."""
+    reasons = sorted({item.reason for report in reports for item in report.rejections})
+    if reasons:
+        tell_once(
+            f"strangers {reasons}",
+            "A backward averages tensors one by one that look like gradients, but are left alone: "
+            f"{'; '.join(reasons)}. If they are a module's gradients, set "
+            "torch._inductor.config.ddp_fusion before you construct it.",
+        )
+
+
+def _tell_missing(label: str, parameters: list[str], reports: Sequence[FusionReport]) -> None:
     rejections = [
         f"{item.collective}: {item.reason}" for report in reports for item in report.rejections
     ]
@@ -165,14 +182,13 @@ def _tell_missing(label: str, parameters: list[str], reports: Sequence[Any]) -> 
     )
 
 
-def _tell_alone(label: str, parameters: list[str]) -> None:
-    if len(parameters) == 1:
-        reason = (
-            "its compiled backward holds one gradient only. If the backward broke into several "
-            "graphs, TORCH_LOGS=graph_breaks shows where"
-        )
-    else:
-        reason = "each one fills a bucket alone. Raise DistributedDataParallel's bucket_cap_mb"
+def _tell_alone(label: str, parameters: list[str], graphs: int) -> None:
+    reason = (
+        f"the backward broke into {graphs} graphs, and what is to be fused must be in one. "
+        "TORCH_LOGS=graph_breaks shows where"
+        if graphs > 1
+        else "each one fills a bucket alone. Raise DistributedDataParallel's bucket_cap_mb"
+    )
     tell_once(
         f"alone {label}",
         f"Nothing was fused in a backward of {label} ({_names(parameters)}): {reason}.",

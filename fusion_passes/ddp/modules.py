@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -61,14 +60,14 @@ class Registry:
 
     _modules: dict[str, ManagedModule] = field(default_factory=dict)
     _parameter_ids: set[int] = field(default_factory=set)
-    _numbers: dict[str, itertools.count[int]] = field(
-        default_factory=lambda: defaultdict(itertools.count)
+    _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = field(
+        default_factory=weakref.WeakKeyDictionary
     )
 
     def add(self, ddp: DistributedDataParallel) -> ManagedModule:
         """Registers a module that has been constructed, until it is freed."""
         group = ddp.process_group
-        number = next(self._numbers[group.group_name])
+        number = next(self._numbers.setdefault(group, itertools.count()))
         names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
         module = ManagedModule(
             group_name=f"{group.group_name}/ddp{number}",
