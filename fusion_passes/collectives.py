@@ -5,7 +5,7 @@ Source of the schemas: ``torch/csrc/distributed/c10d/Functional.cpp``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -110,6 +110,15 @@ def group_name_of(launch: fx.Node) -> str | None:
     """Name of the group on which a collective is launched, if the graph holds its name."""
     (group,) = _arguments(launch, ("group_name",))
     return group if isinstance(group, str) else None
+
+
+def issue_order(launches: Iterable[fx.Node]) -> list[list[fx.Node]]:
+    """The launches of each group name, in the order given: a group has one queue, and all of its
+    ranks must fill it alike."""
+    queues: dict[str | None, list[fx.Node]] = {}
+    for launch in launches:
+        queues.setdefault(group_name_of(launch), []).append(launch)
+    return list(queues.values())
 
 
 def all_reduce(tensor: Tensor, reduce_op: str, group_name: str) -> Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import heapq
 import operator
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import fx
@@ -14,21 +15,30 @@ SortKey = tuple[float, ...]
 """Where a node should stand. Smaller is earlier; ties keep the order that the nodes had."""
 
 
-def reduction_levels(graph: fx.Graph, start_of_wait: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, int]:
+def reduction_levels(
+    graph: fx.Graph,
+    start_of_wait: Mapping[fx.Node, fx.Node],
+    chains: Sequence[Sequence[fx.Node]] = (),
+) -> dict[fx.Node, int]:
     """For each reduction's start, how many reductions lie one after the other before it.
 
     Args:
         graph: in topological order.
         start_of_wait: the start of each wait that counts.
+        chains: nodes that will keep the order in which they are listed, which is that of the
+            graph: each then depends on the one before it.
 
     Returns:
         Level by start: 0 where the gradient depends on no reduction's result.
     """
+    before = {node: prior for chain in chains for prior, node in pairwise(chain)}
     level_of: dict[fx.Node, int] = {}
     levels: dict[fx.Node, int] = {}
     starts = set(start_of_wait.values())
     for node in graph.nodes:
         level = max((level_of[source] for source in node.all_input_nodes), default=0)
+        if node in before:
+            level = max(level, level_of[before[node]])
         if node in starts:
             levels[node] = level
         if node in start_of_wait:
@@ -95,11 +105,11 @@ def _successors(
     for before, after in _write_order(nodes):
         successors[before][after] = None
     for chain in chains:
-        for before, after in zip(chain, chain[1:], strict=False):
+        for before, after in pairwise(chain):
             successors[before][after] = None
-    # The output comes last and the inputs first, whatever their keys.
+    # Inputs keep their order: it is the calling convention.
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    for before, after in zip(placeholders, placeholders[1:], strict=False):
+    for before, after in pairwise(placeholders):
         successors[before][after] = None
     return successors
 

@@ -24,9 +24,10 @@ Pass = Callable[[fx.Graph], bool]
 
 def passes_for(config: FusionConfig, plan: BucketPlan, owner_of: OwnerOf) -> list[Pass]:
     """The passes that carry out ``plan``, in order."""
+    foreign = tuple(rejection.node for rejection in plan.rejections)
     fuse = FuseByConcat if config.mode == "concat" else FuseByCoalescing
     return [
-        fuse(plan.buckets),  # First: what is placed are the fused launches and waits.
+        fuse(plan.buckets, foreign),  # First: what is placed are the fused launches and waits.
         PlaceReductions(owner_of),  # Needs the final launches; moves, but adds nothing.
         HoldPlacement(owner_of),  # Last: it binds the order that it finds.
     ]

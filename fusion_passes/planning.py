@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from fusion_passes.collectives import issue_order
 from fusion_passes.dependencies import reduction_levels
 from fusion_passes.reductions import GradientReduction, Rejection, ReductionKey
 
@@ -116,9 +117,14 @@ def plan_buckets(
         graph: the graph that holds the reductions.
         reductions: in graph order.
         caps_of: the caps for a key's group name.
-        rejections: passed on into the plan.
+        rejections: the collectives that are left alone, in graph order. They keep their order,
+            which can make a gradient depend on a reduction that it does not read.
     """
-    levels = reduction_levels(graph, {reduction.wait: reduction.start for reduction in reductions})
+    levels = reduction_levels(
+        graph,
+        {reduction.wait: reduction.start for reduction in reductions},
+        issue_order(rejection.node for rejection in rejections),
+    )
     closed: list[Bucket] = []
     open_buckets: dict[tuple[ReductionKey, int], _OpenBucket] = {}
     seen_keys: set[ReductionKey] = set()

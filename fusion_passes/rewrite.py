@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, fx
 
+from fusion_passes.collectives import issue_order
 from fusion_passes.dependencies import reorder
 from fusion_passes.graph_edit import erase, record, replace_uses
 from fusion_passes.planning import Bucket
@@ -19,10 +20,12 @@ ReduceBucket = Callable[[list[Tensor]], list[Tensor]]
 def replace_buckets(
     graph: fx.Graph,
     buckets: Sequence[Bucket],
+    foreign: Sequence[fx.Node],
     reduction_for: Callable[[ReductionKey], ReduceBucket],
 ) -> bool:
     """Puts a bucket's reduction where its last member was launched, and gives its results to the
-    users of the members' waits. Users that stood earlier move behind the new wait.
+    users of the members' waits. Users that stood earlier move behind the new wait; ``foreign``
+    collectives keep their order all the same.
 
     Returns:
         Whether there was a bucket to fuse.
@@ -42,7 +45,8 @@ def replace_buckets(
             scale = [member.scale] if member.scale is not None else []
             erase([*scale, member.start, member.wait])
     if fused:
-        reorder(graph, {node: (index,) for index, node in enumerate(graph.nodes)})
+        keys = {node: (index,) for index, node in enumerate(graph.nodes)}
+        reorder(graph, keys, issue_order(foreign))
     return bool(fused)
 
 

@@ -36,12 +36,16 @@ class FuseByConcat:
     Attributes:
         buckets: which reductions to fuse; from :func:`fusion_passes.planning.plan_buckets` for
             the graph that the pass is called with.
+        foreign: the other collectives of the graph, in order; they keep it.
     """
 
     buckets: tuple[Bucket, ...]
+    foreign: tuple[fx.Node, ...] = ()
 
     def __call__(self, graph: fx.Graph) -> bool:
-        return replace_buckets(graph, self.buckets, lambda key: functools.partial(_reduce, key))
+        return replace_buckets(
+            graph, self.buckets, self.foreign, lambda key: functools.partial(_reduce, key)
+        )
 
 
 def _reduce(key: ReductionKey, gradients: list[Tensor]) -> list[Tensor]:
