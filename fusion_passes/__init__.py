@@ -13,7 +13,8 @@ Importing the package adds ``ddp_fusion`` to ``torch._inductor.config``::
 """
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.install import add_flag, journal
+from fusion_passes.install import install_flag
+from fusion_passes.report.journal import journal
 from fusion_passes.report.records import BucketReport, FusionReport, RejectionReport
 from fusion_passes.report.table import format_report
 from fusion_passes.report.telling import FusionWarning
@@ -39,4 +40,4 @@ def reports() -> tuple[FusionReport, ...]:
     return journal.reports()
 
 
-add_flag()
+install_flag()

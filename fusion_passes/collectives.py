@@ -100,9 +100,10 @@ def data_users(node: fx.Node) -> list[fx.Node]:
 def _held_graph(node: fx.Node) -> fx.Graph:
     """The graph of the one operator that a held node runs."""
     subgraph = node.args[1]
-    assert isinstance(subgraph, fx.Node) and isinstance(subgraph.target, str)
     owner = node.graph.owning_module
-    assert owner is not None
+    assert isinstance(subgraph, fx.Node), "a held node names its subgraph"
+    assert isinstance(subgraph.target, str), "by an attribute"
+    assert owner is not None, "of the module that owns the graph"
     return owner.get_submodule(subgraph.target).graph  # type: ignore[return-value]
 
 
@@ -123,7 +124,14 @@ def issue_order(launches: Iterable[fx.Node]) -> list[list[fx.Node]]:
 
 def all_reduce(tensor: Tensor, reduce_op: str, group_name: str) -> Tensor:
     """Sum (or ``reduce_op``) of ``tensor`` over the group, waited for; same shape and dtype."""
-    return WAIT(ALL_REDUCE(tensor, reduce_op, group_name))
+    result: Tensor = WAIT(ALL_REDUCE(tensor, reduce_op, group_name))
+    return result
+
+
+def broadcast(tensor: Tensor, source: int, group_name: str) -> Tensor:
+    """The tensor of rank ``source`` of the group, waited for; same shape and dtype."""
+    result: Tensor = WAIT(_c10d.broadcast.default(tensor, source, group_name))
+    return result
 
 
 def all_reduce_coalesced(

@@ -144,7 +144,7 @@ def _write_order(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
 
 def _written_bases(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     base_of: dict[fx.Node, fx.Node] = {}
-    written = set()
+    written: set[fx.Node] = set()
     for node in nodes:
         base_of[node] = _base(node, base_of)
         written.update(base_of.get(argument, argument) for argument in written_arguments(node))

@@ -111,7 +111,6 @@ class _Recorder(TorchDispatchMode):
             self._known[id(value)] = (value, node)
         return node
 
-
     def _fake(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return FakeTensor(self._fake_mode, value, self._device)
@@ -119,8 +118,8 @@ class _Recorder(TorchDispatchMode):
 
 
 def replace_uses(replacements: Mapping[fx.Node, fx.Node]) -> None:
-    """Lets every user of a key read the key's value instead: each user is rewritten once, however
-    many of its inputs change. (A graph's output can read thousands.)"""
+    """Lets every user of a key read the key's value instead. Each user is rewritten once, however
+    many of its inputs change: a graph's output can read thousands."""
     users = {user: None for old in replacements for user in old.users}
     for user in users:
         user.args = fx.map_arg(user.args, lambda node: replacements.get(node, node))
@@ -146,7 +145,7 @@ def hold(nodes: Sequence[fx.Node], after: Sequence[fx.Node]) -> fx.Node:
     name = f"held_{nodes[0].name}"
     setattr(owner, name, make_subgraph(owner, _copy_of(nodes, inputs)))
     with graph.inserting_before(nodes[0]):
-        arguments = (tuple(after), graph.get_attr(name), *inputs)
+        arguments: tuple[Any, ...] = (tuple(after), graph.get_attr(name), *inputs)
         held = graph.call_function(control_deps(), arguments, name=name)
         if len(nodes) == 1:
             held.meta.update(nodes[0].meta)

@@ -15,7 +15,7 @@ from fusion_passes.passes.place import PlaceReductions
 from fusion_passes.planning import BucketPlan, CapsOf, plan_buckets
 from fusion_passes.reductions import OwnerOf, find_gradient_reductions
 from fusion_passes.torch_private import graph_observer
-from fusion_passes.verify import LawBroken, graph_facts, verify
+from fusion_passes.verify import LawBrokenError, graph_facts, verify
 
 log = logging.getLogger(__name__)
 
@@ -48,20 +48,22 @@ def run_pipeline(
         The plan that was carried out; without buckets where the graph has no reduction of DDP.
 
     Raises:
-        LawBroken: a bug of a pass.
+        LawBrokenError: a bug of a pass.
     """
     found = find_gradient_reductions(graph, owner_of)
     plan = plan_buckets(graph, found.reductions, caps_of, found.rejections)
     if not plan.buckets:
         return plan
+    module = graph.owning_module
+    assert module is not None, "a post-grad graph belongs to a module"
     facts = graph_facts(graph, owner_of)
     for rewrite in passes_for(config, plan, owner_of):
         name = type(rewrite).__name__
         shape = _structure(graph)
-        with _observed(graph, name):
+        with graph_observer(module, name):
             changed = rewrite(graph)
         if changed != (_structure(graph) != shape):
-            raise LawBroken(f"{name} returned {changed}, which is not what it did")
+            raise LawBrokenError(f"{name} returned {changed}, which is not what it did")
         facts = verify(graph, facts, owner_of)
         log.debug("%s: %s", name, "changed the graph" if changed else "nothing to do")
     log.info("plan %s:\n%s", plan.digest(), plan.describe())
@@ -71,9 +73,3 @@ def run_pipeline(
 def _structure(graph: fx.Graph) -> list[tuple[object, ...]]:
     """What two graphs have in common if nothing was changed: cheaper than their texts."""
     return [(node, node.name, node.target, node.args, node.kwargs) for node in graph.nodes]
-
-
-def _observed(graph: fx.Graph, name: str):  # type: ignore[no-untyped-def]
-    module = graph.owning_module
-    assert module is not None, "a post-grad graph belongs to a module"
-    return graph_observer(module, name)

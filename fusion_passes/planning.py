@@ -14,7 +14,7 @@ from torch import fx
 
 from fusion_passes.collectives import issue_order
 from fusion_passes.dependencies import reduction_levels
-from fusion_passes.reductions import GradientReduction, Rejection, ReductionKey
+from fusion_passes.reductions import GradientReduction, ReductionKey, Rejection
 
 MIB = 1024 * 1024
 
@@ -130,12 +130,12 @@ def plan_buckets(
     seen_keys: set[ReductionKey] = set()
     ready_bytes = 0
     for reduction in reductions:
-        for slot in [
+        overdue = [
             slot
             for slot, bucket in open_buckets.items()
             if ready_bytes - bucket.opened_at >= bucket.caps.hold_bytes
-        ]:
-            closed.append(_close(slot[0], open_buckets.pop(slot)))
+        ]
+        closed += [_close(slot[0], open_buckets.pop(slot)) for slot in overdue]
         slot = (reduction.key, levels[reduction.start])
         bucket = open_buckets.get(slot)
         if bucket is None:

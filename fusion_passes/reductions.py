@@ -69,7 +69,9 @@ class ReductionKey:
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.reduce_op}(gradient{self.scaling}) {dtype} {self.device} on {self.group_name}"
+        return (
+            f"{self.reduce_op}(gradient{self.scaling}) {dtype} {self.device} on {self.group_name}"
+        )
 
 
 @dataclass(frozen=True)

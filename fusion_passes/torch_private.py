@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-# The gradient reductions are traced as functional collectives; the hook that DDP's Python
-# reducer registers is written with them.
-import torch.distributed._functional_collectives as functional_collectives
-
 # The flag is an entry of this module: users set it there, and it is part of the cache key.
 import torch._inductor.config as inductor_config
+
+# Importing it registers what the functional collectives do with fake tensors.
+import torch.distributed._functional_collectives
 
 # A pass must have this base class, and a uuid(), or the FX graph cache is bypassed.
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -26,13 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 # A second name for a group says in the graph to which DDP module, and to which of its
 # parameters, a reduction belongs. Groups are resolved by name when the graph runs.
 from torch.distributed.distributed_c10d import (
-    _register_process_group as register_process_group,
-)
-from torch.distributed.distributed_c10d import (
-    _resolve_process_group as resolve_process_group,
-)
-from torch.distributed.distributed_c10d import (
-    _unregister_process_group as unregister_process_group,
+    ProcessGroup,
+    _register_process_group,
+    _unregister_process_group,
 )
 
 # The entries of a torch config module, and the mark of a value that the user has not set.
@@ -61,7 +56,6 @@ __all__ = [
     "control_deps",
     "disable_dynamo",
     "dynamo_config",
-    "functional_collectives",
     "graph_observer",
     "hash_files",
     "inductor_config",
@@ -69,11 +63,20 @@ __all__ = [
     "is_compiling_graph",
     "make_subgraph",
     "register_process_group",
-    "resolve_process_group",
     "supports_pass_list",
     "trace_rules",
     "unregister_process_group",
 ]
+
+
+def register_process_group(name: str, group: ProcessGroup) -> None:
+    """Gives ``group`` one more name, by which compiled graphs can call it."""
+    _register_process_group(name, group)  # type: ignore[arg-type]
+
+
+def unregister_process_group(name: str) -> None:
+    """Takes a name away again."""
+    _unregister_process_group(name)  # type: ignore[arg-type]
 
 
 def dynamo_config() -> Any:

@@ -23,7 +23,7 @@ from fusion_passes.graph_text import value_text
 from fusion_passes.reductions import OwnerOf
 
 
-class LawBroken(AssertionError):
+class LawBrokenError(AssertionError):
     """A pass made a graph that means something else than the graph it was given."""
 
 
@@ -85,12 +85,12 @@ def verify(graph: fx.Graph, before: GraphFacts, owner_of: OwnerOf) -> GraphFacts
         The facts of the graph as the pass left it.
 
     Raises:
-        LawBroken: it says which law, with both sides.
+        LawBrokenError: it says which law, with both sides.
     """
     try:
         graph.lint()
     except (RuntimeError, AssertionError) as error:
-        raise LawBroken(f"the graph is not well formed: {error}") from error
+        raise LawBrokenError(f"the graph is not well formed: {error}") from error
     after = graph_facts(graph, owner_of)
     _same("the graph returns other values", before.outputs, after.outputs)
     _same("other elements are reduced", before.reduced, after.reduced)
@@ -98,13 +98,13 @@ def verify(graph: fx.Graph, before: GraphFacts, owner_of: OwnerOf) -> GraphFacts
     _same("a reduction is not waited for", before.unwaited & after.unwaited, after.unwaited)
     for node in graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
-            raise LawBroken(f"{node.name} has no value in its metadata")
+            raise LawBrokenError(f"{node.name} has no value in its metadata")
     return after
 
 
 def _same(law: str, before: object, after: object) -> None:
     if before != after:
-        raise LawBroken(f"{law}: before {before}, after {after}")
+        raise LawBrokenError(f"{law}: before {before}, after {after}")
 
 
 def _tensors(value: object) -> Iterable[torch.Tensor]:

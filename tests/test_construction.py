@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig
 from fusion_passes.ddp.modules import registry
-from fusion_passes.install import caps_of
+from fusion_passes.inductor_pass import caps_of
 from fusion_passes.planning import MIB, BucketCaps
 from tests.support.fake_world import fake_world, two_layers
 
@@ -24,8 +24,6 @@ from tests.support.fake_world import fake_world, two_layers
 def _world() -> Iterator[None]:
     with fake_world(), inductor_config.patch(ddp_fusion="concat"):
         yield
-
-
 
 
 @pytest.mark.parametrize(
@@ -48,7 +46,7 @@ def test_refuses_what_the_python_reducer_ignores(arguments: dict[str, object], n
 def test_refuses_delayed_reductions() -> None:
     model = two_layers()
     names = [("0.weight", model[0].weight)]
-    with pytest.raises(ValueError, match="delay_all_reduce_named_params=.*ddp_fusion"):
+    with pytest.raises(ValueError, match=r"delay_all_reduce_named_params=.*ddp_fusion"):
         DistributedDataParallel(
             model, delay_all_reduce_named_params=names, param_to_hook_all_reduce=model[1].weight
         )
@@ -64,7 +62,7 @@ def test_refuses_sparse_gradients() -> None:
 def test_refuses_another_reducer_mode(mode: object) -> None:
     with (
         torch._dynamo.config.patch(optimize_ddp=mode),
-        pytest.raises(ValueError, match="optimize_ddp = .*contradicts.*ddp_fusion"),
+        pytest.raises(ValueError, match=r"optimize_ddp = .*contradicts.*ddp_fusion"),
     ):
         DistributedDataParallel(two_layers())
 

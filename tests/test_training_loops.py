@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes import FusionConfig, FusionReport, FusionWarning
-from fusion_passes.install import journal
+from fusion_passes.report.journal import journal
 from fusion_passes.report.telling import forget_told
 from tests.support.fake_world import fake_world, two_layers
 

@@ -143,12 +143,13 @@ def _tell_unfused(names: Iterable[str], reports: Sequence[FusionReport]) -> None
         owner = registry.owner_of(name)
         if owner is not None:
             parameters.setdefault((owner.process_group, owner.module), []).append(owner.parameter)
-    for module, traced in parameters.items():
-        missing = [parameter for parameter in traced if (*module, parameter) not in sizes]
+    for (group, label), traced in parameters.items():
+        found = [sizes.get((group, label, parameter), 0) for parameter in traced]
+        missing = [p for p, size in zip(traced, found, strict=True) if not size]
         if missing:
-            _tell_missing(module[1], missing, reports)
-        elif len(traced) > 1 and all(sizes[*module, parameter] == 1 for parameter in traced):
-            _tell_alone(module[1], traced, graphs[module])
+            _tell_missing(label, missing, reports)
+        elif len(traced) > 1 and max(found) == 1:
+            _tell_alone(label, traced, graphs[group, label])
 
 
 def _tell_strangers(reports: Sequence[FusionReport]) -> None:

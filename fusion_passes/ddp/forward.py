@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from fusion_passes.collectives import broadcast
 from fusion_passes.ddp.modules import ManagedModule
-from fusion_passes.torch_private import functional_collectives
 
 
 def prepare_forward(ddp: DistributedDataParallel, module: ManagedModule) -> None:
@@ -32,9 +32,7 @@ def prepare_forward(ddp: DistributedDataParallel, module: ManagedModule) -> None
 
     def note_sync(ddp: Any, *_: Any) -> None:
         # DDP's rule: buffers are broadcast if the forward before this one was to be synchronised.
-        ddp.require_forward_param_sync = (
-            torch.is_grad_enabled() and ddp.require_backward_grad_sync
-        )
+        ddp.require_forward_param_sync = torch.is_grad_enabled() and ddp.require_backward_grad_sync
 
     ddp.register_forward_pre_hook(sync_buffers)
     ddp.register_forward_hook(note_sync)
@@ -49,7 +47,7 @@ def _broadcast_buffers(ddp: DistributedDataParallel, group_name: str) -> None:
     with torch.no_grad():
         for buffers in kinds.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            flat = functional_collectives.broadcast(flat, 0, group_name)
+            flat = broadcast(flat, 0, group_name)
             pieces = flat.split([buffer.numel() for buffer in buffers])
             for buffer, piece in zip(buffers, pieces, strict=True):
                 buffer.copy_(piece.view(buffer.shape))

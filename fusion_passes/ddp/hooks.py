@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes.collectives import all_reduce
 from fusion_passes.ddp.modules import ManagedModule, registry
 from fusion_passes.report.telling import tell_once
-from fusion_passes.torch_private import assume_constant_result, functional_collectives
+from fusion_passes.torch_private import assume_constant_result
 
 
 @dataclass
@@ -87,8 +88,7 @@ def _reduce_gradient(
     else:
         _tell_eager(name)
     gradient = parameter.grad / world_size
-    gradient = functional_collectives.all_reduce(gradient, "sum", name)
-    parameter.grad.copy_(gradient)
+    parameter.grad.copy_(all_reduce(gradient, "sum", name))
 
 
 def _tell_eager(name: str) -> None:

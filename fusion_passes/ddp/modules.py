@@ -77,7 +77,7 @@ class Registry:
             parameters=tuple(names[id(parameter)] for parameter in ddp._module_parameters),
             bucket_cap_bytes=ddp.bucket_bytes_cap,
             first_bucket_cap_bytes=(
-                dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+                dist._DEFAULT_FIRST_BUCKET_BYTES
                 if ddp.bucket_bytes_cap_default
                 else ddp.bucket_bytes_cap
             ),

@@ -77,5 +77,5 @@ class _Refusal:
             "before this module is constructed."
         )
 
-    def __call__(self, *args: object, **kwargs: object) -> None:
+    def __call__(self, *_: object, **__: object) -> None:
         raise ValueError(self._text)

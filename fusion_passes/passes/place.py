@@ -104,7 +104,10 @@ def _launch_early(start: fx.Node, keys: dict[fx.Node, SortKey], index: dict[fx.N
         for source in pending.pop().all_input_nodes:
             if source in chain or source.target not in _PACKING:
                 continue
-            if source.target is operator.getitem and source.all_input_nodes[0].target not in _PACKING:
+            if (
+                source.target is operator.getitem
+                and source.all_input_nodes[0].target not in _PACKING
+            ):
                 continue  # One of several gradients that a single kernel produces.
             if all(user in chain for user in source.users):
                 chain[source] = None
@@ -117,16 +120,14 @@ def _launch_early(start: fx.Node, keys: dict[fx.Node, SortKey], index: dict[fx.N
         keys[node] = (ready, index[node])
 
 
-def _wait_late(
-    nodes: Sequence[fx.Node], owned: set[fx.Node], keys: dict[fx.Node, SortKey]
-) -> None:
+def _wait_late(nodes: Sequence[fx.Node], owned: set[fx.Node], keys: dict[fx.Node, SortKey]) -> None:
     """Keys for the waits of ``owned`` and what splits their results: right before the first use."""
     late: set[fx.Node] = set()
     for node in nodes:
         sources = node.all_input_nodes
-        if is_wait(node) and _launch_of(sources[0]) in owned:
-            late.add(node)
-        elif node.target in _UNPACKING and sources and all(source in late for source in sources):
+        if (is_wait(node) and _launch_of(sources[0]) in owned) or (
+            node.target in _UNPACKING and sources and all(source in late for source in sources)
+        ):
             late.add(node)
     for node in reversed(nodes):
         if node in late and node.users:

@@ -74,7 +74,7 @@ def _store(report: FusionReport) -> None:
         descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         with os.fdopen(descriptor, "w") as file:
             file.write(report.to_json())
-        os.replace(name, path)
+        Path(name).replace(path)
     except OSError as error:
         log.info("The report of plan %s was not stored: %s", report.digest, error)
 
@@ -91,3 +91,7 @@ def _load(digest: str) -> FusionReport | None:
             error,
         )
         return None
+
+
+journal: Final = Journal()
+"""What was done to the graphs of this process."""

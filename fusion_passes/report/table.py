@@ -15,10 +15,11 @@ def format_report(report: FusionReport, *, width: int = 100) -> str:
         width: columns of the terminal; longer lists of names are folded.
     """
     source = "from the FX graph cache" if report.from_cache else "compiled here"
-    lines = [
+    title = (
         f"ddp_fusion {report.mode}: {report.collectives_before} collectives traced, "
         f"{report.collectives_after} launched a step ({source}, plan {report.digest})"
-    ]
+    )
+    lines = [title]
     if report.buckets:
         lines.append(f"{'bucket':>6}  {'size':>9}  {'cap':>9}  {'gradients':>9}  what")
     for index, bucket in enumerate(report.buckets):
@@ -45,9 +46,7 @@ def format_bytes(count: int) -> str:
 
 
 def _contents(bucket: BucketReport) -> str:
-    return (
-        f"{bucket.dtype}, {bucket.module}, group {bucket.group}: {', '.join(bucket.parameters)}"
-    )
+    return f"{bucket.dtype}, {bucket.module}, group {bucket.group}: {', '.join(bucket.parameters)}"
 
 
 def _hang(head: str, text: str, width: int) -> list[str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import warnings
+from types import FrameType
 from typing import Final
 
 
 class FusionWarning(UserWarning):
-    """Something that ``ddp_fusion`` was asked for is not done; the text says why, and the remedy."""
+    """Something that ``ddp_fusion`` was set for is not done; the text says why, and the remedy."""
 
 
 _OURS: Final = ("fusion_passes", "torch")
@@ -24,10 +25,11 @@ def tell_once(topic: str, text: str) -> None:
 
 def _users_level() -> int:
     """The ``stacklevel`` of the innermost frame that is neither this package's nor torch's."""
-    frame, level = sys._getframe(1), 0
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
         frame, level = frame.f_back, level + 1
-    return level + 1
+    return level
 
 
 def forget_told() -> None:
