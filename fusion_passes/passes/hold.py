@@ -81,9 +81,12 @@ class HoldPlacement:
                     orderings.append(([node], unbound))
                     unbound = []
                 last_kernel = node
-            elif waits := waits_of.pop(node, []):
-                for wait in waits[1:]:
+            elif node in waits_of:
+                # The earliest wait of a launch: they are held together, in its place.
+                waits = waits_of[node]
+                for wait in waits:
                     del waits_of[wait]
+                waits = [node, *(wait for wait in waits if wait is not node)]
                 sources = [source for source in (last_launch, last_kernel) if source is not None]
                 orderings.append((waits, sources))
         return orderings

@@ -1,0 +1,40 @@
+# Every target makes the environment that it needs (.venv, or one beside it for another TORCH).
+#
+#   make train                              train the example, fused
+#   make train ARGS="--fusion coalesced"    with options of examples/train_gpt.py
+#   make test                               all tests
+#   make test ARGS="tests/test_config.py"   some of them
+#   make check                              format, lint, types, then all tests
+#
+# PYTHON   the Python to make the environment with
+# TORCH    torch==VERSION, or torch for the newest that setup.py allows
+# ARGS     handed on to the example or to pytest
+
+PYTHON ?= python3
+TORCH ?=
+ARGS ?=
+
+RUN = exec $(PYTHON) tools/setup_env.py --torch "$(TORCH)" --
+
+.PHONY: train test lint check format clean
+
+train:
+	@$(RUN) python examples/train_gpt.py $(ARGS)
+
+test:
+	@$(RUN) python -m pytest $(ARGS)
+
+lint:
+	@$(RUN) ruff format --check .
+	@$(RUN) ruff check .
+	@$(RUN) mypy
+
+check: lint test
+
+format:
+	@$(RUN) ruff format .
+	@$(RUN) ruff check --fix .
+
+clean:
+	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,198 @@
+"""The example: a small run under the real launcher, its gradient check, and Ctrl-C."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from byte_gpt import training
+from byte_gpt.gradient_check import TOLERANCE, compare_gradients
+from byte_gpt.options import parse_options
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "examples" / "train_gpt.py"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+SMALL = ("--layers=1", "--width=32", "--batch=2", "--context=16", "--steps=8")
+MARK = "TEST_TRAIN_JOB_MARK"
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's environment, for CPU and one thread a rank."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        **extra,
+    }
+
+
+def run_example(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), *arguments],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fusion", "style", "launcher"),
+    [("concat", "inside", TORCHRUN), ("coalesced", "outside", ())],
+    ids=["torchrun", "own launcher"],
+)
+def test_trains_fused(fusion, style, launcher):
+    result = run_example(f"--fusion={fusion}", f"--style={style}", *SMALL, launcher=launcher)
+
+    assert result.returncode == 0, result.stdout + result.stderr
+    parameters = 2 + 4 + 4 + 2 + 1  # embeddings; a block's norms and linears; norm; head
+    assert re.search(rf"\b{parameters}\b\D+\b1\b", result.stdout), result.stdout
+    assert "blocks.0.mlp_in.weight" in result.stdout
+    before, after = re.search(r"text: ([\d.]+) before, ([\d.]+) after", result.stdout).groups()
+    assert float(after) < float(before)
+    assert "tokens/s" in result.stderr
+
+
+def test_wrong_option_is_refused_in_words():
+    result = run_example("--width=33")
+
+    assert result.returncode == 2
+    assert "--width: must be a multiple of 32" in result.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for orphans in /proc")
+def test_interrupt_ends_all_processes(tmp_path):
+    mark = str(tmp_path)
+    job = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "--steps=100000", "--fusion=none"],
+        env=environment(**{MARK: mark}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert job.stdout is not None
+        assert job.stdout.readline().startswith("torch ")
+        os.killpg(job.pid, signal.SIGINT)
+        _, errors = job.communicate(timeout=30)
+
+        assert job.returncode == 130
+        assert "Traceback" not in errors
+        assert wait_for_end_of(mark, seconds=10) == []
+    finally:
+        for process in marked(mark):
+            os.kill(process, signal.SIGKILL)
+
+
+def wait_for_end_of(mark: str, *, seconds: float) -> list[int]:
+    """Processes with the mark that are still there after ``seconds``."""
+    end = time.monotonic() + seconds
+    while (processes := marked(mark)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return processes
+
+
+def marked(mark: str) -> list[int]:
+    """Ids of the processes that were started with the mark in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"{MARK}={mark}\0".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:  # ended meanwhile, or somebody else's
+            continue
+    return found
+
+
+GRADIENT = {"weight": torch.tensor([4.0, -2.0, 0.5]), "bias": torch.tensor([0.0, 1.0])}
+
+
+def changed(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {**GRADIENT, **tensors}
+
+
+@pytest.mark.parametrize(
+    ("actual", "relative_error"),
+    [
+        (GRADIENT, 0.0),
+        (changed(weight=GRADIENT["weight"] + 4.0 * TOLERANCE / 2), TOLERANCE / 2),
+    ],
+    ids=["equal", "rounding"],
+)
+def test_equal_gradients_pass(actual, relative_error):
+    difference = compare_gradients(0, actual, GRADIENT)
+
+    assert difference.ok
+    assert difference.max_relative_error == pytest.approx(relative_error, rel=1e-3)
+    assert training.failures([difference], before=2.0, after=1.0) == []
+
+
+@pytest.mark.parametrize(
+    ("actual", "parameter"),
+    [
+        (changed(weight=GRADIENT["weight"] * (1 + 2 * TOLERANCE)), "weight"),
+        (changed(weight=GRADIENT["weight"] * 2), "weight"),
+        (changed(bias=torch.tensor([0.0, math.nan])), "bias"),
+        (changed(bias=torch.tensor([0.0, math.inf])), "bias"),
+        (changed(bias=torch.zeros(3)), "bias"),
+        ({"weight": GRADIENT["weight"]}, "bias"),
+        (changed(extra=torch.zeros(1)), "extra"),
+    ],
+    ids=["above tolerance", "not averaged", "nan", "inf", "shape", "missing", "unexpected"],
+)
+def test_wrong_gradients_fail(actual, parameter):
+    difference = compare_gradients(1, actual, GRADIENT)
+
+    assert not difference.ok
+    assert difference.parameter == parameter
+    (sentence,) = training.failures([difference], before=2.0, after=1.0)
+    assert f"In step 1 the gradient of {parameter} is not eager DDP's" in sentence
+
+
+def test_gradient_that_must_be_zero():
+    zero = {"unused": torch.zeros(2)}
+
+    assert compare_gradients(0, zero, zero).ok
+    assert not compare_gradients(0, {"unused": torch.tensor([0.0, 1e-30])}, zero).ok
+
+
+@pytest.mark.parametrize("after", [2.0, 3.0, math.nan])
+def test_loss_that_does_not_fall_fails(after):
+    (sentence,) = training.failures([], before=2.0, after=after)
+
+    assert sentence.startswith("The loss did not fall")
+
+
+@pytest.mark.parametrize(("factor", "exit_code"), [(1.0, 0), (2.0, 1)])
+def test_exit_code_follows_the_gradients(monkeypatch, capsys, factor, exit_code):
+    """One rank, uncompiled; the gradients of the run itself are multiplied by the factor."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(
+        training,
+        "compare_gradients",
+        lambda step, actual, expected: compare_gradients(
+            step, {name: gradient * factor for name, gradient in actual.items()}, expected
+        ),
+    )
+
+    assert training.train(parse_options([*SMALL, "--fusion=none"])) == exit_code
+    assert ("FAILED" in capsys.readouterr().out) == bool(exit_code)
