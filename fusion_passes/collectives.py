@@ -12,8 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor, fx
 
-# Importing it is what registers the operators below.
-import fusion_passes.torch_private  # noqa: F401
+from fusion_passes.torch_private import OpOverload
 
 _c10d = torch.ops._c10d_functional
 
@@ -68,7 +67,7 @@ def is_launch(node: fx.Node) -> bool:
     """Whether the node launches a collective of any kind."""
     target = node.target
     return (
-        isinstance(target, torch._ops.OpOverload)
+        isinstance(target, OpOverload)
         and target.namespace in _COLLECTIVE_NAMESPACES
         and target._schema.name.partition("::")[2] not in _NOT_A_LAUNCH
     )
@@ -143,7 +142,7 @@ def all_reduce_coalesced(
 
 def _arguments(node: fx.Node, names: tuple[str, ...]) -> tuple[object, ...]:
     """The node's arguments by the names of the operator's schema, ``None`` for one it lacks."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     given = {
         argument.name: value
         for argument, value in zip(node.target._schema.arguments, node.args, strict=False)

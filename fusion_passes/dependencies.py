@@ -8,8 +8,9 @@ import operator
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-import torch
 from torch import fx
+
+from fusion_passes.torch_private import OpOverload
 
 SortKey = tuple[float, ...]
 """Where a node should stand. Smaller is earlier; ties keep the order that the nodes had."""
@@ -34,17 +35,42 @@ def reduction_levels(
     before = {node: prior for chain in chains for prior, node in pairwise(chain)}
     level_of: dict[fx.Node, int] = {}
     levels: dict[fx.Node, int] = {}
+    base_of: dict[fx.Node, fx.Node] = {}
+    # A read behind a write depends on what was written, though no edge of the graph says so.
+    written_level: dict[fx.Node, int] = {}
     starts = set(start_of_wait.values())
     for node in graph.nodes:
-        level = max((level_of[source] for source in node.all_input_nodes), default=0)
+        base_of[node] = _base(node, base_of)
+        sources = node.all_input_nodes
+        level = max((level_of[source] for source in sources), default=0)
+        if written_level:
+            level = max(level, *(written_level.get(base_of[source], 0) for source in sources), 0)
         if node in before:
             level = max(level, level_of[before[node]])
+        for argument in written_arguments(node):
+            written_level[base_of[argument]] = level
         if node in starts:
             levels[node] = level
         if node in start_of_wait:
             level = levels[start_of_wait[node]] + 1
         level_of[node] = level
     return levels
+
+
+def write_positions(graph: fx.Graph) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, list[int]]]:
+    """What memory each node shows, and where it is written.
+
+    Returns:
+        The node whose memory each node shows (itself, if it is no view), and by such a node the
+        ascending indices of the nodes that overwrite it.
+    """
+    base_of: dict[fx.Node, fx.Node] = {}
+    writes: dict[fx.Node, list[int]] = {}
+    for index, node in enumerate(graph.nodes):
+        base_of[node] = _base(node, base_of)
+        for argument in written_arguments(node):
+            writes.setdefault(base_of[argument], []).append(index)
+    return base_of, writes
 
 
 def reorder(
@@ -155,7 +181,7 @@ def _base(node: fx.Node, base_of: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """The node whose memory a view shows; the node itself if it is no view."""
     target = node.target
     is_view = target is operator.getitem or (
-        isinstance(target, torch._ops.OpOverload)
+        isinstance(target, OpOverload)
         and any(result.alias_info is not None for result in target._schema.returns)
     )
     if is_view and node.all_input_nodes:
@@ -167,7 +193,7 @@ def _base(node: fx.Node, base_of: Mapping[fx.Node, fx.Node]) -> fx.Node:
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The nodes whose memory ``node`` overwrites."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or not target._schema.is_mutable:
         return []
     written = []
     for position, argument in enumerate(target._schema.arguments):

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fusion_passes.torch_private import OpOverload
+
 _SHORT = {
     "float32": "f32",
     "float64": "f64",
@@ -55,7 +57,7 @@ def value_text(value: Any) -> str:
 
 def _target_text(node: fx.Node) -> str:
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return target._schema.name.partition("::")[2]
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 

@@ -27,6 +27,7 @@ from fusion_passes.report.journal import journal
 from fusion_passes.report.telling import tell_once
 from fusion_passes.torch_private import (
     CustomGraphPass,
+    clear_backward_cache,
     compiled_autograd,
     disable_dynamo,
     dynamo_config,
@@ -62,7 +63,7 @@ class _Installation:
         self._config = config
         # Compiled autograd knows its graphs by the autograd nodes alone: without this, a backward
         # that was compiled under the flag's old value would go on running.
-        torch._C._dynamo.compiled_autograd.clear_cache()
+        clear_backward_cache()
 
     def _switch_on(self) -> None:
         with contextlib.ExitStack() as undo:

@@ -6,14 +6,16 @@ dtypes, sizes and group names, never rank, time, hash order or a measurement mad
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from fusion_passes.collectives import issue_order
-from fusion_passes.dependencies import reduction_levels
+from fusion_passes.dependencies import reduction_levels, write_positions
 from fusion_passes.reductions import GradientReduction, ReductionKey, Rejection
 
 MIB = 1024 * 1024
@@ -98,6 +100,12 @@ class _OpenBucket:
     opened_at: int
     members: list[GradientReduction] = field(default_factory=list)
     num_bytes: int = 0
+    overwritten_at: float = math.inf
+
+    def must_close(self, ready_bytes: int, position: int) -> bool:
+        """Whether the bucket must be launched before a reduction at ``position``."""
+        held_too_long = ready_bytes - self.opened_at >= self.caps.hold_bytes
+        return held_too_long or self.overwritten_at < position
 
 
 def plan_buckets(
@@ -111,7 +119,7 @@ def plan_buckets(
     Reductions share a bucket if their keys are equal and so are their levels, neighbours in the
     graph or not. The level of a reduction is the number of buckets that must be reduced, one
     after the other, before its gradient exists (0 for nearly all), so no bucket can come to wait
-    for itself.
+    for itself. A bucket is closed before anything overwrites a gradient that it holds.
 
     Args:
         graph: the graph that holds the reductions.
@@ -120,6 +128,7 @@ def plan_buckets(
         rejections: the collectives that are left alone, in graph order. They keep their order,
             which can make a gradient depend on a reduction that it does not read.
     """
+    overwritten_at = _overwritten_at(graph, reductions)
     levels = reduction_levels(
         graph,
         {reduction.wait: reduction.start for reduction in reductions},
@@ -133,7 +142,7 @@ def plan_buckets(
         overdue = [
             slot
             for slot, bucket in open_buckets.items()
-            if ready_bytes - bucket.opened_at >= bucket.caps.hold_bytes
+            if bucket.must_close(ready_bytes, reduction.position)
         ]
         closed += [_close(slot[0], open_buckets.pop(slot)) for slot in overdue]
         slot = (reduction.key, levels[reduction.start])
@@ -146,6 +155,7 @@ def plan_buckets(
             bucket = open_buckets[slot] = _OpenBucket(caps, cap_bytes, ready_bytes)
         bucket.members.append(reduction)
         bucket.num_bytes += reduction.num_bytes
+        bucket.overwritten_at = min(bucket.overwritten_at, overwritten_at[reduction])
         ready_bytes += reduction.num_bytes
         if bucket.num_bytes >= bucket.cap_bytes:
             closed.append(_close(slot[0], open_buckets.pop(slot)))
@@ -156,3 +166,16 @@ def plan_buckets(
 
 def _close(key: ReductionKey, bucket: _OpenBucket) -> Bucket:
     return Bucket(key, tuple(bucket.members), bucket.cap_bytes)
+
+
+def _overwritten_at(
+    graph: fx.Graph, reductions: Sequence[GradientReduction]
+) -> dict[GradientReduction, float]:
+    """Index of the first node behind a reduction's start that overwrites its gradient."""
+    base_of, writes = write_positions(graph)
+    found: dict[GradientReduction, float] = {}
+    for reduction in reductions:
+        positions = writes.get(base_of[reduction.gradient], [])
+        following = bisect.bisect(positions, reduction.position)
+        found[reduction] = positions[following] if following < len(positions) else math.inf
+    return found

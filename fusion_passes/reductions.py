@@ -69,9 +69,9 @@ class ReductionKey:
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return (
-            f"{self.reduce_op}(gradient{self.scaling}) {dtype} {self.device} on {self.group_name}"
-        )
+        # Without the device's index: ranks have cards of their own, but must describe alike.
+        where = f"{dtype} {self.device.type} on {self.group_name}"
+        return f"{self.reduce_op}(gradient{self.scaling}) {where}"
 
 
 @dataclass(frozen=True)
@@ -231,4 +231,4 @@ def _scaling_of(tensor: fx.Node, start: fx.Node) -> tuple[fx.Node, fx.Node | Non
         or gradient.meta["val"].shape != tensor.meta["val"].shape
     ):
         return tensor, None, NO_SCALING
-    return gradient, tensor, Scaling(kind, float(factor))
+    return gradient, tensor, Scaling(kind, factor)

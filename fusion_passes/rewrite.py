@@ -52,11 +52,10 @@ def replace_buckets(
 
 def scale_by(scaling: Scaling, tensors: list[Tensor]) -> list[Tensor]:
     """Each tensor divided or multiplied as ``scaling`` says: one operator for all of them."""
-    value = int(scaling.value) if scaling.value.is_integer() else scaling.value
     if scaling.kind == "none":
         return tensors
     if len(tensors) == 1:
         operation = torch.div if scaling.kind == "div" else torch.mul
-        return [operation(tensors[0], value)]
+        return [operation(tensors[0], scaling.value)]
     foreach = torch._foreach_div if scaling.kind == "div" else torch._foreach_mul
-    return list(foreach(tensors, value))
+    return list(foreach(tensors, scaling.value))

@@ -19,6 +19,9 @@ import torch.distributed._functional_collectives
 # A pass must have this base class, and a uuid(), or the FX graph cache is bypassed.
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+# Operators are told by their type and decoded by their schema.
+from torch._ops import OpOverload
+
 # Fake tensors carry shapes, dtypes and strides of the nodes that a pass adds.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -40,18 +43,26 @@ from torch.utils._config_module import (
 from torch.utils._config_module import (
     _ConfigEntry as ConfigEntry,
 )
+
+# Tensor code is written into graphs by a dispatch mode.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Arguments of a forward can be nested.
+from torch.utils._pytree import tree_map_only
+
 __all__ = [
+    "DEFAULT_FIRST_BUCKET_BYTES",
     "UNSET",
     "ConfigDefinition",
     "ConfigEntry",
     "CustomGraphPass",
     "FakeTensor",
     "FakeTensorMode",
+    "OpOverload",
     "TorchDispatchMode",
     "assume_constant_result",
     "cache_directory",
+    "clear_backward_cache",
     "compiled_autograd",
     "control_deps",
     "disable_dynamo",
@@ -65,8 +76,18 @@ __all__ = [
     "register_process_group",
     "supports_pass_list",
     "trace_rules",
+    "tree_map_only",
     "unregister_process_group",
 ]
+
+
+DEFAULT_FIRST_BUCKET_BYTES: int = torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
+"""DDP's cap for the first bucket of a module that sets none; it has no public name."""
+
+
+def clear_backward_cache() -> None:
+    """Makes compiled autograd forget its graphs: it knows them by their autograd nodes alone."""
+    torch._C._dynamo.compiled_autograd.clear_cache()
 
 
 def register_process_group(name: str, group: ProcessGroup) -> None:

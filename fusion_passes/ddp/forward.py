@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from fusion_passes.collectives import broadcast
 from fusion_passes.ddp.modules import ManagedModule
+from fusion_passes.torch_private import tree_map_only
 
 
 def prepare_forward(ddp: DistributedDataParallel, module: ManagedModule) -> None:
@@ -20,7 +20,7 @@ def prepare_forward(ddp: DistributedDataParallel, module: ManagedModule) -> None
         device = torch.device(ddp.device_type, ddp.device_ids[0])
 
         def move_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+            return tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
 
         ddp.register_forward_pre_hook(move_inputs, with_kwargs=True)
     if not list(ddp.module.buffers()):

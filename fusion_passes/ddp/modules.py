@@ -22,7 +22,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.reductions import Owner
-from fusion_passes.torch_private import register_process_group, unregister_process_group
+from fusion_passes.torch_private import (
+    DEFAULT_FIRST_BUCKET_BYTES,
+    register_process_group,
+    unregister_process_group,
+)
 
 _PARAMETER_MARK: Final = "#"
 
@@ -77,9 +81,7 @@ class Registry:
             parameters=tuple(names[id(parameter)] for parameter in ddp._module_parameters),
             bucket_cap_bytes=ddp.bucket_bytes_cap,
             first_bucket_cap_bytes=(
-                dist._DEFAULT_FIRST_BUCKET_BYTES
-                if ddp.bucket_bytes_cap_default
-                else ddp.bucket_bytes_cap
+                DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
             ),
         )
         self._modules[module.group_name] = module

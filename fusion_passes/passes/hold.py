@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 from torch import fx
 
 from fusion_passes.collectives import group_name_of, is_held, is_launch, is_wait
 from fusion_passes.graph_edit import hold
 from fusion_passes.reductions import OwnerOf
+from fusion_passes.torch_private import OpOverload
 
 _KERNEL_NAMES: Final = frozenset(
     (
@@ -67,9 +67,11 @@ class HoldPlacement:
         last_kernel: fx.Node | None = None
         waits_of: dict[fx.Node, list[fx.Node]] = {}
         for node in nodes:
-            if node.op != "call_function" or is_held(node):
+            if node.op != "call_function":
                 continue
-            if is_launch(node):
+            if is_held(node):
+                unbound = [launch for launch in unbound if node not in launch.users]
+            elif is_launch(node):
                 if not self._is_owned(node):
                     continue
                 unbound.append(node)
@@ -103,7 +105,7 @@ def _waits_of(launch: fx.Node) -> list[fx.Node]:
 
 
 def _is_library_kernel(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     name = node.target._schema.name
     return name in _KERNEL_NAMES or name.startswith(_KERNEL_PREFIXES)

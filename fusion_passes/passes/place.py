@@ -15,10 +15,10 @@ from fusion_passes.dependencies import SortKey, reorder
 from fusion_passes.reductions import OwnerOf
 
 _aten = torch.ops.aten
-# What stands between a gradient and its launch, and costs less than a launch that is late.
+# What stands between a gradient and its launch, and costs less than a launch that is late:
+# what works on one gradient, and what works on all of a bucket.
 _PACKING: Final = frozenset(
     (
-        _aten.cat.default,
         _aten.reshape.default,
         _aten.view.default,
         _aten.clone.default,
@@ -26,20 +26,23 @@ _PACKING: Final = frozenset(
         _aten.div.Scalar,
         _aten.mul.Tensor,
         _aten.mul.Scalar,
-        _aten._foreach_div.Scalar,
-        _aten._foreach_mul.Scalar,
         _aten.view_as_real.default,
         torch.ops.prims.convert_element_type.default,
-        operator.getitem,
     )
 )
-# What stands between a wait and its first real use, and moves no data.
-_UNPACKING: Final = frozenset(
+_PACKING_ALL: Final = frozenset(
+    (_aten.cat.default, _aten._foreach_div.Scalar, _aten._foreach_mul.Scalar)
+)
+# What brings a result into its place, shape, layout and dtype, and is no reason to wait for it.
+_SETTLING: Final = frozenset(
     (
         _aten.split_with_sizes.default,
         _aten.reshape.default,
         _aten.view.default,
         _aten.view_as_complex.default,
+        _aten.clone.default,
+        _aten.copy.default,
+        torch.ops.prims.convert_element_type.default,
         operator.getitem,
     )
 )
@@ -102,14 +105,7 @@ def _launch_early(start: fx.Node, keys: dict[fx.Node, SortKey], index: dict[fx.N
     pending = [start]
     while pending:
         for source in pending.pop().all_input_nodes:
-            if source in chain or source.target not in _PACKING:
-                continue
-            if (
-                source.target is operator.getitem
-                and source.all_input_nodes[0].target not in _PACKING
-            ):
-                continue  # One of several gradients that a single kernel produces.
-            if all(user in chain for user in source.users):
+            if source not in chain and _packs(source) and all(u in chain for u in source.users):
                 chain[source] = None
                 pending.append(source)
     ready = max(
@@ -120,20 +116,38 @@ def _launch_early(start: fx.Node, keys: dict[fx.Node, SortKey], index: dict[fx.N
         keys[node] = (ready, index[node])
 
 
+def _packs(node: fx.Node) -> bool:
+    """Whether a node only prepares gradients to be sent."""
+    if node.target is operator.getitem:
+        # Else it is one of several gradients that a single kernel produces.
+        return node.all_input_nodes[0].target in _PACKING_ALL
+    # A product of two tensors is a gradient, a product with a number is a scaling.
+    return node.target in _PACKING_ALL or (
+        node.target in _PACKING and len(node.all_input_nodes) == 1
+    )
+
+
 def _wait_late(nodes: Sequence[fx.Node], owned: set[fx.Node], keys: dict[fx.Node, SortKey]) -> None:
-    """Keys for the waits of ``owned`` and what splits their results: right before the first use."""
+    """Keys for the waits of ``owned``, and for what settles their results: right before the first
+    use by anything else."""
     late: set[fx.Node] = set()
     for node in nodes:
-        sources = node.all_input_nodes
-        if (is_wait(node) and _launch_of(sources[0]) in owned) or (
-            node.target in _UNPACKING and sources and all(source in late for source in sources)
-        ):
+        if is_wait(node):
+            if _launch_of(node.all_input_nodes[0]) in owned:
+                late.add(node)
+        elif node.target in _SETTLING and _settled(node) in late:
             late.add(node)
     for node in reversed(nodes):
         if node in late and node.users:
             keys[node] = min(
                 keys[user] if user in late else (keys[user][0] - 0.5,) for user in node.users
             )
+
+
+def _settled(node: fx.Node) -> fx.Node:
+    """The node whose value is brought into place; a copy reads no more than the layout of what it
+    replaces."""
+    return node.all_input_nodes[-1 if node.target is _aten.copy.default else 0]
 
 
 def _launch_of(node: fx.Node) -> fx.Node:

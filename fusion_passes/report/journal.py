@@ -49,17 +49,16 @@ class Journal:
 
     def _read_cached(self) -> None:
         """Adds the graphs that came from the cache since the last call."""
-        for key, count in list(inductor_counters().items()):
-            if not key.startswith(COUNTER_PREFIX):
-                continue
-            # The user may have cleared the counters: then what is there is new.
+        counters = inductor_counters()
+        counted = {key: n for key, n in counters.items() if key.startswith(COUNTER_PREFIX)}
+        for key, count in counted.items():
+            # A user may have cleared the counters: then all that is there is new.
             known = self._counted.get(key, 0)
-            fresh = count - known if count >= known else count
-            self._counted[key] = count
-            for _ in range(fresh):
+            for _ in range(count - known if count >= known else count):
                 report = _load(key.removeprefix(COUNTER_PREFIX))
                 if report is not None:
                     self._reports.append(report)
+        self._counted = counted
 
 
 def _path(digest: str) -> Path:
@@ -82,7 +81,7 @@ def _store(report: FusionReport) -> None:
 def _load(digest: str) -> FusionReport | None:
     try:
         return FusionReport.from_json(_path(digest).read_text())
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         log.warning(
             "A fused graph came from the FX graph cache, but its report (plan %s) is not in %s: "
             "%s. The graph runs as it was compiled; clear the cache to see its buckets again.",
