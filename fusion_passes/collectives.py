@@ -40,13 +40,11 @@ class AllReduce:
         tensor: the node that is reduced.
         reduce_op: ``"sum"``, ``"avg"``, ...; ``None`` where it is no plain name.
         group_name: name of the process group; ``None`` where the graph holds no name.
-        in_place: whether the operator overwrites its input.
     """
 
     tensor: fx.Node
     reduce_op: str | None
     group_name: str | None
-    in_place: bool
 
 
 def decode_all_reduce(node: fx.Node) -> AllReduce | None:
@@ -59,7 +57,6 @@ def decode_all_reduce(node: fx.Node) -> AllReduce | None:
         tensor,
         reduce_op if isinstance(reduce_op, str) else None,
         group if isinstance(group, str) else None,
-        node.target is ALL_REDUCE_IN_PLACE,
     )
 
 

@@ -14,6 +14,7 @@ from fusion_passes.torch_private import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    below_autograd,
     control_deps,
     make_subgraph,
 )
@@ -47,7 +48,7 @@ def record(
     # Nodes can share a value, but the recorder tells tensors apart by identity: one each.
     values = {node: _meta_like(node.meta["val"]) for node in inputs}
     recorder = _Recorder(before, values, fake.fake_mode, fake.device)
-    with torch.no_grad(), recorder:
+    with below_autograd(), recorder:
         results = function([values[node] for node in inputs])
     return [recorder.node_of(result) for result in results], recorder.new_nodes
 

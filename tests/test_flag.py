@@ -146,6 +146,8 @@ def test_a_pass_that_was_thrown_away_comes_back_with_the_next_module() -> None:
         module = DistributedDataParallel(two_layers())
         assert len(_installed_passes()) == 2
         del module
+    inductor_config.ddp_fusion = None
+    inductor_config.post_grad_custom_post_pass = None
 
 
 def test_another_thread_sees_the_flag() -> None:

@@ -61,12 +61,14 @@ class BackwardRunner:
         accumulates = kw.get("accumulate_grad", False)
         if self._running or torch.compiler.is_compiling():
             return engine(outputs, *args, **kw)
-        known = len(self.journal.reports())
+        known, unreadable = len(self.journal.reports()), self.journal.unreadable
         traced = accumulates and not create_graph and reaches_managed_parameter(outputs)
         with self._traced() if traced else self._untraced():
             result = engine(outputs, *args, **kw)
         reports = self.journal.reports()[known:]
         names = traced_hooks.take()
+        if self.journal.unreadable > unreadable:
+            return result  # Fused in the cache, but nobody knows how: the journal has said so.
         if names:
             _tell_unfused(names, reports)
         elif reports:

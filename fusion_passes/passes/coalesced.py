@@ -52,7 +52,10 @@ def _reduce(key: ReductionKey, gradients: list[Tensor]) -> list[Tensor]:
     """The averaged gradients, each a tensor of its own."""
     reals = [torch.view_as_real(g) if key.dtype.is_complex else g for g in gradients]
     # Backends take contiguous tensors only.
-    contiguous = [real if real.is_contiguous() else real.contiguous() for real in reals]
+    contiguous = [
+        real if real.is_contiguous() else real.clone(memory_format=torch.contiguous_format)
+        for real in reals
+    ]
     scaled = scale_by(key.scaling, contiguous)
     reduced = all_reduce_coalesced(scaled, key.reduce_op, key.group_name)
     return [torch.view_as_complex(r) for r in reduced] if key.dtype.is_complex else reduced

@@ -23,11 +23,16 @@ COUNTER_PREFIX: Final = "ddp_fusion_plan:"
 
 
 class Journal:
-    """The reports of this process, oldest first."""
+    """The reports of this process, oldest first.
+
+    Attributes:
+        unreadable: how many graphs came from the cache without their report.
+    """
 
     def __init__(self) -> None:
         self._reports: list[FusionReport] = []
         self._counted: dict[str, int] = {}
+        self.unreadable = 0
 
     def add(self, report: FusionReport) -> None:
         """Records a graph that this process compiled, and leaves word for those that will take it
@@ -56,7 +61,9 @@ class Journal:
             known = self._counted.get(key, 0)
             for _ in range(count - known if count >= known else count):
                 report = _load(key.removeprefix(COUNTER_PREFIX))
-                if report is not None:
+                if report is None:
+                    self.unreadable += 1
+                else:
                     self._reports.append(report)
         self._counted = counted
 

@@ -1,0 +1,113 @@
+"""What every test gets: caches of its own session, ranks to run on, and a look at what it left."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing.resource_tracker
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import RankPool, TorchSettings
+
+FLAG_VARIABLE = "FUSION_PASSES_DDP_FUSION"
+
+PATCHED = (
+    ("torch.nn.parallel", "DistributedDataParallel.__init__"),
+    ("torch.nn.parallel", "DistributedDataParallel._inside_ddp_forward"),
+    ("torch.autograd", "_engine_run_backward"),
+    ("torch.autograd.graph", "_engine_run_backward"),
+    ("torch._dynamo.compiled_autograd", "_enable"),
+)
+"""What the flag replaces in torch while it is set."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives the session an Inductor cache of its own, shared by all of its processes.
+
+    A user's cache stays as it is, and an old one cannot make a test pass. Kernels are compiled in
+    the process that needs them: pools of compilers beside the ranks only compete for the cores.
+    """
+    if os.environ.get(FLAG_VARIABLE):
+        raise pytest.UsageError(f"{FLAG_VARIABLE} is set: the tests need the flag off. Unset it.")
+    directory = tempfile.mkdtemp(prefix="fusion-passes-cache-")
+    config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    import torch._inductor.config
+
+    # Read from the environment when torch was imported, which was before this.
+    torch._inductor.config.compile_threads = 1
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[dict[int, RankPool]]:
+    """Pools by world size; each starts its processes when it gets its first job."""
+    pools: dict[int, RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def run_on_ranks(pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
+    """``run_on_ranks(world_size, function, **kwargs)``: see :meth:`RankPool.run`."""
+
+    def run(world_size: int, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        if world_size not in pools:
+            pools[world_size] = RankPool(world_size)
+        return pools[world_size].run(function, **kwargs)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _leaves_torch_as_it_was() -> Iterator[None]:
+    """The flag is off after a test, and with it everything that it switches on."""
+    import torch._inductor.config
+
+    settings = TorchSettings()
+    patched = [_attribute(*place) for place in PATCHED]
+    yield
+    flag = torch._inductor.config.ddp_fusion
+    torch._inductor.config.ddp_fusion = None  # The next test starts without it in any case.
+    assert flag is None, f"the test left ddp_fusion = {flag!r}"
+    for place, before in zip(PATCHED, patched, strict=True):
+        assert _attribute(*place) is before, f"the test left {'.'.join(place)} patched"
+    changed = settings.restore()
+    assert not changed, f"the test left these settings changed: {changed}"
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_processes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test ends the processes that it starts; pools are ended with the session or module."""
+    before = _children()
+    yield
+    pools = [value for value in request.node.funcargs.values() if isinstance(value, RankPool)]
+    if "pools" in request.fixturenames:
+        pools += request.getfixturevalue("pools").values()
+    known = before.union(*(pool.pids for pool in pools), {_resource_tracker()})
+    assert not _children() - known, f"the test left processes: {_children() - known}"
+
+
+def _attribute(module: str, path: str) -> Any:
+    value: Any = importlib.import_module(module)
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _children() -> set[int]:
+    """Processes that this one has started; empty where the system does not tell."""
+    files = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for file in files for pid in file.read_text().split()}
+
+
+def _resource_tracker() -> int | None:
+    """Belongs to multiprocessing, and ends with this process."""
+    return multiprocessing.resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]

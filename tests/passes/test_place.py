@@ -1,0 +1,293 @@
+# ruff: noqa: E501  (a golden has one line a node)
+"""Launches early, waits late."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import fx
+
+from fusion_passes.collectives import ALL_REDUCE, WAIT, all_reduce, is_launch
+from tests.support.graphs import (
+    Backward,
+    TensorSpec,
+    cast,
+    chain,
+    check,
+    check_unchanged,
+    coalesced,
+    concat,
+    place,
+    reduce,
+    reduce_as,
+    reduce_into,
+    reduce_relaid,
+    scaled,
+    tensor,
+    trace,
+)
+
+_aten = torch.ops.aten
+
+
+def _placed(function: Backward, *inputs: TensorSpec) -> list[str]:
+    """Names of the nodes in the order that the pass gives them."""
+    text = check(function, list(inputs), place())
+    return [line.split(":")[0] for line in text.splitlines() if "=" in line]
+
+
+def test_a_wait_goes_to_the_end_where_only_the_output_reads_it() -> None:
+    def backward(x, y):
+        a = reduce(torch.mm(x, y), "a")
+        return a, torch.mm(y, x)
+
+    assert_expected_inline(
+        check(backward, [tensor(2, 2), tensor(2, 2)], place()),
+        """\
+x_1: f32[2, 2]
+y_1: f32[2, 2]
+mm: f32[2, 2] = mm(x_1, y_1)
+div: f32[2, 2] = div(mm, 2)
+all_reduce: f32[2, 2] = all_reduce(div, 'sum', 'ddp0#a')
+mm_1: f32[2, 2] = mm(y_1, x_1)
+wait_tensor: f32[2, 2] = wait_tensor(all_reduce)
+return (wait_tensor, mm_1)
+""",
+    )
+
+
+def test_a_wait_goes_to_its_first_user_and_no_farther() -> None:
+    def backward(x, y):
+        a = reduce(x, "a")
+        before = torch.neg(y)
+        user = torch.add(a, before)
+        return user, torch.sin(y)
+
+    order = _placed(backward, tensor(4), tensor(4))
+    assert order == ["div", "all_reduce", "neg", "wait_tensor", "add", "sin"]
+
+
+def test_a_launch_goes_to_its_gradient() -> None:
+    def backward(x, y):
+        gradient = torch.neg(x)
+        between = torch.sin(y)
+        return between, reduce(gradient, "a"), torch.cos(y)
+
+    order = _placed(backward, tensor(4), tensor(4))
+    assert order == ["neg", "div", "all_reduce", "sin", "cos", "wait_tensor"]
+
+
+def test_a_packed_bucket_goes_with_its_launch() -> None:
+    def backward(x, y):
+        gradients = torch.neg(x), torch.abs(y)
+        between = torch.mm(x, x)
+        return reduce(gradients[0], "a"), between, reduce(gradients[1], "b"), torch.mm(x, between)
+
+    assert_expected_inline(
+        check(backward, [tensor(2, 2), tensor(4)], chain(concat(), place())),
+        """\
+x_1: f32[2, 2]
+y_1: f32[4]
+neg: f32[2, 2] = neg(x_1)
+abs_1: f32[4] = abs(y_1)
+reshape_default: f32[4] = reshape(neg, [-1])
+reshape_default_1: f32[4] = reshape(abs_1, [-1])
+cat_default: f32[8] = cat([reshape_default, reshape_default_1])
+div_tensor: f32[8] = div(cat_default, 2)
+all_reduce_default: f32[8] = all_reduce(div_tensor, 'sum', 'ddp0')
+mm: f32[2, 2] = mm(x_1, x_1)
+mm_1: f32[2, 2] = mm(x_1, mm)
+wait_tensor_default: f32[8] = wait_tensor(all_reduce_default)
+split_with_sizes_default: (f32[4], f32[4]) = split_with_sizes(wait_tensor_default, [4, 4])
+getitem: f32[4] = getitem(split_with_sizes_default, 0)
+getitem_1: f32[4] = getitem(split_with_sizes_default, 1)
+reshape_default_2: f32[2, 2] = reshape(getitem, [2, 2])
+return (reshape_default_2, mm, getitem_1, mm_1)
+""",
+    )
+
+
+def test_a_coalesced_bucket_too() -> None:
+    def backward(x, y):
+        gradients = torch.neg(x), torch.abs(y)
+        between = torch.mm(x, x)
+        return reduce(gradients[0], "a"), between, reduce(gradients[1], "b"), torch.mm(x, between)
+
+    assert_expected_inline(
+        check(backward, [tensor(2, 2), tensor(4)], chain(coalesced(), place())),
+        """\
+x_1: f32[2, 2]
+y_1: f32[4]
+neg: f32[2, 2] = neg(x_1)
+abs_1: f32[4] = abs(y_1)
+_foreach_div_scalar: (f32[2, 2], f32[4]) = _foreach_div([neg, abs_1], 2)
+getitem: f32[2, 2] = getitem(_foreach_div_scalar, 0)
+getitem_1: f32[4] = getitem(_foreach_div_scalar, 1)
+all_reduce_coalesced_default: (f32[2, 2], f32[4]) = all_reduce_coalesced([getitem, getitem_1], 'sum', 'ddp0')
+mm: f32[2, 2] = mm(x_1, x_1)
+getitem_2: f32[2, 2] = getitem(all_reduce_coalesced_default, 0)
+getitem_3: f32[4] = getitem(all_reduce_coalesced_default, 1)
+mm_1: f32[2, 2] = mm(x_1, mm)
+wait_tensor_default: f32[2, 2] = wait_tensor(getitem_2)
+wait_tensor_default_1: f32[4] = wait_tensor(getitem_3)
+return (wait_tensor_default, mm, wait_tensor_default_1, mm_1)
+""",
+    )
+
+
+def test_a_copy_into_grad_goes_behind_the_last_compute() -> None:
+    def backward(x, grad):
+        result = reduce(torch.add(grad, x), "a")
+        other = torch.sin(x)
+        grad.copy_(result)
+        return torch.cos(other)
+
+    order = _placed(backward, tensor(4), tensor(4))
+    assert order.index("sin") < order.index("wait_tensor") < order.index("copy_")
+
+
+def test_a_cast_before_the_launch_goes_with_it() -> None:
+    def backward(x, y):
+        gradient = torch.neg(x)
+        between = torch.sin(y)
+        return between, reduce(cast(gradient, torch.bfloat16), "a")
+
+    order = _placed(backward, tensor(4), tensor(4))
+    assert order.index("convert_element_type") < order.index("all_reduce") < order.index("sin")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(reduce_relaid, id="layout"),
+        pytest.param(lambda g, name: reduce_as(g, name, torch.bfloat16), id="cast"),
+    ],
+)
+def test_what_merely_follows_a_wait_does_not_hold_it_back(form: Backward) -> None:
+    """A change of layout or a cast that only the output reads can be as late as the output."""
+
+    def backward(x, y):
+        return form(torch.neg(x), "a"), torch.mm(y, y)
+
+    order = _placed(backward, tensor(2, 3, stride=(1, 2)), tensor(2, 2))
+    assert order.index("mm") < order.index("wait_tensor")
+
+
+# --- What does not move ------------------------------------------------------------------------
+
+
+def test_a_gradient_that_is_computed_like_a_scaling_stays() -> None:
+    """It has two tensors for factors: moved to the launch, it would keep both alive."""
+
+    def backward(x, y):
+        first, second = torch.abs(x), torch.abs(y)
+        gradient = torch.mul(first, second)
+        between = torch.mm(x, y)
+        late = torch.mm(between, y)
+        return reduce(gradient, "a"), reduce(late, "b")
+
+    text = check(backward, [tensor(2, 2), tensor(2, 2)], chain(concat(), place()))
+    order = [line.split(":")[0] for line in text.splitlines()]
+    assert order.index("mul") < order.index("mm")
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        pytest.param(lambda x: torch.neg(torch.abs(x)), id="no collective"),
+        pytest.param(
+            lambda x: (all_reduce(torch.div(x, 2), "sum", "other"), torch.neg(x)), id="a stranger's"
+        ),
+        pytest.param(lambda x: torch.neg(reduce(x, "a")), id="placed already"),
+    ],
+)
+def test_nothing_to_do(backward: Backward) -> None:
+    check_unchanged(backward, [tensor(4)], place())
+
+
+def test_a_kernel_with_several_gradients_stays() -> None:
+    def backward(x, y):
+        one, other = _aten.split_with_sizes.default(torch.neg(x), [2, 2])
+        between = torch.sin(y)
+        return reduce(one, "a"), between, reduce(other, "b")
+
+    check(backward, [tensor(4), tensor(4)], chain(concat(), place()))
+
+
+# --- The order of launches on a process group --------------------------------------------------
+
+
+def _issued(function: Backward, *inputs: TensorSpec, rewrite=place) -> list[str]:
+    module = trace(function, inputs)
+    rewrite()(module.graph)(module.graph)
+    check(function, list(inputs), rewrite())
+    return [n.args[2] for n in module.graph.nodes if n.op == "call_function" and is_launch(n)]
+
+
+def test_launches_on_one_group_keep_their_order() -> None:
+    """Both modules are on one process group; the second one's gradient is ready first."""
+
+    def backward(x):
+        early = torch.neg(x)
+        first = reduce(torch.sin(x), "a")
+        return first, reduce(early, "b", module="ddp1")
+
+    assert _issued(backward, tensor(4)) == ["ddp0#a", "ddp1#b"]
+
+
+def test_launches_on_two_groups_need_not() -> None:
+    def backward(x):
+        early = torch.neg(x)
+        first = reduce(torch.sin(x), "a")
+        return first, reduce(early, "b", module="ddp2")
+
+    assert _issued(backward, tensor(4)) == ["ddp2#b", "ddp0#a"]
+
+
+def test_a_strangers_launch_on_the_group_keeps_its_place_too() -> None:
+    def backward(x):
+        early = torch.neg(x)
+        stranger = all_reduce(torch.sin(x), "max", "world")
+        return stranger, reduce(early, "a")
+
+    assert _issued(backward, tensor(4)) == ["world", "ddp0#a"]
+
+
+def test_a_strangers_launch_on_another_group_does_not_bind() -> None:
+    def backward(x):
+        early = torch.neg(x)
+        stranger = all_reduce(torch.sin(x), "max", "other")
+        return stranger, reduce(early, "a")
+
+    assert _issued(backward, tensor(4)) == ["ddp0#a", "other"]
+
+
+def test_a_write_keeps_its_order_to_the_reads_around_it() -> None:
+    def backward(x, grad):
+        before = torch.neg(grad)
+        reduce_into(grad, x, "a")
+        return before, torch.sin(grad)
+
+    order = _placed(backward, tensor(4), tensor(4))
+    assert order.index("neg") < order.index("copy_") < order.index("sin")
+
+
+def test_a_gradient_without_scaling() -> None:
+    def backward(x, y):
+        gradient = scaled(x, None)
+        between = torch.sin(y)
+        return between, reduce(gradient, "a", op="avg", divide=None)
+
+    assert _placed(backward, tensor(4), tensor(4)) == ["all_reduce", "sin", "wait_tensor"]
+
+
+def test_waits_and_launches_stay_as_many() -> None:
+    def backward(x):
+        return [reduce(torch.mul(x, 1.5), str(i)) for i in range(5)]
+
+    module: fx.GraphModule = trace(backward, [tensor(4)])
+    place()(module.graph)(module.graph)
+    nodes = [node.target for node in module.graph.nodes]
+    assert (nodes.count(ALL_REDUCE), nodes.count(WAIT)) == (5, 5)
+    assert nodes.index(WAIT) > len(nodes) - 1 - nodes[::-1].index(ALL_REDUCE)

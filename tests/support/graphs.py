@@ -1,0 +1,366 @@
+"""Small graphs traced from tensor code, and a runner for what must be true of every rewrite.
+
+A test writes a backward as a tensor function. It is traced under a fake mode into the form in which
+Inductor's post-grad passes meet it::
+
+    def backward(x, y):
+        return reduce(torch.neg(x), "a"), reduce(torch.neg(y), "b")
+
+    check(backward, [tensor(2, 3), tensor(4)], concat())
+
+Group names say whose a reduction is: ``ddp0`` and ``ddp1`` are DDP modules on the process group
+``world``, ``ddp2`` is one on the process group ``pairs``, and every other name is no module's.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fusion_passes.collectives import (
+    ALL_REDUCE,
+    ALL_REDUCE_COALESCED,
+    ALL_REDUCE_IN_PLACE,
+    WAIT,
+    all_reduce,
+    is_held,
+    is_launch,
+)
+from fusion_passes.config import FusionConfig
+from fusion_passes.graph_text import graph_text
+from fusion_passes.passes.coalesced import FuseByCoalescing
+from fusion_passes.passes.concat import FuseByConcat
+from fusion_passes.passes.hold import HoldPlacement
+from fusion_passes.passes.place import PlaceReductions
+from fusion_passes.pipeline import run_pipeline
+from fusion_passes.planning import BucketCaps, BucketPlan, CapsOf, plan_buckets
+from fusion_passes.reductions import Owner, find_gradient_reductions
+from fusion_passes.torch_private import FakeTensorMode
+from fusion_passes.verify import graph_facts, verify
+from tests.support.fake_world import fake_world
+
+WORLD_SIZE = 4
+PROCESS_GROUP_OF = {"ddp0": "world", "ddp1": "world", "ddp2": "pairs"}
+
+Backward = Callable[..., Any]
+Rewrite = Callable[[fx.Graph], bool]
+RewriteFor = Callable[[fx.Graph], Rewrite]
+"""Makes the pass for a graph: some passes take a plan of it."""
+
+
+# --- What graphs are made of -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """An input of a traced function."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    stride: tuple[int, ...] | None
+
+    def fake(self) -> Tensor:
+        """To be called under a fake mode."""
+        if self.stride is not None:
+            return torch.empty_strided(
+                self.shape, self.stride, dtype=self.dtype, device=self.device
+            )
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+def tensor(
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    stride: tuple[int, ...] | None = None,
+) -> TensorSpec:
+    return TensorSpec(shape, dtype, device, stride)
+
+
+def trace(
+    function: Backward, inputs: Sequence[TensorSpec], *, symbolic: bool = False
+) -> fx.GraphModule:
+    """The post-grad graph of a tensor function, in the module that it belongs to."""
+    if symbolic:
+        real = [torch.empty(spec.shape, dtype=spec.dtype) for spec in inputs]
+        module = make_fx(function, tracing_mode="symbolic")(*real)
+    else:
+        with FakeTensorMode():
+            fake = [spec.fake() for spec in inputs]
+        module = make_fx(function)(*fake)
+    for node in module.graph.nodes:
+        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            node.target = torch.ops.aten.reshape.default
+    return module
+
+
+def reduce(
+    gradient: Tensor,
+    parameter: str,
+    *,
+    module: str = "ddp0",
+    op: str = "sum",
+    divide: float | None = 2,
+    multiply: float | None = None,
+) -> Tensor:
+    """What DDP's hook traces for a gradient, waited for: the new ``.grad`` where there was none."""
+    return all_reduce(scaled(gradient, divide, multiply), op, f"{module}#{parameter}")
+
+
+def reduce_into(grad: Tensor, gradient: Tensor, parameter: str, **options: Any) -> Tensor:
+    """The same with an existing ``.grad``, which is an input of the graph."""
+    return grad.copy_(reduce(torch.add(grad, gradient), parameter, **options))
+
+
+def reduce_as(gradient: Tensor, parameter: str, dtype: torch.dtype) -> Tensor:
+    """The same with a hook that sends another dtype: a cast before and one after."""
+    small = cast(gradient, dtype)
+    return cast(reduce(small, parameter), gradient.dtype)
+
+
+def reduce_relaid(gradient: Tensor, parameter: str) -> Tensor:
+    """The same for a gradient that is not contiguous: a change of layout follows the wait."""
+    return torch.ops.aten.copy.default(gradient, reduce(gradient, parameter))
+
+
+def scaled(gradient: Tensor, divide: float | None, multiply: float | None = None) -> Tensor:
+    if multiply is not None:
+        return torch.mul(gradient, multiply)
+    return gradient if divide is None else torch.div(gradient, divide)
+
+
+def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A cast as Inductor's decompositions leave it."""
+    return torch.ops.prims.convert_element_type.default(value, dtype)
+
+
+def owner_of(group_name: str) -> Owner | None:
+    """As :data:`fusion_passes.reductions.OwnerOf`, for the names of this file."""
+    module, _, parameter = group_name.partition("#")
+    process_group = PROCESS_GROUP_OF.get(module)
+    if process_group is None:
+        return None
+    return Owner(module, process_group, module.upper(), parameter or "?")
+
+
+def caps(cap: int = 1 << 40, first: int | None = None, hold: int = 1 << 40) -> CapsOf:
+    """The same caps in bytes for every module."""
+    return lambda group_name: BucketCaps(cap if first is None else first, cap, hold)
+
+
+def plan_of(graph: fx.Graph, caps_of: CapsOf | None = None) -> BucketPlan:
+    found = find_gradient_reductions(graph, owner_of)
+    return plan_buckets(graph, found.reductions, caps_of or caps(), found.rejections)
+
+
+# --- The passes, made for a graph --------------------------------------------------------------
+
+
+def concat(caps_of: CapsOf | None = None) -> RewriteFor:
+    return lambda graph: FuseByConcat(*_plan_arguments(graph, caps_of))
+
+
+def coalesced(caps_of: CapsOf | None = None) -> RewriteFor:
+    return lambda graph: FuseByCoalescing(*_plan_arguments(graph, caps_of))
+
+
+def place() -> RewriteFor:
+    return lambda graph: PlaceReductions(owner_of)
+
+
+def hold() -> RewriteFor:
+    return lambda graph: HoldPlacement(owner_of)
+
+
+def pipeline(mode: str = "concat", caps_of: CapsOf | None = None) -> RewriteFor:
+    """All passes, as one: it returns whether the graph's text changed."""
+
+    def run(graph: fx.Graph) -> bool:
+        before = graph_text(graph)
+        run_pipeline(graph, FusionConfig(mode=mode), owner_of, caps_of or caps())
+        return graph_text(graph) != before
+
+    return lambda graph: run
+
+
+def chain(*rewrites: RewriteFor) -> RewriteFor:
+    """Passes after one another; each is made for what the one before has left."""
+
+    def run(graph: fx.Graph) -> bool:
+        changed = [rewrite_for(graph)(graph) for rewrite_for in rewrites]
+        return any(changed)
+
+    return lambda graph: run
+
+
+def _plan_arguments(graph: fx.Graph, caps_of: CapsOf | None) -> tuple[Any, Any]:
+    plan = plan_of(graph, caps_of)
+    return plan.buckets, tuple(rejection.node for rejection in plan.rejections)
+
+
+# --- The runner --------------------------------------------------------------------------------
+
+
+def check(
+    function: Backward,
+    inputs: Sequence[TensorSpec],
+    rewrite_for: RewriteFor,
+    *,
+    runs_twice: bool = True,
+) -> str:
+    """Runs a pass on the graph of a function and gives the text of what it leaves.
+
+    Asserts what holds for every pass and every graph: it tells the truth about change, the laws
+    hold, a second run changes nothing, the numbers are bitwise those of the graph as it was
+    traced, and the text is the same on the first and on the last rank.
+
+    Args:
+        function: tensor code of the graph.
+        inputs: for the function.
+        rewrite_for: makes the pass for the graph.
+        runs_twice: whether to try the second run.
+    """
+    first, last = (
+        _check_on(rank, function, inputs, rewrite_for, runs_twice) for rank in (0, WORLD_SIZE - 1)
+    )
+    assert first == last, "ranks disagree"
+    return first
+
+
+def check_unchanged(
+    function: Backward, inputs: Sequence[TensorSpec], rewrite_for: RewriteFor
+) -> None:
+    """As :func:`check`, for a graph that the pass must leave alone."""
+    assert check(function, inputs, rewrite_for) == graph_text(trace(function, inputs).graph)
+
+
+def _check_on(
+    rank: int,
+    function: Backward,
+    inputs: Sequence[TensorSpec],
+    rewrite_for: RewriteFor,
+    runs_twice: bool,
+) -> str:
+    with fake_world(WORLD_SIZE, rank):
+        module = trace(function, inputs)
+        graph = module.graph
+        before, facts, numbers = graph_text(graph), graph_facts(graph, owner_of), execute(module)
+        changed = rewrite_for(graph)(graph)
+        after = graph_text(graph)
+        assert changed == (before != after), f"returned {changed}, which is not what it did"
+        facts = verify(graph, facts, owner_of)
+        assert_same_numbers(numbers, execute(module))
+        if runs_twice:
+            changed = rewrite_for(graph)(graph)
+            assert graph_text(graph) == after, "a second run changed the graph"
+            assert not changed, "a second run said that it changed the graph"
+            verify(graph, facts, owner_of)
+    return after
+
+
+def assert_same_numbers(expected: Sequence[Any], actual: Sequence[Any]) -> None:
+    """Bitwise, with dtype and strides."""
+    assert len(expected) == len(actual)
+    for index, (one, other) in enumerate(zip(expected, actual, strict=True)):
+        assert (one.dtype, one.stride()) == (other.dtype, other.stride()), f"value {index}"
+        assert torch.equal(one, other), f"value {index}: {one} became {other}"
+
+
+# --- Real numbers ------------------------------------------------------------------------------
+
+
+def execute(module: fx.GraphModule) -> list[Tensor]:
+    """Runs a graph on CPU tensors that depend on nothing but the inputs' shapes.
+
+    Collectives are played: each process group and reduce op has a function of its own, and what a
+    collective gives is NaN until it is waited for.
+
+    Returns:
+        The outputs, and then the inputs as the graph leaves them.
+    """
+    inputs = [
+        _real_input(index, node.meta["val"])
+        for index, node in enumerate(module.graph.find_nodes(op="placeholder"))
+    ]
+    outputs = _Player(module, {}).run(*inputs)
+    values = outputs if isinstance(outputs, list | tuple) else [outputs]
+    return [value.clone() for value in values if isinstance(value, Tensor)] + inputs
+
+
+def _real_input(index: int, fake: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(index)
+    values = torch.randn(fake.shape, dtype=torch.float64, generator=generator)
+    if fake.is_complex():
+        values = torch.complex(values, values.flip(0) if values.dim() else -values)
+    real = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
+    return real.copy_(values)
+
+
+class _Player(fx.Interpreter):
+    """Runs a graph with played collectives."""
+
+    def __init__(self, module: fx.GraphModule, pending: dict[int, tuple[Tensor, Tensor]]) -> None:
+        super().__init__(module)
+        self._pending = pending
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if is_held(n):
+            _, subgraph, *inputs = args
+            return _Player(subgraph, self._pending).run(*inputs)
+        if n.target is WAIT:
+            return self._wait(args[0])
+        if n.target in (ALL_REDUCE, ALL_REDUCE_IN_PLACE):
+            result = _reduced(args[0], args[1], args[2])
+            return self._launch(args[0] if n.target is ALL_REDUCE_IN_PLACE else None, result)
+        if n.target is ALL_REDUCE_COALESCED:
+            return [self._launch(None, _reduced(item, args[1], args[2])) for item in args[0]]
+        if is_launch(n):
+            shape = n.meta["val"].shape
+            return self._launch(None, torch.full(shape, args[0].sum(), dtype=args[0].dtype))
+        return n.target(*args, **kwargs)
+
+    def _launch(self, into: Tensor | None, result: Tensor) -> Tensor:
+        result = result.clone(memory_format=torch.contiguous_format)
+        target = torch.empty_like(result) if into is None else into
+        target.fill_(float("nan"))
+        self._pending[id(target)] = (target, result)
+        return target
+
+    def _wait(self, target: Tensor) -> Tensor:
+        _, result = self._pending.pop(id(target), (target, target))
+        return target.copy_(result)
+
+
+def _reduced(value: Tensor, reduce_op: Any, group_name: str) -> Tensor:
+    """Elementwise and exact, so that it can be compared bitwise, whatever is beside it."""
+    owner = owner_of(group_name)
+    label = f"{owner.group_name if owner else group_name} {reduce_op}"
+    factor = zlib.crc32(label.encode()) % 13 + 2
+    real = torch.view_as_real(value) if value.is_complex() else value
+    result = real * factor + 1
+    return torch.view_as_complex(result.contiguous()) if value.is_complex() else result
+
+
+# --- For tests that look at the order of a graph -----------------------------------------------
+
+
+def assert_topological(graph: fx.Graph) -> None:
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        assert all(source in seen for source in node.all_input_nodes), f"{node.name} is too early"
+        seen.add(node)
+
+
+def names_of(graph: fx.Graph, *targets: object) -> list[str]:
+    """Names of the nodes with one of the targets, in graph order."""
+    return [node.name for node in graph.nodes if node.target in targets]

@@ -1,0 +1,318 @@
+"""Runs a function in real Gloo processes, one a rank.
+
+A :class:`RankPool` keeps its processes from job to job, because importing torch and Dynamo takes
+a process several seconds. What one job could leave to the next is undone between them: each job
+has a process group of its own, starts from a reset Dynamo and a fixed seed, and fails if it
+leaves torch's configuration changed. A job that fails or hangs costs the pool its processes: the
+next job gets new ones.
+
+A rank is a session of its own, so that ending it ends the compilers that it started, and it ends
+itself when its parent is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import faulthandler
+import gc
+import importlib
+import multiprocessing
+import os
+import pickle
+import queue
+import random
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+# Torch is imported in functions only: a rank imports this module before it has set the number of
+# threads in its environment.
+
+JOB_SECONDS = 240.0
+"""For one job: a cold compile takes up to 90 s on two busy cores, and a job has a few."""
+
+GRACE_SECONDS = 2.0
+"""How long the other ranks may take to fail too, once one has: their tracebacks help."""
+
+END_SECONDS = 10.0
+"""How long an idle rank may take to end."""
+
+
+class RankError(RuntimeError):
+    """A job failed; the text holds what is known of every rank."""
+
+
+class RankPool:
+    """``world_size`` processes that run jobs together.
+
+    Use it as a context manager, or call :meth:`close`.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._ranks: list[_Rank] = []
+        self._directory: Path | None = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> set[int]:
+        """The processes that are alive now."""
+        return {rank.process.pid for rank in self._ranks if rank.process.pid is not None}
+
+    def run(
+        self, function: Callable[..., Any], *, timeout_s: float = JOB_SECONDS, **kwargs: Any
+    ) -> list[Any]:
+        """Calls ``function(**kwargs)`` on every rank, inside a Gloo process group.
+
+        Args:
+            function: of a module's top level, as are the callables in ``kwargs``.
+            timeout_s: for the whole job.
+            kwargs: anything that can be pickled.
+
+        Returns:
+            What the function returned on each rank, in rank order: anything that ``torch.save``
+            takes.
+
+        Raises:
+            RankError: a rank raised, died, or was not done in time. All ranks are killed.
+        """
+        import torch
+
+        self._start()
+        assert self._directory is not None
+        directory = Path(tempfile.mkdtemp(prefix="job-", dir=self._directory))
+        job = pickle.dumps((str(directory), function, kwargs))
+        try:
+            for rank in self._ranks:
+                rank.send(job)
+            self._await(timeout_s)
+            return [
+                torch.load(directory / f"{rank}.pt", weights_only=False)
+                for rank in range(self.world_size)
+            ]
+        except BaseException:
+            self._kill()
+            raise
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def close(self) -> None:
+        """Ends the processes and removes their files."""
+        for rank in self._ranks:
+            rank.connection.close()  # A rank ends when its connection does.
+        deadline = time.monotonic() + END_SECONDS
+        for rank in self._ranks:
+            rank.process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def _start(self) -> None:
+        if self._ranks:
+            return
+        if self._directory is None:
+            self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._ranks = [
+            _Rank(rank, self.world_size, self._directory / f"stack-{rank}.txt")
+            for rank in range(self.world_size)
+        ]
+
+    def _await(self, timeout_s: float) -> None:
+        """Returns once every rank is done; raises as soon as it is known that one never will be."""
+        deadline = time.monotonic() + timeout_s
+        fate = f"not done after {timeout_s:g} s"
+        running = list(self._ranks)
+        failures: dict[int, str] = {}
+        while running and (left := deadline - time.monotonic()) > 0:
+            ready = set(wait([source for rank in running for source in rank.sources], left))
+            done = [rank for rank in running if ready.intersection(rank.sources)]
+            running = [rank for rank in running if rank not in done]
+            news = {rank.number: failure for rank in done if (failure := rank.receive())}
+            if news and not failures:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                fate = "still running, killed because another rank failed"
+            failures |= news
+        failures |= {rank.number: f"{fate}; its stack:\n{rank.dump_stack()}" for rank in running}
+        if failures:
+            texts = [f"rank {number}: {failures[number]}" for number in sorted(failures)]
+            raise RankError("\n\n".join(["no result of these ranks", *texts]))
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+        self._ranks = []
+
+
+class _Rank:
+    """One process, as its parent sees it."""
+
+    def __init__(self, number: int, world_size: int, stack_file: Path) -> None:
+        self.number = number
+        self.stack_file = stack_file
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(
+            target=_serve, args=(number, world_size, theirs, stack_file), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    @property
+    def sources(self) -> tuple[Any, Any]:
+        """What becomes ready when the rank is done or dead."""
+        return self.connection, self.process.sentinel
+
+    def send(self, job: bytes) -> None:
+        try:
+            self.connection.send_bytes(job)
+        except OSError as error:
+            raise RankError(f"rank {self.number} died between two jobs: {error}") from error
+
+    def receive(self) -> str | None:
+        """``None`` if the job went well, else what went wrong."""
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join(1)
+            return f"died with exit code {self.process.exitcode}"
+
+    def dump_stack(self) -> str:
+        """Where its threads are now."""
+        if self.process.is_alive() and self.process.pid is not None and self.stack_file.exists():
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(0.3)
+        return self.stack_file.read_text() if self.stack_file.exists() else "not known"
+
+    def kill(self) -> None:
+        """Ends the process and what it has started."""
+        pid = self.process.pid
+        self.connection.close()
+        if self.process.is_alive() and pid is not None:
+            try:
+                os.killpg(pid, signal.SIGKILL)
+            except ProcessLookupError:  # It was killed before it could become a session.
+                self.process.kill()
+        self.process.join()
+
+
+def _serve(rank: int, world_size: int, connection: Connection, stack_file: Path) -> None:
+    """Main function of a rank: runs jobs until its parent closes the connection."""
+    os.setsid()
+    # Runs last at exit. What would follow frees all of torch piece by piece, for seconds.
+    atexit.register(os._exit, 0)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with stack_file.open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        jobs: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        busy = threading.Event()
+        threading.Thread(target=_receive, args=(connection, jobs, busy), daemon=True).start()
+
+        import torch
+
+        torch.set_num_threads(1)
+        while (job := jobs.get()) is not None:
+            outcome = _run_job(rank, world_size, job)
+            busy.clear()
+            connection.send(outcome)
+
+
+def _receive(connection: Connection, jobs: queue.SimpleQueue, busy: threading.Event) -> None:
+    """Reads jobs, and ends a rank whose parent is gone, also in the middle of a job."""
+    while True:
+        try:
+            job = connection.recv_bytes()
+        except (EOFError, OSError):
+            if busy.is_set():
+                os.killpg(0, signal.SIGKILL)
+            jobs.put(None)
+            return
+        busy.set()
+        jobs.put(job)
+
+
+def _run_job(rank: int, world_size: int, job: bytes) -> str | None:
+    """Runs a job and saves its result; returns the traceback of a job that fails."""
+    import torch
+
+    try:
+        directory, function, kwargs = pickle.loads(job)
+        result = _run_isolated(rank, world_size, Path(directory), function, kwargs)
+        torch.save(result, Path(directory) / f"{rank}.pt")
+    except BaseException:  # noqa: BLE001  Whatever it is, the parent has to know.
+        return traceback.format_exc()
+    return None
+
+
+def _run_isolated(
+    rank: int, world_size: int, directory: Path, function: Callable[..., Any], kwargs: Any
+) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    settings = TorchSettings()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    random.seed(0)
+    store = dist.FileStore(str(directory / "store"), world_size)
+    timeout = timedelta(seconds=JOB_SECONDS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    result = function(**kwargs)
+    gc.collect()  # DDP modules end before their process group does.
+    dist.destroy_process_group()
+    changed = settings.restore()
+    assert not changed, f"the job left these settings changed: {changed}"
+    return result
+
+
+CONFIG_MODULES = ("torch._inductor.config", "torch._dynamo.config", "torch._functorch.config")
+"""What a job or a test may set, but must set back."""
+
+
+class TorchSettings:
+    """The settings of torch's config modules at one moment."""
+
+    def __init__(self) -> None:
+        self._values = {name: self._read(name) for name in CONFIG_MODULES}
+
+    def restore(self) -> dict[str, Any]:
+        """Sets back what has changed since.
+
+        Returns:
+            The changed values by name, such as ``torch._dynamo.config.compiled_autograd``.
+        """
+        changed = {}
+        for name, before in self._values.items():
+            config, now = importlib.import_module(name), self._read(name)
+            for setting, value in before.items():
+                if now[setting] is not value and now[setting] != value:
+                    changed[f"{name}.{setting}"] = now[setting]
+                    setattr(config, setting, value)
+        return changed
+
+    @staticmethod
+    def _read(module_name: str) -> dict[str, Any]:
+        # The modules' own get_config_copy() copies deeply: no object would equal its copy.
+        config: Any = importlib.import_module(module_name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # Some settings are deprecated.
+            values = {name: getattr(config, name) for name in config._config}
+        return {
+            name: copy.copy(value) if isinstance(value, (list, dict, set)) else value
+            for name, value in values.items()
+        }

@@ -1,0 +1,90 @@
+"""Values of the flag: what is taken, and what is said about the others."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from fusion_passes.config import FusionConfig, parse_environment, parse_flag
+
+SIZES = ["bucket_cap_mb", "first_bucket_cap_mb", "max_hold_mb"]
+
+
+def test_defaults_leave_the_sizes_to_the_modules() -> None:
+    config = FusionConfig()
+    assert config.mode == "concat"
+    assert [getattr(config, name) for name in SIZES] == [None, None, None]
+
+
+def test_options_are_frozen_named_and_compared_by_value() -> None:
+    config = FusionConfig(mode="coalesced", bucket_cap_mb=2.5)
+    assert config == FusionConfig(mode="coalesced", bucket_cap_mb=2.5)
+    assert hash(config) == hash(FusionConfig(mode="coalesced", bucket_cap_mb=2.5))
+    assert config != FusionConfig(mode="coalesced")
+    with pytest.raises(FrozenInstanceError):
+        config.mode = "concat"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        FusionConfig("concat")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("value", [None, FusionConfig(), FusionConfig(mode="coalesced")])
+def test_values_that_are_taken_as_they_are(value: object) -> None:
+    assert parse_flag(value) is value
+
+
+@pytest.mark.parametrize("mode", ["concat", "coalesced"])
+def test_a_modes_name_alone(mode: str) -> None:
+    assert parse_flag(mode) == FusionConfig(mode=mode)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["Concat", "", "off", True, False, 0, 1, ["concat"], object()])
+def test_other_values_are_refused_with_the_choices(value: object) -> None:
+    with pytest.raises(ValueError, match="'concat', 'coalesced'") as caught:
+        parse_flag(value)
+    assert repr(value) in str(caught.value)
+    assert "torch._inductor.config.ddp_fusion" in str(caught.value)
+
+
+def test_auto_is_refused_in_words() -> None:
+    with pytest.raises(ValueError, match="'auto' is not available yet"):
+        parse_flag("auto")
+
+
+def test_the_text_names_what_was_set() -> None:
+    with pytest.raises(ValueError, match=r"^this option must be one of"):
+        parse_flag("wrong", "this option")
+
+
+def test_a_wrong_mode_names_the_field() -> None:
+    with pytest.raises(ValueError, match=r"FusionConfig\.mode must be one of"):
+        FusionConfig(mode="wrong")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", [0.001, 1, 25, 1e6])
+def test_sizes_that_are_taken(name: str, value: float) -> None:
+    assert getattr(FusionConfig(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), True, "25", [1]])
+def test_sizes_that_are_refused(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"FusionConfig\.{name} must be .* MiB"):
+        FusionConfig(**{name: value})
+
+
+@pytest.mark.parametrize("text", [None, "", "0", "  "])
+def test_environments_that_leave_it_off(text: str | None) -> None:
+    assert parse_environment(text) is None
+
+
+@pytest.mark.parametrize("text", ["concat", " coalesced "])
+def test_environments_that_set_a_mode(text: str) -> None:
+    assert parse_environment(text) == text.strip()
+
+
+@pytest.mark.parametrize("text", ["1", "on", "CONCAT", "auto"])
+def test_environments_that_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="FUSION_PASSES_DDP_FUSION"):
+        parse_environment(text)
