@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 Gradients: TypeAlias = "Mapping[str, Tensor]"
 
-TOLERANCE: Final = 1e-3
+TOLERANCE: Final = 2e-4
 """Largest error allowed, as a share of the largest element of the eager gradient.
 
 It stands between two numbers. Rounding: the compiled and the eager kernels sum the same fp32
 products in another order, which moves an element by a few 2**-24 (6e-8) of the sum of their
 magnitudes; carried through the layers and amplified by Adam over the steps compared, it comes to
-about 1e-5 (the run prints it). A wrong reduction: a gradient that was not averaged, averaged
+about 3e-5 (the run prints it). A wrong reduction: a gradient that was not averaged, averaged
 twice, from the wrong bucket, or from the step before is wrong by 0.1 to 1 and more, as the ranks
 train on different text.
 """
