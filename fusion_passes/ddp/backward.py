@@ -61,6 +61,7 @@ class BackwardRunner:
         accumulates = kw.get("accumulate_grad", False)
         if self._running or torch.compiler.is_compiling():
             return engine(outputs, *args, **kw)
+        traced_hooks.take()  # What is left of a backward that failed.
         known, unreadable = len(self.journal.reports()), self.journal.unreadable
         traced = accumulates and not create_graph and reaches_managed_parameter(outputs)
         with self._traced() if traced else self._untraced():

@@ -51,11 +51,19 @@ class FuseByConcat:
 def _reduce(key: ReductionKey, gradients: list[Tensor]) -> list[Tensor]:
     """The averaged gradients, as views of one buffer."""
     reals = [torch.view_as_real(g) if key.dtype.is_complex else g for g in gradients]
-    bucket = torch.cat([real.reshape(-1) for real in reals])
+    sizes = [real.numel() for real in reals if real.numel()]
+    bucket = torch.cat([real.reshape(-1) for real in reals if real.numel()])
     reduced = all_reduce(scale_by(key.scaling, [bucket])[0], key.reduce_op, key.group_name)
-    pieces = torch.split_with_sizes(reduced, [real.numel() for real in reals])
-    shaped = [
-        piece if real.dim() == 1 else piece.view(real.shape)
-        for piece, real in zip(pieces, reals, strict=True)
-    ]
+    pieces = iter(torch.split_with_sizes(reduced, sizes))
+    shaped = [_shape(next(pieces), real) if real.numel() else _empty(real) for real in reals]
     return [torch.view_as_complex(s) for s in shaped] if key.dtype.is_complex else shaped
+
+
+def _shape(piece: Tensor, real: Tensor) -> Tensor:
+    return piece if real.dim() == 1 else piece.view(real.shape)
+
+
+def _empty(real: Tensor) -> Tensor:
+    """The result for a gradient without elements: there is nothing to send, and a view of nothing
+    would come back with other strides."""
+    return real.clone(memory_format=torch.contiguous_format)

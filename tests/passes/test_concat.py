@@ -1,4 +1,3 @@
-# ruff: noqa: E501  (a golden has one line a node)
 """One flat buffer, one scaling, one all-reduce: what the graph looks like then."""
 
 from __future__ import annotations
@@ -186,19 +185,17 @@ x_1: f32[]
 y_1: f32[0, 4]
 z_1: f32[4]
 reshape_default: f32[1] = reshape(x_1, [-1])
-reshape_default_1: f32[0] = reshape(y_1, [-1])
-reshape_default_2: f32[4] = reshape(z_1, [-1])
-cat_default: f32[5] = cat([reshape_default, reshape_default_1, reshape_default_2])
+reshape_default_1: f32[4] = reshape(z_1, [-1])
+cat_default: f32[5] = cat([reshape_default, reshape_default_1])
 div_tensor: f32[5] = div(cat_default, 2)
 all_reduce_default: f32[5] = all_reduce(div_tensor, 'sum', 'ddp0')
 wait_tensor_default: f32[5] = wait_tensor(all_reduce_default)
-split_with_sizes_default: (f32[1], f32[0], f32[4]) = split_with_sizes(wait_tensor_default, [1, 0, 4])
+split_with_sizes_default: (f32[1], f32[4]) = split_with_sizes(wait_tensor_default, [1, 4])
 getitem: f32[1] = getitem(split_with_sizes_default, 0)
-getitem_1: f32[0] = getitem(split_with_sizes_default, 1)
-getitem_2: f32[4] = getitem(split_with_sizes_default, 2)
-reshape_default_3: f32[] = reshape(getitem, [])
-reshape_default_4: f32[0, 4] = reshape(getitem_1, [0, 4])
-return (reshape_default_3, reshape_default_4, getitem_2)
+getitem_1: f32[4] = getitem(split_with_sizes_default, 1)
+reshape_default_2: f32[] = reshape(getitem, [])
+clone_default: f32[0, 4] = clone(y_1, memory_format=torch.contiguous_format)
+return (reshape_default_2, clone_default, getitem_1)
 """,
     )
 

@@ -255,7 +255,7 @@ def _batch(recipe: Recipe, step: int, micro: int, dtype: torch.dtype | None) -> 
     if dtype is not None:
         batch = (batch[0].to(dtype), batch[1].to(dtype))
     if recipe.mark_dynamic:
-        # Torch 2.15 refuses a strict mark on what an eager loss saves for a traced backward.
+        # Torch refuses a strict mark where the traced backward of an eager loss fixes a size.
         inside = recipe.style == "inside"
         mark = torch._dynamo.mark_dynamic if inside else torch._dynamo.maybe_mark_dynamic
         for tensor in batch:
