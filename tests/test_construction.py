@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch._dynamo
 import torch._inductor.config as inductor_config
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusion_passes import FusionConfig
 from fusion_passes.ddp.modules import registry
@@ -141,3 +143,16 @@ def test_a_module_is_freed_and_leaves_no_hook() -> None:
     gc.collect()
     assert not len(registry)
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_a_module_that_outlives_its_group_leaves_the_next_ones_names() -> None:
+    old = DistributedDataParallel(two_layers())
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    new = DistributedDataParallel(two_layers())
+    (module,) = registry.fingerprint()
+    del old
+    gc.collect()
+    assert registry.fingerprint() == (module,)
+    assert registry.owner_of(module.name_for(0)) is not None
+    assert registry.manages(new.module[0].weight)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -63,7 +64,7 @@ class Registry:
     """The managed modules of this process."""
 
     _modules: dict[str, ManagedModule] = field(default_factory=dict)
-    _parameter_ids: set[int] = field(default_factory=set)
+    _parameter_ids: Counter[int] = field(default_factory=Counter)
     _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -89,14 +90,16 @@ class Registry:
         aliases += [module.name_for(index) for index in range(len(module.parameters))]
         for alias in aliases:
             register_process_group(alias, group)
-        ids = {id(parameter) for parameter in ddp._module_parameters}
-        self._parameter_ids |= ids
-        weakref.finalize(ddp, self._remove, module.group_name, aliases, ids).atexit = False
+        ids = [id(parameter) for parameter in ddp._module_parameters]
+        self._parameter_ids.update(ids)
+        weakref.finalize(ddp, self._remove, module, aliases, ids).atexit = False
         return module
 
-    def _remove(self, group_name: str, aliases: list[str], ids: set[int]) -> None:
-        self._modules.pop(group_name, None)
-        self._parameter_ids -= ids
+    def _remove(self, module: ManagedModule, aliases: list[str], ids: list[int]) -> None:
+        self._parameter_ids -= Counter(ids)
+        if self._modules.get(module.group_name) is not module:
+            return  # It outlived its process group, and a module of the next one has its names.
+        del self._modules[module.group_name]
         if dist.is_initialized():  # Destroying the groups has removed their names already.
             for alias in aliases:
                 unregister_process_group(alias)
@@ -106,7 +109,7 @@ class Registry:
 
     def manages(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter's gradient is reduced by a managed module."""
-        return id(parameter) in self._parameter_ids
+        return self._parameter_ids[id(parameter)] > 0
 
     def module(self, group_name: str) -> ManagedModule:
         return self._modules[group_name]
