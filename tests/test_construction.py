@@ -24,6 +24,7 @@ from tests.support.fake_world import fake_world, two_layers
 
 @pytest.fixture(autouse=True)
 def _world() -> Iterator[None]:
+    gc.collect()  # Modules that other tests have left to the collector would be counted below.
     with fake_world(), inductor_config.patch(ddp_fusion="concat"):
         yield
 
