@@ -173,3 +173,31 @@ def test_torchs_reordering_for_overlap_keeps_the_order() -> None:
     test_launched_as_soon_as_the_last_gradient_exists(backwards, backwards.fresh)
     test_waited_for_behind_the_last_launch_and_kernel(backwards.fresh)
     test_nothing_touches_a_bucket_before_it_was_waited_for(backwards.fresh)
+
+
+WRONG = """
+cpp_fused_cat_0 = async_compile.cpp_pybinding(['const float*', 'float*'], '''...''')
+cpp_fused_copy_1 = async_compile.cpp_pybinding(['const float*', 'float*'], '''...''')
+
+    def call(self, args):
+        buf0 = empty_strided_cpu((8, 8), (8, 1), torch.float32)
+        extern_kernels.mm(arg0_1, arg1_1, out=buf0)
+        buf1 = empty_strided_cpu((64, ), (1, ), torch.float32)
+        cpp_fused_cat_0(buf0, buf1)
+        buf2 = empty_strided_cpu((8, 8), (8, 1), torch.float32)
+        extern_kernels.mm(arg0_1, arg2_1, out=buf2)
+        torch.ops._c10d_functional.all_reduce_.default(buf1, 'sum', '0/ddp0')
+        buf3 = reinterpret_tensor(buf1, (8, 8), (8, 1), 0)  # alias
+        cpp_fused_copy_1(buf3, arg3_1)
+        torch.ops._c10d_functional.wait_tensor.default(buf1)
+        return (arg3_1, buf2, )
+"""
+
+
+def test_what_is_wrong_in_a_code_is_found() -> None:
+    calls = read_calls(WRONG)
+    kinds = ["kernel", "fused", "kernel", "launch", "fused", "wait", "return"]
+    assert [call.kind for call in calls] == kinds
+    assert kernels_not_needed(calls) == [[2]], "the second product was not to be waited for"
+    with pytest.raises(AssertionError, match="cpp_fused_copy_1"):
+        test_nothing_touches_a_bucket_before_it_was_waited_for(calls)
