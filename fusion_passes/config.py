@@ -14,6 +14,12 @@ from typing import Final, Literal, TypeAlias, get_args
 FusionMode: TypeAlias = Literal["concat", "coalesced"]
 FUSION_MODES: Final[tuple[str, ...]] = get_args(FusionMode)
 
+ScalingOption: TypeAlias = Literal["auto", "collective", "store", "bucket"]
+SCALING_OPTIONS: Final[tuple[str, ...]] = get_args(ScalingOption)
+
+ReduceDtype: TypeAlias = Literal["bf16", "fp16"]
+REDUCE_DTYPES: Final[tuple[str, ...]] = get_args(ReduceDtype)
+
 ENVIRONMENT_VARIABLE: Final = "FUSION_PASSES_DDP_FUSION"
 """Gives ``ddp_fusion`` its default: a mode's name, or "" or "0" for off."""
 
@@ -30,10 +36,9 @@ class FusionConfig:
     A mode's name alone (``ddp_fusion = "concat"``) is ``FusionConfig(mode="concat")``.
 
     Attributes:
-        mode: How a bucket is reduced. ``"concat"``: the gradients are packed into one flat
-            buffer, which is scaled and all-reduced once. ``"coalesced"``: one
-            ``all_reduce_coalesced`` over the gradients as they are, scaled by one
-            ``_foreach_div``. Default ``"concat"``, torch's own default for
+        mode: How a bucket is reduced. ``"concat"``: the gradients are stored in one flat buffer,
+            which is all-reduced once. ``"coalesced"``: one ``all_reduce_coalesced`` over the
+            gradients as they are. Default ``"concat"``, torch's own default for
             ``_fuse_ddp_communication_passes``.
         bucket_cap_mb: A bucket is closed by the gradient that brings it to this size. MiB.
             Default ``None``: the ``bucket_cap_mb`` that each DDP module was given (DDP's own
@@ -44,19 +49,39 @@ class FusionConfig:
         max_hold_mb: Bound on how long a gradient may wait in a bucket that does not fill:
             it is closed once this many MiB of gradients, of any kind, became ready since its
             first one. Default ``None``: four times the bucket's cap.
+        scaling: Where gradients are divided by the number of ranks. ``"collective"``: the
+            collective averages. ``"store"``: by the kernels that store them in the bucket.
+            ``"bucket"``: by one pass over the bucket before the launch; only for ``"concat"``.
+            Default ``"auto"``: ``"collective"`` where that costs nothing (NCCL, but for fp16), else
+            ``"store"`` where no gradient of the bucket comes from a matrix product, else
+            ``"bucket"``; see docs/scaling.md for each one's rounding.
+        reduce_dtype: The dtype in which gradients of a wider floating-point dtype are sent,
+            ``"bf16"`` or ``"fp16"``. Gradients of other dtypes are sent as they are. Default
+            ``None``: all are.
 
     Raises:
-        ValueError: an unknown mode; a size that is not a finite number greater than 0.
+        ValueError: an unknown choice; a size that is not a finite number greater than 0; options
+            that exclude each other.
     """
 
     mode: FusionMode = "concat"
     bucket_cap_mb: float | None = None
     first_bucket_cap_mb: float | None = None
     max_hold_mb: float | None = None
+    scaling: ScalingOption = "auto"
+    reduce_dtype: ReduceDtype | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in FUSION_MODES:
             raise ValueError(_unknown_mode("FusionConfig.mode", self.mode))
+        _check_choice("scaling", self.scaling, SCALING_OPTIONS)
+        if self.reduce_dtype is not None:
+            _check_choice("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
+        if self.mode == "coalesced" and self.scaling == "bucket":
+            raise ValueError(
+                "FusionConfig.scaling = 'bucket' needs mode 'concat': the mode 'coalesced' has no "
+                "buffer to scale. Choose scaling = 'auto', 'collective' or 'store'."
+            )
         for field in fields(self):
             if field.name.endswith("_mb"):
                 _check_size(field.name, getattr(self, field.name))
@@ -106,6 +131,14 @@ def _unknown_mode(option: str, value: object) -> str:
         f"{option} must be one of {choices}, a fusion_passes.FusionConfig, or None (off), "
         f"but is {value!r}. Set one of these."
     )
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(
+            f"FusionConfig.{name} must be one of {', '.join(map(repr, choices))}, but is "
+            f"{value!r}. Choose one of these."
+        )
 
 
 def _check_size(name: str, value: object) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from fusion_passes.torch_private import (
     FakeTensor,
     FakeTensorMode,
+    OpOverload,
     TorchDispatchMode,
     below_autograd,
     control_deps,
@@ -179,3 +180,18 @@ def erase(nodes: Sequence[fx.Node]) -> None:
     """Removes nodes, last first, that nothing reads any more."""
     for node in reversed(nodes):
         node.graph.erase_node(node)
+
+
+def erase_dead(graph: fx.Graph) -> None:
+    """Removes what nothing reads: what is left of copies that were removed before would pass for a
+    reader of gradients. Only operators that compute, the same each time, and write nothing."""
+    for node in reversed(graph.nodes):
+        target = node.target
+        if (
+            not node.users
+            and isinstance(target, OpOverload)
+            and target.namespace in ("aten", "prims")
+            and not target._schema.is_mutable
+            and torch.Tag.nondeterministic_seeded not in target.tags
+        ):
+            graph.erase_node(node)

@@ -13,6 +13,7 @@ from fusion_passes.collectives import decode_all_reduce
 from fusion_passes.config import HOLD_CAPS, FusionConfig
 from fusion_passes.ddp.modules import registry
 from fusion_passes.flag import active_config
+from fusion_passes.lowering.pack import register_lowerings
 from fusion_passes.pipeline import run_pipeline
 from fusion_passes.planning import MIB, BucketCaps
 from fusion_passes.report.journal import journal
@@ -28,11 +29,17 @@ class DdpFusionPass(CustomGraphPass):
         config = active_config()
         if config is None:
             return
+        _teach_inductor()
         plan = run_pipeline(graph, config, registry.owner_of, functools.partial(caps_of, config))
         if plan.buckets:
             check_conflicts()
         if plan.buckets or any(_is_average(rejection.node) for rejection in plan.rejections):
-            journal.add(report_plan(plan, config.mode))
+            packed = [i for i, bucket in enumerate(plan.buckets) if not bucket.is_empty]
+            journal.expect(
+                report_plan(plan, config.mode),
+                plan.digest(),
+                packed if config.mode == "concat" else (),
+            )
 
     def uuid(self) -> str:
         """Identity of what this pass does to a graph: the FX graph cache's key holds it. Another
@@ -83,6 +90,12 @@ def check_conflicts() -> None:
                 "both would fuse and place the same gradient all-reduces. Set it to "
                 f"{needed!r}, or set ddp_fusion = None."
             )
+
+
+@functools.cache
+def _teach_inductor() -> None:
+    """Once, and not before something is compiled: Inductor takes a second to import."""
+    register_lowerings(journal.packed)
 
 
 @functools.cache

@@ -5,21 +5,30 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
 
+import torch
 from torch import fx
 
-from fusion_passes.config import FusionConfig
+from fusion_passes.config import FusionConfig, ReduceDtype
+from fusion_passes.graph_edit import erase_dead
 from fusion_passes.passes.coalesced import FuseByCoalescing
 from fusion_passes.passes.concat import FuseByConcat
 from fusion_passes.passes.hold import HoldPlacement
 from fusion_passes.passes.place import PlaceReductions
-from fusion_passes.planning import BucketPlan, CapsOf, plan_buckets
+from fusion_passes.planning import BucketPlan, CapsOf, PlanOptions, plan_buckets
 from fusion_passes.reductions import OwnerOf, find_gradient_reductions
 from fusion_passes.torch_private import graph_observer
-from fusion_passes.verify import LawBrokenError, graph_facts, verify
+from fusion_passes.verify import LawBrokenError, graph_facts, verify, with_plan
 
 log = logging.getLogger(__name__)
+
+_DTYPES: Final[Mapping[ReduceDtype | None, torch.dtype | None]] = {
+    None: None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 Pass = Callable[[fx.Graph], bool]
 
@@ -27,9 +36,13 @@ Pass = Callable[[fx.Graph], bool]
 def passes_for(config: FusionConfig, plan: BucketPlan, owner_of: OwnerOf) -> list[Pass]:
     """The passes that carry out ``plan``, in order."""
     foreign = tuple(rejection.node for rejection in plan.rejections)
-    fuse = FuseByConcat if config.mode == "concat" else FuseByCoalescing
+    fuse: Pass = (
+        FuseByConcat(plan.buckets, foreign, plan.digest())
+        if config.mode == "concat"
+        else FuseByCoalescing(plan.buckets, foreign)
+    )
     return [
-        fuse(plan.buckets, foreign),  # First: what is placed are the fused launches and waits.
+        fuse,  # First: what is placed are the fused launches and waits.
         PlaceReductions(owner_of),  # Needs the final launches; moves, but adds nothing.
         HoldPlacement(owner_of),  # Last: it binds the order that it finds.
     ]
@@ -71,9 +84,12 @@ def _collector_paused() -> Iterator[None]:
 
 def _fuse(graph: fx.Graph, config: FusionConfig, owner_of: OwnerOf, caps_of: CapsOf) -> BucketPlan:
     found = find_gradient_reductions(graph, owner_of)
-    plan = plan_buckets(graph, found.reductions, caps_of, found.rejections)
-    if not plan.buckets:
-        return plan
+    if not found.reductions:
+        return BucketPlan((), found.rejections)
+    erase_dead(graph)
+    found = find_gradient_reductions(graph, owner_of)
+    options = PlanOptions(config.scaling, _DTYPES[config.reduce_dtype])
+    plan = plan_buckets(graph, found.reductions, caps_of, found.rejections, options)
     module = graph.owning_module
     assert module is not None, "a post-grad graph belongs to a module"
     facts = graph_facts(graph, owner_of)
@@ -84,6 +100,8 @@ def _fuse(graph: fx.Graph, config: FusionConfig, owner_of: OwnerOf, caps_of: Cap
             changed = rewrite(graph)
         if changed != (_structure(graph) != shape):
             raise LawBrokenError(f"{name} returned {changed}, which is not what it did")
+        if isinstance(rewrite, FuseByConcat | FuseByCoalescing):
+            facts = with_plan(facts, plan)
         facts = verify(graph, facts, owner_of)
         log.debug("%s: %s", name, "changed the graph" if changed else "nothing to do")
     log.info("plan %s:\n%s", plan.digest(), plan.describe())

@@ -10,13 +10,18 @@ import bisect
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import fx
 
 from fusion_passes.collectives import issue_order
+from fusion_passes.config import ScalingOption
 from fusion_passes.dependencies import reduction_levels, write_positions
+from fusion_passes.kernels import is_matrix_product
 from fusion_passes.reductions import GradientReduction, ReductionKey, Rejection
+from fusion_passes.scaling import BucketScaling, choose_scaling
+from fusion_passes.sources import source_of
 
 MIB = 1024 * 1024
 
@@ -38,6 +43,20 @@ class BucketCaps:
     hold_bytes: int
 
 
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the user asks of all buckets.
+
+    Attributes:
+        scaling: where gradients are scaled.
+        reduce_dtype: in which wider floating-point gradients are sent; ``None``: in their own.
+            What a communication hook has cast already is sent as it is.
+    """
+
+    scaling: ScalingOption = "auto"
+    reduce_dtype: torch.dtype | None = None
+
+
 CapsOf = Callable[[str], BucketCaps]
 """The caps of the DDP module that owns a group name."""
 
@@ -50,20 +69,27 @@ class Bucket:
         key: what they have in common.
         members: in the order in which they become ready.
         cap_bytes: the cap under which the bucket was filled.
+        scaling: where its gradients are scaled.
     """
 
     key: ReductionKey
     members: tuple[GradientReduction, ...]
     cap_bytes: int
+    scaling: BucketScaling
 
     @property
     def num_bytes(self) -> int:
         return sum(member.num_bytes for member in self.members)
 
     @property
-    def is_fused(self) -> bool:
-        """Whether there is anything to fuse: a bucket of one stays as it was traced."""
-        return len(self.members) > 1 and self.num_bytes > 0
+    def sent_bytes(self) -> int:
+        """Bytes that the collective reduces."""
+        return self.num_bytes // self.key.dtype.itemsize * self.key.reduce_dtype.itemsize
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to send: such a bucket stays as it was traced."""
+        return self.num_bytes == 0
 
 
 @dataclass(frozen=True)
@@ -73,15 +99,11 @@ class BucketPlan:
     buckets: tuple[Bucket, ...]
     rejections: tuple[Rejection, ...]
 
-    @property
-    def fused(self) -> tuple[Bucket, ...]:
-        return tuple(bucket for bucket in self.buckets if bucket.is_fused)
-
     def describe(self) -> str:
         """The plan for people: one line a bucket, one a rejection."""
         lines = [
             f"bucket {index}: {len(bucket.members)} gradients, {bucket.num_bytes} bytes, "
-            f"cap {bucket.cap_bytes}, {bucket.key}: "
+            f"cap {bucket.cap_bytes}, {bucket.key}, scaled: {bucket.scaling.way}: "
             + ", ".join(member.owner.parameter for member in bucket.members)
             for index, bucket in enumerate(self.buckets)
         ]
@@ -113,6 +135,7 @@ def plan_buckets(
     reductions: Sequence[GradientReduction],
     caps_of: CapsOf,
     rejections: Sequence[Rejection] = (),
+    options: PlanOptions = PlanOptions(),
 ) -> BucketPlan:
     """Fills buckets in the order in which the reductions become ready.
 
@@ -127,7 +150,9 @@ def plan_buckets(
         caps_of: the caps for a key's group name.
         rejections: the collectives that are left alone, in graph order. They keep their order,
             which can make a gradient depend on a reduction that it does not read.
+        options: what the user asks of all buckets.
     """
+    reductions = [_in_reduce_dtype(reduction, options.reduce_dtype) for reduction in reductions]
     overwritten_at = _overwritten_at(graph, reductions)
     levels = reduction_levels(
         graph,
@@ -144,7 +169,7 @@ def plan_buckets(
             for slot, bucket in open_buckets.items()
             if bucket.must_close(ready_bytes, reduction.position)
         ]
-        closed += [_close(slot[0], open_buckets.pop(slot)) for slot in overdue]
+        closed += [_close(slot[0], open_buckets.pop(slot), options) for slot in overdue]
         slot = (reduction.key, levels[reduction.start])
         bucket = open_buckets.get(slot)
         if bucket is None:
@@ -158,14 +183,33 @@ def plan_buckets(
         bucket.overwritten_at = min(bucket.overwritten_at, overwritten_at[reduction])
         ready_bytes += reduction.num_bytes
         if bucket.num_bytes >= bucket.cap_bytes:
-            closed.append(_close(slot[0], open_buckets.pop(slot)))
-    closed += [_close(key, bucket) for (key, _), bucket in open_buckets.items()]
+            closed.append(_close(slot[0], open_buckets.pop(slot), options))
+    closed += [_close(key, bucket, options) for (key, _), bucket in open_buckets.items()]
     closed.sort(key=lambda bucket: bucket.members[-1].position)
     return BucketPlan(tuple(closed), tuple(rejections))
 
 
-def _close(key: ReductionKey, bucket: _OpenBucket) -> Bucket:
-    return Bucket(key, tuple(bucket.members), bucket.cap_bytes)
+def _close(key: ReductionKey, bucket: _OpenBucket, options: PlanOptions) -> Bucket:
+    folds = not any(
+        is_matrix_product(source_of(member).node)
+        for member in bucket.members
+    )
+    scaling = choose_scaling(key, bucket.members, options.scaling, folds)
+    return Bucket(key, tuple(bucket.members), bucket.cap_bytes, scaling)
+
+
+def _in_reduce_dtype(
+    reduction: GradientReduction, reduce_dtype: torch.dtype | None
+) -> GradientReduction:
+    key = reduction.key
+    if (
+        reduce_dtype is None
+        or not key.dtype.is_floating_point
+        or key.reduce_dtype != key.dtype
+        or key.dtype.itemsize <= reduce_dtype.itemsize
+    ):
+        return reduction
+    return replace(reduction, key=replace(key, reduce_dtype=reduce_dtype))
 
 
 def _overwritten_at(

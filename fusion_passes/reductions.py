@@ -2,11 +2,12 @@
 
 What DDP's hook computes for a gradient arrives in the graph as::
 
-    gradient -> [scale] -> all_reduce -> wait -> ...
+    gradient -> [cast] -> [scale] -> all_reduce -> wait -> [settle] -> ...
 
 ``scale`` is a division or a multiplication by a number; it is absent where the collective itself
-averages. What follows the wait (a copy into an existing ``.grad``, a change of layout, a cast) is
-no part of the reduction: it stays as it is and reads the fused result.
+averages. ``cast`` is there where a communication hook sends a smaller dtype. ``settle`` is the one
+reader of the wait, if all that it does is to cast back or to change the layout: to the strides of a
+channels-last parameter, for instance. What follows is no part of the reduction.
 
 A reduction is recognised by this structure and by its group name: a DDP module under the flag
 reduces over names of its own (see :mod:`fusion_passes.ddp.modules`), so a tensor-parallel
@@ -34,6 +35,10 @@ from fusion_passes.collectives import (
 
 REDUCE_OPS: Final = ("sum", "avg")
 
+_CAST: Final = torch.ops.prims.convert_element_type.default
+_COPY: Final = torch.ops.aten.copy.default
+_COPY_IN_PLACE: Final = torch.ops.aten.copy_.default
+_EMPTY: Final = (torch.ops.aten.new_empty_strided.default, torch.ops.aten.empty_strided.default)
 _SCALES: Final[dict[object, Literal["div", "mul"]]] = {
     torch.ops.aten.div.Tensor: "div",
     torch.ops.aten.div.Scalar: "div",
@@ -58,20 +63,34 @@ NO_SCALING: Final = Scaling("none")
 
 @dataclass(frozen=True)
 class ReductionKey:
-    """What reductions must have in common to share a bucket. Only equal keys do."""
+    """What reductions must have in common to share a bucket. Only equal keys do.
+
+    Attributes:
+        dtype: of the gradients, before and after.
+        reduce_dtype: in which they are sent.
+        scaling: what they are scaled by before they are summed, as it was traced.
+    """
 
     kind: Literal["all_reduce"]
     group_name: str
     reduce_op: str
     dtype: torch.dtype
+    reduce_dtype: torch.dtype
     device: torch.device
     scaling: Scaling
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
+        if self.reduce_dtype != self.dtype:
+            dtype += f" as {dtype_name(self.reduce_dtype)}"
         # Without the device's index: ranks have cards of their own, but must describe alike.
         where = f"{dtype} {self.device.type} on {self.group_name}"
         return f"{self.reduce_op}(gradient{self.scaling}) {where}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32``, without ``torch.``."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -83,12 +102,16 @@ class Owner:
         process_group: the process group's own name: names of one group issue on one queue.
         module: the DDP module, for people.
         parameter: the parameter's name in that module, for people.
+        backend: name of the process group's backend for the module's device: ``"gloo"``.
+        world_size: number of ranks of the process group.
     """
 
     group_name: str
     process_group: str
     module: str
     parameter: str
+    backend: str
+    world_size: int
 
 
 OwnerOf = Callable[[str], Owner | None]
@@ -100,22 +123,25 @@ class GradientReduction:
     """One gradient reduction of DDP.
 
     Attributes:
-        gradient: the node that is reduced, before scaling.
-        scale: the node that scales it, ``None`` where there is none.
+        gradient: the node that is reduced, before it is cast and scaled.
+        nodes: all that the reduction consists of, each in front of its users: the cast, the
+            scaling, the launch, the wait, and what settles the result, where there are such.
         start: the launch.
         wait: the only user of ``start``.
-        sinks: the users of ``wait``, in graph order.
+        result: the last of ``nodes``: what others read.
+        strides: of the result in memory.
         key: what it shares with the reductions that it can be fused with.
-        num_bytes: size of what is sent.
+        num_bytes: size of the gradient.
         position: index of ``start`` in the graph.
         owner: the DDP module and parameter.
     """
 
     gradient: fx.Node
-    scale: fx.Node | None
+    nodes: tuple[fx.Node, ...]
     start: fx.Node
     wait: fx.Node
-    sinks: tuple[fx.Node, ...]
+    result: fx.Node
+    strides: tuple[int, ...]
     key: ReductionKey
     num_bytes: int
     position: int
@@ -178,19 +204,28 @@ def _decode(node: fx.Node, position: int, owner_of: OwnerOf) -> GradientReductio
     if reason:
         return reason
     (wait,) = node.users
-    gradient, scale, scaling = _scaling_of(call.tensor, node)
-    value = node.meta["val"]
+    gradient, before, scaling = _source_of(call.tensor, node)
+    settled = _settled(wait)
+    if gradient.meta["val"].dtype != settled.meta["val"].dtype:
+        # Cast on one side only: no communication in another dtype, but the gradient's own.
+        cast = before and before[0].target is _CAST
+        gradient, before = (before[0], before[1:]) if cast else (gradient, before)
+        settled = wait
+    value = settled.meta["val"]
+    after = (wait,) if settled is wait else (wait, settled)
     return GradientReduction(
         gradient=gradient,
-        scale=scale,
+        nodes=(*_template_of(settled), *before, node, *after),
         start=node,
         wait=wait,
-        sinks=tuple(wait.users),
+        result=settled,
+        strides=_strides(settled),
         key=ReductionKey(
             "all_reduce",
             owner.group_name,
             call.reduce_op or "",
             value.dtype,
+            node.meta["val"].dtype,
             value.device,
             scaling,
         ),
@@ -217,18 +252,84 @@ def _unsupported(node: fx.Node, call: AllReduce) -> str | None:
     return None
 
 
-def _scaling_of(tensor: fx.Node, start: fx.Node) -> tuple[fx.Node, fx.Node | None, Scaling]:
-    """The gradient, the node that scales it for this reduction alone, and by what."""
+def _source_of(
+    tensor: fx.Node, start: fx.Node
+) -> tuple[fx.Node, tuple[fx.Node, ...], Scaling]:
+    """The gradient, the nodes that cast and scale it for this reduction alone, and by what."""
+    scaling, nodes = NO_SCALING, []
+    user = start
     kind = _SCALES.get(tensor.target)
-    if kind is None or list(tensor.users) != [start] or len(tensor.args) != 2 or tensor.kwargs:
-        return tensor, None, NO_SCALING
-    gradient, factor = tensor.args
-    if (
-        not isinstance(gradient, fx.Node)
-        or not isinstance(factor, int | float)
-        or not math.isfinite(factor)
-        or gradient.meta["val"].dtype != tensor.meta["val"].dtype
-        or gradient.meta["val"].shape != tensor.meta["val"].shape
-    ):
-        return tensor, None, NO_SCALING
-    return gradient, tensor, Scaling(kind, factor)
+    if kind is not None and list(tensor.users) == [user] and _is_scaling(tensor):
+        scaling = Scaling(kind, tensor.args[1])  # type: ignore[arg-type]
+        nodes.append(tensor)
+        user, tensor = tensor, tensor.args[0]  # type: ignore[assignment]
+    if tensor.target is _CAST and list(tensor.users) == [user]:
+        source = tensor.all_input_nodes[0]
+        wider = source.meta["val"].dtype.itemsize > tensor.meta["val"].dtype.itemsize
+        if wider and source.meta["val"].is_floating_point():
+            nodes.append(tensor)
+            tensor = source
+    return tensor, tuple(reversed(nodes)), scaling
+
+
+def _is_scaling(node: fx.Node) -> bool:
+    if len(node.args) != 2 or node.kwargs:
+        return False
+    gradient, factor = node.args
+    return (
+        isinstance(gradient, fx.Node)
+        and isinstance(factor, int | float)
+        and math.isfinite(factor)
+        and gradient.meta["val"].dtype == node.meta["val"].dtype
+        and gradient.meta["val"].shape == node.meta["val"].shape
+    )
+
+
+def _settled(wait: fx.Node) -> fx.Node:
+    """The wait, or the node that does no more than to bring its result into dtype and layout."""
+    if len(wait.users) != 1:
+        return wait
+    (user,) = wait.users
+    value, settled = wait.meta["val"], user.meta.get("val")
+    if user.target is _COPY:
+        if user.args[1] is not wait or settled.shape != value.shape or not value.numel():
+            return wait
+        return user if is_dense(settled) and settled.is_floating_point() else wait
+    return user if user.target is _CAST and settled.is_floating_point() else wait
+
+
+def _template_of(settled: fx.Node) -> tuple[fx.Node, ...]:
+    """What a copy that settles a result is given only for its layout."""
+    target = settled.args[0]
+    if settled.target is not _COPY or not isinstance(target, fx.Node) or len(target.users) > 1:
+        return ()
+    return (target,) if target.target in _EMPTY else ()
+
+
+def _strides(result: fx.Node) -> tuple[int, ...]:
+    """The strides in which the result is wanted: those of the existing gradient that it is copied
+    to in the end, else its own."""
+    targets = {
+        tuple(user.args[0].meta["val"].stride())  # type: ignore[union-attr]
+        for user in result.users
+        if user.target is _COPY_IN_PLACE and user.args[1] is result and is_dense(_target(user))
+    }
+    if len(targets) == 1 and all(user.target is _COPY_IN_PLACE for user in result.users):
+        return targets.pop()
+    return tuple(result.meta["val"].stride())
+
+
+def _target(copy: fx.Node) -> torch.Tensor:
+    value: torch.Tensor = copy.args[0].meta["val"]  # type: ignore[union-attr]
+    return value
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether the tensor's elements fill a stretch of memory, each once, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

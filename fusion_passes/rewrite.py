@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
@@ -11,43 +12,67 @@ from fusion_passes.collectives import issue_order
 from fusion_passes.dependencies import reorder
 from fusion_passes.graph_edit import erase, record, replace_uses
 from fusion_passes.planning import Bucket
-from fusion_passes.reductions import ReductionKey, Scaling
+from fusion_passes.reductions import GradientReduction, Scaling
 
-ReduceBucket = Callable[[list[Tensor]], list[Tensor]]
-"""Tensor code: the gradients of a bucket in, the reduced gradients out."""
+
+@dataclass(frozen=True)
+class Replacement:
+    """What takes the place of a bucket's reductions.
+
+    Attributes:
+        inputs: a node for each member: its gradient, or what the gradient is a view or cast of.
+        function: tensor code: the inputs' values in, the reduced gradients out.
+    """
+
+    inputs: tuple[fx.Node, ...]
+    function: Callable[[list[Tensor]], list[Tensor]]
 
 
 def replace_buckets(
     graph: fx.Graph,
     buckets: Sequence[Bucket],
     foreign: Sequence[fx.Node],
-    reduction_for: Callable[[ReductionKey], ReduceBucket],
+    replacement_for: Callable[[int, Bucket], Replacement],
 ) -> bool:
     """Puts a bucket's reduction where its last member was launched, and gives its results to the
-    users of the members' waits. Users that stood earlier move behind the new wait; ``foreign``
+    users of the members' results. Users that stood earlier move behind the new wait; ``foreign``
     collectives keep their order all the same.
+
+    Args:
+        graph: changed in place.
+        buckets: of a plan, in order; empty ones stay as they were traced.
+        foreign: the other collectives of the graph, in order.
+        replacement_for: says what becomes of a bucket, given its number.
 
     Returns:
         Whether there was a bucket to fuse.
     """
-    fused = [bucket for bucket in buckets if bucket.is_fused]
+    fused = [(index, bucket) for index, bucket in enumerate(buckets) if not bucket.is_empty]
     replacements: dict[fx.Node, fx.Node] = {}
-    for bucket in fused:
+    for index, bucket in fused:
         members = bucket.members
-        results, _ = record(
-            members[-1].start, reduction_for(bucket.key), [m.gradient for m in members]
-        )
-        replacements |= zip((member.wait for member in members), results, strict=True)
-    # A gradient can be the result of another bucket: written above as a member's wait.
+        replacement = replacement_for(index, bucket)
+        results, _ = record(members[-1].start, replacement.function, replacement.inputs)
+        replacements |= zip((member.result for member in members), results, strict=True)
+    # A gradient can be the result of another bucket: written above as a member's result.
     replace_uses(replacements)
-    for bucket in fused:
+    for _, bucket in fused:
         for member in bucket.members:
-            scale = [member.scale] if member.scale is not None else []
-            erase([*scale, member.start, member.wait])
+            _erase_reduction(member)
     if fused:
         keys = {node: (index,) for index, node in enumerate(graph.nodes)}
         reorder(graph, keys, issue_order(foreign))
     return bool(fused)
+
+
+def _erase_reduction(member: GradientReduction) -> None:
+    erase(member.nodes)
+    node = member.gradient
+    while not node.users and len(node.all_input_nodes) == 1:
+        # A view or cast that the new nodes have looked behind.
+        source = node.all_input_nodes[0]
+        erase([node])
+        node = source
 
 
 def scale_by(scaling: Scaling, tensors: list[Tensor]) -> list[Tensor]:
@@ -59,3 +84,11 @@ def scale_by(scaling: Scaling, tensors: list[Tensor]) -> list[Tensor]:
         return [operation(tensors[0], scaling.value)]
     foreach = torch._foreach_div if scaling.kind == "div" else torch._foreach_mul
     return list(foreach(tensors, scaling.value))
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in ``dtype``; itself if it has that already."""
+    if tensor.dtype == dtype:
+        return tensor
+    result: Tensor = torch.ops.prims.convert_element_type.default(tensor, dtype)
+    return result

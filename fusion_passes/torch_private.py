@@ -107,6 +107,11 @@ def unregister_process_group(name: str) -> None:
     _unregister_process_group(name)  # type: ignore[arg-type]
 
 
+def backend_name(group: ProcessGroup, device: torch.device) -> str:
+    """Name of the group's backend for a device: ``"gloo"``, ``"nccl"``."""
+    return str(group._get_backend(device).name())
+
+
 def dynamo_config() -> Any:
     """``torch._dynamo.config``: holds ``optimize_ddp`` and ``compiled_autograd``."""
     import torch._dynamo.config
@@ -199,3 +204,36 @@ def cache_directory() -> str:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
+
+
+def inductor_ir() -> Any:
+    """Inductor's intermediate representation: a bucket is made of its ``ConcatKernel``."""
+    import torch._inductor.ir
+
+    return torch._inductor.ir
+
+
+def inductor_lowerings() -> Any:
+    """``torch._inductor.lowering``: how Inductor divides, multiplies and casts."""
+    import torch._inductor.lowering
+
+    return torch._inductor.lowering
+
+
+def graph_lowering() -> Any:
+    """The graph that Inductor is lowering."""
+    from torch._inductor.virtualized import V
+
+    return V.graph
+
+
+def register_lowering(target: OpOverload, function: Any) -> None:
+    """Lets ``function`` lower an operator; it gets Inductor's values for the tensors."""
+    inductor_lowerings().register_lowering(target, type_promotion_kind=None)(function)
+
+
+def supports_foreach(device: torch.device) -> bool:
+    """Whether Inductor generates one kernel for tensors of several sizes on that device."""
+    from torch._inductor.codegen.common import BackendFeature
+
+    return bool(graph_lowering().has_feature(device, BackendFeature.FOREACH))

@@ -18,6 +18,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes.reductions import Owner
 from fusion_passes.torch_private import (
     DEFAULT_FIRST_BUCKET_BYTES,
+    backend_name,
     register_process_group,
     unregister_process_group,
 )
@@ -39,6 +41,7 @@ class ManagedModule:
     Attributes:
         group_name: the module's own name for its process group.
         process_group: the process group's name.
+        backend: name of the process group's backend for the module's device.
         world_size: number of ranks of the process group.
         label: for people: number on the group, and class of the wrapped module.
         parameters: names, in the order in which DDP counts them.
@@ -48,6 +51,7 @@ class ManagedModule:
 
     group_name: str
     process_group: str
+    backend: str
     world_size: int
     label: str
     parameters: tuple[str, ...]
@@ -77,6 +81,7 @@ class Registry:
         module = ManagedModule(
             group_name=f"{group.group_name}/ddp{number}",
             process_group=group.group_name,
+            backend=backend_name(group, torch.device(ddp.device_type)),
             world_size=group.size(),
             label=f"DDP {number} ({type(ddp.module).__name__})",
             parameters=tuple(names[id(parameter)] for parameter in ddp._module_parameters),
@@ -121,7 +126,14 @@ class Registry:
         if module is None:
             return None
         parameter = module.parameters[int(index)] if index else "?"
-        return Owner(module.group_name, module.process_group, module.label, parameter)
+        return Owner(
+            module.group_name,
+            module.process_group,
+            module.label,
+            parameter,
+            module.backend,
+            module.world_size,
+        )
 
     def fingerprint(self) -> tuple[ManagedModule, ...]:
         """Everything about the modules that a compiled graph can depend on."""

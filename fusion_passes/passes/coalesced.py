@@ -10,13 +10,13 @@ from torch import Tensor, fx
 
 from fusion_passes.collectives import all_reduce_coalesced
 from fusion_passes.planning import Bucket
-from fusion_passes.reductions import ReductionKey
-from fusion_passes.rewrite import replace_buckets, scale_by
+from fusion_passes.reductions import NO_SCALING, GradientReduction
+from fusion_passes.rewrite import Replacement, cast, replace_buckets, scale_by
 
 
 @dataclass(frozen=True)
 class FuseByCoalescing:
-    """One scaling, one ``all_reduce_coalesced`` for each bucket; no buffer of our own.
+    """One ``all_reduce_coalesced`` for each bucket; no buffer of our own.
 
     Before, for two gradients::
 
@@ -30,8 +30,12 @@ class FuseByCoalescing:
         r0: f32[4, 8] -> wait -> user0
         r1: f32[8]    -> wait -> user1
 
-    Each result has the shape and dtype of the reduction that it replaces, and is contiguous, as
-    the result of a functional all-reduce is. Buckets of one reduction are left alone.
+    Where the plan lets the collective average, nothing is left but the collective. Gradients are
+    sent as they lie in memory, whatever the order of their dimensions; where they are sent in a
+    smaller dtype, each is cast before and back behind its wait.
+
+    Each result has the shape, dtype and strides of the reduction that it replaces. Empty buckets
+    are left alone.
 
     Attributes:
         buckets: which reductions to fuse; from :func:`fusion_passes.planning.plan_buckets` for
@@ -43,19 +47,41 @@ class FuseByCoalescing:
     foreign: tuple[fx.Node, ...] = ()
 
     def __call__(self, graph: fx.Graph) -> bool:
-        return replace_buckets(
-            graph, self.buckets, self.foreign, lambda key: functools.partial(_reduce, key)
-        )
+        return replace_buckets(graph, self.buckets, self.foreign, self._replacement_for)
+
+    def _replacement_for(self, index: int, bucket: Bucket) -> Replacement:
+        gradients = tuple(member.gradient for member in bucket.members)
+        return Replacement(gradients, functools.partial(_reduce, bucket))
 
 
-def _reduce(key: ReductionKey, gradients: list[Tensor]) -> list[Tensor]:
+def _reduce(bucket: Bucket, gradients: list[Tensor]) -> list[Tensor]:
     """The averaged gradients, each a tensor of its own."""
-    reals = [torch.view_as_real(g) if key.dtype.is_complex else g for g in gradients]
-    # Backends take contiguous tensors only.
-    contiguous = [
-        real if real.is_contiguous() else real.clone(memory_format=torch.contiguous_format)
-        for real in reals
-    ]
-    scaled = scale_by(key.scaling, contiguous)
-    reduced = all_reduce_coalesced(scaled, key.reduce_op, key.group_name)
-    return [torch.view_as_complex(r) for r in reduced] if key.dtype.is_complex else reduced
+    key, way, scaling = bucket.key, bucket.scaling.way, bucket.scaling.scaling
+    flat = [_as_it_lies(m, g) for m, g in zip(bucket.members, gradients, strict=True)]
+    before = scaling if way != "result" else NO_SCALING
+    sent = [cast(tensor, key.reduce_dtype) for tensor in scale_by(before, flat)]
+    reduced = all_reduce_coalesced(sent, bucket.scaling.reduce_op, key.group_name)
+    results = [cast(tensor, key.dtype) for tensor in reduced]
+    if way == "result":
+        results = scale_by(scaling, results)
+    return [_in_place(m, result) for m, result in zip(bucket.members, results, strict=True)]
+
+
+def _as_it_lies(member: GradientReduction, gradient: Tensor) -> Tensor:
+    """A contiguous tensor with the elements in the order in which the result lies in memory: a
+    view, if the gradient lies so too. Backends take contiguous tensors only."""
+    order = sorted(range(gradient.dim()), key=lambda dim: -member.strides[dim])
+    if order != sorted(order):
+        gradient = gradient.permute(order)
+    if not gradient.is_contiguous():
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def _in_place(member: GradientReduction, reduced: Tensor) -> Tensor:
+    if member.key.dtype.is_complex:
+        reduced = torch.view_as_complex(reduced)
+    shape = member.result.meta["val"].shape
+    if reduced.shape == shape and reduced.stride() == member.strides:
+        return reduced
+    return reduced.as_strided(shape, member.strides)

@@ -1,4 +1,4 @@
-"""Fuses the reductions of a bucket by packing their gradients into one flat buffer."""
+"""Fuses the reductions of a bucket by storing their gradients in one flat buffer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import torch
 from torch import Tensor, fx
 
 from fusion_passes.collectives import all_reduce
+from fusion_passes.layout import lay_out
+from fusion_passes.operators import IN_BUCKET, PACK, WIDEN
 from fusion_passes.planning import Bucket
-from fusion_passes.reductions import ReductionKey
-from fusion_passes.rewrite import replace_buckets, scale_by
+from fusion_passes.reductions import GradientReduction
+from fusion_passes.rewrite import Replacement, replace_buckets
+from fusion_passes.sources import source_of
 
 
 @dataclass(frozen=True)
 class FuseByConcat:
-    """One flat buffer, one scaling, one all-reduce for each bucket.
+    """One flat buffer and one all-reduce for each bucket.
 
     Before, for two gradients::
 
@@ -25,45 +28,95 @@ class FuseByConcat:
 
     After::
 
-        bucket: f32[40] = cat(reshape(g0, [-1]), reshape(g1, [-1]))
-        bucket -> div(2) -> all_reduce(sum) -> wait -> split [32, 8] -> reshape [4, 8] -> user0
-                                                                     -> reshape [8]    -> user1
+        bucket: f32[40] = pack([g0, g1], offsets [0, 32], scaled by div(2))
+        bucket -> all_reduce(sum) -> wait -> as_strided [4, 8] at 0  -> user0
+                                          -> as_strided [8]    at 32 -> user1
 
-    Each result has the shape and dtype of the reduction that it replaces, and is contiguous, as
-    the result of a functional all-reduce is. A complex gradient is packed as its real and
-    imaginary parts, which is how c10d reduces it. Buckets of one reduction are left alone.
+    ``pack`` is no kernel: what produces the gradients stores them in the bucket (see
+    :mod:`fusion_passes.lowering.pack`), and they stay views of it. Where the bucket is scaled is
+    the plan's decision; where it is sent in a smaller dtype, ``pack`` casts too, and ``widen``
+    behind the wait casts it back.
+
+    Each result has the shape, dtype and strides of the reduction that it replaces. A complex
+    gradient is packed as its real and imaginary parts, which is how c10d reduces it. Empty buckets
+    are left alone.
 
     Attributes:
         buckets: which reductions to fuse; from :func:`fusion_passes.planning.plan_buckets` for
             the graph that the pass is called with.
         foreign: the other collectives of the graph, in order; they keep it.
+        label: names the plan, for the report of what was copied.
     """
 
     buckets: tuple[Bucket, ...]
     foreign: tuple[fx.Node, ...] = ()
+    label: str = "plan"
 
     def __call__(self, graph: fx.Graph) -> bool:
-        return replace_buckets(
-            graph, self.buckets, self.foreign, lambda key: functools.partial(_reduce, key)
-        )
+        return replace_buckets(graph, self.buckets, self.foreign, self._replacement_for)
+
+    def _replacement_for(self, index: int, bucket: Bucket) -> Replacement:
+        inputs = tuple(_input_of(member, bucket) for member in bucket.members)
+        nodes = tuple(node for node, _ in inputs)
+        strides = [strides for _, strides in inputs]
+        label = f"{self.label}:{index}"
+        return Replacement(nodes, functools.partial(_reduce, bucket, strides, label))
 
 
-def _reduce(key: ReductionKey, gradients: list[Tensor]) -> list[Tensor]:
+def _input_of(member: GradientReduction, bucket: Bucket) -> tuple[fx.Node, tuple[int, ...]]:
+    """What is packed for a member, and the strides of its place."""
+    if bucket.key.dtype.is_complex or not member.num_bytes:
+        return member.gradient, (*(2 * stride for stride in member.strides), 1)
+    is_cast = bucket.key.reduce_dtype != bucket.key.dtype and bucket.scaling.way != "store"
+    source = source_of(member, sent_as=bucket.key.reduce_dtype if is_cast else None)
+    return source.node, source.strides
+
+
+def _reduce(
+    bucket: Bucket, strides: list[tuple[int, ...]], label: str, gradients: list[Tensor]
+) -> list[Tensor]:
     """The averaged gradients, as views of one buffer."""
-    reals = [torch.view_as_real(g) if key.dtype.is_complex else g for g in gradients]
-    sizes = [real.numel() for real in reals if real.numel()]
-    bucket = torch.cat([real.reshape(-1) for real in reals if real.numel()])
-    reduced = all_reduce(scale_by(key.scaling, [bucket])[0], key.reduce_op, key.group_name)
-    pieces = iter(torch.split_with_sizes(reduced, sizes))
-    shaped = [_shape(next(pieces), real) if real.numel() else _empty(real) for real in reals]
-    return [torch.view_as_complex(s) for s in shaped] if key.dtype.is_complex else shaped
+    key, scaling = bucket.key, bucket.scaling
+    is_complex = key.dtype.is_complex
+    reals = [torch.view_as_real(g) if is_complex else g for g in gradients]
+    filled = [i for i, real in enumerate(reals) if real.numel()]
+    places = lay_out(
+        [reals[i].numel() for i in filled], [strides[i] for i in filled], key.reduce_dtype.itemsize
+    )
+    reduced = PACK(
+        [reals[i] for i in filled],
+        [place.offset for place in places],
+        [stride for place in places for stride in place.strides],
+        key.reduce_dtype.to_real(),
+        _scale_of(bucket),
+        float(scaling.scaling.value),
+        label,
+    )
+    reduced = all_reduce(reduced, scaling.reduce_op, key.group_name)
+    if key.reduce_dtype != key.dtype:
+        kind = scaling.scaling.kind if scaling.way == "result" else "none"
+        reduced = WIDEN(reduced, key.dtype, kind, float(scaling.scaling.value))
+    offsets = {i: place.offset for i, place in zip(filled, places, strict=True)}
+    return [
+        _view(member, reduced, offsets[i]) if i in offsets else _empty(gradients[i])
+        for i, member in enumerate(bucket.members)
+    ]
 
 
-def _shape(piece: Tensor, real: Tensor) -> Tensor:
-    return piece if real.dim() == 1 else piece.view(real.shape)
+def _scale_of(bucket: Bucket) -> str:
+    kind = bucket.scaling.scaling.kind
+    return {"store": kind, "bucket": kind + IN_BUCKET}.get(bucket.scaling.way, "none")
 
 
-def _empty(real: Tensor) -> Tensor:
+def _view(member: GradientReduction, reduced: Tensor, offset: int) -> Tensor:
+    shape = member.result.meta["val"].shape
+    if not member.key.dtype.is_complex:
+        return reduced.as_strided(shape, member.strides, offset)
+    strides = (*(2 * stride for stride in member.strides), 1)
+    return torch.view_as_complex(reduced.as_strided((*shape, 2), strides, offset))
+
+
+def _empty(gradient: Tensor) -> Tensor:
     """The result for a gradient without elements: there is nothing to send, and a view of nothing
     would come back with other strides."""
-    return real.clone(memory_format=torch.contiguous_format)
+    return gradient.clone(memory_format=torch.contiguous_format)

@@ -4,29 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from torch import fx
 
 from fusion_passes.collectives import group_name_of, is_held, is_launch, is_wait
 from fusion_passes.graph_edit import hold
+from fusion_passes.kernels import is_library_kernel
 from fusion_passes.reductions import OwnerOf
-from fusion_passes.torch_private import OpOverload
-
-_KERNEL_NAMES: Final = frozenset(
-    (
-        "aten::mm",
-        "aten::addmm",
-        "aten::bmm",
-        "aten::baddbmm",
-        "aten::convolution",
-        "aten::convolution_backward",
-        "aten::_scaled_mm",
-        "aten::_grouped_mm",
-    )
-)
-_KERNEL_PREFIXES: Final = ("aten::_scaled_dot_product_", "mkldnn::", "mkl::")
-
 
 @dataclass(frozen=True)
 class HoldPlacement:
@@ -78,7 +62,7 @@ class HoldPlacement:
                 last_launch = node
                 waits = _waits_of(node)
                 waits_of |= dict.fromkeys(waits, waits)
-            elif _is_library_kernel(node):
+            elif is_library_kernel(node):
                 if unbound:
                     orderings.append(([node], unbound))
                     unbound = []
@@ -102,10 +86,3 @@ def _waits_of(launch: fx.Node) -> list[fx.Node]:
     """The waits for a launch, of one tensor or of many."""
     users = [user for result in (launch, *launch.users) for user in result.users]
     return [user for user in users if is_wait(user)]
-
-
-def _is_library_kernel(node: fx.Node) -> bool:
-    if not isinstance(node.target, OpOverload):
-        return False
-    name = node.target._schema.name
-    return name in _KERNEL_NAMES or name.startswith(_KERNEL_PREFIXES)

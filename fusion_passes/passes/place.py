@@ -12,6 +12,7 @@ from torch import fx
 
 from fusion_passes.collectives import group_name_of, is_launch, is_wait
 from fusion_passes.dependencies import SortKey, reorder
+from fusion_passes.operators import PACK, WIDEN
 from fusion_passes.reductions import OwnerOf
 
 _aten = torch.ops.aten
@@ -27,16 +28,21 @@ _PACKING: Final = frozenset(
         _aten.mul.Tensor,
         _aten.mul.Scalar,
         _aten.view_as_real.default,
+        _aten.permute.default,
         torch.ops.prims.convert_element_type.default,
     )
 )
 _PACKING_ALL: Final = frozenset(
-    (_aten.cat.default, _aten._foreach_div.Scalar, _aten._foreach_mul.Scalar)
+    (PACK, _aten._foreach_div.Scalar, _aten._foreach_mul.Scalar)
 )
 # What brings a result into its place, shape, layout and dtype, and is no reason to wait for it.
 _SETTLING: Final = frozenset(
     (
-        _aten.split_with_sizes.default,
+        WIDEN,
+        _aten.as_strided.default,
+        _aten.permute.default,
+        _aten.div.Tensor,
+        _aten.mul.Tensor,
         _aten.reshape.default,
         _aten.view.default,
         _aten.view_as_complex.default,
@@ -135,13 +141,18 @@ def _wait_late(nodes: Sequence[fx.Node], owned: set[fx.Node], keys: dict[fx.Node
         if is_wait(node):
             if _launch_of(node.all_input_nodes[0]) in owned:
                 late.add(node)
-        elif node.target in _SETTLING and _settled(node) in late:
+        elif _settles(node) and _settled(node) in late:
             late.add(node)
     for node in reversed(nodes):
         if node in late and node.users:
             keys[node] = min(
                 keys[user] if user in late else (keys[user][0] - 0.5,) for user in node.users
             )
+
+
+def _settles(node: fx.Node) -> bool:
+    one_input = len(node.all_input_nodes) == 1 or node.target is _aten.copy.default
+    return node.target in _SETTLING and one_input
 
 
 def _settled(node: fx.Node) -> fx.Node:

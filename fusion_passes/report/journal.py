@@ -2,8 +2,8 @@
 
 A graph that comes from Inductor's FX graph cache was compiled by another process, so no pass runs
 here. Two things tell this process what it holds: Inductor stores with a graph what its compile
-added to the counters and adds it again on a hit, so a counter carries the plan's digest; and the
-report itself lies under that digest in Inductor's cache directory.
+added to the counters and adds it again on a hit, so a counter carries the report's fingerprint; and
+the report itself lies under that in Inductor's cache directory.
 """
 
 from __future__ import annotations
@@ -11,15 +11,25 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fusion_passes.report.records import FusionReport
+from fusion_passes.report.records import FusionReport, with_copies
 from fusion_passes.torch_private import cache_directory, inductor_counters
 
 log = logging.getLogger(__name__)
 
 COUNTER_PREFIX: Final = "ddp_fusion_plan:"
+
+
+@dataclass
+class _Pending:
+    """A graph that is being lowered: its report so far, and the buckets still to come."""
+
+    report: FusionReport
+    missing: set[int]
 
 
 class Journal:
@@ -32,13 +42,46 @@ class Journal:
     def __init__(self) -> None:
         self._reports: list[FusionReport] = []
         self._counted: dict[str, int] = {}
+        self._pending: dict[str, _Pending] = {}
         self.unreadable = 0
+
+    def expect(self, report: FusionReport, label: str, buckets: Collection[int]) -> None:
+        """Records a graph once it is known how its gradients are stored, which only its lowering
+        tells.
+
+        Args:
+            report: all that is known so far.
+            label: by which :meth:`packed` will name the graph.
+            buckets: numbers of the buckets that will be lowered.
+        """
+        if buckets:
+            self._pending[label] = _Pending(report, set(buckets))
+        else:
+            self.add(report)
+
+    def packed(self, label: str, copied: Mapping[int, str]) -> None:
+        """Notes how a bucket's gradients are stored.
+
+        Args:
+            label: the graph's, a colon, and the bucket's number.
+            copied: why a gradient is copied, by its number in the bucket.
+        """
+        name, _, number = label.rpartition(":")
+        pending = self._pending.get(name)
+        if pending is None:
+            return
+        index = int(number)
+        pending.report = with_copies(pending.report, index, copied)
+        pending.missing.discard(index)
+        if not pending.missing:
+            del self._pending[name]
+            self.add(pending.report)
 
     def add(self, report: FusionReport) -> None:
         """Records a graph that this process compiled, and leaves word for those that will take it
         from the cache."""
         self._reports.append(report)
-        key = COUNTER_PREFIX + report.digest
+        key = COUNTER_PREFIX + report.fingerprint()
         inductor_counters()[key] += 1
         self._counted[key] = self._counted.get(key, 0) + 1
         _store(report)
@@ -73,7 +116,7 @@ def _path(digest: str) -> Path:
 
 
 def _store(report: FusionReport) -> None:
-    path = _path(report.digest)
+    path = _path(report.fingerprint())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Ranks write the same file at the same time: it must appear whole.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fusion_passes.planning import BucketPlan
+from fusion_passes.planning import Bucket, BucketPlan
+from fusion_passes.reductions import dtype_name
 
 
 @dataclass(frozen=True)
@@ -18,17 +20,26 @@ class BucketReport:
         module: the DDP module, by number of construction on its group and by class.
         group: name of the process group.
         dtype: of the gradients, as in torch.
-        num_bytes: what is sent.
+        num_bytes: size of the gradients.
+        sent_bytes: what is sent: less than ``num_bytes`` in a smaller dtype.
         cap_bytes: the cap under which the bucket was filled.
+        scaling: where its gradients are scaled, see :data:`fusion_passes.scaling.ScalingWay`.
         parameters: names of the parameters whose gradients it holds, in ready order.
+        copied: for each gradient that is copied into the bucket, instead of stored there by the
+            kernel that produces it: the parameter's name, and why.
+        note: what the backend does with the bucket that nobody would expect; may be empty.
     """
 
     module: str
     group: str
     dtype: str
     num_bytes: int
+    sent_bytes: int
     cap_bytes: int
+    scaling: str
     parameters: tuple[str, ...]
+    copied: tuple[tuple[str, str], ...] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,12 +75,23 @@ class FusionReport:
     def to_json(self) -> str:
         return json.dumps(asdict(replace(self, from_cache=False)), sort_keys=True)
 
+    def fingerprint(self) -> str:
+        """Equal for equal reports; 16 hexadecimal digits. Ranks may differ in it: how gradients are
+        stored can depend on the machine, what is sent cannot."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
     @staticmethod
     def from_json(text: str) -> FusionReport:
         """The report that ``to_json`` wrote, marked as read from a cache."""
         data: dict[str, Any] = json.loads(text)
         buckets = tuple(
-            BucketReport(**{**bucket, "parameters": tuple(bucket["parameters"])})
+            BucketReport(
+                **{
+                    **bucket,
+                    "parameters": tuple(bucket["parameters"]),
+                    "copied": tuple((name, reason) for name, reason in bucket["copied"]),
+                }
+            )
             for bucket in data.pop("buckets")
         )
         rejections = tuple(RejectionReport(**item) for item in data.pop("rejections"))
@@ -77,29 +99,56 @@ class FusionReport:
         return FusionReport(buckets=buckets, rejections=rejections, **data)
 
 
+def with_copies(report: FusionReport, index: int, copied: Mapping[int, str]) -> FusionReport:
+    """The report with what is known about the storing of a bucket's gradients.
+
+    Args:
+        report: of the graph.
+        index: the bucket's number.
+        copied: why a gradient is copied, by its number among the bucket's parameters.
+    """
+    bucket = report.buckets[index]
+    named = tuple((bucket.parameters[number], copied[number]) for number in sorted(copied))
+    buckets = list(report.buckets)
+    buckets[index] = replace(bucket, copied=named)
+    return replace(report, buckets=tuple(buckets))
+
+
 def report_plan(plan: BucketPlan, mode: str) -> FusionReport:
     """The report of a plan that was carried out."""
     reductions = sum(len(bucket.members) for bucket in plan.buckets)
-    unfused = sum(len(bucket.members) for bucket in plan.buckets if not bucket.is_fused)
+    fused = sum(not bucket.is_empty for bucket in plan.buckets)
+    unfused = sum(len(bucket.members) for bucket in plan.buckets if bucket.is_empty)
     left_alone = len(plan.rejections)
     return FusionReport(
         mode=mode,
         collectives_before=reductions + left_alone,
-        collectives_after=len(plan.fused) + unfused + left_alone,
-        buckets=tuple(
-            BucketReport(
-                module=bucket.members[0].owner.module,
-                group=bucket.members[0].owner.process_group,
-                dtype=str(bucket.key.dtype).removeprefix("torch."),
-                num_bytes=bucket.num_bytes,
-                cap_bytes=bucket.cap_bytes,
-                parameters=tuple(member.owner.parameter for member in bucket.members),
-            )
-            for bucket in plan.buckets
-        ),
+        collectives_after=fused + unfused + left_alone,
+        buckets=tuple(_report_bucket(bucket, mode) for bucket in plan.buckets),
         rejections=tuple(
             RejectionReport(f"{item.node.name} ({item.node.target})", item.reason)
             for item in plan.rejections
         ),
         digest=hashlib.sha256(f"{mode} {plan.digest()}".encode()).hexdigest()[:16],
     )
+
+
+def _report_bucket(bucket: Bucket, mode: str) -> BucketReport:
+    owner = bucket.members[0].owner
+    return BucketReport(
+        module=owner.module,
+        group=owner.process_group,
+        dtype=dtype_name(bucket.key.dtype),
+        num_bytes=bucket.num_bytes,
+        sent_bytes=bucket.sent_bytes,
+        cap_bytes=bucket.cap_bytes,
+        scaling=bucket.scaling.way,
+        parameters=tuple(member.owner.parameter for member in bucket.members),
+        note=_FLATTENS if mode == "coalesced" and owner.backend == "gloo" else "",
+    )
+
+
+_FLATTENS = (
+    "Gloo copies the gradients into a buffer of its own, reduces that, and copies them back: "
+    "mode 'concat' does without"
+)

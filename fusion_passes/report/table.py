@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import textwrap
+from typing import Final
 
 from fusion_passes.report.records import BucketReport, FusionReport
+
+_SCALED: Final = {
+    "none": "not scaled",
+    "collective": "averaged by the collective",
+    "store": "scaled where stored",
+    "bucket": "scaled in the bucket",
+    "result": "scaled behind the wait",
+}
 
 
 def format_report(report: FusionReport, *, width: int = 100) -> str:
@@ -28,6 +37,10 @@ def format_report(report: FusionReport, *, width: int = 100) -> str:
             f"  {len(bucket.parameters):>9}  "
         )
         lines += _hang(head, _contents(bucket), width)
+        for names, reason in _copies(bucket):
+            lines += _hang(" " * len(head), f"copied: {names}: {reason}", width)
+        if bucket.note:
+            lines += _hang(" " * len(head), bucket.note, width)
     for rejection in report.rejections:
         lines += _hang("left alone: ", f"{rejection.collective}: {rejection.reason}", width)
     return "\n".join(lines)
@@ -46,7 +59,19 @@ def format_bytes(count: int) -> str:
 
 
 def _contents(bucket: BucketReport) -> str:
-    return f"{bucket.dtype}, {bucket.module}, group {bucket.group}: {', '.join(bucket.parameters)}"
+    sent = ""
+    if bucket.sent_bytes != bucket.num_bytes:
+        sent = f" sent as {format_bytes(bucket.sent_bytes)}"
+    where = f"{bucket.dtype}{sent}, {_SCALED[bucket.scaling]}, {bucket.module}"
+    return f"{where}, group {bucket.group}: {', '.join(bucket.parameters)}"
+
+
+def _copies(bucket: BucketReport) -> list[tuple[str, str]]:
+    """The gradients that are copied, by reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in bucket.copied:
+        names.setdefault(reason, []).append(name)
+    return [(", ".join(group), reason) for reason, group in names.items()]
 
 
 def _hang(head: str, text: str, width: int) -> list[str]:

@@ -1,0 +1,33 @@
+"""What Inductor makes of an operator of a backward: a library's kernel, or one that it generates."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import fx
+
+from fusion_passes.torch_private import OpOverload
+
+_MATRIX_PRODUCTS: Final = frozenset(
+    ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm")
+)
+_KERNEL_NAMES: Final = _MATRIX_PRODUCTS | frozenset(
+    ("aten::convolution", "aten::convolution_backward", "aten::_grouped_mm")
+)
+_KERNEL_PREFIXES: Final = ("aten::_scaled_dot_product_", "mkldnn::", "mkl::")
+
+
+def is_library_kernel(node: fx.Node) -> bool:
+    """Whether the node becomes a call of a library: a matrix product, convolution, attention."""
+    name = _name(node)
+    return name in _KERNEL_NAMES or name.startswith(_KERNEL_PREFIXES)
+
+
+def is_matrix_product(node: fx.Node) -> bool:
+    """Whether the node becomes a library kernel that stores where it is told to, but can neither
+    cast nor scale what it stores."""
+    return _name(node) in _MATRIX_PRODUCTS
+
+
+def _name(node: fx.Node) -> str:
+    return node.target._schema.name if isinstance(node.target, OpOverload) else ""

@@ -1,0 +1,1 @@
+"""Inductor lowerings of the package's own operators."""
