@@ -9,8 +9,9 @@ from __future__ import annotations
 import bisect
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import torch
 from torch import fx
@@ -56,6 +57,8 @@ class PlanOptions:
     scaling: ScalingOption = "auto"
     reduce_dtype: torch.dtype | None = None
 
+
+DEFAULT_OPTIONS: Final = PlanOptions()
 
 CapsOf = Callable[[str], BucketCaps]
 """The caps of the DDP module that owns a group name."""
@@ -135,7 +138,7 @@ def plan_buckets(
     reductions: Sequence[GradientReduction],
     caps_of: CapsOf,
     rejections: Sequence[Rejection] = (),
-    options: PlanOptions = PlanOptions(),
+    options: PlanOptions = DEFAULT_OPTIONS,
 ) -> BucketPlan:
     """Fills buckets in the order in which the reductions become ready.
 
@@ -159,6 +162,19 @@ def plan_buckets(
         {reduction.wait: reduction.start for reduction in reductions},
         issue_order(rejection.node for rejection in rejections),
     )
+    closed = _fill(reductions, levels, overwritten_at, caps_of, options)
+    closed.sort(key=lambda bucket: bucket.members[-1].position)
+    return BucketPlan(tuple(closed), tuple(rejections))
+
+
+def _fill(
+    reductions: Sequence[GradientReduction],
+    levels: Mapping[fx.Node, int],
+    overwritten_at: Mapping[GradientReduction, float],
+    caps_of: CapsOf,
+    options: PlanOptions,
+) -> list[Bucket]:
+    """The buckets, in the order in which they are closed."""
     closed: list[Bucket] = []
     open_buckets: dict[tuple[ReductionKey, int], _OpenBucket] = {}
     seen_keys: set[ReductionKey] = set()
@@ -185,15 +201,11 @@ def plan_buckets(
         if bucket.num_bytes >= bucket.cap_bytes:
             closed.append(_close(slot[0], open_buckets.pop(slot), options))
     closed += [_close(key, bucket, options) for (key, _), bucket in open_buckets.items()]
-    closed.sort(key=lambda bucket: bucket.members[-1].position)
-    return BucketPlan(tuple(closed), tuple(rejections))
+    return closed
 
 
 def _close(key: ReductionKey, bucket: _OpenBucket, options: PlanOptions) -> Bucket:
-    folds = not any(
-        is_matrix_product(source_of(member).node)
-        for member in bucket.members
-    )
+    folds = not any(is_matrix_product(source_of(member).node) for member in bucket.members)
     scaling = choose_scaling(key, bucket.members, options.scaling, folds)
     return Bucket(key, tuple(bucket.members), bucket.cap_bytes, scaling)
 

@@ -16,7 +16,6 @@ all-reduce or one that a user wrote is never taken for one of DDP's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -32,33 +31,17 @@ from fusion_passes.collectives import (
     is_launch,
     is_wait,
 )
+from fusion_passes.hook_form import (
+    CAST,
+    Scaling,
+    layout_template,
+    result_strides,
+    settled_result,
+    source_of_launch,
+)
+from fusion_passes.operators import PACK
 
 REDUCE_OPS: Final = ("sum", "avg")
-
-_CAST: Final = torch.ops.prims.convert_element_type.default
-_COPY: Final = torch.ops.aten.copy.default
-_COPY_IN_PLACE: Final = torch.ops.aten.copy_.default
-_EMPTY: Final = (torch.ops.aten.new_empty_strided.default, torch.ops.aten.empty_strided.default)
-_SCALES: Final[dict[object, Literal["div", "mul"]]] = {
-    torch.ops.aten.div.Tensor: "div",
-    torch.ops.aten.div.Scalar: "div",
-    torch.ops.aten.mul.Tensor: "mul",
-    torch.ops.aten.mul.Scalar: "mul",
-}
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """What a gradient is divided or multiplied by before it is reduced."""
-
-    kind: Literal["none", "div", "mul"]
-    value: float = 1.0
-
-    def __str__(self) -> str:
-        return {"none": "", "div": f" / {self.value:g}", "mul": f" * {self.value:g}"}[self.kind]
-
-
-NO_SCALING: Final = Scaling("none")
 
 
 @dataclass(frozen=True)
@@ -200,26 +183,27 @@ def _decode(node: fx.Node, position: int, owner_of: OwnerOf) -> GradientReductio
             f"group {call.group_name!r} belongs to no DistributedDataParallel module that was "
             "constructed under ddp_fusion"
         )
-    reason = _unsupported(node, call)
-    if reason:
-        return reason
+    return _unsupported(node, call) or _reduction(node, call, owner, position)
+
+
+def _reduction(node: fx.Node, call: AllReduce, owner: Owner, position: int) -> GradientReduction:
     (wait,) = node.users
-    gradient, before, scaling = _source_of(call.tensor, node)
-    settled = _settled(wait)
+    gradient, before, scaling = source_of_launch(call.tensor, node)
+    settled = settled_result(wait)
     if gradient.meta["val"].dtype != settled.meta["val"].dtype:
         # Cast on one side only: no communication in another dtype, but the gradient's own.
-        cast = before and before[0].target is _CAST
+        cast = before and before[0].target is CAST
         gradient, before = (before[0], before[1:]) if cast else (gradient, before)
         settled = wait
     value = settled.meta["val"]
     after = (wait,) if settled is wait else (wait, settled)
     return GradientReduction(
         gradient=gradient,
-        nodes=(*_template_of(settled), *before, node, *after),
+        nodes=(*layout_template(settled), *before, node, *after),
         start=node,
         wait=wait,
         result=settled,
-        strides=_strides(settled),
+        strides=result_strides(settled),
         key=ReductionKey(
             "all_reduce",
             owner.group_name,
@@ -236,100 +220,20 @@ def _decode(node: fx.Node, position: int, owner_of: OwnerOf) -> GradientReductio
 
 
 def _unsupported(node: fx.Node, call: AllReduce) -> str | None:
-    if node.target is not ALL_REDUCE:
-        return "an in-place all-reduce"
-    if call.reduce_op not in REDUCE_OPS:
-        return f"reduces by {call.reduce_op or 'an operation with a factor'}, not by sum or avg"
-    users = list(node.users)
-    if len(users) != 1 or not is_wait(users[0]):
-        names = ", ".join(user.name for user in users) or "nothing"
-        return f"its result is read by {names}, not by one wait alone"
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return "the graph does not say that it is a dense tensor"
-    if not all(isinstance(size, int) for size in value.shape):
-        return f"its shape {tuple(value.shape)} is symbolic, but a parameter's is fixed"
-    return None
-
-
-def _source_of(
-    tensor: fx.Node, start: fx.Node
-) -> tuple[fx.Node, tuple[fx.Node, ...], Scaling]:
-    """The gradient, the nodes that cast and scale it for this reduction alone, and by what."""
-    scaling, nodes = NO_SCALING, []
-    user = start
-    kind = _SCALES.get(tensor.target)
-    if kind is not None and list(tensor.users) == [user] and _is_scaling(tensor):
-        scaling = Scaling(kind, tensor.args[1])  # type: ignore[arg-type]
-        nodes.append(tensor)
-        user, tensor = tensor, tensor.args[0]  # type: ignore[assignment]
-    if tensor.target is _CAST and list(tensor.users) == [user]:
-        source = tensor.all_input_nodes[0]
-        wider = source.meta["val"].dtype.itemsize > tensor.meta["val"].dtype.itemsize
-        if wider and source.meta["val"].is_floating_point():
-            nodes.append(tensor)
-            tensor = source
-    return tensor, tuple(reversed(nodes)), scaling
-
-
-def _is_scaling(node: fx.Node) -> bool:
-    if len(node.args) != 2 or node.kwargs:
-        return False
-    gradient, factor = node.args
-    return (
-        isinstance(gradient, fx.Node)
-        and isinstance(factor, int | float)
-        and math.isfinite(factor)
-        and gradient.meta["val"].dtype == node.meta["val"].dtype
-        and gradient.meta["val"].shape == node.meta["val"].shape
-    )
-
-
-def _settled(wait: fx.Node) -> fx.Node:
-    """The wait, or the node that does no more than to bring its result into dtype and layout."""
-    if len(wait.users) != 1:
-        return wait
-    (user,) = wait.users
-    value, settled = wait.meta["val"], user.meta.get("val")
-    if user.target is _COPY:
-        if user.args[1] is not wait or settled.shape != value.shape or not value.numel():
-            return wait
-        return user if is_dense(settled) and settled.is_floating_point() else wait
-    return user if user.target is _CAST and settled.is_floating_point() else wait
-
-
-def _template_of(settled: fx.Node) -> tuple[fx.Node, ...]:
-    """What a copy that settles a result is given only for its layout."""
-    target = settled.args[0]
-    if settled.target is not _COPY or not isinstance(target, fx.Node) or len(target.users) > 1:
-        return ()
-    return (target,) if target.target in _EMPTY else ()
-
-
-def _strides(result: fx.Node) -> tuple[int, ...]:
-    """The strides in which the result is wanted: those of the existing gradient that it is copied
-    to in the end, else its own."""
-    targets = {
-        tuple(user.args[0].meta["val"].stride())  # type: ignore[union-attr]
-        for user in result.users
-        if user.target is _COPY_IN_PLACE and user.args[1] is result and is_dense(_target(user))
-    }
-    if len(targets) == 1 and all(user.target is _COPY_IN_PLACE for user in result.users):
-        return targets.pop()
-    return tuple(result.meta["val"].stride())
-
-
-def _target(copy: fx.Node) -> torch.Tensor:
-    value: torch.Tensor = copy.args[0].meta["val"]  # type: ignore[union-attr]
-    return value
-
-
-def is_dense(value: torch.Tensor) -> bool:
-    """Whether the tensor's elements fill a stretch of memory, each once, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    users = list(node.users)
+    reason = None
+    if call.tensor.target is PACK:
+        reason = "it reduces a bucket already"
+    elif node.target is not ALL_REDUCE:
+        reason = "an in-place all-reduce"
+    elif call.reduce_op not in REDUCE_OPS:
+        reason = f"reduces by {call.reduce_op or 'an operation with a factor'}, not by sum or avg"
+    elif len(users) != 1 or not is_wait(users[0]):
+        names = ", ".join(user.name for user in users) or "nothing"
+        reason = f"its result is read by {names}, not by one wait alone"
+    elif not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        reason = "the graph does not say that it is a dense tensor"
+    elif not all(isinstance(size, int) for size in value.shape):
+        reason = f"its shape {tuple(value.shape)} is symbolic, but a parameter's is fixed"
+    return reason

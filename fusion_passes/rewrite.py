@@ -11,8 +11,9 @@ from torch import Tensor, fx
 from fusion_passes.collectives import issue_order
 from fusion_passes.dependencies import reorder
 from fusion_passes.graph_edit import erase, record, replace_uses
+from fusion_passes.hook_form import Scaling
 from fusion_passes.planning import Bucket
-from fusion_passes.reductions import GradientReduction, Scaling
+from fusion_passes.reductions import GradientReduction
 
 
 @dataclass(frozen=True)

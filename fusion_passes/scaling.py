@@ -9,7 +9,8 @@ from typing import Final, Literal, TypeAlias
 import torch
 
 from fusion_passes.config import ScalingOption
-from fusion_passes.reductions import GradientReduction, ReductionKey, Scaling
+from fusion_passes.hook_form import Scaling
+from fusion_passes.reductions import GradientReduction, ReductionKey
 
 ScalingWay: TypeAlias = Literal["none", "collective", "store", "bucket", "result"]
 """Where a bucket is scaled.

@@ -8,10 +8,10 @@ from typing import Final
 import torch
 from torch import Tensor, fx
 
+from fusion_passes.hook_form import CAST
 from fusion_passes.reductions import GradientReduction
 
 _aten = torch.ops.aten
-_CAST: Final = torch.ops.prims.convert_element_type.default
 _SHAPES: Final = frozenset(
     (
         _aten.reshape.default,
@@ -54,25 +54,29 @@ def source_of(reduction: GradientReduction, sent_as: torch.dtype | None = None) 
 
 
 def _behind(source: Source, sent_as: torch.dtype | None) -> Source | None:
+    """The source that a source is a view or cast of, if it is one and nothing else reads that."""
     node = source.node
-    if not node.all_input_nodes:
-        return None
-    viewed = node.all_input_nodes[0]
-    if len(viewed.users) != 1:
-        return None
-    value = viewed.meta.get("val")
+    viewed = node.all_input_nodes[0] if node.all_input_nodes else None
+    value = viewed.meta.get("val") if viewed is not None and len(viewed.users) == 1 else None
     if not isinstance(value, Tensor) or value.numel() != node.meta["val"].numel():
         return None
-    if node.target is _CAST and value.dtype == sent_as:
-        return Source(viewed, source.strides)
-    stored = torch.empty_strided(node.meta["val"].shape, source.strides, device="meta")
-    if node.target is _aten.permute.default:
-        order = [dim % value.dim() for dim in node.args[1]]  # type: ignore[union-attr, operator]
-        inverse = sorted(range(len(order)), key=order.__getitem__)
-        return Source(viewed, stored.permute(inverse).stride())
-    if node.target in _SHAPES:
-        try:
-            return Source(viewed, stored.view(value.shape).stride())
-        except RuntimeError:
-            return None  # These strides are none of the viewed shape.
-    return None
+    strides = None
+    if node.target is CAST and value.dtype == sent_as:
+        strides = source.strides
+    elif node.target is _aten.permute.default or node.target in _SHAPES:
+        strides = _strides_behind(node, value, source.strides)
+    return Source(viewed, strides) if viewed is not None and strides is not None else None
+
+
+def _strides_behind(
+    view: fx.Node, viewed: Tensor, strides: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The strides of what is viewed that give the view these strides; ``None`` if none do."""
+    stored = torch.empty_strided(view.meta["val"].shape, strides, device="meta")
+    if view.target is _aten.permute.default:
+        order = [dim % viewed.dim() for dim in view.args[1]]  # type: ignore[union-attr, operator]
+        return stored.permute(sorted(range(len(order)), key=order.__getitem__)).stride()
+    try:
+        return stored.view(viewed.shape).stride()
+    except RuntimeError:
+        return None

@@ -18,18 +18,25 @@ ROOMS: Final = (
     "config",
     "torch_private",
     # What a graph is made of.
+    "operators",
     "collectives",
     "graph_text",
     "dependencies",
     "graph_edit",
+    "kernels",
     # Decisions and laws.
+    "hook_form",
     "reductions",
+    "sources",
+    "layout",
+    "scaling",
     "planning",
     "verify",
     "rewrite",
     # What is done to a graph.
     "passes",
     "pipeline",
+    "lowering",
     # Beside it: what is told, and DDP.
     "report",
     "ddp",

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a golden has one line for each node)
 """Which reductions share a bucket, and where a bucket ends."""
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion_passes.collectives import all_reduce
-from fusion_passes.planning import BucketCaps, BucketPlan, CapsOf
+from fusion_passes.planning import BucketCaps, BucketPlan, CapsOf, PlanOptions
 from tests.support.graphs import (
     Backward,
     TensorSpec,
@@ -27,6 +28,7 @@ from tests.support.graphs import (
     execute,
     plan_of,
     reduce,
+    reduce_as,
     tensor,
     trace,
 )
@@ -59,12 +61,11 @@ def test_a_plan_says_what_it_does() -> None:
     assert_expected_inline(
         plan.describe().replace(": group", ":\ngroup"),
         """\
-bucket 0: 2 gradients, 40 bytes, cap 1000, sum(gradient / 2) float32 cpu on ddp0: a, b
+bucket 0: 2 gradients, 40 bytes, cap 1000, sum(gradient / 2) float32 cpu on ddp0, scaled: store: a, b
 left alone: all_reduce (_c10d_functional.all_reduce.default):
 group 'world' belongs to no DistributedDataParallel module that was constructed under ddp_fusion""",
     )
-    assert plan.fused == plan.buckets
-    assert plan.buckets[0].num_bytes == 40
+    assert plan.buckets[0].num_bytes == plan.buckets[0].sent_bytes == 40
 
 
 def test_one_bucket_for_each_key_in_the_order_of_their_launches() -> None:
@@ -158,11 +159,39 @@ def test_empty_gradients_neither_close_nor_open_more() -> None:
     assert _of_sizes(16, 0, 0, 16, 0, caps_of=caps(32)) == [["0", "1", "2", "3"], ["4"]]
 
 
-def test_a_bucket_of_one_or_of_nothing_is_not_fused() -> None:
-    plan = _plan(lambda x: reduce(x, "a"), tensor(4))
-    assert (len(plan.buckets), plan.fused) == (1, ())
-    plan = _plan(lambda x, y: (reduce(x, "a"), reduce(y, "b")), tensor(0), tensor(0))
-    assert (len(plan.buckets), plan.fused) == (1, ())
+def test_only_a_bucket_without_bytes_is_empty() -> None:
+    (bucket,) = _plan(lambda x: reduce(x, "a"), tensor(4)).buckets
+    assert not bucket.is_empty
+    (bucket,) = _plan(lambda x, y: (reduce(x, "a"), reduce(y, "b")), tensor(0), tensor(0)).buckets
+    assert bucket.is_empty
+
+
+def test_reduce_dtype_is_for_wider_floating_point_gradients() -> None:
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+
+    def backward(*inputs):
+        return [reduce(x, str(index)) for index, x in enumerate(inputs)]
+
+    module = trace(backward, [tensor(4, dtype=dtype) for dtype in dtypes])
+    plan = plan_of(module.graph, options=PlanOptions(reduce_dtype=torch.bfloat16))
+    sent = {bucket.key.dtype: bucket.key.reduce_dtype for bucket in plan.buckets}
+    assert sent == {
+        torch.float32: torch.bfloat16,
+        torch.float64: torch.bfloat16,
+        torch.bfloat16: torch.bfloat16,
+        torch.float16: torch.float16,
+        torch.complex64: torch.complex64,
+    }
+    sizes = {bucket.key.dtype: (bucket.num_bytes, bucket.sent_bytes) for bucket in plan.buckets}
+    assert sizes[torch.float32] == (16, 8)
+    assert sizes[torch.float64] == (32, 8)
+    assert sizes[torch.bfloat16] == (8, 8)
+
+
+def test_what_a_hook_has_cast_is_sent_as_it_is() -> None:
+    module = trace(lambda x: reduce_as(x, "a", torch.float16), [tensor(4)])
+    (bucket,) = plan_of(module.graph, options=PlanOptions(reduce_dtype=torch.bfloat16)).buckets
+    assert bucket.key.reduce_dtype == torch.float16
 
 
 def test_levels_part_buckets() -> None:

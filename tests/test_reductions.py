@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a golden has one line for each node)
 """Which collectives are DDP's gradient reductions, and what is said about the others."""
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from fusion_passes.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, WAIT, all_reduce
-from fusion_passes.reductions import GradientReduction, Scaling, find_gradient_reductions
+from fusion_passes.hook_form import Scaling
+from fusion_passes.reductions import GradientReduction, find_gradient_reductions
 from tests.support.graphs import (
     Backward,
     TensorSpec,
@@ -46,13 +48,14 @@ def _describe(module: fx.GraphModule) -> str:
 
 
 def _line(reduction: GradientReduction) -> str:
-    nodes = [reduction.gradient, reduction.scale, reduction.start, reduction.wait]
-    path = " -> ".join(node.name for node in nodes if node is not None)
-    sinks = ", ".join(node.name for node in reduction.sinks)
+    path = " -> ".join(node.name for node in (reduction.gradient, *reduction.nodes))
+    users = ", ".join(node.name for node in reduction.result.users)
+    strides = list(reduction.strides)
     owner = reduction.owner
     return (
-        f"{path} -> [{sinks}]\n"
-        f"    {reduction.key}, {reduction.num_bytes} bytes at {reduction.position}\n"
+        f"{path} -> [{users}]\n"
+        f"    {reduction.key}, {reduction.num_bytes} bytes, strides {strides}, "
+        f"at {reduction.position}\n"
         f"    {owner.module} {owner.parameter} in {owner.process_group}"
     )
 
@@ -62,7 +65,7 @@ def test_a_new_grad() -> None:
         _find(lambda x: reduce(torch.neg(x), "w"), tensor(2, 3)),
         """\
 neg -> div -> all_reduce -> wait_tensor -> [output]
-    sum(gradient / 2) float32 cpu on ddp0, 24 bytes at 3
+    sum(gradient / 2) float32 cpu on ddp0, 24 bytes, strides [3, 1], at 3
     DDP0 w in world
 """,
     )
@@ -73,7 +76,7 @@ def test_an_existing_grad_is_copied_into() -> None:
         _find(lambda g, x: reduce_into(g, torch.neg(x), "w"), tensor(4), tensor(4)),
         """\
 add -> div -> all_reduce -> wait_tensor -> [copy_]
-    sum(gradient / 2) float32 cpu on ddp0, 16 bytes at 5
+    sum(gradient / 2) float32 cpu on ddp0, 16 bytes, strides [1], at 5
     DDP0 w in world
 """,
     )
@@ -84,7 +87,7 @@ def test_a_multiplication_by_the_reciprocal_is_a_scaling_of_its_own() -> None:
         _find(lambda x: reduce(torch.neg(x), "w", multiply=0.5), tensor(4)),
         """\
 neg -> mul -> all_reduce -> wait_tensor -> [output]
-    sum(gradient * 0.5) float32 cpu on ddp0, 16 bytes at 3
+    sum(gradient * 0.5) float32 cpu on ddp0, 16 bytes, strides [1], at 3
     DDP0 w in world
 """,
     )
@@ -95,29 +98,125 @@ def test_avg_needs_no_scaling() -> None:
         _find(lambda x: reduce(torch.neg(x), "w", op="avg", divide=None), tensor(4)),
         """\
 neg -> all_reduce -> wait_tensor -> [output]
-    avg(gradient) float32 cpu on ddp0, 16 bytes at 2
+    avg(gradient) float32 cpu on ddp0, 16 bytes, strides [1], at 2
     DDP0 w in world
 """,
     )
 
 
-def test_casts_of_a_compress_hook_stay_outside() -> None:
+def test_casts_of_a_compress_hook_are_part_of_it() -> None:
     assert_expected_inline(
         _find(lambda x: reduce_as(torch.neg(x), "w", torch.bfloat16), tensor(4)),
         """\
-convert_element_type -> div -> all_reduce -> wait_tensor -> [convert_element_type_1]
-    sum(gradient / 2) bfloat16 cpu on ddp0, 8 bytes at 4
+neg -> convert_element_type -> div -> all_reduce -> wait_tensor -> convert_element_type_1 -> [output]
+    sum(gradient / 2) float32 as bfloat16 cpu on ddp0, 16 bytes, strides [1], at 4
     DDP0 w in world
 """,
     )
 
 
-def test_a_change_of_layout_after_the_wait_stays_outside() -> None:
+def test_a_cast_before_that_is_not_undone_after_is_the_gradients_own() -> None:
+    assert_expected_inline(
+        _find(lambda x: reduce(cast(torch.neg(x), torch.bfloat16), "w"), tensor(4)),
+        """\
+convert_element_type -> div -> all_reduce -> wait_tensor -> [output]
+    sum(gradient / 2) bfloat16 cpu on ddp0, 8 bytes, strides [1], at 4
+    DDP0 w in world
+""",
+    )
+
+
+def test_a_cast_after_that_undoes_none_stays_outside() -> None:
+    assert_expected_inline(
+        _find(lambda x: cast(reduce(torch.neg(x), "w"), torch.float64), tensor(4)),
+        """\
+neg -> div -> all_reduce -> wait_tensor -> [convert_element_type]
+    sum(gradient / 2) float32 cpu on ddp0, 16 bytes, strides [1], at 3
+    DDP0 w in world
+""",
+    )
+
+
+def test_a_cast_that_is_undone_to_another_dtype_stays_outside() -> None:
+    def backward(x):
+        return cast(reduce(cast(torch.neg(x), torch.bfloat16), "w"), torch.float64)
+
+    assert_expected_inline(
+        _find(backward, tensor(4)),
+        """\
+convert_element_type -> div -> all_reduce -> wait_tensor -> [convert_element_type_1]
+    sum(gradient / 2) bfloat16 cpu on ddp0, 8 bytes, strides [1], at 4
+    DDP0 w in world
+""",
+    )
+
+
+def test_a_result_that_others_read_uncast_stays_as_it_is_sent() -> None:
+    def backward(x):
+        sent = reduce(cast(torch.neg(x), torch.bfloat16), "w")
+        return sent, cast(sent, torch.float32)
+
+    assert_expected_inline(
+        _find(backward, tensor(4)),
+        """\
+convert_element_type -> div -> all_reduce -> wait_tensor -> [convert_element_type_1, output]
+    sum(gradient / 2) bfloat16 cpu on ddp0, 8 bytes, strides [1], at 4
+    DDP0 w in world
+""",
+    )
+
+
+def test_a_change_of_layout_after_the_wait_is_part_of_it() -> None:
     assert_expected_inline(
         _find(lambda x: reduce_relaid(torch.neg(x), "w"), tensor(2, 3, stride=(1, 2))),
         """\
+neg -> div -> all_reduce -> wait_tensor -> copy -> [output]
+    sum(gradient / 2) float32 cpu on ddp0, 24 bytes, strides [1, 2], at 3
+    DDP0 w in world
+""",
+    )
+
+
+def test_an_empty_tensor_that_only_gives_the_layout_is_part_of_it_too() -> None:
+    def backward(x):
+        gradient = torch.neg(x)
+        layout = torch.ops.aten.new_empty_strided.default(gradient, [2, 3], [1, 2])
+        return torch.ops.aten.copy.default(layout, reduce(gradient, "w"))
+
+    assert_expected_inline(
+        _find(backward, tensor(2, 3)),
+        """\
+neg -> new_empty_strided -> div -> all_reduce -> wait_tensor -> copy -> [output]
+    sum(gradient / 2) float32 cpu on ddp0, 24 bytes, strides [1, 2], at 4
+    DDP0 w in world
+""",
+    )
+
+
+def test_a_layout_that_is_not_dense_stays_outside() -> None:
+    def backward(x):
+        layout = torch.ops.aten.new_empty_strided.default(x, [2, 3], [8, 1])
+        return torch.ops.aten.copy.default(layout, reduce(torch.neg(x), "w"))
+
+    assert_expected_inline(
+        _find(backward, tensor(2, 3)),
+        """\
 neg -> div -> all_reduce -> wait_tensor -> [copy]
-    sum(gradient / 2) float32 cpu on ddp0, 24 bytes at 3
+    sum(gradient / 2) float32 cpu on ddp0, 24 bytes, strides [3, 1], at 4
+    DDP0 w in world
+""",
+    )
+
+
+def test_an_existing_grad_says_how_the_result_lies() -> None:
+    def backward(grad, x):
+        grad.copy_(reduce(torch.add(grad, x), "w"))
+
+    assert_expected_inline(
+        _find(backward, tensor(2, 3, stride=(1, 2)), tensor(2, 3)),
+        """\
+add -> div -> all_reduce -> wait_tensor -> [copy_]
+    sum(gradient / 2) float32 cpu on ddp0, 24 bytes, strides [1, 2], at 4
     DDP0 w in world
 """,
     )
@@ -131,13 +230,13 @@ def test_complex_scalar_and_empty_gradients() -> None:
         _find(backward, tensor(4, dtype=torch.complex64), tensor(), tensor(0, 4)),
         """\
 x_1 -> div -> all_reduce -> wait_tensor -> [output]
-    sum(gradient / 2) complex64 cpu on ddp0, 32 bytes at 4
+    sum(gradient / 2) complex64 cpu on ddp0, 32 bytes, strides [1], at 4
     DDP0 complex in world
 y_1 -> div_1 -> all_reduce_1 -> wait_tensor_1 -> [output]
-    sum(gradient / 2) float32 cpu on ddp0, 4 bytes at 7
+    sum(gradient / 2) float32 cpu on ddp0, 4 bytes, strides [], at 7
     DDP0 scalar in world
 z_1 -> div_2 -> all_reduce_2 -> wait_tensor_2 -> [output]
-    sum(gradient / 2) float32 cpu on ddp0, 0 bytes at 10
+    sum(gradient / 2) float32 cpu on ddp0, 0 bytes, strides [4, 1], at 10
     DDP0 empty in world
 """,
     )
@@ -153,10 +252,10 @@ def test_the_result_may_be_unused_or_read_often() -> None:
         _find(backward, tensor(4)),
         """\
 x_1 -> div -> all_reduce -> wait_tensor -> []
-    sum(gradient / 2) float32 cpu on ddp0, 16 bytes at 2
+    sum(gradient / 2) float32 cpu on ddp0, 16 bytes, strides [1], at 2
     DDP0 unused in world
 neg -> div_1 -> all_reduce_1 -> wait_tensor_1 -> [abs_1, output]
-    sum(gradient / 2) float32 cpu on ddp0, 16 bytes at 6
+    sum(gradient / 2) float32 cpu on ddp0, 16 bytes, strides [1], at 6
     DDP0 twice in world
 """,
     )
@@ -170,10 +269,10 @@ def test_groups_without_a_parameter_and_other_modules() -> None:
         _find(backward, tensor(4)),
         """\
 x_1 -> all_reduce -> wait_tensor -> [output]
-    sum(gradient) float32 cpu on ddp0, 16 bytes at 1
+    sum(gradient) float32 cpu on ddp0, 16 bytes, strides [1], at 1
     DDP0 ? in world
 neg -> div -> all_reduce_1 -> wait_tensor_1 -> [output]
-    sum(gradient / 2) float32 cpu on ddp2, 16 bytes at 5
+    sum(gradient / 2) float32 cpu on ddp2, 16 bytes, strides [1], at 5
     DDP2 w in pairs
 """,
     )
@@ -184,7 +283,8 @@ neg -> div -> all_reduce_1 -> wait_tensor_1 -> [output]
 
 def _scaling(function: Backward, *inputs: TensorSpec) -> Scaling:
     (reduction,) = find_gradient_reductions(trace(function, inputs).graph, owner_of).reductions
-    assert (reduction.scale is None) == (reduction.key.scaling == Scaling("none"))
+    is_scaled = reduction.nodes[0] is not reduction.start
+    assert is_scaled == (reduction.key.scaling != Scaling("none"))
     return reduction.key.scaling
 
 
@@ -380,7 +480,7 @@ def test_arguments_may_be_given_by_name() -> None:
         _describe(module),
         """\
 x_1 -> all_reduce -> wait_tensor -> [output]
-    sum(gradient) float32 cpu on ddp0, 16 bytes at 1
+    sum(gradient) float32 cpu on ddp0, 16 bytes, strides [1], at 1
     DDP0 w in world
 """,
     )

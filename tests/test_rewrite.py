@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a golden has one line for each node)
 """What both ways of fusing have in common: what shares a bucket, what stays as it was traced, and
 in which order the rest of the graph stands then."""
 
@@ -11,7 +12,8 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from fusion_passes.collectives import ALL_REDUCE, WAIT, all_reduce
-from fusion_passes.reductions import NO_SCALING, Scaling
+from fusion_passes.graph_text import graph_text
+from fusion_passes.hook_form import NO_SCALING, Scaling
 from fusion_passes.rewrite import scale_by
 from tests.support.graphs import (
     Backward,
@@ -137,12 +139,6 @@ NEAR_MISSES: dict[str, tuple[Backward, list[TensorSpec]]] = {
         lambda x, y: (reduce(x, "a"), *_waited_twice(y)),
         [tensor(4), tensor(4)],
     ),
-    "all is empty": (
-        lambda x, y: (reduce(x, "a"), reduce(y, "b")),
-        [tensor(0), tensor(0, 4)],
-    ),
-    "only one": (lambda x: reduce(x, "a"), [tensor(4)]),
-    "none": (torch.neg, [tensor(4)]),
 }
 
 
@@ -152,8 +148,18 @@ def _waited_twice(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", NEAR_MISSES)
-def test_near_misses_stay_as_they_were_traced(fuse: RewriteFor, case: str) -> None:
-    check_unchanged(*NEAR_MISSES[case], fuse)
+def test_near_misses_do_not_share_a_bucket(fuse: RewriteFor, case: str) -> None:
+    assert _launches(check(*NEAR_MISSES[case], fuse)) == 2
+
+
+def test_one_alone_is_a_bucket_too(fuse: RewriteFor) -> None:
+    assert _launches(check(lambda x: reduce(x, "a"), [tensor(4)], fuse)) == 1
+
+
+def test_what_has_nothing_to_send_stays_as_it_was_traced(fuse: RewriteFor) -> None:
+    check_unchanged(torch.neg, [tensor(4)], fuse)
+    empty = [tensor(0), tensor(0, 4)]
+    check_unchanged(lambda x, y: (reduce(x, "a"), reduce(y, "b")), empty, fuse)
 
 
 def test_equal_keys_need_not_be_neighbours() -> None:
@@ -170,20 +176,17 @@ y_1: bf16[4]
 z_1: f32[4]
 neg: f32[4] = neg(x_1)
 neg_1: bf16[4] = neg(y_1)
-div_1: bf16[4] = div(neg_1, 2)
-all_reduce_1: bf16[4] = all_reduce(div_1, 'sum', 'ddp0#b')
-wait_tensor_1: bf16[4] = wait_tensor(all_reduce_1)
+pack_default: bf16[4] = pack([neg_1], [0], [1], torch.bfloat16, 'div', 2.0, 'plan:0')
+all_reduce_default: bf16[4] = all_reduce(pack_default, 'sum', 'ddp0')
+wait_tensor_default: bf16[4] = wait_tensor(all_reduce_default)
+as_strided_default: bf16[4] = as_strided(wait_tensor_default, [4], [1], 0)
 neg_2: f32[4] = neg(z_1)
-reshape_default: f32[4] = reshape(neg, [-1])
-reshape_default_1: f32[4] = reshape(neg_2, [-1])
-cat_default: f32[8] = cat([reshape_default, reshape_default_1])
-div_tensor: f32[8] = div(cat_default, 2)
-all_reduce_default: f32[8] = all_reduce(div_tensor, 'sum', 'ddp0')
-wait_tensor_default: f32[8] = wait_tensor(all_reduce_default)
-split_with_sizes_default: (f32[4], f32[4]) = split_with_sizes(wait_tensor_default, [4, 4])
-getitem: f32[4] = getitem(split_with_sizes_default, 0)
-getitem_1: f32[4] = getitem(split_with_sizes_default, 1)
-return (getitem, wait_tensor_1, getitem_1)
+pack_default_1: f32[8] = pack([neg, neg_2], [0, 4], [1, 1], torch.float32, 'div', 2.0, 'plan:1')
+all_reduce_default_1: f32[8] = all_reduce(pack_default_1, 'sum', 'ddp0')
+wait_tensor_default_1: f32[8] = wait_tensor(all_reduce_default_1)
+as_strided_default_1: f32[4] = as_strided(wait_tensor_default_1, [4], [1], 0)
+as_strided_default_2: f32[4] = as_strided(wait_tensor_default_1, [4], [1], 4)
+return (as_strided_default_1, as_strided_default, as_strided_default_2)
 """,
     )
 
@@ -204,7 +207,7 @@ def test_a_gradient_that_needs_another_ones_result(fuse: RewriteFor) -> None:
         first = reduce(x, "a")
         return first, reduce(torch.neg(first), "b")
 
-    check_unchanged(backward, [tensor(4)], fuse)
+    assert _launches(check(backward, [tensor(4)], fuse)) == 2
 
 
 def test_two_that_are_bound_through_a_third(fuse: RewriteFor) -> None:
@@ -215,7 +218,7 @@ def test_two_that_are_bound_through_a_third(fuse: RewriteFor) -> None:
         middle = reduce(cast(first, torch.float64), "b")
         return first, middle, reduce(cast(middle, torch.float32), "c")
 
-    check_unchanged(backward, [tensor(4)], fuse)
+    assert _launches(check(backward, [tensor(4)], fuse)) == 3
 
 
 def test_two_buckets_that_would_wait_for_each_other(fuse: RewriteFor) -> None:
@@ -223,7 +226,7 @@ def test_two_buckets_that_would_wait_for_each_other(fuse: RewriteFor) -> None:
         a, b = reduce(x, "a"), reduce(y, "b")
         return a, b, reduce(cast(b, torch.float32), "c"), reduce(cast(a, torch.float64), "d")
 
-    check_unchanged(backward, [tensor(4), tensor(4, dtype=torch.float64)], fuse)
+    assert _launches(check(backward, [tensor(4), tensor(4, dtype=torch.float64)], fuse)) == 4
 
 
 def test_a_bucket_may_feed_another() -> None:
@@ -236,25 +239,17 @@ def test_a_bucket_may_feed_another() -> None:
         """\
 x_1: f32[4]
 y_1: f32[4]
-reshape_default: f32[4] = reshape(x_1, [-1])
-reshape_default_1: f32[4] = reshape(y_1, [-1])
-cat_default: f32[8] = cat([reshape_default, reshape_default_1])
-div_tensor: f32[8] = div(cat_default, 2)
-all_reduce_default: f32[8] = all_reduce(div_tensor, 'sum', 'ddp0')
+pack_default: f32[8] = pack([x_1, y_1], [0, 4], [1, 1], torch.float32, 'div', 2.0, 'plan:0')
+all_reduce_default: f32[8] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: f32[8] = wait_tensor(all_reduce_default)
-split_with_sizes_default: (f32[4], f32[4]) = split_with_sizes(wait_tensor_default, [4, 4])
-getitem: f32[4] = getitem(split_with_sizes_default, 0)
-getitem_1: f32[4] = getitem(split_with_sizes_default, 1)
-reshape_default_2: f32[4] = reshape(getitem, [-1])
-reshape_default_3: f32[4] = reshape(getitem_1, [-1])
-cat_default_1: f32[8] = cat([reshape_default_2, reshape_default_3])
-div_tensor_1: f32[8] = div(cat_default_1, 2)
-all_reduce_default_1: f32[8] = all_reduce(div_tensor_1, 'sum', 'ddp0')
+as_strided_default: f32[4] = as_strided(wait_tensor_default, [4], [1], 0)
+as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 4)
+pack_default_1: f32[8] = pack([as_strided_default, as_strided_default_1], [0, 4], [1, 1], torch.float32, 'div', 2.0, 'plan:1')
+all_reduce_default_1: f32[8] = all_reduce(pack_default_1, 'sum', 'ddp0')
 wait_tensor_default_1: f32[8] = wait_tensor(all_reduce_default_1)
-split_with_sizes_default_1: (f32[4], f32[4]) = split_with_sizes(wait_tensor_default_1, [4, 4])
-getitem_2: f32[4] = getitem(split_with_sizes_default_1, 0)
-getitem_3: f32[4] = getitem(split_with_sizes_default_1, 1)
-return (getitem_2, getitem_3)
+as_strided_default_2: f32[4] = as_strided(wait_tensor_default_1, [4], [1], 0)
+as_strided_default_3: f32[4] = as_strided(wait_tensor_default_1, [4], [1], 4)
+return (as_strided_default_2, as_strided_default_3)
 """,
     )
 
@@ -274,17 +269,13 @@ def test_a_user_that_stood_before_the_fused_launch_moves_behind_it() -> None:
 x_1: f32[4]
 y_1: f32[4]
 neg: f32[4] = neg(y_1)
-reshape_default: f32[4] = reshape(x_1, [-1])
-reshape_default_1: f32[4] = reshape(neg, [-1])
-cat_default: f32[8] = cat([reshape_default, reshape_default_1])
-div_tensor: f32[8] = div(cat_default, 2)
-all_reduce_default: f32[8] = all_reduce(div_tensor, 'sum', 'ddp0')
+pack_default: f32[8] = pack([x_1, neg], [0, 4], [1, 1], torch.float32, 'div', 2.0, 'plan:0')
+all_reduce_default: f32[8] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: f32[8] = wait_tensor(all_reduce_default)
-split_with_sizes_default: (f32[4], f32[4]) = split_with_sizes(wait_tensor_default, [4, 4])
-getitem: f32[4] = getitem(split_with_sizes_default, 0)
-abs_1: f32[4] = abs(getitem)
-getitem_1: f32[4] = getitem(split_with_sizes_default, 1)
-return (abs_1, getitem_1)
+as_strided_default: f32[4] = as_strided(wait_tensor_default, [4], [1], 0)
+abs_1: f32[4] = abs(as_strided_default)
+as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 4)
+return (abs_1, as_strided_default_1)
 """,
     )
 
@@ -311,19 +302,15 @@ def test_a_read_behind_a_write_that_moves_stays_behind_it() -> None:
 x_1: f32[4]
 y_1: f32[4]
 grad_1: f32[4]
-reshape_default: f32[4] = reshape(x_1, [-1])
-reshape_default_1: f32[4] = reshape(y_1, [-1])
-cat_default: f32[8] = cat([reshape_default, reshape_default_1])
-div_tensor: f32[8] = div(cat_default, 2)
-all_reduce_default: f32[8] = all_reduce(div_tensor, 'sum', 'ddp0')
+pack_default: f32[8] = pack([x_1, y_1], [0, 4], [1, 1], torch.float32, 'div', 2.0, 'plan:0')
+all_reduce_default: f32[8] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: f32[8] = wait_tensor(all_reduce_default)
-split_with_sizes_default: (f32[4], f32[4]) = split_with_sizes(wait_tensor_default, [4, 4])
-getitem: f32[4] = getitem(split_with_sizes_default, 0)
-copy_: f32[4] = copy_(grad_1, getitem)
+as_strided_default: f32[4] = as_strided(wait_tensor_default, [4], [1], 0)
+copy_: f32[4] = copy_(grad_1, as_strided_default)
 view: f32[2, 2] = reshape(copy_, [2, 2])
 neg: f32[2, 2] = neg(view)
-getitem_1: f32[4] = getitem(split_with_sizes_default, 1)
-return (neg, getitem_1)
+as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 4)
+return (neg, as_strided_default_1)
 """,
     )
 
@@ -341,7 +328,8 @@ def test_a_gradient_that_is_read_behind_a_write_that_needs_another_one(fuse: Rew
         return fuse(graph)(graph)
 
     module = trace(backward, [tensor(4)] * 2)
-    assert not fuse_after_unbinding(module.graph)
+    assert fuse_after_unbinding(module.graph)
+    assert _launches(graph_text(module.graph)) == 2
 
 
 def test_a_gradient_that_is_overwritten_before_its_bucket_is_packed(fuse: RewriteFor) -> None:
@@ -372,7 +360,7 @@ def test_gradients_bound_by_the_order_of_other_collectives(fuse: RewriteFor) -> 
         second = all_reduce(y, "sum", "tensor_parallel")
         return first, reduce(second, "b")
 
-    check_unchanged(backward, [tensor(4)] * 2, fuse)
+    assert _launches(check(backward, [tensor(4)] * 2, fuse)) == 4
 
 
 def test_buckets_of_two_modules_between_each_other(fuse: RewriteFor) -> None:

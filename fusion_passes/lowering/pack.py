@@ -8,15 +8,13 @@ copied, all such gradients of a bucket by one kernel.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from fusion_passes.collectives import data_users
+from fusion_passes.lowering.obstacles import obstacle_to_storing, written_by_a_library
 from fusion_passes.operators import IN_BUCKET, PACK, STORE, WIDEN, split_strides
 from fusion_passes.torch_private import (
     graph_lowering,
@@ -37,151 +35,141 @@ def register_lowerings(on_packed: OnPacked) -> None:
         on_packed: called for each bucket that is lowered.
     """
 
-    def pack(gradients: Sequence[Any], *args: Any) -> Any:
-        return _lower_pack(on_packed, gradients, *args)
+    def pack(
+        gradients: Sequence[Any],
+        offsets: Sequence[int],
+        strides: Sequence[int],
+        dtype: torch.dtype,
+        scale: str,
+        factor: float,
+        label: str,
+    ) -> Any:
+        nodes: list[fx.Node] = graph_lowering().current_node.args[0]
+        bucket = _Bucket(nodes, gradients, dtype, scale, factor)
+        places = split_strides([node.meta["val"] for node in nodes], strides)
+        copied = bucket.fill(list(zip(offsets, places, strict=True)))
+        on_packed(label, copied)
+        return bucket.value
 
     register_lowering(PACK, pack)
     register_lowering(WIDEN, _lower_widen)
 
 
-@dataclass
-class _Store:
-    """How one gradient gets into its place.
-
-    Attributes:
-        gradient: Inductor's value of it.
-        place: view of the bucket, with the gradient's shape.
-        numbers: its offset and strides in the bucket.
-        obstacle: why its producer cannot store it there; ``None`` if it can.
-    """
-
-    gradient: Any
-    place: Any
-    numbers: tuple[int, tuple[int, ...]]
-    obstacle: str | None
-
-
-@dataclass
 class _Bucket:
-    """A bucket while it is lowered.
+    """A bucket that is being lowered."""
 
-    Attributes:
-        kernel: the ``ConcatKernel``.
-        box: what its places are views of.
-        copies: names of the operations that only copy.
-    """
+    def __init__(
+        self,
+        nodes: Sequence[fx.Node],
+        gradients: Sequence[Any],
+        dtype: torch.dtype,
+        scale: str,
+        factor: float,
+    ) -> None:
+        ir = inductor_ir()
+        self._nodes = nodes
+        self._gradients = gradients
+        self._dtype = dtype
+        self._device = gradients[0].get_device()
+        self._factor = factor
+        self._at_store = "none" if scale.endswith(IN_BUCKET) else scale
+        self._in_bucket = scale.removesuffix(IN_BUCKET) if scale.endswith(IN_BUCKET) else "none"
+        numel = sum(node.meta["val"].numel() for node in nodes)
+        layout = ir.FixedLayout(self._device, dtype, [numel], [1])
+        self._kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
+        self._box = ir.StorageBox(self._kernel)
+        self.value = ir.TensorBox(self._box)
 
-    kernel: Any
-    box: Any
-    copies: list[str] = field(default_factory=list)
+    def fill(self, places: Sequence[tuple[int, tuple[int, ...]]]) -> dict[int, str]:
+        """Stores the gradients.
 
+        Args:
+            places: offset and strides of each, in elements.
 
-def _lower_pack(
-    on_packed: OnPacked,
-    gradients: Sequence[Any],
-    offsets: Sequence[int],
-    strides: Sequence[int],
-    dtype: torch.dtype,
-    scale: str,
-    factor: float,
-    label: str,
-) -> Any:
-    ir, graph = inductor_ir(), graph_lowering()
-    nodes = graph.current_node.args[0]
-    bucket = _new_bucket(gradients[0].get_device(), dtype, nodes)
-    at_store = "none" if scale.endswith(IN_BUCKET) else scale
-    stores = []
-    shapes = [node.meta["val"] for node in nodes]
-    for node, gradient, *numbers in zip(
-        nodes, gradients, offsets, split_strides(shapes, strides), strict=True
-    ):
-        offset, stride = numbers
-        layout = ir.FixedLayout(
-            bucket.kernel.get_device(), dtype, list(gradient.get_size()), list(stride), offset
+        Returns:
+            Why a gradient is copied, by its number, for those that are.
+        """
+        views = [self._view(*item) for item in zip(self._gradients, places, strict=True)]
+        obstacles = {
+            number: obstacle
+            for number, view in enumerate(views)
+            if (obstacle := self._obstacle(number, view)) is not None
+        }
+        copies = [n for n in obstacles if written_by_a_library(self._gradients[n])]
+        one_kernel = supports_foreach(self._device)
+        copying: list[str] = []
+        for number, view in enumerate(views):
+            if number not in copies:
+                self._store(number, view, number in obstacles)
+            elif one_kernel:
+                copying.append(self._store(number, view, True).get_operation_name())
+        if len(copying) > 1:
+            graph_lowering().register_operation_list(copying)
+        self._register()
+        if copies and not one_kernel:
+            self._copy([(self._gradients[n], *places[n]) for n in copies])
+        self._scale_in_place()
+        return obstacles
+
+    def _view(self, gradient: Any, place: tuple[int, tuple[int, ...]]) -> Any:
+        ir = inductor_ir()
+        offset, strides = place
+        size = list(gradient.get_size())
+        layout = ir.FixedLayout(self._device, self._dtype, size, list(strides), offset)
+        return ir.ReinterpretView(data=self._box, layout=layout)
+
+    def _is_changed(self, gradient: Any) -> bool:
+        return self._at_store != "none" or gradient.get_dtype() != self._dtype
+
+    def _obstacle(self, number: int, view: Any) -> str | None:
+        gradient = self._gradients[number]
+        return obstacle_to_storing(
+            self._nodes[number], gradient, view, is_changed=self._is_changed(gradient)
         )
-        place = ir.ReinterpretView(data=bucket.box, layout=layout)
-        changed = at_store != "none" or gradient.get_dtype() != dtype
-        obstacle = _obstacle(node, gradient, place, changed)
-        stores.append(_Store(gradient, place, (offset, stride), obstacle))
-    apart = [] if supports_foreach(bucket.kernel.get_device()) else [s for s in stores if _is_alien(s)]
-    for store in stores:
-        if store not in apart:
-            _store(bucket, store, at_store, factor)
-    if len(bucket.copies) > 1:
-        graph.register_operation_list(bucket.copies)
-    bucket.kernel.name = graph.register_buffer(bucket.kernel)
-    bucket.kernel.inputs = ir.ConcatKernel.unwrap_storage(bucket.kernel.inputs)
-    graph.register_operation(bucket.kernel)
-    result = ir.TensorBox(bucket.box)
-    if apart:
-        _store_apart(result, apart, at_store, factor)
-    if at_store != scale:
-        product = _scaled(result, scale.removesuffix(IN_BUCKET), factor)
-        ir.MutationLayoutSHOULDREMOVE.realize_into(product, result.data, unsafe_alias=True)
-    on_packed(label, {i: s.obstacle for i, s in enumerate(stores) if s.obstacle is not None})
-    return result
 
+    def _store(self, number: int, view: Any, is_copied: bool) -> Any:
+        """Points the gradient's kernel at its place, or adds one that stores it there; that one
+        Inductor may fuse with the gradient's, if it generates both."""
+        ir = inductor_ir()
+        gradient = self._gradients[number]
+        if isinstance(gradient.data, ir.StorageBox) and not (
+            is_copied or self._is_changed(gradient)
+        ):
+            gradient.data.realize()
+            buffer = gradient.data.data
+            buffer.layout = ir.NonOwningLayout(view)
+        else:
+            value = _scaled(_computed_again(gradient), self._at_store, self._factor)
+            value = inductor_lowerings().to_dtype(value, self._dtype)
+            buffer = ir.ConcatKernel.realize_into(value, view)
+        self._kernel.inputs.append(buffer)
+        return buffer
 
-def _new_bucket(device: Any, dtype: torch.dtype, nodes: Sequence[fx.Node]) -> _Bucket:
-    ir = inductor_ir()
-    numel = sum(node.meta["val"].numel() for node in nodes)
-    layout = ir.FixedLayout(device, dtype, [numel], [1])
-    kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
-    return _Bucket(kernel, ir.StorageBox(kernel))
+    def _register(self) -> None:
+        graph = graph_lowering()
+        self._kernel.name = graph.register_buffer(self._kernel)
+        self._kernel.inputs = inductor_ir().ConcatKernel.unwrap_storage(self._kernel.inputs)
+        graph.register_operation(self._kernel)
 
-
-def _store(bucket: _Bucket, store: _Store, scale: str, factor: float) -> None:
-    """Points the gradient's producer at its place, or adds a kernel that stores it there; that one
-    Inductor may fuse with the producer, if it generates both."""
-    ir = inductor_ir()
-    gradient = store.gradient
-    if store.obstacle is None and gradient.get_dtype() == store.place.get_dtype() and scale == "none":
-        buffer = _take_over(gradient, store.place)
-    else:
-        value = inductor_lowerings().to_dtype(
-            _scaled(_copy_of(gradient), scale, factor), store.place.get_dtype()
+    def _copy(self, gradients: Sequence[tuple[Any, int, tuple[int, ...]]]) -> None:
+        """One call that copies several gradients."""
+        values, offsets, strides = zip(*gradients, strict=True)
+        inductor_ir().FallbackKernel.create(
+            STORE,
+            self.value,
+            list(values),
+            list(offsets),
+            [number for numbers in strides for number in numbers],
+            self._at_store,
+            self._factor,
         )
-        buffer = ir.ConcatKernel.realize_into(value, store.place)
-        if _is_alien(store):
-            bucket.copies.append(buffer.get_operation_name())
-    bucket.kernel.inputs.append(buffer)
 
-
-def _take_over(gradient: Any, place: Any) -> Any:
-    """Lets the gradient's kernel write to ``place``, which it can."""
-    ir = inductor_ir()
-    box = _box(gradient)
-    if box is None:
-        return ir.ConcatKernel.realize_into(gradient, place)
-    box.realize()
-    box.data.layout = ir.NonOwningLayout(place)
-    return box.data
-
-
-def _copy_of(value: Any) -> Any:
-    """A value of its own, computed from ``value`` where it is stored."""
-    ir = inductor_ir()
-    return ir.Pointwise.create(
-        device=value.get_device(),
-        dtype=value.get_dtype(),
-        inner_fn=value.make_loader(),
-        ranges=list(value.get_size()),
-    )
-
-
-def _store_apart(bucket: Any, stores: Sequence[_Store], scale: str, factor: float) -> None:
-    """One call that copies several gradients."""
-    offsets = [store.numbers[0] for store in stores]
-    strides = [number for store in stores for number in store.numbers[1]]
-    gradients = [store.gradient for store in stores]
-    inductor_ir().FallbackKernel.create(STORE, bucket, gradients, offsets, strides, scale, factor)
-
-
-def _scaled(value: Any, scale: str, factor: float) -> Any:
-    lowerings = inductor_lowerings()
-    if scale == "none":
-        return value
-    return (lowerings.div if scale == "div" else lowerings.mul)(value, factor)
+    def _scale_in_place(self) -> None:
+        if self._in_bucket != "none":
+            product = _scaled(self.value, self._in_bucket, self._factor)
+            inductor_ir().MutationLayoutSHOULDREMOVE.realize_into(
+                product, self._box, unsafe_alias=True
+            )
 
 
 def _lower_widen(bucket: Any, dtype: torch.dtype, scale: str, factor: float) -> Any:
@@ -192,106 +180,18 @@ def _lower_widen(bucket: Any, dtype: torch.dtype, scale: str, factor: float) -> 
     return value
 
 
-# --- What can be stored without a copy ---------------------------------------------------------
-
-
-def _obstacle(node: fx.Node, gradient: Any, place: Any, changed: bool) -> str | None:
-    """Why the gradient's kernel cannot store it in the bucket; ``None`` if it can.
-
-    Args:
-        node: the gradient's node.
-        gradient: Inductor's value of it.
-        place: where it is to be stored.
-        changed: whether it is cast or scaled on the way.
-    """
-    ir = inductor_ir()
-    box = _box(gradient)
-    if box is None:
-        inner = gradient.data.unwrap_view()
-        computed = isinstance(inner, ir.StorageBox) and isinstance(inner.data, ir.Loops)
-        return None if computed else "it is a view of a tensor that is laid out in another way"
-    buffer = box.data
-    if isinstance(buffer, ir.InputBuffer | ir.ConstantBuffer):
-        return "it is an input of the graph"
-    if _is_read_elsewhere(node):
-        return "something else reads it too"
-    if isinstance(buffer, ir.Loops) or (changed and isinstance(buffer, ir.ComputedBuffer)):
-        return None
-    if isinstance(buffer, ir.ExternKernelAlloc | ir.MultiOutput):
-        return f"{_operator(node)} allocates its result itself"
-    if changed:
-        return f"{_operator(node)} neither casts nor scales its result"
-    return _layout_obstacle(buffer, box, place)
-
-
-def _layout_obstacle(buffer: Any, box: Any, place: Any) -> str | None:
-    ir = inductor_ir()
-    if isinstance(buffer, ir.MultiTemplateBuffer):
-        fits = ir.ConcatKernel.can_realize_into_without_copy(box, place)
-        return None if fits else "its kernel is still to be chosen by max_autotune"
-    if not isinstance(buffer, ir.ComputedBuffer | ir.ExternKernelOut | ir.TemplateBuffer):
-        return f"its kernel is a {type(buffer).__name__}"
-    layout = buffer.layout
-    if isinstance(layout, ir.FlexibleLayout):
-        return None
-    if type(layout) is not ir.FixedLayout or layout.offset != 0:
-        return f"its kernel stores by a {type(layout).__name__}"
-    ours, theirs = (
-        [stride for size, stride in zip(layout.size, strides, strict=True) if size != 1]
-        for strides in (place.get_stride(), layout.stride)
-    )
-    return None if ours == theirs else f"its kernel stores with strides {layout.stride}"
-
-
-def _is_alien(store: _Store) -> bool:
-    """Whether a gradient is to be copied from memory that no generated kernel has written: such a
-    copy is a kernel of its own."""
-    ir = inductor_ir()
-    if store.obstacle is None:
-        return False
-    box = _box(store.gradient)
-    if box is None:
-        box = store.gradient.data.unwrap_view()
-    return not isinstance(box.data, ir.Loops | ir.ComputedBuffer)
-
-
-def _is_read_elsewhere(node: fx.Node) -> bool:
-    """Whether anything but the bucket sees the memory in which the node's value lies: the bucket is
-    reduced in place. Some operators give their input's memory on as their own."""
-    reads = sum(source is node for user in data_users(node) for source in _sources(user))
-    if reads > 1:
-        return True
-    memory = _memory(node)
-    return any(
-        _memory(source) is memory and _is_read_elsewhere(source)
-        for source in node.all_input_nodes
-        if source.op != "get_attr"
+def _computed_again(value: Any) -> Any:
+    """A value of its own, computed from ``value`` where it is stored."""
+    return inductor_ir().Pointwise.create(
+        device=value.get_device(),
+        dtype=value.get_dtype(),
+        inner_fn=value.make_loader(),
+        ranges=list(value.get_size()),
     )
 
 
-def _sources(user: fx.Node) -> list[Any]:
-    if user.target is PACK:
-        return list(user.args[0])  # type: ignore[arg-type]
-    return list(user.all_input_nodes)
-
-
-def _memory(node: fx.Node) -> Any:
-    """What holds the node's value, to be compared by identity."""
-    value = graph_lowering().env.get(node)
-    if not hasattr(value, "data"):
-        return object()
-    box = _box(value)
-    return box.data if box is not None else value.data.unwrap_view().data
-
-
-def _box(value: Any) -> Any:
-    """The box of a value that is no view."""
-    data = value.data
-    return data if isinstance(data, inductor_ir().StorageBox) else None
-
-
-def _operator(node: fx.Node) -> str:
-    source = node
-    while source.target is operator.getitem:
-        source = source.args[0]  # type: ignore[assignment]
-    return str(source.target).removesuffix(".default")
+def _scaled(value: Any, scale: str, factor: float) -> Any:
+    lowerings = inductor_lowerings()
+    if scale == "none":
+        return value
+    return (lowerings.div if scale == "div" else lowerings.mul)(value, factor)

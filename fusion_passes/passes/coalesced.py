@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from fusion_passes.collectives import all_reduce_coalesced
+from fusion_passes.hook_form import NO_SCALING
 from fusion_passes.planning import Bucket
-from fusion_passes.reductions import NO_SCALING, GradientReduction
+from fusion_passes.reductions import GradientReduction
 from fusion_passes.rewrite import Replacement, cast, replace_buckets, scale_by
 
 
@@ -59,9 +60,9 @@ def _reduce(bucket: Bucket, gradients: list[Tensor]) -> list[Tensor]:
     key, way, scaling = bucket.key, bucket.scaling.way, bucket.scaling.scaling
     flat = [_as_it_lies(m, g) for m, g in zip(bucket.members, gradients, strict=True)]
     before = scaling if way != "result" else NO_SCALING
-    sent = [cast(tensor, key.reduce_dtype) for tensor in scale_by(before, flat)]
+    sent = [cast(tensor, key.reduce_dtype.to_real()) for tensor in scale_by(before, flat)]
     reduced = all_reduce_coalesced(sent, bucket.scaling.reduce_op, key.group_name)
-    results = [cast(tensor, key.dtype) for tensor in reduced]
+    results = [cast(tensor, key.dtype.to_real()) for tensor in reduced]
     if way == "result":
         results = scale_by(scaling, results)
     return [_in_place(m, result) for m, result in zip(bucket.members, results, strict=True)]

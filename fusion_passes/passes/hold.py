@@ -12,6 +12,7 @@ from fusion_passes.graph_edit import hold
 from fusion_passes.kernels import is_library_kernel
 from fusion_passes.reductions import OwnerOf
 
+
 @dataclass(frozen=True)
 class HoldPlacement:
     """Turns the order of launches, kernels and waits into dependencies.

@@ -32,9 +32,7 @@ _PACKING: Final = frozenset(
         torch.ops.prims.convert_element_type.default,
     )
 )
-_PACKING_ALL: Final = frozenset(
-    (PACK, _aten._foreach_div.Scalar, _aten._foreach_mul.Scalar)
-)
+_PACKING_ALL: Final = frozenset((PACK, _aten._foreach_div.Scalar, _aten._foreach_mul.Scalar))
 # What brings a result into its place, shape, layout and dtype, and is no reason to wait for it.
 _SETTLING: Final = frozenset(
     (

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a golden has one line for each node)
 """One flat buffer, one scaling, one all-reduce: what the graph looks like then."""
 
 from __future__ import annotations
@@ -27,17 +28,12 @@ x_1: f32[2, 3]
 y_1: f32[4]
 neg: f32[2, 3] = neg(x_1)
 neg_1: f32[4] = neg(y_1)
-reshape_default: f32[6] = reshape(neg, [-1])
-reshape_default_1: f32[4] = reshape(neg_1, [-1])
-cat_default: f32[10] = cat([reshape_default, reshape_default_1])
-div_tensor: f32[10] = div(cat_default, 2)
-all_reduce_default: f32[10] = all_reduce(div_tensor, 'sum', 'ddp0')
+pack_default: f32[10] = pack([neg, neg_1], [4, 0], [3, 1, 1], torch.float32, 'div', 2.0, 'plan:0')
+all_reduce_default: f32[10] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: f32[10] = wait_tensor(all_reduce_default)
-split_with_sizes_default: (f32[6], f32[4]) = split_with_sizes(wait_tensor_default, [6, 4])
-getitem: f32[6] = getitem(split_with_sizes_default, 0)
-getitem_1: f32[4] = getitem(split_with_sizes_default, 1)
-reshape_default_2: f32[2, 3] = reshape(getitem, [2, 3])
-return (reshape_default_2, getitem_1)
+as_strided_default: f32[2, 3] = as_strided(wait_tensor_default, [2, 3], [3, 1], 4)
+as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 0)
+return (as_strided_default, as_strided_default_1)
 """,
     )
 
@@ -58,18 +54,13 @@ neg: f32[2, 3] = neg(x_1)
 add: f32[2, 3] = add(a_1, neg)
 neg_1: f32[4] = neg(y_1)
 add_1: f32[4] = add(b_1, neg_1)
-reshape_default: f32[6] = reshape(add, [-1])
-reshape_default_1: f32[4] = reshape(add_1, [-1])
-cat_default: f32[10] = cat([reshape_default, reshape_default_1])
-div_tensor: f32[10] = div(cat_default, 2)
-all_reduce_default: f32[10] = all_reduce(div_tensor, 'sum', 'ddp0')
+pack_default: f32[10] = pack([add, add_1], [4, 0], [3, 1, 1], torch.float32, 'div', 2.0, 'plan:0')
+all_reduce_default: f32[10] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: f32[10] = wait_tensor(all_reduce_default)
-split_with_sizes_default: (f32[6], f32[4]) = split_with_sizes(wait_tensor_default, [6, 4])
-getitem: f32[6] = getitem(split_with_sizes_default, 0)
-getitem_1: f32[4] = getitem(split_with_sizes_default, 1)
-reshape_default_2: f32[2, 3] = reshape(getitem, [2, 3])
-copy_: f32[2, 3] = copy_(a_1, reshape_default_2)
-copy__1: f32[4] = copy_(b_1, getitem_1)
+as_strided_default: f32[2, 3] = as_strided(wait_tensor_default, [2, 3], [3, 1], 4)
+copy_: f32[2, 3] = copy_(a_1, as_strided_default)
+as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 0)
+copy__1: f32[4] = copy_(b_1, as_strided_default_1)
 return None
 """,
     )
@@ -84,16 +75,12 @@ def test_one_multiplication() -> None:
         """\
 x_1: f32[4]
 y_1: f32[4]
-reshape_default: f32[4] = reshape(x_1, [-1])
-reshape_default_1: f32[4] = reshape(y_1, [-1])
-cat_default: f32[8] = cat([reshape_default, reshape_default_1])
-mul_tensor: f32[8] = mul(cat_default, 0.25)
-all_reduce_default: f32[8] = all_reduce(mul_tensor, 'sum', 'ddp0')
+pack_default: f32[8] = pack([x_1, y_1], [0, 4], [1, 1], torch.float32, 'mul', 0.25, 'plan:0')
+all_reduce_default: f32[8] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: f32[8] = wait_tensor(all_reduce_default)
-split_with_sizes_default: (f32[4], f32[4]) = split_with_sizes(wait_tensor_default, [4, 4])
-getitem: f32[4] = getitem(split_with_sizes_default, 0)
-getitem_1: f32[4] = getitem(split_with_sizes_default, 1)
-return (getitem, getitem_1)
+as_strided_default: f32[4] = as_strided(wait_tensor_default, [4], [1], 0)
+as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 4)
+return (as_strided_default, as_strided_default_1)
 """,
     )
 
@@ -107,15 +94,12 @@ def test_avg_without_scaling() -> None:
         """\
 x_1: f32[4]
 y_1: f32[4]
-reshape_default: f32[4] = reshape(x_1, [-1])
-reshape_default_1: f32[4] = reshape(y_1, [-1])
-cat_default: f32[8] = cat([reshape_default, reshape_default_1])
-all_reduce_default: f32[8] = all_reduce(cat_default, 'avg', 'ddp0')
+pack_default: f32[8] = pack([x_1, y_1], [0, 4], [1, 1], torch.float32, 'none', 1.0, 'plan:0')
+all_reduce_default: f32[8] = all_reduce(pack_default, 'avg', 'ddp0')
 wait_tensor_default: f32[8] = wait_tensor(all_reduce_default)
-split_with_sizes_default: (f32[4], f32[4]) = split_with_sizes(wait_tensor_default, [4, 4])
-getitem: f32[4] = getitem(split_with_sizes_default, 0)
-getitem_1: f32[4] = getitem(split_with_sizes_default, 1)
-return (getitem, getitem_1)
+as_strided_default: f32[4] = as_strided(wait_tensor_default, [4], [1], 0)
+as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 4)
+return (as_strided_default, as_strided_default_1)
 """,
     )
 
@@ -129,20 +113,13 @@ def test_a_compressed_bucket_is_sent_in_the_small_dtype() -> None:
         """\
 x_1: f32[4]
 y_1: f32[4]
-convert_element_type: bf16[4] = convert_element_type(x_1, torch.bfloat16)
-convert_element_type_2: bf16[4] = convert_element_type(y_1, torch.bfloat16)
-reshape_default: bf16[4] = reshape(convert_element_type, [-1])
-reshape_default_1: bf16[4] = reshape(convert_element_type_2, [-1])
-cat_default: bf16[8] = cat([reshape_default, reshape_default_1])
-div_tensor: bf16[8] = div(cat_default, 2)
-all_reduce_default: bf16[8] = all_reduce(div_tensor, 'sum', 'ddp0')
+pack_default: bf16[8] = pack([x_1, y_1], [0, 4], [1, 1], torch.bfloat16, 'none', 2.0, 'plan:0')
+all_reduce_default: bf16[8] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: bf16[8] = wait_tensor(all_reduce_default)
-split_with_sizes_default: (bf16[4], bf16[4]) = split_with_sizes(wait_tensor_default, [4, 4])
-getitem: bf16[4] = getitem(split_with_sizes_default, 0)
-convert_element_type_1: f32[4] = convert_element_type(getitem, torch.float32)
-getitem_1: bf16[4] = getitem(split_with_sizes_default, 1)
-convert_element_type_3: f32[4] = convert_element_type(getitem_1, torch.float32)
-return (convert_element_type_1, convert_element_type_3)
+widen_default: f32[8] = widen(wait_tensor_default, torch.float32, 'div', 2.0)
+as_strided_default: f32[4] = as_strided(widen_default, [4], [1], 0)
+as_strided_default_1: f32[4] = as_strided(widen_default, [4], [1], 4)
+return (as_strided_default, as_strided_default_1)
 """,
     )
 
@@ -158,18 +135,12 @@ x_1: f32[2, 3]strides[1, 2]
 y_1: f32[4]
 neg: f32[2, 3]strides[1, 2] = neg(x_1)
 neg_1: f32[4] = neg(y_1)
-reshape_default: f32[6] = reshape(neg, [-1])
-reshape_default_1: f32[4] = reshape(neg_1, [-1])
-cat_default: f32[10] = cat([reshape_default, reshape_default_1])
-div_tensor: f32[10] = div(cat_default, 2)
-all_reduce_default: f32[10] = all_reduce(div_tensor, 'sum', 'ddp0')
+pack_default: f32[10] = pack([neg, neg_1], [4, 0], [1, 2, 1], torch.float32, 'div', 2.0, 'plan:0')
+all_reduce_default: f32[10] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: f32[10] = wait_tensor(all_reduce_default)
-split_with_sizes_default: (f32[6], f32[4]) = split_with_sizes(wait_tensor_default, [6, 4])
-getitem: f32[6] = getitem(split_with_sizes_default, 0)
-getitem_1: f32[4] = getitem(split_with_sizes_default, 1)
-reshape_default_2: f32[2, 3] = reshape(getitem, [2, 3])
-copy: f32[2, 3]strides[1, 2] = copy(neg, reshape_default_2)
-return (copy, getitem_1)
+as_strided_default: f32[2, 3]strides[1, 2] = as_strided(wait_tensor_default, [2, 3], [1, 2], 4)
+as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 0)
+return (as_strided_default, as_strided_default_1)
 """,
     )
 
@@ -184,18 +155,13 @@ def test_scalars_and_empty_gradients_have_their_piece() -> None:
 x_1: f32[]
 y_1: f32[0, 4]
 z_1: f32[4]
-reshape_default: f32[1] = reshape(x_1, [-1])
-reshape_default_1: f32[4] = reshape(z_1, [-1])
-cat_default: f32[5] = cat([reshape_default, reshape_default_1])
-div_tensor: f32[5] = div(cat_default, 2)
-all_reduce_default: f32[5] = all_reduce(div_tensor, 'sum', 'ddp0')
+pack_default: f32[5] = pack([x_1, z_1], [4, 0], [1], torch.float32, 'div', 2.0, 'plan:0')
+all_reduce_default: f32[5] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: f32[5] = wait_tensor(all_reduce_default)
-split_with_sizes_default: (f32[1], f32[4]) = split_with_sizes(wait_tensor_default, [1, 4])
-getitem: f32[1] = getitem(split_with_sizes_default, 0)
-getitem_1: f32[4] = getitem(split_with_sizes_default, 1)
-reshape_default_2: f32[] = reshape(getitem, [])
+as_strided_default: f32[] = as_strided(wait_tensor_default, [], [], 4)
 clone_default: f32[0, 4] = clone(y_1, memory_format=torch.contiguous_format)
-return (reshape_default_2, clone_default, getitem_1)
+as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 0)
+return (as_strided_default, clone_default, as_strided_default_1)
 """,
     )
 
@@ -211,19 +177,13 @@ x_1: c64[2]
 y_1: c64[2]
 view_as_real_default: f32[2, 2] = view_as_real(x_1)
 view_as_real_default_1: f32[2, 2] = view_as_real(y_1)
-reshape_default: f32[4] = reshape(view_as_real_default, [-1])
-reshape_default_1: f32[4] = reshape(view_as_real_default_1, [-1])
-cat_default: f32[8] = cat([reshape_default, reshape_default_1])
-div_tensor: f32[8] = div(cat_default, 2)
-all_reduce_default: f32[8] = all_reduce(div_tensor, 'sum', 'ddp0')
+pack_default: f32[8] = pack([view_as_real_default, view_as_real_default_1], [0, 4], [2, 1, 2, 1], torch.float32, 'div', 2.0, 'plan:0')
+all_reduce_default: f32[8] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: f32[8] = wait_tensor(all_reduce_default)
-split_with_sizes_default: (f32[4], f32[4]) = split_with_sizes(wait_tensor_default, [4, 4])
-getitem: f32[4] = getitem(split_with_sizes_default, 0)
-getitem_1: f32[4] = getitem(split_with_sizes_default, 1)
-reshape_default_2: f32[2, 2] = reshape(getitem, [2, 2])
-reshape_default_3: f32[2, 2] = reshape(getitem_1, [2, 2])
-view_as_complex_default: c64[2] = view_as_complex(reshape_default_2)
-view_as_complex_default_1: c64[2] = view_as_complex(reshape_default_3)
+as_strided_default: f32[2, 2] = as_strided(wait_tensor_default, [2, 2], [2, 1], 0)
+view_as_complex_default: c64[2] = view_as_complex(as_strided_default)
+as_strided_default_1: f32[2, 2] = as_strided(wait_tensor_default, [2, 2], [2, 1], 4)
+view_as_complex_default_1: c64[2] = view_as_complex(as_strided_default_1)
 return (view_as_complex_default, view_as_complex_default_1)
 """,
     )
@@ -239,16 +199,12 @@ def test_the_same_gradient_twice() -> None:
         """\
 x_1: f32[4]
 neg: f32[4] = neg(x_1)
-reshape_default: f32[4] = reshape(neg, [-1])
-reshape_default_1: f32[4] = reshape(neg, [-1])
-cat_default: f32[8] = cat([reshape_default, reshape_default_1])
-div_tensor: f32[8] = div(cat_default, 2)
-all_reduce_default: f32[8] = all_reduce(div_tensor, 'sum', 'ddp0')
+pack_default: f32[8] = pack([neg, neg], [0, 4], [1, 1], torch.float32, 'div', 2.0, 'plan:0')
+all_reduce_default: f32[8] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: f32[8] = wait_tensor(all_reduce_default)
-split_with_sizes_default: (f32[4], f32[4]) = split_with_sizes(wait_tensor_default, [4, 4])
-getitem: f32[4] = getitem(split_with_sizes_default, 0)
-getitem_1: f32[4] = getitem(split_with_sizes_default, 1)
-return (getitem, getitem_1)
+as_strided_default: f32[4] = as_strided(wait_tensor_default, [4], [1], 0)
+as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 4)
+return (as_strided_default, as_strided_default_1)
 """,
     )
 
@@ -264,17 +220,11 @@ def test_gradients_that_share_memory_with_something_else() -> None:
 x_1: f32[3]
 expand: f32[2, 3]strides[0, 1] = expand(x_1, [2, 3])
 permute: f32[3, 2]strides[1, 0] = permute(expand, [1, 0])
-reshape_default: f32[6] = reshape(expand, [-1])
-reshape_default_1: f32[6] = reshape(permute, [-1])
-cat_default: f32[12] = cat([reshape_default, reshape_default_1])
-div_tensor: f32[12] = div(cat_default, 2)
-all_reduce_default: f32[12] = all_reduce(div_tensor, 'sum', 'ddp0')
+pack_default: f32[12] = pack([expand, permute], [0, 6], [3, 1, 2, 1], torch.float32, 'div', 2.0, 'plan:0')
+all_reduce_default: f32[12] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: f32[12] = wait_tensor(all_reduce_default)
-split_with_sizes_default: (f32[6], f32[6]) = split_with_sizes(wait_tensor_default, [6, 6])
-getitem: f32[6] = getitem(split_with_sizes_default, 0)
-getitem_1: f32[6] = getitem(split_with_sizes_default, 1)
-reshape_default_2: f32[2, 3] = reshape(getitem, [2, 3])
-reshape_default_3: f32[3, 2] = reshape(getitem_1, [3, 2])
-return (reshape_default_2, reshape_default_3)
+as_strided_default: f32[2, 3] = as_strided(wait_tensor_default, [2, 3], [3, 1], 0)
+as_strided_default_1: f32[3, 2] = as_strided(wait_tensor_default, [3, 2], [2, 1], 6)
+return (as_strided_default, as_strided_default_1)
 """,
     )

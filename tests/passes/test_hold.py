@@ -177,8 +177,8 @@ def test_two_buckets_between_kernels() -> None:
     assert_expected_inline(
         "\n".join(line for line in text.splitlines() if "control_deps" in line),
         """\
-held_mm_1: f32[2, 2] = control_deps((all_reduce), held_mm, x_1)
-held_mm_3: f32[2, 2] = control_deps((all_reduce_1), held_mm_2, held_mm_1)
-held_wait_tensor_1: f32[2, 2] = control_deps((all_reduce_1, held_mm_3), held_wait_tensor, all_reduce)
-held_wait_tensor_3: f32[2, 2] = control_deps((all_reduce_1, held_mm_3), held_wait_tensor_2, all_reduce_1)""",
+held_mm_1: f32[2, 2] = control_deps((all_reduce_default), held_mm, x_1)
+held_mm_3: f32[2, 2] = control_deps((all_reduce_default_1), held_mm_2, held_mm_1)
+held_wait_tensor_default_1: f32[4] = control_deps((all_reduce_default_1, held_mm_3), held_wait_tensor_default, all_reduce_default)
+held_wait_tensor_default_3: f32[4] = control_deps((all_reduce_default_1, held_mm_3), held_wait_tensor_default_2, all_reduce_default_1)""",
     )

@@ -16,6 +16,9 @@ from tests.report.test_table import REPORT
 from tests.support.graphs import caps, plan_of, reduce, tensor, trace
 
 OTHER = dataclasses.replace(REPORT, digest="fedcba9876543210", mode="coalesced")
+NOTHING_COPIED = dataclasses.replace(
+    REPORT, buckets=tuple(dataclasses.replace(bucket, copied=()) for bucket in REPORT.buckets)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +37,40 @@ def test_reports_are_oldest_first_and_stay() -> None:
     journal.add(REPORT)
     assert journal.reports() == (REPORT, OTHER, REPORT)
     assert journal.reports() == (REPORT, OTHER, REPORT)
+
+
+def test_a_report_is_complete_when_its_graph_is_lowered(counters: Counter[str]) -> None:
+    journal = Journal()
+    journal.expect(NOTHING_COPIED, "plan", [0, 1])
+    journal.packed("plan:1", {0: "a reason", 3: "a reason", 1: "another reason"})
+    assert journal.reports() == ()
+    assert not counters, "what is counted is stored with the graph: it must be complete"
+    journal.packed("plan:0", {})
+    assert journal.reports() == (REPORT,)
+    journal.packed("plan:0", {0: "a bucket that nobody expects"})
+    assert journal.reports() == (REPORT,)
+
+
+def test_a_graph_that_is_not_lowered_is_no_news_when_it_is_compiled_again() -> None:
+    journal = Journal()
+    journal.expect(NOTHING_COPIED, "plan", [0, 1])
+    journal.packed("plan:0", {0: "of a compile that failed"})
+    journal.expect(NOTHING_COPIED, "plan", [0, 1])
+    journal.packed("plan:0", {})
+    journal.packed("plan:1", {})
+    assert journal.reports() == (NOTHING_COPIED,)
+
+
+def test_reports_differ_in_what_was_copied(counters: Counter[str]) -> None:
+    """Another setting can copy others of the same plan: neither is read for the other."""
+    Journal().add(NOTHING_COPIED)
+    stored = Counter(counters)
+    Journal().add(REPORT)
+    counters.clear()
+    journal = Journal()
+    journal.reports()
+    counters.update(stored)
+    assert [report.buckets for report in journal.reports()] == [NOTHING_COPIED.buckets]
 
 
 def test_a_graph_from_the_cache_is_found_by_the_counter(counters: Counter[str]) -> None:
@@ -81,7 +118,7 @@ def test_a_report_that_cannot_be_read_is_a_warning(
         path.write_text(text)
     with caplog.at_level(logging.WARNING):
         assert Journal().reports() == ()
-    assert REPORT.digest in caplog.text
+    assert REPORT.fingerprint() in caplog.text
     assert "clear the cache" in caplog.text
 
 
@@ -100,7 +137,7 @@ def test_nothing_is_left_beside_the_reports(tmp_path: Path) -> None:
     Journal().add(REPORT)
     Journal().add(REPORT)
     assert [path.name for path in (tmp_path / "fusion_passes").iterdir()] == [
-        f"{REPORT.digest}.json"
+        f"{REPORT.fingerprint()}.json"
     ]
 
 

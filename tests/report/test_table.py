@@ -18,14 +18,31 @@ REPORT = FusionReport(
     collectives_before=8,
     collectives_after=3,
     buckets=(
-        BucketReport("DDP 0 (Net)", "0", "float32", 1536, MIB, ("head.bias", "head.weight")),
         BucketReport(
-            "DDP 0 (Net)",
-            "0",
-            "bfloat16",
-            30 * MIB,
-            25 * MIB,
-            tuple(f"layers.{index}.weight" for index in range(5)),
+            module="DDP 0 (Net)",
+            group="0",
+            dtype="float32",
+            num_bytes=1536,
+            sent_bytes=768,
+            cap_bytes=MIB,
+            scaling="result",
+            parameters=("head.bias", "head.weight"),
+        ),
+        BucketReport(
+            module="DDP 0 (Net)",
+            group="0",
+            dtype="bfloat16",
+            num_bytes=30 * MIB,
+            sent_bytes=30 * MIB,
+            cap_bytes=25 * MIB,
+            scaling="bucket",
+            parameters=tuple(f"layers.{index}.weight" for index in range(5)),
+            copied=(
+                ("layers.0.weight", "a reason"),
+                ("layers.1.weight", "another reason"),
+                ("layers.3.weight", "a reason"),
+            ),
+            note="what the backend does",
         ),
     ),
     rejections=(
@@ -41,10 +58,14 @@ def test_the_table() -> None:
         """\
 ddp_fusion concat: 8 collectives traced, 3 launched a step (compiled here, plan 0123456789abcdef)
 bucket       size        cap  gradients  what
-     0    1.5 KiB    1.0 MiB          2  float32, DDP 0 (Net), group 0: head.bias, head.weight
-     1   30.0 MiB   25.0 MiB          5  bfloat16, DDP 0 (Net), group 0: layers.0.weight,
-                                         layers.1.weight, layers.2.weight, layers.3.weight,
-                                         layers.4.weight
+     0    1.5 KiB    1.0 MiB          2  float32 sent as 768 B, scaled behind the wait, DDP 0 (Net),
+                                         group 0: head.bias, head.weight
+     1   30.0 MiB   25.0 MiB          5  bfloat16, scaled in the bucket, DDP 0 (Net), group 0:
+                                         layers.0.weight, layers.1.weight, layers.2.weight,
+                                         layers.3.weight, layers.4.weight
+                                         copied: layers.0.weight, layers.3.weight: a reason
+                                         copied: layers.1.weight: another reason
+                                         what the backend does
 left alone: all_reduce_7 (_c10d_functional.all_reduce.default): its own reason""",
     )
 
@@ -56,14 +77,21 @@ def test_a_narrow_terminal_folds_the_names() -> None:
         """\
 ddp_fusion concat: 8 collectives traced, 3 launched a step (compiled here, plan 0123456789abcdef)
 bucket       size        cap  gradients  what
-     0    1.5 KiB    1.0 MiB          2  float32, DDP 0 (Net), group 0:
-                                         head.bias, head.weight
-     1   30.0 MiB   25.0 MiB          5  bfloat16, DDP 0 (Net), group 0:
+     0    1.5 KiB    1.0 MiB          2  float32 sent as 768 B, scaled
+                                         behind the wait, DDP 0 (Net),
+                                         group 0: head.bias, head.weight
+     1   30.0 MiB   25.0 MiB          5  bfloat16, scaled in the bucket,
+                                         DDP 0 (Net), group 0:
                                          layers.0.weight,
                                          layers.1.weight,
                                          layers.2.weight,
                                          layers.3.weight,
                                          layers.4.weight
+                                         copied: layers.0.weight,
+                                         layers.3.weight: a reason
+                                         copied: layers.1.weight:
+                                         another reason
+                                         what the backend does
 left alone: all_reduce_7 (_c10d_functional.all_reduce.default): its own
             reason""",
     )

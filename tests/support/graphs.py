@@ -9,13 +9,14 @@ Inductor's post-grad passes meet it::
     check(backward, [tensor(2, 3), tensor(4)], concat())
 
 Group names say whose a reduction is: ``ddp0`` and ``ddp1`` are DDP modules on the process group
-``world``, ``ddp2`` is one on the process group ``pairs``, and every other name is no module's.
+``world``, ``ddp2`` is one on the process group ``pairs``, ``ddp3`` one on ``cards``, over NCCL, and
+every other name is no module's.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,14 +40,25 @@ from fusion_passes.passes.concat import FuseByConcat
 from fusion_passes.passes.hold import HoldPlacement
 from fusion_passes.passes.place import PlaceReductions
 from fusion_passes.pipeline import run_pipeline
-from fusion_passes.planning import BucketCaps, BucketPlan, CapsOf, plan_buckets
+from fusion_passes.planning import (
+    DEFAULT_OPTIONS,
+    BucketCaps,
+    BucketPlan,
+    CapsOf,
+    PlanOptions,
+    plan_buckets,
+)
 from fusion_passes.reductions import Owner, find_gradient_reductions
 from fusion_passes.torch_private import FakeTensorMode
 from fusion_passes.verify import graph_facts, verify
 from tests.support.fake_world import fake_world
 
 WORLD_SIZE = 4
-PROCESS_GROUP_OF = {"ddp0": "world", "ddp1": "world", "ddp2": "pairs"}
+AVERAGED_OVER = 2
+"""World size of the DDP modules, which is what :func:`reduce` divides by."""
+
+PROCESS_GROUP_OF = {"ddp0": "world", "ddp1": "world", "ddp2": "pairs", "ddp3": "cards"}
+BACKEND_OF = {"world": "gloo", "pairs": "gloo", "cards": "nccl"}
 
 Backward = Callable[..., Any]
 Rewrite = Callable[[fx.Graph], bool]
@@ -147,7 +159,8 @@ def owner_of(group_name: str) -> Owner | None:
     process_group = PROCESS_GROUP_OF.get(module)
     if process_group is None:
         return None
-    return Owner(module, process_group, module.upper(), parameter or "?")
+    backend = BACKEND_OF[process_group]
+    return Owner(module, process_group, module.upper(), parameter or "?", backend, AVERAGED_OVER)
 
 
 def caps(cap: int = 1 << 40, first: int | None = None, hold: int = 1 << 40) -> CapsOf:
@@ -155,20 +168,22 @@ def caps(cap: int = 1 << 40, first: int | None = None, hold: int = 1 << 40) -> C
     return lambda group_name: BucketCaps(cap if first is None else first, cap, hold)
 
 
-def plan_of(graph: fx.Graph, caps_of: CapsOf | None = None) -> BucketPlan:
+def plan_of(
+    graph: fx.Graph, caps_of: CapsOf | None = None, options: PlanOptions = DEFAULT_OPTIONS
+) -> BucketPlan:
     found = find_gradient_reductions(graph, owner_of)
-    return plan_buckets(graph, found.reductions, caps_of or caps(), found.rejections)
+    return plan_buckets(graph, found.reductions, caps_of or caps(), found.rejections, options)
 
 
 # --- The passes, made for a graph --------------------------------------------------------------
 
 
-def concat(caps_of: CapsOf | None = None) -> RewriteFor:
-    return lambda graph: FuseByConcat(*_plan_arguments(graph, caps_of))
+def concat(caps_of: CapsOf | None = None, **options: Any) -> RewriteFor:
+    return lambda graph: FuseByConcat(*_plan_arguments(graph, caps_of, options))
 
 
-def coalesced(caps_of: CapsOf | None = None) -> RewriteFor:
-    return lambda graph: FuseByCoalescing(*_plan_arguments(graph, caps_of))
+def coalesced(caps_of: CapsOf | None = None, **options: Any) -> RewriteFor:
+    return lambda graph: FuseByCoalescing(*_plan_arguments(graph, caps_of, options))
 
 
 def place() -> RewriteFor:
@@ -200,8 +215,10 @@ def chain(*rewrites: RewriteFor) -> RewriteFor:
     return lambda graph: run
 
 
-def _plan_arguments(graph: fx.Graph, caps_of: CapsOf | None) -> tuple[Any, Any]:
-    plan = plan_of(graph, caps_of)
+def _plan_arguments(
+    graph: fx.Graph, caps_of: CapsOf | None, options: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    plan = plan_of(graph, caps_of, PlanOptions(**options))
     return plan.buckets, tuple(rejection.node for rejection in plan.rejections)
 
 
@@ -342,13 +359,13 @@ class _Player(fx.Interpreter):
 
 
 def _reduced(value: Tensor, reduce_op: Any, group_name: str) -> Tensor:
-    """Elementwise and exact, so that it can be compared bitwise, whatever is beside it."""
+    """Elementwise, so that it can be compared whatever is beside it, and by powers of two, so that
+    what is scaled or cast before or after is the same in every bit."""
     owner = owner_of(group_name)
-    label = f"{owner.group_name if owner else group_name} {reduce_op}"
-    factor = zlib.crc32(label.encode()) % 13 + 2
-    real = torch.view_as_real(value) if value.is_complex() else value
-    result = real * factor + 1
-    return torch.view_as_complex(result.contiguous()) if value.is_complex() else result
+    if reduce_op == "avg":
+        value, reduce_op = value / AVERAGED_OVER, "sum"
+    label = zlib.crc32(f"{owner.group_name if owner else group_name} {reduce_op}".encode())
+    return value * (2.0 ** (label % 7 + 1) * (-1) ** (label // 7))
 
 
 # --- For tests that look at the order of a graph -----------------------------------------------

@@ -1,0 +1,109 @@
+"""Which gradients can be stored in their bucket by the kernel that produces them, and why others
+cannot."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+
+from fusion_passes.collectives import data_users
+from fusion_passes.operators import PACK
+from fusion_passes.torch_private import graph_lowering, inductor_ir
+
+
+def obstacle_to_storing(
+    node: fx.Node, gradient: Any, place: Any, *, is_changed: bool
+) -> str | None:
+    """Why the gradient's kernel cannot store it in the bucket; ``None`` if it can.
+
+    Args:
+        node: the gradient's node.
+        gradient: Inductor's value of it.
+        place: Inductor's view of where it is to be stored.
+        is_changed: whether it is cast or scaled on the way.
+    """
+    ir = inductor_ir()
+    if not isinstance(gradient.data, ir.StorageBox):
+        base = gradient.data.unwrap_view()
+        is_computed = isinstance(base, ir.StorageBox) and isinstance(base.data, ir.Loops)
+        return None if is_computed else "it is a view of a tensor that is laid out in another way"
+    buffer = gradient.data.data
+    if isinstance(buffer, ir.InputBuffer | ir.ConstantBuffer):
+        return "it is an input of the graph"
+    if _is_read_elsewhere(node):
+        return "something else reads it too"
+    if isinstance(buffer, ir.Loops) or (is_changed and isinstance(buffer, ir.ComputedBuffer)):
+        return None
+    if isinstance(buffer, ir.ExternKernelAlloc | ir.MultiOutput):
+        return f"{_operator(node)} allocates its result itself"
+    if is_changed:
+        return f"{_operator(node)} neither casts nor scales its result"
+    return _layout_obstacle(buffer, gradient.data, place)
+
+
+def written_by_a_library(gradient: Any) -> bool:
+    """Whether no generated kernel has written the gradient's memory. A copy from there is a kernel
+    of its own; one from elsewhere becomes part of the kernel that writes there."""
+    ir = inductor_ir()
+    box = gradient.data
+    if not isinstance(box, ir.StorageBox):
+        box = box.unwrap_view()
+    return not isinstance(box.data, ir.Loops | ir.ComputedBuffer)
+
+
+def _layout_obstacle(buffer: Any, box: Any, place: Any) -> str | None:
+    ir = inductor_ir()
+    if isinstance(buffer, ir.MultiTemplateBuffer):
+        fits = ir.ConcatKernel.can_realize_into_without_copy(box, place)
+        return None if fits else "max_autotune has not chosen its kernel yet"
+    if not isinstance(buffer, ir.ComputedBuffer | ir.ExternKernelOut | ir.TemplateBuffer):
+        return f"its kernel is a {type(buffer).__name__}"
+    layout = buffer.layout
+    if isinstance(layout, ir.FlexibleLayout):
+        return None
+    if type(layout) is not ir.FixedLayout or layout.offset != 0:
+        return f"its kernel stores by a {type(layout).__name__}"
+    ours, theirs = (
+        [stride for size, stride in zip(layout.size, strides, strict=True) if size != 1]
+        for strides in (place.get_stride(), layout.stride)
+    )
+    return None if ours == theirs else f"its kernel stores with strides {layout.stride}"
+
+
+def _is_read_elsewhere(node: fx.Node) -> bool:
+    """Whether anything but the bucket sees the memory in which the node's value lies: the bucket is
+    reduced in place. Some operators give their input's memory on as their own."""
+    reads = sum(source is node for user in data_users(node) for source in _sources(user))
+    if reads > 1:
+        return True
+    memory = _memory(node)
+    return any(
+        _memory(source) is memory and _is_read_elsewhere(source)
+        for source in node.all_input_nodes
+        if source.op != "get_attr"
+    )
+
+
+def _sources(user: fx.Node) -> list[Any]:
+    """What a node reads, as often as it reads it where that is a bucket."""
+    if user.target is PACK:
+        return list(user.args[0])  # type: ignore[arg-type]
+    return list(user.all_input_nodes)
+
+
+def _memory(node: fx.Node) -> Any:
+    """What holds the node's value, to be compared by identity."""
+    value = graph_lowering().env.get(node)
+    data = getattr(value, "data", None)
+    if data is None:
+        return object()
+    return data.data if isinstance(data, inductor_ir().StorageBox) else data.unwrap_view().data
+
+
+def _operator(node: fx.Node) -> str:
+    source = node
+    while source.target is operator.getitem:
+        source = source.args[0]  # type: ignore[assignment]
+    return str(source.target).removesuffix(".default")

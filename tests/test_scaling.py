@@ -1,0 +1,88 @@
+"""Where a bucket is scaled: in the collective, at the store, in the bucket, or behind the wait."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusion_passes.config import ScalingOption
+from fusion_passes.hook_form import NO_SCALING, Scaling
+from fusion_passes.planning import PlanOptions
+from fusion_passes.scaling import BucketScaling
+from tests.support.graphs import plan_of, reduce, tensor, trace
+
+GLOO, NCCL = "ddp0", "ddp3"
+HALF = Scaling("div", 2)
+
+
+def scaling_of(
+    module: str = GLOO,
+    dtype: torch.dtype = torch.float32,
+    product: bool = False,
+    option: ScalingOption = "auto",
+    reduce_dtype: torch.dtype | None = None,
+    **traced: float | None,
+) -> BucketScaling:
+    """The decision for a bucket of two gradients, one of them a matrix product if asked for."""
+
+    def backward(x, y):
+        first = torch.mm(x, x) if product else torch.neg(x)
+        return [reduce(g, n, module=module, **traced) for g, n in ((first, "a"), (y, "b"))]
+
+    graph = trace(backward, [tensor(2, 2, dtype=dtype), tensor(4, dtype=dtype)]).graph
+    (bucket,) = plan_of(graph, options=PlanOptions(option, reduce_dtype)).buckets
+    return bucket.scaling
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_nccl_averages_itself(dtype: torch.dtype) -> None:
+    expected = BucketScaling("collective", "avg", NO_SCALING)
+    assert scaling_of(NCCL, dtype) == scaling_of(NCCL, dtype, product=True) == expected
+
+
+def test_nccl_does_not_average_fp16() -> None:
+    """Its sum could overflow where eager DDP's, which divides first, does not."""
+    assert scaling_of(NCCL, torch.float16) == BucketScaling("store", "sum", HALF)
+
+
+def test_gloo_is_given_what_is_divided_already() -> None:
+    assert scaling_of(GLOO) == BucketScaling("store", "sum", HALF)
+
+
+def test_a_matrix_product_cannot_divide_what_it_stores() -> None:
+    assert scaling_of(GLOO, product=True) == BucketScaling("bucket", "sum", HALF)
+    assert scaling_of(NCCL, torch.float16, product=True).way == "bucket"
+
+
+@pytest.mark.parametrize("module", [GLOO, NCCL])
+def test_one_rank_divides_by_nothing(module: str) -> None:
+    assert scaling_of(module, divide=1) == BucketScaling("none", "sum", NO_SCALING)
+    assert scaling_of(module, divide=None) == BucketScaling("none", "sum", NO_SCALING)
+
+
+@pytest.mark.parametrize("option", ["store", "bucket"])
+@pytest.mark.parametrize("module", [GLOO, NCCL])
+def test_the_user_decides(module: str, option: ScalingOption) -> None:
+    for product in (False, True):
+        assert scaling_of(module, product=product, option=option).way == option
+
+
+def test_the_user_may_let_gloo_average() -> None:
+    expected = BucketScaling("collective", "avg", NO_SCALING)
+    assert scaling_of(GLOO, product=True, option="collective") == expected
+
+
+@pytest.mark.parametrize("option", ["auto", "collective"])
+@pytest.mark.parametrize("traced", [{"divide": 3}, {"divide": None, "multiply": 0.5}], ids=str)
+def test_what_is_no_average_over_the_group_is_not_left_to_the_collective(
+    option: ScalingOption, traced: dict[str, float | None]
+) -> None:
+    assert scaling_of(NCCL, option=option, **traced).way == "store"
+    assert scaling_of(NCCL, option=option, product=True, **traced).way == "bucket"
+
+
+@pytest.mark.parametrize("module", [GLOO, NCCL])
+def test_a_smaller_dtype_is_scaled_where_its_range_asks_for_it(module: str) -> None:
+    """fp16 before it can overflow; bf16, which has fp32's range, where it is fp32 again."""
+    assert scaling_of(module, reduce_dtype=torch.bfloat16).way == "result"
+    assert scaling_of(module, reduce_dtype=torch.float16, product=True).way == "store"
