@@ -17,6 +17,7 @@ from fusion_passes.config import (
     FusionConfig,
 )
 from fusion_passes.ddp.backward import BackwardRunner
+from fusion_passes.ddp.comm_hooks import accept_comm_hooks
 from fusion_passes.ddp.forward import prepare_forward
 from fusion_passes.ddp.hooks import replace_hooks
 from fusion_passes.ddp.modules import registry
@@ -125,6 +126,7 @@ def _construct(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
     module = registry.add(self)
     replace_hooks(self, module)
     prepare_forward(self, module)
+    accept_comm_hooks(self)
     refuse_methods(self)
     if without_effect:
         tell_once(

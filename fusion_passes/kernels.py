@@ -1,4 +1,4 @@
-"""What Inductor makes of an operator of a backward: a library's kernel, or one that it generates."""
+"""What Inductor makes of an operator: a library's kernel, or one that it generates."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def _pack(
     dtype: torch.dtype,
     scale: str,
     factor: float,
-    label: str,
+    label: str,  # noqa: ARG001 - the lowering's
 ) -> Tensor:
     numel = sum(gradient.numel() for gradient in gradients)
     bucket = torch.empty(numel, dtype=dtype, device=gradients[0].device)
@@ -117,8 +117,8 @@ STORE: Final = _define(
     "float factor) -> ()",
     _store,
 )
-"""What :data:`PACK` does to a buffer that is there, for those gradients alone: one call for all that
-must be copied, where Inductor has no kernel for tensors of several sizes (on the CPU)."""
+"""What :data:`PACK` does, for some gradients, to a buffer that is there: one call for all that must
+be copied, where Inductor has no kernel for tensors of several sizes (on the CPU)."""
 
 WIDEN: Final = _define(
     "widen", "(Tensor bucket, ScalarType dtype, str scale, float factor) -> Tensor", _widen

@@ -53,6 +53,7 @@ from torch.utils._pytree import tree_map_only
 __all__ = [
     "DEFAULT_FIRST_BUCKET_BYTES",
     "UNSET",
+    "BuiltinCommHookType",
     "ConfigDefinition",
     "ConfigEntry",
     "CustomGraphPass",
@@ -81,6 +82,9 @@ __all__ = [
     "unregister_process_group",
 ]
 
+
+BuiltinCommHookType: Any = torch.distributed.BuiltinCommHookType
+"""The communication hooks that DDP's reducer has built in; it has no documented name."""
 
 DEFAULT_FIRST_BUCKET_BYTES: int = torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
 """DDP's cap for the first bucket of a module that sets none; it has no public name."""

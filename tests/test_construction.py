@@ -86,7 +86,7 @@ def test_refuses_settings_that_fuse_the_same_reductions(setting: str, value: obj
         DistributedDataParallel(two_layers())
 
 
-@pytest.mark.parametrize("method", ["join", "register_comm_hook"])
+@pytest.mark.parametrize("method", ["join"])
 def test_refuses_methods_that_would_do_nothing(method: str) -> None:
     ddp = DistributedDataParallel(two_layers())
     with pytest.raises(ValueError, match=rf"{method}\(\) is not supported.*ddp_fusion = None"):

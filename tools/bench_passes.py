@@ -146,9 +146,8 @@ def _run_ours(config: FusionConfig, module: fx.GraphModule) -> None:
     caps = BucketCaps(1 * MIB, 25 * MIB, 100 * MIB)
     owner = Owner("0", "0", "DDP 0", "parameter", backend="gloo", world_size=2)
     plan = run_pipeline(module.graph, config, lambda _: owner, lambda _: caps)
-    assert len(plan.buckets) < len(module.graph.find_nodes(op="placeholder")), (
-        "nothing was fused, so nothing was timed"
-    )
+    members = sum(len(bucket.members) for bucket in plan.buckets)
+    assert members > len(plan.buckets) > 0, "nothing was fused, so nothing was timed"
 
 
 def _run_torch(fuse: Callable[..., None], module: fx.GraphModule) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.collectives import all_reduce
+from fusion_passes.ddp.comm_hooks import sent_as
 from fusion_passes.ddp.modules import ManagedModule, registry
 from fusion_passes.report.telling import tell_once
 from fusion_passes.torch_private import assume_constant_result
@@ -87,8 +88,9 @@ def _reduce_gradient(
         name = group_name_while_tracing(name)
     else:
         _tell_eager(name)
-    gradient = parameter.grad / world_size
-    parameter.grad.copy_(all_reduce(gradient, "sum", name))
+    dtype = sent_as(owner)
+    gradient = parameter.grad if dtype is None else parameter.grad.to(dtype)
+    parameter.grad.copy_(all_reduce(gradient / world_size, "sum", name))
 
 
 def _tell_eager(name: str) -> None:

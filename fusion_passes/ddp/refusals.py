@@ -61,12 +61,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> list[str]:
 
 def refuse_methods(ddp: nn.Module) -> None:
     """Makes the methods that have no effect on the Python reducer say so."""
-    remedies = {
-        "join": "give every rank the same number of batches",
-        "register_comm_hook": "leave the hook out",
-    }
-    for name, remedy in remedies.items():
-        setattr(ddp, name, _Refusal(name, remedy))
+    refusal = _Refusal("join", "give every rank the same number of batches")
+    ddp.join = refusal  # type: ignore[assignment]
 
 
 class _Refusal:

@@ -34,13 +34,10 @@ def obstacle_to_storing(
         return "it is an input of the graph"
     if _is_read_elsewhere(node):
         return "something else reads it too"
-    if isinstance(buffer, ir.Loops) or (is_changed and isinstance(buffer, ir.ComputedBuffer)):
-        return None
-    if isinstance(buffer, ir.ExternKernelAlloc | ir.MultiOutput):
-        return f"{_operator(node)} allocates its result itself"
     if is_changed:
-        return f"{_operator(node)} neither casts nor scales its result"
-    return _layout_obstacle(buffer, gradient.data, place)
+        is_generated = isinstance(buffer, ir.Loops | ir.ComputedBuffer)
+        return None if is_generated else f"{_operator(node)} neither casts nor scales its result"
+    return _layout_obstacle(node, gradient.data, place)
 
 
 def written_by_a_library(gradient: Any) -> bool:
@@ -53,23 +50,30 @@ def written_by_a_library(gradient: Any) -> bool:
     return not isinstance(box.data, ir.Loops | ir.ComputedBuffer)
 
 
-def _layout_obstacle(buffer: Any, box: Any, place: Any) -> str | None:
+def _layout_obstacle(node: fx.Node, box: Any, place: Any) -> str | None:
+    """Why the kernel cannot store the gradient as it is where its place is."""
     ir = inductor_ir()
+    buffer = box.data
+    if isinstance(buffer, ir.Loops):
+        return None
+    if isinstance(buffer, ir.ExternKernelAlloc | ir.MultiOutput):
+        return f"{_operator(node)} allocates its result itself"
     if isinstance(buffer, ir.MultiTemplateBuffer):
         fits = ir.ConcatKernel.can_realize_into_without_copy(box, place)
         return None if fits else "max_autotune has not chosen its kernel yet"
     if not isinstance(buffer, ir.ComputedBuffer | ir.ExternKernelOut | ir.TemplateBuffer):
         return f"its kernel is a {type(buffer).__name__}"
-    layout = buffer.layout
+    return None if _fits(buffer.layout, place) else "its kernel has fixed another layout"
+
+
+def _fits(layout: Any, place: Any) -> bool:
+    ir = inductor_ir()
     if isinstance(layout, ir.FlexibleLayout):
-        return None
+        return True
     if type(layout) is not ir.FixedLayout or layout.offset != 0:
-        return f"its kernel stores by a {type(layout).__name__}"
-    ours, theirs = (
-        [stride for size, stride in zip(layout.size, strides, strict=True) if size != 1]
-        for strides in (place.get_stride(), layout.stride)
-    )
-    return None if ours == theirs else f"its kernel stores with strides {layout.stride}"
+        return False
+    strides = zip(layout.size, layout.stride, place.get_stride(), strict=True)
+    return all(size == 1 or theirs == ours for size, theirs, ours in strides)
 
 
 def _is_read_elsewhere(node: fx.Node) -> bool:

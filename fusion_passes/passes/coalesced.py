@@ -50,7 +50,7 @@ class FuseByCoalescing:
     def __call__(self, graph: fx.Graph) -> bool:
         return replace_buckets(graph, self.buckets, self.foreign, self._replacement_for)
 
-    def _replacement_for(self, index: int, bucket: Bucket) -> Replacement:
+    def _replacement_for(self, _: int, bucket: Bucket) -> Replacement:
         gradients = tuple(member.gradient for member in bucket.members)
         return Replacement(gradients, functools.partial(_reduce, bucket))
 
