@@ -17,6 +17,7 @@ from fusion_passes.passes.coalesced import FuseByCoalescing
 from fusion_passes.passes.concat import FuseByConcat
 from fusion_passes.passes.hold import HoldPlacement
 from fusion_passes.passes.place import PlaceReductions
+from fusion_passes.passes.write import WriteGradsTogether
 from fusion_passes.planning import BucketPlan, CapsOf, PlanOptions, plan_buckets
 from fusion_passes.reductions import OwnerOf, find_gradient_reductions
 from fusion_passes.torch_private import graph_observer
@@ -43,6 +44,7 @@ def passes_for(config: FusionConfig, plan: BucketPlan, owner_of: OwnerOf) -> lis
     )
     return [
         fuse,  # First: what is placed are the fused launches and waits.
+        WriteGradsTogether(owner_of),  # Of what fusing has left; before it is placed.
         PlaceReductions(owner_of),  # Needs the final launches; moves, but adds nothing.
         HoldPlacement(owner_of),  # Last: it binds the order that it finds.
     ]

@@ -143,9 +143,8 @@ all_reduce_default: f32[8] = all_reduce(pack_default, 'sum', 'ddp0')
 held_wait_tensor_default: ? = held_wait_tensor_default()
 held_wait_tensor_default_1: f32[8] = control_deps((all_reduce_default, mm), held_wait_tensor_default, all_reduce_default)
 as_strided_default: f32[2, 2] = as_strided(held_wait_tensor_default_1, [2, 2], [2, 1], 0)
-copy_: f32[2, 2] = copy_(g2_1, as_strided_default)
 as_strided_default_1: f32[2, 2] = as_strided(held_wait_tensor_default_1, [2, 2], [2, 1], 4)
-copy__1: f32[2, 2] = copy_(g1_1, as_strided_default_1)
+_foreach_copy__default: ? = _foreach_copy_([g2_1, g1_1], [as_strided_default, as_strided_default_1])
 cos: f32[2, 2] = cos(x_1)
 return cos
 """,

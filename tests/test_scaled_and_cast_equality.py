@@ -87,12 +87,8 @@ def test_three_ranks_round_and_no_more(run_on_ranks: RUN, mode: str, scaling: st
     assert_same_runs(fused, eager, tolerance_eps=THIRDS_EPS)
 
 
-def large_in_fp16(module: nn.Module) -> nn.Module:
-    """Gradients near the end of fp16's range: their sum over two ranks is beyond it."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.fill_(1.0)
-    return module
+def one_layer(dtype: torch.dtype) -> nn.Module:
+    return models.fill_whole(nn.Linear(models.WIDTH, 1, bias=False)).to(dtype)
 
 
 def large_rows(_: torch.Generator, size: int) -> models.Batch:
@@ -102,8 +98,8 @@ def large_rows(_: torch.Generator, size: int) -> models.Batch:
 @MODES
 def test_fp16_does_not_overflow_where_eager_ddp_does_not(run_on_ranks: RUN, mode: str) -> None:
     recipe = Recipe(
-        in_ddp(functools.partial(_one_layer, torch.float16)),
-        loss=lambda_sum,
+        in_ddp(functools.partial(one_layer, torch.float16)),
+        loss=large_sum,
         data=large_rows,
         steps=1,
         learning_rate=2.0**-14,
@@ -115,11 +111,8 @@ def test_fp16_does_not_overflow_where_eager_ddp_does_not(run_on_ranks: RUN, mode
     assert_same_runs(fused, eager)
 
 
-def _one_layer(dtype: torch.dtype) -> nn.Module:
-    return large_in_fp16(nn.Linear(models.WIDTH, 1, bias=False)).to(dtype)
-
-
-def lambda_sum(model: nn.Module, batch: models.Batch) -> torch.Tensor:
+def large_sum(model: nn.Module, batch: models.Batch) -> torch.Tensor:
+    """Whose gradients are near the end of fp16's range: their sum over two ranks is beyond it."""
     return model(batch[0] * 2.0**-13).sum() * 2.0**13
 
 
@@ -132,25 +125,34 @@ HOOKS = {
 }
 
 
+def renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The same hook for eager DDP, which refuses the name of the bf16 hook where there is no
+    NCCL."""
+
+    def users_hook(state, bucket):
+        return hook(state, bucket)
+
+    return users_hook
+
+
 def build_with_hook(dtype: str | None, site: Site) -> nn.Module:
     """In DDP with the hook that sends ``dtype``: under the flag and in eager."""
     module = site.ddp(models.mlp())
-    hook = HOOKS[dtype]
-    if site.wraps_ddp:
-        if not module._use_python_reducer:
-            # Eager DDP refuses the name of the bf16 hook where there is no NCCL.
-            hook = functools.partial(_call, hook)
-        module.register_comm_hook(None, hook)
+    is_eager = not module._use_python_reducer
+    module.register_comm_hook(None, renamed(HOOKS[dtype]) if is_eager else HOOKS[dtype])
     return module
 
 
-def _call(hook: Callable[..., Any], state: object, bucket: Any) -> Any:
-    return hook(state, bucket)
-
-
-@MODES
-@pytest.mark.parametrize("style", ["inside", "outside"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", None])
+@pytest.mark.parametrize(
+    ("mode", "style", "dtype"),
+    [
+        ("concat", "inside", "bf16"),
+        ("coalesced", "outside", "bf16"),
+        ("concat", "outside", "fp16"),
+        ("coalesced", "inside", "fp16"),
+        ("concat", "inside", None),
+    ],
+)
 def test_hooks(run_on_ranks: RUN, mode: str, style: str, dtype: str | None) -> None:
     recipe = Recipe(functools.partial(build_with_hook, dtype), style=style)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
@@ -164,8 +166,8 @@ def test_hooks(run_on_ranks: RUN, mode: str, style: str, dtype: str | None) -> N
 def build_for_option(dtype: str, site: Site) -> nn.Module:
     """Plain DDP under the flag, whose option says what is sent; with the hook in eager."""
     module = site.ddp(models.mlp())
-    if site.wraps_ddp and not module._use_python_reducer:
-        module.register_comm_hook(None, functools.partial(_call, HOOKS[dtype]))
+    if not module._use_python_reducer:
+        module.register_comm_hook(None, renamed(HOOKS[dtype]))
     return module
 
 
