@@ -54,7 +54,7 @@ def pools() -> Iterator[dict[int, RankPool]]:
         pool.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_on_ranks(pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
     """``run_on_ranks(world_size, function, **kwargs)``: see :meth:`RankPool.run`."""
 
