@@ -52,9 +52,10 @@ class FusionConfig:
         scaling: Where gradients are divided by the number of ranks. ``"collective"``: the
             collective averages. ``"store"``: by the kernels that store them in the bucket.
             ``"bucket"``: by one pass over the bucket before the launch; only for ``"concat"``.
-            Default ``"auto"``: ``"collective"`` where that costs nothing (NCCL, but for fp16), else
-            ``"store"`` where no gradient of the bucket comes from a matrix product, else
-            ``"bucket"``; see docs/scaling.md for each one's rounding.
+            Default ``"auto"``: ``"collective"`` on NCCL; on other backends ``"store"`` if no
+            gradient of the bucket comes from a matrix product, else ``"collective"`` on Gloo and
+            ``"bucket"`` elsewhere; fp16 never ``"collective"``. docs/scaling.md tells why, and how
+            each way rounds.
         reduce_dtype: The dtype in which gradients of a wider floating-point dtype are sent,
             ``"bf16"`` or ``"fp16"``. Gradients of other dtypes are sent as they are. Default
             ``None``: all are.

@@ -22,11 +22,14 @@ ScalingWay: TypeAlias = Literal["none", "collective", "store", "bucket", "result
 * ``"result"``: by the kernel that casts the result back, behind the wait.
 """
 
-_AVERAGES_FOR_NOTHING: Final = {"nccl": (torch.float32, torch.float64, torch.bfloat16)}
-"""Dtypes that a backend averages without a pass over memory of its own. NCCL multiplies while it
-reads. Not fp16 there: it is divided before it is summed, as eager DDP does it. Gloo averages too,
-but in a pass of one thread behind the sum, which took longer than one in front of it
-(``python tools/bench_scaling.py``)."""
+_WIDE_RANGE: Final = (torch.float32, torch.float64, torch.bfloat16)
+"""Dtypes in which a sum over all ranks is far from overflow. In fp16 it is not: there gradients are
+divided before they are summed, as in eager DDP."""
+
+_AVERAGING: Final = ("nccl", "gloo")
+"""Backends that average without a kernel of ours. NCCL multiplies while it reads, which costs
+nothing. Gloo divides behind the sum, in its own thread, in about the time that a pass in front of
+it takes (``python tools/bench_scaling.py``), but nothing waits for it before the launch."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +62,17 @@ def choose_scaling(
         return BucketScaling("none", key.reduce_op, Scaling("none"))
     owner = members[0].owner
     is_average = key.reduce_op == "sum" and key.scaling == Scaling("div", owner.world_size)
+    averages = owner.backend in _AVERAGING and key.reduce_dtype in _WIDE_RANGE and is_average
     way: ScalingWay
     if option != "auto":
         way = option
     elif key.reduce_dtype != key.dtype:
         # A dtype with a small range is scaled before it is summed, the others where it is exact.
         way = "store" if key.reduce_dtype == torch.float16 else "result"
-    elif key.reduce_dtype in _AVERAGES_FOR_NOTHING.get(owner.backend, ()):
-        way = "collective"
+    elif folds and not (averages and owner.backend == "nccl"):
+        way = "store"
     else:
-        way = "store" if folds else "bucket"
+        way = "collective" if averages else "bucket"
     if way == "collective":
         if is_average:
             return BucketScaling(way, "avg", Scaling("none"))

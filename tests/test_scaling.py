@@ -45,13 +45,24 @@ def test_nccl_does_not_average_fp16() -> None:
     assert scaling_of(NCCL, torch.float16) == BucketScaling("store", "sum", HALF)
 
 
-def test_gloo_is_given_what_is_divided_already() -> None:
+def test_gloo_is_given_what_is_divided_already_where_that_costs_nothing() -> None:
     assert scaling_of(GLOO) == BucketScaling("store", "sum", HALF)
 
 
-def test_a_matrix_product_cannot_divide_what_it_stores() -> None:
-    assert scaling_of(GLOO, product=True) == BucketScaling("bucket", "sum", HALF)
-    assert scaling_of(NCCL, torch.float16, product=True).way == "bucket"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_gloo_averages_what_a_matrix_product_has_stored(dtype: torch.dtype) -> None:
+    expected = BucketScaling("collective", "avg", NO_SCALING)
+    assert scaling_of(GLOO, dtype, product=True) == expected
+
+
+@pytest.mark.parametrize("module", [GLOO, NCCL])
+def test_fp16_of_a_matrix_product_is_divided_in_the_bucket(module: str) -> None:
+    assert scaling_of(module, torch.float16, product=True) == BucketScaling("bucket", "sum", HALF)
+
+
+def test_a_backend_that_is_not_known_is_given_what_is_divided() -> None:
+    assert scaling_of("ddp4").way == "store"
+    assert scaling_of("ddp4", product=True).way == "bucket"
 
 
 @pytest.mark.parametrize("module", [GLOO, NCCL])

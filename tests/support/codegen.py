@@ -14,7 +14,10 @@ _NAME: Final = re.compile(r"\b(?:buf|arg|primals_|tangents_)\d\w*")
 _SIGNATURE: Final = re.compile(r"^(\w+) = async_compile\.cpp_pybinding\(\[(.*?)\]", re.MULTILINE)
 _ASSIGNED: Final = re.compile(r"^(\w+) = (.*)$")
 _CALLS: Final[tuple[tuple[Kind, re.Pattern[str]], ...]] = (
-    ("launch", re.compile(r"_c10d_functional\.all_reduce(?:_coalesced)?_\.default\((.*?), 'sum'")),
+    (
+        "launch",
+        re.compile(r"_c10d_functional\.all_reduce(?:_coalesced)?_\.default\((.*?), '(?:sum|avg)'"),
+    ),
     ("wait", re.compile(r"_c10d_functional\.wait_tensor\.default\((.*)\)")),
     ("kernel", re.compile(r"(?:extern_kernels\.\w+|torch\.ops\.(?:aten|mkldnn|mkl)\S+?)\((.*)\)")),
     ("fused", re.compile(r"^(?:cpp_fused\w*)\((.*)\)")),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch._inductor.config
-from torch import Tensor
+from torch import Tensor, fx
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import run_and_get_code
@@ -34,13 +34,17 @@ class Lowered:
 
 
 def lower(
-    function: Callable[..., Any], inputs: Sequence[Tensor], settings: dict[str, Any]
+    function: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    settings: dict[str, Any],
+    rewrite: Callable[[fx.Graph], object] = lambda graph: None,
 ) -> Lowered:
     """Traces, lowers and compiles a function.
 
     Args:
         function: tensor code; gives a list of tensors.
         inputs: as it will be called with.
+        rewrite: changes the graph, as a post-grad pass would.
         settings: of ``torch._inductor.config``; the cache is off: its hits generate nothing.
     """
     copied: list[dict[int, str]] = []
@@ -48,6 +52,7 @@ def lower(
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = [mode.from_tensor(tensor) for tensor in inputs]
         module = make_fx(function, decomposition_table=select_decomp_table())(*fake)
+    rewrite(module.graph)
     compiled: list[Any] = []
 
     def compile_it() -> None:
