@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
+import torch
 from torch import fx
 
 from fusion_passes.collectives import group_name_of, is_held, is_launch, is_wait
 from fusion_passes.graph_edit import hold
 from fusion_passes.kernels import is_library_kernel
+from fusion_passes.operators import PACK
 from fusion_passes.reductions import OwnerOf
+
+_aten = torch.ops.aten
+_SENT_THROUGH: Final = frozenset(
+    (
+        PACK,
+        operator.getitem,
+        _aten.permute.default,
+        _aten.reshape.default,
+        _aten.view.default,
+        _aten.view_as_real.default,
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -27,8 +43,9 @@ class HoldPlacement:
         all_reduce, mm @ [all_reduce], wait @ [all_reduce, mm]
 
     A launch is bound to the first library kernel (matrix product, convolution, attention) behind
-    it, and a wait to the last launch and the last such kernel in front of it. Pointwise kernels
-    are left free: a dependency would keep Inductor from fusing them. No value changes.
+    it, and a wait to the last launch and the last such kernel in front of it, or the launch that
+    sends what that kernel gives. Pointwise kernels are left free: a dependency would keep Inductor
+    from fusing them. No value changes.
 
     Attributes:
         owner_of: says which collectives are DDP's.
@@ -51,6 +68,7 @@ class HoldPlacement:
         last_launch: fx.Node | None = None
         last_kernel: fx.Node | None = None
         waits_of: dict[fx.Node, list[fx.Node]] = {}
+        launch_of: dict[fx.Node, fx.Node] = {}
         for node in nodes:
             if node.op != "call_function":
                 continue
@@ -61,6 +79,7 @@ class HoldPlacement:
                     continue
                 unbound.append(node)
                 last_launch = node
+                launch_of |= dict.fromkeys(_kernels_sent(node), node)
                 waits = _waits_of(node)
                 waits_of |= dict.fromkeys(waits, waits)
             elif is_library_kernel(node):
@@ -74,13 +93,30 @@ class HoldPlacement:
                 for wait in waits:
                     del waits_of[wait]
                 waits = [node, *(wait for wait in waits if wait is not node)]
-                sources = [source for source in (last_launch, last_kernel) if source is not None]
+                # Named here, a gradient would pass for one that is read behind its launch, and
+                # Inductor would reduce a copy of it; what follows its launch follows it too.
+                kernel = last_kernel and launch_of.get(last_kernel, last_kernel)
+                ends = (last_launch, kernel)
+                sources = list(dict.fromkeys(source for source in ends if source is not None))
                 orderings.append((waits, sources))
         return orderings
 
     def _is_owned(self, launch: fx.Node) -> bool:
         name = group_name_of(launch)
         return name is not None and self.owner_of(name) is not None
+
+
+def _kernels_sent(launch: fx.Node) -> list[fx.Node]:
+    """The library kernels whose results, or views of them, a launch sends."""
+    kernels: list[fx.Node] = []
+    pending = [launch]
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if is_library_kernel(source):
+                kernels.append(source)
+            elif source.target in _SENT_THROUGH:
+                pending.append(source)
+    return kernels
 
 
 def _waits_of(launch: fx.Node) -> list[fx.Node]:

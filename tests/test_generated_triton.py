@@ -1,0 +1,277 @@
+"""What a GPU runs: the wrapper and the Triton kernels of fused backwards for an H100, generated and
+compiled without one. Nothing is run here, and nothing measured."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from tests.support.cuda_backwards import (
+    NAMES,
+    biases,
+    biases_on_hosts,
+    block_inputs,
+    convolution_step,
+    given,
+    pointwise,
+    step_into_grads,
+    step_on_cards,
+)
+from tests.support.cuda_calls import kernel_body, launched_kernels, read_calls, read_kernels
+from tests.support.cuda_codegen import CardCompiler, Generated, why_not
+from tests.support.graphs import tensor
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[CardCompiler]:
+    with CardCompiler() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def step(compiler: CardCompiler) -> Generated:
+    return compiler.generate(step_on_cards, block_inputs())
+
+
+def text(calls: list[str]) -> str:
+    lines = [textwrap.fill(call, 96, subsequent_indent="    ") for call in calls]
+    return "\n".join(lines) + "\n"
+
+
+def test_products_and_reductions_are_stored_in_the_bucket(step: Generated) -> None:
+    assert step.copies == ({},)
+    assert_expected_inline(
+        text(read_calls(step.code, NAMES)),
+        """\
+triton_per(x, gain, shift) -> t0, t1, t2
+mm(t2, up.T) -> t3
+triton_poi(up_bias, t3) -> t4
+mm(t4, down.T) -> t5
+bucket = empty(526080, torch.float32)
+triton_per(t5, x, down_bias) -> t5, bucket[0: 1, 256]
+mm(t5, down) -> t6
+mm(t5.T, t4) -> bucket[256: 256, 1024]
+triton_per(t6, up_bias, t3) -> t6, bucket[262400: 1, 1024]
+mm(t6, up) -> t5
+mm(t6.T, t2) -> bucket[263424: 1024, 256]
+triton_per(t5, x, t0, t1) -> bucket[525824: 256], bucket[525568: 256]
+all_reduce_(bucket, 'avg', 'cards')
+wait_tensor(bucket)
+return bucket[0: 256], bucket[256: 256, 1024], bucket[262400: 1024], bucket[263424: 1024, 256],
+    bucket[525568: 256], bucket[525824: 256]
+""",
+    )
+
+
+def reading_buckets(calls: list[str]) -> list[str]:
+    """The calls that read a bucket or a place in it."""
+    return [call for call in calls if "bucket" in call.partition(" -> ")[0] and "empty" not in call]
+
+
+def test_nothing_runs_on_a_bucket_but_its_collective(step: Generated) -> None:
+    launch, wait, returned = reading_buckets(read_calls(step.code))
+    assert launch == "all_reduce_(bucket, 'avg', 'cards')"
+    assert wait == "wait_tensor(bucket)"
+    assert returned.startswith("return ")
+    assert returned.count("bucket[") == len(NAMES) - 1, "results are views"
+
+
+def test_without_the_passes_there_is_a_kernel_for_each_gradient(compiler: CardCompiler) -> None:
+    """The twin of the tests above."""
+    calls = read_calls(compiler.generate(step_on_cards, block_inputs(), fused=False).code)
+    assert sum(call.startswith("all_reduce_") for call in calls) == len(NAMES) - 1
+    assert not any("[" in call for call in calls), "nothing is stored in a place"
+
+
+def test_scaled_by_one_kernel_where_the_collective_does_not_average(compiler: CardCompiler) -> None:
+    generated = compiler.generate(step_on_cards, block_inputs(torch.float16))
+    scaling, launch, wait, _ = reading_buckets(read_calls(generated.code))
+    assert scaling == "triton_poi(bucket) -> bucket"
+    assert launch == "all_reduce_(bucket, 'sum', 'cards')"
+    assert wait == "wait_tensor(bucket)"
+    # Inductor times a kernel's configurations on copies of what it says is changed in place.
+    source = read_kernels(generated.code)[launched_kernels(generated.code)[-1]]
+    assert "'mutated_arg_names': ['in_ptr0', 'out_ptr0']" in source
+
+
+def test_scaled_by_the_kernels_that_store(compiler: CardCompiler) -> None:
+    generated = compiler.generate(biases_on_hosts, [tensor(64, 128), tensor(64, 96)])
+    launch, wait, _ = reading_buckets(read_calls(generated.code))
+    assert launch == "all_reduce_(bucket, 'sum', 'hosts')"
+    assert wait == "wait_tensor(bucket)"
+    assert all("tl.full([1, 1], 0.25," in body for body in read_kernels(generated.code).values())
+
+
+def test_existing_gradients_are_written_by_one_kernel(compiler: CardCompiler) -> None:
+    inputs = block_inputs()
+    generated = compiler.generate(step_into_grads, [*inputs, *inputs[1:]])
+    assert generated.copies == ({},)
+    calls = read_calls(generated.code)
+    behind = calls[calls.index("wait_tensor(bucket)") + 1 :]
+    assert [call.partition("(")[0] for call in behind] == ["triton_for", "return None"]
+    assert behind[0].partition(" -> ")[2] == "arg7, arg8, arg9, arg10, arg11, arg12"
+
+
+def test_a_bias_gradient_is_stored_by_the_kernel_that_sums_it(compiler: CardCompiler) -> None:
+    generated = compiler.generate(biases, [tensor(64, 128), tensor(64, 96)])
+    first, _ = read_kernels(generated.code).values()
+    assert_expected_inline(
+        text(read_calls(generated.code)),
+        """\
+bucket = empty(224, torch.float32)
+triton_per(arg0) -> bucket[0: 128]
+triton_per(arg1) -> bucket[128: 96]
+all_reduce_(bucket, 'avg', 'cards')
+wait_tensor(bucket)
+return bucket[0: 128], bucket[128: 96]
+""",
+    )
+    assert_expected_inline(
+        kernel_body(first),
+        """\
+def triton_per_fused_0(in_ptr0, out_ptr0, xnumel, r0_numel, XBLOCK : tl.constexpr):
+    xnumel = 128
+    r0_numel = 64
+    R0_BLOCK: tl.constexpr = 64
+    rnumel = r0_numel
+    RBLOCK: tl.constexpr = R0_BLOCK
+    xoffset = tl.program_id(0) * XBLOCK
+    xindex = xoffset + tl.arange(0, XBLOCK)[:, None]
+    xmask = xindex < xnumel
+    r0_index = tl.arange(0, R0_BLOCK)[None, :]
+    r0_offset = 0
+    r0_mask = tl.full([R0_BLOCK], True, tl.int1)[None, :]
+    roffset = r0_offset
+    rindex = r0_index
+    r0_1 = r0_index
+    x0 = xindex
+    tmp0 = tl.load(in_ptr0 + (x0 + 128*r0_1), xmask, eviction_policy='evict_first', other=0.0)
+    tmp1 = tl.broadcast_to(tmp0, [XBLOCK, R0_BLOCK])
+    tmp3 = tl.where(xmask, tmp1, 0)
+    tmp4 = tl.sum(tmp3, 1)[:, None].to(tl.float32)
+    tl.store(out_ptr0 + (x0), tmp4, xmask)
+""",
+    )
+
+
+def widest_stores(generated: Generated) -> list[int]:
+    """How many values the widest store of each launched kernel stores."""
+    return [
+        max(
+            int(width or 1)
+            for width in re.findall(r"st\.global(?:\.v(\d))?\.", generated.ptx[name])
+        )
+        for name in launched_kernels(generated.code)
+    ]
+
+
+def test_stores_into_aligned_places_are_as_wide_as_others(compiler: CardCompiler) -> None:
+    inputs = [tensor(64, 128), tensor(1000, 12), tensor(130), tensor(130)]
+    fused = compiler.generate(pointwise, inputs)
+    unfused = compiler.generate(pointwise, inputs, fused=False)
+    assert_expected_inline(
+        text(read_calls(fused.code)),
+        """\
+bucket = empty(20452, torch.float32)
+triton_poi(arg0) -> bucket[0: 64, 128]
+triton_poi(arg1) -> bucket[8192: 1000, 12]
+triton_poi(arg2) -> bucket[20192: 130]
+triton_poi(arg3) -> bucket[20322: 130]
+all_reduce_(bucket, 'avg', 'cards')
+wait_tensor(bucket)
+return bucket[0: 64, 128], bucket[8192: 1000, 12], bucket[20192: 130], bucket[20322: 130]
+""",
+    )
+    assert widest_stores(unfused) == [2, 2, 2, 2]
+    # The last place is not aligned: the one before it has no round size.
+    assert widest_stores(fused) == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_kernels_compile_for_the_card(compiler: CardCompiler, dtype: torch.dtype) -> None:
+    generated = compiler.generate(step_on_cards, block_inputs(dtype))
+    assert {*generated.ptx} == {*launched_kernels(generated.code)}
+    assert all(".target sm_90" in ptx for ptx in generated.ptx.values())
+
+
+def test_what_libraries_allocate_is_copied_by_one_kernel(compiler: CardCompiler) -> None:
+    weights = [tensor(8, 3, 3, 3), tensor(16, 8, 3, 3), tensor(5, 16, 1, 1)]
+    generated = compiler.generate(convolution_step, [tensor(2, 3, 16, 16), *weights])
+    assert {*generated.copies[0]} == {0, 1, 2}
+    assert_expected_inline(
+        text(read_calls(generated.code)),
+        """\
+convolution(arg0, arg1) -> t0
+convolution(t0, arg2) -> t1
+convolution(t1, arg3) -> t2
+triton_poi(t2) -> t2
+convolution_backward(t2, t1, arg3) -> t3
+convolution_backward(t3[0], t0, arg2) -> t4
+convolution_backward(t4[0], arg0, arg1) -> t5
+bucket = empty(1448, torch.float32)
+triton_for(t3[1], t4[1], t5[1]) -> bucket[0: 5, 16, 1, 1], bucket[80: 16, 8, 3, 3], bucket[1232:
+    8, 3, 3, 3]
+all_reduce_(bucket, 'avg', 'cards')
+wait_tensor(bucket)
+return bucket[0: 5, 16, 1, 1], bucket[80: 16, 8, 3, 3], bucket[1232: 8, 3, 3, 3]
+""",
+    )
+
+
+def test_inputs_of_several_sizes_are_copied_by_one_kernel(compiler: CardCompiler) -> None:
+    inputs = [tensor(64, 64), tensor(7), tensor(33, 5), tensor(64, 64, dtype=torch.bfloat16)]
+    generated = compiler.generate(given, inputs)
+    stores = [call for call in read_calls(generated.code) if " -> " in call]
+    assert_expected_inline(
+        text(stores),
+        """\
+triton_for(arg0, arg1, arg2) -> bucket0[0: 64, 64], bucket0[4096: 7], bucket0[4103: 33, 5]
+triton_poi(arg3) -> bucket1[0: 64, 64]
+""",
+    )
+    assert max(widest_stores(generated)) == 4
+
+
+@pytest.mark.parametrize("fuses_late", [True, False])
+@pytest.mark.parametrize("fastest", ["Triton", "Extern"])
+def test_max_autotune_stores_in_the_bucket(
+    compiler: CardCompiler, fastest: str, fuses_late: bool
+) -> None:
+    generated = compiler.generate(
+        step_on_cards,
+        block_inputs(),
+        fastest=fastest,
+        max_autotune=True,
+        max_autotune_gemm_backends="ATEN,TRITON",
+        benchmark_template_fusion=fuses_late,
+    )
+    assert generated.copies == ({},)
+    calls = read_calls(generated.code, NAMES)
+    stored_by = {
+        place: call.partition("(")[0]
+        for call in calls
+        for place in re.findall(r"bucket\[\d+: (\d+, \d+)\]", call.partition(" -> ")[2])
+        if not place.startswith("1, ")
+    }
+    product = {"Triton": "triton_tem", "Extern": "mm"}[fastest]
+    assert stored_by == {"1024, 256": product, "256, 1024": product}
+    assert len(reading_buckets(calls)) == 3
+
+
+def test_the_cpp_wrapper_stores_in_the_bucket(compiler: CardCompiler) -> None:
+    settings = {"cpp_wrapper": True, "triton__autotune_at_compile_time": False}
+    generated = compiler.generate(step_on_cards, block_inputs(), **settings)
+    assert generated.copies == ({},)
+    places = re.findall(r"auto (buf\d+) = .*reinterpret_tensor_wrapper.*// alias", generated.code)
+    products = re.findall(r"aoti_torch_cuda_mm_out\((buf\d+)", generated.code)
+    assert len(places) == len(NAMES) - 1
+    assert len({*places} & {*products}) == 2
+    assert generated.code.count("all_reduce_(") == 1
+    assert "custom_op_wrapper" not in generated.code[generated.code.rindex("inductor_entry_impl") :]

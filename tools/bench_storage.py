@@ -1,0 +1,203 @@
+"""What it costs to bring gradients into their buckets, beside torch's passes and no DDP at all.
+
+For each model and way, on the same work in one run:
+
+* the share of gradient bytes that the kernels which compute them store where they are sent;
+* kernels and fallback calls for each bucket beyond those and the collective, and what they read and
+  write for each byte of a gradient; both less the same without DDP;
+* peak memory of a step, and its time, on one rank, over the same without DDP: no network, so what
+  is left is overhead.
+
+The first two are counted in the code that Inductor generates for two ranks on the CPU. The ways
+take turns in each round, so that drift of the machine hits all alike.
+
+    python tools/bench_storage.py                           # the tables
+    python tools/bench_storage.py --output docs/storage.md  # kept
+    python tools/bench_storage.py --check                   # fails if ours miss what is counted
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.multiprocessing import get_context
+from tqdm import tqdm
+
+from storage.models import SUBJECTS
+from storage.ways import OURS, PLAIN, WAYS
+from storage.worker import read_code, serve
+
+STEPS = 5
+"""Of a round: some 100 ms each."""
+
+START_TIMEOUT_S = 600
+STEP_TIMEOUT_S = 120
+
+STORED = 0.98
+CALLS = 1.0
+PEAK = 1.02
+TIME = 1.03
+"""What is to be reached: at least the first, at most the others."""
+
+COLUMNS = (
+    "model",
+    "way",
+    "stored without a copy",
+    "extra calls a bucket",
+    "bytes moved per byte",
+    "peak memory",
+    "time",
+)
+
+COPYING = ("ResNet-50",)
+"""Models whose producers do not let all gradients be stored without a copy."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the bench; 1 if ``--check`` found a figure missed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
+    parser.add_argument("--rounds", type=int, default=9, help="of timed steps (9)")
+    parser.add_argument("--output", type=Path, help="file for the tables")
+    parser.add_argument("--json", type=Path, help="file for all that was measured")
+    parser.add_argument("--check", action="store_true", help="fail if a counted figure is missed")
+    options = parser.parse_args(arguments)
+    if options.rounds < 2:
+        parser.error(f"--rounds must be at least 2, but is {options.rounds}")
+    cells: dict[tuple[str, str], dict[str, Any]] = {}
+    for model in tqdm(options.models, desc="models"):
+        for way, figures in measure(model, options.rounds).items():
+            cells[model, way] = figures
+    text = as_markdown(cells)
+    print(text)
+    if options.output:
+        options.output.write_text(text)
+    if options.json:
+        plain = {f"{model}, {way}": figures for (model, way), figures in cells.items()}
+        options.json.write_text(json.dumps(plain, indent=1, default=asdict))
+    missed = [miss for (model, way), cell in cells.items() for miss in misses(model, way, cell)]
+    for miss in missed:
+        print(miss)
+    return int(options.check and bool(missed))
+
+
+def measure(model: str, rounds: int) -> dict[str, dict[str, Any]]:
+    """All figures of a model, by way."""
+    context = get_context("spawn")
+    cells: dict[str, dict[str, Any]] = {}
+    for way in WAYS:
+        with context.Pool(1) as pool:
+            cells[way] = pool.apply_async(read_code, (model, way)).get(START_TIMEOUT_S)
+    ours: dict[str, Connection] = {}
+    processes = []
+    for way in WAYS:
+        ours[way], theirs = context.Pipe()
+        processes.append(context.Process(target=serve, args=(model, way, theirs), daemon=True))
+        processes[-1].start()
+        _receive(ours[way], START_TIMEOUT_S)
+    for way in WAYS:
+        cells[way]["peak"] = _ask(ours[way], "peak")
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(rounds):
+        for way in WAYS:
+            seconds[way].append(_ask(ours[way], STEPS))
+    for way in WAYS:
+        ours[way].send("end")
+        pairs = zip(seconds[way], seconds[PLAIN], strict=True)
+        cells[way]["time"] = [value / plain for value, plain in pairs]
+    for process in processes:
+        process.join(STEP_TIMEOUT_S)
+    return cells
+
+
+def _ask(connection: Connection, command: object) -> Any:
+    connection.send(command)
+    return _receive(connection, STEP_TIMEOUT_S)
+
+
+def _receive(connection: Connection, seconds: float) -> Any:
+    if not connection.poll(seconds):
+        raise TimeoutError(f"a process of the bench has not answered for {seconds} s")
+    return connection.recv()
+
+
+def figures(model: str, way: str, cells: dict[tuple[str, str], dict[str, Any]]) -> dict[str, float]:
+    """A row of the table."""
+    cell, plain = cells[model, way], cells[model, PLAIN]
+    traffic, base = cell["traffic"], plain["traffic"]
+    return {
+        "stored": traffic.stored / traffic.reduced,
+        "calls": (traffic.extra_calls - base.extra_calls) / traffic.buckets,
+        "moved": (traffic.copied - base.copied) / traffic.reduced,
+        "peak": cell["peak"] / plain["peak"],
+        "time": statistics.median(cell["time"]),
+    }
+
+
+def misses(model: str, way: str, cell: dict[str, Any]) -> list[str]:
+    """What ours do not reach, of what is counted and not timed."""
+    if way not in OURS:
+        return []
+    row = cell["row"]
+    found = []
+    if row["stored"] < STORED and model not in COPYING:
+        found.append(f"stored {row['stored']:.1%}, not {STORED:.0%}")
+    if row["calls"] > CALLS:
+        found.append(f"{row['calls']:.1f} calls for each bucket, not {CALLS:g}")
+    if row["peak"] > PEAK:
+        found.append(f"peak memory {row['peak']:.3f}, not {PEAK}")
+    return [f"missed: {model}, {way}: {text}" for text in found]
+
+
+def as_markdown(cells: dict[tuple[str, str], dict[str, Any]]) -> str:
+    """The tables, with what is needed to read and to repeat them."""
+    command = f"python tools/bench_storage.py {' '.join(sys.argv[1:])}".strip()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, one thread"
+    lines = [
+        "# How gradients get into their buckets",
+        "",
+        f"{datetime.date.today()}, torch {torch.__version__}, {device}. Reproduce: `{command}`.",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for (model, way), cell in cells.items():
+        if way == PLAIN:
+            continue
+        row = cell["row"] = figures(model, way, cells)
+        low, _, high = statistics.quantiles(cell["time"], n=4)
+        lines.append(
+            f"| {model} | {way} | {row['stored']:.1%} | {row['calls']:.1f} | {row['moved']:.2f} "
+            f"| {row['peak']:.3f} | {row['time']:.3f} ({low:.3f} to {high:.3f}) |"
+        )
+    lines += ["", *_copied(cells)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _copied(cells: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
+    lines = []
+    for (model, way), cell in cells.items():
+        reasons: dict[str, list[tuple[str, int]]] = {}
+        for name, (reason, size) in cell["copied"].items():
+            reasons.setdefault(reason, []).append((name, size))
+        for reason, gradients in reasons.items():
+            share = sum(size for _, size in gradients) / cell["gradients"]
+            names = ", ".join(f"`{name}`" for name, _ in gradients)
+            lines.append(f"{model}, {way}, {share:.1%} of the bytes, {reason}: {names}.\n")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

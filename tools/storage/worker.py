@@ -1,0 +1,111 @@
+"""What runs in the processes of the bench, one for each model and way."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+from torch._inductor.utils import run_and_get_code
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fusion_passes
+from fusion_passes.ddp import modules
+from storage.code import read_traffic
+from storage.models import SUBJECTS
+from storage.ways import OURS, Training, prepare
+
+WARM_UP_STEPS = 3
+
+
+def read_code(model: str, way: str) -> dict[str, Any]:
+    """Traffic of the generated backward for two ranks, and what the package reports as copied."""
+    inductor_config.fx_graph_cache = False  # A hit generates nothing.
+    # Two ranks in one process: a process group that does nothing, called by the name of one.
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    modules.backend_name = lambda *_: "gloo"  # type: ignore[attr-defined]
+    training = prepare(way, SUBJECTS[model], torch.device("cpu"))
+    _, codes = run_and_get_code(training.run)
+    copied: dict[str, str] = {}
+    if way in OURS:
+        copied = {
+            name: reason
+            for bucket in fusion_passes.reports()[-1].buckets
+            for name, reason in bucket.copied
+        }
+    sizes = {name: p.nbytes for name, p in training.model.named_parameters()}
+    return {
+        "traffic": read_traffic(codes[-1]),
+        "copied": {name: (reason, sizes[name]) for name, reason in copied.items()},
+        "gradients": sum(sizes.values()),
+    }
+
+
+def serve(model: str, way: str, connection: Connection) -> None:
+    """Trains on one rank, as it is told: ``"steps"``, a number; ``"peak"``; ``"end"``."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    cuda = torch.cuda.is_available()
+    torch.set_num_threads(1)
+    dist.init_process_group("nccl" if cuda else "gloo", rank=0, world_size=1)
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    training = prepare(way, SUBJECTS[model], device)
+    for _ in range(WARM_UP_STEPS):
+        training.run()
+    connection.send("ready")
+    while (command := connection.recv()) != "end":
+        connection.send(_peak(training) if command == "peak" else _seconds(training, command))
+    dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def _seconds(training: Training, steps: int) -> float:
+    """Of so many steps: by CUDA events on a GPU."""
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
+        for _ in range(steps):
+            training.run()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(steps):
+        training.run()
+    end.record()
+    torch.cuda.synchronize()
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1000
+
+
+def _peak(training: Training) -> int:
+    """Bytes that a step allocates at most beyond what is there before it.
+
+    On the CPU, each allocation and release is an event of the profiler.
+    """
+    training.model.zero_grad(set_to_none=True)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        training.run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        training.run()
+    events = profiler.profiler.kineto_results.events()
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    allocated = peak = 0
+    for _, change in sorted(changes, key=lambda item: item[0]):
+        allocated += change
+        peak = max(peak, allocated)
+    return peak
