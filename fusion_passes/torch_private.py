@@ -67,6 +67,7 @@ __all__ = [
     "clear_backward_cache",
     "compiled_autograd",
     "control_deps",
+    "digit",
     "disable_dynamo",
     "dynamo_config",
     "graph_observer",
@@ -241,3 +242,10 @@ def supports_foreach(device: torch.device) -> bool:
     from torch._inductor.codegen.common import BackendFeature
 
     return bool(graph_lowering().has_feature(device, BackendFeature.FOREACH))
+
+
+def digit(position: Any, stride: Any, size: Any) -> Any:
+    """``position // stride % size``, as Inductor's index arithmetic writes it."""
+    from torch.utils._sympy.functions import ModularIndexing
+
+    return ModularIndexing(position, stride, size)

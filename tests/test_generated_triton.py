@@ -13,6 +13,7 @@ from expecttest import assert_expected_inline
 
 from tests.support.cuda_backwards import (
     NAMES,
+    autocast_step,
     biases,
     biases_on_hosts,
     block_inputs,
@@ -216,13 +217,29 @@ convolution_backward(t2, t1, arg3) -> t3
 convolution_backward(t3[0], t0, arg2) -> t4
 convolution_backward(t4[0], arg0, arg1) -> t5
 bucket = empty(1448, torch.float32)
-triton_for(t3[1], t4[1], t5[1]) -> bucket[0: 5, 16, 1, 1], bucket[80: 16, 8, 3, 3], bucket[1232:
-    8, 3, 3, 3]
+triton_for(t3[1], t4[1], t5[1]) -> bucket[0: 80], bucket[80: 1152], bucket[1232: 216]
 all_reduce_(bucket, 'avg', 'cards')
 wait_tensor(bucket)
 return bucket[0: 5, 16, 1, 1], bucket[80: 16, 8, 3, 3], bucket[1232: 8, 3, 3, 3]
 """,
     )
+
+
+def test_what_inductor_lays_out_anew_is_copied_by_one_kernel_too(compiler: CardCompiler) -> None:
+    """Inductor computes such convolutions with channels last; gradients are contiguous."""
+    weights = [tensor(128, 64, 3, 3), tensor(128, 128, 3, 3), tensor(64, 128, 1, 1)]
+    generated = compiler.generate(convolution_step, [tensor(2, 64, 16, 16), *weights])
+    (store,) = (call for call in read_calls(generated.code) if "-> bucket[" in call)
+    assert store.startswith("triton_for(")
+    assert widest_stores(generated)[-1] == 4
+
+
+def test_products_are_cast_by_one_kernel(compiler: CardCompiler) -> None:
+    weights = [tensor(128, 64), tensor(96, 128), tensor(64, 96)]
+    generated = compiler.generate(autocast_step, [tensor(32, 64), *weights])
+    assert generated.copies == ({},)
+    (store,) = (call for call in read_calls(generated.code) if "-> bucket[" in call)
+    assert store.startswith("triton_for(")
 
 
 def test_inputs_of_several_sizes_are_copied_by_one_kernel(compiler: CardCompiler) -> None:
@@ -232,8 +249,8 @@ def test_inputs_of_several_sizes_are_copied_by_one_kernel(compiler: CardCompiler
     assert_expected_inline(
         text(stores),
         """\
-triton_for(arg0, arg1, arg2) -> bucket0[0: 64, 64], bucket0[4096: 7], bucket0[4103: 33, 5]
-triton_poi(arg3) -> bucket1[0: 64, 64]
+triton_for(arg0, arg1, arg2) -> bucket0[0: 4096], bucket0[4096: 7], bucket0[4103: 165]
+triton_poi(arg3) -> bucket1
 """,
     )
     assert max(widest_stores(generated)) == 4

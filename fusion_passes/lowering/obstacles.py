@@ -50,6 +50,21 @@ def written_by_a_library(gradient: Any) -> bool:
     return not isinstance(box.data, ir.Loops | ir.ComputedBuffer)
 
 
+def computed_from_a_library(gradient: Any) -> bool:
+    """Whether a pointwise kernel makes the gradient of what a library has written, such as a cast
+    of a matrix product. There is no generated kernel that it could become part of."""
+    ir, graph = inductor_ir(), graph_lowering()
+    box = gradient.data
+    if not isinstance(box, ir.StorageBox):
+        box = box.unwrap_view()
+    loops = box.data.data if isinstance(box.data, ir.ComputedBuffer) else box.data
+    if not isinstance(loops, ir.Pointwise):
+        return False
+    names = box.data.get_read_names()
+    written = [graph.try_get_buffer(name) for name in names if name not in graph.graph_inputs]
+    return bool(written) and all(isinstance(buffer, ir.ExternKernelOut) for buffer in written)
+
+
 def _layout_obstacle(node: fx.Node, box: Any, place: Any) -> str | None:
     """Why the kernel cannot store the gradient as it is where its place is."""
     ir = inductor_ir()

@@ -8,15 +8,21 @@ copied, all such gradients of a bucket by one kernel.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from fusion_passes.lowering.obstacles import obstacle_to_storing, written_by_a_library
+from fusion_passes.lowering.obstacles import (
+    computed_from_a_library,
+    obstacle_to_storing,
+    written_by_a_library,
+)
 from fusion_passes.operators import IN_BUCKET, PACK, STORE, WIDEN, split_strides
 from fusion_passes.torch_private import (
+    digit,
     graph_lowering,
     inductor_ir,
     inductor_lowerings,
@@ -99,10 +105,15 @@ class _Bucket:
         one_kernel = supports_foreach(self._device)
         copying: list[str] = []
         for number, view in enumerate(views):
-            if number not in copies:
-                self._store(number, view, number in obstacles)
-            elif one_kernel:
-                copying.append(self._store(number, view, True).get_operation_name())
+            if number in copies and not one_kernel:
+                continue
+            is_grouped = one_kernel and (
+                number in copies
+                or (number not in obstacles and computed_from_a_library(self._gradients[number]))
+            )
+            buffer = self._store(number, view, number in obstacles, is_grouped)
+            if is_grouped:
+                copying.append(buffer.get_operation_name())
         if len(copying) > 1:
             graph_lowering().register_operation_list(copying)
         self._register()
@@ -127,7 +138,7 @@ class _Bucket:
             self._nodes[number], gradient, view, is_changed=self._is_changed(gradient)
         )
 
-    def _store(self, number: int, view: Any, is_copied: bool) -> Any:
+    def _store(self, number: int, view: Any, is_copied: bool, is_grouped: bool) -> Any:
         """Points the gradient's kernel at its place, or adds one that stores it there; that one
         Inductor may fuse with the gradient's, if it generates both."""
         ir = inductor_ir()
@@ -139,9 +150,10 @@ class _Bucket:
             buffer = gradient.data.data
             buffer.layout = ir.NonOwningLayout(view)
         else:
-            value = _scaled(_computed_again(gradient), self._at_store, self._factor)
+            value = _in_order_of(view, gradient) if is_grouped else _computed_again(gradient)
+            value = _scaled(value, self._at_store, self._factor)
             value = inductor_lowerings().to_dtype(value, self._dtype)
-            buffer = ir.ConcatKernel.realize_into(value, view)
+            buffer = ir.ConcatKernel.realize_into(value, _flat(view) if is_grouped else view)
         self._kernel.inputs.append(buffer)
         return buffer
 
@@ -188,6 +200,32 @@ def _computed_again(value: Any) -> Any:
         inner_fn=value.make_loader(),
         ranges=list(value.get_size()),
     )
+
+
+def _in_order_of(place: Any, value: Any) -> Any:
+    """As :func:`_computed_again`, in one loop over the memory of ``place``. Inductor puts such
+    loops into one kernel, whatever they read; loops over two dimensions, as it makes them where a
+    layout changes, only if one of the two has the same size in all."""
+    load, sizes, strides = value.make_loader(), place.get_size(), place.get_stride()
+
+    def load_at(index: Sequence[Any]) -> Any:
+        digits = [digit(index[0], *numbers) for numbers in zip(strides, sizes, strict=True)]
+        return load(digits)
+
+    return inductor_ir().Pointwise.create(
+        device=value.get_device(),
+        dtype=value.get_dtype(),
+        inner_fn=load_at,
+        ranges=[math.prod(sizes)],
+    )
+
+
+def _flat(place: Any) -> Any:
+    """The memory of a place, which is dense, as one dimension."""
+    ir = inductor_ir()
+    old = place.layout
+    layout = ir.FixedLayout(old.device, old.dtype, [math.prod(old.size)], [1], old.offset)
+    return ir.ReinterpretView(data=place.data, layout=layout)
 
 
 def _scaled(value: Any, scale: str, factor: float) -> Any:

@@ -95,3 +95,13 @@ def convolved(x: Tensor, *weights: Tensor) -> Tensor:
 
 def convolution_step(*inputs: Tensor) -> tuple[Tensor, ...]:
     return train(convolved, 3, "cards", *inputs)
+
+
+def autocast_step(*inputs: Tensor) -> tuple[Tensor, ...]:
+    return train(_in_bf16, 3, "cards", *inputs)
+
+
+def _in_bf16(x: Tensor, *weights: Tensor) -> Tensor:
+    for weight in weights:
+        x = functional.linear(x.bfloat16(), weight.bfloat16()).relu()
+    return x.float()
