@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCABULARY = 4096
-TOKENS = (2, 96)
+TOKENS = (4, 128)
 """Sequences of a batch, and their length."""
 
 
@@ -125,7 +125,7 @@ def _square_loss(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def _images() -> Tensor:
-    return torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    return torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 
 
 SUBJECTS = {
