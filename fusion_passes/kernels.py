@@ -11,6 +11,7 @@ from fusion_passes.torch_private import OpOverload
 _MATRIX_PRODUCTS: Final = frozenset(
     ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm")
 )
+_SCATTERS: Final = frozenset(("aten::index_put", "aten::_unsafe_index_put", "aten::scatter_add"))
 _KERNEL_NAMES: Final = _MATRIX_PRODUCTS | frozenset(
     ("aten::convolution", "aten::convolution_backward", "aten::_grouped_mm")
 )
@@ -23,10 +24,10 @@ def is_library_kernel(node: fx.Node) -> bool:
     return name in _KERNEL_NAMES or name.startswith(_KERNEL_PREFIXES)
 
 
-def is_matrix_product(node: fx.Node) -> bool:
-    """Whether the node becomes a library kernel that stores where it is told to, but can neither
-    cast nor scale what it stores."""
-    return _name(node) in _MATRIX_PRODUCTS
+def stores_unscaled(node: fx.Node) -> bool:
+    """Whether the node's kernel stores where it is told to, but cannot scale what it stores: a
+    library's matrix product, or one that adds to what it has stored before, as for an embedding."""
+    return _name(node) in _MATRIX_PRODUCTS or _name(node) in _SCATTERS
 
 
 def _name(node: fx.Node) -> str:

@@ -19,7 +19,7 @@ from torch import fx
 from fusion_passes.collectives import issue_order
 from fusion_passes.config import ScalingOption
 from fusion_passes.dependencies import reduction_levels, write_positions
-from fusion_passes.kernels import is_matrix_product
+from fusion_passes.kernels import stores_unscaled
 from fusion_passes.reductions import GradientReduction, ReductionKey, Rejection
 from fusion_passes.scaling import BucketScaling, choose_scaling
 from fusion_passes.sources import source_of
@@ -205,7 +205,7 @@ def _fill(
 
 
 def _close(key: ReductionKey, bucket: _OpenBucket, options: PlanOptions) -> Bucket:
-    folds = not any(is_matrix_product(source_of(member).node) for member in bucket.members)
+    folds = not any(stores_unscaled(source_of(member).node) for member in bucket.members)
     scaling = choose_scaling(key, bucket.members, options.scaling, folds)
     return Bucket(key, tuple(bucket.members), bucket.cap_bytes, scaling)
 

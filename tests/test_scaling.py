@@ -60,6 +60,16 @@ def test_fp16_of_a_matrix_product_is_divided_in_the_bucket(module: str) -> None:
     assert scaling_of(module, torch.float16, product=True) == BucketScaling("bucket", "sum", HALF)
 
 
+def test_a_sum_into_rows_cannot_divide_what_it_has_stored() -> None:
+    def backward(x, y, rows):
+        summed = torch.ops.aten.index_put(torch.zeros_like(x), [rows], x, True)
+        return reduce(summed, "a"), reduce(y, "b")
+
+    inputs = [tensor(2, 2), tensor(4), tensor(2, dtype=torch.int64)]
+    (bucket,) = plan_of(trace(backward, inputs).graph).buckets
+    assert bucket.scaling.way == "collective"
+
+
 def test_a_backend_that_is_not_known_is_given_what_is_divided() -> None:
     assert scaling_of("ddp4").way == "store"
     assert scaling_of("ddp4", product=True).way == "bucket"

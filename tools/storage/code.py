@@ -98,7 +98,7 @@ def _read_line(reader: _Reader, line: str) -> None:
     elif match := _STORE.search(line):
         _store(reader, match.group(1), _NAME.findall(match.group(2)))
     elif match := _FUSED.match(line):
-        _fused(reader, match.group(1), _NAME.findall(match.group(2)))
+        _fused(reader, match.group(1), match.group(2).split(", "))
     elif match := _LIBRARY.search(line):
         reader.write(match.group(1), is_copy=False)
     elif match := _FALLBACK.match(line):
@@ -171,14 +171,16 @@ def _copied_parameters(body: str) -> list[str | None]:
     copies it onto itself, or ``None`` if it is only read."""
     start = body.index("kernel(")
     header = body[start : body.index("{", start)]
-    defined = dict(_DEFINED.findall(body))
     kinds: dict[str, str] = {}
-    for value, target, indexed, stored in _STORED.findall(body):
-        parameter, name = (target, value) if target else (indexed, stored)
-        source = _copied_from(name, defined)
-        kind = "compute" if source is None else "pass" if source == parameter else "copy"
-        if kinds.get(parameter) != "compute":
-            kinds[parameter] = kind
+    # A kernel is one loop after another, and each gives the same names to its own values.
+    for loop in body.split("\n    {\n")[1:]:
+        defined = dict(_DEFINED.findall(loop))
+        for value, target, indexed, stored in _STORED.findall(loop):
+            parameter, name = (target, value) if target else (indexed, stored)
+            source = _copied_from(name, defined)
+            kind = "compute" if source is None else "pass" if source == parameter else "copy"
+            if kinds.get(parameter) != "compute":
+                kinds[parameter] = kind
     return [kinds.get(parameter) for parameter in _PARAMETER.findall(header)]
 
 
