@@ -223,6 +223,8 @@ def test_what_was_copied_is_reported() -> None:
     (bucket,) = report.buckets
     reasons = dict(bucket.copied)
     library = "aten.convolution_backward neither casts nor scales its result"
+    relaid = "aten.convolution_backward gives it in another layout"
+    assert reasons["layers.0.weight"] == reasons["layers.3.weight"] == relaid
     assert reasons["layers.0.bias"] == reasons["layers.3.bias"] == library
     assert reasons["layers.1.bias"] == "something else reads it too"
     assert "copied: layers.3.bias" in re.sub(r"\s+", " ", fusion_passes.format_report(report))

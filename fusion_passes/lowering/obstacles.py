@@ -4,13 +4,18 @@ cannot."""
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import fx
 
 from fusion_passes.collectives import data_users
+from fusion_passes.kernels import is_library_kernel, stores_unscaled
 from fusion_passes.operators import PACK
 from fusion_passes.torch_private import graph_lowering, inductor_ir
+
+_PASSED_ON: Final[dict[Any, int]] = {operator.getitem: 0, torch.ops.aten.copy.default: 1}
+"""Operators that compute nothing, each with the argument that it passes on."""
 
 
 def obstacle_to_storing(
@@ -38,6 +43,20 @@ def obstacle_to_storing(
         is_generated = isinstance(buffer, ir.Loops | ir.ComputedBuffer)
         return None if is_generated else f"{_operator(node)} neither casts nor scales its result"
     return _layout_obstacle(node, gradient.data, place)
+
+
+def reason_for_copy(node: fx.Node, gradient: Any) -> str | None:
+    """Why Inductor itself copies the gradient, on its way to the bucket: a library has given it
+    another layout than it must have. That one copy stores it in its place."""
+    ir = inductor_ir()
+    source = _source(node)
+    box = gradient.data
+    is_generated = isinstance(box, ir.StorageBox) and isinstance(
+        box.data, ir.Loops | ir.ComputedBuffer
+    )
+    if is_generated and is_library_kernel(source) and not stores_unscaled(source):
+        return f"{_operator(node)} gives it in another layout"
+    return None
 
 
 def written_by_a_library(gradient: Any) -> bool:
@@ -122,7 +141,11 @@ def _memory(node: fx.Node) -> Any:
 
 
 def _operator(node: fx.Node) -> str:
-    source = node
-    while source.target is operator.getitem:
-        source = source.args[0]  # type: ignore[assignment]
-    return str(source.target).removesuffix(".default")
+    return str(_source(node).target).removesuffix(".default")
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """The node that computes the value, of several or alone; a copy only gives it a layout."""
+    while (argument := _PASSED_ON.get(node.target)) is not None:
+        node = node.args[argument]  # type: ignore[assignment]
+    return node

@@ -3,7 +3,7 @@
 ``pack`` becomes Inductor's ``ConcatKernel``, which is no kernel at all: a buffer whose parts other
 kernels write. What produces a gradient is pointed at the gradient's place in it: a library's
 matrix product by ``out=``, a generated kernel by storing there. What cannot be pointed there is
-copied, all such gradients of a bucket by one kernel.
+copied, all such gradients of a bucket by one kernel (of up to 125 copies, on CUDA).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import fx
 from fusion_passes.lowering.obstacles import (
     computed_from_a_library,
     obstacle_to_storing,
+    reason_for_copy,
     written_by_a_library,
 )
 from fusion_passes.operators import IN_BUCKET, PACK, STORE, WIDEN, split_strides
@@ -101,6 +102,11 @@ class _Bucket:
             for number, view in enumerate(views)
             if (obstacle := self._obstacle(number, view)) is not None
         }
+        relaid = {
+            number: reason
+            for number, node in enumerate(self._nodes)
+            if (reason := reason_for_copy(node, self._gradients[number])) is not None
+        }
         copies = [n for n in obstacles if written_by_a_library(self._gradients[n])]
         one_kernel = supports_foreach(self._device)
         copying: list[str] = []
@@ -120,7 +126,7 @@ class _Bucket:
         if copies and not one_kernel:
             self._copy([(self._gradients[n], *places[n]) for n in copies])
         self._scale_in_place()
-        return obstacles
+        return relaid | obstacles
 
     def _view(self, gradient: Any, place: tuple[int, tuple[int, ...]]) -> Any:
         ir = inductor_ir()

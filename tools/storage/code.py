@@ -32,6 +32,9 @@ _FALLBACK: Final = re.compile(r"^(\w+) = torch\.ops\.aten\.flatten\S*\((\w+)")
 _NAME: Final = re.compile(r"\b(?:buf|arg)\w+")
 _PARAMETER: Final = re.compile(r"(?:const )?\w+\*\s+(\w+)")
 _STORED: Final = re.compile(r"(?:(\w+)\.store\((\w+)|(\w+)\[[^\]]*\] = (\w+);)")
+_TRANSPOSED: Final = re.compile(
+    r"transpose_mxn<.*?,(?:true|false)>\((\w+)(?: \+ .*?)?, static_cast<int64_t>\(\w+\), (\w+)"
+)
 _DEFINED: Final = re.compile(r"auto (\w+) = (.*?);\n")
 _LOAD: Final = re.compile(r"\(.*?_ptr.*?\)")
 _POINTER: Final = re.compile(r"\b\w+_ptr\d+")
@@ -175,8 +178,16 @@ def _copied_parameters(body: str) -> list[str | None]:
     # A kernel is one loop after another, and each gives the same names to its own values.
     for loop in body.split("\n    {\n")[1:]:
         defined = dict(_DEFINED.findall(loop))
-        for value, target, indexed, stored in _STORED.findall(loop):
-            parameter, name = (target, value) if target else (indexed, stored)
+        stores = [
+            (target, value) if target else (indexed, stored)
+            for value, target, indexed, stored in _STORED.findall(loop)
+        ]
+        stores += [(target, source) for source, target in _TRANSPOSED.findall(loop)]
+        # A tile is turned in an array between its load and its store.
+        defined |= {target: source for target, source in stores if target.startswith("tmp")}
+        for parameter, name in stores:
+            if parameter.startswith("tmp"):
+                continue
             source = _copied_from(name, defined)
             kind = "compute" if source is None else "pass" if source == parameter else "copy"
             if kinds.get(parameter) != "compute":
