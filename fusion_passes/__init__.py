@@ -12,6 +12,7 @@ Importing the package adds ``ddp_fusion`` to ``torch._inductor.config``::
 :func:`reports` tells what it did.
 """
 
+from fusion_passes.agreement import RanksDisagreeError
 from fusion_passes.config import FusionConfig
 from fusion_passes.install import install_flag
 from fusion_passes.report.journal import journal
@@ -25,6 +26,7 @@ __all__ = [
     "FusionConfig",
     "FusionReport",
     "FusionWarning",
+    "RanksDisagreeError",
     "RejectionReport",
     "__version__",
     "format_report",

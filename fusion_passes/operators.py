@@ -14,6 +14,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fusion_passes.agreement import agree
+
 _library: Final = torch.library.Library("fusion_passes", "FRAGMENT")
 
 
@@ -59,6 +61,11 @@ def _store(
     operation = torch.div if scale == "div" else torch.mul
     for place, gradient in zip(places, gradients, strict=True):
         operation(gradient, factor, out=place)
+
+
+def _agree(sent: Tensor, module: str, collectives: str) -> None:
+    if sent.device.type != "meta":
+        agree(module, collectives)
 
 
 def _widen(bucket: Tensor, dtype: torch.dtype, scale: str, factor: float) -> Tensor:
@@ -127,4 +134,12 @@ WIDEN: Final = _define(
 
 An operator of its own, because its kernel must wait for the collective, and nothing else must come
 to wait with it.
+"""
+
+AGREE: Final = _define("agree_", "(Tensor(a!) sent, str module, str collectives) -> ()", _agree)
+"""Comes back once all ranks of a DDP module's group are known to run the same collectives, and
+raises if they do not (see :func:`fusion_passes.agreement.agree`).
+
+It claims to write ``sent``, the first that is to be sent, so that it runs before the launch. It
+does not touch it.
 """

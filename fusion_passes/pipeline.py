@@ -13,6 +13,7 @@ from torch import fx
 
 from fusion_passes.config import FusionConfig, ReduceDtype
 from fusion_passes.graph_edit import erase_dead
+from fusion_passes.passes.agree import AgreeBeforeLaunch
 from fusion_passes.passes.coalesced import FuseByCoalescing
 from fusion_passes.passes.concat import FuseByConcat
 from fusion_passes.passes.hold import HoldPlacement
@@ -42,10 +43,12 @@ def passes_for(config: FusionConfig, plan: BucketPlan, owner_of: OwnerOf) -> lis
         if config.mode == "concat"
         else FuseByCoalescing(plan.buckets, foreign)
     )
+    agree = AgreeBeforeLaunch(tuple(plan.collectives(config.mode).items()), owner_of)
     return [
         fuse,  # First: what is placed are the fused launches and waits.
         WriteGradsTogether(owner_of),  # Of what fusing has left; before it is placed.
         PlaceReductions(owner_of),  # Needs the final launches; moves, but adds nothing.
+        agree,  # In front of what is the first launch then.
         HoldPlacement(owner_of),  # Last: it binds the order that it finds.
     ]
 

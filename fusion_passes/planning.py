@@ -16,11 +16,12 @@ from typing import Final
 import torch
 from torch import fx
 
+from fusion_passes.agreement import number_runs
 from fusion_passes.collectives import issue_order
 from fusion_passes.config import ScalingOption
 from fusion_passes.dependencies import reduction_levels, write_positions
 from fusion_passes.kernels import stores_unscaled
-from fusion_passes.reductions import GradientReduction, ReductionKey, Rejection
+from fusion_passes.reductions import GradientReduction, ReductionKey, Rejection, dtype_name
 from fusion_passes.scaling import BucketScaling, choose_scaling
 from fusion_passes.sources import source_of
 
@@ -112,6 +113,21 @@ class BucketPlan:
         ]
         lines += [f"left alone: {rejection}" for rejection in self.rejections]
         return "\n".join(lines)
+
+    def collectives(self, kind: str) -> dict[str, str]:
+        """What each DDP module is going to launch, by the name of its group, in order. Equal texts
+        on two ranks are collectives that match.
+
+        Args:
+            kind: of all collectives, ``"concat"`` for instance.
+        """
+        texts: dict[str, list[str]] = {}
+        for bucket in self.buckets:
+            key, numbers = bucket.key, [member.owner.number for member in bucket.members]
+            dtype = dtype_name(key.reduce_dtype)
+            text = f"{bucket.scaling.reduce_op} {dtype} {number_runs(numbers)}"
+            texts.setdefault(key.group_name, [kind]).append(text)
+        return {name: "; ".join(lines) for name, lines in texts.items()}
 
     def digest(self) -> str:
         """Equal for equal plans, in every process; 16 hexadecimal digits."""

@@ -87,6 +87,8 @@ class Owner:
         parameter: the parameter's name in that module, for people.
         backend: name of the process group's backend for the module's device: ``"gloo"``.
         world_size: number of ranks of the process group.
+        number: the parameter's, in the order in which the module counts them; the same on all
+            ranks.
     """
 
     group_name: str
@@ -95,6 +97,7 @@ class Owner:
     parameter: str
     backend: str
     world_size: int
+    number: int
 
 
 OwnerOf = Callable[[str], Owner | None]

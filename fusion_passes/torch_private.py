@@ -6,6 +6,7 @@ Modules that are slow to import (Dynamo takes about a second) are imported insid
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import (
     ProcessGroup,
     _register_process_group,
+    _resolve_process_group,
     _unregister_process_group,
 )
 
@@ -60,6 +62,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
+    "ProcessGroup",
     "TorchDispatchMode",
     "assume_constant_result",
     "below_autograd",
@@ -71,12 +74,14 @@ __all__ = [
     "disable_dynamo",
     "dynamo_config",
     "graph_observer",
+    "group_timeout",
     "hash_files",
     "inductor_config",
     "inductor_counters",
     "is_compiling_graph",
     "make_subgraph",
     "register_process_group",
+    "resolve_process_group",
     "supports_pass_list",
     "trace_rules",
     "tree_map_only",
@@ -110,6 +115,19 @@ def register_process_group(name: str, group: ProcessGroup) -> None:
 def unregister_process_group(name: str) -> None:
     """Takes a name away again."""
     _unregister_process_group(name)  # type: ignore[arg-type]
+
+
+def resolve_process_group(name: str) -> ProcessGroup:
+    """The group that compiled graphs call by ``name``."""
+    group: ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]
+    return group
+
+
+def group_timeout(group: ProcessGroup) -> timedelta:
+    """How long a collective of the group may take; it has no public name."""
+    options: Any = group._get_backend(group._device_types[0]).options
+    timeout: timedelta = options._timeout
+    return timeout
 
 
 def backend_name(group: ProcessGroup, device: torch.device) -> str:

@@ -18,6 +18,7 @@ ROOMS: Final = (
     "config",
     "torch_private",
     # What a graph is made of.
+    "agreement",
     "operators",
     "collectives",
     "graph_text",

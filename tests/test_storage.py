@@ -105,6 +105,7 @@ mm -> A[0:1024]
 generated -> A[1024:1040]
 mm
 mm -> A[1040:2064]
+fusion_passes.agree_ -> A
 launch A, avg
 generated -> B[0:64]
 mm
@@ -136,6 +137,7 @@ addmm -> A[0:1024]
 generated -> A[1024:1040]
 mm
 addmm -> A[1040:2064]
+fusion_passes.agree_ -> A
 launch A, avg
 generated -> B[0:64]
 mm
@@ -169,6 +171,7 @@ generated -> A[288:296], A[296:304]
 aten.convolution_backward
 generated -> A[0:288], A[304:520]
 fusion_passes.store_ -> A
+fusion_passes.agree_ -> A
 launch A, sum
 wait for A
 return A[296:304], A[528:532], A[0:288], A[288:296], A[520:528], A[304:520]
@@ -197,6 +200,7 @@ generated -> A[3680:3728]
 mm
 generated -> A[3728:3744], A[3744:3760], A[3136:3648]
 fusion_passes.store_ -> A
+fusion_passes.agree_ -> A
 launch A, sum
 wait for A
 return what was given

@@ -144,7 +144,7 @@ def _time(way: Way, module: fx.GraphModule) -> float:
 
 def _run_ours(config: FusionConfig, module: fx.GraphModule) -> None:
     caps = BucketCaps(1 * MIB, 25 * MIB, 100 * MIB)
-    owner = Owner("0", "0", "DDP 0", "parameter", backend="gloo", world_size=2)
+    owner = Owner("0", "0", "DDP 0", "parameter", backend="gloo", world_size=2, number=0)
     plan = run_pipeline(module.graph, config, lambda _: owner, lambda _: caps)
     members = sum(len(bucket.members) for bucket in plan.buckets)
     assert members > len(plan.buckets) > 0, "nothing was fused, so nothing was timed"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fusion_passes.ddp.disagreement import named_disagreements
 from fusion_passes.ddp.hooks import traced_hooks
 from fusion_passes.ddp.modules import registry
 from fusion_passes.report.journal import Journal
@@ -64,7 +65,7 @@ class BackwardRunner:
         traced_hooks.take()  # What is left of a backward that failed.
         known, unreadable = len(self.journal.reports()), self.journal.unreadable
         traced = accumulates and not create_graph and reaches_managed_parameter(outputs)
-        with self._traced() if traced else self._untraced():
+        with self._traced() if traced else self._untraced(), named_disagreements():
             result = engine(outputs, *args, **kw)
         reports = self.journal.reports()[known:]
         names = traced_hooks.take()

@@ -125,7 +125,8 @@ class Registry:
         module = self._modules.get(base)
         if module is None:
             return None
-        parameter = module.parameters[int(index)] if index else "?"
+        number = int(index) if index else -1
+        parameter = module.parameters[number] if index else "?"
         return Owner(
             module.group_name,
             module.process_group,
@@ -133,6 +134,7 @@ class Registry:
             parameter,
             module.backend,
             module.world_size,
+            number,
         )
 
     def fingerprint(self) -> tuple[ManagedModule, ...]:

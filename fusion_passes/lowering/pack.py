@@ -21,7 +21,7 @@ from fusion_passes.lowering.obstacles import (
     reason_for_copy,
     written_by_a_library,
 )
-from fusion_passes.operators import IN_BUCKET, PACK, STORE, WIDEN, split_strides
+from fusion_passes.operators import AGREE, IN_BUCKET, PACK, STORE, WIDEN, split_strides
 from fusion_passes.torch_private import (
     digit,
     graph_lowering,
@@ -60,6 +60,7 @@ def register_lowerings(on_packed: OnPacked) -> None:
 
     register_lowering(PACK, pack)
     register_lowering(WIDEN, _lower_widen)
+    register_lowering(AGREE, _lower_agree)
 
 
 class _Bucket:
@@ -196,6 +197,11 @@ def _lower_widen(bucket: Any, dtype: torch.dtype, scale: str, factor: float) -> 
     # Fused with a kernel that needs no collective, it would make that one wait too.
     graph_lowering().no_fuse_buffer_names.add(value.get_name())
     return value
+
+
+def _lower_agree(sent: Any, module: str, collectives: str) -> None:
+    sent.realize()
+    inductor_ir().FallbackKernel.create(AGREE, sent, module, collectives)
 
 
 def _computed_again(value: Any) -> Any:

@@ -158,7 +158,7 @@ def _owner_of(group_name: str) -> Owner | None:
     module, _, parameter = group_name.partition("#")
     if module not in BACKEND_OF:
         return None
-    return Owner(module, module, module.upper(), parameter, BACKEND_OF[module], WORLD_SIZE)
+    return Owner(module, module, module.upper(), parameter, BACKEND_OF[module], WORLD_SIZE, 0)
 
 
 def _trace_on_card(

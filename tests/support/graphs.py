@@ -15,6 +15,7 @@ Group names say whose a reduction is: ``ddp0`` and ``ddp1`` are DDP modules on t
 
 from __future__ import annotations
 
+import string
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ from fusion_passes.collectives import (
 )
 from fusion_passes.config import FusionConfig
 from fusion_passes.graph_text import graph_text
+from fusion_passes.operators import AGREE
 from fusion_passes.passes.coalesced import FuseByCoalescing
 from fusion_passes.passes.concat import FuseByConcat
 from fusion_passes.passes.hold import HoldPlacement
@@ -167,7 +169,21 @@ def owner_of(group_name: str) -> Owner | None:
     if process_group is None:
         return None
     backend = BACKEND_OF[process_group]
-    return Owner(module, process_group, module.upper(), parameter or "?", backend, AVERAGED_OVER)
+    return Owner(
+        module,
+        process_group,
+        module.upper(),
+        parameter or "?",
+        backend,
+        AVERAGED_OVER,
+        _number(parameter),
+    )
+
+
+def _number(parameter: str) -> int:
+    """3 for ``w3`` and for ``d``."""
+    digits = parameter.lstrip(string.ascii_letters + "_")
+    return int(digits) if digits.isdigit() else ord(parameter[:1] or "a") - ord("a")
 
 
 def caps(cap: int = 1 << 40, first: int | None = None, hold: int = 1 << 40) -> CapsOf:
@@ -363,6 +379,8 @@ class _Player(fx.Interpreter):
             return self._launch(args[0] if n.target is ALL_REDUCE_IN_PLACE else None, result)
         if n.target is ALL_REDUCE_COALESCED:
             return [self._launch(None, _reduced(item, args[1], args[2])) for item in args[0]]
+        if n.target is AGREE:
+            return None  # The groups of these graphs do not exist.
         if is_launch(n):
             shape = n.meta["val"].shape
             return self._launch(None, torch.full(shape, args[0].sum(), dtype=args[0].dtype))

@@ -1,0 +1,187 @@
+"""All ranks of a process group run the same collectives, or all of them get an error.
+
+A graph is compiled on each rank from what that rank's backward has traced. If a parameter has a
+gradient on one rank and none on another, their graphs reduce different buckets: the collectives
+would not match, and the best that could happen is a timeout without a reason. So a graph says, just
+before its first launch, which collectives it is about to run. Nothing is sent while that is what
+the same module ran the last time; a change is put to the other ranks over the group's store.
+
+A rank whose backward has not changed asks nobody, and would be stuck in its first collective while
+the others wait for it. It finds out when that fails (see :func:`waiting_ranks`).
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from fusion_passes.torch_private import (
+    ProcessGroup,
+    group_timeout,
+    resolve_process_group,
+)
+
+_SAME: Final = "same"
+
+
+class RanksDisagreeError(RuntimeError):
+    """The ranks of a group are about to run different collectives.
+
+    Attributes:
+        module: the DDP module's name for its group.
+        collectives: what each rank was to run.
+        silent: ranks that have not told what they run, though others waited for that as long as
+            the group allows. In ``collectives``, they run what they ran before, if anything.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        collectives: Mapping[int, str],
+        silent: Collection[int] = (),
+        text: str = "",
+    ) -> None:
+        super().__init__(text or f"different collectives of {module}: {dict(collectives)}")
+        self.module = module
+        self.collectives = collectives
+        self.silent = silent
+
+
+@dataclass
+class _History:
+    """What one module has run on one process group.
+
+    Attributes:
+        calls: how many graphs of the module have come to their first launch.
+        agreed: the collectives of the last one.
+    """
+
+    calls: int = 0
+    agreed: str | None = None
+
+
+@dataclass
+class _Meeting:
+    """Where the ranks of a group meet.
+
+    Attributes:
+        store: a connection of its own: a rank may wait on it for as long as the group's timeout,
+            and others in its process use the group's.
+    """
+
+    rank: int
+    world_size: int
+    timeout: timedelta
+    store: dist.Store
+    histories: dict[str, _History] = field(default_factory=dict)
+
+
+_meetings: Final[weakref.WeakKeyDictionary[ProcessGroup, _Meeting]] = weakref.WeakKeyDictionary()
+
+
+def agree(module: str, collectives: str) -> None:
+    """Returns once all ranks of the module's group are known to run the same collectives.
+
+    Args:
+        module: the DDP module's name for its group.
+        collectives: which, in the order in which they are launched; any text that is the same on
+            two ranks if and only if they match.
+
+    Raises:
+        RanksDisagreeError: they are not the same, or some ranks have not come to tell theirs
+            within the group's timeout.
+    """
+    group = resolve_process_group(module)
+    if group.size() == 1 or dist.get_backend(group) == "fake":
+        return
+    meeting = _meetings.get(group)
+    if meeting is None:
+        timeout = group_timeout(group)
+        store: Any = group.get_group_store()
+        meeting = _meetings[group] = _Meeting(group.rank(), group.size(), timeout, store.clone())
+    history = meeting.histories.setdefault(module, _History())
+    history.calls += 1
+    if history.agreed != collectives:
+        _meet(meeting, module, history, collectives)
+        history.agreed = collectives
+
+
+def waiting_ranks(modules: Iterable[str]) -> RanksDisagreeError | None:
+    """Why a collective of one of the modules may just have failed: other ranks were not in it, but
+    waited for an agreement on others. ``None`` if they were not."""
+    for module in modules:
+        meeting = _meetings.get(resolve_process_group(module))
+        history = meeting.histories.get(module) if meeting else None
+        if meeting is None or history is None or history.agreed is None:
+            continue
+        told = _told(meeting, _place(module, history))
+        if told and meeting.rank not in told:
+            return RanksDisagreeError(module, {meeting.rank: history.agreed, **told})
+    return None
+
+
+def _meet(meeting: _Meeting, module: str, history: _History, collectives: str) -> None:
+    """Tells the other ranks, and waits until the last one that comes has compared them all."""
+    store, place = meeting.store, _place(module, history)
+    store.set(f"{place}/{meeting.rank}", collectives)
+    verdict = f"{place}/verdict"
+    if store.add(f"{place}/arrived", 1) == meeting.world_size:
+        told = _told(meeting, place)
+        agreed = len(set(told.values())) == 1
+        store.set(verdict, _SAME if agreed else json.dumps(told))
+    try:
+        store.wait([verdict], meeting.timeout)
+    except RuntimeError as error:
+        told = _told(meeting, place)
+        silent = [rank for rank in range(meeting.world_size) if rank not in told]
+        if history.agreed is not None:
+            told |= dict.fromkeys(silent, history.agreed)
+        raise RanksDisagreeError(module, told, silent) from error
+    answer = store.get(verdict).decode()
+    if answer != _SAME:
+        told = {int(rank): text for rank, text in json.loads(answer).items()}
+        raise RanksDisagreeError(module, told)
+
+
+def _place(module: str, history: _History) -> str:
+    return f"ddp_fusion/{module}/{history.calls}"
+
+
+def _told(meeting: _Meeting, place: str) -> dict[int, str]:
+    """What the ranks have told there, by rank."""
+    keys = {rank: f"{place}/{rank}" for rank in range(meeting.world_size)}
+    return {
+        rank: meeting.store.get(key).decode()
+        for rank, key in keys.items()
+        if meeting.store.check([key])
+    }
+
+
+def number_runs(numbers: Iterable[int]) -> str:
+    """``[5, 4, 3, 7, 8]`` as ``"5-3,7-8"``."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        first, last = runs[-1] if runs else (number, number + 2)
+        step = number - last
+        if abs(step) == 1 and (last - first) * step >= 0:
+            runs[-1] = (first, number)
+        else:
+            runs.append((number, number))
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def numbers_in(runs: str) -> list[int]:
+    """What :func:`number_runs` was given."""
+    numbers: list[int] = []
+    for run in runs.split(",") if runs else []:
+        first, _, last = run.partition("-")
+        start, end = int(first), int(last or first)
+        step = 1 if end >= start else -1
+        numbers.extend(range(start, end + step, step))
+    return numbers
