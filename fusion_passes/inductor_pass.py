@@ -58,14 +58,17 @@ def caps_of(config: FusionConfig, group_name: str) -> BucketCaps:
     """Caps of the module that owns ``group_name``: the user's option, else the module's own."""
     module = registry.module(group_name)
     cap_bytes, first_bytes = module.bucket_cap_bytes, module.first_bucket_cap_bytes
+    listed_bytes = module.listed_cap_bytes
     if config.bucket_cap_mb is not None:
         cap_bytes = first_bytes = int(config.bucket_cap_mb * MIB)
+        listed_bytes = ()
     if config.first_bucket_cap_mb is not None:
         first_bytes = int(config.first_bucket_cap_mb * MIB)
+        listed_bytes = (first_bytes, *(listed_bytes[1:] or (cap_bytes,))) if listed_bytes else ()
     hold_bytes = HOLD_CAPS * cap_bytes
     if config.max_hold_mb is not None:
         hold_bytes = int(config.max_hold_mb * MIB)
-    return BucketCaps(first_bytes, cap_bytes, hold_bytes)
+    return BucketCaps(first_bytes, cap_bytes, hold_bytes, listed_bytes)
 
 
 def check_conflicts() -> None:

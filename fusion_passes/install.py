@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -17,13 +17,17 @@ from fusion_passes.config import (
     FusionConfig,
 )
 from fusion_passes.ddp.backward import BackwardRunner
-from fusion_passes.ddp.comm_hooks import accept_comm_hooks
-from fusion_passes.ddp.forward import prepare_forward
-from fusion_passes.ddp.hooks import replace_hooks
+from fusion_passes.ddp.management import manage
 from fusion_passes.ddp.modules import registry
-from fusion_passes.ddp.refusals import check_arguments, refuse_methods
+from fusion_passes.ddp.own_reducer import (
+    check_supported,
+    reason_for_own_reducer,
+    tell_own_reducer,
+    tell_without_effect,
+)
 from fusion_passes.flag import FLAG, active_config, add_flag
 from fusion_passes.inductor_pass import DdpFusionPass, check_conflicts
+from fusion_passes.planning import MIB
 from fusion_passes.report.journal import journal
 from fusion_passes.report.telling import tell_once
 from fusion_passes.torch_private import (
@@ -74,7 +78,6 @@ class _Installation:
             for module in (torch.autograd, torch.autograd.graph):
                 _patch(undo, module, "_engine_run_backward", _runner.run)
             _patch(undo, compiled_autograd(), "_enable", _enable_region)
-            undo.callback(_forget_inlined, _is_inlined())
             _set(undo, inductor_config, "_fuse_ddp_communication", False)
             self.configure_context(undo)
             self._undo = undo.pop_all()
@@ -108,13 +111,24 @@ def _construct(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
     if active_config() is None:
         original(self, *args, **kwargs)
         return
-    without_effect = check_arguments(
-        inspect.signature(original).bind(self, *args, **kwargs).arguments
-    )
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    given = dict(bound.arguments)
     _check_reducer_mode()
     check_conflicts()
+    check_supported(given)
+    reason = reason_for_own_reducer(given)
+    if reason is not None:
+        with dynamo_config().patch(optimize_ddp=True):
+            original(self, *args, **kwargs)
+        tell_own_reducer(self, reason)
+        return
+    # DDP takes no list with the Python reducer, which has no buckets of its own.
+    caps_mb = bound.arguments.pop("bucket_cap_mb_list", None) or ()
+    if caps_mb:
+        bound.arguments["bucket_cap_mb"] = max(caps_mb)
     _installation.configure_context()
     with (
+        _kept_inline_list(),
         dynamo_config().patch(optimize_ddp="python_reducer"),
         # DDP switches torch's own fusion on.
         inductor_config.patch(
@@ -122,18 +136,10 @@ def _construct(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
             _fuse_ddp_bucket_size=inductor_config._fuse_ddp_bucket_size,
         ),
     ):
-        original(self, *args, **kwargs)
-    module = registry.add(self)
-    replace_hooks(self, module)
-    prepare_forward(self, module)
-    accept_comm_hooks(self)
-    refuse_methods(self)
-    if without_effect:
-        tell_once(
-            f"no effect {without_effect}",
-            f"DistributedDataParallel({', '.join(without_effect)}) has no effect under ddp_fusion: "
-            "it tunes the C++ reducer, which does not run. Leave it out.",
-        )
+        original(*bound.args, **bound.kwargs)
+    self.bucket_bytes_cap_list = [int(cap_mb * MIB) for cap_mb in caps_mb]
+    manage(self)
+    tell_without_effect(given)
 
 
 def _check_reducer_mode() -> None:
@@ -149,7 +155,7 @@ def _check_reducer_mode() -> None:
 
 def _enter_forward(original: Callable[..., Any], ddp: DistributedDataParallel) -> Any:
     """Only modules with the C++ reducer come here, in each forward."""
-    if active_config() is not None:
+    if active_config() is not None and not any(map(registry.is_unfused, ddp._module_parameters)):
         tell_once(
             f"late {id(ddp)}",
             f"DistributedDataParallel({type(ddp.module).__name__}) was constructed before "
@@ -227,15 +233,12 @@ def _pass_value(passes: list[Any]) -> Any:
     return list(passes) if supports_pass_list() else _PassChain(passes)
 
 
-_DDP_FILE: Final = "torch.nn.parallel.distributed"
-
-
-def _is_inlined() -> bool:
-    return _DDP_FILE in trace_rules().LEGACY_MOD_INLINELIST
-
-
-def _forget_inlined(was_inlined: bool) -> None:
-    """DDP's constructor makes Dynamo inline its forward; undone where no module needs it."""
-    if not was_inlined and not len(registry):
-        trace_rules().LEGACY_MOD_INLINELIST.discard(_DDP_FILE)
-        trace_rules().get_legacy_mod_inlinelist.cache_clear()
+@contextlib.contextmanager
+def _kept_inline_list() -> Iterator[None]:
+    """DDP's constructor makes Dynamo inline the forward of every DDP module, with what only its own
+    reducer does in it. Modules under the flag have a forward of their own instead."""
+    rules = trace_rules()
+    before = set(rules.LEGACY_MOD_INLINELIST)
+    yield
+    rules.LEGACY_MOD_INLINELIST.intersection_update(before)
+    rules.get_legacy_mod_inlinelist.cache_clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -38,11 +39,20 @@ class BucketCaps:
             its cap, so it can be larger by less than that reduction, as in eager DDP.
         hold_bytes: a bucket is closed once this many bytes of reductions, of any key, became
             ready since its first one.
+        listed_bytes: caps of the first buckets of each key one by one, in the place of
+            ``first_bytes``; the last one is that of all further buckets.
     """
 
     first_bytes: int
     cap_bytes: int
     hold_bytes: int
+    listed_bytes: tuple[int, ...] = ()
+
+    def of_bucket(self, index: int) -> int:
+        """The cap of a key's bucket, counted from 0."""
+        if self.listed_bytes:
+            return self.listed_bytes[min(index, len(self.listed_bytes) - 1)]
+        return self.cap_bytes if index else self.first_bytes
 
 
 @dataclass(frozen=True)
@@ -193,7 +203,7 @@ def _fill(
     """The buckets, in the order in which they are closed."""
     closed: list[Bucket] = []
     open_buckets: dict[tuple[ReductionKey, int], _OpenBucket] = {}
-    seen_keys: set[ReductionKey] = set()
+    opened: Counter[ReductionKey] = Counter()
     ready_bytes = 0
     for reduction in reductions:
         overdue = [
@@ -206,9 +216,8 @@ def _fill(
         bucket = open_buckets.get(slot)
         if bucket is None:
             caps = caps_of(reduction.key.group_name)
-            first = reduction.key not in seen_keys
-            seen_keys.add(reduction.key)
-            cap_bytes = caps.first_bytes if first else caps.cap_bytes
+            cap_bytes = caps.of_bucket(opened[reduction.key])
+            opened[reduction.key] += 1
             bucket = open_buckets[slot] = _OpenBucket(caps, cap_bytes, ready_bytes)
         bucket.members.append(reduction)
         bucket.num_bytes += reduction.num_bytes

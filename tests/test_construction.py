@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,53 +12,89 @@ import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fusion_passes import FusionConfig
+from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.ddp.modules import registry
 from fusion_passes.inductor_pass import caps_of
 from fusion_passes.planning import MIB, BucketCaps
+from fusion_passes.report.telling import forget_told
 from tests.support.fake_world import fake_world, two_layers
 
 
 @pytest.fixture(autouse=True)
 def _world() -> Iterator[None]:
+    forget_told()
     gc.collect()  # Modules that other tests have left to the collector would be counted below.
     with fake_world(), inductor_config.patch(ddp_fusion="concat"):
         yield
 
 
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        ({"find_unused_parameters": True}, "find_unused_parameters"),
-        ({"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}, "mixed_precision"),
-        ({"bucket_cap_mb_list": [1, 2]}, "bucket_cap_mb_list"),
-        ({"skip_all_reduce_unused_params": True}, "skip_all_reduce_unused_params"),
-    ],
-)
-def test_refuses_what_the_python_reducer_ignores(arguments: dict[str, object], name: str) -> None:
-    if name == "bucket_cap_mb_list" and torch.__version__ < "2.13":
-        pytest.skip("this torch has no bucket_cap_mb_list")
-    with pytest.raises(ValueError, match=f"{name}=.*ddp_fusion is set: .*ddp_fusion = None"):
-        DistributedDataParallel(two_layers(), **arguments)
+def test_refuses_mixed_precision() -> None:
+    options = MixedPrecision(param_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"mixed_precision=\.\.\.\).*autocast.*ddp_fusion = None"):
+        DistributedDataParallel(two_layers(), mixed_precision=options)
     assert not len(registry), "nothing was changed before the refusal"
 
 
-def test_refuses_delayed_reductions() -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_refuses_optimizers_in_the_backward(late: bool) -> None:
     model = two_layers()
-    names = [("0.weight", model[0].weight)]
-    with pytest.raises(ValueError, match=r"delay_all_reduce_named_params=.*ddp_fusion"):
-        DistributedDataParallel(
-            model, delay_all_reduce_named_params=names, param_to_hook_all_reduce=model[1].weight
-        )
+    ddp = DistributedDataParallel(model) if late else None
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
+    step = ddp(torch.ones(2, 4)).sum().backward if ddp else lambda: DistributedDataParallel(model)
+    with pytest.raises(ValueError, match=r"_apply_optimizer_in_backward, parameter '0\.weight'"):
+        step()
 
 
-def test_refuses_sparse_gradients() -> None:
+def _delayed(model: nn.Sequential) -> dict[str, object]:
+    return {
+        "delay_all_reduce_named_params": [("0.weight", model[0].weight)],
+        "param_to_hook_all_reduce": model[1].weight,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (lambda _: {"find_unused_parameters": True}, "it was given find_unused_parameters=True"),
+        (
+            lambda _: {"skip_all_reduce_unused_params": True},
+            "it was given skip_all_reduce_unused_params=True",
+        ),
+        (_delayed, "it was given delay_all_reduce_named_params"),
+    ],
+)
+def test_leaves_to_ddps_reducer_what_the_python_reducer_ignores(
+    arguments: Callable[[nn.Sequential], dict[str, object]], words: str
+) -> None:
+    model = two_layers()
+    with pytest.warns(FusionWarning, match=f"trained by DDP's own reducer.*{words}"):
+        ddp = DistributedDataParallel(model, **arguments(model))
+    assert not ddp._use_python_reducer
+    assert not len(registry)
+    assert registry.is_unfused(model[1].weight)
+
+
+def test_forgets_what_ddps_reducer_has_trained() -> None:
+    gc.collect()
+    before = registry.has_unfused
+    with pytest.warns(FusionWarning):
+        ddp = DistributedDataParallel(two_layers(), find_unused_parameters=True)
+    weight = ddp.module[0].weight
+    del ddp
+    gc.collect()
+    assert not registry.is_unfused(weight)
+    assert registry.has_unfused == before
+
+
+def test_leaves_sparse_gradients_to_ddps_reducer() -> None:
     model = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
-    with pytest.raises(ValueError, match=r"Embedding\(sparse=True\), module '0'.*ddp_fusion"):
+    with pytest.warns(FusionWarning, match=r"'0' is a Embedding\(sparse=True\)"):
         DistributedDataParallel(model)
+    assert not len(registry)
 
 
 @pytest.mark.parametrize("mode", ["no_optimization", "ddp_optimizer", False])
@@ -84,13 +120,6 @@ def test_refuses_settings_that_fuse_the_same_reductions(setting: str, value: obj
         pytest.raises(ValueError, match=f"{setting} = {value!r} cannot be combined"),
     ):
         DistributedDataParallel(two_layers())
-
-
-@pytest.mark.parametrize("method", ["join"])
-def test_refuses_methods_that_would_do_nothing(method: str) -> None:
-    ddp = DistributedDataParallel(two_layers())
-    with pytest.raises(ValueError, match=rf"{method}\(\) is not supported.*ddp_fusion = None"):
-        getattr(ddp, method)()
 
 
 def test_leaves_the_settings_that_the_constructor_writes() -> None:
@@ -119,6 +148,18 @@ def test_caps_are_the_modules_own_unless_set_by_option() -> None:
     config = FusionConfig(bucket_cap_mb=4, first_bucket_cap_mb=0.5, max_hold_mb=3)
     assert caps_of(config, second) == BucketCaps(MIB // 2, 4 * MIB, 3 * MIB)
     del default, small
+
+
+def test_caps_can_be_a_list() -> None:
+    ddp = DistributedDataParallel(two_layers(), bucket_cap_mb_list=[1, 3, 2])
+    (module,) = registry.fingerprint()
+    caps = caps_of(FusionConfig(), module.group_name)
+    assert [caps.of_bucket(index) for index in range(4)] == [MIB, 3 * MIB, 2 * MIB, 2 * MIB]
+    caps = caps_of(FusionConfig(first_bucket_cap_mb=4), module.group_name)
+    assert [caps.of_bucket(index) for index in range(3)] == [4 * MIB, 3 * MIB, 2 * MIB]
+    caps = caps_of(FusionConfig(bucket_cap_mb=5), module.group_name)
+    assert [caps.of_bucket(index) for index in range(3)] == [5 * MIB] * 3
+    del ddp
 
 
 def test_names_parameters_and_ignores_ignored_ones() -> None:

@@ -17,6 +17,7 @@ ROOMS: Final = (
     "version",
     "config",
     "torch_private",
+    "flag",
     # What a graph is made of.
     "agreement",
     "operators",
@@ -42,7 +43,6 @@ ROOMS: Final = (
     "report",
     "ddp",
     # What is installed.
-    "flag",
     "inductor_pass",
     "install",
     "__init__",

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from fusion_passes.ddp.disagreement import named_disagreements
 from fusion_passes.ddp.hooks import traced_hooks
 from fusion_passes.ddp.modules import registry
+from fusion_passes.ddp.own_reducer import check_optimizers
 from fusion_passes.report.journal import Journal
 from fusion_passes.report.records import FusionReport
 from fusion_passes.report.telling import tell_once
@@ -64,7 +66,9 @@ class BackwardRunner:
             return engine(outputs, *args, **kw)
         traced_hooks.take()  # What is left of a backward that failed.
         known, unreadable = len(self.journal.reports()), self.journal.unreadable
-        traced = accumulates and not create_graph and reaches_managed_parameter(outputs)
+        traced = accumulates and not create_graph and is_to_be_traced(outputs)
+        if traced:
+            registry.check_new(check_optimizers)
         with self._traced() if traced else self._untraced(), named_disagreements():
             result = engine(outputs, *args, **kw)
         reports = self.journal.reports()[known:]
@@ -102,14 +106,28 @@ class BackwardRunner:
             yield
 
 
-def reaches_managed_parameter(outputs: Sequence[Any]) -> bool:
-    """Whether the autograd graph behind ``outputs`` ends at a parameter of a managed module.
+def is_to_be_traced(outputs: Sequence[Any]) -> bool:
+    """Whether the autograd graph behind ``outputs`` ends at a parameter of a managed module, and at
+    none whose gradient DDP's own reducer must see.
 
     Depth first, so that a graph that does is left after a few nodes; one that does not is walked
     whole, about a microsecond a node.
     """
     if not len(registry):
         return False
+    looks_for_unfused = registry.has_unfused
+    found = False
+    for parameter in _parameters_behind(outputs):
+        if looks_for_unfused and registry.is_unfused(parameter):
+            return False
+        found = found or registry.manages(parameter)
+        if found and not looks_for_unfused:
+            return True
+    return found
+
+
+def _parameters_behind(outputs: Sequence[Any]) -> Iterator[nn.Parameter]:
+    """The leaves of the autograd graph, as they are come upon."""
     pending = [
         getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs
     ]
@@ -123,9 +141,8 @@ def reaches_managed_parameter(outputs: Sequence[Any]) -> bool:
             variable = getattr(following, "variable", None)
             if variable is None:
                 pending.append(following)
-            elif registry.manages(variable):
-                return True
-    return False
+            else:
+                yield variable
 
 
 def _tell_unfused(names: Iterable[str], reports: Sequence[FusionReport]) -> None:

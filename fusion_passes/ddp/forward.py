@@ -8,23 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from fusion_passes.collectives import broadcast
 from fusion_passes.ddp.modules import ManagedModule
 from fusion_passes.torch_private import tree_map_only
 
 
-def prepare_forward(ddp: DistributedDataParallel, module: ManagedModule) -> None:
+def prepare_forward(ddp: DistributedDataParallel, module: ManagedModule) -> list[RemovableHandle]:
     """Registers the hooks that a module needs; they are traced with its forward."""
+    handles: list[RemovableHandle] = []
     if ddp.device_ids:
         device = torch.device(ddp.device_type, ddp.device_ids[0])
 
         def move_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
             return tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
 
-        ddp.register_forward_pre_hook(move_inputs, with_kwargs=True)
+        handles.append(ddp.register_forward_pre_hook(move_inputs, with_kwargs=True))
     if not list(ddp.module.buffers()):
-        return
+        return handles
 
     def sync_buffers(ddp: Any, _: Any) -> None:
         if ddp.require_forward_param_sync and ddp.broadcast_buffers:
@@ -34,8 +36,9 @@ def prepare_forward(ddp: DistributedDataParallel, module: ManagedModule) -> None
         # DDP's rule: buffers are broadcast if the forward before this one was to be synchronised.
         ddp.require_forward_param_sync = torch.is_grad_enabled() and ddp.require_backward_grad_sync
 
-    ddp.register_forward_pre_hook(sync_buffers)
-    ddp.register_forward_hook(note_sync)
+    handles.append(ddp.register_forward_pre_hook(sync_buffers))
+    handles.append(ddp.register_forward_hook(note_sync))
+    return handles
 
 
 def _broadcast_buffers(ddp: DistributedDataParallel, group_name: str) -> None:

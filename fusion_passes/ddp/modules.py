@@ -15,8 +15,9 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,7 @@ class ManagedModule:
         parameters: names, in the order in which DDP counts them.
         bucket_cap_bytes: the cap that DDP was given, or its default.
         first_bucket_cap_bytes: the cap of its first bucket, by DDP's own rule.
+        listed_cap_bytes: caps of its buckets one by one, if DDP was given a list.
     """
 
     group_name: str
@@ -57,10 +59,23 @@ class ManagedModule:
     parameters: tuple[str, ...]
     bucket_cap_bytes: int
     first_bucket_cap_bytes: int
+    listed_cap_bytes: tuple[int, ...]
 
     def name_for(self, index: int) -> str:
         """The group name in the graph for the gradient of parameter ``index``."""
         return f"{self.group_name}{_PARAMETER_MARK}{index}"
+
+    def names(self) -> list[str]:
+        """All names that the module has for its process group."""
+        return [self.group_name, *(self.name_for(index) for index in range(len(self.parameters)))]
+
+
+@dataclass
+class _Entry:
+    """A managed module of the registry, and what takes it out again."""
+
+    module: ManagedModule
+    remove: weakref.finalize[Any, Any]
 
 
 @dataclass
@@ -69,6 +84,12 @@ class Registry:
 
     _modules: dict[str, ManagedModule] = field(default_factory=dict)
     _parameter_ids: Counter[int] = field(default_factory=Counter)
+    _unfused_ids: Counter[int] = field(default_factory=Counter)
+    _unchecked: weakref.WeakSet[DistributedDataParallel] = field(default_factory=weakref.WeakSet)
+    _moved: set[str] = field(default_factory=set)
+    _entries: weakref.WeakKeyDictionary[DistributedDataParallel, _Entry] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
     _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -76,10 +97,10 @@ class Registry:
     def add(self, ddp: DistributedDataParallel) -> ManagedModule:
         """Registers a module that has been constructed, until it is freed."""
         group = ddp.process_group
-        number = next(self._numbers.setdefault(group, itertools.count()))
         names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+        number = self._number_on(group)
         module = ManagedModule(
-            group_name=f"{group.group_name}/ddp{number}",
+            group_name=_group_name(group, number),
             process_group=group.group_name,
             backend=backend_name(group, torch.device(ddp.device_type)),
             world_size=group.size(),
@@ -89,25 +110,80 @@ class Registry:
             first_bucket_cap_bytes=(
                 DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
             ),
+            listed_cap_bytes=tuple(ddp.bucket_bytes_cap_list),
         )
         self._modules[module.group_name] = module
-        aliases = [module.group_name]
-        aliases += [module.name_for(index) for index in range(len(module.parameters))]
-        for alias in aliases:
+        for alias in module.names():
             register_process_group(alias, group)
         ids = [id(parameter) for parameter in ddp._module_parameters]
         self._parameter_ids.update(ids)
-        weakref.finalize(ddp, self._remove, module, aliases, ids).atexit = False
+        remove = weakref.finalize(ddp, self._remove, module.group_name, module, ids)
+        remove.atexit = False
+        self._entries[ddp] = _Entry(module, remove)
+        self._unchecked.add(ddp)
         return module
 
-    def _remove(self, module: ManagedModule, aliases: list[str], ids: list[int]) -> None:
+    def _number_on(self, group: dist.ProcessGroup) -> int:
+        numbers = self._numbers.setdefault(group, itertools.count())
+        return next(n for n in numbers if _group_name(group, n) not in self._moved)
+
+    def _remove(self, name: str, module: ManagedModule, ids: list[int]) -> None:
         self._parameter_ids -= Counter(ids)
-        if self._modules.get(module.group_name) is not module:
+        if name not in self._moved and self._modules.get(name) is not module:
             return  # It outlived its process group, and a module of the next one has its names.
-        del self._modules[module.group_name]
+        self._moved.discard(name)
+        del self._modules[name]
         if dist.is_initialized():  # Destroying the groups has removed their names already.
-            for alias in aliases:
+            for alias in module.names():
                 unregister_process_group(alias)
+
+    def check_new(self, check: Callable[[nn.Module], None]) -> None:
+        """Calls ``check`` with each wrapped model once: before the first backward of any."""
+        while self._unchecked:
+            check(self._unchecked.pop().module)
+
+    def discard(self, ddp: DistributedDataParallel) -> None:
+        """Forgets a managed module."""
+        self._entries.pop(ddp).remove()
+
+    def module_of(self, ddp: DistributedDataParallel) -> ManagedModule:
+        return self._entries[ddp].module
+
+    def move(self, ddp: DistributedDataParallel) -> bool:
+        """Follows a module to the process group that it has now: its names resolve to that, so
+        compiled graphs go on over it.
+
+        Returns:
+            Whether the new group has another size or backend, which graphs depend on.
+        """
+        entry, group = self._entries[ddp], ddp.process_group
+        old = entry.module
+        entry.module = replace(
+            old,
+            process_group=group.group_name,
+            backend=backend_name(group, torch.device(ddp.device_type)),
+            world_size=group.size(),
+        )
+        self._modules[old.group_name] = entry.module
+        self._moved.add(old.group_name)
+        for alias in old.names():
+            unregister_process_group(alias)
+            register_process_group(alias, group)
+        return (old.backend, old.world_size) != (entry.module.backend, entry.module.world_size)
+
+    def add_unfused(self, ddp: DistributedDataParallel) -> None:
+        """Notes a module that DDP's own reducer trains under the flag, until it is freed."""
+        ids = [id(parameter) for parameter in ddp._module_parameters]
+        self._unfused_ids.update(ids)
+        weakref.finalize(ddp, self._unfused_ids.subtract, ids).atexit = False
+
+    @property
+    def has_unfused(self) -> bool:
+        return any(self._unfused_ids.values())
+
+    def is_unfused(self, parameter: nn.Parameter) -> bool:
+        """Whether DDP's own reducer reduces the parameter's gradient, which must not be traced."""
+        return self._unfused_ids[id(parameter)] > 0
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -140,6 +216,10 @@ class Registry:
     def fingerprint(self) -> tuple[ManagedModule, ...]:
         """Everything about the modules that a compiled graph can depend on."""
         return tuple(self._modules[name] for name in sorted(self._modules))
+
+
+def _group_name(group: dist.ProcessGroup, number: int) -> str:
+    return f"{group.group_name}/ddp{number}"
 
 
 registry: Final = Registry()

@@ -1,0 +1,104 @@
+"""What DDP offers and its Python reducer would leave out without a word.
+
+A module that uses it is trained by DDP's own reducer, as without the flag, and the user is told; or
+it is refused, where that cannot be known to work with a compiled forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fusion_passes.ddp.modules import registry
+from fusion_passes.report.telling import tell_once
+
+_UNFUSED: Final[Mapping[str, str]] = {
+    "find_unused_parameters": "let every parameter take part in each step, or freeze it",
+    "skip_all_reduce_unused_params": "let every parameter take part in each step, or freeze it",
+    "delay_all_reduce_named_params": "leave it out: reductions overlap the backward anyway",
+}
+"""Arguments that DDP's own reducer must see to, each with what to do instead to be fused."""
+
+_WITHOUT_EFFECT: Final = ("gradient_as_bucket_view", "batched_grad_copy", "lazy_bucket_allocation")
+
+
+def check_supported(arguments: Mapping[str, Any]) -> None:
+    """Refuses what works with neither reducer under the flag.
+
+    Args:
+        arguments: what DDP is to be constructed with, by name; the wrapped ``module`` among them.
+
+    Raises:
+        ValueError: it names the argument and the remedy.
+    """
+    if arguments.get("mixed_precision"):
+        raise ValueError(
+            "DistributedDataParallel(mixed_precision=...) is not supported while "
+            "torch._inductor.config.ddp_fusion is set: it exchanges the parameters' memory around "
+            "the forward, which cannot be compiled. Use torch.autocast and "
+            "FusionConfig(reduce_dtype=...), or set ddp_fusion = None before this module is "
+            "constructed."
+        )
+    check_optimizers(arguments["module"])
+
+
+def check_optimizers(model: nn.Module) -> None:
+    """Refuses optimizers that run in the backward.
+
+    Raises:
+        ValueError: it names a parameter and the remedy.
+    """
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise ValueError(
+                f"_apply_optimizer_in_backward, parameter {name!r}, is not supported while "
+                "torch._inductor.config.ddp_fusion is set: the optimizer would run before the "
+                "gradient is reduced. Step the optimizer after the backward, or set ddp_fusion = "
+                "None before this module is wrapped."
+            )
+
+
+def reason_for_own_reducer(arguments: Mapping[str, Any]) -> str | None:
+    """Why a module is to be trained by DDP's own reducer; ``None`` if it can be fused.
+
+    Args:
+        arguments: as for :func:`check_supported`.
+
+    Returns:
+        A sentence with what to do instead.
+    """
+    for name, remedy in _UNFUSED.items():
+        if arguments.get(name):
+            shown = repr(arguments[name]) if isinstance(arguments[name], bool) else "..."
+            return f"it was given {name}={shown}. To fuse, {remedy}"
+    for name, submodule in arguments["module"].named_modules():
+        if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
+            return (
+                f"{name!r} is a {type(submodule).__name__}(sparse=True), whose gradient has no "
+                "fixed size. To fuse, construct it with sparse=False"
+            )
+    return None
+
+
+def tell_own_reducer(ddp: DistributedDataParallel, reason: str) -> None:
+    """Says that the module is not fused, and sees to it that no backward of it is traced."""
+    registry.add_unfused(ddp)
+    tell_once(
+        f"own reducer {type(ddp.module).__name__} {reason}",
+        f"DistributedDataParallel({type(ddp.module).__name__}) is trained by DDP's own reducer, as "
+        f"without ddp_fusion, and its gradients are not fused: {reason}.",
+    )
+
+
+def tell_without_effect(arguments: Mapping[str, Any]) -> None:
+    """Says which arguments have no effect, because they tune the C++ reducer."""
+    given = [name for name in _WITHOUT_EFFECT if arguments.get(name)]
+    if given:
+        tell_once(
+            f"no effect {given}",
+            f"DistributedDataParallel({', '.join(given)}) has no effect under ddp_fusion: "
+            "it tunes the C++ reducer, which does not run. Leave it out.",
+        )

@@ -1,0 +1,340 @@
+"""Short trainings that use one feature of DDP each, to be run with and without the flag."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._inductor.config
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support import models
+
+Values = dict[str, Tensor | None]
+Compile = Callable[[nn.Module], Callable[..., Tensor]]
+Scenario = Callable[[Compile], Values]
+STEPS = 3
+
+
+@dataclass
+class Outcome:
+    """What came of a scenario on one rank.
+
+    Attributes:
+        eager: the values without the flag, nothing compiled.
+        flagged: the values under the flag, compiled.
+        told: what the user was told under the flag.
+        fused: names of the parameters whose gradients were fused.
+    """
+
+    eager: Values
+    flagged: Values
+    told: list[str]
+    fused: set[str]
+
+
+def run_both_ways(scenario: Scenario, flag: str) -> Outcome:
+    """A job for every rank."""
+    import fusion_passes
+    from fusion_passes.report.telling import forget_told
+
+    eager = scenario(lambda module: module)
+    torch._dynamo.reset()
+    forget_told()
+    known = len(fusion_passes.reports())
+    with (
+        torch._inductor.config.patch(ddp_fusion=flag),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        flagged = scenario(torch.compile)
+    told = [str(w.message) for w in caught if issubclass(w.category, fusion_passes.FusionWarning)]
+    buckets = [bucket for report in fusion_passes.reports()[known:] for bucket in report.buckets]
+    fused = {name for bucket in buckets for name in bucket.parameters}
+    return Outcome(eager, flagged, told, fused)
+
+
+def train(
+    ddp: nn.Module,
+    wrap: Compile,
+    forward: Callable[[Callable[..., Tensor], int], Tensor] | None = None,
+    before: Callable[[int], None] = lambda step: None,
+) -> Values:
+    """A few steps. Returns the gradients of each, and the parameters and buffers in the end."""
+    compiled = wrap(ddp)
+    run = forward or (lambda model, step: model(batch(step)))
+    parameters = dict(ddp.named_parameters())
+    values: Values = {}
+    for step in range(STEPS):
+        before(step)
+        for parameter in parameters.values():
+            parameter.grad = None
+        run(compiled, step).sum().backward()
+        values |= {f"{step}: {n}": _copy(p.grad) for n, p in parameters.items()}
+        _step(parameters)
+    return values | state(ddp)
+
+
+def state(module: nn.Module) -> Values:
+    """Copies of the parameters and buffers."""
+    return {name: _copy(value) for name, value in module.state_dict().items()}
+
+
+def batch(step: int, size: int = 4) -> Tensor:
+    """Whole numbers; others on each rank and in each step."""
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randint(-2, 3, (size, models.WIDTH), generator=generator).float()
+
+
+def _copy(value: Tensor | None) -> Tensor | None:
+    if value is None:
+        return None
+    return (value.to_dense() if value.is_sparse else value).detach().clone()
+
+
+@torch.no_grad()
+def _step(parameters: Mapping[str, nn.Parameter]) -> None:
+    for parameter in parameters.values():
+        if parameter.grad is not None:
+            parameter.sub_(_copy(parameter.grad).sgn())  # type: ignore[union-attr]
+
+
+class Branches(nn.Module):
+    """Exact. Each of its branches takes part if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(models.WIDTH, models.WIDTH)
+        self.branches = nn.ModuleList(nn.Linear(models.WIDTH, models.WIDTH) for _ in range(2))
+        self.last = nn.Linear(models.WIDTH, models.OUTPUTS)
+        models.fill_whole(self)
+
+    def forward(self, x: Tensor, *, takes: tuple[int, ...] = ()) -> Tensor:
+        x = self.first(x).relu()
+        for number in takes:
+            x = self.branches[number](x).relu()
+        return self.last(x)
+
+
+class Counting(nn.Module):
+    """Exact, with a buffer that is another on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = models.mlp()
+        self.register_buffer("count", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += x[0, :2]
+        return self.layers(x) + self.count.sum()
+
+
+# --- Scenarios ----------------------------------------------------------------------------------
+
+
+def _branches(wrap: Compile, takes: Callable[[int], tuple[int, ...]], **options: Any) -> Values:
+    ddp = DistributedDataParallel(Branches(), **options)
+    return train(ddp, wrap, lambda model, step: model(batch(step), takes=takes(step)))
+
+
+def unused_on_all_ranks(wrap: Compile) -> Values:
+    return _branches(wrap, lambda step: (0,), find_unused_parameters=True)
+
+
+def unused_on_one_rank(wrap: Compile) -> Values:
+    return _branches(wrap, lambda step: (dist.get_rank(),), find_unused_parameters=True)
+
+
+def unused_here_and_there(wrap: Compile) -> Values:
+    def takes(step: int) -> tuple[int, ...]:
+        return ((0, 1), (), (0,))[(step + dist.get_rank()) % 3]
+
+    return _branches(wrap, takes, find_unused_parameters=True)
+
+
+def skipped_unused(wrap: Compile) -> Values:
+    return _branches(
+        wrap,
+        lambda step: (1,),
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=True,
+    )
+
+
+def unused_in_a_static_graph(wrap: Compile) -> Values:
+    return _branches(wrap, lambda step: (0,), static_graph=True)
+
+
+def delayed_reductions(wrap: Compile) -> Values:
+    model = models.mlp()
+    delayed = [(name, parameter) for name, parameter in model.named_parameters() if "4" in name]
+    ddp = DistributedDataParallel(
+        model,
+        delay_all_reduce_named_params=delayed,
+        param_to_hook_all_reduce=model[0].weight,
+    )
+    return train(ddp, wrap)
+
+
+def sparse_gradients(wrap: Compile) -> Values:
+    embedding = nn.Embedding(16, models.WIDTH, sparse=True)
+    model = models.fill_whole(nn.Sequential(embedding, nn.Linear(models.WIDTH, 2)))
+    ddp = DistributedDataParallel(model)
+    return train(ddp, wrap, lambda model, step: model(batch(step).long().abs()))
+
+
+def _hooked(wrap: Compile, state: Any, hook: Callable[..., Any]) -> Values:
+    ddp = DistributedDataParallel(models.mlp())
+    ddp.register_comm_hook(state, hook)
+    return train(ddp, wrap)
+
+
+def noop_hook(wrap: Compile) -> Values:
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook as hook
+
+    return _hooked(wrap, None, hook)
+
+
+def power_sgd_hook(wrap: Compile) -> Values:
+    options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2}
+    hook_state = powerSGD_hook.PowerSGDState(None, min_compression_rate=0.5, **options)
+    return _hooked(wrap, hook_state, powerSGD_hook.powerSGD_hook)
+
+
+def _doubled(state, bucket):  # DDP compares annotations, which must be no strings.
+    assert [p.shape for p in bucket.parameters()] == [g.shape for g in bucket.gradients()]
+    state.append(bucket.index())
+    summed = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return summed.then(lambda future: 2 * future.value()[0])
+
+
+def users_hook(wrap: Compile) -> Values:
+    seen: list[int] = []
+    values = _hooked(wrap, seen, _doubled)
+    return values | {"buckets": torch.tensor(seen)}
+
+
+def hook_over_another_group(wrap: Compile) -> Values:
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return _hooked(wrap, alone[dist.get_rank()], default_hooks.allreduce_hook)
+
+
+def _sum_buffers(_: object, buffers: Mapping[str, Tensor]) -> list[torch.futures.Future[Any]]:
+    return [dist.all_reduce(b, async_op=True).get_future() for b in buffers.values()]
+
+
+def buffer_hook(wrap: Compile) -> Values:
+    ddp = DistributedDataParallel(Counting())
+    ddp._register_buffer_comm_hook(None, _sum_buffers)
+    return train(ddp, wrap)
+
+
+def uneven_inputs(wrap: Compile) -> Values:
+    ddp = DistributedDataParallel(models.mlp())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    compiled = wrap(ddp)
+    with ddp.join():
+        for step in range(2 + dist.get_rank()):
+            optimizer.zero_grad()
+            compiled(batch(step)).sum().backward()
+            optimizer.step()
+    return state(ddp)
+
+
+def disabled_join(wrap: Compile) -> Values:
+    ddp = DistributedDataParallel(models.mlp())
+    with ddp.join(enable=False):
+        return train(ddp, wrap)
+
+
+def two_reducers_in_one_backward(wrap: Compile) -> Values:
+    """A module that can be fused, and one that DDP's own reducer trains."""
+    fused = DistributedDataParallel(models.mlp(outputs=models.WIDTH))
+    other = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    both = nn.ModuleDict({"fused": fused, "other": other})
+    compiled = wrap(fused), wrap(other)
+    return train(both, lambda module: module, lambda _, step: compiled[1](compiled[0](batch(step))))
+
+
+def two_reducers_in_two_backwards(wrap: Compile) -> Values:
+    other = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    fused = DistributedDataParallel(models.mlp())
+    return {f"fused {n}": v for n, v in train(fused, wrap).items()} | train(other, wrap)
+
+
+def caps_in_a_list(wrap: Compile) -> Values:
+    return train(DistributedDataParallel(models.mlp(), bucket_cap_mb_list=[25, 50]), wrap)
+
+
+def copied(wrap: Compile) -> Values:
+    """A copy is trained in the middle of the original's training; it starts from there."""
+    ddp = DistributedDataParallel(models.mlp())
+    first = train(ddp, wrap)
+    again = train(copy.deepcopy(ddp), wrap)
+    values = train(ddp, wrap)
+    return (
+        first
+        | {f"copy {n}": v for n, v in again.items()}
+        | {f"2. {n}": v for n, v in values.items()}
+    )
+
+
+def saved_and_loaded(wrap: Compile) -> Values:
+    ddp = DistributedDataParallel(Counting())
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    first = train(ddp, wrap)
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    del ddp
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    if wrap is not torch.compile:  # DDP's own copies forget their hook.
+        loaded.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return first | {f"loaded {n}": v for n, v in train(loaded, wrap).items()}
+
+
+def state_dict_of_another(wrap: Compile) -> Values:
+    first = DistributedDataParallel(models.mlp())
+    train(first, wrap)
+    second = DistributedDataParallel(models.mlp())
+    second.load_state_dict(first.state_dict())
+    return train(second, wrap)
+
+
+def second_module_over_the_same_model(wrap: Compile) -> Values:
+    model = models.mlp()
+    first = DistributedDataParallel(model)
+    values = {f"first {n}": v for n, v in train(first, wrap).items()}
+    del first
+    gc.collect()
+    hooks = sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
+    values["hooks left"] = torch.tensor(hooks)
+    return values | train(DistributedDataParallel(model), wrap)
+
+
+def another_process_group(wrap: Compile) -> Values:
+    """Two ranks more join in the middle: in pairs, then all, then all over a group of its own."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    everybody = dist.new_group([0, 1, 2, 3])
+    others = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    ddp = DistributedDataParallel(models.mlp(), process_group=pairs[rank // 2])
+    values = {f"pairs {n}": v for n, v in train(ddp, wrap).items()}
+    torch._dynamo.utils.counters.clear()
+    ddp._update_process_group(others[rank % 2])
+    values |= {f"others {n}": v for n, v in train(ddp, wrap).items()}
+    captures = torch._dynamo.utils.counters["compiled_autograd"]["captures"]
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    values["compiled anew"] = torch.tensor([captures, graphs])
+    ddp._update_process_group(everybody)
+    return values | {f"all {n}": v for n, v in train(ddp, wrap).items()}
