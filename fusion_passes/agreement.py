@@ -85,6 +85,15 @@ class _Meeting:
 _meetings: Final[weakref.WeakKeyDictionary[ProcessGroup, _Meeting]] = weakref.WeakKeyDictionary()
 
 
+_keys: Final[dict[str, str]] = {}
+
+
+def meet_under(module: str, key: str) -> None:
+    """Says under which key of its group's store a module meets its like on other ranks. Its own
+    name need not be the same on all of them once it has moved to another group."""
+    _keys[module] = key
+
+
 def agree(module: str, collectives: str) -> None:
     """Returns once all ranks of the module's group are known to run the same collectives.
 
@@ -150,7 +159,7 @@ def _meet(meeting: _Meeting, module: str, history: _History, collectives: str) -
 
 
 def _place(module: str, history: _History) -> str:
-    return f"ddp_fusion/{module}/{history.calls}"
+    return f"ddp_fusion/{_keys.get(module, module)}/{history.calls}"
 
 
 def _told(meeting: _Meeting, place: str) -> dict[int, str]:

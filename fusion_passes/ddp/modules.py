@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes.agreement import meet_under
 from fusion_passes.reductions import Owner
 from fusion_passes.torch_private import (
     DEFAULT_FIRST_BUCKET_BYTES,
@@ -113,6 +114,7 @@ class Registry:
             listed_cap_bytes=tuple(ddp.bucket_bytes_cap_list),
         )
         self._modules[module.group_name] = module
+        meet_under(module.group_name, str(number))
         for alias in module.names():
             register_process_group(alias, group)
         ids = [id(parameter) for parameter in ddp._module_parameters]
@@ -166,6 +168,7 @@ class Registry:
         )
         self._modules[old.group_name] = entry.module
         self._moved.add(old.group_name)
+        meet_under(old.group_name, str(self._number_on(group)))
         for alias in old.names():
             unregister_process_group(alias)
             register_process_group(alias, group)
