@@ -6,6 +6,8 @@ Modules that are slow to import (Dynamo takes about a second) are imported insid
 
 from __future__ import annotations
 
+import logging
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -148,6 +150,31 @@ def compiled_autograd() -> Any:
     import torch._dynamo.compiled_autograd
 
     return torch._dynamo.compiled_autograd
+
+
+def has_fully_sharded_modules() -> bool:
+    """Whether ``fully_shard`` (or another composable of its kind) manages a module of this process.
+    Nothing is imported for that: where it was not, there is none."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    return states is not None and len(states._module_state_mapping) > 0
+
+
+def has_flattened_parameters() -> bool:
+    """Whether there can be parameters of FSDP's first form, several flattened into one."""
+    return "torch.distributed.fsdp._flat_param" in sys.modules
+
+
+def is_flattened(parameter: torch.Tensor) -> bool:
+    """Whether the parameter is such a one."""
+    return bool(getattr(parameter, "_is_flat_param", False))
+
+
+def ddp_graph_log() -> logging.Logger:
+    """The log in which DDPOptimizer writes its table of buckets: ``TORCH_LOGS=ddp_graphs``."""
+    log: logging.Logger = torch._logging.getArtifactLogger(
+        "torch._dynamo.backends.distributed", "ddp_graphs"
+    )
+    return log
 
 
 def trace_rules() -> Any:

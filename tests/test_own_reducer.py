@@ -64,6 +64,7 @@ def test_handed_over(run_on_ranks: RUN, scenario: Scenario, words: str) -> None:
         scenarios.saved_and_loaded,
         scenarios.state_dict_of_another,
         scenarios.second_module_over_the_same_model,
+        scenarios.hooks_of_users,
     ],
     ids=lambda scenario: scenario.__name__,
 )
@@ -79,11 +80,17 @@ def test_another_process_group(run_on_ranks: RUN) -> None:
         assert len(outcome.fused) == 6
 
 
-def test_a_backward_that_reaches_both_is_not_traced(run_on_ranks: RUN) -> None:
-    for outcome in run(run_on_ranks, scenarios.two_reducers_in_one_backward):
-        own, one_by_one = outcome.told
-        assert "find_unused_parameters" in own
-        assert "reduced one by one" in one_by_one
+@pytest.mark.parametrize(
+    "scenario",
+    [scenarios.two_reducers_in_one_backward, scenarios.beside_fully_sharded],
+    ids=lambda scenario: scenario.__name__,
+)
+def test_a_backward_that_others_must_see_is_not_traced(
+    run_on_ranks: RUN, scenario: Scenario
+) -> None:
+    for outcome in run(run_on_ranks, scenario):
+        told = "\n".join(outcome.told)
+        assert "A backward reaches parameters of a DDP module under ddp_fusion, and others" in told
         assert outcome.fused == set()
 
 

@@ -6,19 +6,24 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from fusion_passes.ddp.disagreement import named_disagreements
-from fusion_passes.ddp.hooks import traced_hooks
+from fusion_passes.ddp.hooks import put_hooks_last, traced_hooks
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.own_reducer import check_optimizers
 from fusion_passes.report.journal import Journal
 from fusion_passes.report.records import FusionReport
 from fusion_passes.report.telling import tell_once
-from fusion_passes.torch_private import compiled_autograd
+from fusion_passes.torch_private import (
+    compiled_autograd,
+    has_flattened_parameters,
+    has_fully_sharded_modules,
+    is_flattened,
+)
 
 CompilerFn = Callable[[torch.fx.GraphModule], Any]
 
@@ -66,7 +71,11 @@ class BackwardRunner:
             return engine(outputs, *args, **kw)
         traced_hooks.take()  # What is left of a backward that failed.
         known, unreadable = len(self.journal.reports()), self.journal.unreadable
-        traced = accumulates and not create_graph and is_to_be_traced(outputs)
+        put_hooks_last()
+        reach = _reach(outputs) if accumulates and not create_graph else _NOTHING
+        traced = reach.managed and not reach.others
+        if reach.managed and reach.others:
+            _tell_mixed()
         if traced:
             registry.check_new(check_optimizers)
         with self._traced() if traced else self._untraced(), named_disagreements():
@@ -106,27 +115,51 @@ class BackwardRunner:
             yield
 
 
-def is_to_be_traced(outputs: Sequence[Any]) -> bool:
-    """Whether the autograd graph behind ``outputs`` ends at a parameter of a managed module, and at
-    none whose gradient DDP's own reducer must see.
+@dataclass(frozen=True)
+class _Reach:
+    """Where an autograd graph ends.
 
-    Depth first, so that a graph that does is left after a few nodes; one that does not is walked
-    whole, about a microsecond a node.
+    Attributes:
+        managed: at a parameter of a managed module.
+        others: at one whose gradient DDP's own reducer or FSDP must see. Both do nothing in a
+            traced backward.
+    """
+
+    managed: bool = False
+    others: bool = False
+
+
+_NOTHING: Final = _Reach()
+
+
+def _reach(outputs: Sequence[Any]) -> _Reach:
+    """Where the autograd graph behind ``outputs`` ends.
+
+    Depth first, so that a graph that ends at a managed parameter is left after a few nodes where
+    there is nothing else to look for. Another is walked whole, about a microsecond a node.
     """
     if not len(registry):
-        return False
-    looks_for_unfused = registry.has_unfused
-    found = False
-    for parameter in _parameters_behind(outputs):
-        if looks_for_unfused and registry.is_unfused(parameter):
-            return False
-        found = found or registry.manages(parameter)
-        if found and not looks_for_unfused:
-            return True
-    return found
+        return _NOTHING
+    fully_sharded = has_fully_sharded_modules()
+    looks_for_others = registry.has_unfused or fully_sharded or has_flattened_parameters()
+    managed = others = False
+    for leaf in _leaves_behind(outputs):
+        if registry.manages(leaf):
+            managed = True
+        # What fully_shard puts into a graph is a parameter like any other: in a process that uses
+        # it, one that no DDP module manages is taken for its.
+        elif looks_for_others and (
+            registry.is_unfused(leaf)
+            or is_flattened(leaf)
+            or (fully_sharded and isinstance(leaf, nn.Parameter))
+        ):
+            others = True
+        if managed and (others or not looks_for_others):
+            break
+    return _Reach(managed, others)
 
 
-def _parameters_behind(outputs: Sequence[Any]) -> Iterator[nn.Parameter]:
+def _leaves_behind(outputs: Sequence[Any]) -> Iterator[Any]:
     """The leaves of the autograd graph, as they are come upon."""
     pending = [
         getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs
@@ -143,6 +176,16 @@ def _parameters_behind(outputs: Sequence[Any]) -> Iterator[nn.Parameter]:
                 pending.append(following)
             else:
                 yield variable
+
+
+def _tell_mixed() -> None:
+    tell_once(
+        "mixed backward",
+        "A backward reaches parameters of a DDP module under ddp_fusion, and others that FSDP or "
+        "DDP's own reducer must see to, which do nothing in a traced backward. It is not traced: "
+        "the gradients of the former are reduced one by one. To fuse them, call backward for the "
+        "two apart.",
+    )
 
 
 def _tell_unfused(names: Iterable[str], reports: Sequence[FusionReport]) -> None:

@@ -6,11 +6,12 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from fusion_passes.collectives import all_reduce
 from fusion_passes.ddp.comm_hooks import sent_as
@@ -59,7 +60,27 @@ def replace_hooks(ddp: DistributedDataParallel, module: ManagedModule) -> None:
             )
             handle = parameter.register_post_accumulate_grad_hook(hook)
             ddp._accum_grad_hooks.append(handle)
-            weakref.finalize(ddp, handle.remove).atexit = False
+            _placed[handle.id] = weakref.ref(parameter)
+            weakref.finalize(ddp, _remove, handle).atexit = False
+
+
+_placed: Final[dict[int, weakref.ref[nn.Parameter]]] = {}
+"""The parameter of each hook of the package, by the hook's handle."""
+
+
+def _remove(handle: RemovableHandle) -> None:
+    handle.remove()
+    _placed.pop(handle.id, None)
+
+
+def put_hooks_last() -> None:
+    """Lets the hooks that others have put on the same parameters run first. What they see is the
+    gradient of this rank alone, as with DDP's own reducer, which averages behind all hooks."""
+    for number, reference in _placed.items():
+        parameter = reference()
+        hooks: Any = parameter._post_accumulate_grad_hooks if parameter is not None else None
+        if hooks and len(hooks) > 1 and number in hooks and next(reversed(hooks)) != number:
+            hooks[number] = hooks.pop(number)
 
 
 def _note_traced(name: str) -> str:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from fusion_passes.report.records import FusionReport, with_copies
-from fusion_passes.torch_private import cache_directory, inductor_counters
+from fusion_passes.report.table import format_report
+from fusion_passes.torch_private import cache_directory, ddp_graph_log, inductor_counters
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class Journal:
         """Records a graph that this process compiled, and leaves word for those that will take it
         from the cache."""
         self._reports.append(report)
+        ddp_graph_log().info("%s", format_report(report))
         key = COUNTER_PREFIX + report.fingerprint()
         inductor_counters()[key] += 1
         self._counted[key] = self._counted.get(key, 0) + 1

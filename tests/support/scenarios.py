@@ -16,6 +16,7 @@ import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import models
@@ -338,3 +339,45 @@ def another_process_group(wrap: Compile) -> Values:
     values["compiled anew"] = torch.tensor([captures, graphs])
     ddp._update_process_group(everybody)
     return values | {f"all {n}": v for n, v in train(ddp, wrap).items()}
+
+
+def hooks_of_users(wrap: Compile) -> Values:
+    """Hooks on gradients and on parameters, put there before DDP was constructed and after. What
+    they see is what eager DDP shows them."""
+    seen: Values = {}
+    model = models.mlp()
+
+    def note(label: str) -> Callable[[Any], None]:
+        def hook(value: Any) -> None:
+            gradient = value.grad if isinstance(value, nn.Parameter) else value
+            seen[f"{label} {len(seen)}"] = _copy(gradient)
+
+        return hook
+
+    weight = model[2].weight
+    weight.register_post_accumulate_grad_hook(note("early"))
+    ddp = DistributedDataParallel(model)
+    weight.register_hook(note("gradient"))
+    weight.register_hook(lambda gradient: 2 * gradient)
+    weight.register_post_accumulate_grad_hook(note("late"))
+    return train(ddp, wrap) | seen
+
+
+def beside_fully_sharded(wrap: Compile) -> Values:
+    """A fully sharded layer in front of a DDP module."""
+    sharded = models.fill_whole(nn.Linear(models.WIDTH, models.WIDTH))
+    fully_shard(sharded)
+    ddp = DistributedDataParallel(models.mlp())
+    compiled = wrap(ddp)
+    parameters = dict(nn.ModuleDict({"sharded": sharded, "ddp": ddp}).named_parameters())
+    values: Values = {}
+    for step in range(STEPS):
+        for parameter in parameters.values():
+            parameter.grad = None
+        compiled(sharded(batch(step))).sum().backward()
+        gradients = {name: parameter.grad for name, parameter in parameters.items()}
+        values |= {
+            f"{step}: {name}": _copy(gradient.to_local() if "sharded" in name else gradient)
+            for name, gradient in gradients.items()
+        }
+    return values
