@@ -8,10 +8,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from fusion_passes.report import journal as journal_module
 from fusion_passes.report.journal import Journal
 from fusion_passes.report.records import FusionReport, report_plan
+from fusion_passes.report.table import format_report
+from fusion_passes.torch_private import ddp_graph_log
 from tests.report.test_table import REPORT
 from tests.support.graphs import caps, plan_of, reduce, tensor, trace
 
@@ -160,3 +163,22 @@ def test_the_report_of_a_plan() -> None:
     assert [item.reason for item in report.rejections] == ["reduces by max, not by sum or avg"]
     other_mode = report_plan(plan_of(module.graph, caps(1000)), "coalesced")
     assert other_mode.digest != report.digest
+
+
+def test_the_buckets_are_logged_where_ddp_optimizer_logs_its_own() -> None:
+    """Under ``TORCH_LOGS=ddp_graphs``, and not without."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    log = ddp_graph_log()
+    log.addHandler(handler)
+    try:
+        Journal().add(REPORT)
+        assert texts == []
+        torch._logging.set_logs(ddp_graphs=True)
+        log.addHandler(handler)  # It has taken all handlers away.
+        Journal().add(REPORT)
+        assert texts == [format_report(REPORT)]
+    finally:
+        torch._logging.set_logs()
+        log.removeHandler(handler)
