@@ -55,9 +55,10 @@ def prepare(way: str, subject: Subject, device: torch.device) -> Training:
         inductor_config._fuse_ddp_communication_passes = [TORCHS[way], "schedule_comm_wait"]
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     cap_mb = num_bytes / BUCKETS / 2**20
-    if way in TORCHS:
-        inductor_config._fuse_ddp_bucket_size = cap_mb  # type: ignore[assignment]
     wrapped = model if way == PLAIN else DistributedDataParallel(model, bucket_cap_mb=cap_mb)
+    if way in TORCHS:
+        # DDP has set it to whole MiB.
+        inductor_config._fuse_ddp_bucket_size = cap_mb  # type: ignore[assignment]
 
     @torch.compile
     def step(batch: Tensor) -> None:
