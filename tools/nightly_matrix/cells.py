@@ -22,8 +22,8 @@ class Scenario:
             :class:`nightly_matrix.run.Run`.
         ranks: processes.
         dtypes: of the gradients, or of autocast where the target is about that.
-        tolerance_eps: what an element may differ by from eager DDP, in eps of fp32 and of the
-            largest element of its tensor; 0 for the same bits.
+        tolerance_eps: what an element may differ by from eager DDP, in eps of its dtype and
+            of the largest element of its tensor; 0 for the same bits.
         must_fail: eager DDP has nothing to compare with, and each rank must raise an error that
             names ``ddp_fusion`` and this text. Empty: it is to be trained.
         group_timeout_s: how long a collective may take.
