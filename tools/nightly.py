@@ -3,7 +3,7 @@ dtype and feature, and shows what is equal, what is refused, and what is broken.
 
 Each cell runs under its own ``torchrun`` on this machine: over NCCL where there are as many GPUs as
 ranks, else over Gloo. docs/works.json keeps what the cells are known to become; the exit status is
-1 if one of them got worse.
+1 if one of them got worse and the new table is not to be kept.
 
     python tools/nightly.py                           # the whole matrix
     python tools/nightly.py --quick                   # a few cells
@@ -61,7 +61,7 @@ class Matrix:
 
 
 def main(arguments: Sequence[str] | None = None, matrix: Matrix | None = None) -> int:
-    """Runs cells; 1 if one is worse than the kept table, 130 if it was interrupted."""
+    """Runs cells; 1 if one is worse than the kept table (0 with ``--keep``), 130 if interrupted."""
     matrix = matrix or Matrix()
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -112,7 +112,7 @@ def _run(matrix: Matrix, cells: list[Cell], chosen: list[Cell], options: argpars
     output.mkdir(parents=True, exist_ok=True)
     file, version = ResultFile(output), torch_version()
     done = file.read(version) if options.resume else {}
-    results = {cell.name: done[cell.name] for cell in chosen if cell.name in done}
+    results = {cell.name: done[cell.name] for cell in cells if cell.name in done}
     kept = read_table(matrix.kept)
     interrupted = False
     try:
@@ -121,15 +121,18 @@ def _run(matrix: Matrix, cells: list[Cell], chosen: list[Cell], options: argpars
     except KeyboardInterrupt:
         interrupted = True
     _write_pages(output, cells, results, kept, version)
-    if options.keep and not interrupted:
-        _keep(matrix, cells, kept.updated(cells, results, version))
-    worse = kept.worse(results)
-    for name in worse:
-        print(f"worse: {name}: {results[name].outcome.kind}, was {kept.entries[name].outcome}")
-    for name in kept.better(results):
-        print(f"better: {name}: {results[name].outcome.kind}, was {kept.entries[name].outcome}")
+    worse, better = kept.worse(results), kept.better(results)
+    for change, names in (("worse", worse), ("better", better)):
+        for name in names:
+            now, was = results[name].outcome.kind, kept.entries[name].outcome
+            print(f"{change}: {name}: {now}, was {was}")
     print(f"{_summary(results, version)} {output / 'report.html'}")
-    return INTERRUPTED if interrupted else int(bool(worse))
+    if interrupted:
+        return INTERRUPTED
+    if options.keep:
+        _keep(matrix, cells, kept.updated(cells, results, version))
+        return 0
+    return int(bool(worse))
 
 
 def _run_rest(
@@ -142,7 +145,8 @@ def _run_rest(
 ) -> None:
     """Runs what has no result yet; adds to ``results``."""
     rest = [cell for cell in chosen if cell.name not in results]
-    with tqdm(total=len(chosen), initial=len(results), unit="cell", smoothing=0.1) as bar:
+    past = len(chosen) - len(rest)
+    with tqdm(total=len(chosen), initial=past, unit="cell", smoothing=0.1) as bar:
 
         def start(cell: Cell) -> None:
             bar.set_postfix_str(cell.name)

@@ -128,8 +128,9 @@ def _traces(reports: Sequence[RankReport]) -> list[str]:
 
 
 def _first_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0] if lines else "no words"
+    """And the next one, where the first only announces it."""
+    first, *rest = [line.strip() for line in text.splitlines() if line.strip()] or ["no words"]
+    return f"{first} {rest[0]}" if rest and first.endswith(":") else first
 
 
 def tidy(text: str) -> str:
