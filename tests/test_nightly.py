@@ -63,7 +63,7 @@ def test_cells_have_names_of_their_own_and_targets_that_exist() -> None:
 
 
 def test_two_cells_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"twice: \['fake/coalesced/fp32/differs'"):
+    with pytest.raises(ValueError, match=r"twice: \['fake/coalesced/bf16/differs'"):
         cells_of([*nightly_scenarios.SCENARIOS, nightly_scenarios.SCENARIOS[2]])
 
 

@@ -55,8 +55,25 @@ def _by_hand(run: Run, mesh: DeviceMesh) -> tuple[Any, nn.Module]:
     index = mesh["pp"].get_local_rank()
     model = _Model(run)
     ddp = _wrap(run, model.first if index == 0 else model.second, mesh)
-    group = mesh["pp"].get_group()
-    return PipelineStage(ddp, index, STAGES, run.device, group=group), ddp
+    width = models.WIDTH if index == 0 else models.OUTPUTS
+    inputs, outputs = (
+        torch.empty(SIZE // MICRO_BATCHES, columns, dtype=run.dtype, device=run.device)
+        for columns in (models.WIDTH, width)
+    )
+    inputs.requires_grad_(index > 0)
+    outputs.requires_grad_()
+    # Where shapes are not given, torch 2.13 finds them with a backward through eager DDP, which
+    # fails in the step after that.
+    stage = PipelineStage(
+        ddp,
+        index,
+        STAGES,
+        run.device,
+        input_args=inputs,
+        output_args=outputs,
+        group=mesh["pp"].get_group(),
+    )
+    return stage, ddp
 
 
 def _traced(run: Run, mesh: DeviceMesh) -> tuple[Any, nn.Module]:
@@ -64,7 +81,9 @@ def _traced(run: Run, mesh: DeviceMesh) -> tuple[Any, nn.Module]:
     example = torch.zeros(SIZE // MICRO_BATCHES, models.WIDTH, dtype=run.dtype)
     split = {"second": SplitPoint.BEGINNING}
     pipe = pipeline(_Model(run), mb_args=(example,), split_spec=split)
-    ddp = _wrap(run, pipe.get_stage_module(index), mesh)
+    part: Any = pipe.get_stage_module(index)
+    ddp: Any = _wrap(run, part, mesh)
+    ddp.graph = part.graph  # The stage asks its module for it.
     group = mesh["pp"].get_group()
     return build_stage(ddp, index, pipe.info(), run.device, group), ddp
 
