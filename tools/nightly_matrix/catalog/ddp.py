@@ -46,6 +46,9 @@ PARAMETERS = [
     on_two("ignored", "ignored parameters", "reducer:ignored_parameters"),
     on_two("sparse", "`nn.Embedding(sparse=True)`", "reducer:sparse_embedding"),
     on_two("tied", "tied weights", "reducer:tied_weights"),
+    on_two("layouts", "parameters that are not contiguous", "shapes:layouts"),
+    on_two("scalars", "scalar and empty parameters", "shapes:scalars"),
+    on_two("complex", "complex parameters", "shapes:complex_numbers"),
     on_two("shared-storage", "parameters that share a storage", "reducer:shared_storage"),
 ]
 

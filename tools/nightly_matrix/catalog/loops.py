@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nightly_matrix.catalog.making import on_two
+from nightly_matrix.catalog.making import ROUNDS_EPS, on_two
 
 LOOPS = [
     on_two(
@@ -52,6 +52,14 @@ LOOPS = [
         "checkpointing-inside",
         "activation checkpointing, backward inside",
         "loops:checkpointing_inside",
+    ),
+    on_two("mark-dynamic", "`maybe_mark_dynamic`", "shapes:marked_dynamic"),
+    on_two("recompilation", "recompilation in the middle of training", "shapes:recompiled"),
+    on_two(
+        "transformer",
+        "a GPT-2 of `transformers`",
+        "shapes:transformer",
+        tolerance_eps=ROUNDS_EPS,
     ),
     on_two("two-modules", "two DDP modules in one step", "groups:two_modules"),
     on_two("alternating", "two DDP modules in turn, as in a GAN", "groups:alternating"),
