@@ -4,11 +4,12 @@
 #   make train ARGS="--fusion coalesced"    with options of examples/train_gpt.py
 #   make test                               all tests
 #   make test ARGS="tests/test_config.py"   some of them
+#   make nightly                            the matrix of what works; ARGS=--quick for a few cells
 #   make check                              format, lint, types, then all tests
 #
 # PYTHON   the Python to make the environment with
 # TORCH    torch==VERSION, or torch for the newest that setup.py allows
-# ARGS     handed on to the example or to pytest
+# ARGS     handed on to the example, to pytest or to tools/nightly.py
 
 PYTHON ?= python3
 TORCH ?=
@@ -16,13 +17,16 @@ ARGS ?=
 
 RUN = exec $(PYTHON) tools/setup_env.py --torch "$(TORCH)" --
 
-.PHONY: train test lint check format clean
+.PHONY: train test nightly lint check format clean
 
 train:
 	@$(RUN) python examples/train_gpt.py $(ARGS)
 
 test:
 	@$(RUN) python -m pytest $(ARGS)
+
+nightly:
+	@$(RUN) python tools/nightly.py $(ARGS)
 
 lint:
 	@$(RUN) ruff format --check .

@@ -1,0 +1,1 @@
+"""What :mod:`nightly` is made of."""

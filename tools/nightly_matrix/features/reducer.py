@@ -1,0 +1,190 @@
+"""Options of DDP's reducer, and what it does with unusual parameters."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from nightly_matrix.run import Run
+from nightly_matrix.training import BySign, Loop, train
+from tests.support import models
+from tests.support.models import linear_loss
+
+
+def static_graph(run: Run) -> None:
+    """``static_graph=True``."""
+    train(run, run.ddp(run.mlp(), static_graph=True))
+
+
+def static_graph_no_sync(run: Run) -> None:
+    """``static_graph=True`` and accumulation."""
+    train(run, run.ddp(run.mlp(), static_graph=True), Loop(micro_batches=2, no_sync=True))
+
+
+def gradient_as_bucket_view(run: Run) -> None:
+    """``gradient_as_bucket_view=True``, and gradients that are kept."""
+    train(run, run.ddp(run.mlp(), gradient_as_bucket_view=True), Loop(zero="kept"))
+
+
+def batched_grad_copy(run: Run) -> None:
+    """``batched_grad_copy=True``."""
+    train(run, run.ddp(run.mlp(), batched_grad_copy=True))
+
+
+def bucket_cap_mb(run: Run) -> None:
+    """Several buckets of 300 bytes."""
+    train(run, run.ddp(run.mlp(5), bucket_cap_mb=300 / 2**20))
+
+
+def bucket_cap_mb_list(run: Run) -> None:
+    """A cap for each bucket."""
+    train(run, run.ddp(run.mlp(5), bucket_cap_mb_list=[300 / 2**20, 600 / 2**20]))
+
+
+def delayed_all_reduce(run: Run) -> None:
+    """``delay_all_reduce_named_params``: the last layer's, until the first layer's is there."""
+    model = run.mlp()
+    named = [(f"4.{name}", parameter) for name, parameter in model[4].named_parameters()]
+    ddp = run.ddp(
+        model,
+        delay_all_reduce_named_params=named,
+        param_to_hook_all_reduce=model[0].weight,
+    )
+    forward = run.compile(ddp)
+    optimizer = BySign(ddp.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        linear_loss(forward, run.rows(step)).backward()
+        dist.barrier()  # DDP waits for this reduction by the order of a stream, if at all.
+        run.note_backward(ddp)
+        optimizer.step()
+    run.note_end(ddp)
+
+
+def ignored_parameters(run: Run) -> None:
+    """Parameters that DDP is told to leave alone stay each rank's own."""
+    model = run.mlp()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, ["2.weight", "2.bias"]
+    )
+    train(run, run.ddp(model))
+
+
+class _Embedded(nn.Module):
+    """Exact. A sparse embedding in front of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, models.WIDTH, sparse=True)
+        self.layer = nn.Linear(models.WIDTH, models.OUTPUTS)
+        models.fill_whole(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.embedding(x.long().abs() % 16).sum(1))
+        return out
+
+
+def sparse_embedding(run: Run) -> None:
+    """``nn.Embedding(sparse=True)``."""
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=1.0)
+
+    train(run, run.ddp(_Embedded()), Loop(optimizer=sgd, steps=2))
+
+
+def tied_weights(run: Run) -> None:
+    """Two layers share a parameter."""
+    train(run, run.ddp(models.Tied()))
+
+
+def shared_storage(run: Run) -> None:
+    """All parameters are views of one buffer."""
+    model = run.mlp().to(run.device)
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+    offset = 0
+    for parameter in model.parameters():
+        size = parameter.numel()
+        parameter.data = flat[offset : offset + size].view_as(parameter)
+        offset += size
+    train(run, run.ddp(model))
+
+
+def join(run: Run) -> None:
+    """Rank 1 has more batches than rank 0."""
+    ddp = run.ddp(run.mlp())
+    forward = run.compile(ddp)
+    optimizer = BySign(ddp.parameters())
+    with ddp.join():
+        for step in range(2 + 2 * dist.get_rank()):
+            optimizer.zero_grad()
+            linear_loss(forward, run.rows(step)).backward()
+            run.note_backward(ddp)
+            optimizer.step()
+    run.note_end(ddp)
+
+
+def update_process_group(run: Run) -> None:
+    """``_update_process_group``: after two steps, each rank goes on alone."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    ddp = run.ddp(run.mlp())
+
+    def shrink(step: int) -> None:
+        if step == 2:
+            ddp._update_process_group(alone[dist.get_rank()])
+
+    train(run, ddp, Loop(steps=4, before_step=shrink))
+
+
+def state_dict(run: Run) -> None:
+    """Saved after a few steps, loaded into another module, trained on."""
+    first = run.ddp(run.mlp())
+    train(run, first, Loop(steps=2))
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = run.ddp(models.fill_whole(run.mlp(), seed=3))
+    second.load_state_dict(torch.load(file, map_location=run.device))
+    run.note_end(second, **{f"saved {name}": value for name, value in first.state_dict().items()})
+    train(run, second, Loop(steps=2))
+
+
+def deepcopy(run: Run) -> None:
+    """A deep copy of the DDP module is trained, the original after it."""
+    original = run.ddp(run.mlp())
+    train(run, original, Loop(steps=1))
+    duplicate = copy.deepcopy(original)
+    run.manage(duplicate)
+    train(run, duplicate, Loop(steps=2))
+    train(run, original, Loop(steps=2))
+
+
+def deepcopy_of_the_model(run: Run) -> None:
+    """An average of the weights is kept in a copy of the wrapped module, as with EMA."""
+    ddp = run.ddp(run.mlp())
+    averaged = torch.optim.swa_utils.AveragedModel(ddp.module)
+    train(run, ddp, Loop(before_update=lambda: averaged.update_parameters(ddp.module)))
+    run.note_end(nn.Module(), **{f"average {n}": p for n, p in averaged.named_parameters()})
+
+
+def second_ddp(run: Run) -> None:
+    """The same model is wrapped again, and the first wrapper is dropped."""
+    model = run.mlp()
+    first = run.ddp(model)
+    train(run, first, Loop(steps=1))
+    del first
+    train(run, run.ddp(model), Loop(steps=2))
+
+
+def two_ddps(run: Run) -> None:
+    """Two wrappers over one model are there at once; the second is trained."""
+    model = run.mlp()
+    first = run.ddp(model)
+    train(run, run.ddp(model))
+    assert isinstance(first, DistributedDataParallel)

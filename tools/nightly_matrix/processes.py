@@ -1,0 +1,181 @@
+"""Runs each cell in processes of its own, and leaves none behind."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from nightly_matrix.cells import Cell
+from nightly_matrix.outcomes import judge
+from nightly_matrix.ranks import read_reports
+from nightly_matrix.results import Result
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+WORKER = "nightly_matrix.worker"
+
+MARK = "NIGHTLY_CELL"
+"""Environment variable by which the processes of a cell are known, whoever their parent is."""
+
+STACKS_S = 5.0
+"""How long before the launcher is killed the ranks say where they hang, and end."""
+
+TAIL_LINES = 60
+POLL_S = 0.1
+
+
+class CellProcesses:
+    """One cell's ``torchrun`` and its ranks.
+
+    Args:
+        cell: what runs.
+        catalog: module whose ``SCENARIOS`` the cell is from.
+        log: file for what the processes print.
+        cache: directory of compiled kernels, of this and other cells.
+        timeout_s: for the cell.
+    """
+
+    def __init__(
+        self, cell: Cell, *, catalog: str, log: Path, cache: Path, timeout_s: float
+    ) -> None:
+        self.cell = cell
+        self._log = log
+        self._timeout_s = timeout_s
+        self._directory = Path(tempfile.mkdtemp(prefix="nightly-"))
+        self._mark = str(self._directory)
+        self._start = time.monotonic()
+        limit_s = max(1.0, timeout_s - STACKS_S)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={cell.scenario.ranks}", "--module", WORKER]
+        command += [catalog, cell.name, str(self._directory), str(limit_s)]
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=_environment(self._mark, cache),
+                start_new_session=True,
+            )
+
+    def poll(self) -> Result | None:
+        """The result, once the cell is done or its time is over."""
+        seconds = time.monotonic() - self._start
+        fate = ""
+        if self._process.poll() is None:
+            if seconds < self._timeout_s:
+                return None
+            fate = f"not done after {self._timeout_s:g} s"
+        elif seconds >= self._timeout_s - STACKS_S:
+            fate = f"not done after {self._timeout_s:g} s"
+        self.end()
+        reports = read_reports(self._directory, self.cell.scenario.ranks)
+        outcome = judge(self.cell.scenario, reports, fate=fate, log=_tail(self._log))
+        shutil.rmtree(self._directory, ignore_errors=True)
+        return Result(self.cell.name, outcome, round(seconds, 1), torch_version())
+
+    def end(self) -> None:
+        """Kills what still runs: the launcher, the ranks, and what these have started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        while pids := list(_marked(self._mark)):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(POLL_S)
+
+    def discard(self) -> None:
+        """Ends the cell without a result."""
+        self.end()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    *,
+    catalog: str,
+    logs: Path,
+    timeout_s: float,
+    jobs: int,
+    on_start: Callable[[Cell], None],
+    on_result: Callable[[Cell, Result], None],
+) -> None:
+    """Runs cells, up to ``jobs`` at a time; kills what runs if it is interrupted.
+
+    Args:
+        cells: in this order.
+        catalog: module whose ``SCENARIOS`` they are from.
+        logs: directory for what they print.
+        timeout_s: for each cell.
+        jobs: how many run at a time.
+        on_start: called with each cell as it starts.
+        on_result: called with each cell as it is done.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    waiting, running = list(cells), list[CellProcesses]()
+    with tempfile.TemporaryDirectory(prefix="nightly-cache-") as cache:
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    cell = waiting.pop(0)
+                    on_start(cell)
+                    log = logs / f"{cell.file_name}.log"
+                    options = {"log": log, "cache": Path(cache)}
+                    running.append(
+                        CellProcesses(cell, catalog=catalog, timeout_s=timeout_s, **options)
+                    )
+                for processes in list(running):
+                    result = processes.poll()
+                    if result is not None:
+                        running.remove(processes)
+                        on_result(processes.cell, result)
+                time.sleep(POLL_S)
+        finally:
+            for processes in running:
+                processes.discard()
+
+
+def torch_version() -> str:
+    """The installed one, without what says how it was built: ``2.13.0``."""
+    return importlib.metadata.version("torch").partition("+")[0]
+
+
+def _environment(mark: str, cache: Path) -> dict[str, str]:
+    """Kernels are shared between cells, for time; graphs are not: each cell runs the passes."""
+    variables = {
+        name: value for name, value in os.environ.items() if name != "FUSION_PASSES_DDP_FUSION"
+    }
+    paths = [str(ROOT), str(ROOT / "tools"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return variables | {
+        MARK: mark,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+    }
+
+
+def _marked(mark: str) -> Iterator[int]:
+    """Processes of a cell that still run, as far as the system tells: the ranks are sessions of
+    their own, so that killing the launcher's does not reach them."""
+    wanted = f"{MARK}={mark}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if wanted in path.read_bytes().split(b"\0"):
+                yield int(path.parent.name)
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(lines[-TAIL_LINES:])
