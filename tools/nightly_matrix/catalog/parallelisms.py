@@ -50,6 +50,18 @@ PARALLELISMS = [
     ),
     on_four(
         "tp",
+        "eager-forward",
+        "DDP and tensor parallel, nothing compiled but the backward",
+        "tensor:colwise_rowwise_eager_forward",
+    ),
+    on_four(
+        "tp",
+        "compiled-before",
+        "DDP around a compiled tensor-parallel model",
+        "tensor:colwise_rowwise_compiled_before",
+    ),
+    on_four(
+        "tp",
         "no-sync",
         "DDP and tensor parallel, `no_sync`",
         "tensor:colwise_rowwise_no_sync",

@@ -50,11 +50,13 @@ def _train(
     run.note_end(model)
 
 
-def _colwise_rowwise(run: Run, loop: Loop) -> None:
+def _colwise_rowwise(run: Run, loop: Loop, *, compiled_before: bool = False) -> None:
     mesh = run.mesh((2, 2), ("dp", "tp"))
-    model = run.mlp().to(run.device)
+    model: nn.Module = run.mlp().to(run.device)
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
+    if compiled_before:
+        model = run.compile(model)
     _train(run, run.ddp(model, device_mesh=mesh["dp"]), mesh, loop)
 
 
@@ -66,6 +68,16 @@ def colwise_rowwise(run: Run) -> None:
 def colwise_rowwise_inside(run: Run) -> None:
     """The same with the backward inside of the compiled function."""
     _colwise_rowwise(run, Loop(style="inside"))
+
+
+def colwise_rowwise_eager_forward(run: Run) -> None:
+    """The same with nothing compiled but the backward."""
+    _colwise_rowwise(run, Loop(style="as it is"))
+
+
+def colwise_rowwise_compiled_before(run: Run) -> None:
+    """The same with DDP around the compiled model: what DDP does to its parameters is not in it."""
+    _colwise_rowwise(run, Loop(style="as it is"), compiled_before=True)
 
 
 def colwise_rowwise_no_sync(run: Run) -> None:
