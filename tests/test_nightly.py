@@ -280,7 +280,7 @@ def test_pages(run: tuple[int, Path]) -> None:
     assert "was: equal" in page
     assert "this one names no flag" in page
     text = (run[1] / "report.md").read_text()
-    assert "| fake | 1 | fp32 | what refuses | refused |  | fake=True is not supported" in text
+    assert "| what refuses | refused |  | concat: fake=True is not supported" in text
 
 
 def test_keeping(run: tuple[int, Path], tmp_path: Path) -> None:
@@ -290,12 +290,12 @@ def test_keeping(run: tuple[int, Path], tmp_path: Path) -> None:
     assert nightly.main(["--resume", str(run[1]), *names, "--keep"], matrix) == 0
     kept = {name.split("/")[-1]: e.outcome for name, e in read_table(matrix.kept).entries.items()}
     assert kept == KINDS_OF_FAKES
-    assert "| what refuses | refused |" not in (tmp_path / "works.md").read_text()
+    assert "| what refuses | refused |" in (tmp_path / "works.md").read_text()
     assert nightly.main(["--readme"], matrix) == 0
     text = matrix.readme.read_text()
     assert text.startswith(f"before\n{readme.BEGIN}\n")
     assert text.endswith(f"{readme.END}\nafter\n")
-    assert "old" not in text
+    assert "\nold\n" not in text
     assert "what refuses" in text
 
 
@@ -319,11 +319,11 @@ def test_a_cell_that_hangs_is_ended_with_all_its_processes(
 ) -> None:
     pid_file = tmp_path / "pid"
     monkeypatch.setenv(PID_FILE, str(pid_file))
-    arguments = ["--select=fake/concat/*/hangs", "--timeout=25", "--output", str(tmp_path)]
+    arguments = ["--select=fake/concat/*/hangs", "--timeout=45", "--output", str(tmp_path)]
     assert nightly.main(arguments, matrix_in(tmp_path)) == 0
     ((_, hung),) = results_in(tmp_path).items()
     assert hung.outcome.kind == "broken"
-    assert hung.outcome.words == "no result of ranks [0]: not done after 25 s"
+    assert hung.outcome.words == "no result of ranks [0]: not done after 45 s"
     assert "nightly_scenarios.py" in hung.outcome.detail, "the stack shows where it hangs"
     assert not _is_alive(int(pid_file.read_text()))
 

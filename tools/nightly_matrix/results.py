@@ -36,7 +36,8 @@ class ResultFile:
 
     def append(self, result: Result) -> None:
         # A line whose writing was interrupted must not spoil this one.
-        torn = self._path.exists() and not self._path.read_text().endswith(("\n", ""))
+        text = self._path.read_text() if self._path.exists() else ""
+        torn = text != "" and not text.endswith("\n")
         with self._path.open("a") as file:
             file.write("\n" * torn + json.dumps(asdict(result)) + "\n")
 
