@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Final
 
@@ -27,7 +27,9 @@ from fusion_passes.torch_private import (
     resolve_process_group,
 )
 
+_VERDICT: Final = "verdict"
 _SAME: Final = "same"
+_FAILED: Final = "failed"
 
 
 class RanksDisagreeError(RuntimeError):
@@ -38,6 +40,7 @@ class RanksDisagreeError(RuntimeError):
         collectives: what each rank was to run.
         silent: ranks that have not told what they run, though others waited for that as long as
             the group allows. In ``collectives``, they run what they ran before, if anything.
+        failure: which rank has failed before it could tell, and how; empty if none has.
     """
 
     def __init__(
@@ -45,12 +48,14 @@ class RanksDisagreeError(RuntimeError):
         module: str,
         collectives: Mapping[int, str],
         silent: Collection[int] = (),
+        failure: str = "",
         text: str = "",
     ) -> None:
-        super().__init__(text or f"different collectives of {module}: {dict(collectives)}")
+        super().__init__(text or failure or f"{module}: {dict(collectives)}")
         self.module = module
         self.collectives = collectives
         self.silent = silent
+        self.failure = failure
 
 
 @dataclass
@@ -60,10 +65,13 @@ class _History:
     Attributes:
         calls: how many graphs of the module have come to their first launch.
         agreed: the collectives of the last one.
+        failures: how often a rank has failed before it could come to one, as far as this rank has
+            told or been told. Such a call does not count: all can try again.
     """
 
     calls: int = 0
     agreed: str | None = None
+    failures: int = 0
 
 
 @dataclass
@@ -106,19 +114,50 @@ def agree(module: str, collectives: str) -> None:
         RanksDisagreeError: they are not the same, or some ranks have not come to tell theirs
             within the group's timeout.
     """
-    group = resolve_process_group(module)
-    if group.size() == 1 or dist.get_backend(group) == "fake":
-        return
-    meeting = _meetings.get(group)
+    meeting = _meeting_of(module)
     if meeting is None:
-        timeout = group_timeout(group)
-        store: Any = group.get_group_store()
-        meeting = _meetings[group] = _Meeting(group.rank(), group.size(), timeout, store.clone())
+        return
     history = meeting.histories.setdefault(module, _History())
     history.calls += 1
     if history.agreed != collectives:
         _meet(meeting, module, history, collectives)
         history.agreed = collectives
+
+
+def _meeting_of(module: str) -> _Meeting | None:
+    """``None`` where there is nobody to meet."""
+    group = resolve_process_group(module)
+    if group.size() == 1 or dist.get_backend(group) == "fake":
+        return None
+    if group not in _meetings:
+        store: Any = group.get_group_store()
+        _meetings[group] = _Meeting(group.rank(), group.size(), group_timeout(group), store.clone())
+    return _meetings[group]
+
+
+def calls_of(module: str) -> int:
+    """How many graphs of the module have come to their first launch on its group."""
+    meeting = _meetings.get(resolve_process_group(module))
+    history = meeting.histories.get(module) if meeting else None
+    return history.calls if history else 0
+
+
+def tell_failure(module: str, reason: str) -> None:
+    """Tells the ranks that wait for this one to agree, or come to do so, that it has failed before
+    it could. They get an error at once, and not when the group's timeout is over.
+
+    Args:
+        module: the DDP module's name for its group.
+        reason: for people.
+    """
+    meeting = _meeting_of(module)
+    if meeting is None:
+        return
+    history = meeting.histories.setdefault(module, _History())
+    place = _place(module, replace(history, calls=history.calls + 1))
+    verdict = json.dumps({_FAILED: f"rank {meeting.rank}: {reason}"})
+    meeting.store.compare_set(f"{place}/{_VERDICT}", "", verdict)
+    history.failures += 1
 
 
 def waiting_ranks(modules: Iterable[str]) -> RanksDisagreeError | None:
@@ -139,7 +178,7 @@ def _meet(meeting: _Meeting, module: str, history: _History, collectives: str) -
     """Tells the other ranks, and waits until the last one that comes has compared them all."""
     store, place = meeting.store, _place(module, history)
     store.set(f"{place}/{meeting.rank}", collectives)
-    verdict = f"{place}/verdict"
+    verdict = f"{place}/{_VERDICT}"
     if store.add(f"{place}/arrived", 1) == meeting.world_size:
         told = _told(meeting, place)
         agreed = len(set(told.values())) == 1
@@ -153,13 +192,20 @@ def _meet(meeting: _Meeting, module: str, history: _History, collectives: str) -
             told |= dict.fromkeys(silent, history.agreed)
         raise RanksDisagreeError(module, told, silent) from error
     answer = store.get(verdict).decode()
-    if answer != _SAME:
-        told = {int(rank): text for rank, text in json.loads(answer).items()}
-        raise RanksDisagreeError(module, told)
+    if answer == _SAME:
+        return
+    told = json.loads(answer)
+    failure = told.pop(_FAILED, "")
+    if failure:
+        history.calls -= 1
+        history.failures += 1
+    raise RanksDisagreeError(
+        module, {int(rank): text for rank, text in told.items()}, failure=failure
+    )
 
 
 def _place(module: str, history: _History) -> str:
-    return f"ddp_fusion/{_keys.get(module, module)}/{history.calls}"
+    return f"ddp_fusion/{_keys.get(module, module)}/{history.calls}/{history.failures}"
 
 
 def _told(meeting: _Meeting, place: str) -> dict[int, str]:

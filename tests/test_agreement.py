@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -57,7 +58,7 @@ def same_texts() -> int:
     for text in ("a", "a", "b"):
         agree("same", text)
     keys = sum(
-        group.get_group_store().check([f"ddp_fusion/same/{call}/verdict"]) for call in (1, 2, 3)
+        group.get_group_store().check([f"ddp_fusion/same/{call}/0/verdict"]) for call in (1, 2, 3)
     )
     unregister_process_group("same")
     return keys
@@ -162,3 +163,38 @@ def test_a_parameter_without_a_gradient_on_one_rank_is_an_error_on_all(
         assert "'second.weight', 'second.bias': a gradient on rank 0, and none on rank 1." in text
         assert "find_unused_parameters=True" in text
     assert ("Rank 0 did not answer" in texts[1]) == (from_step > 0)
+
+
+class _BadGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise KeyError("no gradient on rank 1")
+
+
+def fails_on_one_rank() -> tuple[str, float]:
+    """The first backward fails on rank 1 before anything is launched. Returns the error's text and
+    after how many seconds it came, and sees to it that a second try works."""
+    with inductor_config.patch(ddp_fusion="concat"):
+        ddp = DistributedDataParallel(nn.Linear(4, 4))
+        loss = ddp(torch.ones(2, 4)).sum()
+        bad = dist.get_rank() == 1
+        start = time.monotonic()
+        with pytest.raises((RanksDisagreeError, Exception)) as caught:
+            (torch._dynamo.disable(_BadGradient.apply)(loss) if bad else loss).backward()
+        seconds = time.monotonic() - start
+        dist.barrier()
+        ddp(torch.ones(2, 4)).sum().backward()
+        assert ddp.module.weight.grad is not None
+    return f"{type(caught.value).__name__}: {caught.value}", seconds
+
+
+def test_a_failure_on_one_rank_is_an_error_on_the_others_at_once(run_on_ranks: RUN) -> None:
+    (waiting, seconds), (failing, _) = run_on_ranks(2, fails_on_one_rank)
+    assert "no gradient on rank 1" in failing
+    assert waiting.startswith("RanksDisagreeError: The backward of DDP 0 (Linear) failed on rank 1")
+    assert "no gradient on rank 1" in waiting
+    assert seconds < 120, "the group's timeout is 240 s"

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from fusion_passes.ddp.disagreement import named_disagreements
+from fusion_passes.ddp.disagreement import shared_errors
 from fusion_passes.ddp.hooks import put_hooks_last, traced_hooks
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.own_reducer import check_optimizers
@@ -78,8 +78,15 @@ class BackwardRunner:
             _tell_mixed()
         if traced:
             registry.check_new(check_optimizers)
-        with self._traced() if traced else self._untraced(), named_disagreements():
-            result = engine(outputs, *args, **kw)
+        if traced:
+            with (
+                self._traced(),
+                shared_errors(lambda: registry.reached_by(_leaves_behind(outputs))),
+            ):
+                result = engine(outputs, *args, **kw)
+        else:
+            with self._untraced():
+                result = engine(outputs, *args, **kw)
         reports = self.journal.reports()[known:]
         names = traced_hooks.take()
         if self.journal.unreadable > unreadable:

@@ -3,37 +3,58 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from fusion_passes.agreement import RanksDisagreeError, numbers_in, waiting_ranks
+from fusion_passes.agreement import (
+    RanksDisagreeError,
+    calls_of,
+    numbers_in,
+    tell_failure,
+    waiting_ranks,
+)
 from fusion_passes.ddp.modules import registry
 
 _SHOWN: Final = 5
 """How many parameters or ranks are named."""
 
+_SHOWN_CHARACTERS: Final = 500
+"""Of another rank's error."""
+
 
 @contextlib.contextmanager
-def named_disagreements() -> Iterator[None]:
-    """Around a backward: its error says which parameters the ranks disagree about.
+def shared_errors(modules_of_backward: Callable[[], Iterable[str]]) -> Iterator[None]:
+    """Around a backward that is traced: an error of one rank reaches the others, and says what they
+    disagree about.
+
+    Args:
+        modules_of_backward: gives the names of the managed modules that the backward reaches;
+            called after an error only.
 
     Raises:
-        RanksDisagreeError: the ranks run different collectives. A collective that failed because
-            of that is its cause.
+        RanksDisagreeError: the ranks run different collectives, or another rank has failed. A
+            collective that failed because of that is its cause.
     """
+    before = {name: calls_of(name) for name in registry.names()}
     try:
         yield
     except RanksDisagreeError as error:
         raise _in_words(error) from None
-    except RuntimeError as error:
-        found = waiting_ranks(module.group_name for module in registry.fingerprint())
-        if found is None:
-            raise
-        raise _in_words(found) from error
+    except Exception as error:
+        found = waiting_ranks(registry.names())
+        if found is not None:
+            raise _in_words(found) from error
+        for name in modules_of_backward():
+            if calls_of(name) == before.get(name):
+                tell_failure(name, f"{type(error).__name__}: {str(error)[:_SHOWN_CHARACTERS]}")
+        raise
 
 
 def _in_words(error: RanksDisagreeError) -> RanksDisagreeError:
     module = registry.module(error.module)
+    if error.failure:
+        text = f"The backward of {module.label} failed on {error.failure}"
+        return RanksDisagreeError(error.module, {}, failure=error.failure, text=text)
     what = f"The ranks of {module.label} do not reduce the same gradients in the same buckets"
     lines = [f"{what}, which would hang or mix them up. All of them stop here."]
     if error.silent:
@@ -44,7 +65,7 @@ def _in_words(error: RanksDisagreeError) -> RanksDisagreeError:
         "Let every parameter take part in each step on all ranks, freeze it, or give "
         "DistributedDataParallel find_unused_parameters=True."
     )
-    return RanksDisagreeError(error.module, error.collectives, error.silent, "\n".join(lines))
+    return RanksDisagreeError(error.module, error.collectives, error.silent, text="\n".join(lines))
 
 
 def _differences(collectives: Mapping[int, str], parameters: Sequence[str]) -> list[str]:

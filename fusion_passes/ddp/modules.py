@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -215,6 +215,19 @@ class Registry:
             module.world_size,
             number,
         )
+
+    def names(self) -> list[str]:
+        """The names of the modules, each for its group."""
+        return list(self._modules)
+
+    def reached_by(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+        """The names of the modules that reduce the gradients of some of ``parameters``."""
+        ids = {id(parameter) for parameter in parameters}
+        return [
+            entry.module.group_name
+            for ddp, entry in self._entries.items()
+            if any(id(parameter) in ids for parameter in ddp._module_parameters)
+        ]
 
     def fingerprint(self) -> tuple[ManagedModule, ...]:
         """Everything about the modules that a compiled graph can depend on."""
