@@ -28,6 +28,9 @@ from torch._ops import OpOverload
 # Fake tensors carry shapes, dtypes and strides of the nodes that a pass adds.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+# In eager mode, a gradient of a tensor-parallel parameter may be a collective under way.
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
 # A second name for a group says in the graph to which DDP module, and to which of its
 # parameters, a reduction belongs. Groups are resolved by name when the graph runs.
 from torch.distributed.distributed_c10d import (
@@ -57,6 +60,7 @@ from torch.utils._pytree import tree_map_only
 __all__ = [
     "DEFAULT_FIRST_BUCKET_BYTES",
     "UNSET",
+    "AsyncCollectiveTensor",
     "BuiltinCommHookType",
     "ConfigDefinition",
     "ConfigEntry",
@@ -72,6 +76,7 @@ __all__ = [
     "clear_backward_cache",
     "compiled_autograd",
     "control_deps",
+    "data_parallel_hooks",
     "digit",
     "disable_dynamo",
     "dynamo_config",
@@ -182,6 +187,14 @@ def trace_rules() -> Any:
     import torch._dynamo.trace_rules
 
     return torch._dynamo.trace_rules
+
+
+def data_parallel_hooks() -> tuple[Any, ...]:
+    """The forward hooks with which DDP, given a ``device_mesh``, puts DTensors in the places of a
+    module's local parameters."""
+    from torch.distributed.tensor.parallel.ddp import _localize_dtensor, _reconstruct_dtensor
+
+    return _localize_dtensor, _reconstruct_dtensor
 
 
 def assume_constant_result(function: Any) -> Any:

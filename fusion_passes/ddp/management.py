@@ -20,6 +20,7 @@ from fusion_passes.ddp.forward import prepare_forward
 from fusion_passes.ddp.hooks import replace_hooks
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.own_reducer import tell_own_reducer
+from fusion_passes.ddp.tensor_parallel import make_dtensors_when_read
 from fusion_passes.flag import active_config
 from fusion_passes.torch_private import clear_backward_cache
 
@@ -31,6 +32,7 @@ _HOOK_TABLES: Final = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "
 
 def manage(ddp: DistributedDataParallel) -> None:
     """From now on, reduces the gradients of a module that uses the Python reducer."""
+    make_dtensors_when_read(ddp.module)
     module = registry.add(ddp)
     replace_hooks(ddp, module)
     set_sent_as(ddp, None)

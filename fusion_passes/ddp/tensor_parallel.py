@@ -1,0 +1,131 @@
+"""Tensor parallelism inside a DDP module, in a form that can be traced.
+
+DDP's reducers take no DTensors. Given one dimension of a larger mesh as its ``device_mesh``, DDP
+makes a parameter of each DTensor's local shard, and two forward hooks of torch are to put DTensors
+in their places and to take them out again. These hooks can't be compiled: Dynamo breaks the graph
+at them and compiles what makes a DTensor as a function of its strides. As soon as those differ, it
+takes them for symbolic, and a DTensor with symbolic strides can't be hashed (``unhashable type:
+non-nested SymInt``). The hooks take nothing out either: after one forward, the module has lost its
+parameters, and keeps DTensors that hang on the autograd graph of that forward.
+
+Here, a module keeps its local parameters, and a DTensor is made whenever its forward reads one.
+That is traced with the forward, so the backward yields a plain gradient for a plain parameter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DeviceMesh, DTensor, Placement
+
+from fusion_passes.torch_private import AsyncCollectiveTensor, data_parallel_hooks
+
+_SPEC: Final = "_st_info"
+"""Attribute that DDP gives a local shard: the spec of the DTensor that it was made of."""
+
+_LAYOUTS: Final = "_ddp_fusion_layouts"
+"""Attribute of a module that makes DTensors: a :class:`Layout` by parameter. It belongs to the
+module because Dynamo takes numbers in a module's attributes for constants; elsewhere, it takes
+those that differ for symbolic."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Of a DTensor: what its local shard does not tell.
+
+    Attributes:
+        mesh: the tensor-parallel device mesh.
+        placements: one for each dimension of the mesh.
+        shape: of the whole tensor.
+        stride: of the whole tensor.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def __deepcopy__(self, _: Any) -> Layout:
+        return self  # To the operators of DTensor, a copy of the mesh would be another mesh.
+
+
+def make_dtensors_when_read(model: nn.Module) -> None:
+    """Lets the modules of ``model`` make DTensors of the local shards that DDP has given them.
+
+    Args:
+        model: what DDP has wrapped. Without such shards, it stays as it is.
+    """
+    kinds: dict[tuple[type, tuple[str, ...]], type] = {}
+    for module in model.modules():
+        layouts = module.__dict__.get(_LAYOUTS) or _find_layouts(module)
+        if not layouts:
+            continue
+        for name in layouts:
+            parameter = module._parameters.get(name)
+            if parameter is not None and parameter.requires_grad:
+                parameter.register_hook(_waited_for)
+        if _LAYOUTS not in module.__dict__:
+            setattr(module, _LAYOUTS, layouts)
+            # One class for all modules of a kind, or each would be compiled for itself.
+            key = type(module), tuple(layouts)
+            kinds[key] = kinds.get(key) or _reading_dtensors(*key)
+            module.__class__ = kinds[key]
+    if kinds:
+        _remove_hooks(model)
+
+
+def _find_layouts(module: nn.Module) -> dict[str, Layout]:
+    specs = {
+        name: getattr(parameter, _SPEC)
+        for name, parameter in module._parameters.items()
+        if hasattr(parameter, _SPEC)
+    }
+    return {
+        name: Layout(spec.mesh, tuple(spec.placements), spec.shape, tuple(spec.stride))
+        for name, spec in specs.items()
+    }
+
+
+def _reading_dtensors(kind: type, names: tuple[str, ...]) -> type:
+    """A class like ``kind``, whose instances give DTensors for the parameters ``names``."""
+    same = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
+    return type(kind.__name__, (kind,), {**same, **{name: _property(name) for name in names}})
+
+
+def _property(name: str) -> property:
+    def read(module: nn.Module) -> Tensor | None:
+        parameter = module._parameters.get(name)
+        if parameter is None or isinstance(parameter, DTensor):
+            return parameter
+        layout: Layout = module.__dict__[_LAYOUTS][name]
+        return DTensor.from_local(
+            parameter,
+            layout.mesh,
+            layout.placements,
+            run_check=False,
+            shape=layout.shape,
+            stride=layout.stride,
+        )
+
+    return property(read)
+
+
+def _waited_for(gradient: Tensor) -> Tensor:
+    """In eager mode, a gradient may be a collective that has not ended yet."""
+    return gradient.wait() if isinstance(gradient, AsyncCollectiveTensor) else gradient
+
+
+def _remove_hooks(model: nn.Module) -> None:
+    """Removes the two hooks that DDP has registered."""
+    theirs = data_parallel_hooks()
+    for module in model.modules():
+        for table in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in table.items() if hook in theirs]:
+                del table[key]
