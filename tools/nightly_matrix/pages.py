@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from nightly_matrix.outcomes import KINDS, is_worse
 from nightly_matrix.results import Result
 from nightly_matrix.table import Entry, Table
 
-SHORT = 130
+SHORT = 180
 """Characters of shortened words."""
 
 
@@ -79,12 +80,15 @@ def as_markdown(cells: Sequence[Cell], entries: Mapping[str, Entry]) -> str:
 
 def kept_page(cells: Sequence[Cell], table: Table) -> str:
     """``docs/works.md``."""
+    text = (
+        f"Made by `make nightly ARGS=--keep` on torch {table.torch}: {len(table.entries)} cells, "
+        f"{counted(table.entries)}. Each cell trains the same model from the same seeds with eager "
+        "DDP and under the flag, in its own processes, and compares gradients after each backward, "
+        "parameters and buffers on every rank."
+    )
     return f"""# What works
 
-Made by `make nightly ARGS=--keep` on torch {table.torch}: {len(table.entries)} cells, \
-{counted(table.entries)}. Each cell trains the same model from the same seeds with eager DDP and \
-under the flag, in its own processes, and compares gradients after each backward, parameters and \
-buffers on every rank.
+{textwrap.fill(text, 100, break_on_hyphens=False, break_long_words=False)}
 
 * **equal**: as eager DDP, and fused.
 * **equal, unfused**: as eager DDP; not all of it is fused, and the user was told so in these words.
@@ -95,21 +99,24 @@ buffers on every rank.
 
 
 def readme_table(cells: Sequence[Cell], table: Table) -> str:
-    """The lines for README: one a feature or parallelism."""
-    lines = ["| | | |", "| --- | --- | --- |"]
+    """The lines for README: one a feature or parallelism, and more where dtypes differ."""
+    dtypes: dict[tuple[Scenario, str, str], list[str]] = {}
     for row in rows_of(cells, table.entries):
-        title = row.scenario.title
-        if len(row.scenario.dtypes) > 1 or row.dtype != "fp32":
-            title += f", {row.dtype}"
         kinds = list(dict.fromkeys(entry.outcome for entry in row.entries.values()))
         kind = kinds[0] if len(kinds) == 1 else "; ".join(f"{m} {_kind(row, m)}" for m in MODES)
-        lines.append(f"| {title} | {kind} | {escaped(shortened(row.words))} |")
+        dtypes.setdefault((row.scenario, kind, shortened(row.words)), []).append(row.dtype)
+    lines = ["| | | |", "| --- | --- | --- |"]
+    for (scenario, kind, words), names in dtypes.items():
+        title = scenario.title
+        if names != ["fp32"] or len(scenario.dtypes) > 1:
+            title += f", {', '.join(names)}"
+        lines.append(f"| {title} | {kind} | {escaped(words)} |")
     return "\n".join(lines) + "\n"
 
 
 def shortened(words: str) -> str:
     """The first sentence, and no more than ``SHORT`` characters of it."""
-    sentence = re.split(r"(?<=[a-z)])\. |: (?=[a-z])", words, maxsplit=1)[0].rstrip(".")
+    sentence = re.split(r"(?<=[a-z)])\. ", words, maxsplit=1)[0].rstrip(".")
     return sentence if len(sentence) <= SHORT else sentence[: SHORT - 3].rstrip() + "..."
 
 
