@@ -295,7 +295,7 @@ def test_keeping(run: tuple[int, Path], tmp_path: Path) -> None:
     text = matrix.readme.read_text()
     assert text.startswith(f"before\n{readme.BEGIN}\n")
     assert text.endswith(f"{readme.END}\nafter\n")
-    assert "old" not in text
+    assert "\nold\n" not in text
     assert "| what refuses | refused | fake=True is not supported" in text
 
 
