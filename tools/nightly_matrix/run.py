@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -48,6 +48,9 @@ class Run:
         self.end: Tensors = {}
         self._wrapped: list[weakref.ref[DistributedDataParallel]] = []
         self._averaged: set[int] = set()
+        self._parameters: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     @property
     def is_fused(self) -> bool:
@@ -62,6 +65,8 @@ class Run:
         """``module`` on this rank's device, in DDP."""
         wrapped = DistributedDataParallel(module.to(self.device), **options)
         self.manage(wrapped)
+        # With tensor parallelism, torch's forward hooks put others in their places.
+        self._parameters[wrapped] = dict(wrapped.named_parameters())
         return wrapped
 
     def manage(self, module: DistributedDataParallel) -> None:
@@ -111,7 +116,7 @@ class Run:
             model: what was trained.
             synced: whether gradients of DDP modules were to be averaged.
         """
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        gradients = {name: parameter.grad for name, parameter in self._parameters_of(model).items()}
         self.backwards.append(_detached(gradients))
         for reference in self._wrapped if synced else []:
             module = reference()
@@ -122,9 +127,13 @@ class Run:
                     if parameter.requires_grad and parameter.grad is not None
                 }
 
+    def _parameters_of(self, model: nn.Module) -> Mapping[str, nn.Parameter]:
+        """By name: those that a DDP module was made with, where ``model`` is one."""
+        return self._parameters.get(model) or dict(model.named_parameters())
+
     def note_end(self, model: nn.Module, **others: Any) -> None:
         """Notes parameters and buffers, and numbers or tensors beside them."""
-        self.end |= _detached(dict(model.named_parameters()))
+        self.end |= _detached(self._parameters_of(model))
         self.end |= _detached(dict(model.named_buffers()))
         self.end |= {
             name: torch.as_tensor(value).detach().clone() for name, value in others.items()
@@ -141,7 +150,7 @@ def synced_if(model: nn.Module, synced: bool) -> Iterator[None]:
         yield
 
 
-def _detached(tensors: dict[str, Any]) -> Tensors:
+def _detached(tensors: Mapping[str, Any]) -> Tensors:
     return {
         plain_name(name): None if tensor is None else _local(tensor.detach()).clone()
         for name, tensor in tensors.items()
