@@ -86,7 +86,10 @@ __all__ = [
     "inductor_config",
     "inductor_counters",
     "is_compiling_graph",
+    "is_in_part_of_mesh",
     "make_subgraph",
+    "makes_dtensor",
+    "passes_symbolic_dtensors",
     "register_process_group",
     "resolve_process_group",
     "supports_pass_list",
@@ -195,6 +198,26 @@ def data_parallel_hooks() -> tuple[Any, ...]:
     from torch.distributed.tensor.parallel.ddp import _localize_dtensor, _reconstruct_dtensor
 
     return _localize_dtensor, _reconstruct_dtensor
+
+
+def is_in_part_of_mesh(mesh: Any) -> bool:
+    """Whether a device mesh is a part of a larger one: DDP makes local tensors of DTensors then."""
+    return bool(mesh._get_root_mesh() != mesh)
+
+
+def makes_dtensor(node: Any) -> bool:
+    """Whether an autograd node belongs to an eager ``DTensor.from_local``."""
+    from torch.distributed.tensor._api import _FromTorchTensor
+
+    return getattr(node, "_forward_cls", None) is _FromTorchTensor
+
+
+def passes_symbolic_dtensors(node: Any) -> bool:
+    """Whether an autograd node belongs to a compiled region with symbolic sizes that takes or
+    returns tensor subclasses."""
+    region: Any = getattr(node, "_forward_cls", None)
+    subclasses = getattr(region, "maybe_subclass_metadata", None)
+    return subclasses is not None and region.num_symints_saved_for_bw > 0
 
 
 def assume_constant_result(function: Any) -> Any:

@@ -1,36 +1,197 @@
-"""DDP over one dimension of a mesh and tensor parallelism over the other, on four ranks."""
+"""DDP over one dimension of a mesh of 2 x 2 ranks, around a tensor-parallel model.
+
+Real processes: gradients of each step and the parameters in the end are eager DDP's on every rank,
+which are the local shards of tensor parallelism. Generated code: the collectives of tensor
+parallelism are those that were traced, in their order.
+"""
 
 from __future__ import annotations
 
+import copy
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config as inductor_config
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.support import scenarios
-from tests.support.equality import tensor_difference
-from tests.support.processes import RankPool
-from tests.support.scenarios import Scenario
-
-EPS = 8.0
-"""What gradients of a model with a norm may differ by, in eps of a tensor's largest element."""
-
-
-@pytest.mark.parametrize("mode", ["concat", "coalesced"])
-@pytest.mark.parametrize(
-    ("scenario", "tolerance_eps"),
-    [(scenarios.tensor_parallel, 0.0), (scenarios.sequence_parallel, EPS)],
-    ids=["columns and rows", "sequence"],
+from fusion_passes import inductor_pass
+from fusion_passes.planning import BucketPlan
+from tests.support.equality import assert_same_runs
+from tests.support.fake_world import fake_world
+from tests.support.models import WIDTH
+from tests.support.tensor_parallel import (
+    LENGTH,
+    FeedForward,
+    Job,
+    TensorParallelRecord,
+    columns_and_rows,
+    returning_dtensors,
+    sequences,
+    train_on_mesh,
 )
-def test_gradients_are_those_of_eager_ddp(
-    scenario: Scenario, tolerance_eps: float, mode: str
+
+RUN = Callable[..., list[Any]]
+
+ROUNDING_EPS = 32.0
+"""As in ``tests/test_eager_ddp_equality.py``."""
+
+
+def train(run_on_ranks: RUN, job: Job, mode: str) -> list[TensorParallelRecord]:
+    """Compares with eager DDP; returns the runs under the flag."""
+    results = run_on_ranks(4, train_on_mesh, job=job, flag=mode)
+    fused, eager = ([result[index] for result in results] for index in range(2))
+    tolerance = 0.0 if job.learning_rate is None else ROUNDING_EPS
+    assert_same_runs(fused, eager, tolerance_eps=tolerance)
+    assert [run.launches_of_tp for run in fused] == [run.launches_of_tp for run in eager]
+    return fused
+
+
+def assert_fused(runs: list[TensorParallelRecord], *, gradients: int) -> None:
+    for run in runs:
+        assert run.warnings == []
+        assert run.reports
+        for report in run.reports:
+            (bucket,) = report.buckets
+            assert len(bucket.parameters) == gradients
+        assert [backward.launches for backward in run.backwards] == [1] * len(run.backwards)
+
+
+@pytest.mark.parametrize(("mode", "style"), [("concat", "outside"), ("coalesced", "inside")])
+def test_columns_and_rows(run_on_ranks: RUN, mode: str, style: Any) -> None:
+    """Even and uneven shards; batches of two sizes, and so of a symbolic one."""
+    job = Job(columns_and_rows, style, batch_sizes=(3, 5, 6))
+    assert_fused(train(run_on_ranks, job, mode), gradients=10)
+
+
+@pytest.mark.parametrize(("mode", "style"), [("concat", "inside"), ("coalesced", "outside")])
+def test_sequences(run_on_ranks: RUN, mode: str, style: Any) -> None:
+    job = Job(sequences, style, learning_rate=0.1)
+    assert_fused(train(run_on_ranks, job, mode), gradients=12)
+
+
+UNTRACED = {
+    "symbolic output": (
+        Job(returning_dtensors, "outside", batch_sizes=(3, 5)),
+        "a region compiled for symbolic sizes takes or returns DTensors",
+    ),
+    "eager forward": (
+        Job(columns_and_rows, "eager forward", options={"recomputed": True}),
+        "not all of its forward is compiled",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNTRACED)
+def test_untraced_backwards_are_right_and_told(run_on_ranks: RUN, case: str) -> None:
+    job, words = UNTRACED[case]
+    for run in train(run_on_ranks, job, "concat"):
+        assert any(words in text for text in run.warnings)
+        assert run.backwards[-1].launches == len(run.parameters)
+
+
+# --- Generated code ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    with fake_world(4):
+        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        torch._dynamo.reset()
+
+
+COLLECTIVE = re.compile(r"_c10d_functional\.(?!wait)(\w+)\.default\(.*?, '([^']*)'\)")
+
+
+def collectives(mesh: DeviceMesh, build: Callable[..., nn.Module]) -> list[tuple[str, str]]:
+    """Operator and group of all collectives in the code of a forward and its backward."""
+    torch._dynamo.reset()
+    with inductor_config.patch(ddp_fusion="concat", fx_graph_cache=False):
+        ddp = DistributedDataParallel(build(mesh["tp"]), device_mesh=mesh["dp"])
+        compiled = torch.compile(ddp, fullgraph=True)
+        step = lambda: compiled(torch.ones(2, LENGTH, WIDTH)).sum().backward()  # noqa: E731
+        codes = run_and_get_code(step)[1]
+    return [found for code in codes for found in COLLECTIVE.findall(code)]
+
+
+@pytest.mark.parametrize("build", [columns_and_rows, sequences])
+def test_collectives_of_tensor_parallelism_stay_as_they_are(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, build: Callable[..., nn.Module]
 ) -> None:
-    # Processes of its own: DTensor's caches keep meshes, also of process groups that are destroyed.
-    with RankPool(4) as ranks:
-        outcomes = ranks.run(scenarios.run_both_ways, scenario=scenario, flag=mode)
-    for rank, outcome in enumerate(outcomes):
-        differences = {
-            name: difference
-            for name, value in outcome.flagged.items()
-            if (difference := tensor_difference(value, outcome.eager[name], tolerance_eps))
-        }
-        assert not differences, f"rank {rank}: {differences}"
-        assert outcome.told == []
-        assert len(outcome.fused) == len({name for name in outcome.flagged if ": " not in name})
+    tp = mesh["tp"].get_group().group_name
+    fused = collectives(mesh, build)
+    monkeypatch.setattr(inductor_pass, "run_pipeline", lambda *_: BucketPlan((), ()))
+    monkeypatch.setattr("fusion_passes.ddp.backward.tell_once", lambda *_: None)
+    traced = collectives(mesh, build)
+
+    def of_tp(calls: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        return [(name, group) for name, group in calls if group == tp]
+
+    assert of_tp(fused) == of_tp(traced) != []
+    assert len(fused) - len(of_tp(fused)) == 1
+    assert len(traced) - len(of_tp(traced)) > 1
+
+
+# --- Modules -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ddp(mesh: DeviceMesh) -> Iterator[DistributedDataParallel]:
+    with inductor_config.patch(ddp_fusion="concat"):
+        yield DistributedDataParallel(columns_and_rows(mesh["tp"]), device_mesh=mesh["dp"])
+
+
+def test_module_keeps_its_parameters(ddp: DistributedDataParallel) -> None:
+    before = {name: id(parameter) for name, parameter in ddp.named_parameters()}
+    state = list(ddp.state_dict())
+    ddp(torch.ones(2, LENGTH, WIDTH))
+    assert {name: id(parameter) for name, parameter in ddp.named_parameters()} == before
+    assert list(ddp.state_dict()) == state == list(before)
+
+
+def test_layers_read_dtensors(ddp: DistributedDataParallel) -> None:
+    up = ddp.module.uneven.up
+    assert isinstance(up.weight, DTensor)
+    assert up.weight.shape == (2 * WIDTH - 3, WIDTH)
+    assert type(up._parameters["weight"]) is nn.Parameter
+    assert (up._parameters["weight"].shape, up.bias.shape) == ((7, WIDTH), (13,))
+    assert isinstance(up, nn.Linear)
+    assert type(up) is type(ddp.module.even.up) is not nn.Linear
+    assert type(ddp.module.first) is nn.Linear
+
+
+def test_copies_read_dtensors(ddp: DistributedDataParallel) -> None:
+    model = copy.deepcopy(ddp.module)
+    x = torch.ones(2, LENGTH, WIDTH)
+    assert torch.equal(model(x), ddp.module(x))
+    assert model.even.up.weight.device_mesh is ddp.module.even.up.weight.device_mesh
+
+
+def test_modules_without_dtensors_stay_as_they_are(mesh: DeviceMesh) -> None:
+    model = FeedForward()
+    with inductor_config.patch(ddp_fusion="concat"):
+        DistributedDataParallel(model, device_mesh=mesh["dp"])
+    assert type(model.up) is nn.Linear
+
+
+def test_refuses_dtensors_without_their_mesh(mesh: DeviceMesh) -> None:
+    model = columns_and_rows(mesh["tp"])
+    group = mesh["dp"].get_group()
+    with (
+        inductor_config.patch(ddp_fusion="concat"),
+        pytest.raises(
+            ValueError, match=r"'even\.up\.weight' is a DTensor.*device_mesh=mesh\['dp'\]"
+        ),
+    ):
+        DistributedDataParallel(model, process_group=group)
+    ignored = [name for name, value in model.named_parameters() if isinstance(value, DTensor)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    with inductor_config.patch(ddp_fusion="concat"):
+        DistributedDataParallel(model, process_group=group)

@@ -15,6 +15,7 @@ from fusion_passes.ddp.disagreement import shared_errors
 from fusion_passes.ddp.hooks import put_hooks_last, traced_hooks
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.own_reducer import check_optimizers
+from fusion_passes.ddp.tensor_parallel import can_be_traced
 from fusion_passes.report.journal import Journal
 from fusion_passes.report.records import FusionReport
 from fusion_passes.report.telling import tell_once
@@ -73,7 +74,7 @@ class BackwardRunner:
         known, unreadable = len(self.journal.reports()), self.journal.unreadable
         put_hooks_last()
         reach = _reach(outputs) if accumulates and not create_graph else _NOTHING
-        traced = reach.managed and not reach.others
+        traced = reach.managed and not reach.others and can_be_traced(outputs)
         if reach.managed and reach.others:
             _tell_mixed()
         if traced:

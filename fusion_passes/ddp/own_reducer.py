@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.ddp.modules import registry
+from fusion_passes.ddp.tensor_parallel import check_dtensors
 from fusion_passes.report.telling import tell_once
 
 _UNFUSED: Final[Mapping[str, str]] = {
@@ -43,6 +44,7 @@ def check_supported(arguments: Mapping[str, Any]) -> None:
             "constructed."
         )
     check_optimizers(arguments["module"])
+    check_dtensors(arguments["module"], arguments.get("device_mesh"))
 
 
 def check_optimizers(model: nn.Module) -> None:

@@ -14,6 +14,8 @@ That is traced with the forward, so the backward yields a plain gradient for a p
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,7 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement
 
-from fusion_passes.torch_private import AsyncCollectiveTensor, data_parallel_hooks
+from fusion_passes.report.telling import tell_once
+from fusion_passes.torch_private import (
+    AsyncCollectiveTensor,
+    data_parallel_hooks,
+    is_in_part_of_mesh,
+    makes_dtensor,
+    passes_symbolic_dtensors,
+)
 
 _SPEC: Final = "_st_info"
 """Attribute that DDP gives a local shard: the spec of the DTensor that it was made of."""
@@ -30,6 +39,9 @@ _LAYOUTS: Final = "_ddp_fusion_layouts"
 """Attribute of a module that makes DTensors: a :class:`Layout` by parameter. It belongs to the
 module because Dynamo takes numbers in a module's attributes for constants; elsewhere, it takes
 those that differ for symbolic."""
+
+_models: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+"""Tensor-parallel models in DDP. Where there are none, nothing has to be looked for."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,28 @@ class Layout:
 
     def __deepcopy__(self, _: Any) -> Layout:
         return self  # To the operators of DTensor, a copy of the mesh would be another mesh.
+
+
+def check_dtensors(model: nn.Module, device_mesh: DeviceMesh | None) -> None:
+    """Refuses DTensors that DDP would take for parameters, which none of its reducers can reduce.
+
+    Args:
+        model: what DDP is to wrap.
+        device_mesh: what DDP is given. If it is a part of a larger mesh, DDP sees to the DTensors.
+
+    Raises:
+        ValueError: it names a parameter and the remedy.
+    """
+    if device_mesh is not None and is_in_part_of_mesh(device_mesh):
+        return
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and name not in ignored:
+            raise ValueError(
+                f"Parameter {name!r} is a DTensor, which DistributedDataParallel can reduce only "
+                "if it knows the mesh. Give it device_mesh=mesh['dp'], the data-parallel dimension "
+                "of the mesh that the model is parallelized over, instead of process_group."
+            )
 
 
 def make_dtensors_when_read(model: nn.Module) -> None:
@@ -73,6 +107,7 @@ def make_dtensors_when_read(model: nn.Module) -> None:
             key = type(module), tuple(layouts)
             kinds[key] = kinds.get(key) or _reading_dtensors(*key)
             module.__class__ = kinds[key]
+        _models.add(model)
     if kinds:
         _remove_hooks(model)
 
@@ -129,3 +164,54 @@ def _remove_hooks(model: nn.Module) -> None:
         for table in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in table.items() if hook in theirs]:
                 del table[key]
+
+
+# --- Backwards that cannot be traced -------------------------------------------------------------
+
+
+def can_be_traced(outputs: Sequence[Any]) -> bool:
+    """Whether compiled autograd can trace a backward as far as DTensors are concerned; told if not.
+
+    Args:
+        outputs: tensors or gradient edges that the backward starts from.
+    """
+    if not len(_models):
+        return True
+    for node in _nodes_behind(outputs):
+        if makes_dtensor(node):
+            _tell_untraced(
+                "not all of its forward is compiled, and DTensors in an eager one can make its "
+                "trace fail. Compile all that the DDP module does: TORCH_LOGS=graph_breaks shows "
+                "what was left out"
+            )
+            return False
+        if passes_symbolic_dtensors(node):
+            _tell_untraced(
+                "a region compiled for symbolic sizes takes or returns DTensors, which compiled "
+                "autograd cannot trace. Let the model return local tensors, compile the loss with "
+                "it, or give torch.compile dynamic=False"
+            )
+            return False
+    return True
+
+
+def _nodes_behind(outputs: Sequence[Any]) -> Iterator[Any]:
+    """The nodes of the autograd graph, depth first."""
+    pending = [
+        getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs
+    ]
+    seen = set()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            pending += [following for following, _ in node.next_functions]
+
+
+def _tell_untraced(reason: str) -> None:
+    tell_once(
+        f"DTensors {reason}",
+        f"The backward of a tensor-parallel model in DDP is not traced, so its gradients are not "
+        f"fused: {reason}.",
+    )

@@ -16,15 +16,7 @@ import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import models
@@ -389,45 +381,3 @@ def beside_fully_sharded(wrap: Compile) -> Values:
             for name, gradient in gradients.items()
         }
     return values
-
-
-def _on_mesh(wrap: Compile, plan: Mapping[str, Any], model: nn.Module) -> Values:
-    """DDP over one dimension of a 2x2 mesh, tensor parallelism over the other."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    parallel = parallelize_module(model, mesh["tp"], plan)
-    ddp = DistributedDataParallel(parallel, device_mesh=mesh["dp"])
-    parameters = dict(ddp.named_parameters())  # DDP's own hooks replace them in the first forward.
-    compiled = wrap(ddp)
-    values: Values = {}
-    for step in range(STEPS):
-        for parameter in parameters.values():
-            parameter.grad = None
-        # Ranks of one tensor-parallel group work on one batch.
-        generator = torch.Generator().manual_seed(10 * step + mesh["dp"].get_local_rank())
-        inputs = torch.randint(-2, 3, (4, models.WIDTH), generator=generator).float()
-        compiled(inputs).sum().backward()
-        values |= {f"{step}: {n}": _copy(p.grad) for n, p in parameters.items()}
-        _step(parameters)
-    return values | {name: _copy(parameter) for name, parameter in parameters.items()}
-
-
-def tensor_parallel(wrap: Compile) -> Values:
-    plan = {
-        "0": ColwiseParallel(),
-        "2": RowwiseParallel(),
-        "4": ColwiseParallel(output_layouts=Replicate()),
-    }
-    return _on_mesh(wrap, plan, models.mlp())
-
-
-def sequence_parallel(wrap: Compile) -> Values:
-    """The rows between the two layers are shared out."""
-    plan = {
-        "0": ColwiseParallel(output_layouts=Shard(0), use_local_output=False),
-        "1": SequenceParallel(sequence_dim=0),
-        "2": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
-    }
-    model = nn.Sequential(
-        nn.Linear(models.WIDTH, models.WIDTH), nn.RMSNorm(models.WIDTH), nn.Linear(models.WIDTH, 4)
-    )
-    return _on_mesh(wrap, plan, models.fill_whole(model))

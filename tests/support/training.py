@@ -149,7 +149,7 @@ def _train_fused(recipe: Recipe, flag: Any, groups: Mapping[str, ProcessGroup]) 
     forget_told()
     before = len(fusion_passes.reports())
     flag_set = torch._inductor.config.patch(ddp_fusion=flag)
-    with flag_set, _noted_warnings(fusion_passes.FusionWarning) as texts:
+    with flag_set, noted_warnings(fusion_passes.FusionWarning) as texts:
         record = _train(recipe, Site(groups, wraps_ddp=True), compiled=True)
     record.reports = list(fusion_passes.reports()[before:])
     record.warnings = texts
@@ -214,11 +214,11 @@ def _train(recipe: Recipe, site: Site, compiled: bool) -> Record:
 
 def _optimizer_of(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     if recipe.learning_rate is None:
-        return _BySign(model.parameters(), {})
+        return BySign(model.parameters(), {})
     return torch.optim.SGD(model.parameters(), lr=recipe.learning_rate, momentum=0.9)
 
 
-class _BySign(torch.optim.Optimizer):
+class BySign(torch.optim.Optimizer):
     """Moves each parameter by one against its gradient's sign."""
 
     @torch.no_grad()
@@ -316,7 +316,7 @@ def _make_groups(recipe: Recipe) -> dict[str, ProcessGroup]:
 
 
 @contextlib.contextmanager
-def _noted_warnings(category: type[Warning]) -> Iterator[list[str]]:
+def noted_warnings(category: type[Warning]) -> Iterator[list[str]]:
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
