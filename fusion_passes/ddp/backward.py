@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from fusion_passes.ddp.autograd_graph import leaves_behind
 from fusion_passes.ddp.disagreement import shared_errors
 from fusion_passes.ddp.hooks import put_hooks_last, traced_hooks
 from fusion_passes.ddp.modules import registry
@@ -82,7 +83,7 @@ class BackwardRunner:
         if traced:
             with (
                 self._traced(),
-                shared_errors(lambda: registry.reached_by(_leaves_behind(outputs))),
+                shared_errors(lambda: registry.reached_by(leaves_behind(outputs))),
             ):
                 result = engine(outputs, *args, **kw)
         else:
@@ -151,7 +152,7 @@ def _reach(outputs: Sequence[Any]) -> _Reach:
     fully_sharded = has_fully_sharded_modules()
     looks_for_others = registry.has_unfused or fully_sharded or has_flattened_parameters()
     managed = others = False
-    for leaf in _leaves_behind(outputs):
+    for leaf in leaves_behind(outputs):
         if registry.manages(leaf):
             managed = True
         # What fully_shard puts into a graph is a parameter like any other: in a process that uses
@@ -165,25 +166,6 @@ def _reach(outputs: Sequence[Any]) -> _Reach:
         if managed and (others or not looks_for_others):
             break
     return _Reach(managed, others)
-
-
-def _leaves_behind(outputs: Sequence[Any]) -> Iterator[Any]:
-    """The leaves of the autograd graph, as they are come upon."""
-    pending = [
-        getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs
-    ]
-    seen = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        for following, _ in node.next_functions:
-            variable = getattr(following, "variable", None)
-            if variable is None:
-                pending.append(following)
-            else:
-                yield variable
 
 
 def _tell_mixed() -> None:

@@ -15,7 +15,7 @@ That is traced with the forward, so the backward yields a plain gradient for a p
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement
 
+from fusion_passes.ddp.autograd_graph import nodes_behind
 from fusion_passes.report.telling import tell_once
 from fusion_passes.torch_private import (
     AsyncCollectiveTensor,
@@ -177,7 +178,7 @@ def can_be_traced(outputs: Sequence[Any]) -> bool:
     """
     if not len(_models):
         return True
-    for node in _nodes_behind(outputs):
+    for node in nodes_behind(outputs):
         if makes_dtensor(node):
             _tell_untraced(
                 "not all of its forward is compiled, and DTensors in an eager one can make its "
@@ -193,20 +194,6 @@ def can_be_traced(outputs: Sequence[Any]) -> bool:
             )
             return False
     return True
-
-
-def _nodes_behind(outputs: Sequence[Any]) -> Iterator[Any]:
-    """The nodes of the autograd graph, depth first."""
-    pending = [
-        getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs
-    ]
-    seen = set()
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            pending += [following for following, _ in node.next_functions]
 
 
 def _tell_untraced(reason: str) -> None:
