@@ -24,6 +24,9 @@ RUN = Callable[..., list[Any]]
 SECONDS = 5.0
 """The groups' timeout: how long a rank waits for one that does not come."""
 
+COMPILING_SECONDS = 30.0
+"""The same where one rank may still compile while the other waits."""
+
 
 def _group(name: str) -> dist.ProcessGroup:
     group = dist.new_group(timeout=timedelta(seconds=SECONDS))
@@ -138,7 +141,7 @@ class Branch(nn.Module):
 
 def leaves_out_a_layer(mode: str, from_step: int) -> str:
     """Rank 1 leaves the second layer out, from a step on. Returns the error's text."""
-    group = dist.new_group(timeout=timedelta(seconds=SECONDS))
+    group = dist.new_group(timeout=timedelta(seconds=COMPILING_SECONDS))
     with inductor_config.patch(ddp_fusion=mode):
         ddp = DistributedDataParallel(Branch(), process_group=group)
         compiled = torch.compile(ddp)
