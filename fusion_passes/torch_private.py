@@ -6,7 +6,6 @@ Modules that are slow to import (Dynamo takes about a second) are imported insid
 
 from __future__ import annotations
 
-import logging
 import sys
 from datetime import timedelta
 from typing import Any
@@ -57,11 +56,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Arguments of a forward can be nested.
 from torch.utils._pytree import tree_map_only
 
-__all__ = [
-    "DEFAULT_FIRST_BUCKET_BYTES",
+__all__ = [  # Of the names that are imported; those that are defined here follow.
     "UNSET",
     "AsyncCollectiveTensor",
-    "BuiltinCommHookType",
     "ConfigDefinition",
     "ConfigEntry",
     "CustomGraphPass",
@@ -70,32 +67,8 @@ __all__ = [
     "OpOverload",
     "ProcessGroup",
     "TorchDispatchMode",
-    "assume_constant_result",
-    "below_autograd",
-    "cache_directory",
-    "clear_backward_cache",
-    "compiled_autograd",
-    "control_deps",
-    "data_parallel_hooks",
-    "digit",
-    "disable_dynamo",
-    "dynamo_config",
-    "graph_observer",
-    "group_timeout",
-    "hash_files",
     "inductor_config",
-    "inductor_counters",
-    "is_compiling_graph",
-    "is_in_part_of_mesh",
-    "make_subgraph",
-    "makes_dtensor",
-    "passes_symbolic_dtensors",
-    "register_process_group",
-    "resolve_process_group",
-    "supports_pass_list",
-    "trace_rules",
     "tree_map_only",
-    "unregister_process_group",
 ]
 
 
@@ -129,15 +102,13 @@ def unregister_process_group(name: str) -> None:
 
 def resolve_process_group(name: str) -> ProcessGroup:
     """The group that compiled graphs call by ``name``."""
-    group: ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]
-    return group
+    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:
     """How long a collective of the group may take; it has no public name."""
     options: Any = group._get_backend(group._device_types[0]).options
-    timeout: timedelta = options._timeout
-    return timeout
+    return timedelta(seconds=options._timeout.total_seconds())
 
 
 def backend_name(group: ProcessGroup, device: torch.device) -> str:
@@ -177,12 +148,9 @@ def is_flattened(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "_is_flat_param", False))
 
 
-def ddp_graph_log() -> logging.Logger:
+def ddp_graph_log() -> Any:
     """The log in which DDPOptimizer writes its table of buckets: ``TORCH_LOGS=ddp_graphs``."""
-    log: logging.Logger = torch._logging.getArtifactLogger(
-        "torch._dynamo.backends.distributed", "ddp_graphs"
-    )
-    return log
+    return torch._logging.getArtifactLogger("torch._dynamo.backends.distributed", "ddp_graphs")
 
 
 def trace_rules() -> Any:
