@@ -68,8 +68,15 @@ def run_on_ranks(pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
 
 @pytest.fixture(autouse=True)
 def _leaves_torch_as_it_was() -> Iterator[None]:
-    """The flag is off after a test, and with it everything that it switches on."""
+    """The flag is off after a test, and with it everything that it switches on.
+
+    Each test is told anew what a process is told once, whatever tests ran before it.
+    """
     import torch._inductor.config
+
+    from fusion_passes.report.telling import forget_told
+
+    forget_told()
 
     settings = TorchSettings()
     patched = [_attribute(*place) for place in PATCHED]

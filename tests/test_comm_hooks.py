@@ -14,13 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionWarning
 from fusion_passes.ddp.comm_hooks import sent_as
-from fusion_passes.report.telling import forget_told
 from tests.support.fake_world import fake_world, two_layers
 
 
 @pytest.fixture
 def ddp() -> Iterator[DistributedDataParallel]:
-    forget_told()
     with fake_world(), inductor_config.patch(ddp_fusion="concat"):
         yield DistributedDataParallel(two_layers())
 

@@ -20,13 +20,11 @@ from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.ddp.modules import registry
 from fusion_passes.inductor_pass import caps_of
 from fusion_passes.planning import MIB, BucketCaps
-from fusion_passes.report.telling import forget_told
 from tests.support.fake_world import fake_world, two_layers
 
 
 @pytest.fixture(autouse=True)
 def _world() -> Iterator[None]:
-    forget_told()
     gc.collect()  # Modules that other tests have left to the collector would be counted below.
     with fake_world(), inductor_config.patch(ddp_fusion="concat"):
         yield

@@ -296,7 +296,7 @@ def test_keeping(run: tuple[int, Path], tmp_path: Path) -> None:
     assert text.startswith(f"before\n{readme.BEGIN}\n")
     assert text.endswith(f"{readme.END}\nafter\n")
     assert "\nold\n" not in text
-    assert "| what refuses | refused | fake=True is not supported" in text
+    assert "| what refuses | refused | concat: fake=True is not supported" in text
 
 
 def test_a_run_is_taken_up_again(tmp_path: Path) -> None:

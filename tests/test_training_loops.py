@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes
 from fusion_passes import FusionConfig, FusionReport, FusionWarning
 from fusion_passes.report.journal import journal
-from fusion_passes.report.telling import forget_told
 from tests.support.fake_world import fake_world, two_layers
 
 
@@ -30,7 +29,6 @@ from tests.support.fake_world import fake_world, two_layers
 def _world() -> Iterator[None]:
     torch._dynamo.reset()
     journal.clear()
-    forget_told()
     with fake_world(), inductor_config.patch(ddp_fusion=None):
         yield
     torch._dynamo.reset()
