@@ -21,11 +21,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from fusion_passes.torch_private import (
-    ProcessGroup,
-    group_timeout,
-    resolve_process_group,
-)
+from fusion_passes.torch_private import ProcessGroup, group_timeout, resolve_process_group
 
 _VERDICT: Final = "verdict"
 _SAME: Final = "same"

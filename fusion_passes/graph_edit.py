@@ -16,9 +16,8 @@ from fusion_passes.torch_private import (
     OpOverload,
     TorchDispatchMode,
     below_autograd,
-    control_deps,
-    make_subgraph,
 )
+from fusion_passes.torch_private.inductor import control_deps, make_subgraph
 
 # After Inductor has chosen layouts, a stride in the graph is no promise any more: its post-grad
 # graphs hold reshapes where the traced ones held views, and so do the nodes written here.

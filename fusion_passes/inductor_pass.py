@@ -18,7 +18,8 @@ from fusion_passes.pipeline import run_pipeline
 from fusion_passes.planning import MIB, BucketCaps
 from fusion_passes.report.journal import journal
 from fusion_passes.report.records import report_plan
-from fusion_passes.torch_private import CustomGraphPass, hash_files, inductor_config
+from fusion_passes.torch_private import CustomGraphPass, inductor_config
+from fusion_passes.torch_private.inductor import hash_files
 from fusion_passes.version import __version__
 
 

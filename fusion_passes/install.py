@@ -24,6 +24,7 @@ from fusion_passes.ddp.own_reducer import (
     reason_for_own_reducer,
     tell_own_reducer,
     tell_without_effect,
+    wait_for_delayed,
 )
 from fusion_passes.flag import FLAG, active_config, add_flag
 from fusion_passes.inductor_pass import DdpFusionPass, check_conflicts
@@ -37,9 +38,9 @@ from fusion_passes.torch_private import (
     disable_dynamo,
     dynamo_config,
     inductor_config,
-    supports_pass_list,
     trace_rules,
 )
+from fusion_passes.torch_private.inductor import supports_pass_list
 
 _runner: Final = BackwardRunner(journal)
 
@@ -120,6 +121,7 @@ def _construct(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
     if reason is not None:
         with dynamo_config().patch(optimize_ddp=True):
             original(self, *args, **kwargs)
+        wait_for_delayed(self, given.get("param_to_hook_all_reduce"))
         tell_own_reducer(self, reason)
         return
     # DDP takes no list with the Python reducer, which has no buckets of its own.

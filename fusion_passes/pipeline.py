@@ -21,7 +21,7 @@ from fusion_passes.passes.place import PlaceReductions
 from fusion_passes.passes.write import WriteGradsTogether
 from fusion_passes.planning import BucketPlan, CapsOf, PlanOptions, plan_buckets
 from fusion_passes.reductions import OwnerOf, find_gradient_reductions
-from fusion_passes.torch_private import graph_observer
+from fusion_passes.torch_private.inductor import graph_observer
 from fusion_passes.verify import LawBrokenError, graph_facts, verify, with_plan
 
 log = logging.getLogger(__name__)

@@ -126,7 +126,7 @@ def test_other_peoples_passes_stay_in_their_order() -> None:
         assert [type(item).__name__ for item in passes[1:]] == ["DdpFusionPass"]
         inductor_config.ddp_fusion = None
         assert inductor_config.post_grad_custom_post_pass is first
-    if fusion_passes.torch_private.supports_pass_list():
+    if fusion_passes.torch_private.inductor.supports_pass_list():
         inductor_config.ddp_fusion = "concat"
         ours = _installed_passes()
         inductor_config.post_grad_custom_post_pass = [*ours, second]

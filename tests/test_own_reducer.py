@@ -91,6 +91,7 @@ def test_a_backward_that_others_must_see_is_not_traced(
     for outcome in run(run_on_ranks, scenario):
         told = "\n".join(outcome.told)
         assert "A backward reaches parameters of a DDP module under ddp_fusion, and others" in told
+        assert told.count("one by one") == 1
         assert outcome.fused == set()
 
 

@@ -87,7 +87,7 @@ class BackwardRunner:
             ):
                 result = engine(outputs, *args, **kw)
         else:
-            with self._untraced():
+            with self._untraced(is_told=reach.managed):
                 result = engine(outputs, *args, **kw)
         reports = self.journal.reports()[known:]
         names = traced_hooks.take()
@@ -115,13 +115,17 @@ class BackwardRunner:
             self._running = False
 
     @contextlib.contextmanager
-    def _untraced(self) -> Iterator[None]:
+    def _untraced(self, is_told: bool) -> Iterator[None]:
         autograd = compiled_autograd()
-        if self.switched_on and autograd.compiled_autograd_enabled:
-            with autograd._disable():
+        outer, traced_hooks.untraced_is_told = traced_hooks.untraced_is_told, is_told
+        try:
+            if self.switched_on and autograd.compiled_autograd_enabled:
+                with autograd._disable():
+                    yield
+            else:
                 yield
-        else:
-            yield
+        finally:
+            traced_hooks.untraced_is_told = outer
 
 
 @dataclass(frozen=True)

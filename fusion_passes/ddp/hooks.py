@@ -22,8 +22,13 @@ from fusion_passes.torch_private import assume_constant_result
 
 @dataclass
 class TracedHooks:
-    """Which gradients' reductions were traced into a graph since the last look."""
+    """Which gradients' reductions were traced into a graph since the last look.
 
+    Attributes:
+        untraced_is_told: whether the user knows why those of the backward that runs are not.
+    """
+
+    untraced_is_told: bool = False
     _names: dict[str, None] = field(default_factory=dict)
 
     def note(self, name: str) -> None:
@@ -107,7 +112,7 @@ def _reduce_gradient(
         return
     if torch.compiler.is_compiling():
         name = group_name_while_tracing(name)
-    else:
+    elif not traced_hooks.untraced_is_told:
         _tell_eager(name)
     dtype = sent_as(owner)
     gradient = parameter.grad if dtype is None else parameter.grad.to(dtype)

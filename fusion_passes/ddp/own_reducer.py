@@ -6,15 +6,19 @@ it is refused, where that cannot be known to work with a compiled forward.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Mapping
 from typing import Any, Final
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.tensor_parallel import check_dtensors
 from fusion_passes.report.telling import tell_once
+from fusion_passes.torch_private import after_backward
 
 _UNFUSED: Final[Mapping[str, str]] = {
     "find_unused_parameters": "let every parameter take part in each step, or freeze it",
@@ -93,6 +97,32 @@ def tell_own_reducer(ddp: DistributedDataParallel, reason: str) -> None:
         f"DistributedDataParallel({type(ddp.module).__name__}) is trained by DDP's own reducer, as "
         f"without ddp_fusion, and its gradients are not fused: {reason}.",
     )
+
+
+def wait_for_delayed(ddp: DistributedDataParallel, hooked: nn.Parameter | None) -> None:
+    """Has the backward of a module wait for the collective that reduces its delayed gradients.
+
+    DDP launches that one from a hook and drops its handle: whoever reads the gradients next races
+    with it (torch 2.11 to 2.15).
+
+    Args:
+        ddp: a module that DDP's own reducer trains.
+        hooked: the parameter that the hook is on, if any reductions are delayed.
+    """
+    hooks: Any = hooked._backward_hooks if hooked is not None else None
+    for number, hook in (hooks or {}).items():
+        if hook == ddp._delayed_all_reduce_hook:
+            hooks[number] = functools.partial(_reduce_delayed, weakref.ref(ddp))
+
+
+def _reduce_delayed(ref: weakref.ref[DistributedDataParallel], gradient: Tensor) -> Tensor:
+    ddp = ref()
+    buffer = ddp._delay_grad_buffer if ddp is not None else None
+    if ddp is not None and buffer is not None:
+        buffer.div_(dist.get_world_size(ddp.process_group))
+        work = dist.all_reduce(buffer, group=ddp.process_group, async_op=True)
+        after_backward(work.wait)
+    return gradient
 
 
 def tell_without_effect(arguments: Mapping[str, Any]) -> None:

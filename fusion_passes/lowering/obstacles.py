@@ -12,7 +12,7 @@ from torch import fx
 from fusion_passes.collectives import data_users
 from fusion_passes.kernels import is_library_kernel, stores_unscaled
 from fusion_passes.operators import PACK
-from fusion_passes.torch_private import graph_lowering, inductor_ir
+from fusion_passes.torch_private.inductor import graph_lowering, inductor_ir
 
 _PASSED_ON: Final[dict[Any, int]] = {operator.getitem: 0, torch.ops.aten.copy.default: 1}
 """Operators that compute nothing, each with the argument that it passes on."""

@@ -22,7 +22,7 @@ from fusion_passes.lowering.obstacles import (
     written_by_a_library,
 )
 from fusion_passes.operators import AGREE, IN_BUCKET, PACK, STORE, WIDEN, split_strides
-from fusion_passes.torch_private import (
+from fusion_passes.torch_private.inductor import (
     digit,
     graph_lowering,
     inductor_ir,

@@ -18,7 +18,8 @@ from typing import Final
 
 from fusion_passes.report.records import FusionReport, with_copies
 from fusion_passes.report.table import format_report
-from fusion_passes.torch_private import cache_directory, ddp_graph_log, inductor_counters
+from fusion_passes.torch_private import ddp_graph_log
+from fusion_passes.torch_private.inductor import cache_directory, inductor_counters
 
 log = logging.getLogger(__name__)
 

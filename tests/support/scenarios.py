@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -177,6 +178,20 @@ def unused_in_a_static_graph(wrap: Compile) -> Values:
 
 
 def delayed_reductions(wrap: Compile) -> Values:
+    """Eager DDP does not wait for their collective: here it does, and ours has to."""
+    if torch._inductor.config.ddp_fusion is None:
+        with mock.patch.object(DistributedDataParallel, "_delayed_all_reduce_hook", _reduce_now):
+            return _train_delayed(wrap)
+    return _train_delayed(wrap)
+
+
+def _reduce_now(ddp: Any, gradient: Tensor) -> Tensor:
+    ddp._delay_grad_buffer.div_(dist.get_world_size())
+    dist.all_reduce(ddp._delay_grad_buffer)
+    return gradient
+
+
+def _train_delayed(wrap: Compile) -> Values:
     model = models.mlp()
     delayed = [(name, parameter) for name, parameter in model.named_parameters() if "4" in name]
     ddp = DistributedDataParallel(

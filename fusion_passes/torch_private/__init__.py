@@ -1,4 +1,4 @@
-"""The one place that imports private names of torch.
+"""The one place that imports private names of torch; Inductor's are in :mod:`.inductor`.
 
 Each name says why it is needed. All of them were checked on torch 2.11.0, 2.13.0 and 2.15.0.
 Modules that are slow to import (Dynamo takes about a second) are imported inside functions.
@@ -202,14 +202,6 @@ def disable_dynamo(function: Any) -> Any:
     return torch._dynamo.disable(function)
 
 
-def inductor_counters() -> Any:
-    """Inductor's counters: the FX graph cache stores what a compile added to them and adds it
-    again on a hit, which is how a process knows what a cached graph holds."""
-    from torch._dynamo.utils import counters
-
-    return counters["inductor"]
-
-
 def is_compiling_graph() -> bool:
     """Whether a graph is being compiled in this thread."""
     from torch._guards import CompileContext
@@ -217,84 +209,7 @@ def is_compiling_graph() -> bool:
     return CompileContext.try_get() is not None
 
 
-def graph_observer(graph_module: torch.fx.GraphModule, name: str) -> Any:
-    """Makes a pass visible to ``TORCHINDUCTOR_DISABLED_PASSES`` and to torch's tracing."""
-    from torch.fx.passes.graph_transform_observer import GraphTransformObserver
-
-    return GraphTransformObserver(graph_module, name, subsystem="post_grad_passes")
-
-
-def control_deps() -> Any:
-    """The operator that runs a subgraph after other nodes: Inductor's scheduler keeps that order.
-    Called as ``control_deps(nodes to follow, subgraph, *inputs of the subgraph)``."""
-    from torch._inductor.fx_passes.control_dependencies import control_deps
-
-    return control_deps
-
-
-def make_subgraph(owner: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """A module for a graph whose Python code is generated only if somebody asks for it."""
-    from torch.fx._lazy_graph_module import _LazyGraphModule
-
-    return _LazyGraphModule(owner, graph)
-
-
-def supports_pass_list() -> bool:
-    """Whether ``post_grad_custom_post_pass`` takes a list (torch 2.11 takes one pass only)."""
-    from torch._inductor import custom_graph_pass
-
-    return hasattr(custom_graph_pass, "get_custom_graph_passes")
-
-
-def hash_files(paths: tuple[str, ...]) -> bytes:
-    """Hash of the files' contents."""
-    from torch._inductor.custom_graph_pass import get_hash_for_files
-
-    return get_hash_for_files(paths)
-
-
-def cache_directory() -> str:
-    """Where Inductor keeps its caches on this machine."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return cache_dir()
-
-
-def inductor_ir() -> Any:
-    """Inductor's intermediate representation: a bucket is made of its ``ConcatKernel``."""
-    import torch._inductor.ir
-
-    return torch._inductor.ir
-
-
-def inductor_lowerings() -> Any:
-    """``torch._inductor.lowering``: how Inductor divides, multiplies and casts."""
-    import torch._inductor.lowering
-
-    return torch._inductor.lowering
-
-
-def graph_lowering() -> Any:
-    """The graph that Inductor is lowering."""
-    from torch._inductor.virtualized import V
-
-    return V.graph
-
-
-def register_lowering(target: OpOverload, function: Any) -> None:
-    """Lets ``function`` lower an operator; it gets Inductor's values for the tensors."""
-    inductor_lowerings().register_lowering(target, type_promotion_kind=None)(function)
-
-
-def supports_foreach(device: torch.device) -> bool:
-    """Whether Inductor generates one kernel for tensors of several sizes on that device."""
-    from torch._inductor.codegen.common import BackendFeature
-
-    return bool(graph_lowering().has_feature(device, BackendFeature.FOREACH))
-
-
-def digit(position: Any, stride: Any, size: Any) -> Any:
-    """``position // stride % size``, as Inductor's index arithmetic writes it."""
-    from torch.utils._sympy.functions import ModularIndexing
-
-    return ModularIndexing(position, stride, size)
+def after_backward(function: Any) -> None:
+    """Has autograd's engine call ``function`` at the end of the backward that it runs."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
