@@ -93,6 +93,14 @@ def data_users(node: fx.Node) -> list[fx.Node]:
     return [user for user in node.users if not is_held(user) or node in user.args[2:]]
 
 
+def without_hold(node: fx.Node) -> fx.Node:
+    """The node, or the operator that it runs, if it is one whose place is held."""
+    if not is_held(node):
+        return node
+    inner: list[fx.Node] = list(_held_graph(node).nodes)
+    return next(item for item in inner if item.op == "call_function")
+
+
 def _held_graph(node: fx.Node) -> fx.Graph:
     """The graph of the one operator that a held node runs."""
     subgraph = node.args[1]

@@ -139,7 +139,7 @@ def figures(model: str, way: str, cells: dict[tuple[str, str], dict[str, Any]]) 
     traffic, base = cell["traffic"], plain["traffic"]
     return {
         "stored": traffic.stored / traffic.reduced,
-        "calls": (traffic.extra_calls - base.extra_calls) / traffic.buckets,
+        "calls": (traffic.calls - base.calls) / traffic.buckets,
         "moved": (traffic.copied - base.copied) / traffic.reduced,
         "peak": cell["peak"] / plain["peak"],
         "time": statistics.median(cell["time"]),

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fusion_passes.collectives import data_users
+from fusion_passes.collectives import data_users, without_hold
 from fusion_passes.kernels import is_library_kernel, stores_unscaled
 from fusion_passes.operators import PACK
 from fusion_passes.torch_private.inductor import graph_lowering, inductor_ir
@@ -148,4 +148,4 @@ def _source(node: fx.Node) -> fx.Node:
     """The node that computes the value, of several or alone; a copy only gives it a layout."""
     while (argument := _PASSED_ON.get(node.target)) is not None:
         node = node.args[argument]  # type: ignore[assignment]
-    return node
+    return without_hold(node)

@@ -29,6 +29,10 @@ _LAUNCH: Final = re.compile(
 )
 _STORE: Final = re.compile(r"fusion_passes\.store_\.default\((\w+), \[(.*?)\], ")
 _FALLBACK: Final = re.compile(r"^(\w+) = torch\.ops\.aten\.flatten\S*\((\w+)")
+_CALL: Final = re.compile(
+    r"^(?:\w+ = )?"
+    r"(?:cpp_fused\w*\(|extern_kernels\.\w+\(|torch\.ops\.(?!_c10d_functional\.|fusion_passes\.agree_))"
+)
 _NAME: Final = re.compile(r"\b(?:buf|arg)\w+")
 _PARAMETER: Final = re.compile(r"(?:const )?\w+\*\s+(\w+)")
 _STORED: Final = re.compile(r"(?:(\w+)\.store\((\w+)|(\w+)\[[^\]]*\] = (\w+);)")
@@ -50,14 +54,15 @@ class Traffic:
         stored: of them, those that the kernels that compute them have stored where they are sent.
         copied: read and written by kernels and calls that only copy, cast or scale gradients.
         buckets: collectives.
-        extra_calls: kernels and fallback calls that copy, cast or scale.
+        calls: of kernels and fallbacks, for whatever purpose; but not collectives, their waits, and
+            the one call of a backward in which the ranks agree on them.
     """
 
     reduced: int = 0
     stored: int = 0
     copied: int = 0
     buckets: int = 0
-    extra_calls: int = 0
+    calls: int = 0
 
 
 @dataclass
@@ -91,6 +96,7 @@ def read_traffic(code: str) -> Traffic:
     kernels = {name: _copied_parameters(body) for name, _, body in _KERNEL.findall(code)}
     reader = _Reader(kernels)
     for line in code[code.rindex("def call(") :].splitlines():
+        reader.traffic.calls += _CALL.match(line.strip()) is not None
         _read_line(reader, line.strip())
     return reader.traffic
 
@@ -105,7 +111,6 @@ def _read_line(reader: _Reader, line: str) -> None:
     elif match := _LIBRARY.search(line):
         reader.write(match.group(1), is_copy=False)
     elif match := _FALLBACK.match(line):
-        reader.traffic.extra_calls += 1
         reader.regions[match.group(1)] = reader.region(match.group(2))
     elif match := _EMPTY.match(line):
         name, sizes, dtype = match.groups()
@@ -146,13 +151,11 @@ def _launch(reader: _Reader, names: Iterable[str]) -> None:
 def _store(reader: _Reader, bucket: str, sources: list[str]) -> None:
     count = sum(reader.region(source).count for source in sources)
     reader.traffic.copied += 2 * count
-    reader.traffic.extra_calls += 1
     reader.writes.setdefault(reader.region(bucket).base, []).append((count, True))
 
 
 def _fused(reader: _Reader, kernel: str, names: list[str]) -> None:
     """A generated kernel: some of its arguments are stored to, by a copy or a computation."""
-    copies = 0
     for name, kind in zip(names, reader.kernels[kernel], strict=True):
         if kind is None:
             continue
@@ -160,13 +163,11 @@ def _fused(reader: _Reader, kernel: str, names: list[str]) -> None:
         if kind == "compute":
             reader.write(name, is_copy=False)
             continue
-        copies += 1
         reader.traffic.copied += 2 * region.count
         if kind == "pass":  # What was stored there stays there.
             reader.writes.setdefault(region.base, reader.before.get(name, []))
         elif names.count(name) == 1:
             reader.write(name, is_copy=True)
-    reader.traffic.extra_calls += copies > 0
 
 
 def _copied_parameters(body: str) -> list[str | None]:
