@@ -6,6 +6,9 @@ would not match, and the best that could happen is a timeout without a reason. S
 before its first launch, which collectives it is about to run. Nothing is sent while that is what
 the same module ran the last time; a change is put to the other ranks over the group's store.
 
+Hooks that run eagerly have their collectives behind them before anybody knows which they are: they
+are compared at the end of the backward, before the gradients are used.
+
 A rank whose backward has not changed asks nobody, and would be stuck in its first collective while
 the others wait for it. It finds out when that fails (see :func:`waiting_ranks`).
 """
@@ -56,7 +59,7 @@ class RanksDisagreeError(RuntimeError):
 
 @dataclass
 class _History:
-    """What one module has run on one process group.
+    """What one module has run on one process group, in compiled graphs or in eager hooks.
 
     Attributes:
         calls: how many graphs of the module have come to their first launch.
@@ -83,7 +86,7 @@ class _Meeting:
     world_size: int
     timeout: timedelta
     store: dist.Store
-    histories: dict[str, _History] = field(default_factory=dict)
+    histories: dict[tuple[str, str], _History] = field(default_factory=dict)
 
 
 _meetings: Final[weakref.WeakKeyDictionary[ProcessGroup, _Meeting]] = weakref.WeakKeyDictionary()
@@ -98,13 +101,14 @@ def meet_under(module: str, key: str) -> None:
     _keys[module] = key
 
 
-def agree(module: str, collectives: str) -> None:
+def agree(module: str, collectives: str, where: str = "") -> None:
     """Returns once all ranks of the module's group are known to run the same collectives.
 
     Args:
         module: the DDP module's name for its group.
         collectives: which, in the order in which they are launched; any text that is the same on
             two ranks if and only if they match.
+        where: they are compared with what ran last in the same place.
 
     Raises:
         RanksDisagreeError: they are not the same, or some ranks have not come to tell theirs
@@ -113,10 +117,10 @@ def agree(module: str, collectives: str) -> None:
     meeting = _meeting_of(module)
     if meeting is None:
         return
-    history = meeting.histories.setdefault(module, _History())
+    history = meeting.histories.setdefault((module, where), _History())
     history.calls += 1
     if history.agreed != collectives:
-        _meet(meeting, module, history, collectives)
+        _meet(meeting, module, history, collectives, where)
         history.agreed = collectives
 
 
@@ -134,7 +138,7 @@ def _meeting_of(module: str) -> _Meeting | None:
 def calls_of(module: str) -> int:
     """How many graphs of the module have come to their first launch on its group."""
     meeting = _meetings.get(resolve_process_group(module))
-    history = meeting.histories.get(module) if meeting else None
+    history = meeting.histories.get((module, "")) if meeting else None
     return history.calls if history else 0
 
 
@@ -149,7 +153,7 @@ def tell_failure(module: str, reason: str) -> None:
     meeting = _meeting_of(module)
     if meeting is None:
         return
-    history = meeting.histories.setdefault(module, _History())
+    history = meeting.histories.setdefault((module, ""), _History())
     place = _place(module, replace(history, calls=history.calls + 1))
     verdict = json.dumps({_FAILED: f"rank {meeting.rank}: {reason}"})
     meeting.store.compare_set(f"{place}/{_VERDICT}", "", verdict)
@@ -161,18 +165,22 @@ def waiting_ranks(modules: Iterable[str]) -> RanksDisagreeError | None:
     waited for an agreement on others. ``None`` if they were not."""
     for module in modules:
         meeting = _meetings.get(resolve_process_group(module))
-        history = meeting.histories.get(module) if meeting else None
-        if meeting is None or history is None or history.agreed is None:
+        if meeting is None:
             continue
-        told = _told(meeting, _place(module, history))
-        if told and meeting.rank not in told:
-            return RanksDisagreeError(module, {meeting.rank: history.agreed, **told})
+        for (name, where), history in meeting.histories.items():
+            if name != module or history.agreed is None:
+                continue
+            # Eager hooks come to tell behind their collectives: the others may be one call ahead.
+            for calls in range(history.calls, history.calls + 1 + bool(where)):
+                told = _told(meeting, _place(module, replace(history, calls=calls), where))
+                if told and meeting.rank not in told:
+                    return RanksDisagreeError(module, {meeting.rank: history.agreed, **told})
     return None
 
 
-def _meet(meeting: _Meeting, module: str, history: _History, collectives: str) -> None:
+def _meet(meeting: _Meeting, module: str, history: _History, collectives: str, where: str) -> None:
     """Tells the other ranks, and waits until the last one that comes has compared them all."""
-    store, place = meeting.store, _place(module, history)
+    store, place = meeting.store, _place(module, history, where)
     store.set(f"{place}/{meeting.rank}", collectives)
     verdict = f"{place}/{_VERDICT}"
     if store.add(f"{place}/arrived", 1) == meeting.world_size:
@@ -200,8 +208,9 @@ def _meet(meeting: _Meeting, module: str, history: _History, collectives: str) -
     )
 
 
-def _place(module: str, history: _History) -> str:
-    return f"ddp_fusion/{_keys.get(module, module)}/{history.calls}/{history.failures}"
+def _place(module: str, history: _History, where: str = "") -> str:
+    key = _keys.get(module, module)
+    return f"ddp_fusion/{key}{where}/{history.calls}/{history.failures}"
 
 
 def _told(meeting: _Meeting, place: str) -> dict[int, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes import RanksDisagreeError
+from fusion_passes import FusionWarning, RanksDisagreeError
 from fusion_passes.agreement import agree, number_runs, numbers_in, waiting_ranks
 from fusion_passes.torch_private import register_process_group, unregister_process_group
 
@@ -166,6 +167,43 @@ def test_a_parameter_without_a_gradient_on_one_rank_is_an_error_on_all(
         assert "'second.weight', 'second.bias': a gradient on rank 0, and none on rank 1." in text
         assert "find_unused_parameters=True" in text
     assert ("Rank 0 did not answer" in texts[1]) == (from_step > 0)
+
+
+class Either(nn.Module):
+    """One of its two layers of a size takes part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return self.layers[number](x)
+
+
+def takes_another_layer(from_step: int) -> str:
+    """Hooks run eagerly; rank 1 takes another layer, from a step on. Returns the error's text."""
+    rank = dist.get_rank()
+    group = dist.new_group(timeout=timedelta(seconds=SECONDS))
+    with inductor_config.patch(ddp_fusion="concat"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FusionWarning)
+        ddp = DistributedDataParallel(Either(), process_group=group)
+
+        def train() -> None:
+            for step in range(from_step + 2):
+                number = int(step >= from_step and rank == 1)
+                ddp(torch.ones(2, 4), number).sum().backward(create_graph=True)
+
+        error = _error(train)
+    return str(error)
+
+
+@pytest.mark.parametrize("from_step", [0, 2])
+def test_gradients_that_eager_hooks_would_mix_up_are_an_error_on_all(
+    run_on_ranks: RUN, from_step: int
+) -> None:
+    for text in run_on_ranks(2, takes_another_layer, from_step=from_step):
+        assert "'layers.0.weight': a gradient on rank 0, and none on rank 1." in text
+        assert "'layers.1.weight': a gradient on rank 1, and none on rank 0." in text
 
 
 class _BadGradient(torch.autograd.Function):

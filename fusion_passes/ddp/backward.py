@@ -87,7 +87,7 @@ class BackwardRunner:
             ):
                 result = engine(outputs, *args, **kw)
         else:
-            with self._untraced(is_told=reach.managed):
+            with self._untraced(is_told=reach.managed), shared_errors(lambda: ()):
                 result = engine(outputs, *args, **kw)
         reports = self.journal.reports()[known:]
         names = traced_hooks.take()

@@ -8,7 +8,9 @@ from typing import Final
 
 from fusion_passes.agreement import (
     RanksDisagreeError,
+    agree,
     calls_of,
+    number_runs,
     numbers_in,
     tell_failure,
     waiting_ranks,
@@ -48,6 +50,22 @@ def shared_errors(modules_of_backward: Callable[[], Iterable[str]]) -> Iterator[
             if calls_of(name) == before.get(name):
                 tell_failure(name, f"{type(error).__name__}: {str(error)[:_SHOWN_CHARACTERS]}")
         raise
+
+
+def agree_on_eager(reduced: Mapping[str, Sequence[int]]) -> None:
+    """Returns if all ranks have reduced the same gradients one by one, in the same order.
+
+    Args:
+        reduced: the parameters' numbers, by the group name of their module.
+
+    Raises:
+        RanksDisagreeError: they have not.
+    """
+    for name, numbers in reduced.items():
+        try:
+            agree(name, f"one by one; {number_runs(numbers)}", "/eager")
+        except RanksDisagreeError as error:
+            raise _in_words(error) from None
 
 
 def _in_words(error: RanksDisagreeError) -> RanksDisagreeError:

@@ -15,9 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from fusion_passes.collectives import all_reduce
 from fusion_passes.ddp.comm_hooks import sent_as
+from fusion_passes.ddp.disagreement import agree_on_eager
 from fusion_passes.ddp.modules import ManagedModule, registry
 from fusion_passes.report.telling import tell_once
-from fusion_passes.torch_private import assume_constant_result
+from fusion_passes.torch_private import after_backward, assume_constant_result, backward_id
 
 
 @dataclass
@@ -43,6 +44,25 @@ class TracedHooks:
 traced_hooks: Final = TracedHooks()
 
 
+@dataclass
+class _EagerReductions:
+    """What eager hooks have reduced in the backward that runs, by module."""
+
+    _backward: int = -1
+    _numbers: dict[str, list[int]] = field(default_factory=dict)
+
+    def note(self, module: str, number: int) -> None:
+        """Lets the ranks compare what they have reduced when the backward ends."""
+        backward = backward_id()
+        if backward != self._backward:
+            self._backward, self._numbers = backward, {}
+            after_backward(functools.partial(agree_on_eager, self._numbers))
+        self._numbers.setdefault(module, []).append(number)
+
+
+_eager_reductions: Final = _EagerReductions()
+
+
 def replace_hooks(ddp: DistributedDataParallel, module: ManagedModule) -> None:
     """Puts the package's hook where DDP's Python reducer has registered its own.
 
@@ -60,6 +80,8 @@ def replace_hooks(ddp: DistributedDataParallel, module: ManagedModule) -> None:
                 # go on reducing, after the user has dropped it.
                 ddp=weakref.ref(ddp),
                 name=module.name_for(index),
+                module=module.group_name,
+                number=index,
                 world_size=module.world_size,
                 group_name_while_tracing=group_name_while_tracing,
             )
@@ -99,6 +121,8 @@ def _reduce_gradient(
     *,
     ddp: weakref.ref[DistributedDataParallel],
     name: str,
+    module: str,
+    number: int,
     world_size: int,
     group_name_while_tracing: Callable[[str], str],
 ) -> None:
@@ -112,8 +136,10 @@ def _reduce_gradient(
         return
     if torch.compiler.is_compiling():
         name = group_name_while_tracing(name)
-    elif not traced_hooks.untraced_is_told:
-        _tell_eager(name)
+    else:
+        _eager_reductions.note(module, number)
+        if not traced_hooks.untraced_is_told:
+            _tell_eager(name)
     dtype = sent_as(owner)
     gradient = parameter.grad if dtype is None else parameter.grad.to(dtype)
     parameter.grad.copy_(all_reduce(gradient / world_size, "sum", name))

@@ -213,3 +213,8 @@ def after_backward(function: Any) -> None:
     """Has autograd's engine call ``function`` at the end of the backward that it runs."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(function)
+
+
+def backward_id() -> int:
+    """Number of the backward that autograd's engine runs in this thread; -1 if none."""
+    return int(torch._C._current_graph_task_id())
