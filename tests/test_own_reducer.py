@@ -80,6 +80,12 @@ def test_another_process_group(run_on_ranks: RUN) -> None:
         assert len(outcome.fused) == 6
 
 
+def test_another_process_group_after_an_error(run_on_ranks: RUN) -> None:
+    for outcome in run(run_on_ranks, scenarios.another_process_group_after_an_error):
+        assert outcome.told == []
+        assert len(outcome.fused) == 6
+
+
 @pytest.mark.parametrize(
     "scenario",
     [scenarios.two_reducers_in_one_backward, scenarios.beside_fully_sharded],

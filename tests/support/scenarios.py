@@ -8,9 +8,11 @@ import io
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch._dynamo
 import torch._inductor.config
@@ -354,6 +356,20 @@ def another_process_group(wrap: Compile) -> Values:
     values["compiled anew"] = torch.tensor([captures, graphs])
     ddp._update_process_group(everybody)
     return values | {f"all {n}": v for n, v in train(ddp, wrap).items()}
+
+
+def another_process_group_after_an_error(wrap: Compile) -> Values:
+    """Rank 1 stays out of a backward, and rank 0 gets an error. Both go on over a new group."""
+    ddp = DistributedDataParallel(
+        models.mlp(), process_group=dist.new_group(timeout=timedelta(seconds=20))
+    )
+    values = {f"before {n}": v for n, v in train(ddp, wrap).items()}
+    loss = wrap(ddp)(batch(0)).sum()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            loss.backward()
+    ddp._update_process_group(dist.new_group())
+    return values | {f"behind {n}": v for n, v in train(ddp, wrap).items()}
 
 
 def hooks_of_users(wrap: Compile) -> Values:
