@@ -135,11 +135,27 @@ def _meeting_of(module: str) -> _Meeting | None:
     return _meetings[group]
 
 
+def _met(module: str) -> _Meeting | None:
+    """``None`` if the ranks have not met yet, or the module has outlived its group."""
+    try:
+        return _meetings.get(resolve_process_group(module))
+    except RuntimeError:
+        return None
+
+
 def calls_of(module: str) -> int:
     """How many graphs of the module have come to their first launch on its group."""
-    meeting = _meetings.get(resolve_process_group(module))
-    history = meeting.histories.get((module, "")) if meeting else None
-    return history.calls if history else 0
+    return runs_of(module).get("", (0, None))[0]
+
+
+def runs_of(module: str) -> dict[str, tuple[int, str | None]]:
+    """How often the module has come to agree on its group, and on what last, in each place."""
+    meeting = _met(module)
+    return {
+        where: (history.calls, history.agreed)
+        for (name, where), history in (meeting.histories.items() if meeting else ())
+        if name == module
+    }
 
 
 def tell_failure(module: str, reason: str) -> None:
@@ -164,7 +180,7 @@ def waiting_ranks(modules: Iterable[str]) -> RanksDisagreeError | None:
     """Why a collective of one of the modules may just have failed: other ranks were not in it, but
     waited for an agreement on others. ``None`` if they were not."""
     for module in modules:
-        meeting = _meetings.get(resolve_process_group(module))
+        meeting = _met(module)
         if meeting is None:
             continue
         for (name, where), history in meeting.histories.items():

@@ -80,6 +80,13 @@ def test_another_process_group(run_on_ranks: RUN) -> None:
         assert len(outcome.fused) == 6
 
 
+def test_the_forward_decides_which_backward_is_averaged(run_on_ranks: RUN) -> None:
+    for outcome in run(run_on_ranks, scenarios.no_sync_around_a_forward_or_its_backward):
+        assert len(outcome.told) == 1
+        assert "stay on their rank, as with eager DDP: its forward has had its" in outcome.told[0]
+        assert len(outcome.fused) == 6
+
+
 def test_another_process_group_after_an_error(run_on_ranks: RUN) -> None:
     for outcome in run(run_on_ranks, scenarios.another_process_group_after_an_error):
         assert outcome.told == []

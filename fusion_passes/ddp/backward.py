@@ -16,6 +16,7 @@ from fusion_passes.ddp.disagreement import shared_errors
 from fusion_passes.ddp.hooks import put_hooks_last, traced_hooks
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.own_reducer import check_optimizers
+from fusion_passes.ddp.sync import note_backward
 from fusion_passes.ddp.tensor_parallel import can_be_traced
 from fusion_passes.report.journal import Journal
 from fusion_passes.report.records import FusionReport
@@ -89,6 +90,7 @@ class BackwardRunner:
         else:
             with self._untraced(is_told=reach.managed), shared_errors(lambda: ()):
                 result = engine(outputs, *args, **kw)
+        note_backward()
         reports = self.journal.reports()[known:]
         names = traced_hooks.take()
         if self.journal.unreadable > unreadable:

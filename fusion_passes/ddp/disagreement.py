@@ -89,7 +89,7 @@ def _in_words(error: RanksDisagreeError) -> RanksDisagreeError:
 def _differences(collectives: Mapping[int, str], parameters: Sequence[str]) -> list[str]:
     """A line for each set of ranks that have a gradient which others have not; what the ranks run,
     if all have the same."""
-    reduced = {rank: _numbers(text) for rank, text in collectives.items()}
+    reduced = {rank: parameters_in(text) for rank, text in collectives.items()}
     named: dict[tuple[int, ...], list[str]] = {}
     for number, parameter in enumerate(parameters):
         ranks = tuple(rank for rank in reduced if number in reduced[rank])
@@ -107,7 +107,7 @@ def _differences(collectives: Mapping[int, str], parameters: Sequence[str]) -> l
     return [f"Rank {_list(ranks)}: {text}." for text, ranks in by_text.items()]
 
 
-def _numbers(text: str) -> set[int]:
+def parameters_in(text: str) -> set[int]:
     """The parameters in what :meth:`fusion_passes.planning.BucketPlan.collectives` gives."""
     buckets = text.split("; ")[1:]
     return {number for bucket in buckets for number in numbers_in(bucket.rpartition(" ")[2])}

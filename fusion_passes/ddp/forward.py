@@ -12,12 +12,13 @@ from torch.utils.hooks import RemovableHandle
 
 from fusion_passes.collectives import broadcast
 from fusion_passes.ddp.modules import ManagedModule
+from fusion_passes.ddp.sync import note_forward
 from fusion_passes.torch_private import tree_map_only
 
 
 def prepare_forward(ddp: DistributedDataParallel, module: ManagedModule) -> list[RemovableHandle]:
     """Registers the hooks that a module needs; they are traced with its forward."""
-    handles: list[RemovableHandle] = []
+    handles: list[RemovableHandle] = [ddp.register_forward_hook(note_forward)]
     if ddp.device_ids:
         device = torch.device(ddp.device_type, ddp.device_ids[0])
 

@@ -17,6 +17,7 @@ from fusion_passes.collectives import all_reduce
 from fusion_passes.ddp.comm_hooks import sent_as
 from fusion_passes.ddp.disagreement import agree_on_eager
 from fusion_passes.ddp.modules import ManagedModule, registry
+from fusion_passes.ddp.sync import EXPECTED, LOCAL, tell_local
 from fusion_passes.report.telling import tell_once
 from fusion_passes.torch_private import after_backward, assume_constant_result, backward_id
 
@@ -84,6 +85,7 @@ def replace_hooks(ddp: DistributedDataParallel, module: ManagedModule) -> None:
                 number=index,
                 world_size=module.world_size,
                 group_name_while_tracing=group_name_while_tracing,
+                local_while_tracing=assume_constant_result(tell_local),
             )
             handle = parameter.register_post_accumulate_grad_hook(hook)
             ddp._accum_grad_hooks.append(handle)
@@ -125,6 +127,7 @@ def _reduce_gradient(
     number: int,
     world_size: int,
     group_name_while_tracing: Callable[[str], str],
+    local_while_tracing: Callable[[str], str],
 ) -> None:
     """Averages ``parameter.grad`` over the ranks, in place.
 
@@ -132,7 +135,11 @@ def _reduce_gradient(
     not overflow.
     """
     owner = ddp()
-    if owner is None or not owner.require_backward_grad_sync or parameter.grad is None:
+    if owner is None or parameter.grad is None:
+        return
+    if not getattr(owner, EXPECTED):
+        if owner.require_backward_grad_sync and not getattr(owner, LOCAL):
+            local_while_tracing(name)
         return
     if torch.compiler.is_compiling():
         name = group_name_while_tracing(name)

@@ -20,6 +20,7 @@ from fusion_passes.ddp.forward import prepare_forward
 from fusion_passes.ddp.hooks import replace_hooks
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.own_reducer import tell_own_reducer
+from fusion_passes.ddp.sync import watch
 from fusion_passes.ddp.tensor_parallel import make_dtensors_when_read
 from fusion_passes.flag import active_config
 from fusion_passes.torch_private import clear_backward_cache
@@ -36,6 +37,7 @@ def manage(ddp: DistributedDataParallel) -> None:
     module = registry.add(ddp)
     replace_hooks(ddp, module)
     set_sent_as(ddp, None)
+    watch(ddp)
     ddp.__dict__[_HANDLES] = prepare_forward(ddp, module)
     ddp.__dict__ |= _Methods(ddp).by_name()
 

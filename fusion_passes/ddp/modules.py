@@ -148,6 +148,10 @@ class Registry:
         """Forgets a managed module."""
         self._entries.pop(ddp).remove()
 
+    def holds(self, ddp: DistributedDataParallel) -> bool:
+        """Whether the module is managed."""
+        return ddp in self._entries
+
     def module_of(self, ddp: DistributedDataParallel) -> ManagedModule:
         return self._entries[ddp].module
 

@@ -372,6 +372,26 @@ def another_process_group_after_an_error(wrap: Compile) -> Values:
     return values | {f"behind {n}": v for n, v in train(ddp, wrap).items()}
 
 
+def no_sync_around_a_forward_or_its_backward(wrap: Compile) -> Values:
+    """The forward decides what is averaged; a second backward through it is not."""
+    ddp = DistributedDataParallel(models.mlp())
+    compiled = wrap(ddp)
+    values: Values = {}
+    for step in range(2):
+        ddp.zero_grad()
+        with ddp.no_sync():
+            local = compiled(batch(step)).sum()
+        local.backward()
+        values |= {f"{step}: local {n}": _copy(p.grad) for n, p in ddp.named_parameters()}
+        averaged = compiled(batch(step, 3)).sum()
+        with ddp.no_sync():
+            averaged.backward(retain_graph=True)
+        values |= {f"{step}: averaged {n}": _copy(p.grad) for n, p in ddp.named_parameters()}
+        averaged.backward()
+        values |= {f"{step}: again {n}": _copy(p.grad) for n, p in ddp.named_parameters()}
+    return values
+
+
 def hooks_of_users(wrap: Compile) -> Values:
     """Hooks on gradients and on parameters, put there before DDP was constructed and after. What
     they see is what eager DDP shows them."""

@@ -28,6 +28,11 @@ LOOPS = [
         "several forwards, then their backwards",
         "loops:forwards_then_backwards",
     ),
+    on_two(
+        "no-sync-elsewhere",
+        "`no_sync` around a forward or its backward alone",
+        "loops:backwards_elsewhere",
+    ),
     on_two("retain-graph", "two backwards through one forward", "loops:backward_twice"),
     on_two("evaluation", "evaluation between steps", "loops:evaluation_between"),
     on_two("graph-break", "a graph break in the forward", "loops:graph_break"),

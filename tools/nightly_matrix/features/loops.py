@@ -84,6 +84,23 @@ def forwards_then_backwards(run: Run) -> None:
     run.note_end(ddp)
 
 
+def backwards_elsewhere(run: Run) -> None:
+    """``no_sync`` around two backwards alone, and around a forward alone: the forward decides."""
+    ddp = run.ddp(run.mlp())
+    forward = run.compile(ddp)
+    optimizer = BySign(ddp.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        for number, forward_synced in enumerate((False, True)):
+            with synced_if(ddp, forward_synced):
+                loss = linear_loss(forward, run.rows(step, number))
+            with synced_if(ddp, not forward_synced):
+                loss.backward()
+            run.note_backward(ddp, synced=forward_synced)
+        optimizer.step()
+    run.note_end(ddp)
+
+
 def backward_twice(run: Run) -> None:
     """Two backwards through one forward, with ``retain_graph``."""
     ddp = run.ddp(run.mlp())
