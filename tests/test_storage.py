@@ -218,7 +218,7 @@ def test_no_byte_is_moved_but_by_the_kernels_that_compute_it(mode: str) -> None:
     assert traffic.buckets == len(report.buckets) > 1
     assert all(bucket.copied == () for bucket in report.buckets)
     assert traffic.stored == traffic.reduced == gradients
-    assert (traffic.calls, traffic.copied) == (plain.calls, plain.copied)
+    assert traffic.copied == plain.copied
 
 
 def test_what_was_copied_is_reported() -> None:
@@ -272,9 +272,9 @@ def call(args):
 
 @pytest.mark.parametrize("value", ["tmp0", "tmp0 * tmp2", "tmp0 / tmp2"])
 def test_a_copy_is_told_from_a_computation(value: str) -> None:
-    assert read_traffic(KERNEL % value) == Traffic(32, 0, 64, 1, 1)
+    assert read_traffic(KERNEL % value) == Traffic(32, 0, 64, 1, 2)
 
 
 @pytest.mark.parametrize("value", ["tmp0 + tmp2", "tmp0 * tmp0_", "at::vec::maximum(tmp0, tmp2)"])
 def test_a_computation_is_told_from_a_copy(value: str) -> None:
-    assert read_traffic(KERNEL % value) == Traffic(32, 32, 0, 1, 0)
+    assert read_traffic(KERNEL % value) == Traffic(32, 32, 0, 1, 2)
