@@ -77,6 +77,8 @@ MEDIUM = Size(width=384, layers=8, rows=2, tokens=128, channels=32)
 """About 60 MB of gradients: some DDP buckets of the default size. On a core of some 50 GFLOP/s, the
 backward takes about as long as their way over a network of 1 Gbit/s."""
 
+SIZES = {"tiny": TINY, "small": SMALL, "medium": MEDIUM}
+
 
 def _tokens(size: Size, seed: int) -> Batch:
     shape = (size.rows, size.tokens)
