@@ -25,12 +25,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
+from bench_steps import plot, timelines
 from bench_steps.comparing import compare
 from bench_steps.measuring import Effort, Measuring
 from bench_steps.network import check_allowed, parse_rate, shaped_network
 from bench_steps.pages import as_markdown
 from bench_steps.places import place_of
-from bench_steps.plot import draw
 from bench_steps.processes import RowFailed
 from bench_steps.progress import Progress
 from bench_steps.rows import CAPS_MB
@@ -78,6 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--together", type=int, help="rows alive at a time (as many as memory holds)")
     add("--timeout", type=float, default=TIMEOUT_S, help=f"s, of a row's turn ({TIMEOUT_S:g})")
     add("--quick", action="store_true", help="a tiny model, few ways, few rounds")
+    timeline = "also show what each rank of these ways does when"
+    add("--timeline", nargs="+", choices=WAYS, default=[], metavar="WAY", help=timeline)
     add("--output", type=Path, help="directory for results (bench-DATE-TIME)")
     add("--compare", type=Path, metavar="OLD.json", help="show what has changed since that run")
     return parser
@@ -129,7 +131,9 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     run.write(output / RESULTS)
     text = as_markdown(run)
     (output / "bench.md").write_text(text)
-    draw(run, output / "bench.png")
+    plot.draw(run, output / "bench.png")
+    if run.timelines:
+        timelines.draw(run.timelines, output / "timelines.png")
     print(text)
     if old:
         print(compare(old, run))
@@ -174,10 +178,16 @@ def _measure(run: Run, options: argparse.Namespace, output: Path) -> None:
                 set_rate=network.set_rate if network else lambda _: None,
                 progress=progress,
             )
+            rates = options.rate or [None]
             try:
-                measuring.measure(options.ways, options.rate or [None], run.cells)
+                measuring.measure(options.ways, rates, run.cells)
             except RowFailed as error:
                 run.failures[model] = str(error)
+            for way in options.timeline:
+                try:
+                    run.timelines.extend(measuring.timelines(way, None, rates))
+                except RowFailed as error:
+                    run.failures[f"timeline of {way}, {model}"] = str(error)
             # What there is so far, if the next model is too much for the machine.
             run.write(output / RESULTS)
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from bench_steps.results import COMPUTE, NETWORK, Cell, RowResult
-from workloads.ways import PLAIN, WAYS
+from bench_steps.rows import Row
+from workloads.ways import WAYS
 
 BALANCED = (0.5, 1.5)
 """Network alone over compute alone: where there is something to hide, and room to hide it."""
@@ -74,14 +75,8 @@ def fastest(results: Iterable[RowResult]) -> RowResult | None:
 
 def defaults(cell: Cell, *, ours: bool) -> list[RowResult]:
     """Rows of the ways that reduce gradients, at their defaults: ours, or all others."""
-    return [
-        result
-        for result in cell.rows
-        if result.row.kind == "way"
-        and result.row.cap_mb is None
-        and result.row.way != PLAIN
-        and WAYS[result.row.way].is_ours == ours
-    ]
+    rows = [cell.find(Row("way", name)) for name, way in WAYS.items() if way.is_ours == ours]
+    return [result for result in rows if result is not None and result.row != COMPUTE]
 
 
 def best_cap(cell: Cell, way: str) -> RowResult | None:

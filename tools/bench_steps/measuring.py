@@ -6,9 +6,10 @@ import itertools
 import math
 import shutil
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from bench_steps import timelines
 from bench_steps.gradients import TOLERANCE
 from bench_steps.limits import table_sizes
 from bench_steps.places import together_of
@@ -16,6 +17,7 @@ from bench_steps.processes import Place, RowFailed, RowProcesses
 from bench_steps.progress import Progress
 from bench_steps.results import COMPUTE, NETWORK, PROBE, REFERENCE, Cell, RowResult
 from bench_steps.rows import Checked, Row, Started, Stepped, groups_of, rows_of
+from bench_steps.timelines import Timeline
 from workloads.ways import EAGER, PLAIN, WAYS
 
 START_TIMEOUT_S = 900.0
@@ -97,6 +99,28 @@ class Measuring:
         finally:
             compute.processes.end()
             shutil.rmtree(self._place.directory / "caches", ignore_errors=True)
+
+    def timelines(
+        self, way: str, cap_mb: float | None, rates: Sequence[str | None]
+    ) -> Iterator[Timeline]:
+        """The timeline of a step of a way, at each rate.
+
+        Raises:
+            RowFailed: there is none.
+        """
+        row = Row("way", way, cap_mb)
+        self._progress.expect(1 + len(rates))
+        self._progress.begin(f"{row.label}: start for a timeline")
+        self._set_rate(None)
+        processes = timelines.start(row, self._place, START_TIMEOUT_S)
+        try:
+            for rate in rates:
+                name = Cell(self._place.model, rate, self._place.ranks, ()).name
+                self._progress.begin(f"{name}: {row.label}, timeline")
+                self._set_rate(rate)
+                yield timelines.measure(processes, name)
+        finally:
+            processes.end()
 
     def _measure_beside(
         self,
@@ -208,9 +232,8 @@ class Measuring:
         self, alive: Sequence[_Alive], cell: Cell, starts: dict[Row, RowResult]
     ) -> None:
         """Fills a cell with the rows that are alive, and those that did not come to be."""
-        results = {row: start.without_figures() for row, start in starts.items()}
-        for item in alive:
-            results[item.result.row] = item.result.without_figures()
+        limits = {item.result.row: item.result for item in alive[:2]}
+        results = {row: start.without_figures() for row, start in (limits | starts).items()}
         tables: list[list[float]] = []
         probed: list[list[Stepped]] = []
         sizes = table_sizes(cell.total_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from bench_steps import timelines
 from bench_steps.figures import (
     Spread,
     Target,
@@ -54,6 +55,8 @@ def as_markdown(run: Run) -> str:
     lines += [*LEGEND.splitlines(), ""]
     for cell in run.cells:
         lines += [*_cell(cell), ""]
+    if run.timelines:
+        lines += [timelines.as_markdown(run.timelines), ""]
     lines += [f"Not measured: {name}: {reason}\n" for name, reason in run.failures.items()]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -120,6 +120,8 @@ class RowProcesses:
         Raises:
             RowFailed: a rank failed, ended, or did not answer in time. The others are killed.
         """
+        if not self._ranks:
+            raise RowFailed("it has no processes any more")
         try:
             for rank in self._ranks:
                 rank.connection.send((command, *values))

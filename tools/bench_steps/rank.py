@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from bench_steps.rows import Assignment, Checked, Started, Stepped
+from bench_steps.spans import RankTimeline, record
 
 PR_SET_PDEATHSIG = 1
 
@@ -201,6 +202,12 @@ class Rank:
             found.append(statistics.median(self.steps(count).seconds))
         self._run = whole
         return found
+
+    def timelines(self, count: int) -> list[RankTimeline]:
+        """What this rank does when, in each of some steps."""
+        self.steps(2)
+        # The first time, the profiler is set up.
+        return [record(self._run, self._barrier) for _ in range(count + 1)][1:]
 
     def peak(self) -> int:
         """Bytes: the peak of a step, and what DDP keeps between steps."""

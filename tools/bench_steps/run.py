@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 
 from bench_steps.results import Cell
+from bench_steps.timelines import Timeline
 
 FORMAT: Final = 1
 """Of the JSON file; another one is not read."""
@@ -29,7 +30,8 @@ class Run:
         versions: of torch and Python.
         machine: its cores or GPUs.
         cells: what was measured.
-        failures: by model, why it could not be measured at all.
+        failures: by model, why it could not be measured at all; by way, why it has no timeline.
+        timelines: of the ways for which they were asked.
     """
 
     date: str
@@ -38,6 +40,7 @@ class Run:
     machine: str
     cells: list[Cell] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
+    timelines: list[Timeline] = field(default_factory=list)
 
     @classmethod
     def here(cls, arguments: list[str]) -> Run:
@@ -48,8 +51,9 @@ class Run:
 
     def write(self, path: Path) -> None:
         """Puts the run into a file; it appears whole or not at all."""
-        data = {name: value for name, value in vars(self).items() if name != "cells"}
-        data |= {"format": FORMAT, "cells": [cell.to_json() for cell in self.cells]}
+        data = vars(self) | {"format": FORMAT}
+        data["cells"] = [cell.to_json() for cell in self.cells]
+        data["timelines"] = [timeline.to_json() for timeline in self.timelines]
         part = path.with_suffix(".part")
         part.write_text(json.dumps(data, indent=1) + "\n")
         part.replace(path)
@@ -64,12 +68,13 @@ class Run:
         try:
             data: dict[str, Any] = json.loads(path.read_text())
             known = data.pop("format", None)
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, TypeError) as error:
             raise ValueError(f"{path} must be a JSON file of this bench: {error}.") from error
         if known != FORMAT:
             raise ValueError(f"{path} has format {known}, this bench reads {FORMAT}. Run it anew.")
         cells = [Cell.from_json(cell) for cell in data.pop("cells")]
-        return cls(**data, cells=cells)
+        timelines = [Timeline.from_json(one) for one in data.pop("timelines")]
+        return cls(**data, cells=cells, timelines=timelines)
 
 
 def _machine() -> str:
