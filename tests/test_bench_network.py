@@ -99,9 +99,14 @@ def test_rates_can_change_and_go() -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_nothing_is_left(ranks: int) -> None:
     system = FakeSystem()
-    with pytest.raises(KeyboardInterrupt), shaped_network(ranks, system, owner=7):
-        assert len(system.namespaces) == ranks + (ranks > 2)
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with shaped_network(ranks, system, owner=7):
+            assert len(system.namespaces) == ranks + (ranks > 2)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert system.namespaces == []
 
 
