@@ -55,8 +55,8 @@ def test_a_row_that_fails_says_why_and_ends_no_other(place: Place) -> None:
 
 def test_a_row_with_other_gradients_is_marked(place: Place) -> None:
     (cell, _), _ = measured(place, [bench_ranks.WRONG, bench_ranks.UNCHECKED])
-    assert [row.row.label for row in cell.rows[:3]] == ["no DDP", "network alone", "eager DDP"]
-    wrong, unchecked = cell.rows[3:5]
+    assert [row.row.label for row in cell.rows[:3]] == ["no DDP", "network alone", "ready times"]
+    wrong, unchecked = cell.rows[4:6]
     assert wrong.wrong == "gradients are not eager DDP's: layer.weight is off by 50.0%"
     assert wrong.ratios, "it is measured all the same"
     assert "compared with nothing" in unchecked.wrong

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shutil
 import signal
 import sys
@@ -28,7 +29,14 @@ from types import FrameType
 from bench_steps import plot, timelines
 from bench_steps.comparing import compare
 from bench_steps.measuring import Effort, Measuring
-from bench_steps.network import check_allowed, parse_rate, shaped_network
+from bench_steps.network import (
+    PREFIX,
+    check_allowed,
+    is_alive,
+    leftovers,
+    parse_rate,
+    shaped_network,
+)
 from bench_steps.pages import as_markdown
 from bench_steps.places import place_of
 from bench_steps.processes import RowFailed
@@ -158,7 +166,7 @@ def _measure(run: Run, options: argparse.Namespace, output: Path) -> None:
     )
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(shaped_network(options.ranks)) if options.rate else None
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fusion-bench-")))
+        directory = stack.enter_context(_own_directory())
         progress = stack.enter_context(Progress())
         # A process that is killed can leave its logs for who reads the results.
         stack.callback(shutil.copytree, directory / "logs", output / "logs", dirs_exist_ok=True)
@@ -190,6 +198,16 @@ def _measure(run: Run, options: argparse.Namespace, output: Path) -> None:
                     run.failures[f"timeline of {way}, {model}"] = str(error)
             # What there is so far, if the next model is too much for the machine.
             run.write(output / RESULTS)
+
+
+@contextlib.contextmanager
+def _own_directory() -> Iterator[Path]:
+    """For caches and logs; after those of benches that were killed, which are large."""
+    root = Path(tempfile.gettempdir())
+    for name in leftovers("\n".join(path.name for path in root.glob(f"{PREFIX}-*")), is_alive):
+        shutil.rmtree(root / name, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}-{os.getpid()}-") as directory:
+        yield Path(directory)
 
 
 @contextlib.contextmanager

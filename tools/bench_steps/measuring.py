@@ -142,10 +142,11 @@ class Measuring:
             ]
             all_cells += cells
             together = self._effort.together or together_of(self._place.ranks, total)
-            groups = groups_of([*rows, PROBE], together)
+            groups = groups_of([PROBE, *rows], together)
             self._expect(groups, len(rates))
-            for rows_now in groups:
-                self._measure_group(rows_now, compute, network, cells)
+            for number, group in enumerate(groups):
+                starts = {row: RowResult(row, number) for row in group}
+                self._measure_group(starts, compute, network, cells)
         finally:
             network.processes.end()
 
@@ -158,14 +159,16 @@ class Measuring:
         self._progress.expect(starts + turns)
 
     def _measure_group(
-        self, rows: Sequence[Row], compute: _Alive, network: _Alive, cells: Sequence[Cell]
+        self,
+        starts: dict[Row, RowResult],
+        compute: _Alive,
+        network: _Alive,
+        cells: Sequence[Cell],
     ) -> None:
         alive: list[_Alive] = []
-        starts: dict[Row, RowResult] = {}
         try:
             self._set_rate(None)
-            for row in rows:
-                result = starts[row] = RowResult(row)
+            for row, result in starts.items():
                 try:
                     alive.append(self._started(row, result))
                 except RowFailed as error:

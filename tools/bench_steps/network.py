@@ -149,10 +149,10 @@ def unshape_commands(topology: Topology) -> list[Command]:
 
 
 def leftovers(listed: str, is_alive: Callable[[int], bool]) -> list[str]:
-    """Namespaces of benches that are gone.
+    """Namespaces, or directories, of benches that are gone.
 
     Args:
-        listed: what ``ip netns list`` prints.
+        listed: their names, as ``ip netns list`` prints them.
         is_alive: whether a process of that number runs.
     """
     names = [line.split()[0] for line in listed.splitlines() if line.strip()]
@@ -225,7 +225,7 @@ def shaped_network(
     topology = Topology(os.getpid() if owner is None else owner, ranks)
     # What has our number was left by one that had it before us.
     others = leftovers(
-        run(["ip", "netns", "list"]), lambda pid: pid != topology.owner and _is_alive(pid)
+        run(["ip", "netns", "list"]), lambda pid: pid != topology.owner and is_alive(pid)
     )
     _delete(others, run)
     try:
@@ -243,5 +243,6 @@ def _delete(names: Sequence[str], run: Runner) -> None:
             run(["ip", "netns", "delete", name])
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether a process of that number runs."""
     return Path(f"/proc/{pid}").exists()

@@ -23,6 +23,7 @@ class RowResult:
 
     Attributes:
         row: which.
+        group: number of the group in which it was measured; the limits are in all of them.
         reason: why it could not be measured, else empty.
         wrong: how its gradients differ from eager DDP's, else empty.
         buffers: how many buffers of the model differ from eager DDP's.
@@ -36,6 +37,7 @@ class RowResult:
     """
 
     row: Row
+    group: int = 0
     reason: str = ""
     wrong: str = ""
     buffers: int = 0
@@ -127,11 +129,13 @@ class Cell:
         self.ready_bytes = rounds[0][0].ready_bytes
 
     def lower_bound_s(self) -> float | None:
-        """Seconds that no way can be faster than; ``None`` if it is not known."""
+        """Seconds that no way can be faster than; ``None`` if it is not known: something of it was
+        not measured, or the backward is more than one graph."""
         compute, network = self.find(COMPUTE), self.find(NETWORK)
         if not (compute and network and compute.seconds and network.seconds):
             return None
-        if not self.ready_shares or not self.table_s:
+        # With a graph break, what goes from one graph to the other is noted too.
+        if sorted(self.ready_bytes) != sorted(self.gradient_bytes) or not self.table_s:
             return None
         costs = CostTable.of(
             (*self.table_bytes, self.total_bytes),

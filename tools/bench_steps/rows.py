@@ -135,16 +135,16 @@ def rows_of(
             them there is one bucket.
         gradient_bytes: of all gradients together.
     """
-    rows = [Row("way", way) for way in ways]
+    defaults = [Row("way", way) for way in ways]
     useful = list[float]()
     for cap_mb in sorted(caps_mb):
         useful.append(cap_mb)
         if cap_mb * 2**20 >= gradient_bytes:
             break
-    return rows + [Row("way", way, cap_mb) for way in capped for cap_mb in useful]
+    # Defaults are compared with each other, so they come first, to be measured together.
+    return defaults + [Row("way", way, cap_mb) for way in capped for cap_mb in useful]
 
 
 def groups_of(rows: Sequence[Row], size: int) -> list[list[Row]]:
-    """Rows that are measured together, at most ``size`` at a time, as even as can be."""
-    count = -(-len(rows) // max(1, size))
-    return [list(rows[i::count]) for i in range(count)]
+    """Rows that are measured together, ``size`` at a time, in their order."""
+    return [list(rows[i : i + size]) for i in range(0, len(rows), size)]
