@@ -116,14 +116,14 @@ def test_what_was_not_measured_is_neither_reached_nor_missed() -> None:
 def test_the_table_marks_what_is_wrong_and_says_why_a_row_failed() -> None:
     cell = cell_of(
         result(REFERENCE, 2.0),
-        result(STOCK, reason="rank 0: InductorError:\n no triton"),
+        result(STOCK, reason="rank 0: InductorError: no triton\n\nSet this."),
         result(CONCAT, 1.0, wrong="layer.weight is off by 50.0%"),
         result(COALESCED, 1.5, buffers=2),
     )
     text = pages.as_markdown(run_of(cell, failures={"bert": "rank 1 ended with -9"}))
     lines = {line.split(" | ")[0]: line for line in text.splitlines()}
     assert lines["| torch concat"].startswith("| torch concat | failed |")
-    assert "torch concat: rank 0: InductorError: no triton" in text
+    assert "torch concat: rank 0: InductorError: no triton\n" in text
     assert lines["| concat"].endswith("| **wrong** |")
     assert "concat: layer.weight is off by 50.0%" in text
     assert lines["| **coalesced**"].endswith("| equal; 2 buffers differ |")

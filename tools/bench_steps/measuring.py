@@ -151,12 +151,13 @@ class Measuring:
             network.processes.end()
 
     def _expect(self, groups: Sequence[Sequence[Row]], rates: int) -> None:
-        starts = sum(
-            1 + (self._effort.warm and row.kind == "way")
-            for row in itertools.chain.from_iterable(groups)
-        )
+        starts = sum(map(self._starts, itertools.chain.from_iterable(groups)))
         turns = sum(len(group) + 2 for group in groups) * rates * (self._effort.rounds + 1)
         self._progress.expect(starts + turns)
+
+    def _starts(self, row: Row) -> int:
+        # The kernels of other caps are the default's, which are in its cache.
+        return 1 + (self._effort.warm and row.kind == "way" and row.cap_mb is None)
 
     def _measure_group(
         self,
@@ -181,8 +182,10 @@ class Measuring:
                 item.processes.end()
 
     def _started(self, row: Row, start: RowResult) -> _Alive:
-        """Starts a row twice: as on a new machine, and with what the first left in its caches."""
-        if self._effort.warm and row.kind == "way":
+        """Starts a row; one at its default twice, as on a new machine and with what the first left
+        in its caches."""
+        both = self._starts(row) == 2
+        if both:
             self._progress.begin(f"{row.label}: cold start")
             processes = RowProcesses(row, self._place)
             try:
@@ -193,7 +196,7 @@ class Measuring:
         processes = RowProcesses(row, self._place)
         try:
             started: list[Started] = processes.ask("start", timeout_s=START_TIMEOUT_S)
-            if self._effort.warm:
+            if both:
                 start.warm_s = _slowest(started)
             if row == COMPUTE:
                 self._gradients = started[0]

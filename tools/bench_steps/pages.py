@@ -127,7 +127,7 @@ def _capped(result: RowResult | None) -> str:
 
 def _failures(rows: Sequence[RowResult]) -> list[str]:
     told = [(row.row.label, row.reason or row.wrong) for row in rows]
-    return [f"{label}: {' '.join(reason.split())}\n" for label, reason in told if reason]
+    return [f"{label}: {reason.strip().splitlines()[0]}\n" for label, reason in told if reason]
 
 
 def _target(target: Target) -> str:

@@ -13,13 +13,13 @@ from bench_steps.processes import Place, cores_of
 MULTI_RANK_NCCL = (2, 30)
 """NCCL lets several ranks use one GPU from this version on."""
 
-PROCESS_BYTES = 400 * 2**20
+PROCESS_BYTES = 300 * 2**20
 """What a rank takes beside its model: torch, the compiler, and its communication."""
 
 MODEL_COPIES = 5
 """Parameters, gradients, buckets, and what a step keeps between forward and backward."""
 
-MEMORY_SHARE = 0.7
+MEMORY_SHARE = 0.8
 
 
 def place_of(

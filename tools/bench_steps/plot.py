@@ -68,7 +68,8 @@ def _draw_cell(axes: Any, cell: Cell) -> None:
         best = best_cap(cell, result.row.way)
         if best is not None:
             axes.plot(Spread.of(best.ratios).middle, place, "k|", markersize=11)
-    axes.plot([], [], "k|", markersize=11, linestyle="", label="at its best cap")
+    if any(best_cap(cell, result.row.way) for result in rows):
+        axes.plot([], [], "k|", markersize=11, linestyle="", label="at its best cap")
     _draw_limits(axes, cell)
     names = [result.row.label for result in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=8)

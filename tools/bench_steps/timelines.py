@@ -114,7 +114,7 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
             for lane in LANES:
                 spans = [span for span in rank.spans if span.lane == lane]
                 bars = [(s.start_s * 1e3, (s.end_s - s.start_s) * 1e3) for s in spans]
-                axes.broken_barh(bars, (len(names) - 0.4, 0.8), color=COLORS[lane], linewidth=0)
+                axes.broken_barh(bars, (len(names) - 0.4, 0.8), color=COLORS[lane], linewidth=0.5)
                 names.append(f"rank {number}, {lane}")
             axes.axvline(rank.seconds * 1e3, color="black", linewidth=0.8)
         axes.set_yticks(range(len(names)), names, fontsize=7)
