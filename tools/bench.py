@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--round-seconds", type=float, help=f"of a row's turn in a round ({ROUND_S:g})")
     add("--together", type=int, help="rows alive at a time (as many as memory holds)")
     add("--timeout", type=float, default=TIMEOUT_S, help=f"s, of a row's turn ({TIMEOUT_S:g})")
+    add("--no-cold", action="store_true", help="start each way once, and judge no start")
     add("--quick", action="store_true", help="a tiny model, few ways, few rounds")
     timeline = "also show what each rank of these ways does when"
     add("--timeline", nargs="+", choices=WAYS, default=[], metavar="WAY", help=timeline)
@@ -161,7 +162,7 @@ def _measure(run: Run, options: argparse.Namespace, output: Path) -> None:
         options.rounds,
         options.round_seconds,
         options.together,
-        warm=not options.quick,
+        warm=not (options.quick or options.no_cold),
         caps_mb=tuple(options.caps),
     )
     with contextlib.ExitStack() as stack:

@@ -72,8 +72,11 @@ def _cell(cell: Cell) -> list[str]:
         lines += ["", "Not in the same rounds, for want of memory:", ""]
         names = {group: [r.row.label for r in rows if r.group == group] for group in groups}
         lines += [f"* {', '.join(labels)}" for labels in names.values()]
-    lines += ["", *_failures(rows), "| ours | to reach | is | |", "| --- | ---: | ---: | --- |"]
-    return lines + [_target(target) for target in targets(cell)]
+    lines += ["", *_failures(rows)]
+    reached = [_target(target) for target in targets(cell)]
+    if reached:
+        lines += ["| ours | to reach | is | |", "| --- | ---: | ---: | --- |", *reached]
+    return lines
 
 
 def _limits(cell: Cell) -> str:
