@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import torch._dynamo
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -180,6 +181,15 @@ def test_every_model_has_a_loss_and_gradients(name: str) -> None:
     assert all(p.grad is not None for p in model.parameters())
     same = [torch.equal(a, b) for a, b in zip(made.batch(0), made.batch(1), strict=True)]
     assert not all(same), "ranks must have different batches"
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_model_is_one_graph(name: str) -> None:
+    """Else the lower bound is not known."""
+    made = subject(name, TINY)
+    torch._dynamo.reset()
+    assert torch._dynamo.explain(made.build())(*made.batch(0)).graph_count == 1
+    torch._dynamo.reset()
 
 
 def test_models_of_the_bench_have_several_ddp_buckets() -> None:
