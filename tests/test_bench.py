@@ -145,17 +145,15 @@ def test_a_picture_is_drawn_whatever_is_in_a_run(tmp_path: Path) -> None:
 
 
 def test_a_comparison_tells_changes_beyond_the_spread() -> None:
-    old = run_of(cell_of(result(CONCAT, 2.0, 2.0), result(STOCK, 1.0, 1.4), result(COALESCED, 1.0)))
-    new = run_of(
-        cell_of(
-            result(CONCAT, 1.0, 1.0),
-            result(STOCK, 1.1, 1.5),
-            result(COALESCED, wrong="off", reason=""),
-            result(REFERENCE, 1.0),
-        )
-    )
+    eager = Row("way", "eager DDP")
+    was = [result(CONCAT, 2.0, 2.0), result(STOCK, 1.0, 1.4), result(COALESCED, 1.0)]
+    now = [result(CONCAT, 1.0, 1.0), result(STOCK, 1.1, 1.5), result(COALESCED, reason="hung")]
+    slower = Row("way", "DDPOptimizer")
+    old = run_of(cell_of(*was, result(slower, 1.0)))
+    new = run_of(cell_of(*now, result(slower, 2.0), result(eager, 1.0)))
     lines = {line.split(" | ")[1]: line for line in compare_runs(old, new).splitlines()[4:]}
     assert lines["concat"].endswith("| -50.0% |  |")
+    assert lines["DDPOptimizer"].endswith("| +100.0% |  |")
     assert lines["torch concat"].endswith("| within the spread |")
     assert "equal, now failed" in lines["coalesced"]
     assert "eager DDP" not in lines
