@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workloads.architectures import Bottleneck, Dlrm
+
 VOCABULARY = 4096
 
 Batch = tuple[Tensor, ...]
@@ -146,28 +148,6 @@ def _language_model(model: Any) -> nn.Module:
     return WithLoss(model, _language_loss)
 
 
-class _Bottleneck(nn.Module):
-    def __init__(self, channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.path = nn.Sequential(
-            nn.Conv2d(channels, width, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(),
-            nn.Conv2d(width, width, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(),
-            nn.Conv2d(width, 4 * width, 1, bias=False),
-            nn.BatchNorm2d(4 * width),
-        )
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels != 4 * width:
-            convolution = nn.Conv2d(channels, 4 * width, 1, stride, bias=False)
-            self.shortcut = nn.Sequential(convolution, nn.BatchNorm2d(4 * width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.path(x) + self.shortcut(x))
-
-
 def _resnet(size: Size) -> nn.Module:
     """The blocks of ResNet-50, not as wide."""
     first = size.channels
@@ -177,7 +157,7 @@ def _resnet(size: Size) -> nn.Module:
     for stage, blocks in enumerate((3, 4, 6, 3)):
         width = first * 2**stage
         for block in range(blocks):
-            layers.append(_Bottleneck(channels, width, 2 if stage and block == 0 else 1))
+            layers.append(Bottleneck(channels, width, 2 if stage and block == 0 else 1))
             channels = 4 * width
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000)]
     return WithLoss(nn.Sequential(*layers), _square_loss)
@@ -208,41 +188,8 @@ def _rows(size: Size, seed: int) -> Batch:
     return (torch.randn(shape, generator=_generator(seed)),)
 
 
-class _Dlrm(nn.Module):
-    """Embeddings of categories and an MLP of numbers, their products, and an MLP on top. The
-    embeddings' gradients are dense: DDP sends all of them in each step."""
-
-    CATEGORIES = 8
-    NUMBERS = 13
-
-    def __init__(self, entries: int, width: int) -> None:
-        super().__init__()
-        tables = [nn.Embedding(entries, width) for _ in range(self.CATEGORIES)]
-        self.tables = nn.ModuleList(tables)
-        self.bottom = nn.Sequential(
-            nn.Linear(self.NUMBERS, 4 * width), nn.ReLU(), nn.Linear(4 * width, width), nn.ReLU()
-        )
-        features = self.CATEGORIES + 1
-        pairs = features * (features - 1) // 2
-        self.top = nn.Sequential(
-            nn.Linear(pairs + width, 8 * width), nn.ReLU(), nn.Linear(8 * width, 8 * width)
-        )
-        self.top.extend([nn.ReLU(), nn.Linear(8 * width, 1)])
-        self.pairs: Tensor
-        self.register_buffer("pairs", torch.triu_indices(features, features, 1), persistent=False)
-
-    def forward(self, numbers: Tensor, categories: Tensor) -> Tensor:
-        dense = self.bottom(numbers)
-        looked_up = [table(categories[:, i]) for i, table in enumerate(self.tables)]
-        features = torch.stack([dense, *looked_up], dim=1)
-        products = features @ features.transpose(1, 2)
-        pairs = products[:, self.pairs[0], self.pairs[1]]
-        chances: Tensor = self.top(torch.cat([dense, pairs], dim=1))
-        return chances
-
-
 def _dlrm(size: Size) -> nn.Module:
-    return WithLoss(_Dlrm(_entries(size), size.width // 4), _square_loss)
+    return WithLoss(Dlrm(_entries(size), size.width // 4), _square_loss)
 
 
 def _entries(size: Size) -> int:
@@ -251,8 +198,8 @@ def _entries(size: Size) -> int:
 
 def _clicks(size: Size, seed: int) -> Batch:
     rows, generator = size.rows * size.tokens, _generator(seed)
-    numbers = torch.randn(rows, _Dlrm.NUMBERS, generator=generator)
-    shape = (rows, _Dlrm.CATEGORIES)
+    numbers = torch.randn(rows, Dlrm.NUMBERS, generator=generator)
+    shape = (rows, Dlrm.CATEGORIES)
     return numbers, torch.randint(_entries(size), shape, generator=generator)
 
 
