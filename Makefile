@@ -5,11 +5,12 @@
 #   make test                               all tests
 #   make test ARGS="tests/test_config.py"   some of them
 #   make nightly                            the matrix of what works; ARGS=--quick for a few cells
+#   make bench ARGS="--model mlp"           training steps beside torch's own ways; ARGS=--quick
 #   make check                              format, lint, types, then all tests
 #
 # PYTHON   the Python to make the environment with
 # TORCH    torch==VERSION, or torch for the newest that setup.py allows
-# ARGS     handed on to the example, to pytest or to tools/nightly.py
+# ARGS     handed on to the example, to pytest, tools/nightly.py or tools/bench.py
 
 PYTHON ?= python3
 TORCH ?=
@@ -17,7 +18,7 @@ ARGS ?=
 
 RUN = exec $(PYTHON) tools/setup_env.py --torch "$(TORCH)" --
 
-.PHONY: train test nightly lint check format clean
+.PHONY: train test nightly bench lint check format clean
 
 train:
 	@$(RUN) python examples/train_gpt.py $(ARGS)
@@ -27,6 +28,9 @@ test:
 
 nightly:
 	@$(RUN) python tools/nightly.py $(ARGS)
+
+bench:
+	@$(RUN) python tools/bench.py $(ARGS)
 
 lint:
 	@$(RUN) ruff format --check .

@@ -17,7 +17,7 @@ TEST = [
 ]
 EXAMPLES = ["numpy>=1.26", "tqdm>=4.66"]
 # A new minor version of these two judges old code anew, so they move on purpose only.
-DEV = ["mypy>=2.4,<2.5", "ruff>=0.17,<0.18", "types-setuptools", "types-tqdm"]
+DEV = ["matplotlib>=3.8", "mypy>=2.4,<2.5", "ruff>=0.17,<0.18", "types-setuptools", "types-tqdm"]
 
 
 def read_version() -> str:

@@ -33,9 +33,9 @@ import torch
 from torch.multiprocessing import get_context
 from tqdm import tqdm
 
-from storage.models import SUBJECTS
-from storage.ways import OURS, PLAIN, WAYS
+from storage.subjects import SUBJECTS, WAYS
 from storage.worker import read_code, serve
+from workloads.ways import OURS, PLAIN
 
 STEPS = 5
 """Of a round: some 100 ms each."""

@@ -12,14 +12,14 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch._inductor.utils import run_and_get_code
-from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fusion_passes
 from fusion_passes.ddp import modules
 from storage.code import read_traffic
-from storage.models import SUBJECTS
-from storage.ways import OURS, Training, prepare
+from storage.subjects import SUBJECTS, cap_mb_of
+from workloads.memory import peak_bytes
+from workloads.ways import OURS, Training, built, prepare
 
 WARM_UP_STEPS = 3
 
@@ -30,7 +30,7 @@ def read_code(model: str, way: str) -> dict[str, Any]:
     # Two ranks in one process: a process group that does nothing, called by the name of one.
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     modules.backend_name = lambda *_: "gloo"  # type: ignore[attr-defined]
-    training = prepare(way, SUBJECTS[model], torch.device("cpu"))
+    training = _prepare(way, model, torch.device("cpu"))
     _, codes = run_and_get_code(training.run)
     copied: dict[str, str] = {}
     if way in OURS:
@@ -54,13 +54,18 @@ def serve(model: str, way: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("nccl" if cuda else "gloo", rank=0, world_size=1)
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    training = prepare(way, SUBJECTS[model], device)
+    training = _prepare(way, model, device)
     for _ in range(WARM_UP_STEPS):
         training.run()
     connection.send("ready")
     while (command := connection.recv()) != "end":
-        connection.send(_peak(training) if command == "peak" else _seconds(training, command))
+        connection.send(peak_bytes(training) if command == "peak" else _seconds(training, command))
     dist.destroy_process_group()
+
+
+def _prepare(way: str, model: str, device: torch.device) -> Training:
+    made = built(SUBJECTS[model], device)
+    return prepare(way, SUBJECTS[model], device, cap_mb=cap_mb_of(made), model=made)
 
 
 def _free_port() -> int:
@@ -85,27 +90,3 @@ def _seconds(training: Training, steps: int) -> float:
     torch.cuda.synchronize()
     milliseconds: float = begin.elapsed_time(end)
     return milliseconds / 1000
-
-
-def _peak(training: Training) -> int:
-    """Bytes that a step allocates at most beyond what is there before it.
-
-    On the CPU, each allocation and release is an event of the profiler.
-    """
-    training.model.zero_grad(set_to_none=True)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        training.run()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        training.run()
-    events = profiler.profiler.kineto_results.events()
-    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    allocated = peak = 0
-    for _, change in sorted(changes, key=lambda item: item[0]):
-        allocated += change
-        peak = max(peak, allocated)
-    return peak

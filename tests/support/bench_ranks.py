@@ -1,0 +1,71 @@
+"""Ranks of the bench that measure nothing: each way answers as a test needs it."""
+
+import os
+import sys
+import time
+from multiprocessing.connection import Connection
+
+from bench_steps.rows import Assignment, Checked, Started, Stepped
+
+RAISES = "DDPOptimizer"
+DIES = "torch concat"
+HANGS = "torch coalesced"
+WRONG = "bucket_all_reduces_fx"
+UNCHECKED = "torch overlap"
+
+STEP_S = {"no DDP": 0.1, "eager DDP": 0.2, "concat": 0.15}
+
+
+class FakeRank:
+    def __init__(self, assignment: Assignment) -> None:
+        self.way = assignment.row.way or assignment.row.kind
+
+    def start(self):
+        if self.way == RAISES:
+            raise RuntimeError("this way does not compile")
+        if self.way == DIES:
+            print("out of everything", flush=True)
+            os._exit(3)
+        return Started(1.0, (600, 400), ("float32", "float32"))
+
+    def start_network(self, num_bytes, dtype):
+        return Started(0.0)
+
+    def check(self, reference, write):
+        if self.way == WRONG:
+            return Checked(0.5, "layer.weight")
+        return Checked(compared=self.way != UNCHECKED)
+
+    def peak(self):
+        return 100
+
+    def steps(self, count):
+        if self.way == HANGS:
+            time.sleep(600)
+        seconds = STEP_S.get(self.way, 0.3)
+        if self.way == "probe":
+            return Stepped((0.1,) * count, 0.1, ((0.05, 0.1),) * count, (600, 400))
+        return Stepped((seconds,) * count, seconds * count)
+
+    def table(self, sizes):
+        return [0.01 for _ in sizes]
+
+
+def main(arguments):
+    assignment = Assignment.from_json(arguments[0])
+    connection = Connection(int(arguments[1]))
+    if assignment.rank == 0:
+        connection.send(("port", 1))
+    else:
+        assert connection.recv() == 1
+    connection.send(("done", None))
+    rank = FakeRank(assignment)
+    while (command := connection.recv())[0] != "end":
+        try:
+            connection.send(("done", getattr(rank, command[0])(*command[1:])))
+        except RuntimeError as error:
+            connection.send(("failed", f"{type(error).__name__}: {error}"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

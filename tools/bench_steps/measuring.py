@@ -1,0 +1,296 @@
+"""Measures the rows of a model, at each rate, in rounds in which all rows take turns."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shutil
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from bench_steps import timelines
+from bench_steps.gradients import TOLERANCE
+from bench_steps.limits import table_sizes
+from bench_steps.places import together_of
+from bench_steps.processes import Place, RowFailed, RowProcesses
+from bench_steps.progress import Progress
+from bench_steps.results import COMPUTE, NETWORK, PROBE, REFERENCE, Cell, RowResult
+from bench_steps.rows import Checked, Row, Started, Stepped, groups_of, rows_of
+from bench_steps.timelines import Timeline
+from workloads.ways import EAGER, PLAIN, WAYS
+
+START_TIMEOUT_S = 900.0
+"""At most, for the first step: compilation on a busy core."""
+
+WARM_UP_STEPS = 3
+MAX_STEPS = 50
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+        rounds: in each of them every row takes its turn.
+        round_s: seconds of steps in a turn, about; two steps at least.
+        together: rows whose processes are alive at a time, beside the limits; ``None``: as many
+            as memory holds.
+        warm: whether a row is started a second time, with the compiler's cache filled.
+        caps_mb: that are tried for each way that has one, in MiB.
+    """
+
+    rounds: int
+    round_s: float
+    together: int | None
+    warm: bool
+    caps_mb: tuple[float, ...] = ()
+
+
+@dataclass
+class _Alive:
+    """A row's processes between its turns."""
+
+    result: RowResult
+    processes: RowProcesses
+    steps: int = 2
+
+
+class Measuring:
+    """Measures one model.
+
+    Args:
+        place: where ranks run.
+        effort: how much is measured.
+        set_rate: makes the network as fast as a rate says; ``None`` as it is.
+        progress: of the starts and turns.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        effort: Effort,
+        set_rate: Callable[[str | None], None],
+        progress: Progress,
+    ) -> None:
+        self._place = place
+        self._effort = effort
+        self._set_rate = set_rate
+        self._progress = progress
+        self._gradients: Started | None = None
+        self._reference = str(place.directory / f"{place.model}-gradients".replace(":", "."))
+
+    def measure(self, ways: Sequence[str], rates: Sequence[str | None], cells: list[Cell]) -> None:
+        """All rows of a model, a cell for each rate.
+
+        Args:
+            ways: beside compute alone and eager DDP, which are always measured: all figures are
+                ratios to the one, all gradients are compared with the other's.
+            rates: of the network.
+            cells: where they are added; as far as measured, if this is interrupted.
+
+        Raises:
+            RowFailed: compute alone or the network alone cannot be measured.
+        """
+        self._progress.expect(2 + self._effort.warm)
+        compute = self._started(COMPUTE, RowResult(COMPUTE))
+        try:
+            self._measure_beside(compute, ways, rates, cells)
+        finally:
+            compute.processes.end()
+            shutil.rmtree(self._place.directory / "caches", ignore_errors=True)
+
+    def timelines(
+        self, way: str, cap_mb: float | None, rates: Sequence[str | None]
+    ) -> Iterator[Timeline]:
+        """The timeline of a step of a way, at each rate.
+
+        Raises:
+            RowFailed: there is none.
+        """
+        row = Row("way", way, cap_mb)
+        self._progress.expect(1 + len(rates))
+        self._progress.begin(f"{row.label}: start for a timeline")
+        self._set_rate(None)
+        processes = timelines.start(row, self._place, START_TIMEOUT_S)
+        try:
+            for rate in rates:
+                name = Cell(self._place.model, rate, self._place.ranks, ()).name
+                self._progress.begin(f"{name}: {row.label}, timeline")
+                self._set_rate(rate)
+                yield timelines.measure(processes, name)
+        finally:
+            processes.end()
+
+    def _measure_beside(
+        self,
+        compute: _Alive,
+        ways: Sequence[str],
+        rates: Sequence[str | None],
+        all_cells: list[Cell],
+    ) -> None:
+        assert self._gradients is not None
+        total = sum(self._gradients.gradient_bytes)
+        network = self._start_network(total)
+        try:
+            others = [EAGER, *(way for way in ways if way not in (PLAIN, EAGER))]
+            capped = [way for way in others if WAYS[way].caps]
+            rows = rows_of(others, capped, self._effort.caps_mb, total)
+            cells = [
+                Cell(self._place.model, rate, self._place.ranks, self._gradients.gradient_bytes)
+                for rate in rates
+            ]
+            all_cells += cells
+            together = self._effort.together or together_of(self._place.ranks, total)
+            groups = groups_of([PROBE, *rows], together)
+            self._expect(groups, len(rates))
+            for number, group in enumerate(groups):
+                starts = {row: RowResult(row, number) for row in group}
+                self._measure_group(starts, compute, network, cells)
+        finally:
+            network.processes.end()
+
+    def _expect(self, groups: Sequence[Sequence[Row]], rates: int) -> None:
+        starts = sum(map(self._starts, itertools.chain.from_iterable(groups)))
+        turns = sum(len(group) + 2 for group in groups) * rates * (self._effort.rounds + 1)
+        self._progress.expect(starts + turns)
+
+    def _starts(self, row: Row) -> int:
+        # The kernels of other caps are the default's, which are in its cache.
+        return 1 + (self._effort.warm and row.kind == "way" and row.cap_mb is None)
+
+    def _measure_group(
+        self,
+        starts: dict[Row, RowResult],
+        compute: _Alive,
+        network: _Alive,
+        cells: Sequence[Cell],
+    ) -> None:
+        alive: list[_Alive] = []
+        try:
+            self._set_rate(None)
+            for row, result in starts.items():
+                try:
+                    alive.append(self._started(row, result))
+                except RowFailed as error:
+                    result.reason = str(error)
+            for cell in cells:
+                self._set_rate(cell.rate)
+                self._measure_rounds([compute, network, *alive], cell, starts)
+        finally:
+            for item in alive:
+                item.processes.end()
+
+    def _started(self, row: Row, start: RowResult) -> _Alive:
+        """Starts a row; one at its default twice, as on a new machine and with what the first left
+        in its caches."""
+        both = self._starts(row) == 2
+        if both:
+            self._progress.begin(f"{row.label}: cold start")
+            processes = RowProcesses(row, self._place)
+            try:
+                start.cold_s = _slowest(processes.ask("start", timeout_s=START_TIMEOUT_S))
+            finally:
+                processes.end()
+        self._progress.begin(f"{row.label}: start")
+        processes = RowProcesses(row, self._place)
+        try:
+            started: list[Started] = processes.ask("start", timeout_s=START_TIMEOUT_S)
+            if both:
+                start.warm_s = _slowest(started)
+            if row == COMPUTE:
+                self._gradients = started[0]
+            elif row.kind == "way":
+                self._check(start, processes)
+            if row.kind == "way":
+                start.peak_bytes = max(processes.ask("peak"))
+        except BaseException:
+            processes.kill()
+            raise
+        return _Alive(start, processes)
+
+    def _check(self, result: RowResult, processes: RowProcesses) -> None:
+        """Compares gradients with eager DDP's, whose row is the first one."""
+        is_reference = result.row == REFERENCE
+        checked: list[Checked] = processes.ask("check", self._reference, is_reference)
+        if not all(one.compared for one in checked):
+            result.wrong = "gradients were compared with nothing: eager DDP failed"
+            return
+        worst = max(checked, key=lambda one: one.error)
+        missing = sorted({name for one in checked for name in one.missing})
+        result.gradient_error = worst.error
+        result.buffers = len({name for one in checked for name in one.buffers})
+        if missing:
+            result.wrong = f"gradients of other parameters than eager DDP's: {', '.join(missing)}"
+        elif not worst.error <= TOLERANCE:
+            result.wrong = (
+                f"gradients are not eager DDP's: {worst.worst} is off by {worst.error:.1%}"
+            )
+
+    def _start_network(self, total: int) -> _Alive:
+        assert self._gradients is not None
+        self._progress.begin("network alone: start")
+        processes = RowProcesses(NETWORK, self._place)
+        processes.ask("start_network", total, self._gradients.dtypes[0])
+        return _Alive(RowResult(NETWORK), processes)
+
+    def _measure_rounds(
+        self, alive: Sequence[_Alive], cell: Cell, starts: dict[Row, RowResult]
+    ) -> None:
+        """Fills a cell with the rows that are alive, and those that did not come to be."""
+        limits = {item.result.row: item.result for item in alive[:2]}
+        results = {row: start.without_figures() for row, start in (limits | starts).items()}
+        tables: list[list[float]] = []
+        probed: list[list[Stepped]] = []
+        sizes = table_sizes(cell.total_bytes)
+        self._warm_up(alive, results)
+        for number in range(self._effort.rounds):
+            compute_s = 0.0
+            for item in alive:
+                row, result = item.result.row, results[item.result.row]
+                if result.reason:
+                    continue
+                self._progress.begin(f"{cell.name}: {row.label}, round {number + 1}")
+                try:
+                    stepped = item.processes.ask("steps", item.steps)
+                    if row == NETWORK:
+                        tables.append(_table(item.processes.ask("table", sizes)))
+                except RowFailed as error:
+                    result.reason = item.result.reason = str(error)
+                    if row in (COMPUTE, NETWORK):
+                        raise
+                    continue
+                seconds = max(statistics.median(one.seconds) for one in stepped)
+                compute_s = seconds if row == COMPUTE else compute_s
+                cpu_s = sum(one.cpu_s for one in stepped) / item.steps
+                result.add(seconds, seconds / compute_s, cpu_s)
+                if row.kind == "probe":
+                    probed.append(stepped)
+        cell.add(results)
+        cell.note_table(sizes, tables)
+        cell.note_ready(probed)
+
+    def _warm_up(self, alive: Sequence[_Alive], results: dict[Row, RowResult]) -> None:
+        """Makes the first steps at a rate, and chooses how many of them fit in a turn."""
+        for item in alive:
+            row = item.result.row
+            self._progress.begin(f"{row.label}: warm-up")
+            if results[row].reason:
+                continue
+            try:
+                stepped = item.processes.ask("steps", WARM_UP_STEPS)
+            except RowFailed as error:
+                results[row].reason = item.result.reason = str(error)
+                if row in (COMPUTE, NETWORK):
+                    raise
+                continue
+            fastest = max(min(one.seconds) for one in stepped)
+            item.steps = min(MAX_STEPS, max(2, math.ceil(self._effort.round_s / fastest)))
+
+
+def _slowest(started: Sequence[Started]) -> float:
+    return max(one.seconds for one in started)
+
+
+def _table(of_ranks: Sequence[Sequence[float]]) -> list[float]:
+    return [max(seconds) for seconds in zip(*of_ranks, strict=True)]

@@ -1,0 +1,87 @@
+"""Where ranks run: cores, GPUs, network, and how many processes memory holds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from bench_steps.network import DEVICE, ShapedNetwork
+from bench_steps.processes import Place, cores_of
+
+MULTI_RANK_NCCL = (2, 30)
+"""NCCL lets several ranks use one GPU from this version on."""
+
+PROCESS_BYTES = 300 * 2**20
+"""What a rank takes beside its model: torch, the compiler, and its communication."""
+
+MODEL_COPIES = 5
+"""Parameters, gradients, buckets, and what a step keeps between forward and backward."""
+
+MEMORY_SHARE = 0.8
+
+
+def place_of(
+    model: str,
+    size: str,
+    ranks: int,
+    *,
+    network: ShapedNetwork | None,
+    directory: Path,
+    timeout_s: float,
+    shares_kernels: bool = False,
+) -> Place:
+    """Where the ranks of a model run.
+
+    Raises:
+        ValueError: there are more ranks than GPUs, and NCCL does not allow it.
+    """
+    variables = _gpu_variables(ranks)
+    prefixes: tuple[tuple[str, ...], ...] = ((),) * ranks
+    host = "127.0.0.1"
+    if network is not None:
+        host = network.topology.address(0)
+        prefixes = tuple(network.topology.prefix(rank) for rank in range(ranks))
+        variables |= {"GLOO_SOCKET_IFNAME": DEVICE, "NCCL_SOCKET_IFNAME": DEVICE}
+        # Else NCCL would pass by the network, from GPU to GPU.
+        variables |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+    cores = cores_of(ranks, sorted(os.sched_getaffinity(0)))
+    return Place(
+        model, size, cores, host, prefixes, variables, directory, timeout_s, shares_kernels
+    )
+
+
+def _gpu_variables(ranks: int) -> dict[str, str]:
+    if not torch.cuda.is_available() or ranks <= torch.cuda.device_count():
+        return {}
+    version = torch.cuda.nccl.version()
+    if version < MULTI_RANK_NCCL:
+        raise ValueError(
+            f"--ranks {ranks} is more than the {torch.cuda.device_count()} GPUs here, which needs "
+            f"NCCL {'.'.join(map(str, MULTI_RANK_NCCL))} or newer, but this is "
+            f"{'.'.join(map(str, version))}. Give fewer ranks, or install a newer torch."
+        )
+    return {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+
+
+def together_of(ranks: int, model_bytes: int) -> int:
+    """How many rows may have their processes alive at a time, for the memory there is.
+
+    Args:
+        ranks: of a row.
+        model_bytes: of the parameters.
+    """
+    device_bytes = MODEL_COPIES * model_bytes
+    row_bytes = ranks * (PROCESS_BYTES + device_bytes)
+    # Compute alone and network alone are always there.
+    return max(1, int(MEMORY_SHARE * available_bytes() / row_bytes) - 2)
+
+
+def available_bytes() -> int:
+    """Memory of the machine that processes could still take."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return 0

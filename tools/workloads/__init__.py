@@ -1,0 +1,1 @@
+"""What the benches train: models, and the ways of reducing their gradients."""

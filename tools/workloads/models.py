@@ -1,0 +1,265 @@
+"""Models to measure, and batches for them, in sizes for two cores."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from workloads.architectures import Bottleneck, Dlrm
+
+VOCABULARY = 4096
+
+Batch = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and its data.
+
+    Attributes:
+        build: makes the model. It is trained as ``model(*batch).backward()``: what it returns is
+            the loss, a scalar.
+        batch: makes the batch of a seed: ranks have different ones.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], Batch]
+
+
+class WithLoss(nn.Module):
+    """A model whose forward is the loss of a batch, so that DDP and the compiler see all of it.
+
+    Args:
+        model: any.
+        loss: of the model and a batch; a scalar.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        return self._loss(self.model, batch)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the models that a bench makes.
+
+    Attributes:
+        width: of a transformer's or an MLP's layers.
+        layers: how many.
+        rows: of a batch: sequences, images or examples.
+        tokens: of a sequence; of an image, the edge in pixels is half of it.
+        channels: of a ResNet's first block, in 64ths of ResNet-50's.
+    """
+
+    width: int
+    layers: int
+    rows: int
+    tokens: int
+    channels: int
+
+
+SMALL = Size(width=256, layers=4, rows=4, tokens=128, channels=16)
+"""About 17 MB of gradients."""
+
+TINY = Size(width=64, layers=3, rows=2, tokens=32, channels=4)
+"""To see that everything runs."""
+
+MEDIUM = Size(width=384, layers=6, rows=2, tokens=128, channels=32)
+"""Some 30 to 60 MB of gradients: a few DDP buckets of the default size, and a way over a network of
+1 Gbit/s that takes about as long as a step on a core of some 50 GFLOP/s."""
+
+SIZES = {"tiny": TINY, "small": SMALL, "medium": MEDIUM}
+
+
+def _tokens(size: Size, seed: int) -> Batch:
+    shape = (size.rows, size.tokens)
+    return (torch.randint(VOCABULARY, shape, generator=_generator(seed)),)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _language_loss(model: nn.Module, batch: Batch) -> Tensor:
+    # Not the model's own loss: that of GPT-2 warns in the middle of the compiled forward, which
+    # cuts it in two.
+    logits: Tensor = model(input_ids=batch[0]).logits
+    return F.cross_entropy(logits.flatten(0, 1), batch[0].flatten())
+
+
+def _gpt2(size: Size) -> nn.Module:
+    import transformers
+
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=size.tokens,
+        n_embd=size.width,
+        n_layer=size.layers,
+        n_head=size.width // 64,
+        use_cache=False,
+    )
+    return _language_model(transformers.GPT2LMHeadModel(config))
+
+
+def _bert(size: Size) -> nn.Module:
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.width // 64,
+        intermediate_size=4 * size.width,
+    )
+    return _language_model(transformers.BertForMaskedLM(config))
+
+
+def _llama(size: Size) -> nn.Module:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=size.width,
+        intermediate_size=size.width * 43 // 16,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.width // 64,
+        num_key_value_heads=max(1, size.width // 128),
+        use_cache=False,
+    )
+    return _language_model(transformers.LlamaForCausalLM(config))
+
+
+def _language_model(model: Any) -> nn.Module:
+    """Without dropout: its random numbers would cost the same everywhere, and make runs differ."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return WithLoss(model, _language_loss)
+
+
+def _resnet(size: Size) -> nn.Module:
+    """The blocks of ResNet-50, not as wide."""
+    first = size.channels
+    layers: list[nn.Module] = [nn.Conv2d(3, first, 7, 2, 3, bias=False), nn.BatchNorm2d(first)]
+    layers += [nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    channels = first
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        width = first * 2**stage
+        for block in range(blocks):
+            layers.append(Bottleneck(channels, width, 2 if stage and block == 0 else 1))
+            channels = 4 * width
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000)]
+    return WithLoss(nn.Sequential(*layers), _square_loss)
+
+
+def _square_loss(model: nn.Module, batch: Batch) -> Tensor:
+    output: Tensor = model(*batch)
+    return output.square().mean()
+
+
+def _images(size: Size, seed: int) -> Batch:
+    edge = size.tokens // 2
+    return (torch.randn(2 * size.rows, 3, edge, edge, generator=_generator(seed)),)
+
+
+MLP_SCALE = 3
+"""An MLP is so much wider than a transformer of its size: it has one matrix a layer, not twelve."""
+
+
+def _mlp(size: Size) -> nn.Module:
+    width = MLP_SCALE * size.width
+    layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(size.layers)]
+    return WithLoss(nn.Sequential(*layers), _square_loss)
+
+
+def _rows(size: Size, seed: int) -> Batch:
+    shape = (size.rows * size.tokens, MLP_SCALE * size.width)
+    return (torch.randn(shape, generator=_generator(seed)),)
+
+
+def _dlrm(size: Size) -> nn.Module:
+    return WithLoss(Dlrm(_entries(size), size.width // 4), _square_loss)
+
+
+def _entries(size: Size) -> int:
+    return size.width * size.layers * 4
+
+
+def _clicks(size: Size, seed: int) -> Batch:
+    rows, generator = size.rows * size.tokens, _generator(seed)
+    numbers = torch.randn(rows, Dlrm.NUMBERS, generator=generator)
+    shape = (rows, Dlrm.CATEGORIES)
+    return numbers, torch.randint(_entries(size), shape, generator=generator)
+
+
+MAKERS: dict[str, tuple[Callable[[Size], nn.Module], Callable[[Size, int], Batch]]] = {
+    "gpt2": (_gpt2, _tokens),
+    "bert": (_bert, _tokens),
+    "llama": (_llama, _tokens),
+    "mlp": (_mlp, _rows),
+    "resnet": (_resnet, _images),
+    "dlrm": (_dlrm, _clicks),
+}
+
+
+def subject(name: str, size: Size) -> Subject:
+    """A model of ours in a size, or a user's own.
+
+    Args:
+        name: one of :data:`MAKERS`, or ``module:factory``: see :func:`users_subject`.
+        size: of a model of ours.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if ":" in name:
+        return users_subject(name)
+    if name not in MAKERS:
+        choices = ", ".join(MAKERS)
+        raise ValueError(f"model must be one of {choices}, or module:factory, but is {name!r}.")
+    build, batch = MAKERS[name]
+    return Subject(functools.partial(build, size), functools.partial(batch, size))
+
+
+def users_subject(name: str) -> Subject:
+    """The model that a user's factory makes.
+
+    Args:
+        name: ``module:factory``. ``factory()`` returns ``(model, batch)`` or ``(model, batch,
+            loss)``: a module; a function of a seed that makes a batch, a tuple of tensors on the
+            CPU; and a function of the model and a batch that makes the loss, a scalar. Without it
+            ``model(*batch)`` is the loss. All ranks seed torch alike before they call the factory,
+            and give their rank as the seed of their batch.
+
+    Raises:
+        ValueError: the module or the function is not there, or it returns something else.
+    """
+    module, _, function = name.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"model {name!r} must be module:factory, but cannot be imported: {error}. Put the "
+            "module's directory into PYTHONPATH."
+        ) from error
+
+    @functools.cache
+    def made() -> tuple[nn.Module, Callable[[int], Batch]]:
+        parts = factory()
+        if not isinstance(parts, tuple) or len(parts) not in (2, 3):
+            raise ValueError(f"{name} must return (model, batch) or (model, batch, loss).")
+        model, batch, *loss = parts
+        return WithLoss(model, *loss) if loss else model, batch
+
+    return Subject(lambda: made()[0], lambda seed: tuple(made()[1](seed)))

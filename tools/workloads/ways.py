@@ -1,0 +1,177 @@
+"""The ways of reducing gradients that are compared: each makes a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+import torch._dynamo
+import torch._inductor.config as inductor_config
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from workloads.models import Batch, Subject
+
+Style = Literal["eager", "outside", "inside"]
+"""How a step runs: not compiled; the forward compiled and its backward called outside of it; both
+in one compiled step, the backward traced by compiled autograd."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of reducing gradients.
+
+    Attributes:
+        style: how a step runs.
+        reducer: DDP's: ``"c++"``, ``"python"``, or ``"none"`` without DDP.
+        fusion: value of ``ddp_fusion``; ours only.
+        passes: torch's own fusion passes.
+        bucketing: whether torch's ``bucket_all_reduces_fx`` is on.
+        overlap: whether torch's overlap scheduling is on, with bucketing.
+        caps: whether the size of its buckets can be chosen.
+    """
+
+    style: Style
+    reducer: Literal["c++", "python", "none"]
+    fusion: str = ""
+    passes: str = ""
+    bucketing: bool = False
+    overlap: bool = False
+    caps: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        return bool(self.fusion)
+
+
+PLAIN: Final = "no DDP"
+EAGER: Final = "eager DDP"
+
+WAYS: Final = {
+    PLAIN: Way("outside", "none"),
+    EAGER: Way("eager", "c++", caps=True),
+    "DDPOptimizer": Way("outside", "c++", caps=True),
+    "Python reducer": Way("inside", "python"),
+    "torch concat": Way("inside", "python", passes="fuse_ddp_with_concat_op", caps=True),
+    "torch coalesced": Way("inside", "python", passes="fuse_ddp_with_coalesced_op", caps=True),
+    "bucket_all_reduces_fx": Way("inside", "python", bucketing=True, caps=True),
+    "torch overlap": Way("inside", "python", overlap=True),
+    "concat": Way("inside", "none", fusion="concat", caps=True),
+    "coalesced": Way("inside", "none", fusion="coalesced", caps=True),
+}
+
+OURS: Final = tuple(name for name, way in WAYS.items() if way.is_ours)
+
+
+@dataclass
+class Training:
+    """A forward and backward of a model, with fresh gradients each time.
+
+    Attributes:
+        model: without DDP.
+        step: forward and backward of a batch.
+        batch: of this rank.
+        kept_bytes: what DDP keeps between steps beside parameters and gradients.
+    """
+
+    model: nn.Module
+    step: Callable[..., None]
+    batch: Batch
+    kept_bytes: int = 0
+
+    def run(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        self.step(*self.batch)
+
+
+def prepare(
+    name: str,
+    subject: Subject,
+    device: torch.device,
+    *,
+    cap_mb: float | None = None,
+    seed: int = 0,
+    model: nn.Module | None = None,
+) -> Training:
+    """Makes a training; the default process group must be there, except without DDP.
+
+    Args:
+        name: of the way, in :data:`WAYS`.
+        subject: what is trained.
+        device: where.
+        cap_mb: of a bucket, in MiB; by default the way's own.
+        seed: of the batch.
+        model: as :func:`built` makes it; by default it is made here.
+    """
+    way = WAYS[name]
+    model = built(subject, device) if model is None else model
+    batch = tuple(tensor.to(device) for tensor in subject.batch(seed))
+    configure(way)
+    wrapped = model
+    if name != PLAIN:
+        # DDP asks for whole MiB, and takes others all the same.
+        options = {} if cap_mb is None else {"bucket_cap_mb": cap_mb}
+        wrapped = DistributedDataParallel(model, **options)  # type: ignore[arg-type]
+    configure_after_ddp(way, cap_mb)
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return Training(model, _step(way.style, wrapped), batch, trained if way.reducer == "c++" else 0)
+
+
+def built(subject: Subject, device: torch.device) -> nn.Module:
+    """The subject's model, equal on all ranks."""
+    torch.manual_seed(0)
+    return subject.build().to(device)
+
+
+def configure(way: Way) -> None:
+    """Sets what torch must know before DDP is constructed."""
+    torch._dynamo.config.compiled_autograd = way.style == "inside"
+    if way.is_ours:
+        import fusion_passes  # noqa: F401  Adds the flag; the others run without the package.
+
+        inductor_config.ddp_fusion = way.fusion  # type: ignore[attr-defined]
+    elif way.reducer == "python":
+        torch._dynamo.config.optimize_ddp = "python_reducer"
+
+
+def configure_after_ddp(way: Way, cap_mb: float | None) -> None:
+    """Sets what DDP's constructor would overwrite: it switches torch's fusion on, and rounds its
+    bucket size down to whole MiB."""
+    if way.reducer != "python":
+        return
+    inductor_config._fuse_ddp_communication = bool(way.passes)
+    if way.passes:
+        inductor_config._fuse_ddp_communication_passes = [way.passes, "schedule_comm_wait"]
+        if cap_mb is not None:
+            inductor_config._fuse_ddp_bucket_size = cap_mb  # type: ignore[assignment]
+    if way.bucketing:
+        inductor_config.bucket_all_reduces_fx = "all"
+        if cap_mb is not None:
+            size = ConstantSize(cap_mb)
+            inductor_config.bucket_all_reduces_fx_bucket_size_determinator = size
+    if way.overlap:
+        overlap = inductor_config.aten_distributed_optimizations
+        overlap.enable_overlap_scheduling = True
+        overlap.collective_bucketing = True
+
+
+@dataclass(frozen=True)
+class ConstantSize:
+    """Size of each bucket for ``bucket_all_reduces_fx``, in MiB; by its number. The FX graph cache
+    pickles it into its key, which it could not do with a lambda."""
+
+    cap_mb: float
+
+    def __call__(self, _: int) -> Any:
+        return self.cap_mb
+
+
+def _step(style: Style, model: nn.Module) -> Callable[..., None]:
+    forward = torch.compile(model) if style == "outside" else model
+
+    def step(*batch: torch.Tensor) -> None:
+        forward(*batch).backward()
+
+    return torch.compile(step) if style == "inside" else step
