@@ -16,6 +16,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 """From the best to the worst."""
 
 FLAG = "ddp_fusion"
+DISAGREEMENT = "RanksDisagreeError"
 
 MAX_WORDS = 600
 """Characters; what is longer stands whole in the log."""
@@ -28,7 +29,8 @@ class Outcome:
     Attributes:
         kind: ``equal``: trained as eager DDP does it, fused. ``equal, unfused``: trained as eager
             DDP does it, and a warning has told that not all of it is fused. ``refused``: every
-            rank raised an error that names the flag, before the first step was done. ``broken``:
+            rank raised an error that names the flag, or that the ranks disagree on what they
+            reduce, before the first step was done. ``broken``:
             all else.
         words: what the user was told, or what is broken.
         detail: for finding out why: tracebacks, the end of the log.
@@ -78,7 +80,7 @@ def _judge_failures(
 ) -> Outcome:
     is_refusal = len(failures) == len(reports) and all(
         {"ValueError", "RuntimeError"}.intersection(failure.kinds)
-        and FLAG in failure.text
+        and (FLAG in failure.text or DISAGREEMENT in failure.kinds)
         and scenario.must_fail in failure.text
         and failure.backwards == 0
         for failure in failures

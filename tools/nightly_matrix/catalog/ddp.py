@@ -30,12 +30,6 @@ PARAMETERS = [
     ),
     on_two("skip-unused", "`skip_all_reduce_unused_params`", "unused:skipped_reduction"),
     on_two(
-        "missing-all",
-        "a parameter without a gradient on all ranks, no option",
-        "unused:missing_on_all_ranks",
-        group_timeout_s=20,
-    ),
-    on_two(
         "missing-one",
         "a parameter without a gradient on one rank, no option: an error that names it",
         "unused:missing_on_one_rank",
@@ -54,7 +48,6 @@ PARAMETERS = [
 
 OPTIONS = [
     on_two("static-graph", "`static_graph`", "reducer:static_graph"),
-    on_two("static-graph-no-sync", "`static_graph`, `no_sync`", "reducer:static_graph_no_sync"),
     on_two("bucket-view", "`gradient_as_bucket_view`", "reducer:gradient_as_bucket_view"),
     on_two("batched-copy", "`batched_grad_copy`", "reducer:batched_grad_copy"),
     on_two("bucket-cap", "`bucket_cap_mb`, several buckets", "reducer:bucket_cap_mb"),

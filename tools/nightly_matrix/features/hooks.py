@@ -1,7 +1,6 @@
 """Hooks: of users on tensors and parameters, and DDP's communication hooks."""
 
-from __future__ import annotations
-
+# No annotations from the future: DDP compares those of communication hooks with types.
 from collections.abc import Callable
 from typing import Any
 
@@ -78,8 +77,9 @@ def module_hooks(run: Run) -> None:
 def _renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Eager DDP refuses the name of the bf16 hook where there is no NCCL."""
 
-    def users_hook(state: Any, bucket: dist.GradBucket) -> Any:
-        return hook(state, bucket)
+    def users_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        result: torch.futures.Future[Tensor] = hook(state, bucket)
+        return result
 
     return users_hook
 

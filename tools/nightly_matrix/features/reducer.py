@@ -22,11 +22,6 @@ def static_graph(run: Run) -> None:
     train(run, run.ddp(run.mlp(), static_graph=True))
 
 
-def static_graph_no_sync(run: Run) -> None:
-    """``static_graph=True`` and accumulation."""
-    train(run, run.ddp(run.mlp(), static_graph=True), Loop(micro_batches=2, no_sync=True))
-
-
 def gradient_as_bucket_view(run: Run) -> None:
     """``gradient_as_bucket_view=True``, and gradients that are kept."""
     train(run, run.ddp(run.mlp(), gradient_as_bucket_view=True), Loop(zero="kept"))

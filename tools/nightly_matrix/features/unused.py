@@ -94,11 +94,6 @@ def frozen(run: Run) -> None:
     train(run, run.ddp(model))
 
 
-def missing_on_all_ranks(run: Run) -> None:
-    """The layer is never used, and no option says so."""
-    _train_branches(run, lambda _: True)
-
-
 def missing_on_one_rank(run: Run) -> None:
     """A gradient is missing on rank 1 from the start, and no option allows it."""
     rank = dist.get_rank()
