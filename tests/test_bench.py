@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import bench
@@ -205,6 +207,24 @@ def test_a_bad_option_is_refused_in_words(
     with pytest.raises(SystemExit):
         bench.main(["--quick", *arguments])
     assert words in capsys.readouterr().err
+
+
+def test_an_interrupted_run_writes_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted:
+        def __init__(self, *_, **__):
+            pass
+
+        def measure(self, ways, rates, cells):
+            cells += [cell_of(result(CONCAT, 1.2)), Cell("mlp", "10gbit", 2, (1,))]
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(bench, "Measuring", Interrupted)
+    assert bench.main(["--quick", "--output", str(tmp_path)]) == bench.INTERRUPTED
+    assert [cell.rate for cell in Run.read(tmp_path / "bench.json").cells] == ["1gbit"]
+    assert "## mlp, 1gbit" in capsys.readouterr().out
+    assert (tmp_path / "bench.png").exists()
 
 
 def test_our_rows_decide_the_exit_status() -> None:

@@ -137,6 +137,8 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
             _measure(run, options, output)
     except KeyboardInterrupt:
         interrupted = True
+    # Of an interrupted run, what has no round yet.
+    run.cells = [cell for cell in run.cells if cell.rows]
     run.write(output / RESULTS)
     text = as_markdown(run)
     (output / "bench.md").write_text(text)
@@ -169,6 +171,7 @@ def _measure(run: Run, options: argparse.Namespace, output: Path) -> None:
         network = stack.enter_context(shaped_network(options.ranks)) if options.rate else None
         directory = stack.enter_context(_own_directory())
         progress = stack.enter_context(Progress())
+        (directory / "logs").mkdir()
         # A process that is killed can leave its logs for who reads the results.
         stack.callback(shutil.copytree, directory / "logs", output / "logs", dirs_exist_ok=True)
         for model in options.model:

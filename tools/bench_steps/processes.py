@@ -169,7 +169,7 @@ class RowProcesses:
             / "logs"
             / f"{place.model}-{self.row.label}-{rank}.log".replace(" ", "-").replace(":", ".")
         )
-        log.parent.mkdir(parents=True, exist_ok=True)
+        log.parent.mkdir(exist_ok=True)
         command = [*place.prefixes[rank], sys.executable, "-m", WORKER]
         command += [assignment.to_json(), str(theirs.fileno())]
         with log.open("ab") as output, theirs:
