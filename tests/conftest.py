@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.support.processes import RankPool, TorchSettings
@@ -35,6 +36,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if os.environ.get(FLAG_VARIABLE):
         raise pytest.UsageError(f"{FLAG_VARIABLE} is set: the tests need the flag off. Unset it.")
+    hypothesis.settings.register_profile(
+        "everywhere",
+        deadline=None,  # Cores are shared.
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+        derandomize=True,
+        database=None,
+    )
+    hypothesis.settings.load_profile("everywhere")
     directory = tempfile.mkdtemp(prefix="fusion-passes-cache-")
     config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory
