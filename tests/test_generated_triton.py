@@ -73,7 +73,7 @@ return bucket[0: 256], bucket[256: 256, 1024], bucket[262400: 1024], bucket[2634
 
 
 def reading_buckets(calls: list[str]) -> list[str]:
-    """The calls that read a bucket or a place in it. Agreeing only says so, to stay in its place."""
+    """The calls that read a bucket or a place in it. Agreeing only says that it does."""
     reading = [call for call in calls if "bucket" in call.partition(" -> ")[0]]
     return [call for call in reading if "empty" not in call and not call.startswith("agree_(")]
 

@@ -6,7 +6,7 @@ limits: compute alone, the network alone, and the lower bound that follows from 
 ready and what all-reduces cost. Gradients are compared with eager DDP's in the same run.
 
     python tools/bench.py --quick                             # under 3 minutes, to see that it runs
-    python tools/bench.py --models gpt2 mlp                   # on the network as it is
+    python tools/bench.py --model gpt2 mlp                    # on the network as it is
     sudo python tools/bench.py --rate 1gbit 2.5gbit --caps    # the whole form
     python tools/bench.py --model my_package.models:factory   # a model of yours
     python tools/bench.py --compare bench.json                # what has changed since that run
