@@ -41,8 +41,8 @@ class FusionConfig:
             gradients as they are. Default ``"concat"``, torch's own default for
             ``_fuse_ddp_communication_passes``.
         bucket_cap_mb: A bucket is closed by the gradient that brings it to this size. MiB.
-            Default ``None``: the ``bucket_cap_mb`` that each DDP module was given (DDP's own
-            default is 25).
+            Default ``None``: the ``bucket_cap_mb`` that each DDP module was given; where it was
+            given none, an eighth of its gradients, at least 1 and at most DDP's own default of 25.
         first_bucket_cap_mb: The same for the first bucket of a module, which is kept small so
             that communication starts early. MiB. Default ``None``: as DDP does, 1 if neither
             the module nor this object sets a ``bucket_cap_mb``, else that cap.

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from fusion_passes.caps import MIB, BucketCaps
 from fusion_passes.collectives import decode_all_reduce
 from fusion_passes.config import HOLD_CAPS, FusionConfig
 from fusion_passes.ddp.modules import registry
 from fusion_passes.flag import active_config
 from fusion_passes.lowering.pack import register_lowerings
 from fusion_passes.pipeline import run_pipeline
-from fusion_passes.planning import MIB, BucketCaps
 from fusion_passes.report.journal import journal
 from fusion_passes.report.records import report_plan
 from fusion_passes.torch_private import CustomGraphPass, inductor_config
@@ -66,7 +66,7 @@ def caps_of(config: FusionConfig, group_name: str) -> BucketCaps:
     if config.first_bucket_cap_mb is not None:
         first_bytes = int(config.first_bucket_cap_mb * MIB)
         listed_bytes = (first_bytes, *(listed_bytes[1:] or (cap_bytes,))) if listed_bytes else ()
-    hold_bytes = HOLD_CAPS * cap_bytes
+    hold_bytes = HOLD_CAPS * max((cap_bytes, *listed_bytes))
     if config.max_hold_mb is not None:
         hold_bytes = int(config.max_hold_mb * MIB)
     return BucketCaps(first_bytes, cap_bytes, hold_bytes, listed_bytes)

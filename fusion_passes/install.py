@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes.caps import MIB
 from fusion_passes.config import (
     FusionConfig,
 )
@@ -28,7 +29,6 @@ from fusion_passes.ddp.own_reducer import (
 )
 from fusion_passes.flag import FLAG, active_config, add_flag
 from fusion_passes.inductor_pass import DdpFusionPass, check_conflicts
-from fusion_passes.planning import MIB
 from fusion_passes.report.journal import journal
 from fusion_passes.report.telling import tell_once
 from fusion_passes.torch_private import (

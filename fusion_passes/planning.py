@@ -12,47 +12,21 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Final
 
 import torch
 from torch import fx
 
 from fusion_passes.agreement import number_runs
+from fusion_passes.caps import ALONG_SHARE, BucketCaps
 from fusion_passes.collectives import issue_order
 from fusion_passes.config import ScalingOption
 from fusion_passes.dependencies import reduction_levels, write_positions
-from fusion_passes.kernels import stores_unscaled
+from fusion_passes.kernels import is_library_kernel, stores_unscaled
 from fusion_passes.reductions import GradientReduction, ReductionKey, Rejection, dtype_name
 from fusion_passes.scaling import BucketScaling, choose_scaling
 from fusion_passes.sources import source_of
-
-MIB = 1024 * 1024
-
-
-@dataclass(frozen=True)
-class BucketCaps:
-    """Limits of a DDP module's buckets, in bytes.
-
-    Attributes:
-        first_bytes: cap of the first bucket of each key.
-        cap_bytes: cap of every later one. A bucket is closed by the reduction that brings it to
-            its cap, so it can be larger by less than that reduction, as in eager DDP.
-        hold_bytes: a bucket is closed once this many bytes of reductions, of any key, became
-            ready since its first one.
-        listed_bytes: caps of the first buckets of each key one by one, in the place of
-            ``first_bytes``; the last one is that of all further buckets.
-    """
-
-    first_bytes: int
-    cap_bytes: int
-    hold_bytes: int
-    listed_bytes: tuple[int, ...] = ()
-
-    def of_bucket(self, index: int) -> int:
-        """The cap of a key's bucket, counted from 0."""
-        if self.listed_bytes:
-            return self.listed_bytes[min(index, len(self.listed_bytes) - 1)]
-        return self.cap_bytes if index else self.first_bytes
 
 
 @dataclass(frozen=True)
@@ -152,11 +126,30 @@ class _OpenBucket:
     members: list[GradientReduction] = field(default_factory=list)
     num_bytes: int = 0
     overwritten_at: float = math.inf
+    filled_by: int | None = None
+    """How many library kernels are in front of the reduction that brought the bucket to its cap."""
+    along_bytes: int = 0
 
-    def must_close(self, ready_bytes: int, position: int) -> bool:
-        """Whether the bucket must be launched before a reduction at ``position``."""
+    def must_close(self, ready_bytes: int, position: int, kernels: int) -> bool:
+        """Whether the bucket must be launched before a reduction at ``position``, which has
+        ``kernels`` library kernels in front of it."""
         held_too_long = ready_bytes - self.opened_at >= self.caps.hold_bytes
-        return held_too_long or self.overwritten_at < position
+        late = self.filled_by is not None and self.filled_by < kernels
+        return held_too_long or late or self.overwritten_at < position
+
+    def takes(self, num_bytes: int) -> bool:
+        """Whether there is room for a reduction."""
+        along = self.along_bytes + num_bytes
+        return self.filled_by is None or along * ALONG_SHARE < self.cap_bytes
+
+    def add(self, reduction: GradientReduction, kernels: int, overwritten_at: float) -> None:
+        if self.filled_by is not None:
+            self.along_bytes += reduction.num_bytes
+        self.members.append(reduction)
+        self.num_bytes += reduction.num_bytes
+        self.overwritten_at = min(self.overwritten_at, overwritten_at)
+        if self.filled_by is None and self.num_bytes >= self.cap_bytes:
+            self.filled_by = kernels
 
 
 def plan_buckets(
@@ -171,7 +164,9 @@ def plan_buckets(
     Reductions share a bucket if their keys are equal and so are their levels, neighbours in the
     graph or not. The level of a reduction is the number of buckets that must be reduced, one
     after the other, before its gradient exists (0 for nearly all), so no bucket can come to wait
-    for itself. A bucket is closed before anything overwrites a gradient that it holds.
+    for itself. A bucket is closed before anything overwrites a gradient that it holds. A full one
+    takes along small gradients that are ready before the next library kernel runs: the bias beside
+    its weight, which would begin the next bucket, or be one of its own behind the last.
 
     Args:
         graph: the graph that holds the reductions.
@@ -188,7 +183,8 @@ def plan_buckets(
         {reduction.wait: reduction.start for reduction in reductions},
         issue_order(rejection.node for rejection in rejections),
     )
-    closed = _fill(reductions, levels, overwritten_at, caps_of, options)
+    kernels_before = [*accumulate((is_library_kernel(node) for node in graph.nodes), initial=0)]
+    closed = _fill(reductions, levels, overwritten_at, kernels_before, caps_of, options)
     closed.sort(key=lambda bucket: bucket.members[-1].position)
     return BucketPlan(tuple(closed), tuple(rejections))
 
@@ -197,34 +193,33 @@ def _fill(
     reductions: Sequence[GradientReduction],
     levels: Mapping[fx.Node, int],
     overwritten_at: Mapping[GradientReduction, float],
+    kernels_before: Sequence[int],
     caps_of: CapsOf,
     options: PlanOptions,
 ) -> list[Bucket]:
-    """The buckets, in the order in which they are closed."""
+    """The buckets, in no order."""
     closed: list[Bucket] = []
     open_buckets: dict[tuple[ReductionKey, int], _OpenBucket] = {}
     opened: Counter[ReductionKey] = Counter()
     ready_bytes = 0
     for reduction in reductions:
-        overdue = [
-            slot
-            for slot, bucket in open_buckets.items()
-            if bucket.must_close(ready_bytes, reduction.position)
-        ]
-        closed += [_close(slot[0], open_buckets.pop(slot), options) for slot in overdue]
+        kernels = kernels_before[reduction.position]
         slot = (reduction.key, levels[reduction.start])
+        done = [
+            other
+            for other, bucket in open_buckets.items()
+            if bucket.must_close(ready_bytes, reduction.position, kernels)
+            or (other == slot and not bucket.takes(reduction.num_bytes))
+        ]
+        closed += [_close(other[0], open_buckets.pop(other), options) for other in done]
         bucket = open_buckets.get(slot)
         if bucket is None:
             caps = caps_of(reduction.key.group_name)
             cap_bytes = caps.of_bucket(opened[reduction.key])
             opened[reduction.key] += 1
             bucket = open_buckets[slot] = _OpenBucket(caps, cap_bytes, ready_bytes)
-        bucket.members.append(reduction)
-        bucket.num_bytes += reduction.num_bytes
-        bucket.overwritten_at = min(bucket.overwritten_at, overwritten_at[reduction])
+        bucket.add(reduction, kernels, overwritten_at[reduction])
         ready_bytes += reduction.num_bytes
-        if bucket.num_bytes >= bucket.cap_bytes:
-            closed.append(_close(slot[0], open_buckets.pop(slot), options))
     closed += [_close(key, bucket, options) for (key, _), bucket in open_buckets.items()]
     return closed
 

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusion_passes import FusionConfig, FusionWarning
+from fusion_passes.caps import MIB, BucketCaps
 from fusion_passes.ddp.modules import registry
 from fusion_passes.inductor_pass import caps_of
-from fusion_passes.planning import MIB, BucketCaps
 from tests.support.fake_world import fake_world, two_layers
 
 
@@ -141,11 +141,23 @@ def test_caps_are_the_modules_own_unless_set_by_option() -> None:
     small = DistributedDataParallel(two_layers(), bucket_cap_mb=2)
     first, second = (module.group_name for module in registry.fingerprint())
     config = FusionConfig()
-    assert caps_of(config, first) == BucketCaps(MIB, 25 * MIB, 100 * MIB)
+    assert caps_of(config, first) == BucketCaps(MIB, MIB, 4 * MIB)
     assert caps_of(config, second) == BucketCaps(2 * MIB, 2 * MIB, 8 * MIB)
     config = FusionConfig(bucket_cap_mb=4, first_bucket_cap_mb=0.5, max_hold_mb=3)
     assert caps_of(config, second) == BucketCaps(MIB // 2, 4 * MIB, 3 * MIB)
     del default, small
+
+
+def test_without_a_cap_of_the_users_it_is_that_of_the_gradients() -> None:
+    model = nn.Linear(1024, 4 * 1024)
+    own = DistributedDataParallel(model)
+    (module,) = registry.fingerprint()
+    assert module.bucket_cap_bytes == (1024 + 1) * 4 * 1024 * 4 // 8
+    del own
+    ddps = DistributedDataParallel(model, bucket_cap_mb=25)
+    (module,) = registry.fingerprint()
+    assert module.bucket_cap_bytes == module.first_bucket_cap_bytes == 25 * MIB
+    del ddps
 
 
 def test_caps_can_be_a_list() -> None:

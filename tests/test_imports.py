@@ -32,6 +32,7 @@ ROOMS: Final = (
     "sources",
     "layout",
     "scaling",
+    "caps",
     "planning",
     "verify",
     "rewrite",

@@ -14,8 +14,9 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusion_passes.caps import MIB, BucketCaps, default_cap_bytes
 from fusion_passes.collectives import all_reduce
-from fusion_passes.planning import BucketCaps, BucketPlan, CapsOf, PlanOptions
+from fusion_passes.planning import BucketPlan, CapsOf, PlanOptions
 from tests.support.graphs import (
     Backward,
     TensorSpec,
@@ -156,7 +157,69 @@ def test_each_module_has_its_own_caps_and_its_own_first_bucket() -> None:
 
 
 def test_empty_gradients_neither_close_nor_open_more() -> None:
-    assert _of_sizes(16, 0, 0, 16, 0, caps_of=caps(32)) == [["0", "1", "2", "3"], ["4"]]
+    assert _of_sizes(16, 0, 0, 16, 0, caps_of=caps(32)) == [["0", "1", "2", "3", "4"]]
+
+
+# --- A full bucket takes along what is ready together with it -----------------------------------
+
+
+@pytest.mark.parametrize(
+    ("small", "buckets"),
+    [
+        ([8], [["weight", "0"], ["next"]]),
+        ([4, 4, 4], [["weight", "0", "1", "2"], ["next"]]),
+        ([16], [["weight"], ["0", "next"]]),
+        ([8, 8], [["weight", "0"], ["1", "next"]]),
+    ],
+)
+def test_both_sides_of_an_eighth_of_the_cap(small: list[int], buckets: list[list[str]]) -> None:
+    """Two biases of 8 bytes would be an eighth of 128."""
+
+    def backward(x, y, *biases):
+        weight = reduce(torch.mm(x, y), "weight")
+        others = [reduce(bias + 1, str(index)) for index, bias in enumerate(biases)]
+        return weight, *others, reduce(torch.mm(y, x), "next")
+
+    square = tensor(6, 6)
+    inputs = [tensor(size // 4) for size in small]
+    assert _names(_plan(backward, square, square, *inputs, caps_of=caps(128))) == buckets
+
+
+def test_a_full_bucket_waits_for_no_library_kernel() -> None:
+    def backward(x, y, bias):
+        weight = reduce(torch.mm(x, y), "weight")
+        late = torch.mm(y, x)
+        return weight, reduce(bias + late[0], "bias"), reduce(late, "next")
+
+    plan = _plan(backward, tensor(6, 6), tensor(6, 6), tensor(6), caps_of=caps(1000, first=128))
+    assert _names(plan) == [["weight"], ["bias", "next"]]
+
+
+def test_other_buckets_are_filled_while_a_full_one_waits() -> None:
+    def backward(x, y, bias):
+        return (
+            reduce(torch.mm(x, y), "weight"),
+            reduce(cast(bias, torch.float64), "wide"),
+            reduce(bias, "bias"),
+            reduce(torch.mm(y, x), "next"),
+        )
+
+    plan = _plan(backward, tensor(6, 6), tensor(6, 6), tensor(2), caps_of=caps(1000, first=128))
+    assert _names(plan) == [["wide"], ["weight", "bias"], ["next"]]
+
+
+@pytest.mark.parametrize(
+    ("gradient_bytes", "cap_bytes"),
+    [
+        (0, MIB),
+        (8 * MIB, MIB),
+        (8 * MIB + 8, MIB + 1),
+        (200 * MIB, 25 * MIB),
+        (10**12, 25 * MIB),
+    ],
+)
+def test_the_default_cap_is_an_eighth_of_the_gradients(gradient_bytes: int, cap_bytes: int) -> None:
+    assert default_cap_bytes(gradient_bytes) == cap_bytes
 
 
 def test_only_a_bucket_without_bytes_is_empty() -> None:

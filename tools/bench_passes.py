@@ -32,9 +32,9 @@ from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
+from fusion_passes.caps import MIB, BucketCaps
 from fusion_passes.config import FusionConfig
 from fusion_passes.pipeline import run_pipeline
-from fusion_passes.planning import MIB, BucketCaps
 from fusion_passes.reductions import Owner
 
 SIZES = (100, 1_000, 10_000)

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.agreement import meet_under
+from fusion_passes.caps import default_cap_bytes
 from fusion_passes.reductions import Owner
 from fusion_passes.torch_private import (
     DEFAULT_FIRST_BUCKET_BYTES,
@@ -47,7 +48,7 @@ class ManagedModule:
         world_size: number of ranks of the process group.
         label: for people: number on the group, and class of the wrapped module.
         parameters: names, in the order in which DDP counts them.
-        bucket_cap_bytes: the cap that DDP was given, or its default.
+        bucket_cap_bytes: the cap that DDP was given, or ours for its gradients.
         first_bucket_cap_bytes: the cap of its first bucket, by DDP's own rule.
         listed_cap_bytes: caps of its buckets one by one, if DDP was given a list.
     """
@@ -107,7 +108,7 @@ class Registry:
             world_size=group.size(),
             label=f"DDP {number} ({type(ddp.module).__name__})",
             parameters=tuple(names[id(parameter)] for parameter in ddp._module_parameters),
-            bucket_cap_bytes=ddp.bucket_bytes_cap,
+            bucket_cap_bytes=_cap_bytes(ddp),
             first_bucket_cap_bytes=(
                 DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
             ),
@@ -236,6 +237,12 @@ class Registry:
     def fingerprint(self) -> tuple[ManagedModule, ...]:
         """Everything about the modules that a compiled graph can depend on."""
         return tuple(self._modules[name] for name in sorted(self._modules))
+
+
+def _cap_bytes(ddp: DistributedDataParallel) -> int:
+    if not ddp.bucket_bytes_cap_default:
+        return int(ddp.bucket_bytes_cap)
+    return default_cap_bytes(sum(parameter.nbytes for parameter in ddp._module_parameters))
 
 
 def _group_name(group: dist.ProcessGroup, number: int) -> str:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fusion_passes.caps import BucketCaps
 from fusion_passes.collectives import (
     ALL_REDUCE,
     ALL_REDUCE_COALESCED,
@@ -45,7 +46,6 @@ from fusion_passes.passes.place import PlaceReductions
 from fusion_passes.pipeline import run_pipeline
 from fusion_passes.planning import (
     DEFAULT_OPTIONS,
-    BucketCaps,
     BucketPlan,
     CapsOf,
     PlanOptions,
