@@ -105,24 +105,24 @@ mm -> A[0:1024]
 generated -> A[1024:1040]
 mm
 mm -> A[1040:2064]
+generated -> A[2064:2128]
 fusion_passes.agree_ -> A
 launch A, avg
-generated -> B[0:64]
 mm
-mm -> B[64:320]
-generated -> B[320:336]
+mm -> B[0:256]
+generated -> B[256:272]
 mm
 aten._scaled_dot_product_flash_attention_for_cpu_backward
-mm -> B[336:1104]
+mm -> B[272:1040]
+generated -> B[1040:1088]
 launch B, avg
-generated -> C[0:48]
 mm
-generated -> C[48:64], C[64:80], C[80:592]
+generated -> C[0:16], C[16:32], C[32:544]
 launch C, avg
 wait for A
 wait for B
 wait for C
-return C[48:64], B[336:1104], B[64:320], A[1040:2064], A[0:1024], A[1024:1040], B[0:64], B[320:336], C[0:48], C[64:80], C[80:592]
+return C[0:16], B[272:1040], B[0:256], A[1040:2064], A[0:1024], A[1024:1040], A[2064:2128], B[256:272], B[1040:1088], C[16:32], C[32:544]
 """,
     )
 
@@ -137,19 +137,19 @@ addmm -> A[0:1024]
 generated -> A[1024:1040]
 mm
 addmm -> A[1040:2064]
+generated -> A[2064:2128]
 fusion_passes.agree_ -> A
 launch A, avg
-generated -> B[0:64]
 mm
-addmm -> B[64:320]
-generated -> B[320:336]
+addmm -> B[0:256]
+generated -> B[256:272]
 mm
 aten._scaled_dot_product_flash_attention_for_cpu_backward
-addmm -> B[336:1104]
+addmm -> B[272:1040]
+generated -> B[1040:1088]
 launch B, avg
-generated -> C[0:48]
 mm
-generated -> C[48:64], C[64:80], C[80:592]
+generated -> C[0:16], C[16:32], C[32:544]
 launch C, avg
 wait for A
 wait for B
