@@ -319,11 +319,11 @@ def test_a_cell_that_hangs_is_ended_with_all_its_processes(
 ) -> None:
     pid_file = tmp_path / "pid"
     monkeypatch.setenv(PID_FILE, str(pid_file))
-    arguments = ["--select=fake/concat/*/hangs", "--timeout=45", "--output", str(tmp_path)]
+    arguments = ["--select=fake/concat/*/hangs", "--timeout=60", "--output", str(tmp_path)]
     assert nightly.main(arguments, matrix_in(tmp_path)) == 0
     ((_, hung),) = results_in(tmp_path).items()
     assert hung.outcome.kind == "broken"
-    assert hung.outcome.words == "no result of ranks [0]: not done after 45 s"
+    assert hung.outcome.words == "no result of ranks [0]: not done after 60 s"
     assert "nightly_scenarios.py" in hung.outcome.detail, "the stack shows where it hangs"
     assert not _is_alive(int(pid_file.read_text()))
 

@@ -52,10 +52,11 @@ class CellProcesses:
         self._directory = Path(tempfile.mkdtemp(prefix="nightly-"))
         self._mark = str(self._directory)
         self._start = time.monotonic()
-        limit_s = max(1.0, timeout_s - STACKS_S)
+        # Of the clock that all processes of a machine share: a rank may take long to start.
+        deadline = self._start + max(1.0, timeout_s - STACKS_S)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={cell.scenario.ranks}", "--module", WORKER]
-        command += [catalog, cell.name, str(self._directory), str(limit_s)]
+        command += [catalog, cell.name, str(self._directory), str(deadline)]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command,

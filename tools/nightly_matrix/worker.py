@@ -37,9 +37,10 @@ it in a collective is to find out by itself, as in a program that catches its er
 
 def main(arguments: list[str]) -> int:
     """Runs this rank's part of a cell; 0 whatever has become of it, if it is told."""
-    catalog, name, directory, seconds = arguments
+    catalog, name, directory, deadline = arguments
     # Says where it hangs; and a rank whose launcher is gone does not stay behind.
-    faulthandler.dump_traceback_later(float(seconds), exit=True)
+    left_s = max(0.1, float(deadline) - time.monotonic())
+    faulthandler.dump_traceback_later(left_s, exit=True)
     scenarios = importlib.import_module(catalog).SCENARIOS
     (cell,) = [cell for cell in cells_of(scenarios) if cell.name == name]
     torch.set_num_threads(1)
