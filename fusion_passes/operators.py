@@ -19,8 +19,10 @@ from fusion_passes.agreement import agree
 _library: Final = torch.library.Library("fusion_passes", "FRAGMENT")
 
 
-def _define(name: str, signature: str, function: Callable[..., Any]) -> Any:
-    _library.define(f"{name}{signature}")
+def _define(
+    name: str, signature: str, function: Callable[..., Any], tags: Sequence[torch.Tag] = ()
+) -> Any:
+    _library.define(f"{name}{signature}", tags=tuple(tags))
     _library.impl(name, function, "CompositeExplicitAutograd")
     _library.impl(name, function, "Meta")
     return getattr(torch.ops.fusion_passes, name).default
@@ -136,7 +138,13 @@ An operator of its own, because its kernel must wait for the collective, and not
 to wait with it.
 """
 
-AGREE: Final = _define("agree_", "(Tensor(a!) sent, str module, str collectives) -> ()", _agree)
+AGREE: Final = _define(
+    "agree_",
+    "(Tensor(a!) sent, str module, str collectives) -> ()",
+    _agree,
+    # Replayed, it would say nothing: Inductor cuts a CUDA graph in two around it.
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
 """Comes back once all ranks of a DDP module's group are known to run the same collectives, and
 raises if they do not (see :func:`fusion_passes.agreement.agree`).
 

@@ -297,3 +297,17 @@ def test_the_cpp_wrapper_stores_in_the_bucket(compiler: CardCompiler) -> None:
     assert len({*places} & {*products}) == 2
     assert generated.code.count("all_reduce_(") == 1
     assert "custom_op_wrapper" not in generated.code[generated.code.rindex("inductor_entry_impl") :]
+
+
+def test_ranks_agree_in_front_of_each_replay_of_a_cuda_graph(compiler: CardCompiler) -> None:
+    """``mode="reduce-overhead"``: what Python does is not recorded, so the graph is cut there."""
+    settings = {"triton__cudagraphs": True}
+    code = compiler.generate(step_on_cards, block_inputs(), **settings).code
+    recorded = code[code.index("def partition_0(") : code.index("class Runner")]
+    before, behind = recorded.split("def partition_1(")
+    replaying = code[code.index("class Runner") :]
+    assert "agree_" not in recorded
+    assert "all_reduce_" not in before
+    assert "all_reduce_" in behind
+    agreeing = replaying.index("agree_")
+    assert replaying.index("self.partitions[0]") < agreeing < replaying.index("self.partitions[1]")
