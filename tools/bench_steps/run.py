@@ -55,7 +55,7 @@ class Run:
         data["cells"] = [cell.to_json() for cell in self.cells]
         data["timelines"] = [timeline.to_json() for timeline in self.timelines]
         part = path.with_suffix(".part")
-        part.write_text(json.dumps(data, indent=1) + "\n")
+        part.write_text(json.dumps(data) + "\n")
         part.replace(path)
 
     @classmethod
