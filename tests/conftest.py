@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing.resource_tracker
 import os
@@ -120,8 +121,12 @@ def _attribute(module: str, path: str) -> Any:
 
 def _children() -> set[int]:
     """Processes that this one has started; empty where the system does not tell."""
-    files = Path("/proc/self/task").glob("*/children")
-    return {int(pid) for file in files for pid in file.read_text().split()}
+    children: set[int] = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        # A thread that ends meanwhile leaves its children to another.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            children.update(int(pid) for pid in file.read_text().split())
+    return children
 
 
 def _resource_tracker() -> int | None:
