@@ -66,7 +66,7 @@ def caps_of(config: FusionConfig, group_name: str) -> BucketCaps:
     if config.first_bucket_cap_mb is not None:
         first_bytes = int(config.first_bucket_cap_mb * MIB)
         listed_bytes = (first_bytes, *(listed_bytes[1:] or (cap_bytes,))) if listed_bytes else ()
-    hold_bytes = HOLD_CAPS * max((cap_bytes, *listed_bytes))
+    hold_bytes = HOLD_CAPS * max((first_bytes, cap_bytes, *listed_bytes))
     if config.max_hold_mb is not None:
         hold_bytes = int(config.max_hold_mb * MIB)
     return BucketCaps(first_bytes, cap_bytes, hold_bytes, listed_bytes)

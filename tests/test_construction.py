@@ -148,6 +148,14 @@ def test_caps_are_the_modules_own_unless_set_by_option() -> None:
     del default, small
 
 
+def test_a_large_first_bucket_is_not_held_to_a_small_default_cap() -> None:
+    ddp = DistributedDataParallel(two_layers())
+    (module,) = registry.fingerprint()
+    caps = caps_of(FusionConfig(first_bucket_cap_mb=10), module.group_name)
+    assert caps == BucketCaps(10 * MIB, MIB, 40 * MIB)
+    del ddp
+
+
 def test_without_a_cap_of_the_users_it_is_that_of_the_gradients() -> None:
     model = nn.Linear(1024, 4 * 1024)
     own = DistributedDataParallel(model)
@@ -165,6 +173,7 @@ def test_caps_can_be_a_list() -> None:
     (module,) = registry.fingerprint()
     caps = caps_of(FusionConfig(), module.group_name)
     assert [caps.of_bucket(index) for index in range(4)] == [MIB, 3 * MIB, 2 * MIB, 2 * MIB]
+    assert caps.hold_bytes == 4 * 3 * MIB
     caps = caps_of(FusionConfig(first_bucket_cap_mb=4), module.group_name)
     assert [caps.of_bucket(index) for index in range(3)] == [4 * MIB, 3 * MIB, 2 * MIB]
     caps = caps_of(FusionConfig(bucket_cap_mb=5), module.group_name)
