@@ -12,9 +12,6 @@ DEFAULT_BUCKETS: Final = 8
 backward is an eighth, and nobody pays for more launches than these. docs/bench.md has what was
 measured."""
 
-DEFAULT_CAPS: Final = (MIB, 25 * MIB)
-"""The default caps lie between these: DDP's own defaults for its first and its further buckets."""
-
 ALONG_SHARE: Final = 8
 """A full bucket takes along what is ready together with it, up to this part of its cap."""
 
@@ -46,11 +43,12 @@ class BucketCaps:
         return self.cap_bytes if index else self.first_bytes
 
 
-def default_cap_bytes(gradient_bytes: int) -> int:
+def default_cap_bytes(gradient_bytes: int, least: int, most: int) -> int:
     """The cap of a module's buckets where the user has set none: the same on all ranks.
 
     Args:
         gradient_bytes: of all gradients that the module reduces.
+        least: DDP's own default for its first bucket.
+        most: DDP's own default for further buckets.
     """
-    least, most = DEFAULT_CAPS
     return max(least, min(gradient_bytes // DEFAULT_BUCKETS, most))

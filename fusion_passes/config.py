@@ -40,7 +40,8 @@ class FusionConfig:
             which is all-reduced once. ``"coalesced"``: one ``all_reduce_coalesced`` over the
             gradients as they are. Default ``"concat"``, torch's own default for
             ``_fuse_ddp_communication_passes``.
-        bucket_cap_mb: A bucket is closed by the gradient that brings it to this size. MiB.
+        bucket_cap_mb: A bucket is closed by the gradient that brings it to this size, and by small
+            ones that are ready with it, less than an eighth of it together. MiB.
             Default ``None``: the ``bucket_cap_mb`` that each DDP module was given; where it was
             given none, an eighth of its gradients, at least 1 and at most DDP's own default of 25.
         first_bucket_cap_mb: The same for the first bucket of a module, which is kept small so
@@ -48,7 +49,7 @@ class FusionConfig:
             the module nor this object sets a ``bucket_cap_mb``, else that cap.
         max_hold_mb: Bound on how long a gradient may wait in a bucket that does not fill:
             it is closed once this many MiB of gradients, of any kind, became ready since its
-            first one. Default ``None``: four times the bucket's cap.
+            first one. Default ``None``: four times the largest cap of the module.
         scaling: Where gradients are divided by the number of ranks. ``"collective"``: the
             collective averages. ``"store"``: by the kernels that store them in the bucket.
             ``"bucket"``: by one pass over the bucket before the launch; only for ``"concat"``.

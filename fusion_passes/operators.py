@@ -20,9 +20,9 @@ _library: Final = torch.library.Library("fusion_passes", "FRAGMENT")
 
 
 def _define(
-    name: str, signature: str, function: Callable[..., Any], tags: Sequence[torch.Tag] = ()
+    name: str, signature: str, function: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()
 ) -> Any:
-    _library.define(f"{name}{signature}", tags=tuple(tags))
+    _library.define(f"{name}{signature}", tags=tags)
     _library.impl(name, function, "CompositeExplicitAutograd")
     _library.impl(name, function, "Meta")
     return getattr(torch.ops.fusion_passes, name).default

@@ -219,7 +219,7 @@ def test_other_buckets_are_filled_while_a_full_one_waits() -> None:
     ],
 )
 def test_the_default_cap_is_an_eighth_of_the_gradients(gradient_bytes: int, cap_bytes: int) -> None:
-    assert default_cap_bytes(gradient_bytes) == cap_bytes
+    assert default_cap_bytes(gradient_bytes, MIB, 25 * MIB) == cap_bytes
 
 
 def test_only_a_bucket_without_bytes_is_empty() -> None:

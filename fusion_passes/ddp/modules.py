@@ -242,7 +242,8 @@ class Registry:
 def _cap_bytes(ddp: DistributedDataParallel) -> int:
     if not ddp.bucket_bytes_cap_default:
         return int(ddp.bucket_bytes_cap)
-    return default_cap_bytes(sum(parameter.nbytes for parameter in ddp._module_parameters))
+    gradient_bytes = sum(parameter.nbytes for parameter in ddp._module_parameters)
+    return default_cap_bytes(gradient_bytes, DEFAULT_FIRST_BUCKET_BYTES, ddp.bucket_bytes_cap)
 
 
 def _group_name(group: dist.ProcessGroup, number: int) -> str:
