@@ -75,8 +75,12 @@ def fastest(results: Iterable[RowResult]) -> RowResult | None:
 
 def defaults(cell: Cell, *, ours: bool) -> list[RowResult]:
     """Rows of the ways that reduce gradients, at their defaults: ours, or all others."""
-    rows = [cell.find(Row("way", name)) for name, way in WAYS.items() if way.is_ours == ours]
-    return [result for result in rows if result is not None and result.row != COMPUTE]
+    rows = [
+        cell.find(Row("way", name))
+        for name, way in WAYS.items()
+        if way.has_ddp and way.is_ours == ours
+    ]
+    return [result for result in rows if result is not None]
 
 
 def best_cap(cell: Cell, way: str) -> RowResult | None:

@@ -200,7 +200,7 @@ class Measuring:
                 start.warm_s = _slowest(started)
             if row == COMPUTE:
                 self._gradients = started[0]
-            elif row.kind == "way":
+            elif row.kind == "way" and WAYS[row.way].has_ddp:
                 self._check(start, processes)
             if row.kind == "way":
                 start.peak_bytes = max(processes.ask("peak"))

@@ -21,7 +21,9 @@ from bench_steps.figures import (
     warm_over_compute,
 )
 from bench_steps.results import COMPUTE, NETWORK, Cell, RowResult
+from bench_steps.rows import Row
 from bench_steps.run import Run
+from workloads.ways import TRACED, WAYS
 
 COLUMNS = (
     "way",
@@ -44,7 +46,8 @@ gradients and these costs of all-reduces, in the best possible buckets. *Best ca
 the caps that were tried. *CPU*: CPU seconds of all ranks over those of compute alone and network
 alone. *Peak memory*: of a step, beyond parameters, over compute alone. *Cold* and *warm start*:
 wrapping in DDP and the first step, with an empty compiler cache and in a second process.
-*Gradients*: beside eager DDP's in the same run.
+*Gradients*: beside eager DDP's in the same run. *No DDP, traced backward*: compute alone with its
+backward under compiled autograd, as in all compiled ways but DDPOptimizer.
 """
 
 
@@ -65,7 +68,8 @@ def _cell(cell: Cell) -> list[str]:
     lines = [f"## {cell.name}", "", _limits(cell), "", f"| {' | '.join(COLUMNS)} |"]
     lines.append("| --- |" + " ---: |" * (len(COLUMNS) - 2) + " --- |")
     rows = [*defaults(cell, ours=False), *defaults(cell, ours=True)]
-    best = fastest(rows)
+    best, traced = fastest(rows), cell.find(Row("way", TRACED))
+    rows = [traced, *rows] if traced else rows
     lines += [_row(cell, result, is_best=result is best) for result in rows]
     groups = sorted({result.group for result in rows})
     if len(groups) > 1:
@@ -117,6 +121,8 @@ def _row(cell: Cell, result: RowResult, *, is_best: bool) -> str:
 
 def verdict(result: RowResult) -> str:
     """What became of the gradients, in a word or two."""
+    if not WAYS[result.row.way].has_ddp:
+        return ""
     if result.wrong:
         return "**wrong**"
     return f"equal; {result.buffers} buffers differ" if result.buffers else "equal"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from workloads.models import SMALL, subject
-from workloads.ways import OURS, PLAIN
+from workloads.ways import OURS, PLAIN, TRACED
 
 SUBJECTS = {
     "GPT-2": subject("gpt2", SMALL),
@@ -14,7 +14,7 @@ SUBJECTS = {
     "ResNet-50": subject("resnet", SMALL),
 }
 
-WAYS = (PLAIN, *OURS, "torch concat", "torch coalesced")
+WAYS = (PLAIN, TRACED, *OURS, "torch concat", "torch coalesced")
 
 BUCKETS = 20
 """As many as DDP's 25 MiB make of the 500 MB of gradients of the smallest GPT-2: these models are

@@ -45,12 +45,20 @@ class Way:
     def is_ours(self) -> bool:
         return bool(self.fusion)
 
+    @property
+    def has_ddp(self) -> bool:
+        """Whether gradients are reduced at all; the others are limits."""
+        return self.is_ours or self.reducer != "none"
+
 
 PLAIN: Final = "no DDP"
+TRACED: Final = "no DDP, traced backward"
+"""What compiled autograd alone costs: no way that it traces can do without."""
 EAGER: Final = "eager DDP"
 
 WAYS: Final = {
     PLAIN: Way("outside", "none"),
+    TRACED: Way("inside", "none"),
     EAGER: Way("eager", "c++", caps=True),
     "DDPOptimizer": Way("outside", "c++", caps=True),
     "Python reducer": Way("inside", "python"),
@@ -110,7 +118,7 @@ def prepare(
     batch = tuple(tensor.to(device) for tensor in subject.batch(seed))
     configure(way)
     wrapped = model
-    if name != PLAIN:
+    if way.has_ddp:
         # DDP asks for whole MiB, and takes others all the same.
         options = {} if cap_mb is None else {"bucket_cap_mb": cap_mb}
         wrapped = DistributedDataParallel(model, **options)  # type: ignore[arg-type]
