@@ -19,6 +19,7 @@ from bench_steps.rows import Row, Stepped
 from bench_steps.run import Run
 from bench_steps.spans import timeline_of
 from bench_steps.timelines import Timeline
+from workloads.ways import TRACED
 
 MIB = 2**20
 CONCAT, COALESCED = Row("way", "concat"), Row("way", "coalesced")
@@ -103,6 +104,16 @@ def test_slower_than_torchs_is_missed_only_beyond_the_spread() -> None:
     name = "over the best of torch's ways"
     assert by_words(noisy)[name], "a quarter of the rounds were not slower"
     assert not by_words(clear)[name]
+
+
+def test_a_backward_traced_without_ddp_is_shown_but_is_no_way_to_reduce() -> None:
+    traced, ours = result(Row("way", TRACED), 0.5, 0.5, peak_bytes=110), result(CONCAT, 1.5, 1.5)
+    cell = cell_of(traced, result(STOCK, 1.8, 1.8), ours)
+    assert targets(cell)[0].words == "over the best of torch's ways (torch concat)"
+    text = pages.as_markdown(run_of(cell))
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {TRACED} |")]
+    assert "| 1.10 |" in line, "its peak memory over compute alone"
+    assert line.endswith("|  |"), "its gradients are those of one rank: there is nothing to compare"
 
 
 def test_what_was_not_measured_is_neither_reached_nor_missed() -> None:
