@@ -37,6 +37,17 @@ def test_refuses_mixed_precision() -> None:
     assert not len(registry), "nothing was changed before the refusal"
 
 
+@pytest.mark.parametrize("flag", [None, "concat"])
+def test_refuses_synchronised_batch_norm_on_the_cpu_as_eager_ddp_does(flag: str | None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4))
+    with (
+        inductor_config.patch(ddp_fusion=flag),
+        pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules"),
+    ):
+        DistributedDataParallel(model)
+    assert not len(registry)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_refuses_optimizers_in_the_backward(late: bool) -> None:
     model = two_layers()
