@@ -64,6 +64,9 @@ COLUMNS = (
     "time over traced",
 )
 
+BASES = {PLAIN: "time", TRACED: "time over traced"}
+"""What times and peaks are over, and where the ratios of the times are kept."""
+
 COPYING = ("ResNet-50",)
 """Models whose producers do not let all gradients be stored without a copy."""
 
@@ -120,7 +123,7 @@ def measure(model: str, rounds: int) -> dict[str, dict[str, Any]]:
             seconds[way].append(_ask(ours[way], STEPS))
     for way in WAYS:
         ours[way].send("end")
-        for base, name in ((PLAIN, "time"), (TRACED, "time over traced")):
+        for base, name in BASES.items():
             pairs = zip(seconds[way], seconds[base], strict=True)
             cells[way][name] = [value / plain for value, plain in pairs]
     for process in processes:
@@ -196,7 +199,7 @@ def _row(model: str, way: str, cells: dict[tuple[str, str], dict[str, Any]]) -> 
         yield f"{counted['moved']:.2f}"
     else:
         yield from ("", "", "")
-    for base, name in ((PLAIN, "time"), (TRACED, "time over traced")):
+    for base, name in BASES.items():
         low, middle, high = statistics.quantiles(cell[name], n=4)
         yield f"{cell['peak'] / cells[model, base]['peak']:.3f}"
         yield f"{middle:.3f} ({low:.3f} to {high:.3f})"

@@ -20,10 +20,9 @@ from bench_steps.figures import (
     targets,
     warm_over_compute,
 )
-from bench_steps.results import COMPUTE, NETWORK, Cell, RowResult
-from bench_steps.rows import Row
+from bench_steps.results import COMPUTE, NETWORK, TRACED_COMPUTE, Cell, RowResult
 from bench_steps.run import Run
-from workloads.ways import TRACED, WAYS
+from workloads.ways import WAYS
 
 COLUMNS = (
     "way",
@@ -68,7 +67,7 @@ def _cell(cell: Cell) -> list[str]:
     lines = [f"## {cell.name}", "", _limits(cell), "", f"| {' | '.join(COLUMNS)} |"]
     lines.append("| --- |" + " ---: |" * (len(COLUMNS) - 2) + " --- |")
     rows = [*defaults(cell, ours=False), *defaults(cell, ours=True)]
-    best, traced = fastest(rows), cell.find(Row("way", TRACED))
+    best, traced = fastest(rows), cell.find(TRACED_COMPUTE)
     rows = [traced, *rows] if traced else rows
     lines += [_row(cell, result, is_best=result is best) for result in rows]
     groups = sorted({result.group for result in rows})

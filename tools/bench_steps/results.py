@@ -9,9 +9,10 @@ from typing import Any, Final
 
 from bench_steps.limits import CostTable, lower_bound, ready_shares
 from bench_steps.rows import Row, Stepped
-from workloads.ways import EAGER, PLAIN
+from workloads.ways import EAGER, PLAIN, TRACED
 
 COMPUTE: Final = Row("way", PLAIN)
+TRACED_COMPUTE: Final = Row("way", TRACED)
 REFERENCE: Final = Row("way", EAGER)
 NETWORK: Final = Row("network")
 PROBE: Final = Row("probe")
