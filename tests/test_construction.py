@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.caps import MIB, BucketCaps
+from fusion_passes.ddp.forward import prepare_forward
 from fusion_passes.ddp.modules import registry
 from fusion_passes.inductor_pass import caps_of
 from tests.support.fake_world import fake_world, two_layers
@@ -46,6 +47,20 @@ def test_refuses_synchronised_batch_norm_on_the_cpu_as_eager_ddp_does(flag: str 
     ):
         DistributedDataParallel(model)
     assert not len(registry)
+
+
+def test_inputs_go_to_the_device_of_device_ids() -> None:
+    # DDP takes device_ids for GPUs only: another device stands for one.
+    ddp = DistributedDataParallel(two_layers())
+    ddp.device_type, ddp.device_ids = "meta", [0]
+    before = set(ddp._forward_pre_hooks)
+    prepare_forward(ddp, registry.module_of(ddp))
+    (number,) = set(ddp._forward_pre_hooks) - before
+    x = torch.ones(2)
+    args, kwargs = ddp._forward_pre_hooks[number](ddp, (x, [x, 3]), {"mask": {"of": x}})
+    moved = [args[0], args[1][0], kwargs["mask"]["of"]]
+    assert [tensor.device.type for tensor in moved] == ["meta"] * 3
+    assert args[1][1] == 3
 
 
 @pytest.mark.parametrize("late", [False, True])
