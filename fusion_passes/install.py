@@ -18,6 +18,7 @@ from fusion_passes.config import (
     FusionConfig,
 )
 from fusion_passes.ddp.backward import BackwardRunner
+from fusion_passes.ddp.donation import donating
 from fusion_passes.ddp.management import manage
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.own_reducer import (
@@ -78,7 +79,15 @@ class _Installation:
             _patch(undo, ddp, "_inside_ddp_forward", _enter_forward)
             for module in (torch.autograd, torch.autograd.graph):
                 _patch(undo, module, "_engine_run_backward", _runner.run)
-            _patch(undo, compiled_autograd(), "_enable", _enable_region)
+            autograd = compiled_autograd()
+            _patch(undo, autograd, "_enable", _enable_region)
+            tracer = autograd.AutogradCompilerInstance
+            _set(
+                undo,
+                autograd,
+                "AutogradCompilerInstance",
+                donating(tracer, lambda: _runner.is_running),
+            )
             _set(undo, inductor_config, "_fuse_ddp_communication", False)
             self.configure_context(undo)
             self._undo = undo.pop_all()

@@ -70,6 +70,10 @@ def _agree(sent: Tensor, module: str, collectives: str) -> None:
         agree(module, collectives)
 
 
+def _donate(saved: Sequence[Tensor]) -> None:
+    pass
+
+
 def _widen(bucket: Tensor, dtype: torch.dtype, scale: str, factor: float) -> Tensor:
     return scaled(bucket.to(dtype), scale, factor)
 
@@ -151,3 +155,11 @@ raises if they do not (see :func:`fusion_passes.agreement.agree`).
 It claims to write ``sent``, the first that is to be sent, so that it runs before the launch. It
 does not touch it.
 """
+
+DONATE: Final = _define("donate", "(Tensor[] saved) -> ()", _donate)
+"""Says that these inputs of a graph may be overwritten once they have been read.
+
+It does nothing. Its lowering tells Inductor, and as a part of the graph it is in the key of
+Inductor's cache.
+"""
+torch.fx.has_side_effect(DONATE)  # Kept, though nobody uses what it returns.

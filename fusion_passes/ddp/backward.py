@@ -46,17 +46,18 @@ class BackwardRunner:
         switched_on: whether compiled autograd is enabled in compiled regions because of the flag,
             and not by the user.
         before_traced: called before each backward that is traced.
+        is_running: whether one that is traced runs now.
     """
 
     journal: Journal
     switched_on: bool = False
     before_traced: Callable[[], None] = lambda: None
+    is_running: bool = False
     _compiler: tuple[CompilerFn, bool] | None = None
-    _running: bool = False
 
     def remember_region(self, compiler_fn: CompilerFn, dynamic: bool) -> None:
         """Notes the options of a compiled region that is being entered."""
-        if not self._running:
+        if not self.is_running:
             self._compiler = (compiler_fn, dynamic)
 
     def run(self, engine: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kw: Any) -> Any:
@@ -70,7 +71,7 @@ class BackwardRunner:
         """
         create_graph = args[2] if len(args) > 2 else kw.get("create_graph", False)
         accumulates = kw.get("accumulate_grad", False)
-        if self._running or torch.compiler.is_compiling():
+        if self.is_running or torch.compiler.is_compiling():
             return engine(outputs, *args, **kw)
         traced_hooks.take()  # What is left of a backward that failed.
         known, unreadable = len(self.journal.reports()), self.journal.unreadable
@@ -105,7 +106,7 @@ class BackwardRunner:
     def _traced(self) -> Iterator[None]:
         autograd = compiled_autograd()
         self.before_traced()
-        self._running = True
+        self.is_running = True
         try:
             if autograd.compiled_autograd_enabled or autograd.active_disable_ctx:
                 yield
@@ -114,7 +115,7 @@ class BackwardRunner:
                 with autograd._enable(compiler_fn, dynamic=dynamic):
                     yield
         finally:
-            self._running = False
+            self.is_running = False
 
     @contextlib.contextmanager
     def _untraced(self, is_told: bool) -> Iterator[None]:

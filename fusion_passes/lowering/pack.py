@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from fusion_passes.lowering.donate import lower_donate
 from fusion_passes.lowering.obstacles import (
     computed_from_a_library,
     obstacle_to_storing,
     reason_for_copy,
     written_by_a_library,
 )
-from fusion_passes.operators import AGREE, IN_BUCKET, PACK, STORE, WIDEN, split_strides
+from fusion_passes.operators import AGREE, DONATE, IN_BUCKET, PACK, STORE, WIDEN, split_strides
 from fusion_passes.torch_private.inductor import (
     digit,
     graph_lowering,
@@ -61,6 +62,7 @@ def register_lowerings(on_packed: OnPacked) -> None:
     register_lowering(PACK, pack)
     register_lowering(WIDEN, _lower_widen)
     register_lowering(AGREE, _lower_agree)
+    register_lowering(DONATE, lower_donate)
 
 
 class _Bucket:

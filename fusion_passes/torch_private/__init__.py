@@ -218,3 +218,9 @@ def after_backward(function: Any) -> None:
 def backward_id() -> int:
     """Number of the backward that autograd's engine runs in this thread; -1 if none."""
     return int(torch._C._current_graph_task_id())
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the backward that autograd's engine runs in this thread was called with
+    ``retain_graph=True``."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
