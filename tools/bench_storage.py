@@ -143,8 +143,8 @@ def _receive(connection: Connection, seconds: float) -> Any:
 
 def figures(model: str, way: str, cells: dict[tuple[str, str], dict[str, Any]]) -> dict[str, float]:
     """What is counted, of a way that reduces gradients."""
-    cell, traced = cells[model, way], cells[model, TRACED]
-    traffic, base = cell["traffic"], traced["traffic"]
+    cell = cells[model, way]
+    traffic, base = cell["traffic"], cells[model, TRACED]["traffic"]
     copied = sum(size for _, size in cell["copied"].values())
     return {
         # What is read from the code can take a copy for a computation; the package knows better.
