@@ -167,6 +167,38 @@ def test_the_order_is_lost_without_holding_it(monkeypatch: pytest.MonkeyPatch) -
         pytest.skip(f"torch {torch.__version__} keeps this model's order without being told")
 
 
+class GatedBlock(nn.Module):
+    """A Llama's feed-forward: one kernel computes the gradients of both of its inner values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = (
+            nn.Linear(*sizes, bias=False)
+            for sizes in ((WIDTH, 4 * WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def test_a_launch_does_not_split_what_inductor_fuses() -> None:
+    """The first bucket is full between the gradients of ``up`` and ``gate``: the kernel that
+    computes what both of their products read is not cut in two there."""
+    torch._dynamo.reset()
+    with fake_world(), inductor_config.patch(ddp_fusion="concat", fx_graph_cache=False):
+        blocks = nn.Sequential(GatedBlock(), GatedBlock())
+        compiled = torch.compile(DistributedDataParallel(blocks, bucket_cap_mb=0.1))
+
+        def step() -> None:
+            compiled(torch.ones(TOKENS, WIDTH)).square().mean().backward()
+
+        calls = read_calls(run_and_get_code(step)[1][-1])
+    torch._dynamo.reset()
+    sent = [len(bucket.parameters) for bucket in fusion_passes.reports()[-1].buckets]
+    assert sent == [2, 2, 2]
+    assert calls[indices(calls, "launch")[0] + 1].kind == "kernel"
+
+
 def test_torchs_reordering_for_overlap_keeps_the_order() -> None:
     with inductor_config.patch(reorder_for_compute_comm_overlap=True):
         backwards = compile_backwards("concat", steps=1)

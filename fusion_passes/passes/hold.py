@@ -45,7 +45,8 @@ class HoldPlacement:
     A launch is bound to the first library kernel (matrix product, convolution, attention) behind
     it, and a wait to the last launch and the last such kernel in front of it, or the launch that
     sends what that kernel gives. Pointwise kernels are left free: a dependency would keep Inductor
-    from fusing them. No value changes.
+    from fusing them. Those that the bound kernel reads are named beside the launch, or Inductor
+    would compute them inside of what it holds, behind the launch as well. No value changes.
 
     Attributes:
         owner_of: says which collectives are DDP's.
@@ -84,7 +85,7 @@ class HoldPlacement:
                 waits_of |= dict.fromkeys(waits, waits)
             elif is_library_kernel(node):
                 if unbound:
-                    orderings.append(([node], unbound))
+                    orderings.append(([node], [*unbound, *_computed_inputs(node)]))
                     unbound = []
                 last_kernel = node
             elif node in waits_of:
@@ -104,6 +105,19 @@ class HoldPlacement:
     def _is_owned(self, launch: fx.Node) -> bool:
         name = group_name_of(launch)
         return name is not None and self.owner_of(name) is not None
+
+
+def _computed_inputs(kernel: fx.Node) -> list[fx.Node]:
+    """What a library kernel reads of generated kernels, which Inductor computes no sooner than
+    something asks for it."""
+    return [
+        source
+        for source in kernel.all_input_nodes
+        if source.op == "call_function"
+        and source.target is not operator.getitem
+        and not is_library_kernel(source)
+        and not is_launch(source)
+    ]
 
 
 def _kernels_sent(launch: fx.Node) -> list[fx.Node]:

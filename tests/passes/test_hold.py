@@ -113,6 +113,29 @@ return (held_wait_tensor_1, mm_1)
     )
 
 
+def test_what_a_held_kernel_reads_is_not_held_with_it() -> None:
+    """Inductor computes what a node has named before it lowers what is held."""
+
+    def backward(x):
+        return reduce(x, "a"), torch.mm(torch.exp(x).t(), x)
+
+    assert_expected_inline(
+        check(backward, [tensor(2, 2)], chain(place(), hold())),
+        """\
+x_1: f32[2, 2]
+div: f32[2, 2] = div(x_1, 2)
+all_reduce: f32[2, 2] = all_reduce(div, 'sum', 'ddp0#a')
+exp: f32[2, 2] = exp(x_1)
+t: f32[2, 2]strides[1, 2] = t(exp)
+held_mm: ? = held_mm()
+held_mm_1: f32[2, 2] = control_deps((all_reduce, t), held_mm, t, x_1)
+held_wait_tensor: ? = held_wait_tensor()
+held_wait_tensor_1: f32[2, 2] = control_deps((all_reduce, held_mm_1), held_wait_tensor, all_reduce)
+return (held_wait_tensor_1, held_mm_1)
+""",
+    )
+
+
 def test_a_stranger_is_not_held() -> None:
     def backward(x):
         return all_reduce(x, "sum", "other"), torch.mm(x, x)
