@@ -182,7 +182,7 @@ def _measure(run: Run, options: argparse.Namespace, output: Path) -> None:
                 network=network,
                 directory=directory,
                 timeout_s=options.timeout,
-                shares_kernels=options.quick,
+                shares_kernels=not effort.warm,  # No start is judged.
             )
             measuring = Measuring(
                 place,

@@ -66,7 +66,7 @@ COLUMNS = (
 BASES = {PLAIN: "time", TRACED: "time over traced"}
 """What times and peaks are over, and where the ratios of the times are kept."""
 
-COPYING = ("ResNet-50",)
+COPYING = ("ResNet-50", "ResNet-50, 64 px")
 """Models whose producers do not let all gradients be stored without a copy."""
 
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Final
+
 from torch import nn
 
 from workloads.models import SMALL, subject
 from workloads.ways import OURS, PLAIN, TRACED
 
+TRAINED_ON: Final = 2 * 224
+"""Tokens for images of 224 pixels, which ResNet-50 is trained on. Of smaller ones it keeps so
+little for the backward that the gradients of its last layers make the peak."""
+
 SUBJECTS = {
     "GPT-2": subject("gpt2", SMALL),
     "BERT": subject("bert", SMALL),
     "Llama": subject("llama", SMALL),
-    "ResNet-50": subject("resnet", SMALL),
+    "ResNet-50": subject("resnet", replace(SMALL, tokens=TRAINED_ON)),
+    "ResNet-50, 64 px": subject("resnet", SMALL),
 }
 
 WAYS = (PLAIN, TRACED, *OURS, "torch concat", "torch coalesced")
