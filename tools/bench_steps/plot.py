@@ -33,7 +33,9 @@ def draw(run: Run, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = min(COLUMNS, len(run.cells))
+    # The rates of a model beside each other, or models measured at one.
+    rates = len({cell.rate for cell in run.cells})
+    columns = rates if rates > 1 else min(COLUMNS, len(run.cells))
     lines = math.ceil(len(run.cells) / columns)
     figure = Figure(figsize=(5.2 * columns, 3.6 * lines + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
