@@ -54,14 +54,16 @@ class Backwards:
     existing: list[Call]
 
 
-def compile_backwards(mode: str, steps: int = 2) -> Backwards:
-    """The backward that makes fresh gradients and, with two steps, the one behind it that writes
-    into existing ones."""
+def compile_backwards(
+    mode: str, steps: int = 2, block: type[nn.Module] = Block, cap_mb: float = CAP_MB
+) -> Backwards:
+    """The backward of two blocks that makes fresh gradients and, with two steps, the one behind it
+    that writes into existing ones."""
     torch._dynamo.reset()
     journal.clear()
     # The code of a graph that comes from the cache cannot be caught.
     with fake_world(), inductor_config.patch(ddp_fusion=mode, fx_graph_cache=False):
-        ddp = DistributedDataParallel(nn.Sequential(Block(), Block()), bucket_cap_mb=CAP_MB)
+        ddp = DistributedDataParallel(nn.Sequential(block(), block()), bucket_cap_mb=cap_mb)
         compiled = torch.compile(ddp)
 
         def step() -> None:
@@ -172,10 +174,9 @@ class GatedBlock(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.gate, self.down = (
-            nn.Linear(*sizes, bias=False)
-            for sizes in ((WIDTH, 4 * WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))
-        )
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.gate = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
@@ -184,18 +185,9 @@ class GatedBlock(nn.Module):
 def test_a_launch_does_not_split_what_inductor_fuses() -> None:
     """The first bucket is full between the gradients of ``up`` and ``gate``: the kernel that
     computes what both of their products read is not cut in two there."""
-    torch._dynamo.reset()
-    with fake_world(), inductor_config.patch(ddp_fusion="concat", fx_graph_cache=False):
-        blocks = nn.Sequential(GatedBlock(), GatedBlock())
-        compiled = torch.compile(DistributedDataParallel(blocks, bucket_cap_mb=0.1))
-
-        def step() -> None:
-            compiled(torch.ones(TOKENS, WIDTH)).square().mean().backward()
-
-        calls = read_calls(run_and_get_code(step)[1][-1])
-    torch._dynamo.reset()
-    sent = [len(bucket.parameters) for bucket in fusion_passes.reports()[-1].buckets]
-    assert sent == [2, 2, 2]
+    backwards = compile_backwards("concat", steps=1, block=GatedBlock, cap_mb=0.1)
+    calls = backwards.fresh
+    assert [len(bucket.parameters) for bucket in backwards.report.buckets] == [2, 2, 2]
     assert calls[indices(calls, "launch")[0] + 1].kind == "kernel"
 
 
