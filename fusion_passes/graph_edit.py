@@ -146,7 +146,8 @@ def hold(nodes: Sequence[fx.Node], after: Sequence[fx.Node]) -> fx.Node:
     name = f"held_{nodes[0].name}"
     setattr(owner, name, make_subgraph(owner, _copy_of(nodes, inputs)))
     with graph.inserting_before(nodes[0]):
-        arguments: tuple[Any, ...] = (tuple(after), graph.get_attr(name), *inputs)
+        sources = tuple(map(_tensor_of, after))
+        arguments: tuple[Any, ...] = (sources, graph.get_attr(name), *inputs)
         held = graph.call_function(control_deps(), arguments, name=name)
         if len(nodes) == 1:
             held.meta.update(nodes[0].meta)
@@ -159,6 +160,16 @@ def hold(nodes: Sequence[fx.Node], after: Sequence[fx.Node]) -> fx.Node:
     replace_uses(dict(zip(nodes, values, strict=True)))
     erase(nodes)
     return held
+
+
+def _tensor_of(node: fx.Node) -> fx.Node:
+    """The node, or the first item of its list: torch 2.11 orders nothing behind a list."""
+    if not isinstance(node.meta["val"], tuple | list):
+        return node
+    item = next(user for user in node.users if user.target is operator.getitem)
+    # It reads nothing else, and must stand in front of what names it.
+    node.append(item)
+    return item
 
 
 def _copy_of(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> fx.Graph:

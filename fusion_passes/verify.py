@@ -143,5 +143,5 @@ def _is_waited_for(launch: fx.Node) -> bool:
     results = data_users(launch)
     if results and all(result.target is operator.getitem for result in results):
         # One held node can wait for thousands of results.
-        results = list(dict.fromkeys(user for result in results for user in result.users))
+        results = list(dict.fromkeys(user for result in results for user in data_users(result)))
     return bool(results) and all(is_wait(user) for user in results)

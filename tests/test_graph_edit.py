@@ -168,3 +168,33 @@ return (getitem, getitem_1, neg)
     assert not is_wait(held)
     assert names_of(module.graph, torch.ops.aten.mm.default) == []
     assert_same_numbers(numbers, execute(module))
+
+
+def test_what_is_held_behind_a_list_follows_its_first_item() -> None:
+    """Torch 2.11 orders nothing behind a value that is no tensor."""
+
+    def function(x, y):
+        product = torch.mm(x, x)
+        low, high = torch.aminmax(y, dim=0)
+        return product, high, low
+
+    module = trace(function, [tensor(2, 2), tensor(2, 2)])
+    numbers = execute(module)
+    product, both = _calls(module)[:2]
+    both.append(product)
+    hold([product], [both])
+    assert_expected_inline(
+        graph_text(module.graph),
+        """\
+x_1: f32[2, 2]
+y_1: f32[2, 2]
+aminmax: (f32[2], f32[2]) = aminmax(y_1, dim=0)
+getitem: f32[2] = getitem(aminmax, 0)
+held_mm: ? = held_mm()
+held_mm_1: f32[2, 2] = control_deps((getitem), held_mm, x_1)
+getitem_1: f32[2] = getitem(aminmax, 1)
+return (held_mm_1, getitem_1, getitem)
+""",
+    )
+    module.graph.lint()
+    assert_same_numbers(numbers, execute(module))

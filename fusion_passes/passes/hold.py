@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import fx
 
-from fusion_passes.collectives import group_name_of, is_held, is_launch, is_wait
+from fusion_passes.collectives import data_users, group_name_of, is_held, is_launch, is_wait
 from fusion_passes.graph_edit import hold
 from fusion_passes.kernels import is_library_kernel
 from fusion_passes.operators import PACK
@@ -74,7 +74,7 @@ class HoldPlacement:
             if node.op != "call_function":
                 continue
             if is_held(node):
-                unbound = [launch for launch in unbound if node not in launch.users]
+                unbound = [launch for launch in unbound if not _follows(node, launch)]
             elif is_launch(node):
                 if not self._is_owned(node):
                     continue
@@ -107,6 +107,11 @@ class HoldPlacement:
         return name is not None and self.owner_of(name) is not None
 
 
+def _follows(held: fx.Node, launch: fx.Node) -> bool:
+    """Whether a node whose place is held is held behind the launch, or the results of it."""
+    return any(held in result.users for result in (launch, *launch.users))
+
+
 def _computed_inputs(kernel: fx.Node) -> list[fx.Node]:
     """What a library kernel reads of generated kernels, which Inductor computes no sooner than
     something asks for it."""
@@ -116,7 +121,6 @@ def _computed_inputs(kernel: fx.Node) -> list[fx.Node]:
         if source.op == "call_function"
         and source.target is not operator.getitem
         and not is_library_kernel(source)
-        and not is_launch(source)
     ]
 
 
@@ -135,5 +139,6 @@ def _kernels_sent(launch: fx.Node) -> list[fx.Node]:
 
 def _waits_of(launch: fx.Node) -> list[fx.Node]:
     """The waits for a launch, of one tensor or of many."""
-    users = [user for result in (launch, *launch.users) for user in result.users]
+    results = (launch, *data_users(launch))
+    users = [user for result in results for user in data_users(result)]
     return [user for user in users if is_wait(user)]
