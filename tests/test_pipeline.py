@@ -87,7 +87,7 @@ all_reduce_coalesced_default: (f32[2, 2], f32[2, 2]) = all_reduce_coalesced([mm,
 getitem: f32[2, 2] = getitem(all_reduce_coalesced_default, 0)
 getitem_1: f32[2, 2] = getitem(all_reduce_coalesced_default, 1)
 held_wait_tensor_default: ? = held_wait_tensor_default()
-held_wait_tensor_default_1: (f32[2, 2], f32[2, 2]) = control_deps((all_reduce_coalesced_default), held_wait_tensor_default, getitem, getitem_1)
+held_wait_tensor_default_1: (f32[2, 2], f32[2, 2]) = control_deps((getitem), held_wait_tensor_default, getitem, getitem_1)
 getitem_2: f32[2, 2] = getitem(held_wait_tensor_default_1, 0)
 getitem_3: f32[2, 2] = getitem(held_wait_tensor_default_1, 1)
 return (getitem_2, getitem_3)
