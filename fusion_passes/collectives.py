@@ -19,6 +19,7 @@ _c10d = torch.ops._c10d_functional
 ALL_REDUCE: Final = _c10d.all_reduce.default
 ALL_REDUCE_IN_PLACE: Final = _c10d.all_reduce_.default
 ALL_REDUCE_COALESCED: Final = _c10d.all_reduce_coalesced.default
+ALL_REDUCE_COALESCED_IN_PLACE: Final = _c10d.all_reduce_coalesced_.default
 WAIT: Final = _c10d.wait_tensor.default
 
 _COLLECTIVE_NAMESPACES: Final = frozenset(
@@ -28,7 +29,7 @@ _NOT_A_LAUNCH: Final = frozenset(
     ("wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group", "shard_dim_alltoall")
 )
 _ALL_REDUCES: Final = frozenset(
-    (ALL_REDUCE, ALL_REDUCE_IN_PLACE, ALL_REDUCE_COALESCED, _c10d.all_reduce_coalesced_.default)
+    (ALL_REDUCE, ALL_REDUCE_IN_PLACE, ALL_REDUCE_COALESCED, ALL_REDUCE_COALESCED_IN_PLACE)
 )
 
 

@@ -55,15 +55,16 @@ class Backwards:
 
 
 def compile_backwards(
-    mode: str, steps: int = 2, block: type[nn.Module] = Block, cap_mb: float = CAP_MB
+    mode: str, model: nn.Module | None = None, steps: int = 2, cap_mb: float = CAP_MB
 ) -> Backwards:
-    """The backward of two blocks that makes fresh gradients and, with two steps, the one behind it
-    that writes into existing ones."""
+    """The backward of a model, else of two blocks, that makes fresh gradients and, with two steps,
+    the one behind it that writes into existing ones."""
     torch._dynamo.reset()
     journal.clear()
     # The code of a graph that comes from the cache cannot be caught.
     with fake_world(), inductor_config.patch(ddp_fusion=mode, fx_graph_cache=False):
-        ddp = DistributedDataParallel(nn.Sequential(block(), block()), bucket_cap_mb=cap_mb)
+        model = model or nn.Sequential(Block(), Block())
+        ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
         compiled = torch.compile(ddp)
 
         def step() -> None:
@@ -73,7 +74,8 @@ def compile_backwards(
         reports = fusion_passes.reports()
     torch._dynamo.reset()
     assert len(reports) == steps
-    assert all(report.buckets == reports[0].buckets for report in reports)
+    sent = [[bucket.parameters for bucket in report.buckets] for report in reports]
+    assert all(parameters == sent[0] for parameters in sent)
     return Backwards(reports[0], graphs[0], graphs[-1])
 
 
@@ -127,7 +129,8 @@ def test_waited_for_behind_the_last_launch_and_kernel(calls: list[Call]) -> None
     assert min(indices(calls, "wait")) > busy
 
 
-def test_nothing_touches_a_bucket_before_it_was_waited_for(calls: list[Call]) -> None:
+def assert_buckets_are_left_alone(calls: Sequence[Call]) -> None:
+    """Each launch is waited for, and nothing touches what it sends before."""
     on_the_way: set[str] = set()
     arrived: set[str] = set()
     for call in calls:
@@ -142,6 +145,30 @@ def test_nothing_touches_a_bucket_before_it_was_waited_for(calls: list[Call]) ->
     assert calls[-1].kind == "return"
     assert not on_the_way
     assert arrived
+
+
+def test_nothing_touches_a_bucket_before_it_was_waited_for(calls: list[Call]) -> None:
+    assert_buckets_are_left_alone(calls)
+
+
+class Patches(nn.Module):
+    """Images to vectors, as in a vision transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(4, WIDTH, 4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = x.view(2, 4, TOKENS, TOKENS).contiguous(memory_format=torch.channels_last)
+        return self.patches(images).flatten(2).transpose(1, 2)
+
+
+@pytest.mark.parametrize("mode", ["concat", "coalesced"])
+def test_a_gradient_that_is_laid_out_anew_is_left_alone_too(mode: str) -> None:
+    """The convolution's kernel gives its weight's gradient in channels-last, unlike the weight."""
+    backwards = compile_backwards(mode, model=nn.Sequential(Patches(), Block()))
+    assert_buckets_are_left_alone(backwards.fresh)
+    assert_buckets_are_left_alone(backwards.existing)
 
 
 def test_results_arrive_in_the_gradients(backwards: Backwards) -> None:
@@ -185,7 +212,8 @@ class GatedBlock(nn.Module):
 def test_a_launch_does_not_split_what_inductor_fuses() -> None:
     """The first bucket is full between the gradients of ``up`` and ``gate``: the kernel that
     computes what both of their products read is not cut in two there."""
-    backwards = compile_backwards("concat", steps=1, block=GatedBlock, cap_mb=0.1)
+    model = nn.Sequential(GatedBlock(), GatedBlock())
+    backwards = compile_backwards("concat", model, steps=1, cap_mb=0.1)
     calls = backwards.fresh
     assert [len(bucket.parameters) for bucket in backwards.report.buckets] == [2, 2, 2]
     assert calls[indices(calls, "launch")[0] + 1].kind == "kernel"

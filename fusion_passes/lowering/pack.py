@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fusion_passes.collectives import ALL_REDUCE_COALESCED, ALL_REDUCE_COALESCED_IN_PLACE
 from fusion_passes.lowering.donate import lower_donate
 from fusion_passes.lowering.obstacles import (
     computed_from_a_library,
@@ -25,6 +26,7 @@ from fusion_passes.lowering.obstacles import (
 from fusion_passes.operators import AGREE, DONATE, IN_BUCKET, PACK, STORE, WIDEN, split_strides
 from fusion_passes.torch_private.inductor import (
     digit,
+    fix_strides_of_lists,
     graph_lowering,
     inductor_ir,
     inductor_lowerings,
@@ -37,7 +39,7 @@ OnPacked = Callable[[str, Mapping[int, str]], None]
 
 
 def register_lowerings(on_packed: OnPacked) -> None:
-    """Teaches Inductor the package's operators.
+    """Teaches Inductor the package's operators, and torch 2.11 the strides of coalesced gradients.
 
     Args:
         on_packed: called for each bucket that is lowered.
@@ -63,6 +65,8 @@ def register_lowerings(on_packed: OnPacked) -> None:
     register_lowering(WIDEN, _lower_widen)
     register_lowering(AGREE, _lower_agree)
     register_lowering(DONATE, lower_donate)
+    for coalesced in (ALL_REDUCE_COALESCED, ALL_REDUCE_COALESCED_IN_PLACE):
+        fix_strides_of_lists(coalesced)
 
 
 class _Bucket:

@@ -89,6 +89,29 @@ def register_lowering(target: OpOverload, function: Any) -> None:
     inductor_lowerings().register_lowering(target, type_promotion_kind=None)(function)
 
 
+def fix_strides_of_lists(target: OpOverload) -> None:
+    """Gives an operator on a list tensors with the graph's strides.
+
+    Torch 2.11 does so for tensors by themselves only. It reduced a coalesced gradient in another
+    layout, and then waited for a copy that it had made of it under way.
+
+    Args:
+        target: the operator; its first argument is a list of tensors.
+    """
+    if torch.__version__ >= "2.13":
+        return
+
+    def fix(node: Any, tensors: Any, *rest: Any, **named: Any) -> Any:
+        require, shapes = inductor_ir().ExternKernel.require_stride_order, graph_lowering().sizevars
+        orders = (
+            inductor_ir().get_stride_order(source.meta["val"].stride(), shapes.shape_env)
+            for source in node.args[0]
+        )
+        return ([require(*pair) for pair in zip(tensors, orders, strict=True)], *rest), named
+
+    inductor_lowerings().add_layout_constraint(target, fix)
+
+
 def supports_foreach(device: torch.device) -> bool:
     """Whether Inductor generates one kernel for tensors of several sizes on that device."""
     from torch._inductor.codegen.common import BackendFeature
