@@ -17,6 +17,7 @@ import torch._dynamo
 import torch._inductor.config
 import torch.distributed as dist
 from torch import Generator, Tensor, nn
+from torch._C._distributed_c10d import _get_work_registry_size
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
@@ -151,6 +152,9 @@ def _train_fused(recipe: Recipe, flag: Any, groups: Mapping[str, ProcessGroup]) 
     flag_set = torch._inductor.config.patch(ddp_fusion=flag)
     with flag_set, noted_warnings(fusion_passes.FusionWarning) as texts:
         record = _train(recipe, Site(groups, wraps_ddp=True), compiled=True)
+    # Numbers can be right by luck where a bucket was read too early.
+    unwaited = _get_work_registry_size()
+    assert not unwaited, f"nobody has waited for {unwaited} tensors of compiled collectives"
     record.reports = list(fusion_passes.reports()[before:])
     record.warnings = texts
     return record
