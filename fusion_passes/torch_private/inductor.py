@@ -90,7 +90,7 @@ def register_lowering(target: OpOverload, function: Any) -> None:
 
 
 def fix_strides_of_lists(target: OpOverload) -> None:
-    """Gives an operator on a list tensors with the graph's strides.
+    """Gives an operator on a list of tensors these with the graph's strides.
 
     Torch 2.11 does so for tensors by themselves only. It reduced a coalesced gradient in another
     layout, and then waited for a copy that it had made of it under way.
