@@ -5,6 +5,7 @@ Source of the schemas: ``torch/csrc/distributed/c10d/Functional.cpp``.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -92,6 +93,14 @@ def is_held(node: fx.Node) -> bool:
 def data_users(node: fx.Node) -> list[fx.Node]:
     """The users that read the node's value, and do not merely run after it."""
     return [user for user in node.users if not is_held(user) or node in user.args[2:]]
+
+
+def results_of(launch: fx.Node) -> list[fx.Node]:
+    """The tensors that a collective gives: the launch itself, or the items of its list that are
+    read."""
+    users = data_users(launch)
+    is_list = bool(users) and all(user.target is operator.getitem for user in users)
+    return users if is_list else [launch]
 
 
 def without_hold(node: fx.Node) -> fx.Node:

@@ -3,7 +3,6 @@ the compile stops before a wrong gradient can be computed."""
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from fusion_passes.collectives import (
     is_all_reduce,
     is_launch,
     is_wait,
+    results_of,
 )
 from fusion_passes.graph_text import value_text
 from fusion_passes.operators import DONATE
@@ -37,7 +37,8 @@ class GraphFacts:
         outputs: dtype, shape and strides of each output.
         reduced: elements reduced, by (group of the DDP module, reduce op, dtype).
         foreign: every other collective, in issue order, by process group.
-        waits: collectives that are launched, less those that are waited for.
+        unwaited: names of DDP's collectives with a result that is read before it is waited for, or
+            never waited for.
     """
 
     outputs: tuple[str, ...]
@@ -140,8 +141,6 @@ def _reduce_op(node: fx.Node) -> object:
 
 def _is_waited_for(launch: fx.Node) -> bool:
     """Whether each tensor that the collective gives reaches a wait."""
-    results = data_users(launch)
-    if results and all(result.target is operator.getitem for result in results):
-        # One held node can wait for thousands of results.
-        results = list(dict.fromkeys(user for result in results for user in data_users(result)))
-    return bool(results) and all(is_wait(user) for user in results)
+    # One held node can wait for thousands of results.
+    readers = dict.fromkeys(user for result in results_of(launch) for user in data_users(result))
+    return bool(readers) and all(is_wait(reader) for reader in readers)

@@ -10,7 +10,14 @@ from typing import Final
 import torch
 from torch import fx
 
-from fusion_passes.collectives import data_users, group_name_of, is_held, is_launch, is_wait
+from fusion_passes.collectives import (
+    data_users,
+    group_name_of,
+    is_held,
+    is_launch,
+    is_wait,
+    results_of,
+)
 from fusion_passes.graph_edit import hold
 from fusion_passes.kernels import is_library_kernel
 from fusion_passes.operators import PACK
@@ -108,8 +115,9 @@ class HoldPlacement:
 
 
 def _follows(held: fx.Node, launch: fx.Node) -> bool:
-    """Whether a node whose place is held is held behind the launch, or the results of it."""
-    return any(held in result.users for result in (launch, *launch.users))
+    """Whether a node whose place is held is held behind the launch, which its results stand for
+    (see :func:`fusion_passes.graph_edit.hold`)."""
+    return any(held in result.users for result in results_of(launch))
 
 
 def _computed_inputs(kernel: fx.Node) -> list[fx.Node]:
@@ -139,6 +147,5 @@ def _kernels_sent(launch: fx.Node) -> list[fx.Node]:
 
 def _waits_of(launch: fx.Node) -> list[fx.Node]:
     """The waits for a launch, of one tensor or of many."""
-    results = (launch, *data_users(launch))
-    users = [user for result in results for user in data_users(result)]
+    users = [user for result in results_of(launch) for user in data_users(result)]
     return [user for user in users if is_wait(user)]

@@ -149,7 +149,7 @@ def _train_fused(recipe: Recipe, flag: Any, groups: Mapping[str, ProcessGroup]) 
 
     forget_told()
     before = len(fusion_passes.reports())
-    # What an earlier job of this process has launched and not waited for, since it failed on purpose.
+    # Of an earlier job of this process, which failed on purpose before it had waited.
     left_behind = _get_work_registry_size()
     flag_set = torch._inductor.config.patch(ddp_fusion=flag)
     with flag_set, noted_warnings(fusion_passes.FusionWarning) as texts:
