@@ -5,12 +5,16 @@
 #   make test                               all tests
 #   make test ARGS="tests/test_config.py"   some of them
 #   make nightly                            the matrix of what works; ARGS=--quick for a few cells
-#   make bench ARGS="--model mlp"           training steps beside torch's own ways; ARGS=--quick
+#   make bench ARGS="--model mlp"           training steps beside torch's own methods; ARGS=--quick
+#   make fuzz ARGS="--seeds 0:100"          random trainings beside eager DDP; --case N for one
+#   make faults ARGS=--quick                trainings with a rank that dies, stops or fails
+#   make torch-tests                        torch's own DDP tests, without and under the flag
+#   make check-torch                        whether torch has all private names that are used
 #   make check                              format, lint, types, then all tests
 #
 # PYTHON   the Python to make the environment with
 # TORCH    torch==VERSION, or torch for the newest that setup.py allows
-# ARGS     handed on to the example, to pytest, tools/nightly.py or tools/bench.py
+# ARGS     handed on to the example, to pytest or to the tool
 
 PYTHON ?= python3
 TORCH ?=
@@ -18,7 +22,7 @@ ARGS ?=
 
 RUN = exec $(PYTHON) tools/setup_env.py --torch "$(TORCH)" --
 
-.PHONY: train test nightly bench lint check format clean
+.PHONY: train test nightly bench fuzz faults torch-tests check-torch lint check format clean
 
 train:
 	@$(RUN) python examples/train_gpt.py $(ARGS)
@@ -31,6 +35,18 @@ nightly:
 
 bench:
 	@$(RUN) python tools/bench.py $(ARGS)
+
+fuzz:
+	@$(RUN) python tools/fuzz.py $(ARGS)
+
+faults:
+	@$(RUN) python tools/faults.py $(ARGS)
+
+torch-tests:
+	@$(RUN) python tools/torch_tests.py $(ARGS)
+
+check-torch:
+	@$(RUN) python tools/check_torch.py $(ARGS)
 
 lint:
 	@$(RUN) ruff format --check .

@@ -7,12 +7,17 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 
+# The project has no public address yet, and .example is nobody's: this line is all that a release
+# has to change. tests/test_packaging.py fails once CHANGELOG.md dates a release without it.
+REPOSITORY = "https://fusion-passes.example/fusion_passes"
+
 TEST = [
     "expecttest>=0.3",
     "hypothesis>=6.100",
     "pytest>=8",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
+    "setuptools>=77",
     "transformers>=4.50",
 ]
 EXAMPLES = ["numpy>=1.26", "tqdm>=4.66"]
@@ -33,12 +38,46 @@ def read_version() -> str:
     return match.group(1)
 
 
+def long_description(version: str) -> str:
+    """README for a package index, where there are no files beside it: its relative links and
+    pictures lead to the repository, at the tag of this version.
+
+    They are turned here and not in README itself, so that README's own work in every checkout,
+    branch and fork.
+    """
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+
+    def absolute(match: re.Match[str]) -> str:
+        kind = "raw" if match[1].endswith((".png", ".svg")) else "blob"
+        return f"]({REPOSITORY}/{kind}/v{version}/{match[1]})"
+
+    return re.sub(r"\]\((?![a-z]+:|#)([^)\s]+)\)", absolute, text)
+
+
+VERSION = read_version()
+
 setup(
     name="fusion_passes",
-    version=read_version(),
+    version=VERSION,
     description="Fuses DistributedDataParallel's gradient all-reduces under torch.compile",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description=long_description(VERSION),
     long_description_content_type="text/markdown",
+    project_urls={
+        "Homepage": REPOSITORY,
+        "Documentation": f"{REPOSITORY}/blob/v{VERSION}/README.md",
+        "Issues": f"{REPOSITORY}/issues",
+        "Changelog": f"{REPOSITORY}/blob/v{VERSION}/CHANGELOG.md",
+    },
+    keywords=[
+        "all-reduce",
+        "bucketing",
+        "data parallel",
+        "DDP",
+        "distributed training",
+        "PyTorch",
+        "TorchInductor",
+        "torch.compile",
+    ],
     license="BSD-3-Clause",
     license_files=["LICENSE"],
     packages=find_packages(include=["fusion_passes", "fusion_passes.*"]),
@@ -49,9 +88,15 @@ setup(
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
         "Operating System :: POSIX",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Programming Language :: Python :: 3.14",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],

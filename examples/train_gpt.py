@@ -19,7 +19,7 @@ from byte_gpt.options import parse_options
 
 
 def main(arguments: list[str]) -> int:
-    """Runs one rank where torchrun started this process, else starts torchrun."""
+    """Run one rank where torchrun started this process, else start torchrun."""
     end_at_once_on_interrupt()
     options = parse_options(arguments)
     if not started_by_torchrun():

@@ -9,16 +9,16 @@ Importing the package adds ``ddp_fusion`` to ``torch._inductor.config``::
     model = torch.nn.parallel.DistributedDataParallel(model)  # after the flag
     step = torch.compile(train_step)  # or torch.compile(model), with the backward outside
 
-:func:`reports` tells what it did.
+``reports()`` returns what it did.
 """
 
-from fusion_passes.agreement import RanksDisagreeError
+from fusion_passes.agreement.rendezvous import RanksDisagreeError
 from fusion_passes.config import FusionConfig
-from fusion_passes.install import install_flag
+from fusion_passes.install.switch import install_flag
 from fusion_passes.report.journal import journal
 from fusion_passes.report.records import BucketReport, FusionReport, RejectionReport
 from fusion_passes.report.table import format_report
-from fusion_passes.report.telling import FusionWarning
+from fusion_passes.report.warnings import FusionWarning
 from fusion_passes.version import __version__
 
 __all__ = [

@@ -25,9 +25,6 @@ ENVIRONMENT_VARIABLE: Final = "FUSION_PASSES_DDP_FUSION"
 
 OPTION: Final = "torch._inductor.config.ddp_fusion"
 
-HOLD_CAPS: Final = 4
-"""How many bucket caps of gradients may become ready while a bucket waits to be filled."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class FusionConfig:
@@ -55,8 +52,8 @@ class FusionConfig:
             ``"bucket"``: by one pass over the bucket before the launch; only for ``"concat"``.
             Default ``"auto"``: ``"collective"`` on NCCL; on other backends ``"store"`` if no
             gradient of the bucket comes from a matrix product, else ``"collective"`` on Gloo and
-            ``"bucket"`` elsewhere; fp16 never ``"collective"``. docs/scaling.md tells why, and how
-            each way rounds.
+            ``"bucket"`` elsewhere; fp16 never ``"collective"``. docs/scaling.md says why, and how
+            each rounds.
         reduce_dtype: The dtype in which gradients of a wider floating-point dtype are sent,
             ``"bf16"`` or ``"fp16"``. Gradients of other dtypes are sent as they are. Default
             ``None``: all are.

@@ -3,7 +3,6 @@ set, and acted on at once."""
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable
 from contextvars import ContextVar, Token
@@ -15,6 +14,7 @@ from fusion_passes.config import (
     parse_environment,
     parse_flag,
 )
+from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import (
     UNSET,
     ConfigDefinition,
@@ -22,6 +22,8 @@ from fusion_passes.torch_private import (
     inductor_config,
     is_compiling_graph,
 )
+from fusion_passes.torch_private.inductor import inductor_entries
+from fusion_passes.torch_private.older_torch import PlainEntry, has_plain_entries
 
 FLAG: Final = "ddp_fusion"
 
@@ -40,7 +42,7 @@ class _FlagValue(metaclass=_FlagType):
 
 
 class _FlagVariable:
-    """The value that the user gave the flag, behind a config entry; checks it, and acts on it.
+    """The value that the user gave the flag, for its config entry; checks it, and acts on it.
 
     Has the interface of the ``ContextVar`` that it stands in for. A thread in which the flag was
     not set sees the value that another has set last: backwards and pipeline stages may run in
@@ -64,8 +66,15 @@ class _FlagVariable:
         return token
 
     def reset(self, token: Token[Any]) -> None:
-        self._context.reset(token)
-        self._changed(self._context.get())
+        if token.var is self._context:  # It was not forgotten meanwhile.
+            self._context.reset(token)
+            self._changed(self._context.get())
+
+    def forget(self) -> None:
+        """Make the flag what the environment says, in all threads, and act on it."""
+        self._context = ContextVar(FLAG, default=UNSET)
+        self._process = UNSET
+        self.on_change()
 
     def _changed(self, value: Any) -> None:
         # While a graph is compiled, what is set holds for that compile alone.
@@ -74,23 +83,16 @@ class _FlagVariable:
             self.on_change()
 
 
-class _FlagEntry(ConfigEntry):
-    """The flag's entry for torch 2.11, which keeps a user's value as a plain attribute."""
-
-    @property
-    def user_override(self) -> Any:
-        return _flag_variable.get()
-
-    @user_override.setter
-    def user_override(self, value: Any) -> None:
-        _flag_variable.set(value)
-
-
-_flag_variable: Final = _FlagVariable()
+_flag_variable: Final = process_state.keep(
+    _FlagVariable(),
+    "what the user has set the flag to",
+    Lifetime.PROCESS,
+    reset=_FlagVariable.forget,
+)
 
 
 def add_flag(on_change: Callable[[], None]) -> None:
-    """Adds ``ddp_fusion`` to ``torch._inductor.config``, with the environment's default.
+    """Add ``ddp_fusion`` to ``torch._inductor.config``, with the environment's default.
 
     Args:
         on_change: called now, and whenever the flag has been set for the process.
@@ -98,7 +100,7 @@ def add_flag(on_change: Callable[[], None]) -> None:
     Raises:
         ValueError: the environment variable holds no value of the flag.
     """
-    entries = inductor_config._config  # type: ignore[attr-defined]
+    entries = inductor_entries()
     if FLAG in entries:
         return
     default = parse_environment(os.environ.get(ENVIRONMENT_VARIABLE))
@@ -111,8 +113,8 @@ def add_flag(on_change: Callable[[], None]) -> None:
 
 
 def _make_entry(definition: ConfigDefinition[Any]) -> ConfigEntry:
-    if "name" not in inspect.signature(ConfigEntry.__init__).parameters:
-        return _FlagEntry(definition)  # type: ignore[call-arg]
+    if has_plain_entries():
+        return PlainEntry(definition, _flag_variable)
     entry = ConfigEntry(definition, FLAG)
     entry.user_override = _flag_variable  # type: ignore[assignment]
     return entry

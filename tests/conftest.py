@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import multiprocessing.resource_tracker
 import os
 import shutil
@@ -18,15 +17,6 @@ import pytest
 from tests.support.processes import RankPool, TorchSettings
 
 FLAG_VARIABLE = "FUSION_PASSES_DDP_FUSION"
-
-PATCHED = (
-    ("torch.nn.parallel", "DistributedDataParallel.__init__"),
-    ("torch.nn.parallel", "DistributedDataParallel._inside_ddp_forward"),
-    ("torch.autograd", "_engine_run_backward"),
-    ("torch.autograd.graph", "_engine_run_backward"),
-    ("torch._dynamo.compiled_autograd", "_enable"),
-)
-"""What the flag replaces in torch while it is set."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -80,22 +70,22 @@ def run_on_ranks(pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
 def _leaves_torch_as_it_was() -> Iterator[None]:
     """The flag is off after a test, and with it everything that it switches on.
 
-    Each test is told anew what a process is told once, whatever tests ran before it.
+    Each test begins as in a new process: the package has forgotten what tests before it have done.
     """
     import torch._inductor.config
 
-    from fusion_passes.report.telling import forget_told
+    from fusion_passes.install.changes import replaced, value_of
+    from fusion_passes.state import process_state
 
-    forget_told()
+    process_state.reset()
 
     settings = TorchSettings()
-    patched = [_attribute(*place) for place in PATCHED]
     yield
     flag = torch._inductor.config.ddp_fusion
     torch._inductor.config.ddp_fusion = None  # The next test starts without it in any case.
     assert flag is None, f"the test left ddp_fusion = {flag!r}"
-    for place, before in zip(PATCHED, patched, strict=True):
-        assert _attribute(*place) is before, f"the test left {'.'.join(place)} patched"
+    for what, before in replaced.items():
+        assert value_of(what) is before, f"the test left {what} replaced"
     changed = settings.restore()
     assert not changed, f"the test left these settings changed: {changed}"
 
@@ -110,13 +100,6 @@ def _leaves_no_processes(request: pytest.FixtureRequest) -> Iterator[None]:
         pools += request.getfixturevalue("pools").values()
     known = before.union(*(pool.pids for pool in pools), {_resource_tracker()})
     assert not _children() - known, f"the test left processes: {_children() - known}"
-
-
-def _attribute(module: str, path: str) -> Any:
-    value: Any = importlib.import_module(module)
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def _children() -> set[int]:

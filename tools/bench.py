@@ -58,7 +58,7 @@ QUICK_WAYS = (EAGER, "DDPOptimizer", "torch concat", "torch coalesced", *OURS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the bench; 1 if a row of ours failed or is wrong, 130 if interrupted."""
+    """Run the bench; 1 if a row of ours failed or is wrong, 130 if interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Completes the options.
+    """Complete the options.
 
     Raises:
         ValueError: one is off; it names the option, the rule, the value and the remedy.
@@ -159,7 +159,7 @@ def has_failed(run: Run) -> bool:
 
 
 def _measure(run: Run, options: argparse.Namespace, output: Path) -> None:
-    """Measures all models; adds to ``run``."""
+    """Measure all models; add to ``run``."""
     effort = Effort(
         options.rounds,
         options.round_seconds,

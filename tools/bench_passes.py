@@ -32,10 +32,10 @@ from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
-from fusion_passes.caps import MIB, BucketCaps
 from fusion_passes.config import FusionConfig
-from fusion_passes.pipeline import run_pipeline
-from fusion_passes.reductions import Owner
+from fusion_passes.passes.pipeline import run_pipeline
+from fusion_passes.plan.caps import MIB, BucketCaps
+from fusion_passes.reductions.owners import Owner
 
 SIZES = (100, 1_000, 10_000)
 GRADIENT = (40, 64)
@@ -48,7 +48,7 @@ Way = Callable[[fx.GraphModule], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the bench; 1 if ``--check`` found a limit passed."""
+    """Run the bench; 1 if ``--check`` found a limit passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Formatter)
     parser.add_argument("--rounds", type=int, default=3, help="times each cell is run (3)")
     parser.add_argument("--torch-limit-s", type=float, default=60.0, help="CPU seconds (60)")

@@ -92,7 +92,7 @@ Key = tuple[str, str, int, str]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the bench."""
+    """Run the bench."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

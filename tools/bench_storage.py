@@ -53,7 +53,7 @@ TIME = 1.03
 
 COLUMNS = (
     "model",
-    "way",
+    "method",
     "stored without a copy",
     "extra calls a bucket",
     "bytes moved per byte",
@@ -71,7 +71,7 @@ COPYING = ("ResNet-50", "ResNet-50, 64 px")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the bench; 1 if ``--check`` found a figure missed."""
+    """Run the bench; 1 if ``--check`` found a figure missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -10,28 +10,25 @@ ranks, else over Gloo. docs/works.json keeps what the cells are known to become;
     python tools/nightly.py --select 'ddp-2/*/bf16/*' --list
     python tools/nightly.py --resume DIRECTORY        # what is left of a run
     python tools/nightly.py --keep                    # writes docs/works.json and docs/works.md
-    python tools/nightly.py --readme                  # writes README's table from docs/works.json
+    python tools/nightly.py --page                    # writes docs/works.md from docs/works.json
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from tqdm import tqdm
 
+from interrupting import terminated_as_interrupted
 from nightly_matrix import pages
 from nightly_matrix.cells import Cell, cells_of, select
 from nightly_matrix.processes import ROOT, run_cells, torch_version
-from nightly_matrix.readme import with_table
 from nightly_matrix.results import Result, ResultFile
 from nightly_matrix.table import Table, read_table
 
@@ -49,19 +46,17 @@ class Matrix:
     Attributes:
         catalog: module whose ``SCENARIOS`` it is.
         kept: file of the table for programs; the one for people lies beside it.
-        readme: file with the generated table.
     """
 
     catalog: str = CATALOG
     kept: Path = KEPT
-    readme: Path = ROOT / "README.md"
 
     def cells(self) -> list[Cell]:
         return cells_of(importlib.import_module(self.catalog).SCENARIOS)
 
 
 def main(arguments: Sequence[str] | None = None, matrix: Matrix | None = None) -> int:
-    """Runs cells; 1 if one is worse than the kept table (0 with ``--keep``), 130 if interrupted."""
+    """Run cells; 1 if one is worse than the kept table (0 with ``--keep``), 130 if interrupted."""
     matrix = matrix or Matrix()
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -71,8 +66,8 @@ def main(arguments: Sequence[str] | None = None, matrix: Matrix | None = None) -
         if options.list:
             print("\n".join(cell.name for cell in chosen))
             return 0
-        if options.readme:
-            _write_readme(matrix, cells)
+        if options.page:
+            _write_page(matrix, cells, read_table(matrix.kept))
             return 0
         return _run(matrix, cells, chosen, options)
     except ValueError as error:
@@ -92,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, help="directory for results and pages (nightly-DATE-TIME)")
     add("--resume", type=Path, metavar="DIRECTORY", help="of a run: do what is left of it")
     add("--keep", action="store_true", help="write the results into the kept table")
-    add("--readme", action="store_true", help="write README's table from the kept one")
+    add("--page", action="store_true", help="write the kept table for people anew, run nothing")
     return parser
 
 
@@ -116,7 +111,7 @@ def _run(matrix: Matrix, cells: list[Cell], chosen: list[Cell], options: argpars
     kept = read_table(matrix.kept)
     interrupted = False
     try:
-        with _terminated_as_interrupted():
+        with terminated_as_interrupted():
             _run_rest(matrix, chosen, results, file, options, output)
     except KeyboardInterrupt:
         interrupted = True
@@ -143,7 +138,7 @@ def _run_rest(
     options: argparse.Namespace,
     output: Path,
 ) -> None:
-    """Runs what has no result yet; adds to ``results``."""
+    """Run what has no result yet; add to ``results``."""
     rest = [cell for cell in chosen if cell.name not in results]
     past = len(chosen) - len(rest)
     with tqdm(total=len(chosen), initial=past, unit="cell", smoothing=0.1) as bar:
@@ -171,20 +166,6 @@ def _run_rest(
         )
 
 
-@contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """A terminated run ends its processes and writes its pages too, as one that is interrupted."""
-
-    def interrupt(_: int, __: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _summary(results: dict[str, Result], version: str) -> str:
     minutes = sum(result.seconds for result in results.values()) / 60
     counts = pages.counted(pages.entries_of(results))
@@ -203,12 +184,11 @@ def _write_pages(
 
 def _keep(matrix: Matrix, cells: list[Cell], table: Table) -> None:
     matrix.kept.write_text(table.to_json())
+    _write_page(matrix, cells, table)
+
+
+def _write_page(matrix: Matrix, cells: list[Cell], table: Table) -> None:
     matrix.kept.with_suffix(".md").write_text(pages.kept_page(cells, table))
-
-
-def _write_readme(matrix: Matrix, cells: list[Cell]) -> None:
-    table = pages.readme_table(cells, read_table(matrix.kept))
-    matrix.readme.write_text(with_table(matrix.readme.read_text(), table))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ The environment is a folder in the checkout: ``.venv`` for the default torch, ``
 ``--torch torch``, ``.venv-2.15.0`` for ``--torch torch==2.15.0``. It is made once; a change of
 setup.py, of the Python, or of the checkout's place brings it up to date.
 
-Runs on Python 3.6 and up, so that an old one is told what is missing instead of failing to parse.
+Runs on Python 3.6 and up, so that an old one says what is missing instead of failing to parse.
 """
 
 import argparse
@@ -27,7 +27,7 @@ STAMP = "fusion_passes.stamp"
 
 
 def main(arguments: "list[str]") -> int:
-    """Sets up and replaces this process; returns only if something is missing."""
+    """Set up and replace this process; return only if something is missing."""
     options = parse(arguments)
     problems = missing()
     if problems:
@@ -45,7 +45,7 @@ def main(arguments: "list[str]") -> int:
 
 
 def parse(arguments: "list[str]") -> argparse.Namespace:
-    """The options before ``--`` and the command behind it."""
+    """The options before ``--`` and the command after it."""
     parser = argparse.ArgumentParser(
         prog="setup_env.py", usage="%(prog)s [--torch REQUIREMENT] -- COMMAND [ARGUMENT ...]"
     )
@@ -61,7 +61,7 @@ def parse(arguments: "list[str]") -> argparse.Namespace:
 
 
 def torch_requirement(text: str) -> str:
-    """Accepts what names an environment's folder without ambiguity."""
+    """Accept what names an environment's folder without ambiguity."""
     if text and not re.fullmatch(r"torch(==[0-9][0-9A-Za-z.+]*)?", text):
         raise argparse.ArgumentTypeError(
             f"TORCH must be torch or torch==VERSION, but is {text!r}. Set one of these."
@@ -111,7 +111,7 @@ def folder_name(requirement: str) -> str:
 
 
 def ensure(environment: Path, requirement: str) -> None:
-    """Makes the environment or brings it up to date; does nothing where it is already right.
+    """Make the environment or bring it up to date; do nothing where it is already right.
 
     Raises:
         subprocess.CalledProcessError: venv or pip failed, and has said why.
@@ -136,7 +136,7 @@ def ensure(environment: Path, requirement: str) -> None:
 
 
 def fingerprint(requirement: str) -> str:
-    """Changes with everything that decides what the environment holds."""
+    """A digest of everything that decides what the environment holds."""
     digest = hashlib.sha256()
     for text in (requirement, sys.version, sys.executable, str(ROOT)):
         digest.update(text.encode() + b"\0")
@@ -145,7 +145,7 @@ def fingerprint(requirement: str) -> str:
 
 
 def failed(environment: Path, error: subprocess.CalledProcessError) -> int:
-    """Says which step failed, and returns the exit code."""
+    """Say which step failed, and return the exit code."""
     step = "venv" if "venv" in error.cmd else "pip install"
     hint = " On Debian and Ubuntu: apt install python3-venv." if step == "venv" else ""
     sys.stderr.write(
@@ -155,7 +155,7 @@ def failed(environment: Path, error: subprocess.CalledProcessError) -> int:
 
 
 def become(environment: Path, command: "list[str]") -> None:
-    """Replaces this process by the command, so that signals and exit code are the command's."""
+    """Replace this process by the command, so that signals and exit code are the command's."""
     variables = dict(os.environ, VIRTUAL_ENV=str(environment))
     variables.pop("PYTHONHOME", None)
     variables["PATH"] = os.pathsep.join([str(environment / "bin"), variables.get("PATH", "")])

@@ -25,7 +25,7 @@ def started_by_torchrun() -> bool:
 
 
 def end_at_once_on_interrupt() -> None:
-    """Lets SIGINT and SIGTERM end this process in the kernel.
+    """Let SIGINT and SIGTERM end this process in the kernel.
 
     Python's own handler for SIGINT runs only between two bytecodes: a rank that waits inside a
     collective for a peer that is gone would never come to it, and would print a traceback if
@@ -36,7 +36,7 @@ def end_at_once_on_interrupt() -> None:
 
 
 def launch(script: str, arguments: Sequence[str]) -> int:
-    """Runs ``script`` once a rank on this machine and waits for all of them.
+    """Run ``script`` once a rank on this machine and wait for all of them.
 
     Returns:
         0 where every rank ended well, the exit code of the first that failed, or 128 + the

@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds what attention and then what the MLP makes of ``x``."""
+        """Add what attention and then what the MLP makes of ``x``."""
         batch, context, width = x.shape
         joined = self.query_key_value(self.attention_norm(x))
         split = joined.view(batch, context, 3, self.heads, width // self.heads)

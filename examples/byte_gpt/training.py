@@ -55,13 +55,13 @@ class Rank:
     device: torch.device
 
     def say(self, text: str = "") -> None:
-        """Prints on the first rank only."""
+        """Print on the first rank only."""
         if self.index == 0:
             print(text, flush=True)
 
 
 def train(options: Options) -> int:
-    """Trains as ``options`` say; the process's exit code, the same on every rank."""
+    """Train as ``options`` say; the process's exit code, the same on every rank."""
     rank = _join()
     try:
         return _train(options, rank)
@@ -115,7 +115,7 @@ def failures(differences: list[GradientDifference], before: float, after: float)
 
 
 def _join() -> Rank:
-    """Joins the process group that torchrun describes: NCCL with one GPU a rank, else Gloo."""
+    """Join the process group that torchrun describes: NCCL with one GPU a rank, else Gloo."""
     local_rank = int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
@@ -216,7 +216,7 @@ def _fused_training(
     corpus: Corpus,
     rank: Rank,
 ) -> list[GradientDifference]:
-    """Trains the model and compares the gradients of the first ``len(expected)`` steps."""
+    """Train the model and compare the gradients of the first ``len(expected)`` steps."""
     inductor_config.ddp_fusion = options.fusion  # type: ignore[attr-defined]  # fusion_passes' own
     backward = _compiled_backward(_wrap(model, options, rank), options.style)
     optimizer = _optimizer(model)
@@ -258,7 +258,7 @@ class _Progress:
         self._bar.close()
 
     def advance(self, loss: float) -> None:
-        """Counts a step. The rate leaves the first one out, in which everything compiles."""
+        """Count a step. The rate leaves the first one out, in which everything compiles."""
         now = time.perf_counter()
         if self._steps == 0:
             self._start = now
@@ -273,7 +273,7 @@ class _Progress:
 @torch.no_grad()
 def _held_out_loss(model: nn.Module, options: Options, corpus: Corpus, rank: Rank) -> float:
     """Nats a byte on text that no rank trains on, without compiling."""
-    inputs, targets = corpus.held_out_batch(batch=HELD_OUT_BATCH, context=options.context)
+    inputs, targets = corpus.pinned_out_batch(batch=HELD_OUT_BATCH, context=options.context)
     loss: Tensor = model(inputs.to(rank.device), targets.to(rank.device))
     return loss.item()
 

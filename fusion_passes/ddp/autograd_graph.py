@@ -1,4 +1,4 @@
-"""Walks the autograd graph behind a backward's outputs."""
+"""Walks the autograd graph of a backward's outputs."""
 
 from __future__ import annotations
 

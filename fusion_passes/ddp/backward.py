@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.ddp.autograd_graph import leaves_behind
 from fusion_passes.ddp.disagreement import shared_errors
 from fusion_passes.ddp.hooks import put_hooks_last, traced_hooks
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.own_reducer import check_optimizers
-from fusion_passes.ddp.sync import note_backward
+from fusion_passes.ddp.rounds import end_backward, fail_backward, note_unannounced, running
+from fusion_passes.ddp.starts import Starts
 from fusion_passes.ddp.tensor_parallel import can_be_traced
+from fusion_passes.ddp.turns import Turns
+from fusion_passes.ddp.unfused import (
+    warn_mixed,
+    warn_others_reductions,
+    warn_threads,
+    warn_unfused,
+)
 from fusion_passes.report.journal import Journal
-from fusion_passes.report.records import FusionReport
-from fusion_passes.report.telling import tell_once
 from fusion_passes.torch_private import (
+    backward_id,
     compiled_autograd,
+    dynamo_config,
     has_flattened_parameters,
     has_fully_sharded_modules,
+    is_compiling_graph,
     is_flattened,
 )
+from fusion_passes.torch_private.autograd import tracing_backwards
 
 CompilerFn = Callable[[torch.fx.GraphModule], Any]
 
@@ -36,32 +48,68 @@ class BackwardRunner:
     """Decides, for each call of the autograd engine, whether it is traced.
 
     The gradient hooks are only part of a graph if the backward runs under compiled autograd, which
-    torch switches on for the whole process or not at all. Here it is on for exactly the calls that
-    reach a parameter of a managed module. A call that a compiled training step makes keeps the
-    options of that step. One made outside of any takes those of the compiled region that ran last
-    before it: the forward, in a usual loop.
+    is on for the whole process or not at all. Here it is on for exactly the calls that reach a
+    parameter of a managed module. A call takes the options of the compiled region that was entered
+    last before it: the training step that makes it, or the forward, in a usual loop.
 
     Attributes:
         journal: where graphs that were compiled or loaded are recorded.
-        switched_on: whether compiled autograd is enabled in compiled regions because of the flag,
-            and not by the user.
         before_traced: called before each backward that is traced.
-        is_running: whether one that is traced runs now.
     """
 
     journal: Journal
-    switched_on: bool = False
     before_traced: Callable[[], None] = lambda: None
-    is_running: bool = False
-    _compiler: tuple[CompilerFn, bool] | None = None
+    _turns: Turns = field(default_factory=Turns)
+    _region: tuple[Callable[[], CompilerFn], bool | None] | None = None
+    _compiler: CompilerFn | None = None
+    _starts: Starts = field(default_factory=Starts)
+    _unannounced: weakref.WeakKeyDictionary[DistributedDataParallel, set[object]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    _callbacks: list[Callable[[], None]] = field(default_factory=list)
 
-    def remember_region(self, compiler_fn: CompilerFn, dynamic: bool) -> None:
-        """Notes the options of a compiled region that is being entered."""
-        if not self.is_running:
-            self._compiler = (compiler_fn, dynamic)
+    @property
+    def is_tracing(self) -> bool:
+        """Whether a thread runs a traced backward."""
+        return self._turns.is_tracing
+
+    def executing(self) -> contextlib.AbstractContextManager[None]:
+        """Around the run of a compiled graph in a traced backward."""
+        return self._turns.executing()
+
+    def queue(self, callback: Callable[[], None]) -> bool:
+        """Take what a hook of a traced backward wants to be called at its end, which the engine
+        would forget.
+
+        Returns:
+            Whether it was taken: not in any other backward.
+        """
+        taken = self._turns.is_mine and not traced_hooks.is_reentrant
+        if taken:
+            self._callbacks.append(callback)
+        return taken
+
+    def remember_region(self, rebuild: Callable[[], CompilerFn], dynamic: bool | None) -> None:
+        """Note the options of a compiled region that is being entered.
+
+        Args:
+            rebuild: makes its compiler anew.
+            dynamic: its option of ``torch.compile``.
+        """
+        if not self.is_tracing and (self._region is None or self._region[0] is not rebuild):
+            self._region, self._compiler = (rebuild, dynamic), None
+
+    def forget_region(self) -> None:
+        """The flag has changed, which compilers hold a copy of."""
+        self._compiler = None
+        self._unannounced.clear()
+
+    def reset(self) -> None:
+        """Forget what was run."""
+        vars(self).update(vars(BackwardRunner(self.journal, self.before_traced)))
 
     def run(self, engine: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kw: Any) -> Any:
-        """Calls ``engine`` as ``torch.autograd.graph._engine_run_backward`` would be called.
+        """Call ``engine`` as ``torch.autograd.graph._engine_run_backward`` would be called.
 
         Args:
             engine: runs the backward.
@@ -69,66 +117,98 @@ class BackwardRunner:
             args: gradients, retain_graph, create_graph, inputs.
             kw: allow_unreachable, accumulate_grad.
         """
+        if backward_id() >= 0:  # Inside of another, which ends what this one begins.
+            with traced_hooks.reentrant():
+                return engine(outputs, *args, **kw)
+        if is_compiling_graph():
+            return engine(outputs, *args, **kw)
+        keeps_graph = args[1] if len(args) > 1 else kw.get("retain_graph", False)
         create_graph = args[2] if len(args) > 2 else kw.get("create_graph", False)
         accumulates = kw.get("accumulate_grad", False)
-        if self.is_running or torch.compiler.is_compiling():
-            return engine(outputs, *args, **kw)
         traced_hooks.take()  # What is left of a backward that failed.
         known, unreadable = len(self.journal.reports()), self.journal.unreadable
         put_hooks_last()
-        reach = _reach(outputs) if accumulates and not create_graph else _NOTHING
-        traced = reach.managed and not reach.others and can_be_traced(outputs)
+        reach = _reach(outputs) if accumulates else _NOTHING
+        if reach.managed:
+            self._starts.note(outputs, keeps_graph)
+        can_trace = reach.managed and not create_graph and not reach.others
+        reached = functools.cache(lambda: registry.reached_by(leaves_behind(outputs)))
+        traced = can_trace and can_be_traced(outputs) and self._would_announce(reached)
         if reach.managed and reach.others:
-            _tell_mixed()
+            warn_mixed()
         if traced:
             registry.check_new(check_optimizers)
-        if traced:
-            with (
-                self._traced(),
-                shared_errors(lambda: registry.reached_by(leaves_behind(outputs))),
-            ):
+        with running(), shared_errors(reached if traced else lambda: (), fail_backward):
+            with self._running(traced, is_warned=reach.others or can_trace):
                 result = engine(outputs, *args, **kw)
-        else:
-            with self._untraced(is_told=reach.managed), shared_errors(lambda: ()):
-                result = engine(outputs, *args, **kw)
-        note_backward()
+                self._call_back()
+            names = traced_hooks.take()
+            self._note_unannounced(names)
+            end_backward()
         reports = self.journal.reports()[known:]
-        names = traced_hooks.take()
         if self.journal.unreadable > unreadable:
             return result  # Fused in the cache, but nobody knows how: the journal has said so.
         if names:
-            _tell_unfused(names, reports)
+            warn_unfused(names, reports)
         elif reports:
-            _tell_strangers(reports)
+            warn_others_reductions(reports)
         return result
+
+    def _note_unannounced(self, names: Iterable[str]) -> None:
+        for name in note_unannounced(names):
+            ddp = registry.ddp_of(name)
+            if ddp is not None:
+                self._unannounced.setdefault(ddp, set()).add(self._region_entered)
+
+    @property
+    def _region_entered(self) -> object:
+        return self._region and self._region[0]
+
+    def _call_back(self) -> None:
+        while self._turns.is_mine and self._callbacks:  # One may queue another.
+            self._callbacks.pop(0)()
+
+    def _would_announce(self, reached: Callable[[], Iterable[str]]) -> bool:
+        """Whether the graphs of a traced backward say what they launch: not where another backend
+        than Inductor has compiled them, for instance. Untraced, they are reduced in buckets, too.
+        """
+        region = self._region_entered
+        known = [ddp for ddp, regions in self._unannounced.items() if region in regions]
+        return not known or {id(ddp) for ddp in known}.isdisjoint(
+            id(registry.ddp_of(name)) for name in reached()
+        )
+
+    @contextlib.contextmanager
+    def _running(self, traced: bool, is_warned: bool) -> Iterator[None]:
+        with self._turns.traced() if traced else contextlib.nullcontext(False) as may_trace:
+            if may_trace:
+                self._callbacks.clear()
+                with self._traced():
+                    yield
+                return
+            if traced:
+                warn_threads()
+            outer, traced_hooks.untraced_is_warned = traced_hooks.untraced_is_warned, is_warned
+            try:
+                with self._turns.untraced():
+                    yield
+            finally:
+                traced_hooks.untraced_is_warned = outer
 
     @contextlib.contextmanager
     def _traced(self) -> Iterator[None]:
         autograd = compiled_autograd()
         self.before_traced()
-        self.is_running = True
-        try:
-            if autograd.compiled_autograd_enabled or autograd.active_disable_ctx:
-                yield
-            else:
-                compiler_fn, dynamic = self._compiler or (torch.compile, False)
-                with autograd._enable(compiler_fn, dynamic=dynamic):
-                    yield
-        finally:
-            self.is_running = False
-
-    @contextlib.contextmanager
-    def _untraced(self, is_told: bool) -> Iterator[None]:
-        autograd = compiled_autograd()
-        outer, traced_hooks.untraced_is_told = traced_hooks.untraced_is_told, is_told
-        try:
-            if self.switched_on and autograd.compiled_autograd_enabled:
-                with autograd._disable():
-                    yield
-            else:
-                yield
-        finally:
-            traced_hooks.untraced_is_told = outer
+        if autograd.compiled_autograd_enabled or autograd.active_disable_ctx:
+            yield
+            return
+        rebuild, dynamic = self._region or (None, False)
+        if self._compiler is None:
+            self._compiler = rebuild() if rebuild is not None else torch.compile
+        if dynamic is None:
+            dynamic = not dynamo_config().assume_static_by_default
+        with tracing_backwards(self._compiler, dynamic):
+            yield
 
 
 @dataclass(frozen=True)
@@ -149,7 +229,7 @@ _NOTHING: Final = _Reach()
 
 
 def _reach(outputs: Sequence[Any]) -> _Reach:
-    """Where the autograd graph behind ``outputs`` ends.
+    """Where the autograd graph of ``outputs`` ends.
 
     Depth first, so that a graph that ends at a managed parameter is left after a few nodes where
     there is nothing else to look for. Another is walked whole, about a microsecond a node.
@@ -173,90 +253,3 @@ def _reach(outputs: Sequence[Any]) -> _Reach:
         if managed and (others or not looks_for_others):
             break
     return _Reach(managed, others)
-
-
-def _tell_mixed() -> None:
-    tell_once(
-        "mixed backward",
-        "A backward reaches parameters of a DDP module under ddp_fusion, and others that FSDP or "
-        "DDP's own reducer must see to, which do nothing in a traced backward. It is not traced: "
-        "the gradients of the former are reduced one by one. To fuse them, call backward for the "
-        "two apart.",
-    )
-
-
-def _tell_unfused(names: Iterable[str], reports: Sequence[FusionReport]) -> None:
-    """Tells about gradients that were just traced and will not be fused.
-
-    Args:
-        names: the group names of their reductions.
-        reports: what was done to the graphs that were compiled meanwhile.
-    """
-    sizes: dict[tuple[str, str, str], int] = {}
-    graphs: Counter[tuple[str, str]] = Counter()
-    for report in reports:
-        graphs.update({(bucket.group, bucket.module) for bucket in report.buckets})
-        for bucket in report.buckets:
-            for parameter in bucket.parameters:
-                sizes[bucket.group, bucket.module, parameter] = len(bucket.parameters)
-    parameters: dict[tuple[str, str], list[str]] = {}
-    for name in names:
-        owner = registry.owner_of(name)
-        if owner is not None:
-            parameters.setdefault((owner.process_group, owner.module), []).append(owner.parameter)
-    for (group, label), traced in parameters.items():
-        found = [sizes.get((group, label, parameter), 0) for parameter in traced]
-        missing = [p for p, size in zip(traced, found, strict=True) if not size]
-        if missing:
-            _tell_missing(label, missing, reports)
-        elif len(traced) > 1 and max(found) == 1:
-            _tell_alone(label, traced, graphs[group, label])
-
-
-def _tell_strangers(reports: Sequence[FusionReport]) -> None:
-    """Tells about averages that look like gradients of a module that is not managed."""
-    reasons = sorted({item.reason for report in reports for item in report.rejections})
-    if reasons:
-        tell_once(
-            f"strangers {reasons}",
-            "A backward averages tensors one by one that look like gradients, but are left alone: "
-            f"{'; '.join(reasons)}. If they are a module's gradients, set "
-            "torch._inductor.config.ddp_fusion before you construct it.",
-        )
-
-
-def _tell_missing(label: str, parameters: list[str], reports: Sequence[FusionReport]) -> None:
-    rejections = [
-        f"{item.collective}: {item.reason}" for report in reports for item in report.rejections
-    ]
-    reason = (
-        f"they were left alone: {'; '.join(rejections[:3])}"
-        if rejections
-        else "no pass of fusion_passes has seen their graph: the backward was not compiled by "
-        "Inductor's default backend, this compile was given ddp_fusion=None or a "
-        "post_grad_custom_post_pass of its own, or TORCHINDUCTOR_DISABLED_PASSES names the pass"
-    )
-    tell_once(
-        f"missing {label}",
-        f"{len(parameters)} gradients of {label} ({_names(parameters)}) are reduced one by one: "
-        f"{reason}. Use torch.compile's default backend and set "
-        "torch._inductor.config.ddp_fusion for all of the process.",
-    )
-
-
-def _tell_alone(label: str, parameters: list[str], graphs: int) -> None:
-    reason = (
-        f"the backward broke into {graphs} graphs, and what is to be fused must be in one. "
-        "TORCH_LOGS=graph_breaks shows where"
-        if graphs > 1
-        else "each one fills a bucket alone. Raise DistributedDataParallel's bucket_cap_mb"
-    )
-    tell_once(
-        f"alone {label}",
-        f"Nothing was fused in a backward of {label} ({_names(parameters)}): {reason}.",
-    )
-
-
-def _names(parameters: list[str]) -> str:
-    shown = ", ".join(parameters[:5])
-    return shown if len(parameters) <= 5 else f"{shown} and {len(parameters) - 5} more"

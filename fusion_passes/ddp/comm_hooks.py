@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -10,15 +11,22 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.torch_private import BuiltinCommHookType
+from fusion_passes.torch_private.ddp import comm_hooks, log_comm_hook
 
-_SENT_AS: Final[Mapping[object, torch.dtype | None]] = {
-    default_hooks.allreduce_hook: None,
-    default_hooks.bf16_compress_hook: torch.bfloat16,
-    default_hooks.fp16_compress_hook: torch.float16,
-    BuiltinCommHookType.ALLREDUCE: None,
-    BuiltinCommHookType.FP16_COMPRESS: torch.float16,
-}
+_SENT_AS: Final[Mapping[object, torch.dtype | None]] = MappingProxyType(
+    {
+        default_hooks.allreduce_hook: None,
+        default_hooks.bf16_compress_hook: torch.bfloat16,
+        default_hooks.fp16_compress_hook: torch.float16,
+        BuiltinCommHookType.ALLREDUCE: None,
+        BuiltinCommHookType.FP16_COMPRESS: torch.float16,
+    }
+)
 """The dtype in which the gradients are sent that a hook averages; ``None``: in their own."""
+
+
+_SENT_AS_ATTRIBUTE: Final = "_ddp_fusion_sent_as"
+"""Of a managed module: the dtype in which its gradients are sent."""
 
 
 def is_known(hook: object) -> bool:
@@ -30,24 +38,25 @@ def is_known(hook: object) -> bool:
 
 
 def accept_comm_hook(ddp: DistributedDataParallel, hook: Any) -> None:
-    """Lets a managed module's gradients be sent as a known hook would send them.
+    """Let a managed module's gradients be sent as a known hook would send them.
 
     Raises:
         RuntimeError: the module has a hook already, as in DDP.
     """
-    if ddp._comm_hooks:
+    if comm_hooks(ddp):
         raise RuntimeError("register_comm_hook can only be called once.")
-    ddp._comm_hooks.append((hook, None))
+    comm_hooks(ddp).append((hook, None))
+    log_comm_hook(ddp, getattr(hook, "__qualname__", str(hook)))
     set_sent_as(ddp, _SENT_AS[hook])
 
 
 def set_sent_as(ddp: DistributedDataParallel, dtype: torch.dtype | None) -> None:
-    """Says in which dtype the module's gradients are sent; ``None``: in their own."""
-    ddp._ddp_fusion_sent_as = dtype  # type: ignore[assignment]
+    """Say in which dtype the module's gradients are sent; ``None``: in their own."""
+    setattr(ddp, _SENT_AS_ATTRIBUTE, dtype)
 
 
 def sent_as(ddp: DistributedDataParallel) -> torch.dtype | None:
     """See :func:`set_sent_as`. An attribute of the module, so that Dynamo, which traces this,
     compiles anew when it changes."""
-    dtype: torch.dtype | None = ddp._ddp_fusion_sent_as  # type: ignore[assignment]
+    dtype: torch.dtype | None = getattr(ddp, _SENT_AS_ATTRIBUTE)
     return dtype

@@ -1,71 +1,76 @@
-"""Tells in words, with the parameters' names, that the ranks' backwards do not match."""
+"""Says in words, with the parameters' names, why ranks cannot run the same collectives."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from fusion_passes.agreement import (
-    RanksDisagreeError,
-    agree,
-    calls_of,
-    number_runs,
-    numbers_in,
-    tell_failure,
-    waiting_ranks,
-)
+from fusion_passes.agreement.launches import LaunchList, shown_list
+from fusion_passes.agreement.protocol import participants, why_failed
+from fusion_passes.agreement.rendezvous import ASKING_SECONDS, RanksDisagreeError
 from fusion_passes.ddp.modules import registry
 
-_SHOWN: Final = 5
-"""How many parameters or ranks are named."""
+_TAKE_PART: Final = (
+    "Let every parameter take part in each step on all ranks, freeze it, or give "
+    "DistributedDataParallel find_unused_parameters=True."
+)
 
 _SHOWN_CHARACTERS: Final = 500
 """Of another rank's error."""
 
 
 @contextlib.contextmanager
-def shared_errors(modules_of_backward: Callable[[], Iterable[str]]) -> Iterator[None]:
-    """Around a backward that is traced: an error of one rank reaches the others, and says what they
-    disagree about.
+def shared_errors(
+    modules_of_backward: Callable[[], Iterable[str]], forget: Callable[[Iterable[str]], None]
+) -> Iterator[None]:
+    """Around a backward: an error of one rank reaches the others, and says where they disagree.
 
     Args:
         modules_of_backward: gives the names of the managed modules that the backward reaches;
             called after an error only.
+        forget: forgets what the backward has begun, given the modules that have begun anything.
 
     Raises:
         RanksDisagreeError: the ranks run different collectives, or another rank has failed. A
             collective that failed because of that is its cause.
     """
-    before = {name: calls_of(name) for name in registry.names()}
+    before = _progress()
     try:
         yield
     except RanksDisagreeError as error:
-        raise _in_words(error) from None
+        said = _in_words(error)
+        forget(_touched(before))
+        raise said from None
     except Exception as error:
-        found = waiting_ranks(registry.names())
-        if found is not None:
-            raise _in_words(found) from error
-        for name in modules_of_backward():
-            if calls_of(name) == before.get(name):
-                tell_failure(name, f"{type(error).__name__}: {str(error)[:_SHOWN_CHARACTERS]}")
+        touched, start = _touched(before), time.monotonic()
+        found = why_failed(touched)
+        # A store that has not answered is not asked again: the error must not wait for it twice.
+        if found is None and time.monotonic() - start < ASKING_SECONDS:
+            reason = f"{type(error).__name__}: {str(error)[:_SHOWN_CHARACTERS]}"
+            for name in dict.fromkeys([*touched, *modules_of_backward()]):
+                participants[name].leave_word(reason)
+                if name not in touched:
+                    participants[name].failures += 1
+        words = _in_words(found) if found is not None else None
+        forget(touched)
+        if words is not None:
+            raise words from error
         raise
 
 
-def agree_on_eager(reduced: Mapping[str, Sequence[int]]) -> None:
-    """Returns if all ranks have reduced the same gradients one by one, in the same order.
+def _progress() -> dict[str, tuple[int, int, int]]:
+    return {
+        name: (item.rounds, item.meetings, len(item.received))
+        for name, item in participants.items()
+    }
 
-    Args:
-        reduced: the parameters' numbers, by the group name of their module.
 
-    Raises:
-        RanksDisagreeError: they have not.
-    """
-    for name, numbers in reduced.items():
-        try:
-            agree(name, f"one by one; {number_runs(numbers)}", "/eager")
-        except RanksDisagreeError as error:
-            raise _in_words(error) from None
+def _touched(before: Mapping[str, tuple[int, int, int]]) -> list[str]:
+    """The modules that have got gradients, or met, since then."""
+    return [name for name, now in _progress().items() if now != before.get(name)]
 
 
 def _in_words(error: RanksDisagreeError) -> RanksDisagreeError:
@@ -76,44 +81,60 @@ def _in_words(error: RanksDisagreeError) -> RanksDisagreeError:
     what = f"The ranks of {module.label} do not reduce the same gradients in the same buckets"
     lines = [f"{what}, which would hang or mix them up. All of them stop here."]
     if error.silent:
-        silent = _list(map(str, error.silent))
+        silent = shown_list(map(str, error.silent))
         lines.append(f"Rank {silent} did not answer within the process group's timeout.")
-    lines += _differences(error.collectives, module.parameters)
-    lines.append(
-        "Let every parameter take part in each step on all ranks, freeze it, or give "
-        "DistributedDataParallel find_unused_parameters=True."
+    if error.settings:
+        lines += _other_settings(error.settings)
+    else:
+        lists = {rank: LaunchList.decode(text) for rank, text in error.collectives.items()}
+        lines += _differences(lists, module.parameters)
+    return RanksDisagreeError(
+        error.module,
+        error.collectives,
+        error.silent,
+        text="\n".join(lines),
+        settings=error.settings,
     )
-    return RanksDisagreeError(error.module, error.collectives, error.silent, text="\n".join(lines))
 
 
-def _differences(collectives: Mapping[int, str], parameters: Sequence[str]) -> list[str]:
-    """A line for each set of ranks that have a gradient which others have not; what the ranks run,
-    if all have the same."""
-    reduced = {rank: parameters_in(text) for rank, text in collectives.items()}
+def _other_settings(settings: Mapping[int, str]) -> list[str]:
+    values = {rank: json.loads(text) for rank, text in settings.items()}
+    lines = []
+    for name in next(iter(values.values())):
+        by_value: dict[str, list[str]] = {}
+        for rank, named in values.items():
+            by_value.setdefault(json.dumps(named[name]), []).append(str(rank))
+        if len(by_value) > 1:
+            lines.append(f"{name} must be the same on all ranks, but is:")
+            lines += [f"  {value} on rank {shown_list(r)}" for value, r in by_value.items()]
+    return [*lines, "Set it to one value on all ranks, before DistributedDataParallel."]
+
+
+def _differences(lists: Mapping[int, LaunchList], names: Sequence[str]) -> list[str]:
+    """A line for each set of ranks that have a gradient which others have not, and the remedy; what
+    the ranks run, if all have the same."""
     named: dict[tuple[int, ...], list[str]] = {}
-    for number, parameter in enumerate(parameters):
-        ranks = tuple(rank for rank in reduced if number in reduced[rank])
-        if 0 < len(ranks) < len(reduced):
+    for number, parameter in enumerate(names):
+        ranks = tuple(rank for rank in lists if number in lists[rank].parameters)
+        if 0 < len(ranks) < len(lists):
             named.setdefault(ranks, []).append(repr(parameter))
     if named:
-        return [
-            f"{_list(names)}: a gradient on rank {_list(map(str, ranks))}, and none on "
-            f"rank {_list(str(rank) for rank in reduced if rank not in ranks)}."
-            for ranks, names in named.items()
+        lines = [
+            f"{shown_list(parameters)}: a gradient on rank {shown_list(map(str, ranks))}, and "
+            f"none on rank {shown_list(str(rank) for rank in lists if rank not in ranks)}."
+            for ranks, parameters in named.items()
         ]
-    by_text: dict[str, list[str]] = {}
-    for rank, text in collectives.items():
-        by_text.setdefault(text, []).append(str(rank))
-    return [f"Rank {_list(ranks)}: {text}." for text, ranks in by_text.items()]
-
-
-def parameters_in(text: str) -> set[int]:
-    """The parameters in what :meth:`fusion_passes.planning.BucketPlan.collectives` gives."""
-    buckets = text.split("; ")[1:]
-    return {number for bucket in buckets for number in numbers_in(bucket.rpartition(" ")[2])}
-
-
-def _list(items: Iterable[str]) -> str:
-    shown = list(items)
-    rest = len(shown) - _SHOWN
-    return ", ".join(shown[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+        return [*lines, _TAKE_PART]
+    by_list: dict[LaunchList, list[str]] = {}
+    for rank, launches in lists.items():
+        by_list.setdefault(launches, []).append(str(rank))
+    lines = [
+        f"Rank {shown_list(ranks)}: {launches.describe(names)}."
+        for launches, ranks in by_list.items()
+    ]
+    if len(by_list) > 1:
+        lines.append(
+            "They reduce the same gradients, but have left the agreement that they had: an earlier "
+            "error, or a restart of one rank alone, is the usual cause. Restart all ranks."
+        )
+    return lines

@@ -8,6 +8,7 @@ Here the trace says again which inputs are donated.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -15,39 +16,60 @@ from typing import Any
 
 import torch
 
-from fusion_passes.operators import DONATE
+from fusion_passes.ddp.tracing import make_readable, traceable
+from fusion_passes.graph.operators import DONATE
 from fusion_passes.torch_private import backward_keeps_graph
+from fusion_passes.torch_private.autograd import backward_to_read, compiled_forward
 
 
-def donating(tracer: Any, is_wanted: Callable[[], bool]) -> Any:
+def donating(
+    tracer: Any,
+    is_wanted: Callable[[], bool],
+    executing: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Any:
     """A class of tracers whose graphs say what they may overwrite.
 
     Args:
         tracer: ``torch._dynamo.compiled_autograd.AutogradCompilerInstance``, or one that was put
             in its place. An instance traces one backward.
         is_wanted: whether the backward that is about to be traced is to be such a one.
+        executing: around the run of a compiled graph.
     """
-    return type("DonatingTracer", (_Donating, tracer), {"_is_wanted": staticmethod(is_wanted)})
+    # The engine looks methods up while an error is being raised, such as that of a graph whose
+    # saved tensors are freed. Python then finds only what the class itself has, and where that is
+    # nothing, an AttributeError takes the error's place (3.11, _PyType_Lookup).
+    functions = {
+        name: function
+        for owner in (*reversed(tracer.__mro__), _Donating)
+        for name, function in vars(owner).items()
+        if not name.startswith("__")
+    }
+    functions |= {"_is_wanted": staticmethod(is_wanted), "_executing": staticmethod(executing)}
+    return type("DonatingTracer", (_Donating, tracer), functions)
 
 
 _Tracer: Any = object
 
 
 class _Donating(_Tracer):
-    """Stands in front of the tracer's own class."""
+    """Comes before the tracer's own class."""
 
     _is_wanted: Callable[[], bool]
+    _executing: Callable[[], contextlib.AbstractContextManager[None]]
 
     def begin_capture(self, inputs: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        # Now: the inputs are fake behind it.
+        # Now: later the inputs are fake.
         self._own_memory = _with_own_memory(inputs) if self._is_wanted() else frozenset()
         self._donated: set[int] = set()
-        return super().begin_capture(inputs, *args, **kwargs)
+        seen = [traceable(tensor) for tensor in inputs]
+        self._replaced = [n for n, tensor in enumerate(inputs) if seen[n] is not tensor]
+        return super().begin_capture(seen, *args, **kwargs)
 
     def proxy_call_aot_backward(
         self, inputs: Any, saved: Any, tensors: Any, proxy: Any, context: Any, *rest: Any
     ) -> Any:
-        candidates = _donated_by(context._forward_cls.metadata, saved)
+        make_readable(backward_to_read(context))
+        candidates = _donated_by(compiled_forward(context).metadata, saved)
         numbered = {_number_of_input(candidate): candidate for candidate in candidates}
         donated = sorted(self._own_memory.intersection(numbered))
         if donated:
@@ -58,7 +80,7 @@ class _Donating(_Tracer):
 
     def end_capture(self, outputs: Any) -> Any:
         run, compiled = super().end_capture(outputs)
-        donated = sorted(self._donated)
+        donated, replaced, executing = sorted(self._donated), self._replaced, self._executing
 
         def run_donating(function: Any, inputs: list[torch.Tensor], *args: Any) -> Any:
             # With retain_graph=True they are needed again, and compiled autograd runs the same
@@ -66,7 +88,14 @@ class _Donating(_Tracer):
             if donated and backward_keeps_graph():
                 for number in donated:
                     inputs[number] = inputs[number].clone()
-            return run(function, inputs, *args)
+            for number in replaced:
+                inputs[number] = traceable(inputs[number])
+
+            def execute(*arguments: Any) -> Any:
+                with executing():
+                    return function(*arguments)
+
+            return run(execute, inputs, *args)
 
         return run_donating, compiled
 

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from fusion_passes.collectives import all_reduce
 from fusion_passes.ddp.comm_hooks import sent_as
-from fusion_passes.ddp.disagreement import agree_on_eager
-from fusion_passes.ddp.modules import ManagedModule, registry
-from fusion_passes.ddp.sync import EXPECTED, LOCAL, tell_local
-from fusion_passes.report.telling import tell_once
-from fusion_passes.torch_private import after_backward, assume_constant_result, backward_id
+from fusion_passes.ddp.managed_module import ManagedModule
+from fusion_passes.ddp.modules import registry
+from fusion_passes.ddp.rounds import EXPECTED, LOCAL, note_eager, warn_local
+from fusion_passes.graph.collectives import all_reduce
+from fusion_passes.report.warnings import warn_once
+from fusion_passes.state import Lifetime, process_state
+from fusion_passes.torch_private import assume_constant_result
+from fusion_passes.torch_private.autograd import hooks_after_accumulation
+from fusion_passes.torch_private.ddp import hooks_of_reducer, parameters_of
+
+
+class _Names(threading.local):
+    """Of this thread: another traces other backwards."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, None] = {}
 
 
 @dataclass
@@ -27,53 +39,49 @@ class TracedHooks:
     """Which gradients' reductions were traced into a graph since the last look.
 
     Attributes:
-        untraced_is_told: whether the user knows why those of the backward that runs are not.
+        untraced_is_warned: whether the user knows why those of the backward that runs are not.
+        is_reentrant: whether a backward runs inside of another, as in reentrant checkpointing.
     """
 
-    untraced_is_told: bool = False
-    _names: dict[str, None] = field(default_factory=dict)
+    untraced_is_warned: bool = False
+    is_reentrant: bool = False
+    _traced: _Names = field(default_factory=_Names)
 
     def note(self, name: str) -> None:
-        self._names[name] = None
+        self._traced.names[name] = None
+
+    @contextlib.contextmanager
+    def reentrant(self) -> Iterator[None]:
+        """Around a backward that runs inside of another."""
+        outer, self.is_reentrant = self.is_reentrant, True
+        try:
+            yield
+        finally:
+            self.is_reentrant = outer
 
     def take(self) -> tuple[str, ...]:
-        names = tuple(self._names)
-        self._names.clear()
+        names = tuple(self._traced.names)
+        self._traced.names.clear()
         return names
 
-
-traced_hooks: Final = TracedHooks()
-
-
-@dataclass
-class _EagerReductions:
-    """What eager hooks have reduced in the backward that runs, by module."""
-
-    _backward: int = -1
-    _numbers: dict[str, list[int]] = field(default_factory=dict)
-
-    def note(self, module: str, number: int) -> None:
-        """Lets the ranks compare what they have reduced when the backward ends."""
-        backward = backward_id()
-        if backward != self._backward:
-            self._backward, self._numbers = backward, {}
-            after_backward(functools.partial(agree_on_eager, self._numbers))
-        self._numbers.setdefault(module, []).append(number)
+    def reset(self) -> None:
+        vars(self).update(vars(TracedHooks()))
 
 
-_eager_reductions: Final = _EagerReductions()
+traced_hooks: Final = process_state.keep(
+    TracedHooks(), "what a backward has traced", Lifetime.CALL, reset=TracedHooks.reset
+)
 
 
 def replace_hooks(ddp: DistributedDataParallel, module: ManagedModule) -> None:
-    """Puts the package's hook where DDP's Python reducer has registered its own.
+    """Put the package's hook where DDP's Python reducer has registered its own.
 
-    It does the same, over the module's own group names, and says so when it runs eagerly.
+    It does the same, over the module's own group names. Where it runs eagerly, the gradient is
+    reduced when the backward has ended.
     """
     group_name_while_tracing = assume_constant_result(_note_traced)
-    for handle in ddp._accum_grad_hooks:
-        handle.remove()
-    ddp._accum_grad_hooks.clear()
-    for index, parameter in enumerate(ddp._module_parameters):
+    remove_hooks(ddp)
+    for index, parameter in enumerate(parameters_of(ddp)):
         if parameter.requires_grad:
             hook = functools.partial(
                 _reduce_gradient,
@@ -85,16 +93,27 @@ def replace_hooks(ddp: DistributedDataParallel, module: ManagedModule) -> None:
                 number=index,
                 world_size=module.world_size,
                 group_name_while_tracing=group_name_while_tracing,
-                local_while_tracing=assume_constant_result(tell_local),
+                local_while_tracing=assume_constant_result(warn_local),
             )
             handle = parameter.register_post_accumulate_grad_hook(hook)
-            ddp._accum_grad_hooks.append(handle)
+            hooks_of_reducer(ddp).append(handle)
             _placed[handle.id] = weakref.ref(parameter)
             weakref.finalize(ddp, _remove, handle).atexit = False
 
 
-_placed: Final[dict[int, weakref.ref[nn.Parameter]]] = {}
-"""The parameter of each hook of the package, by the hook's handle."""
+_placed: Final = process_state.keep(
+    dict[int, weakref.ref[nn.Parameter]](),
+    "the parameter of each hook of the package, by the hook's handle",
+    Lifetime.MODULE,
+    reset=dict.clear,
+)
+
+
+def remove_hooks(ddp: DistributedDataParallel) -> None:
+    """Remove the hooks that DDP's Python reducer or the package has registered."""
+    for handle in hooks_of_reducer(ddp):
+        _remove(handle)
+    hooks_of_reducer(ddp).clear()
 
 
 def _remove(handle: RemovableHandle) -> None:
@@ -103,12 +122,12 @@ def _remove(handle: RemovableHandle) -> None:
 
 
 def put_hooks_last() -> None:
-    """Lets the hooks that others have put on the same parameters run first. What they see is the
-    gradient of this rank alone, as with DDP's own reducer, which averages behind all hooks."""
+    """Let the hooks that others have put on the same parameters run first. What they see is the
+    gradient of this rank alone, as with DDP's own reducer, which averages after all hooks."""
     for number, reference in _placed.items():
         parameter = reference()
-        hooks: Any = parameter._post_accumulate_grad_hooks if parameter is not None else None
-        if hooks and len(hooks) > 1 and number in hooks and next(reversed(hooks)) != number:
+        hooks = hooks_after_accumulation(parameter) if parameter is not None else {}
+        if len(hooks) > 1 and number in hooks and next(reversed(hooks)) != number:
             hooks[number] = hooks.pop(number)
 
 
@@ -129,7 +148,8 @@ def _reduce_gradient(
     group_name_while_tracing: Callable[[str], str],
     local_while_tracing: Callable[[str], str],
 ) -> None:
-    """Averages ``parameter.grad`` over the ranks, in place.
+    """Average ``parameter.grad`` over the ranks, in place; when the backward has ended, if this
+    is not traced.
 
     Dividing first and then summing is what DDP does, so that a sum of large fp16 gradients does
     not overflow.
@@ -141,24 +161,32 @@ def _reduce_gradient(
         if owner.require_backward_grad_sync and not getattr(owner, LOCAL):
             local_while_tracing(name)
         return
-    if torch.compiler.is_compiling():
-        name = group_name_while_tracing(name)
-    else:
-        _eager_reductions.note(module, number)
-        if not traced_hooks.untraced_is_told:
-            _tell_eager(name)
+    if not torch.compiler.is_dynamo_compiling():
+        note_eager(module, number)
+        if not traced_hooks.untraced_is_warned:
+            _warn_eager(name)
+        return
+    name = group_name_while_tracing(name)
     dtype = sent_as(owner)
     gradient = parameter.grad if dtype is None else parameter.grad.to(dtype)
     parameter.grad.copy_(all_reduce(gradient / world_size, "sum", name))
 
 
-def _tell_eager(name: str) -> None:
+def _warn_eager(name: str) -> None:
     owner = registry.owner_of(name)
     label = owner.module if owner else name
-    tell_once(
+    what = f"Gradients of {label} are reduced after their backward, with no compute beside them: "
+    if traced_hooks.is_reentrant:
+        warn_once(
+            f"reentrant {label}",
+            what + "they come from reentrant activation checkpointing, whose backward runs inside "
+            "of another one and is not traced. Give torch.utils.checkpoint.checkpoint "
+            "use_reentrant=False.",
+        )
+        return
+    warn_once(
         f"eager hook of {label}",
-        f"The gradients of {label} are reduced one by one, each with a blocking collective: its "
-        "backward did not run as a compiled graph, or broke out of it. ddp_fusion needs "
+        what + "it did not run as a compiled graph, or broke out of it. ddp_fusion needs "
         "loss.backward() while torch._inductor.config.ddp_fusion is set, without "
         "create_graph=True, torch.compiler.disable or stance 'force_eager' around it; "
         "TORCH_LOGS=graph_breaks shows where a graph breaks.",

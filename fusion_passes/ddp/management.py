@@ -1,45 +1,174 @@
-"""Puts a DDP module under the flag's management, takes it out again, and sees to it that a copy of
-one is managed too.
+"""Puts a DDP module under the flag's management, takes it out again, and lets a copy of one be
+managed too.
 
 What DDP's Python reducer lacks is found in two places: in the constructor's arguments (see
-:mod:`fusion_passes.ddp.own_reducer`), and in methods that are called later. The latter are replaced
-on each managed module, not on the class: a module stays managed when the flag is unset.
+:mod:`fusion_passes.ddp.own_reducer`), and in methods that are called later. The latter are those of
+:class:`ManagedDDP`, for each managed module by itself: it stays managed when the flag is unset.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes.agreement.rendezvous import meeting_of
+from fusion_passes.ddp.buffers import BUFFERS_IN, broadcast_buffers, prepare_buffers
 from fusion_passes.ddp.comm_hooks import accept_comm_hook, is_known, sent_as, set_sent_as
-from fusion_passes.ddp.forward import prepare_forward
-from fusion_passes.ddp.hooks import replace_hooks
+from fusion_passes.ddp.exiting import pause_at_exit
+from fusion_passes.ddp.hooks import remove_hooks, replace_hooks
+from fusion_passes.ddp.logging_data import run_time_fields
 from fusion_passes.ddp.modules import registry
-from fusion_passes.ddp.own_reducer import tell_own_reducer
-from fusion_passes.ddp.sync import watch
+from fusion_passes.ddp.own_reducer import warn_own_reducer
+from fusion_passes.ddp.rounds import note_forward, watch
 from fusion_passes.ddp.tensor_parallel import make_dtensors_when_read
+from fusion_passes.ddp.unfinished import UNFINISHED, refuse_unfinished
 from fusion_passes.flag import active_config
-from fusion_passes.torch_private import clear_backward_cache
+from fusion_passes.state import Lifetime, process_state
+from fusion_passes.torch_private import (
+    clear_backward_cache,
+    disable_dynamo,
+    tree_map_only,
+)
+from fusion_passes.torch_private.ddp import (
+    HOOKS_OF_REDUCER,
+    USES_PYTHON_REDUCER,
+    ddp_logging_data,
+    give_own_reducer,
+    register_buffer_comm_hook,
+    update_process_group,
+)
 
-_HANDLES: Final = "_ddp_fusion_handles"
-"""Attribute of a managed module: handles of its forward hooks that are ours."""
+_KNOWN: Final = (
+    "over the module's own group (allreduce_hook, bf16_compress_hook and fp16_compress_hook of "
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks do)"
+)
 
-_HOOK_TABLES: Final = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks")
+
+class ManagedDDP(DistributedDataParallel):
+    """Takes DDP's place among the bases of a managed module's class."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """As DDP's, which Dynamo does not trace: it is in a file that it must skip."""
+        if (
+            torch.compiler.is_dynamo_compiling()
+        ):  # Dynamo would leave the range out, with a warning.
+            return self._ddp_fusion_forward(*inputs, **kwargs)
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            return self._ddp_fusion_forward(*inputs, **kwargs)
+
+    def _ddp_fusion_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        output = self._run_ddp_forward(*inputs, **kwargs)
+        return self._post_forward(output)
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Broadcast buffers, and move inputs to the module's device."""
+        if torch.is_grad_enabled() and getattr(self, UNFINISHED) is not None:
+            _refuse(self)
+        group_name = getattr(self, BUFFERS_IN)
+        if group_name and self.require_forward_param_sync and self.broadcast_buffers:
+            broadcast_buffers(self, group_name)
+        if self.device_ids:
+            device = torch.device(self.device_type, self.device_ids[0])
+            return tree_map_only(Tensor, lambda tensor: tensor.to(device), (inputs, kwargs))
+        return inputs, kwargs
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+    def _post_forward(self, output: Any) -> Any:
+        note_forward(self)
+        if getattr(self, BUFFERS_IN):
+            # DDP's rule: buffers are broadcast if the forward before was to be synchronised.
+            is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
+            self.require_forward_param_sync = is_synced
+        return output
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Fuse what averages gradients; hand the module over to DDP's own reducer for others."""
+        group = dist.group.WORLD if state is None else state
+        if is_known(hook) and group is self.process_group:
+            accept_comm_hook(self, hook)
+            return
+        self._check_comm_hook(hook)
+        name = hook.__qualname__
+        hand_over(self, f"its communication hook {name} is not one that averages {_KNOWN}")
+        DistributedDataParallel.register_comm_hook(self, state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
+        accept_comm_hook(self, comm_hook_type)
+
+    def _register_buffer_comm_hook(self, *args: Any, **kwargs: Any) -> None:
+        hand_over(self, "a hook of yours synchronises its buffers")
+        register_buffer_comm_hook(self, *args, **kwargs)
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Any:
+        """Note whether ranks are joined, which makes the hook."""
+        self._ddp_fusion_joins = enable
+        try:
+            return DistributedDataParallel.join(
+                self, divide_by_initial_world_size, enable, throw_on_early_termination
+            )
+        finally:
+            self._ddp_fusion_joins = True
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Hand the module over to DDP's own reducer."""
+        if self.__dict__.get("_ddp_fusion_joins", True):
+            hand_over(self, "it joins ranks with uneven inputs")
+        return DistributedDataParallel.join_hook(self, **kwargs)
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        update_process_group(self, new_process_group)
+        if registry.move(self):
+            # The number of ranks is a constant of the graphs.
+            replace_hooks(self, registry.module_of(self))
+            clear_backward_cache()
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """DDP's, with what its reducer would have counted."""
+        return ddp_logging_data(self) | run_time_fields(self)
+
+    def __reduce_ex__(self, _: object) -> Any:
+        """A copy of a managed module is managed too."""
+        return _blank, (_users_class(self),), _portable(self.__getstate__())
+
+
+_refuse = disable_dynamo(refuse_unfinished)
+
+_REPLACED: Final = tuple(
+    name for name, value in vars(ManagedDDP).items() if callable(value) or name == "__reduce_ex__"
+)
+"""The methods that a managed module has from :class:`ManagedDDP`."""
+
+_OVERRIDDEN: Final = tuple(name for name in _REPLACED if hasattr(DistributedDataParallel, name))
+"""Those that DDP has too."""
 
 
 def manage(ddp: DistributedDataParallel) -> None:
     """From now on, reduces the gradients of a module that uses the Python reducer."""
     make_dtensors_when_read(ddp.module)
     module = registry.add(ddp)
+    meeting_of(module.group_name)  # Now, since later the store's host may be what has failed.
+    if module.backend == "gloo":
+        pause_at_exit()
     replace_hooks(ddp, module)
     set_sent_as(ddp, None)
     watch(ddp)
-    ddp.__dict__[_HANDLES] = prepare_forward(ddp, module)
-    ddp.__dict__ |= _Methods(ddp).by_name()
+    prepare_buffers(ddp, module.group_name)
+    _attach(ddp)
 
 
 def hand_over(ddp: DistributedDataParallel, reason: str) -> None:
@@ -49,121 +178,74 @@ def hand_over(ddp: DistributedDataParallel, reason: str) -> None:
         ddp: the module; all ranks of its group must hand it over between the same two steps.
         reason: for the user.
     """
-    for name in (*_Methods.NAMES, _HANDLES):
-        for handle in ddp.__dict__.pop(name) if name == _HANDLES else ():
-            handle.remove()
-        ddp.__dict__.pop(name, None)
-    for handle in ddp._accum_grad_hooks:
-        handle.remove()
-    ddp._accum_grad_hooks.clear()
+    _detach(ddp)
+    remove_hooks(ddp)
     registry.discard(ddp)
     clear_backward_cache()
-    ddp._use_python_reducer = False
-    parameters, is_sparse = ddp._build_params_for_reducer()
-    names = ddp._build_debug_param_to_name_mapping(parameters)
-    ddp._ddp_init_helper(parameters, is_sparse, names, ddp.static_graph)
-    if ddp.static_graph:
-        ddp.reducer._set_static_graph()
-        assert ddp.logger is not None, "it comes with the reducer"
-        ddp.logger._set_static_graph()
-    tell_own_reducer(ddp, reason)
+    give_own_reducer(ddp)
+    warn_own_reducer(ddp, reason)
 
 
-class _Methods:
-    """What takes the place of methods of a managed module."""
-
-    NAMES: Final = (
-        "forward",
-        "register_comm_hook",
-        "_register_builtin_comm_hook",
-        "_register_buffer_comm_hook",
-        "join",
-        "join_hook",
-        "_update_process_group",
-        "__reduce_ex__",
-    )
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ref = weakref.ref(ddp)
-        self._joins = True
-
-    def by_name(self) -> dict[str, Callable[..., Any]]:
-        methods = {name: getattr(self, f"do_{name.strip('_')}") for name in self.NAMES[1:]}
-        return methods | {"forward": _forward_of(self._ref)}
-
-    @property
-    def _ddp(self) -> DistributedDataParallel:
-        ddp = self._ref()
-        assert ddp is not None, "a method is called on its module"
-        return ddp
-
-    def do_register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        ddp = self._ddp
-        group = dist.group.WORLD if state is None else state
-        if is_known(hook) and group is ddp.process_group:
-            accept_comm_hook(ddp, hook)
-            return
-        ddp._check_comm_hook(hook)
-        name = hook.__qualname__
-        hand_over(ddp, f"its communication hook {name} is not one that averages {_KNOWN}")
-        ddp.register_comm_hook(state, hook)
-
-    def do_register_builtin_comm_hook(self, comm_hook_type: object) -> None:
-        accept_comm_hook(self._ddp, comm_hook_type)
-
-    def do_register_buffer_comm_hook(self, *args: Any, **kwargs: Any) -> None:
-        ddp = self._ddp
-        hand_over(ddp, "a hook of yours synchronises its buffers")
-        ddp._register_buffer_comm_hook(*args, **kwargs)
-
-    def do_join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Any:
-        self._joins = enable
-        try:
-            join = type(self._ddp).join
-            return join(self._ddp, divide_by_initial_world_size, enable, throw_on_early_termination)
-        finally:
-            self._joins = True
-
-    def do_join_hook(self, **kwargs: Any) -> Any:
-        ddp = self._ddp
-        if self._joins:
-            hand_over(ddp, "it joins ranks with uneven inputs")
-        return type(ddp).join_hook(ddp, **kwargs)
-
-    def do_update_process_group(self, new_process_group: Any) -> None:
-        ddp = self._ddp
-        type(ddp)._update_process_group(ddp, new_process_group)
-        if registry.move(ddp):
-            # The number of ranks is a constant of the graphs.
-            replace_hooks(ddp, registry.module_of(ddp))
-            clear_backward_cache()
-
-    def do_reduce_ex(self, _: object) -> Any:
-        ddp = self._ddp
-        return _blank, (type(ddp),), _portable(ddp.__getstate__())
+# --- Methods -------------------------------------------------------------------------------------
 
 
-def _forward_of(ref: weakref.ref[DistributedDataParallel]) -> Callable[..., Any]:
-    """What DDP's own ``forward`` comes to with the Python reducer. Dynamo traces this one: DDP's is
-    in a file that it must skip for all other modules."""
+def _attach(ddp: DistributedDataParallel) -> None:
+    """Give a module the methods of :class:`ManagedDDP`.
 
-    def forward(*inputs: Any, **kwargs: Any) -> Any:
+    Where the user's class has some of them too, these must come first and reach ours by ``super``:
+    the module's class becomes one with ours between the user's and DDP's. Otherwise they are
+    attributes of the module, whose class stays what it is: programs compare ``type(model)``.
+    """
+    kind = type(ddp)
+    ddps = DistributedDataParallel
+    if any(getattr(kind, name) is not getattr(ddps, name) for name in _OVERRIDDEN):
+        ddp.__class__ = _with_managed_methods(kind)
+    else:
+        ref = weakref.ref(ddp)
+        ddp.__dict__ |= {name: _bound(ref, getattr(ManagedDDP, name)) for name in _REPLACED}
+
+
+def _detach(ddp: DistributedDataParallel) -> None:
+    ddp.__class__ = _users_class(ddp)
+    for name in _REPLACED:
+        ddp.__dict__.pop(name, None)
+
+
+def _bound(
+    ref: weakref.ref[DistributedDataParallel], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A method that does not keep its module."""
+
+    @functools.wraps(function)
+    def method(*args: Any, **kwargs: Any) -> Any:
         ddp = ref()
         assert ddp is not None, "a method is called on its module"
-        return ddp.module(*inputs, **kwargs)
+        return function(ddp, *args, **kwargs)
 
-    return forward
+    return method
 
 
-_KNOWN: Final = (
-    "over the module's own group (allreduce_hook, bf16_compress_hook and fp16_compress_hook of "
-    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks do)"
+_classes: Final = process_state.keep(
+    weakref.WeakValueDictionary[type[DistributedDataParallel], type[DistributedDataParallel]](),
+    "classes with the methods of ManagedDDP, by the user's class",
+    Lifetime.MODULE,
+    reset=weakref.WeakValueDictionary.clear,
 )
+
+
+def _with_managed_methods(kind: type[DistributedDataParallel]) -> type[DistributedDataParallel]:
+    """A class like the user's, whose base is :class:`ManagedDDP` wherever it was DDP: one for all
+    modules of that class, or each would be compiled for itself."""
+    managed = _classes.get(kind)
+    if managed is None:
+        names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+        names["_ddp_fusion_users_class"] = kind
+        managed = _classes[kind] = type(kind.__name__, (kind, ManagedDDP), names)
+    return managed
+
+
+def _users_class(ddp: DistributedDataParallel) -> type[DistributedDataParallel]:
+    return getattr(type(ddp), "_ddp_fusion_users_class", type(ddp))
 
 
 # --- Copies --------------------------------------------------------------------------------------
@@ -171,12 +253,8 @@ _KNOWN: Final = (
 
 def _portable(state: Mapping[str, Any]) -> dict[str, Any]:
     """A managed module's attributes without what belongs to this one alone."""
-    ours = {handle.id for handle in state[_HANDLES]}
-    portable = {k: v for k, v in state.items() if k not in (*_Methods.NAMES, _HANDLES)}
-    portable["_accum_grad_hooks"] = []
-    for table in _HOOK_TABLES:
-        entries = portable[table]
-        portable[table] = type(entries)((k, v) for k, v in entries.items() if k not in ours)
+    portable = {name: value for name, value in state.items() if name not in _REPLACED}
+    portable[HOOKS_OF_REDUCER] = []
     return portable
 
 
@@ -198,7 +276,7 @@ class _Restoring:
         ddp = self._ddp
         del ddp.__dict__["__setstate__"]
         is_managed = active_config() is not None
-        state = state | {"_use_python_reducer": is_managed}
+        state = state | {USES_PYTHON_REDUCER: is_managed}
         type(ddp).__setstate__(ddp, state)
         if is_managed:
             dtype = sent_as(ddp)

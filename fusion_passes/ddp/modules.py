@@ -13,10 +13,11 @@ on all ranks of the group.
 from __future__ import annotations
 
 import itertools
+import json
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -24,52 +25,32 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.agreement import meet_under
-from fusion_passes.caps import default_cap_bytes
-from fusion_passes.reductions import Owner
+from fusion_passes.agreement.participant import Participant
+from fusion_passes.agreement.protocol import participants
+from fusion_passes.ddp.managed_module import (
+    PARAMETER_MARK,
+    ManagedModule,
+    describe,
+    group_name_of,
+)
+from fusion_passes.flag import active_config
+from fusion_passes.reductions.owners import Owner
+from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import (
-    DEFAULT_FIRST_BUCKET_BYTES,
     backend_name,
+    local_process_group,
     register_process_group,
     unregister_process_group,
 )
+from fusion_passes.torch_private.ddp import parameters_of
 
-_PARAMETER_MARK: Final = "#"
-
-
-@dataclass(frozen=True)
-class ManagedModule:
-    """A DDP module whose gradients are reduced under the flag.
-
-    Attributes:
-        group_name: the module's own name for its process group.
-        process_group: the process group's name.
-        backend: name of the process group's backend for the module's device.
-        world_size: number of ranks of the process group.
-        label: for people: number on the group, and class of the wrapped module.
-        parameters: names, in the order in which DDP counts them.
-        bucket_cap_bytes: the cap that DDP was given, or ours for its gradients.
-        first_bucket_cap_bytes: the cap of its first bucket, by DDP's own rule.
-        listed_cap_bytes: caps of its buckets one by one, if DDP was given a list.
-    """
-
-    group_name: str
-    process_group: str
-    backend: str
-    world_size: int
-    label: str
-    parameters: tuple[str, ...]
-    bucket_cap_bytes: int
-    first_bucket_cap_bytes: int
-    listed_cap_bytes: tuple[int, ...]
-
-    def name_for(self, index: int) -> str:
-        """The group name in the graph for the gradient of parameter ``index``."""
-        return f"{self.group_name}{_PARAMETER_MARK}{index}"
-
-    def names(self) -> list[str]:
-        """All names that the module has for its process group."""
-        return [self.group_name, *(self.name_for(index) for index in range(len(self.parameters)))]
+_numbers: Final = process_state.keep(
+    weakref.WeakKeyDictionary[dist.ProcessGroup, "itertools.count[int]"](),
+    "the number of the next module on each process group; a reset keeps it, since the store of the "
+    "group knows the others",
+    Lifetime.GROUP,
+    reset=lambda _: None,
+)
 
 
 @dataclass
@@ -92,33 +73,17 @@ class Registry:
     _entries: weakref.WeakKeyDictionary[DistributedDataParallel, _Entry] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
 
     def add(self, ddp: DistributedDataParallel) -> ManagedModule:
-        """Registers a module that has been constructed, until it is freed."""
+        """Register a module that has been constructed, until it is freed."""
         group = ddp.process_group
-        names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
         number = self._number_on(group)
-        module = ManagedModule(
-            group_name=_group_name(group, number),
-            process_group=group.group_name,
-            backend=backend_name(group, torch.device(ddp.device_type)),
-            world_size=group.size(),
-            label=f"DDP {number} ({type(ddp.module).__name__})",
-            parameters=tuple(names[id(parameter)] for parameter in ddp._module_parameters),
-            bucket_cap_bytes=_cap_bytes(ddp),
-            first_bucket_cap_bytes=(
-                DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
-            ),
-            listed_cap_bytes=tuple(ddp.bucket_bytes_cap_list),
-        )
+        module = describe(ddp, number)
         self._modules[module.group_name] = module
-        meet_under(module.group_name, str(number))
+        self._meet_under(module.group_name, str(number))
         for alias in module.names():
             register_process_group(alias, group)
-        ids = [id(parameter) for parameter in ddp._module_parameters]
+        ids = [id(parameter) for parameter in parameters_of(ddp)]
         self._parameter_ids.update(ids)
         remove = weakref.finalize(ddp, self._remove, module.group_name, module, ids)
         remove.atexit = False
@@ -127,8 +92,8 @@ class Registry:
         return module
 
     def _number_on(self, group: dist.ProcessGroup) -> int:
-        numbers = self._numbers.setdefault(group, itertools.count())
-        return next(n for n in numbers if _group_name(group, n) not in self._moved)
+        numbers = _numbers.setdefault(group, itertools.count())
+        return next(n for n in numbers if group_name_of(group, n) not in self._moved)
 
     def _remove(self, name: str, module: ManagedModule, ids: list[int]) -> None:
         self._parameter_ids -= Counter(ids)
@@ -136,28 +101,32 @@ class Registry:
             return  # It outlived its process group, and a module of the next one has its names.
         self._moved.discard(name)
         del self._modules[name]
+        participants.pop(name, None)
         if dist.is_initialized():  # Destroying the groups has removed their names already.
             for alias in module.names():
                 unregister_process_group(alias)
 
     def check_new(self, check: Callable[[nn.Module], None]) -> None:
-        """Calls ``check`` with each wrapped model once: before the first backward of any."""
+        """Call ``check`` with each wrapped model once: before the first backward of any."""
         while self._unchecked:
             check(self._unchecked.pop().module)
 
     def discard(self, ddp: DistributedDataParallel) -> None:
-        """Forgets a managed module."""
+        """Forget a managed module."""
         self._entries.pop(ddp).remove()
 
-    def holds(self, ddp: DistributedDataParallel) -> bool:
-        """Whether the module is managed."""
-        return ddp in self._entries
+    def reset(self) -> None:
+        """Forget the managed modules, but not what DDP's own reducer trains as long as it is
+        there, which must not be traced."""
+        for ddp in list(self._entries):
+            self.discard(ddp)
+        self._unchecked.clear()
 
     def module_of(self, ddp: DistributedDataParallel) -> ManagedModule:
         return self._entries[ddp].module
 
     def move(self, ddp: DistributedDataParallel) -> bool:
-        """Follows a module to the process group that it has now: its names resolve to that, so
+        """Follow a module to the process group that it has now: its names resolve to that, so
         compiled graphs go on over it.
 
         Returns:
@@ -173,39 +142,71 @@ class Registry:
         )
         self._modules[old.group_name] = entry.module
         self._moved.add(old.group_name)
-        meet_under(old.group_name, str(self._number_on(group)))
-        for alias in old.names():
-            unregister_process_group(alias)
-            register_process_group(alias, group)
+        self._meet_under(old.group_name, str(self._number_on(group)))
+        _point(old.names(), group)
         return (old.backend, old.world_size) != (entry.module.backend, entry.module.world_size)
 
-    def add_unfused(self, ddp: DistributedDataParallel) -> None:
-        """Notes a module that DDP's own reducer trains under the flag, until it is freed."""
-        ids = [id(parameter) for parameter in ddp._module_parameters]
-        self._unfused_ids.update(ids)
-        weakref.finalize(ddp, self._unfused_ids.subtract, ids).atexit = False
+    def _meet_under(self, name: str, key: str) -> None:
+        # Once a module has moved to another group, ranks may have other names for it.
+        participants[name] = Participant(
+            name, key, lambda: self._settings(name), lambda: self.stand_aside(name)
+        )
 
-    @property
-    def has_unfused(self) -> bool:
-        return any(self._unfused_ids.values())
+    def _settings(self, name: str) -> str:
+        """What must be the same on all ranks, as JSON."""
+        module, config = self._modules[name], active_config()
+        return json.dumps(
+            {
+                "torch._inductor.config.ddp_fusion": None if config is None else asdict(config),
+                "bucket_cap_mb of DistributedDataParallel": module.caps.in_mib(),
+            }
+        )
+
+    def stand_aside(self, name: str) -> None:
+        """Keep a module's collectives on this rank until :meth:`rejoin`."""
+        _point(self._modules[name].names(), local_process_group())
+
+    def rejoin(self, name: str) -> None:
+        """Let a module's collectives reach the other ranks again."""
+        ddp = self.ddp_of(name)
+        if ddp is not None:
+            _point(self._modules[name].names(), ddp.process_group)
+
+    def ddp_of(self, name: str) -> DistributedDataParallel | None:
+        """The managed module of a group name, if it is still there."""
+        found = (ddp for ddp, entry in self._entries.items() if entry.module.group_name == name)
+        return next(found, None)
+
+    def add_unfused(self, ddp: DistributedDataParallel) -> None:
+        """Note a module that DDP's own reducer trains under the flag, until it is freed."""
+        ids = [id(parameter) for parameter in parameters_of(ddp)]
+        self._unfused_ids.update(ids)
+        weakref.finalize(ddp, self._remove_unfused, ids).atexit = False
+
+    def _remove_unfused(self, ids: list[int]) -> None:
+        self._unfused_ids -= Counter(ids)
 
     def is_unfused(self, parameter: nn.Parameter) -> bool:
         """Whether DDP's own reducer reduces the parameter's gradient, which must not be traced."""
-        return self._unfused_ids[id(parameter)] > 0
+        return id(parameter) in self._unfused_ids
+
+    @property
+    def has_unfused(self) -> bool:
+        return bool(self._unfused_ids)
 
     def __len__(self) -> int:
         return len(self._modules)
 
     def manages(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter's gradient is reduced by a managed module."""
-        return self._parameter_ids[id(parameter)] > 0
+        return id(parameter) in self._parameter_ids
 
     def module(self, group_name: str) -> ManagedModule:
         return self._modules[group_name]
 
     def owner_of(self, group_name: str) -> Owner | None:
-        """As :data:`fusion_passes.reductions.OwnerOf`."""
-        base, _, index = group_name.partition(_PARAMETER_MARK)
+        """As :data:`fusion_passes.reductions.owners.OwnerOf`."""
+        base, _, index = group_name.partition(PARAMETER_MARK)
         module = self._modules.get(base)
         if module is None:
             return None
@@ -219,11 +220,8 @@ class Registry:
             module.backend,
             module.world_size,
             number,
+            module.strides[number] if index else None,
         )
-
-    def names(self) -> list[str]:
-        """The names of the modules, each for its group."""
-        return list(self._modules)
 
     def reached_by(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         """The names of the modules that reduce the gradients of some of ``parameters``."""
@@ -231,7 +229,7 @@ class Registry:
         return [
             entry.module.group_name
             for ddp, entry in self._entries.items()
-            if any(id(parameter) in ids for parameter in ddp._module_parameters)
+            if not ids.isdisjoint(map(id, parameters_of(ddp)))
         ]
 
     def fingerprint(self) -> tuple[ManagedModule, ...]:
@@ -239,16 +237,16 @@ class Registry:
         return tuple(self._modules[name] for name in sorted(self._modules))
 
 
-def _cap_bytes(ddp: DistributedDataParallel) -> int:
-    if not ddp.bucket_bytes_cap_default:
-        return int(ddp.bucket_bytes_cap)
-    gradient_bytes = sum(parameter.nbytes for parameter in ddp._module_parameters)
-    return default_cap_bytes(gradient_bytes, DEFAULT_FIRST_BUCKET_BYTES, ddp.bucket_bytes_cap)
+def _point(names: Iterable[str], group: dist.ProcessGroup) -> None:
+    """Let names that are in use stand for another group."""
+    for name in names:
+        unregister_process_group(name)
+        register_process_group(name, group)
 
 
-def _group_name(group: dist.ProcessGroup, number: int) -> str:
-    return f"{group.group_name}/ddp{number}"
-
-
-registry: Final = Registry()
-"""The one registry of the process: group names are process-wide too."""
+registry: Final = process_state.keep(
+    Registry(),
+    "the managed modules: one registry, since group names belong to the process too",
+    Lifetime.MODULE,
+    reset=Registry.reset,
+)

@@ -1,7 +1,7 @@
 """What DDP offers and its Python reducer would leave out without a word.
 
-A module that uses it is trained by DDP's own reducer, as without the flag, and the user is told; or
-it is refused, where that cannot be known to work with a compiled forward.
+A module that uses it is trained by DDP's own reducer, as without the flag, and the user is warned;
+or it is refused, where that cannot be known to work with a compiled forward.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -17,21 +18,31 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.tensor_parallel import check_dtensors
-from fusion_passes.report.telling import tell_once
+from fusion_passes.report.warnings import warn_once
 from fusion_passes.torch_private import after_backward
+from fusion_passes.torch_private.autograd import hooks_on_gradient
+from fusion_passes.torch_private.ddp import (
+    delayed_gradients,
+    delayed_hook,
+    has_optimizer_in_backward,
+)
 
-_UNFUSED: Final[Mapping[str, str]] = {
-    "find_unused_parameters": "let every parameter take part in each step, or freeze it",
-    "skip_all_reduce_unused_params": "let every parameter take part in each step, or freeze it",
-    "delay_all_reduce_named_params": "leave it out: reductions overlap the backward anyway",
-}
-"""Arguments that DDP's own reducer must see to, each with what to do instead to be fused."""
+_UNFUSED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "find_unused_parameters": "construct it without, if all parameters take part in each step "
+        "(transformers.Trainer: ddp_find_unused_parameters=False)",
+        "skip_all_reduce_unused_params": "construct it without, if all parameters take part in "
+        "each step",
+        "delay_all_reduce_named_params": "leave it out: reductions overlap the backward anyway",
+    }
+)
+"""Arguments that DDP's own reducer must handle, each with what to do instead to be fused."""
 
 _WITHOUT_EFFECT: Final = ("gradient_as_bucket_view", "batched_grad_copy", "lazy_bucket_allocation")
 
 
 def check_supported(arguments: Mapping[str, Any]) -> None:
-    """Refuses what works with neither reducer under the flag.
+    """Refuse what works with neither reducer under the flag.
 
     Args:
         arguments: what DDP is to be constructed with, by name; the wrapped ``module`` among them.
@@ -52,13 +63,13 @@ def check_supported(arguments: Mapping[str, Any]) -> None:
 
 
 def check_optimizers(model: nn.Module) -> None:
-    """Refuses optimizers that run in the backward.
+    """Refuse optimizers that run in the backward.
 
     Raises:
         ValueError: it names a parameter and the remedy.
     """
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "_in_backward_optimizers"):
+        if has_optimizer_in_backward(parameter):
             raise ValueError(
                 f"_apply_optimizer_in_backward, parameter {name!r}, is not supported while "
                 "torch._inductor.config.ddp_fusion is set: the optimizer would run before the "
@@ -89,10 +100,10 @@ def reason_for_own_reducer(arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
-def tell_own_reducer(ddp: DistributedDataParallel, reason: str) -> None:
-    """Says that the module is not fused, and sees to it that no backward of it is traced."""
+def warn_own_reducer(ddp: DistributedDataParallel, reason: str) -> None:
+    """Warn that the module is not fused, and make sure that no backward of it is traced."""
     registry.add_unfused(ddp)
-    tell_once(
+    warn_once(
         f"own reducer {type(ddp.module).__name__} {reason}",
         f"DistributedDataParallel({type(ddp.module).__name__}) is trained by DDP's own reducer, as "
         f"without ddp_fusion, and its gradients are not fused: {reason}.",
@@ -100,7 +111,7 @@ def tell_own_reducer(ddp: DistributedDataParallel, reason: str) -> None:
 
 
 def wait_for_delayed(ddp: DistributedDataParallel, hooked: nn.Parameter | None) -> None:
-    """Has the backward of a module wait for the collective that reduces its delayed gradients.
+    """Have the backward of a module wait for the collective that reduces its delayed gradients.
 
     DDP launches that one from a hook and drops its handle: whoever reads the gradients next races
     with it (torch 2.11 to 2.15).
@@ -109,15 +120,15 @@ def wait_for_delayed(ddp: DistributedDataParallel, hooked: nn.Parameter | None) 
         ddp: a module that DDP's own reducer trains.
         hooked: the parameter that the hook is on, if any reductions are delayed.
     """
-    hooks: Any = hooked._backward_hooks if hooked is not None else None
-    for number, hook in (hooks or {}).items():
-        if hook == ddp._delayed_all_reduce_hook:
+    hooks = hooks_on_gradient(hooked) if hooked is not None else {}
+    for number, hook in hooks.items():
+        if hook == delayed_hook(ddp):
             hooks[number] = functools.partial(_reduce_delayed, weakref.ref(ddp))
 
 
 def _reduce_delayed(ref: weakref.ref[DistributedDataParallel], gradient: Tensor) -> Tensor:
     ddp = ref()
-    buffer = ddp._delay_grad_buffer if ddp is not None else None
+    buffer = delayed_gradients(ddp) if ddp is not None else None
     if ddp is not None and buffer is not None:
         buffer.div_(dist.get_world_size(ddp.process_group))
         work = dist.all_reduce(buffer, group=ddp.process_group, async_op=True)
@@ -125,11 +136,11 @@ def _reduce_delayed(ref: weakref.ref[DistributedDataParallel], gradient: Tensor)
     return gradient
 
 
-def tell_without_effect(arguments: Mapping[str, Any]) -> None:
-    """Says which arguments have no effect, because they tune the C++ reducer."""
+def warn_without_effect(arguments: Mapping[str, Any]) -> None:
+    """Warn of arguments that have no effect, because they tune the C++ reducer."""
     given = [name for name in _WITHOUT_EFFECT if arguments.get(name)]
     if given:
-        tell_once(
+        warn_once(
             f"no effect {given}",
             f"DistributedDataParallel({', '.join(given)}) has no effect under ddp_fusion: "
             "it tunes the C++ reducer, which does not run. Leave it out.",

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement
 
 from fusion_passes.ddp.autograd_graph import nodes_behind
-from fusion_passes.report.telling import tell_once
+from fusion_passes.report.warnings import warn_once
+from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import (
     AsyncCollectiveTensor,
     data_parallel_hooks,
@@ -32,22 +33,25 @@ from fusion_passes.torch_private import (
     makes_dtensor,
     passes_symbolic_dtensors,
 )
-
-_SPEC: Final = "_st_info"
-"""Attribute that DDP gives a local shard: the spec of the DTensor that it was made of."""
+from fusion_passes.torch_private.autograd import forward_hooks, own_parameters
+from fusion_passes.torch_private.ddp import dtensor_spec, ignored_by_ddp
 
 _LAYOUTS: Final = "_ddp_fusion_layouts"
 """Attribute of a module that makes DTensors: a :class:`Layout` by parameter. It belongs to the
 module because Dynamo takes numbers in a module's attributes for constants; elsewhere, it takes
 those that differ for symbolic."""
 
-_models: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
-"""Tensor-parallel models in DDP. Where there are none, nothing has to be looked for."""
+_models: Final = process_state.keep(
+    weakref.WeakSet[nn.Module](),
+    "tensor-parallel models in DDP: where there are none, nothing has to be looked for",
+    Lifetime.MODULE,
+    reset=weakref.WeakSet.clear,
+)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Of a DTensor: what its local shard does not tell.
+    """What the local shard of a DTensor does not say of it.
 
     Attributes:
         mesh: the tensor-parallel device mesh.
@@ -66,18 +70,18 @@ class Layout:
 
 
 def check_dtensors(model: nn.Module, device_mesh: DeviceMesh | None) -> None:
-    """Refuses DTensors that DDP would take for parameters, which none of its reducers can reduce.
+    """Refuse DTensors that DDP would take for parameters, which none of its reducers can reduce.
 
     Args:
         model: what DDP is to wrap.
-        device_mesh: what DDP is given. If it is a part of a larger mesh, DDP sees to the DTensors.
+        device_mesh: what DDP is given. If it is a part of a larger mesh, DDP handles the DTensors.
 
     Raises:
         ValueError: it names a parameter and the remedy.
     """
     if device_mesh is not None and is_in_part_of_mesh(device_mesh):
         return
-    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    ignored = ignored_by_ddp(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and name not in ignored:
             raise ValueError(
@@ -88,7 +92,7 @@ def check_dtensors(model: nn.Module, device_mesh: DeviceMesh | None) -> None:
 
 
 def make_dtensors_when_read(model: nn.Module) -> None:
-    """Lets the modules of ``model`` make DTensors of the local shards that DDP has given them.
+    """Let the modules of ``model`` make DTensors of the local shards that DDP has given them.
 
     Args:
         model: what DDP has wrapped. Without such shards, it stays as it is.
@@ -99,7 +103,7 @@ def make_dtensors_when_read(model: nn.Module) -> None:
         if not layouts:
             continue
         for name in layouts:
-            parameter = module._parameters.get(name)
+            parameter = own_parameters(module).get(name)
             if parameter is not None and parameter.requires_grad:
                 parameter.register_hook(_waited_for)
         if _LAYOUTS not in module.__dict__:
@@ -115,9 +119,9 @@ def make_dtensors_when_read(model: nn.Module) -> None:
 
 def _find_layouts(module: nn.Module) -> dict[str, Layout]:
     specs = {
-        name: getattr(parameter, _SPEC)
-        for name, parameter in module._parameters.items()
-        if hasattr(parameter, _SPEC)
+        name: spec
+        for name, parameter in own_parameters(module).items()
+        if parameter is not None and (spec := dtensor_spec(parameter)) is not None
     }
     return {
         name: Layout(spec.mesh, tuple(spec.placements), spec.shape, tuple(spec.stride))
@@ -137,7 +141,7 @@ def _reading_dtensors(kind: type, names: tuple[str, ...]) -> type:
 
 def _property(name: str) -> property:
     def read(module: nn.Module) -> Tensor | None:
-        parameter = module._parameters.get(name)
+        parameter = own_parameters(module).get(name)
         if parameter is None or isinstance(parameter, DTensor):
             return parameter
         layout: Layout = module.__dict__[_LAYOUTS][name]
@@ -159,10 +163,10 @@ def _waited_for(gradient: Tensor) -> Tensor:
 
 
 def _remove_hooks(model: nn.Module) -> None:
-    """Removes the two hooks that DDP has registered."""
+    """Remove the two hooks that DDP has registered."""
     theirs = data_parallel_hooks()
     for module in model.modules():
-        for table in (module._forward_pre_hooks, module._forward_hooks):
+        for table in forward_hooks(module):
             for key in [key for key, hook in table.items() if hook in theirs]:
                 del table[key]
 
@@ -171,7 +175,7 @@ def _remove_hooks(model: nn.Module) -> None:
 
 
 def can_be_traced(outputs: Sequence[Any]) -> bool:
-    """Whether compiled autograd can trace a backward as far as DTensors are concerned; told if not.
+    """Return whether compiled autograd can trace a backward's DTensors; warn if not.
 
     Args:
         outputs: tensors or gradient edges that the backward starts from.
@@ -180,14 +184,14 @@ def can_be_traced(outputs: Sequence[Any]) -> bool:
         return True
     for node in nodes_behind(outputs):
         if makes_dtensor(node):
-            _tell_untraced(
+            _warn_untraced(
                 "not all of its forward is compiled, and DTensors in an eager one can make its "
                 "trace fail. Compile all that the DDP module does: TORCH_LOGS=graph_breaks shows "
                 "what was left out"
             )
             return False
         if passes_symbolic_dtensors(node):
-            _tell_untraced(
+            _warn_untraced(
                 "a region compiled for symbolic sizes takes or returns DTensors, which compiled "
                 "autograd cannot trace. Let the model return local tensors, compile the loss with "
                 "it, or give torch.compile dynamic=False"
@@ -196,8 +200,8 @@ def can_be_traced(outputs: Sequence[Any]) -> bool:
     return True
 
 
-def _tell_untraced(reason: str) -> None:
-    tell_once(
+def _warn_untraced(reason: str) -> None:
+    warn_once(
         f"DTensors {reason}",
         f"The backward of a tensor-parallel model in DDP is not traced, so its gradients are not "
         f"fused: {reason}.",

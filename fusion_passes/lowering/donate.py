@@ -1,4 +1,4 @@
-"""Tells Inductor which inputs of a graph it may overwrite."""
+"""Tell Inductor which inputs of a graph it may overwrite."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fusion_passes.torch_private.inductor import graph_lowering, inductor_ir
 
 
 def lower_donate(saved: Sequence[Any]) -> None:
-    """Makes inputs into donated buffers, as Inductor does in a backward that is not traced.
+    """Make inputs into donated buffers, as Inductor does in a backward that is not traced.
 
     Not under CUDA graphs, which keep their inputs in memory of their own from step to step.
     """

@@ -3,19 +3,18 @@ cannot."""
 
 from __future__ import annotations
 
-import operator
 from typing import Any, Final
 
-import torch
 from torch import fx
 
-from fusion_passes.collectives import data_users, without_hold
-from fusion_passes.kernels import is_library_kernel, stores_unscaled
-from fusion_passes.operators import PACK
+from fusion_passes.graph.collectives import data_users, without_pins
+from fusion_passes.graph.kernels import is_library_kernel, stores_unscaled
+from fusion_passes.graph.operators import PACK
+from fusion_passes.graph.transparent import ITEMS, RELAYOUTS
 from fusion_passes.torch_private.inductor import graph_lowering, inductor_ir
 
-_PASSED_ON: Final[dict[Any, int]] = {operator.getitem: 0, torch.ops.aten.copy.default: 1}
-"""Operators that compute nothing, each with the argument that it passes on."""
+_PASSED_ON: Final = ITEMS | RELAYOUTS
+"""Operators that compute nothing: each passes its last input on."""
 
 
 def obstacle_to_storing(
@@ -27,7 +26,7 @@ def obstacle_to_storing(
         node: the gradient's node.
         gradient: Inductor's value of it.
         place: Inductor's view of where it is to be stored.
-        is_changed: whether it is cast or scaled on the way.
+        is_changed: whether it is cast or scaled when it is stored.
     """
     ir = inductor_ir()
     if not isinstance(gradient.data, ir.StorageBox):
@@ -146,6 +145,6 @@ def _operator(node: fx.Node) -> str:
 
 def _source(node: fx.Node) -> fx.Node:
     """The node that computes the value, of several or alone; a copy only gives it a layout."""
-    while (argument := _PASSED_ON.get(node.target)) is not None:
-        node = node.args[argument]  # type: ignore[assignment]
-    return without_hold(node)
+    while node.target in _PASSED_ON:
+        node = node.all_input_nodes[-1]
+    return without_pins(node)

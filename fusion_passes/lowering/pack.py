@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion_passes.collectives import ALL_REDUCE_COALESCED, ALL_REDUCE_COALESCED_IN_PLACE
+from fusion_passes.graph.collectives import ALL_REDUCE_COALESCED, ALL_REDUCE_COALESCED_IN_PLACE
+from fusion_passes.graph.operators import (
+    AGREE,
+    DONATE,
+    PACK,
+    STORE,
+    WIDEN,
+    split_strides,
+)
+from fusion_passes.graph.scaling import scaled
 from fusion_passes.lowering.donate import lower_donate
 from fusion_passes.lowering.obstacles import (
     computed_from_a_library,
@@ -23,23 +32,23 @@ from fusion_passes.lowering.obstacles import (
     reason_for_copy,
     written_by_a_library,
 )
-from fusion_passes.operators import AGREE, DONATE, IN_BUCKET, PACK, STORE, WIDEN, split_strides
 from fusion_passes.torch_private.inductor import (
     digit,
-    fix_strides_of_lists,
     graph_lowering,
     inductor_ir,
     inductor_lowerings,
     register_lowering,
     supports_foreach,
 )
+from fusion_passes.torch_private.older_torch import fix_strides_of_lists
 
 OnPacked = Callable[[str, Mapping[int, str]], None]
-"""Is told a bucket's label, and for each gradient that was copied (by number) the reason."""
+"""Receives a bucket's label, and for each gradient that was copied (by number) the reason."""
 
 
 def register_lowerings(on_packed: OnPacked) -> None:
-    """Teaches Inductor the package's operators, and torch 2.11 the strides of coalesced gradients.
+    """Teach Inductor the package's operators, and an older torch the strides of
+    coalesced gradients.
 
     Args:
         on_packed: called for each bucket that is lowered.
@@ -52,10 +61,11 @@ def register_lowerings(on_packed: OnPacked) -> None:
         dtype: torch.dtype,
         scale: str,
         factor: float,
+        in_bucket: bool,
         label: str,
     ) -> Any:
         nodes: list[fx.Node] = graph_lowering().current_node.args[0]
-        bucket = _Bucket(nodes, gradients, dtype, scale, factor)
+        bucket = _Bucket(nodes, gradients, dtype, scale, factor, in_bucket)
         places = split_strides([node.meta["val"] for node in nodes], strides)
         copied = bucket.fill(list(zip(offsets, places, strict=True)))
         on_packed(label, copied)
@@ -79,6 +89,7 @@ class _Bucket:
         dtype: torch.dtype,
         scale: str,
         factor: float,
+        in_bucket: bool,
     ) -> None:
         ir = inductor_ir()
         self._nodes = nodes
@@ -86,8 +97,8 @@ class _Bucket:
         self._dtype = dtype
         self._device = gradients[0].get_device()
         self._factor = factor
-        self._at_store = "none" if scale.endswith(IN_BUCKET) else scale
-        self._in_bucket = scale.removesuffix(IN_BUCKET) if scale.endswith(IN_BUCKET) else "none"
+        self._at_store = "none" if in_bucket else scale
+        self._in_bucket = scale if in_bucket else "none"
         numel = sum(node.meta["val"].numel() for node in nodes)
         layout = ir.FixedLayout(self._device, dtype, [numel], [1])
         self._kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
@@ -95,7 +106,7 @@ class _Bucket:
         self.value = ir.TensorBox(self._box)
 
     def fill(self, places: Sequence[tuple[int, tuple[int, ...]]]) -> dict[int, str]:
-        """Stores the gradients.
+        """Store the gradients.
 
         Args:
             places: offset and strides of each, in elements.
@@ -152,7 +163,7 @@ class _Bucket:
         )
 
     def _store(self, number: int, view: Any, is_copied: bool, is_grouped: bool) -> Any:
-        """Points the gradient's kernel at its place, or adds one that stores it there; that one
+        """Point the gradient's kernel at its place, or add one that stores it there; that one
         Inductor may fuse with the gradient's, if it generates both."""
         ir = inductor_ir()
         gradient = self._gradients[number]
@@ -164,7 +175,7 @@ class _Bucket:
             buffer.layout = ir.NonOwningLayout(view)
         else:
             value = _in_order_of(view, gradient) if is_grouped else _computed_again(gradient)
-            value = _scaled(value, self._at_store, self._factor)
+            value = scaled(value, self._at_store, self._factor, inductor_lowerings())
             value = inductor_lowerings().to_dtype(value, self._dtype)
             buffer = ir.ConcatKernel.realize_into(value, _flat(view) if is_grouped else view)
         self._kernel.inputs.append(buffer)
@@ -191,14 +202,16 @@ class _Bucket:
 
     def _scale_in_place(self) -> None:
         if self._in_bucket != "none":
-            product = _scaled(self.value, self._in_bucket, self._factor)
+            lowerings = inductor_lowerings()
+            product = scaled(self.value, self._in_bucket, self._factor, lowerings)
             inductor_ir().MutationLayoutSHOULDREMOVE.realize_into(
                 product, self._box, unsafe_alias=True
             )
 
 
 def _lower_widen(bucket: Any, dtype: torch.dtype, scale: str, factor: float) -> Any:
-    value = _scaled(inductor_lowerings().to_dtype(bucket, dtype), scale, factor)
+    lowerings = inductor_lowerings()
+    value = scaled(lowerings.to_dtype(bucket, dtype), scale, factor, lowerings)
     value.realize()
     # Fused with a kernel that needs no collective, it would make that one wait too.
     graph_lowering().no_fuse_buffer_names.add(value.get_name())
@@ -244,10 +257,3 @@ def _flat(place: Any) -> Any:
     old = place.layout
     layout = ir.FixedLayout(old.device, old.dtype, [math.prod(old.size)], [1], old.offset)
     return ir.ReinterpretView(data=place.data, layout=layout)
-
-
-def _scaled(value: Any, scale: str, factor: float) -> Any:
-    lowerings = inductor_lowerings()
-    if scale == "none":
-        return value
-    return (lowerings.div if scale == "div" else lowerings.mul)(value, factor)

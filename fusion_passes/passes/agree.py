@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx
 
-from fusion_passes.collectives import group_name_of, is_launch
-from fusion_passes.operators import AGREE
-from fusion_passes.reductions import OwnerOf
+from fusion_passes.graph.operators import AGREE
+from fusion_passes.passes.contract import GraphPass
+from fusion_passes.reductions.owners import DdpGroups
 
 
 @dataclass(frozen=True)
-class AgreeBeforeLaunch:
-    """Puts a call in front of each DDP module's first launch that comes back once all ranks are
+class AgreeBeforeLaunch(GraphPass):
+    """Puts a call before each DDP module's first launch that comes back once all ranks are
     known to run the same collectives of that module.
 
     Before::
@@ -25,35 +26,31 @@ class AgreeBeforeLaunch:
         agree_(bucket, module, "concat; avg float32 1-0")
         bucket: f32[40] -> all_reduce
 
-    The call writes nothing, says that it writes the bucket, and so stays in front of the launch.
-    See :func:`fusion_passes.agreement.agree` for what it costs: nothing is sent while a module runs
-    what it ran before.
+    The call writes nothing, says that it writes the bucket, and so stays before the launch.
+    See :mod:`fusion_passes.agreement.protocol` for what it costs: nothing is sent while a module
+    runs what the ranks have agreed on.
 
     Attributes:
         collectives: for each DDP module, by the name of its group, what it is going to launch.
-        owner_of: says which collectives are DDP's.
+        groups: the graph's names of DDP's groups.
     """
 
     collectives: tuple[tuple[str, str], ...]
-    owner_of: OwnerOf
+    groups: DdpGroups
+
+    why_always: ClassVar[str] = "without it, ranks whose graphs differ would hang"
 
     def __call__(self, graph: fx.Graph) -> bool:
         missing = dict(self.collectives)
         found = len(missing)
         for node in list(graph.nodes):
-            if node.op != "call_function" or not is_launch(node):
+            owner = self.groups.owner_of(node)
+            if owner is None or owner.group_name not in missing:
                 continue
-            module = self._module_of(node)
-            if module is None or module not in missing:
-                continue
+            module = owner.group_name
             with graph.inserting_before(node):
                 call = graph.call_function(
                     AGREE, (node.all_input_nodes[0], module, missing.pop(module))
                 )
             call.meta["val"] = None
         return len(missing) < found
-
-    def _module_of(self, launch: fx.Node) -> str | None:
-        name = group_name_of(launch)
-        owner = self.owner_of(name) if name is not None else None
-        return owner.group_name if owner else None

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
 
-from fusion_passes.collectives import all_reduce_coalesced
-from fusion_passes.hook_form import NO_SCALING
-from fusion_passes.planning import Bucket
-from fusion_passes.reductions import GradientReduction
-from fusion_passes.rewrite import Replacement, cast, replace_buckets, scale_by
+from fusion_passes.graph.collectives import all_reduce_coalesced
+from fusion_passes.graph.operators import AS_COMPLEX
+from fusion_passes.graph.scaling import scaled_together
+from fusion_passes.passes.contract import GraphPass
+from fusion_passes.passes.rewrite import Replacement, cast, replace_buckets, settle
+from fusion_passes.passes.verify import GraphFacts
+from fusion_passes.plan.buckets import Bucket
+from fusion_passes.plan.layout import as_it_lies
+from fusion_passes.reductions.find import GradientReduction
 
 
 @dataclass(frozen=True)
-class FuseByCoalescing:
+class FuseByCoalescing(GraphPass):
     """One ``all_reduce_coalesced`` for each bucket; no buffer of our own.
 
     Before, for two gradients::
@@ -33,13 +38,13 @@ class FuseByCoalescing:
 
     Where the plan lets the collective average, nothing is left but the collective. Gradients are
     sent as they lie in memory, whatever the order of their dimensions; where they are sent in a
-    smaller dtype, each is cast before and back behind its wait.
+    smaller dtype, each is cast before and back after its wait.
 
     Each result has the shape, dtype and strides of the reduction that it replaces. Empty buckets
     are left alone.
 
     Attributes:
-        buckets: which reductions to fuse; from :func:`fusion_passes.planning.plan_buckets` for
+        buckets: which reductions to fuse; from :func:`fusion_passes.plan.planner.plan_buckets` for
             the graph that the pass is called with.
         foreign: the other collectives of the graph, in order; they keep it.
     """
@@ -47,8 +52,13 @@ class FuseByCoalescing:
     buckets: tuple[Bucket, ...]
     foreign: tuple[fx.Node, ...] = ()
 
+    others_need_it: ClassVar[bool] = True
+
     def __call__(self, graph: fx.Graph) -> bool:
         return replace_buckets(graph, self.buckets, self.foreign, self._replacement_for)
+
+    def facts_after(self, before: GraphFacts) -> GraphFacts:
+        return before.with_buckets(self.buckets)
 
     def _replacement_for(self, _: int, bucket: Bucket) -> Replacement:
         gradients = tuple(member.gradient for member in bucket.members)
@@ -57,32 +67,25 @@ class FuseByCoalescing:
 
 def _reduce(bucket: Bucket, gradients: list[Tensor]) -> list[Tensor]:
     """The averaged gradients, each a tensor of its own."""
-    key, way, scaling = bucket.key, bucket.scaling.way, bucket.scaling.scaling
-    flat = [_as_it_lies(m, g) for m, g in zip(bucket.members, gradients, strict=True)]
-    before = scaling if way != "result" else NO_SCALING
-    sent = [cast(tensor, key.reduce_dtype.to_real()) for tensor in scale_by(before, flat)]
-    reduced = all_reduce_coalesced(sent, bucket.scaling.reduce_op, key.group_name)
-    results = [cast(tensor, key.dtype.to_real()) for tensor in reduced]
-    if way == "result":
-        results = scale_by(scaling, results)
+    key, scaling = bucket.key, bucket.scaling
+    flat = [_to_send(m, g) for m, g in zip(bucket.members, gradients, strict=True)]
+    to_sum = scaled_together(flat, scaling.before)
+    sent = [cast(tensor, key.reduce_dtype.to_real()) for tensor in to_sum]
+    reduced = all_reduce_coalesced(sent, scaling.reduce_op, key.group_name)
+    wide = [cast(tensor, key.dtype.to_real()) for tensor in reduced]
+    results = scaled_together(wide, scaling.after)
     return [_in_place(m, result) for m, result in zip(bucket.members, results, strict=True)]
 
 
-def _as_it_lies(member: GradientReduction, gradient: Tensor) -> Tensor:
-    """A contiguous tensor with the elements in the order in which the result lies in memory: a
-    view, if the gradient lies so too. Backends take contiguous tensors only."""
-    order = sorted(range(gradient.dim()), key=lambda dim: -member.strides[dim])
-    if order != sorted(order):
-        gradient = gradient.permute(order)
-    if not gradient.is_contiguous():
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+def _to_send(member: GradientReduction, gradient: Tensor) -> Tensor:
+    flat = as_it_lies(gradient, member.strides)
+    return torch.view_as_real(flat) if flat.is_complex() else flat
 
 
 def _in_place(member: GradientReduction, reduced: Tensor) -> Tensor:
     if member.key.dtype.is_complex:
-        reduced = torch.view_as_complex(reduced)
+        reduced = AS_COMPLEX(reduced)
     shape = member.result.meta["val"].shape
-    if reduced.shape == shape and reduced.stride() == member.strides:
-        return reduced
-    return reduced.as_strided(shape, member.strides)
+    if reduced.shape != shape or reduced.stride() != member.strides:
+        reduced = reduced.as_strided(shape, member.strides)
+    return settle(member, reduced)

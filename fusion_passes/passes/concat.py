@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
 
-from fusion_passes.collectives import all_reduce
-from fusion_passes.layout import lay_out
-from fusion_passes.operators import IN_BUCKET, PACK, WIDEN
-from fusion_passes.planning import Bucket
-from fusion_passes.reductions import GradientReduction
-from fusion_passes.rewrite import Replacement, replace_buckets
-from fusion_passes.sources import source_of
+from fusion_passes.graph.collectives import all_reduce
+from fusion_passes.graph.operators import AS_COMPLEX, PACK, WIDEN
+from fusion_passes.passes.contract import GraphPass
+from fusion_passes.passes.rewrite import Replacement, replace_buckets, settle
+from fusion_passes.passes.verify import GraphFacts
+from fusion_passes.plan.buckets import Bucket
+from fusion_passes.plan.layout import lay_out
+from fusion_passes.reductions.find import GradientReduction
+from fusion_passes.reductions.producers import source_of
 
 
 @dataclass(frozen=True)
-class FuseByConcat:
+class FuseByConcat(GraphPass):
     """One flat buffer and one all-reduce for each bucket.
 
     Before, for two gradients::
@@ -35,14 +38,14 @@ class FuseByConcat:
     ``pack`` is no kernel: what produces the gradients stores them in the bucket (see
     :mod:`fusion_passes.lowering.pack`), and they stay views of it. Where the bucket is scaled is
     the plan's decision; where it is sent in a smaller dtype, ``pack`` casts too, and ``widen``
-    behind the wait casts it back.
+    after the wait casts it back.
 
     Each result has the shape, dtype and strides of the reduction that it replaces. A complex
     gradient is packed as its real and imaginary parts, which is how c10d reduces it. Empty buckets
     are left alone.
 
     Attributes:
-        buckets: which reductions to fuse; from :func:`fusion_passes.planning.plan_buckets` for
+        buckets: which reductions to fuse; from :func:`fusion_passes.plan.planner.plan_buckets` for
             the graph that the pass is called with.
         foreign: the other collectives of the graph, in order; they keep it.
         label: names the plan, for the report of what was copied.
@@ -52,8 +55,13 @@ class FuseByConcat:
     foreign: tuple[fx.Node, ...] = ()
     label: str = "plan"
 
+    others_need_it: ClassVar[bool] = True
+
     def __call__(self, graph: fx.Graph) -> bool:
         return replace_buckets(graph, self.buckets, self.foreign, self._replacement_for)
+
+    def facts_after(self, before: GraphFacts) -> GraphFacts:
+        return before.with_buckets(self.buckets)
 
     def _replacement_for(self, index: int, bucket: Bucket) -> Replacement:
         inputs = tuple(_input_of(member, bucket) for member in bucket.members)
@@ -67,7 +75,7 @@ def _input_of(member: GradientReduction, bucket: Bucket) -> tuple[fx.Node, tuple
     """What is packed for a member, and the strides of its place."""
     if bucket.key.dtype.is_complex or not member.num_bytes:
         return member.gradient, (*(2 * stride for stride in member.strides), 1)
-    is_cast = bucket.key.reduce_dtype != bucket.key.dtype and bucket.scaling.way != "store"
+    is_cast = bucket.key.reduce_dtype != bucket.key.dtype and bucket.scaling.method != "store"
     source = source_of(member, sent_as=bucket.key.reduce_dtype if is_cast else None)
     return source.node, source.strides
 
@@ -88,14 +96,14 @@ def _reduce(
         [place.offset for place in places],
         [stride for place in places for stride in place.strides],
         key.reduce_dtype.to_real(),
-        _scale_of(bucket),
-        float(scaling.scaling.value),
+        scaling.before.kind,
+        float(scaling.by.value),
+        scaling.method == "bucket",
         label,
     )
     reduced = all_reduce(reduced, scaling.reduce_op, key.group_name)
     if key.reduce_dtype != key.dtype:
-        kind = scaling.scaling.kind if scaling.way == "result" else "none"
-        reduced = WIDEN(reduced, key.dtype, kind, float(scaling.scaling.value))
+        reduced = WIDEN(reduced, key.dtype, scaling.after.kind, float(scaling.by.value))
     offsets = {i: place.offset for i, place in zip(filled, places, strict=True)}
     return [
         _view(member, reduced, offsets[i]) if i in offsets else _empty(gradients[i])
@@ -103,17 +111,13 @@ def _reduce(
     ]
 
 
-def _scale_of(bucket: Bucket) -> str:
-    kind = bucket.scaling.scaling.kind
-    return {"store": kind, "bucket": kind + IN_BUCKET}.get(bucket.scaling.way, "none")
-
-
 def _view(member: GradientReduction, reduced: Tensor, offset: int) -> Tensor:
     shape = member.result.meta["val"].shape
     if not member.key.dtype.is_complex:
-        return reduced.as_strided(shape, member.strides, offset)
+        return settle(member, reduced.as_strided(shape, member.strides, offset))
     strides = (*(2 * stride for stride in member.strides), 1)
-    return torch.view_as_complex(reduced.as_strided((*shape, 2), strides, offset))
+    view = AS_COMPLEX(reduced.as_strided((*shape, 2), strides, offset))
+    return settle(member, view)
 
 
 def _empty(gradient: Tensor) -> Tensor:

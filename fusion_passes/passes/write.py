@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import fx
 
-from fusion_passes.collectives import group_name_of, is_all_reduce, is_wait
-from fusion_passes.hook_form import CAST
-from fusion_passes.operators import WIDEN
-from fusion_passes.reductions import OwnerOf
+from fusion_passes.graph.collectives import is_all_reduce, is_wait
+from fusion_passes.graph.operators import WIDEN
+from fusion_passes.graph.transparent import (
+    CASTS,
+    ITEMS,
+    RELAYOUTS,
+    SCALINGS,
+    SCALINGS_OF_LISTS,
+    VIEWS,
+)
+from fusion_passes.passes.contract import GraphPass
+from fusion_passes.reductions.owners import DdpGroups
 
 _aten = torch.ops.aten
-_BETWEEN = frozenset(
-    (
-        WIDEN,
-        CAST,
-        operator.getitem,
-        _aten.as_strided.default,
-        _aten.view_as_complex.default,
-        _aten.div.Tensor,
-        _aten.mul.Tensor,
-        _aten._foreach_div.Scalar,
-        _aten._foreach_mul.Scalar,
-    )
-)
-"""What can stand between a wait and an existing gradient."""
+# What can stand between a wait and an existing gradient: whatever leaves it that gradient.
+_BETWEEN: Final = VIEWS | RELAYOUTS | CASTS | SCALINGS | SCALINGS_OF_LISTS | ITEMS | {WIDEN}
 
 
 @dataclass(frozen=True)
-class WriteGradsTogether:
+class WriteGradsTogether(GraphPass):
     """One ``_foreach_copy_`` for each bucket whose results go into existing gradients.
 
     Before, for a bucket with two::
@@ -49,34 +45,25 @@ class WriteGradsTogether:
     together; others keep their ``copy_``.
 
     Attributes:
-        owner_of: says which collectives are DDP's.
+        groups: the graph's names of DDP's groups.
     """
 
-    owner_of: OwnerOf
+    groups: DdpGroups
 
     def __call__(self, graph: fx.Graph) -> bool:
         position = {node: index for index, node in enumerate(graph.nodes)}
         groups = [
             sorted(copies, key=position.__getitem__)
-            for launch in self._launches(graph)
-            if len(copies := _copies_behind(launch)) > 1
+            for launch in graph.nodes
+            if is_all_reduce(launch) and self.groups.owner_of(launch) is not None
+            if len(copies := _copies_after(launch)) > 1
         ]
         for copies in groups:
             _write_together(copies)
         return bool(groups)
 
-    def _launches(self, graph: fx.Graph) -> list[fx.Node]:
-        return [
-            node
-            for node in graph.nodes
-            if node.op == "call_function"
-            and is_all_reduce(node)
-            and (name := group_name_of(node)) is not None
-            and self.owner_of(name) is not None
-        ]
 
-
-def _copies_behind(launch: fx.Node) -> list[fx.Node]:
+def _copies_after(launch: fx.Node) -> list[fx.Node]:
     """The copies of a bucket's results into existing gradients."""
     copies: dict[fx.Node, None] = {}
     pending = [launch]

@@ -1,7 +1,7 @@
 """Remembers, for this process, what was done to each compiled graph.
 
 A graph that comes from Inductor's FX graph cache was compiled by another process, so no pass runs
-here. Two things tell this process what it holds: Inductor stores with a graph what its compile
+here. This process learns of it from two things: Inductor stores with a graph what its compile
 added to the counters and adds it again on a hit, so a counter carries the report's fingerprint; and
 the report itself lies under that in Inductor's cache directory.
 """
@@ -18,6 +18,7 @@ from typing import Final
 
 from fusion_passes.report.records import FusionReport, with_copies
 from fusion_passes.report.table import format_report
+from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import ddp_graph_log
 from fusion_passes.torch_private.inductor import cache_directory, inductor_counters
 
@@ -48,8 +49,8 @@ class Journal:
         self.unreadable = 0
 
     def expect(self, report: FusionReport, label: str, buckets: Collection[int]) -> None:
-        """Records a graph once it is known how its gradients are stored, which only its lowering
-        tells.
+        """Record a graph once it is known how its gradients are stored, which only its lowering
+        knows.
 
         Args:
             report: all that is known so far.
@@ -62,7 +63,7 @@ class Journal:
             self.add(report)
 
     def packed(self, label: str, copied: Mapping[int, str]) -> None:
-        """Notes how a bucket's gradients are stored.
+        """Note how a bucket's gradients are stored.
 
         Args:
             label: the graph's, a colon, and the bucket's number.
@@ -80,7 +81,7 @@ class Journal:
             self.add(pending.report)
 
     def add(self, report: FusionReport) -> None:
-        """Records a graph that this process compiled, and leaves word for those that will take it
+        """Record a graph that this process compiled, and leave word for those that will take it
         from the cache."""
         self._reports.append(report)
         ddp_graph_log().info("%s", format_report(report))
@@ -94,14 +95,19 @@ class Journal:
         return tuple(self._reports)
 
     def clear(self) -> None:
-        """Forgets what was recorded so far."""
+        """Forget what was recorded so far."""
         self._read_cached()
         self._reports.clear()
 
+    def reset(self) -> None:
+        """Forget all, and has torch's counters forget it."""
+        for key in _counted_by_torch():
+            del inductor_counters()[key]
+        vars(self).update(vars(Journal()))
+
     def _read_cached(self) -> None:
-        """Adds the graphs that came from the cache since the last call."""
-        counters = inductor_counters()
-        counted = {key: n for key, n in counters.items() if key.startswith(COUNTER_PREFIX)}
+        """Add the graphs that came from the cache since the last call."""
+        counted = _counted_by_torch()
         for key, count in counted.items():
             # A user may have cleared the counters: then all that is there is new.
             known = self._counted.get(key, 0)
@@ -112,6 +118,11 @@ class Journal:
                 else:
                     self._reports.append(report)
         self._counted = counted
+
+
+def _counted_by_torch() -> dict[str, int]:
+    counters = inductor_counters()
+    return {key: n for key, n in counters.items() if key.startswith(COUNTER_PREFIX)}
 
 
 def _path(digest: str) -> Path:
@@ -145,5 +156,6 @@ def _load(digest: str) -> FusionReport | None:
         return None
 
 
-journal: Final = Journal()
-"""What was done to the graphs of this process."""
+journal: Final = process_state.keep(
+    Journal(), "what was done to each compiled graph", Lifetime.PROCESS, reset=Journal.reset
+)

@@ -6,10 +6,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
-from fusion_passes.planning import Bucket, BucketPlan
-from fusion_passes.reductions import dtype_name
+from fusion_passes.plan.buckets import Bucket, BucketPlan
+from fusion_passes.plan.placement import Placement
+from fusion_passes.reductions.find import dtype_name
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,17 @@ class BucketReport:
         num_bytes: size of the gradients.
         sent_bytes: what is sent: less than ``num_bytes`` in a smaller dtype.
         cap_bytes: the cap under which the bucket was filled.
-        scaling: where its gradients are scaled, see :data:`fusion_passes.scaling.ScalingWay`.
+        scaling: how its gradients are scaled: :data:`fusion_passes.plan.scaling.ScalingMethod`.
         parameters: names of the parameters whose gradients it holds, in ready order.
         copied: for each gradient that is copied into the bucket, instead of stored there by the
             kernel that produces it: the parameter's name, and why.
         note: what the backend does with the bucket that nobody would expect; may be empty.
+        launched: where in the graph its collective is launched.
+        waited: where in the graph the result is waited for, and why there.
+        overlapped: library kernels (matrix products, convolutions, attention) that run between
+            launch and wait.
+        following: library kernels that follow the launch: where more than ``overlapped``,
+            something in the graph reads the result before the end.
     """
 
     module: str
@@ -40,6 +48,10 @@ class BucketReport:
     parameters: tuple[str, ...]
     copied: tuple[tuple[str, str], ...] = ()
     note: str = ""
+    launched: str = ""
+    waited: str = ""
+    overlapped: int = 0
+    following: int = 0
 
 
 @dataclass(frozen=True)
@@ -124,7 +136,10 @@ def report_plan(plan: BucketPlan, mode: str) -> FusionReport:
         mode=mode,
         collectives_before=reductions + left_alone,
         collectives_after=fused + unfused + left_alone,
-        buckets=tuple(_report_bucket(bucket, mode) for bucket in plan.buckets),
+        buckets=tuple(
+            _report_bucket(bucket, placement, mode)
+            for bucket, placement in zip_longest(plan.buckets, plan.placements)
+        ),
         rejections=tuple(
             RejectionReport(f"{item.node.name} ({item.node.target})", item.reason)
             for item in plan.rejections
@@ -133,7 +148,7 @@ def report_plan(plan: BucketPlan, mode: str) -> FusionReport:
     )
 
 
-def _report_bucket(bucket: Bucket, mode: str) -> BucketReport:
+def _report_bucket(bucket: Bucket, placement: Placement | None, mode: str) -> BucketReport:
     owner = bucket.members[0].owner
     return BucketReport(
         module=owner.module,
@@ -142,9 +157,13 @@ def _report_bucket(bucket: Bucket, mode: str) -> BucketReport:
         num_bytes=bucket.num_bytes,
         sent_bytes=bucket.sent_bytes,
         cap_bytes=bucket.cap_bytes,
-        scaling=bucket.scaling.way,
+        scaling=bucket.scaling.method,
         parameters=tuple(member.owner.parameter for member in bucket.members),
         note=_FLATTENS if mode == "coalesced" and owner.backend == "gloo" else "",
+        launched=placement.why_launched() if placement else "",
+        waited=placement.why_waited() if placement else "",
+        overlapped=placement.overlapped if placement else 0,
+        following=placement.following if placement else 0,
     )
 
 

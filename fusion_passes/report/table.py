@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import textwrap
+from types import MappingProxyType
 from typing import Final
 
 from fusion_passes.report.records import BucketReport, FusionReport
 
-_SCALED: Final = {
-    "none": "not scaled",
-    "collective": "averaged by the collective",
-    "store": "scaled where stored",
-    "bucket": "scaled in the bucket",
-    "result": "scaled behind the wait",
-}
+_SCALED: Final = MappingProxyType(
+    {
+        "none": "not scaled",
+        "collective": "averaged by the collective",
+        "store": "scaled where stored",
+        "bucket": "scaled in the bucket",
+        "result": "scaled after the wait",
+    }
+)
 
 
 def format_report(report: FusionReport, *, width: int = 100) -> str:
@@ -39,6 +42,8 @@ def format_report(report: FusionReport, *, width: int = 100) -> str:
         lines += _hang(head, _contents(bucket), width)
         for names, reason in _copies(bucket):
             lines += _hang(" " * len(head), f"copied: {names}: {reason}", width)
+        if bucket.overlapped < bucket.following:
+            lines += _hang(" " * len(head), f"waited for {bucket.waited}", width)
         if bucket.note:
             lines += _hang(" " * len(head), bucket.note, width)
     for rejection in report.rejections:

@@ -6,7 +6,9 @@ Modules that are slow to import (Dynamo takes about a second) are imported insid
 
 from __future__ import annotations
 
+import pkgutil
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -21,13 +23,13 @@ import torch.distributed._functional_collectives
 # A pass must have this base class, and a uuid(), or the FX graph cache is bypassed.
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-# Operators are told by their type and decoded by their schema.
+# Operators are recognised by their type and decoded by their schema.
 from torch._ops import OpOverload
 
 # Fake tensors carry shapes, dtypes and strides of the nodes that a pass adds.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-# In eager mode, a gradient of a tensor-parallel parameter may be a collective under way.
+# In eager mode, a gradient of a tensor-parallel parameter may be a collective that has not ended.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 # A second name for a group says in the graph to which DDP module, and to which of its
@@ -56,6 +58,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Arguments of a forward can be nested.
 from torch.utils._pytree import tree_map_only
 
+from fusion_passes.state import Lifetime, process_state
+
 __all__ = [  # Of the names that are imported; those that are defined here follow.
     "UNSET",
     "AsyncCollectiveTensor",
@@ -80,7 +84,7 @@ DEFAULT_FIRST_BUCKET_BYTES: int = torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
 
 
 def clear_backward_cache() -> None:
-    """Makes compiled autograd forget its graphs: it knows them by their autograd nodes alone."""
+    """Make compiled autograd forget its graphs: it knows them by their autograd nodes alone."""
     torch._C._dynamo.compiled_autograd.clear_cache()
 
 
@@ -91,13 +95,28 @@ def below_autograd() -> Any:
 
 
 def register_process_group(name: str, group: ProcessGroup) -> None:
-    """Gives ``group`` one more name, by which compiled graphs can call it."""
+    """Give ``group`` one more name, by which compiled graphs can call it."""
     _register_process_group(name, group)  # type: ignore[arg-type]
 
 
 def unregister_process_group(name: str) -> None:
-    """Takes a name away again."""
+    """Take a name away again."""
     _unregister_process_group(name)  # type: ignore[arg-type]
+
+
+@process_state.once("a group of this rank alone", Lifetime.PROCESS)
+def local_process_group() -> ProcessGroup:
+    """A group of this rank alone, whose collectives give back what they are given: torch's fake
+    group, made without a rendezvous, for which there is no public way."""
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    group = ProcessGroup(torch.distributed.HashStore(), 0, 1)
+    backend = FakeProcessGroup._create_internal(0, 1)
+    kind = ProcessGroup.BackendType.CUSTOM
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), kind, backend)
+    group._set_group_name("fusion_passes/local")  # type: ignore[arg-type]
+    return group
 
 
 def resolve_process_group(name: str) -> ProcessGroup:
@@ -129,6 +148,43 @@ def compiled_autograd() -> Any:
     import torch._dynamo.compiled_autograd
 
     return torch._dynamo.compiled_autograd
+
+
+def owner_of_name(name: str) -> tuple[Any, str]:
+    """The object that a dotted name of torch is an attribute of, and the attribute's own name.
+    Modules are imported for that, and some of Dynamo's are slow to import."""
+    path, _, last = name.rpartition(".")
+    return pkgutil.resolve_name(path), last
+
+
+def engine_with_queue(queue: Callable[[Callable[[], None]], bool]) -> Any:
+    """Autograd's engine, for ``torch.autograd.Variable._execution_engine``, where callbacks can be
+    queued in another place.
+
+    Args:
+        queue: takes a callback, or returns False: then the engine does.
+    """
+
+    class Engine(torch._C._ImperativeEngine):
+        def queue_callback(self, callback: Callable[[], None]) -> None:
+            if not queue(callback):
+                super().queue_callback(callback)
+
+    return Engine()
+
+
+def compile_lock() -> Any:
+    """The lock that Dynamo holds while it compiles, reentrant. Compilers switch compiled autograd
+    off for a while, and on again if it was on."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
+
+
+def is_compiling_backward() -> bool:
+    """Whether a graph that compiled autograd has traced is being compiled or run."""
+    autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return autograd is not None and autograd.in_compiled_autograd_region
 
 
 def has_fully_sharded_modules() -> bool:
@@ -188,6 +244,11 @@ def passes_symbolic_dtensors(node: Any) -> bool:
     return subclasses is not None and region.num_symints_saved_for_bw > 0
 
 
+def is_compiled_forward(node: Any) -> bool:
+    """Whether an autograd node belongs to a compiled region."""
+    return hasattr(getattr(node, "_forward_cls", None), "maybe_subclass_metadata")
+
+
 def assume_constant_result(function: Any) -> Any:
     """Dynamo calls the function while it traces and keeps the result as a constant."""
     import torch._dynamo
@@ -210,7 +271,7 @@ def is_compiling_graph() -> bool:
 
 
 def after_backward(function: Any) -> None:
-    """Has autograd's engine call ``function`` at the end of the backward that it runs."""
+    """Have autograd's engine call ``function`` at the end of the backward that it runs."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(function)
 
@@ -224,3 +285,9 @@ def backward_keeps_graph() -> bool:
     """Whether the backward that autograd's engine runs in this thread was called with
     ``retain_graph=True``."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def without_view_tracking() -> Any:
+    """A context in which autograd does not see that a tensor is a view of another."""
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    return torch._C._ExcludeDispatchKeyGuard(key)

@@ -5,11 +5,23 @@ They are slow to import, and are imported inside functions.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import torch
 
-from fusion_passes.torch_private import OpOverload
+from fusion_passes.torch_private import ConfigEntry, OpOverload, inductor_config
+
+
+def inductor_entries() -> dict[str, ConfigEntry]:
+    """The entries of ``torch._inductor.config``, by name."""
+    entries: dict[str, ConfigEntry] = inductor_config._config  # type: ignore[attr-defined]
+    return entries
+
+
+def torch_fuses_ddp() -> bool:
+    """Whether torch's own fusion of DDP's all-reduces is on."""
+    return bool(inductor_config._fuse_ddp_communication)
 
 
 def inductor_counters() -> Any:
@@ -20,11 +32,54 @@ def inductor_counters() -> Any:
     return counters["inductor"]
 
 
-def graph_observer(graph_module: torch.fx.GraphModule, name: str) -> Any:
-    """Makes a pass visible to ``TORCHINDUCTOR_DISABLED_PASSES`` and to torch's tracing."""
+def run_observed(
+    graph_module: torch.fx.GraphModule,
+    name: str,
+    run: Callable[[torch.fx.Graph], Any],
+    *,
+    can_be_disabled: bool = True,
+) -> Any:
+    """Call a pass as Inductor calls its own: ``TORCHINDUCTOR_DISABLED_PASSES`` and torch's
+    bisector can switch it off by name, and its time stands under it.
+
+    Args:
+        graph_module: whose graph the pass is called with.
+        name: of the pass.
+        run: the pass.
+        can_be_disabled: otherwise it is timed alone.
+
+    Returns:
+        What the pass returns; ``None`` if it is switched off.
+    """
+    from torch._dynamo.utils import dynamo_timed
     from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
-    return GraphTransformObserver(graph_module, name, subsystem="post_grad_passes")
+    if not can_be_disabled:
+        with dynamo_timed(f"pass.post_grad_passes.{name}"):
+            return run(graph_module.graph)
+    observer = GraphTransformObserver(graph_module, name, subsystem="post_grad_passes")
+    return observer.apply_graph_pass(run)
+
+
+def is_pass_disabled(name: str) -> bool:
+    """Whether ``TORCHINDUCTOR_DISABLED_PASSES`` names the pass, by Inductor's own rule."""
+    import torch._inductor.config as inductor_config
+
+    return name.upper() in inductor_config.disabled_passes.upper()
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Leave a text for ``tlparse``, if a trace is being written (``TORCH_TRACE``).
+
+    Args:
+        name: of the text, in the trace.
+        text: called only if there is a trace.
+    """
+    from torch._logging import trace_structured
+
+    trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
+    )
 
 
 def control_deps() -> Any:
@@ -42,18 +97,25 @@ def make_subgraph(owner: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.Gra
     return _LazyGraphModule(owner, graph)
 
 
-def supports_pass_list() -> bool:
-    """Whether ``post_grad_custom_post_pass`` takes a list (torch 2.11 takes one pass only)."""
-    from torch._inductor import custom_graph_pass
-
-    return hasattr(custom_graph_pass, "get_custom_graph_passes")
-
-
 def hash_files(paths: tuple[str, ...]) -> bytes:
     """Hash of the files' contents."""
     from torch._inductor.custom_graph_pass import get_hash_for_files
 
     return get_hash_for_files(paths)
+
+
+def calls_operators_by_default() -> bool:
+    """Whether operators are called, as in Inductor's lite mode, and lowered only where
+    :func:`lower_by_inductor` says so."""
+    from torch._inductor import config
+
+    return bool(config.fallback_by_default)
+
+
+def lower_by_inductor(node: torch.fx.Node) -> None:
+    """Let Inductor lower an operator that it would call otherwise, as it does with regions that a
+    user annotates."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), "compile_with_inductor": True}
 
 
 def cache_directory() -> str:
@@ -77,7 +139,7 @@ def inductor_lowerings() -> Any:
     return torch._inductor.lowering
 
 
-def graph_lowering() -> Any:
+def graph_lowering() -> Annotated[Any, "torch._inductor.graph.GraphLowering"]:
     """The graph that Inductor is lowering."""
     from torch._inductor.virtualized import V
 
@@ -85,31 +147,8 @@ def graph_lowering() -> Any:
 
 
 def register_lowering(target: OpOverload, function: Any) -> None:
-    """Lets ``function`` lower an operator; it gets Inductor's values for the tensors."""
+    """Let ``function`` lower an operator; it gets Inductor's values for the tensors."""
     inductor_lowerings().register_lowering(target, type_promotion_kind=None)(function)
-
-
-def fix_strides_of_lists(target: OpOverload) -> None:
-    """Gives an operator on a list of tensors these with the graph's strides.
-
-    Torch 2.11 does so for tensors by themselves only. It reduced a coalesced gradient in another
-    layout, and then waited for a copy that it had made of it under way.
-
-    Args:
-        target: the operator; its first argument is a list of tensors.
-    """
-    if torch.__version__ >= "2.13":
-        return
-
-    def fix(node: Any, tensors: Any, *rest: Any, **named: Any) -> Any:
-        require, shapes = inductor_ir().ExternKernel.require_stride_order, graph_lowering().sizevars
-        orders = (
-            inductor_ir().get_stride_order(source.meta["val"].stride(), shapes.shape_env)
-            for source in node.args[0]
-        )
-        return ([require(*pair) for pair in zip(tensors, orders, strict=True)], *rest), named
-
-    inductor_lowerings().add_layout_constraint(target, fix)
 
 
 def supports_foreach(device: torch.device) -> bool:

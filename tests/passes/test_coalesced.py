@@ -175,9 +175,9 @@ getitem_2: f32[2, 2] = getitem(all_reduce_coalesced_default, 0)
 getitem_3: f32[2, 2] = getitem(all_reduce_coalesced_default, 1)
 wait_tensor_default: f32[2, 2] = wait_tensor(getitem_2)
 wait_tensor_default_1: f32[2, 2] = wait_tensor(getitem_3)
-view_as_complex_default: c64[2] = view_as_complex(wait_tensor_default)
-view_as_complex_default_1: c64[2] = view_as_complex(wait_tensor_default_1)
-return (view_as_complex_default, view_as_complex_default_1)
+as_complex_default: c64[2] = as_complex(wait_tensor_default)
+as_complex_default_1: c64[2] = as_complex(wait_tensor_default_1)
+return (as_complex_default, as_complex_default_1)
 """,
     )
 

@@ -28,7 +28,7 @@ x_1: f32[2, 3]
 y_1: f32[4]
 neg: f32[2, 3] = neg(x_1)
 neg_1: f32[4] = neg(y_1)
-pack_default: f32[10] = pack([neg, neg_1], [4, 0], [3, 1, 1], torch.float32, 'div', 2.0, 'plan:0')
+pack_default: f32[10] = pack([neg, neg_1], [4, 0], [3, 1, 1], torch.float32, 'div', 2.0, False, 'plan:0')
 all_reduce_default: f32[10] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: f32[10] = wait_tensor(all_reduce_default)
 as_strided_default: f32[2, 3] = as_strided(wait_tensor_default, [2, 3], [3, 1], 4)
@@ -54,7 +54,7 @@ neg: f32[2, 3] = neg(x_1)
 add: f32[2, 3] = add(a_1, neg)
 neg_1: f32[4] = neg(y_1)
 add_1: f32[4] = add(b_1, neg_1)
-pack_default: f32[10] = pack([add, add_1], [4, 0], [3, 1, 1], torch.float32, 'div', 2.0, 'plan:0')
+pack_default: f32[10] = pack([add, add_1], [4, 0], [3, 1, 1], torch.float32, 'div', 2.0, False, 'plan:0')
 all_reduce_default: f32[10] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: f32[10] = wait_tensor(all_reduce_default)
 as_strided_default: f32[2, 3] = as_strided(wait_tensor_default, [2, 3], [3, 1], 4)
@@ -75,7 +75,7 @@ def test_one_multiplication() -> None:
         """\
 x_1: f32[4]
 y_1: f32[4]
-pack_default: f32[8] = pack([x_1, y_1], [0, 4], [1, 1], torch.float32, 'mul', 0.25, 'plan:0')
+pack_default: f32[8] = pack([x_1, y_1], [0, 4], [1, 1], torch.float32, 'mul', 0.25, False, 'plan:0')
 all_reduce_default: f32[8] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: f32[8] = wait_tensor(all_reduce_default)
 as_strided_default: f32[4] = as_strided(wait_tensor_default, [4], [1], 0)
@@ -94,7 +94,7 @@ def test_avg_without_scaling() -> None:
         """\
 x_1: f32[4]
 y_1: f32[4]
-pack_default: f32[8] = pack([x_1, y_1], [0, 4], [1, 1], torch.float32, 'none', 1.0, 'plan:0')
+pack_default: f32[8] = pack([x_1, y_1], [0, 4], [1, 1], torch.float32, 'none', 1.0, False, 'plan:0')
 all_reduce_default: f32[8] = all_reduce(pack_default, 'avg', 'ddp0')
 wait_tensor_default: f32[8] = wait_tensor(all_reduce_default)
 as_strided_default: f32[4] = as_strided(wait_tensor_default, [4], [1], 0)
@@ -113,7 +113,7 @@ def test_a_compressed_bucket_is_sent_in_the_small_dtype() -> None:
         """\
 x_1: f32[4]
 y_1: f32[4]
-pack_default: bf16[8] = pack([x_1, y_1], [0, 4], [1, 1], torch.bfloat16, 'none', 2.0, 'plan:0')
+pack_default: bf16[8] = pack([x_1, y_1], [0, 4], [1, 1], torch.bfloat16, 'none', 2.0, False, 'plan:0')
 all_reduce_default: bf16[8] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: bf16[8] = wait_tensor(all_reduce_default)
 widen_default: f32[8] = widen(wait_tensor_default, torch.float32, 'div', 2.0)
@@ -135,7 +135,7 @@ x_1: f32[2, 3]strides[1, 2]
 y_1: f32[4]
 neg: f32[2, 3]strides[1, 2] = neg(x_1)
 neg_1: f32[4] = neg(y_1)
-pack_default: f32[10] = pack([neg, neg_1], [4, 0], [1, 2, 1], torch.float32, 'div', 2.0, 'plan:0')
+pack_default: f32[10] = pack([neg, neg_1], [4, 0], [1, 2, 1], torch.float32, 'div', 2.0, False, 'plan:0')
 all_reduce_default: f32[10] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: f32[10] = wait_tensor(all_reduce_default)
 as_strided_default: f32[2, 3]strides[1, 2] = as_strided(wait_tensor_default, [2, 3], [1, 2], 4)
@@ -155,7 +155,7 @@ def test_scalars_and_empty_gradients_have_their_piece() -> None:
 x_1: f32[]
 y_1: f32[0, 4]
 z_1: f32[4]
-pack_default: f32[5] = pack([x_1, z_1], [4, 0], [1], torch.float32, 'div', 2.0, 'plan:0')
+pack_default: f32[5] = pack([x_1, z_1], [4, 0], [1], torch.float32, 'div', 2.0, False, 'plan:0')
 all_reduce_default: f32[5] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: f32[5] = wait_tensor(all_reduce_default)
 as_strided_default: f32[] = as_strided(wait_tensor_default, [], [], 4)
@@ -177,14 +177,14 @@ x_1: c64[2]
 y_1: c64[2]
 view_as_real_default: f32[2, 2] = view_as_real(x_1)
 view_as_real_default_1: f32[2, 2] = view_as_real(y_1)
-pack_default: f32[8] = pack([view_as_real_default, view_as_real_default_1], [0, 4], [2, 1, 2, 1], torch.float32, 'div', 2.0, 'plan:0')
+pack_default: f32[8] = pack([view_as_real_default, view_as_real_default_1], [0, 4], [2, 1, 2, 1], torch.float32, 'div', 2.0, False, 'plan:0')
 all_reduce_default: f32[8] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: f32[8] = wait_tensor(all_reduce_default)
 as_strided_default: f32[2, 2] = as_strided(wait_tensor_default, [2, 2], [2, 1], 0)
-view_as_complex_default: c64[2] = view_as_complex(as_strided_default)
+as_complex_default: c64[2] = as_complex(as_strided_default)
 as_strided_default_1: f32[2, 2] = as_strided(wait_tensor_default, [2, 2], [2, 1], 4)
-view_as_complex_default_1: c64[2] = view_as_complex(as_strided_default_1)
-return (view_as_complex_default, view_as_complex_default_1)
+as_complex_default_1: c64[2] = as_complex(as_strided_default_1)
+return (as_complex_default, as_complex_default_1)
 """,
     )
 
@@ -199,7 +199,7 @@ def test_the_same_gradient_twice() -> None:
         """\
 x_1: f32[4]
 neg: f32[4] = neg(x_1)
-pack_default: f32[8] = pack([neg, neg], [0, 4], [1, 1], torch.float32, 'div', 2.0, 'plan:0')
+pack_default: f32[8] = pack([neg, neg], [0, 4], [1, 1], torch.float32, 'div', 2.0, False, 'plan:0')
 all_reduce_default: f32[8] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: f32[8] = wait_tensor(all_reduce_default)
 as_strided_default: f32[4] = as_strided(wait_tensor_default, [4], [1], 0)
@@ -220,7 +220,7 @@ def test_gradients_that_share_memory_with_something_else() -> None:
 x_1: f32[3]
 expand: f32[2, 3]strides[0, 1] = expand(x_1, [2, 3])
 permute: f32[3, 2]strides[1, 0] = permute(expand, [1, 0])
-pack_default: f32[12] = pack([expand, permute], [0, 6], [3, 1, 2, 1], torch.float32, 'div', 2.0, 'plan:0')
+pack_default: f32[12] = pack([expand, permute], [0, 6], [3, 1, 2, 1], torch.float32, 'div', 2.0, False, 'plan:0')
 all_reduce_default: f32[12] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: f32[12] = wait_tensor(all_reduce_default)
 as_strided_default: f32[2, 3] = as_strided(wait_tensor_default, [2, 3], [3, 1], 0)

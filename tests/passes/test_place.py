@@ -8,7 +8,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx
 
-from fusion_passes.collectives import ALL_REDUCE, WAIT, all_reduce, is_launch
+from fusion_passes.graph.collectives import ALL_REDUCE, WAIT, all_reduce, is_launch
 from tests.support.graphs import (
     Backward,
     TensorSpec,
@@ -91,7 +91,7 @@ x_1: f32[2, 2]
 y_1: f32[4]
 neg: f32[2, 2] = neg(x_1)
 abs_1: f32[4] = abs(y_1)
-pack_default: f32[8] = pack([neg, abs_1], [0, 4], [2, 1, 1], torch.float32, 'div', 2.0, 'plan:0')
+pack_default: f32[8] = pack([neg, abs_1], [0, 4], [2, 1, 1], torch.float32, 'div', 2.0, False, 'plan:0')
 all_reduce_default: f32[8] = all_reduce(pack_default, 'sum', 'ddp0')
 mm: f32[2, 2] = mm(x_1, x_1)
 mm_1: f32[2, 2] = mm(x_1, mm)
@@ -153,20 +153,76 @@ def test_a_cast_before_the_launch_goes_with_it() -> None:
 
 
 @pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param(lambda g: g.unsqueeze(0), id="unsqueeze"),
+        pytest.param(lambda g: g.squeeze(1), id="squeeze"),
+        pytest.param(lambda g: _aten.squeeze.dims(g, [1]), id="squeeze.dims"),
+        pytest.param(lambda g: g.view(-1), id="reshape"),
+        pytest.param(lambda g: g.permute(1, 0), id="permute"),
+    ],
+)
+def test_a_view_before_the_launch_goes_with_it(view: Backward) -> None:
+    """A weight that its layer views in another shape has a gradient that is a view."""
+
+    def backward(x, y):
+        gradient = torch.neg(x)
+        between = torch.sin(y)
+        return between, reduce(view(gradient), "a")
+
+    order = _placed(backward, tensor(4, 1), tensor(4))
+    assert order.index("all_reduce") < order.index("sin")
+
+
+@pytest.mark.parametrize(
     "form",
     [
         pytest.param(reduce_relaid, id="layout"),
         pytest.param(lambda g, name: reduce_as(g, name, torch.bfloat16), id="cast"),
+        pytest.param(lambda g, name: reduce(g, name).unsqueeze(0), id="unsqueeze"),
+        pytest.param(lambda g, name: reduce(g, name).squeeze(), id="squeeze"),
+        pytest.param(lambda g, name: _aten.div.Scalar(reduce(g, name), 2), id="div.Scalar"),
+        pytest.param(lambda g, name: _aten.mul.Scalar(reduce(g, name), 2), id="mul.Scalar"),
+        pytest.param(
+            lambda g, name: torch.view_as_real(reduce(torch.complex(g, g), name)), id="as real"
+        ),
     ],
 )
 def test_what_merely_follows_a_wait_does_not_hold_it_back(form: Backward) -> None:
-    """A change of layout or a cast that only the output reads can be as late as the output."""
+    """A change of shape, layout, dtype or scale that only the output reads can be as late as the
+    output."""
 
     def backward(x, y):
         return form(torch.neg(x), "a"), torch.mm(y, y)
 
     order = _placed(backward, tensor(2, 3, stride=(1, 2)), tensor(2, 2))
     assert order.index("mm") < order.index("wait_tensor")
+
+
+def test_coalesced_results_that_are_scaled_together_do_not_hold_back_their_waits() -> None:
+    """Sent as bf16, they are scaled where they are exact: after the wait, by one operator."""
+
+    def backward(x, y):
+        return (
+            reduce_as(torch.neg(x), "a", torch.bfloat16),
+            reduce_as(torch.neg(y), "b", torch.bfloat16),
+            torch.mm(y, y),
+        )
+
+    inputs = [tensor(2, 2), tensor(2, 2)]
+    text = check(backward, inputs, chain(coalesced(), place()))
+    order = [line.split(":")[0] for line in text.splitlines()]
+    assert order.index("mm") < order.index("wait_tensor_default")
+    assert order.index("wait_tensor_default_1") < order.index("_foreach_div_scalar")
+
+
+def test_results_that_are_scaled_together_with_others_are_waited_for_before() -> None:
+    def backward(x, y):
+        first, _ = torch._foreach_mul([reduce(torch.neg(x), "a"), y], 2)
+        return first, torch.mm(y, y)
+
+    order = _placed(backward, tensor(2, 2), tensor(2, 2))
+    assert order.index("wait_tensor") < order.index("_foreach_mul") < order.index("mm")
 
 
 # --- What does not move ------------------------------------------------------------------------
@@ -240,7 +296,7 @@ def test_launches_on_two_groups_need_not() -> None:
     assert _issued(backward, tensor(4)) == ["ddp2#b", "ddp0#a"]
 
 
-def test_a_strangers_launch_on_the_group_keeps_its_place_too() -> None:
+def test_another_launch_on_the_group_keeps_its_place_too() -> None:
     def backward(x):
         early = torch.neg(x)
         stranger = all_reduce(torch.sin(x), "max", "world")
@@ -249,7 +305,7 @@ def test_a_strangers_launch_on_the_group_keeps_its_place_too() -> None:
     assert _issued(backward, tensor(4)) == ["world", "ddp0#a"]
 
 
-def test_a_strangers_launch_on_another_group_does_not_bind() -> None:
+def test_a_launch_of_others_on_another_group_does_not_bind() -> None:
     def backward(x):
         early = torch.neg(x)
         stranger = all_reduce(torch.sin(x), "max", "other")

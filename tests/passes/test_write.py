@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a golden has one line a node)
 """Existing gradients of a bucket are written by one operator."""
 
 from __future__ import annotations
@@ -6,7 +7,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from fusion_passes.collectives import ALL_REDUCE_COALESCED, WAIT
+from fusion_passes.graph.collectives import ALL_REDUCE_COALESCED, WAIT
 from fusion_passes.passes.write import WriteGradsTogether
 from tests.support.graphs import (
     Backward,
@@ -15,16 +16,18 @@ from tests.support.graphs import (
     check,
     coalesced,
     concat,
-    owner_of,
+    groups_of,
     reduce,
     reduce_as,
     reduce_into,
     tensor,
 )
 
+_aten = torch.ops.aten
+
 
 def write() -> RewriteFor:
-    return lambda graph: WriteGradsTogether(owner_of)
+    return lambda graph: WriteGradsTogether(groups_of(graph))
 
 
 def after_concat() -> RewriteFor:
@@ -50,7 +53,7 @@ x_1: f32[2, 3]
 y_1: f32[4]
 add: f32[2, 3] = add(a_1, x_1)
 add_1: f32[4] = add(b_1, y_1)
-pack_default: f32[10] = pack([add, add_1], [4, 0], [3, 1, 1], torch.float32, 'div', 2.0, 'plan:0')
+pack_default: f32[10] = pack([add, add_1], [4, 0], [3, 1, 1], torch.float32, 'div', 2.0, False, 'plan:0')
 all_reduce_default: f32[10] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: f32[10] = wait_tensor(all_reduce_default)
 as_strided_default: f32[2, 3] = as_strided(wait_tensor_default, [2, 3], [3, 1], 4)
@@ -151,7 +154,40 @@ def test_coalesced_results_that_are_cast_back() -> None:
     assert writes(backward, *[tensor(4)] * 4, fuse=coalesced()) == (0, 1)
 
 
-def test_a_strangers_results_are_left_alone() -> None:
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(lambda result: _aten.div.Scalar(result, 4), id="div.Scalar"),
+        pytest.param(lambda result: _aten.mul.Scalar(result, 4), id="mul.Scalar"),
+        pytest.param(lambda result: result.unsqueeze(0).squeeze(0), id="views"),
+        pytest.param(lambda result: result.permute(1, 0).permute(1, 0), id="permuted"),
+        pytest.param(lambda result: result.clone(), id="clone"),
+    ],
+)
+@pytest.mark.parametrize("fuse", [concat(), coalesced()], ids=["concat", "coalesced"])
+def test_what_leaves_a_result_that_gradient_does_not_keep_it_apart(
+    form: Backward, fuse: RewriteFor
+) -> None:
+    def backward(a, b, x, y):
+        a.copy_(form(reduce(x, "a")))
+        b.copy_(form(reduce(y, "b")))
+
+    assert writes(backward, *[tensor(2, 3)] * 4, fuse=fuse) == (0, 1)
+
+
+def test_results_that_are_laid_out_anew_beside_another_reader() -> None:
+    """Without the other reader, the change of layout would be a part of the reduction."""
+
+    def backward(a, b, x, y):
+        results = reduce(torch.neg(x), "a"), reduce(torch.neg(y), "b")
+        a.copy_(_aten.copy.default(x, results[0]))
+        b.copy_(_aten.copy.default(y, results[1]))
+        return results
+
+    assert writes(backward, *[tensor(2, 3, stride=(1, 2))] * 4) == (0, 1)
+
+
+def test_results_of_other_collectives_are_left_alone() -> None:
     def backward(a, b, x):
         launched = ALL_REDUCE_COALESCED([x, torch.neg(x)], "sum", "tensor_parallel")
         a.copy_(WAIT(launched[0]))

@@ -27,6 +27,9 @@ REPORT = FusionReport(
             cap_bytes=MIB,
             scaling="result",
             parameters=("head.bias", "head.weight"),
+            waited="at the end",
+            overlapped=2,
+            following=2,
         ),
         BucketReport(
             module="DDP 0 (Net)",
@@ -43,6 +46,9 @@ REPORT = FusionReport(
                 ("layers.3.weight", "a reason"),
             ),
             note="what the backend does",
+            waited="early, because x reads it",
+            overlapped=1,
+            following=2,
         ),
     ),
     rejections=(
@@ -58,13 +64,14 @@ def test_the_table() -> None:
         """\
 ddp_fusion concat: 8 collectives traced, 3 launched a step (compiled here, plan 0123456789abcdef)
 bucket       size        cap  gradients  what
-     0    1.5 KiB    1.0 MiB          2  float32 sent as 768 B, scaled behind the wait, DDP 0 (Net),
+     0    1.5 KiB    1.0 MiB          2  float32 sent as 768 B, scaled after the wait, DDP 0 (Net),
                                          group 0: head.bias, head.weight
      1   30.0 MiB   25.0 MiB          5  bfloat16, scaled in the bucket, DDP 0 (Net), group 0:
                                          layers.0.weight, layers.1.weight, layers.2.weight,
                                          layers.3.weight, layers.4.weight
                                          copied: layers.0.weight, layers.3.weight: a reason
                                          copied: layers.1.weight: another reason
+                                         waited for early, because x reads it
                                          what the backend does
 left alone: all_reduce_7 (_c10d_functional.all_reduce.default): its own reason""",
     )
@@ -78,7 +85,7 @@ def test_a_narrow_terminal_folds_the_names() -> None:
 ddp_fusion concat: 8 collectives traced, 3 launched a step (compiled here, plan 0123456789abcdef)
 bucket       size        cap  gradients  what
      0    1.5 KiB    1.0 MiB          2  float32 sent as 768 B, scaled
-                                         behind the wait, DDP 0 (Net),
+                                         after the wait, DDP 0 (Net),
                                          group 0: head.bias, head.weight
      1   30.0 MiB   25.0 MiB          5  bfloat16, scaled in the bucket,
                                          DDP 0 (Net), group 0:
@@ -91,6 +98,8 @@ bucket       size        cap  gradients  what
                                          layers.3.weight: a reason
                                          copied: layers.1.weight:
                                          another reason
+                                         waited for early, because x
+                                         reads it
                                          what the backend does
 left alone: all_reduce_7 (_c10d_functional.all_reduce.default): its own
             reason""",

@@ -17,7 +17,7 @@ import torch._inductor.config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
-from fusion_passes import inductor_pass
+from fusion_passes.install import inductor_pass
 from tests.support.fake_world import fake_world, two_layers
 
 

@@ -26,8 +26,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_passes.config import FusionConfig
 from fusion_passes.lowering.pack import register_lowerings
-from fusion_passes.pipeline import run_pipeline
-from fusion_passes.reductions import Owner
+from fusion_passes.passes.pipeline import run_pipeline
+from fusion_passes.reductions.owners import Owner
 from fusion_passes.torch_private import FakeTensorMode
 from tests.support.cuda_calls import read_kernels
 from tests.support.fake_world import fake_world

@@ -18,7 +18,7 @@ from __future__ import annotations
 import string
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,34 +26,36 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_passes.caps import BucketCaps
-from fusion_passes.collectives import (
+from fusion_passes.agreement.launches import LaunchList
+from fusion_passes.config import FusionConfig
+from fusion_passes.graph.collectives import (
     ALL_REDUCE,
     ALL_REDUCE_COALESCED,
     ALL_REDUCE_IN_PLACE,
     WAIT,
     all_reduce,
-    is_held,
     is_launch,
+    is_pinned,
 )
-from fusion_passes.config import FusionConfig
-from fusion_passes.graph_text import graph_text
-from fusion_passes.operators import AGREE
+from fusion_passes.graph.operators import AGREE
+from fusion_passes.graph.text import graph_text
 from fusion_passes.passes.coalesced import FuseByCoalescing
 from fusion_passes.passes.concat import FuseByConcat
-from fusion_passes.passes.hold import HoldPlacement
+from fusion_passes.passes.pin import PinOrder
+from fusion_passes.passes.pipeline import run_pipeline
 from fusion_passes.passes.place import PlaceReductions
-from fusion_passes.pipeline import run_pipeline
-from fusion_passes.planning import (
+from fusion_passes.passes.verify import GraphFacts, graph_facts, verify
+from fusion_passes.plan.caps import BucketCaps
+from fusion_passes.plan.planner import (
     DEFAULT_OPTIONS,
     BucketPlan,
     CapsOf,
     PlanOptions,
     plan_buckets,
 )
-from fusion_passes.reductions import Owner, find_gradient_reductions
+from fusion_passes.reductions.find import FoundReductions, find_gradient_reductions
+from fusion_passes.reductions.owners import DdpGroups, Owner
 from fusion_passes.torch_private import FakeTensorMode
-from fusion_passes.verify import GraphFacts, graph_facts, verify
 from tests.support.fake_world import fake_world
 
 WORLD_SIZE = 4
@@ -163,7 +165,7 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def owner_of(group_name: str) -> Owner | None:
-    """As :data:`fusion_passes.reductions.OwnerOf`, for the names of this file."""
+    """As :data:`fusion_passes.reductions.owners.OwnerOf`, for the names of this file."""
     module, _, parameter = group_name.partition("#")
     process_group = PROCESS_GROUP_OF.get(module)
     if process_group is None:
@@ -180,6 +182,16 @@ def owner_of(group_name: str) -> Owner | None:
     )
 
 
+def groups_of(graph: fx.Graph) -> DdpGroups:
+    """The graph's names that :func:`owner_of` knows."""
+    return DdpGroups.of(graph, owner_of)
+
+
+def find(graph: fx.Graph) -> FoundReductions:
+    """The gradient reductions of a graph with names of this file."""
+    return find_gradient_reductions(graph, groups_of(graph))
+
+
 def _number(parameter: str) -> int:
     """3 for ``w3`` and for ``d``."""
     digits = parameter.lstrip(string.ascii_letters + "_")
@@ -194,7 +206,7 @@ def caps(cap: int = 1 << 40, first: int | None = None, hold: int = 1 << 40) -> C
 def plan_of(
     graph: fx.Graph, caps_of: CapsOf | None = None, options: PlanOptions = DEFAULT_OPTIONS
 ) -> BucketPlan:
-    found = find_gradient_reductions(graph, owner_of)
+    found = find(graph)
     return plan_buckets(graph, found.reductions, caps_of or caps(), found.rejections, options)
 
 
@@ -210,19 +222,30 @@ def coalesced(caps_of: CapsOf | None = None, **options: Any) -> RewriteFor:
 
 
 def place() -> RewriteFor:
-    return lambda graph: PlaceReductions(owner_of)
+    return lambda graph: PlaceReductions(groups_of(graph))
 
 
-def hold() -> RewriteFor:
-    return lambda graph: HoldPlacement(owner_of)
+def pin() -> RewriteFor:
+    return lambda graph: PinOrder(groups_of(graph))
 
 
-def pipeline(mode: str = "concat", caps_of: CapsOf | None = None) -> RewriteFor:
-    """All passes, as one: it returns whether the graph's text changed."""
+def pipeline(
+    mode: str = "concat", caps_of: CapsOf | None = None, agreed: LaunchList | None = None
+) -> RewriteFor:
+    """All passes, as one: it returns whether the graph's text changed.
+
+    Args:
+        mode: of the fusion.
+        caps_of: the caps.
+        agreed: what the ranks have agreed on for the gradients of its parameters.
+    """
+
+    def agreed_of(_: str, parameters: Collection[int]) -> LaunchList | None:
+        return agreed if agreed is not None and agreed.parameters == set(parameters) else None
 
     def run(graph: fx.Graph) -> bool:
         before = graph_text(graph)
-        run_pipeline(graph, FusionConfig(mode=mode), owner_of, caps_of or caps())
+        run_pipeline(graph, FusionConfig(mode=mode), owner_of, caps_of or caps(), agreed_of)
         return graph_text(graph) != before
 
     return lambda graph: run
@@ -291,7 +314,8 @@ def _check_on(
     with fake_world(WORLD_SIZE, rank):
         module = trace(function, inputs)
         graph = module.graph
-        before, facts, numbers = graph_text(graph), graph_facts(graph, owner_of), execute(module)
+        before, numbers = graph_text(graph), execute(module)
+        facts = graph_facts(graph, groups_of(graph))
         changed = rewrite_for(graph)(graph)
         after = graph_text(graph)
         assert changed == (before != after), f"returned {changed}, which is not what it did"
@@ -301,15 +325,15 @@ def _check_on(
             changed = rewrite_for(graph)(graph)
             assert graph_text(graph) == after, "a second run changed the graph"
             assert not changed, "a second run said that it changed the graph"
-            verify(graph, facts, owner_of)
+            verify(graph, facts, groups_of(graph))
     return after
 
 
 def _verify_rewritten(graph: fx.Graph, before: GraphFacts) -> GraphFacts:
     """The laws, but that another operation or dtype may reduce the same elements."""
-    after = graph_facts(graph, owner_of)
+    after = graph_facts(graph, groups_of(graph))
     assert _elements(after) == _elements(before)
-    return verify(graph, replace(before, reduced=after.reduced), owner_of)
+    return verify(graph, replace(before, reduced=after.reduced), groups_of(graph))
 
 
 def _elements(facts: GraphFacts) -> Counter[str]:
@@ -369,7 +393,7 @@ class _Player(fx.Interpreter):
         if n.op != "call_function":
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if is_held(n):
+        if is_pinned(n):
             _, subgraph, *inputs = args
             return _Player(subgraph, self._pending).run(*inputs)
         if n.target is WAIT:

@@ -44,22 +44,23 @@ def lower(
     Args:
         function: tensor code; gives a list of tensors.
         inputs: as it will be called with.
-        rewrite: changes the graph, as a post-grad pass would.
         settings: of ``torch._inductor.config``; the cache is off: its hits generate nothing.
+        rewrite: changes the graph, as a post-grad pass.
     """
     copied: list[dict[int, str]] = []
     register_lowerings(lambda _, reasons: copied.append(dict(reasons)))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = [mode.from_tensor(tensor) for tensor in inputs]
         module = make_fx(function, decomposition_table=select_decomp_table())(*fake)
-    rewrite(module.graph)
     compiled: list[Any] = []
 
     def compile_it() -> None:
         compiled.append(compile_fx_inner(module, fake))
 
     try:
-        with torch._inductor.config.patch(fx_graph_cache=False, **settings):
+        with torch._inductor.config.patch(
+            fx_graph_cache=False, post_grad_custom_post_pass=rewrite, **settings
+        ):
             _, codes = run_and_get_code(compile_it)
     finally:
         register_lowerings(journal.packed)

@@ -50,11 +50,11 @@ class Outcome:
 def run_both_ways(scenario: Scenario, flag: str) -> Outcome:
     """A job for every rank."""
     import fusion_passes
-    from fusion_passes.report.telling import forget_told
+    from fusion_passes.state import process_state
 
     eager = scenario(lambda module: module)
     torch._dynamo.reset()
-    forget_told()
+    process_state.reset()
     known = len(fusion_passes.reports())
     with (
         torch._inductor.config.patch(ddp_fusion=flag),

@@ -149,9 +149,9 @@ class TensorParallelRecord(Record):
 def train_on_mesh(job: Job, flag: str) -> tuple[TensorParallelRecord, TensorParallelRecord]:
     """Trains under the flag, and by eager DDP, from the same start on the same data."""
     import fusion_passes
-    from fusion_passes.report.telling import forget_told
+    from fusion_passes.state import process_state
 
-    forget_told()
+    process_state.reset()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     before = len(fusion_passes.reports())
     with (

@@ -145,9 +145,9 @@ def train_all_ways(recipe: Recipe, flag: Any, ways: tuple[Way, ...]) -> dict[Way
 
 def _train_fused(recipe: Recipe, flag: Any, groups: Mapping[str, ProcessGroup]) -> Record:
     import fusion_passes
-    from fusion_passes.report.telling import forget_told
+    from fusion_passes.state import process_state
 
-    forget_told()
+    process_state.reset()
     before = len(fusion_passes.reports())
     # Of an earlier job of this process, which failed on purpose before it had waited.
     left_behind = _get_work_registry_size()

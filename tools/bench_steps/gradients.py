@@ -20,7 +20,7 @@ of keys in attention, which is zero."""
 
 
 def compare_with(reference: str, model: nn.Module, *, write: bool) -> Checked:
-    """Compares gradients and buffers of a model with those in a file.
+    """Compare gradients and buffers of a model with those in a file.
 
     Args:
         reference: the file.
@@ -44,7 +44,7 @@ def compare(
     buffers: Mapping[str, Tensor],
     expected_buffers: Mapping[str, Tensor],
 ) -> Checked:
-    """Compares gradients and buffers by name."""
+    """Compare gradients and buffers by name."""
     common = [name for name in expected if name in gradients]
     floor = FLOOR * max((_largest(gradient) for gradient in expected.values()), default=0.0)
     errors = {name: _error(gradients[name], expected[name], floor) for name in common}

@@ -182,7 +182,7 @@ class Measuring:
                 item.processes.end()
 
     def _started(self, row: Row, start: RowResult) -> _Alive:
-        """Starts a row; one at its default twice, as on a new machine and with what the first left
+        """Start a row; one at its default twice, as on a new machine and with what the first left
         in its caches."""
         both = self._starts(row) == 2
         if both:
@@ -210,7 +210,7 @@ class Measuring:
         return _Alive(start, processes)
 
     def _check(self, result: RowResult, processes: RowProcesses) -> None:
-        """Compares gradients with eager DDP's, whose row is the first one."""
+        """Compare gradients with eager DDP's, whose row is the first one."""
         is_reference = result.row == REFERENCE
         checked: list[Checked] = processes.ask("check", self._reference, is_reference)
         if not all(one.compared for one in checked):
@@ -237,7 +237,7 @@ class Measuring:
     def _measure_rounds(
         self, alive: Sequence[_Alive], cell: Cell, starts: dict[Row, RowResult]
     ) -> None:
-        """Fills a cell with the rows that are alive, and those that did not come to be."""
+        """Fill a cell with the rows that are alive, and those that did not come to be."""
         limits = {item.result.row: item.result for item in alive[:2]}
         results = {row: start.without_figures() for row, start in (limits | starts).items()}
         tables: list[list[float]] = []
@@ -271,7 +271,7 @@ class Measuring:
         cell.note_ready(probed)
 
     def _warm_up(self, alive: Sequence[_Alive], results: dict[Row, RowResult]) -> None:
-        """Makes the first steps at a rate, and chooses how many of them fit in a turn."""
+        """Make the first steps at a rate, and choose how many of them fit in a turn."""
         for item in alive:
             row = item.result.row
             self._progress.begin(f"{row.label}: warm-up")

@@ -161,7 +161,7 @@ def leftovers(listed: str, is_alive: Callable[[int], bool]) -> list[str]:
 
 
 def run_command(command: Command) -> str:
-    """Runs a command; what it says on standard error is part of the error."""
+    """Run a command; what it says on standard error is part of the error."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     if done.returncode:
         words = f"{' '.join(command)}: {done.stderr.strip()}"
@@ -202,7 +202,7 @@ class ShapedNetwork:
         self._shaped = False
 
     def set_rate(self, rate: str | None) -> None:
-        """Bounds all devices to a rate; ``None`` to none."""
+        """Bound all devices to a rate; ``None`` to none."""
         if rate is not None:
             for command in rate_commands(self.topology, rate):
                 self._run(command)
@@ -237,7 +237,7 @@ def shaped_network(
 
 
 def _delete(names: Sequence[str], run: Runner) -> None:
-    """Deletes namespaces, and with them their devices; one that is not there is no matter."""
+    """Delete namespaces, and with them their devices; one that is not there is no matter."""
     for name in names:
         with contextlib.suppress(subprocess.CalledProcessError):
             run(["ip", "netns", "delete", name])

@@ -26,7 +26,7 @@ LIMITS = {
 
 
 def draw(run: Run, path: Path) -> None:
-    """Writes a PNG; nothing where there is no cell."""
+    """Write a PNG; nothing where there is no cell."""
     if not run.cells:
         return
     # Without a display, and without a window's state.

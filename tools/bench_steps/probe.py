@@ -27,7 +27,7 @@ torch.library.define(
 
 @torch.library.register_fake(OPERATOR)
 def _(gradient: Tensor, order: Tensor, index: int) -> None:
-    """Says only what it writes, which is in its schema."""
+    """Do nothing: its schema has what it writes."""
 
 
 class ReadyClock:
@@ -57,7 +57,7 @@ class ReadyClock:
         self._noted.append((time.perf_counter(), event, gradient.nbytes))
 
     def clear(self) -> None:
-        """Forgets what was noted."""
+        """Forget what was noted."""
         self._noted = []
 
     def read(self, begin: Any) -> tuple[float, ...]:

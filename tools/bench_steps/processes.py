@@ -65,7 +65,7 @@ class Place:
 
 
 def cores_of(ranks: int, cores: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Shares the cores among the ranks; with fewer cores than ranks, ranks share them."""
+    """Share the cores among the ranks; with fewer cores than ranks, ranks share them."""
     share = len(cores) // ranks
     if share == 0:
         return tuple((cores[rank % len(cores)],) for rank in range(ranks))
@@ -107,7 +107,7 @@ class RowProcesses:
             raise
 
     def ask(self, command: str, *values: object, timeout_s: float | None = None) -> list[Any]:
-        """Has all ranks do something.
+        """Have all ranks do something.
 
         Args:
             command: a method of :class:`bench_steps.rank.Rank`.
@@ -131,7 +131,7 @@ class RowProcesses:
             raise RowFailed(str(error)) from error
 
     def end(self) -> None:
-        """Lets the ranks end, and kills those that do not."""
+        """Let the ranks end, and kill those that do not."""
         for rank in self._ranks:
             with contextlib.suppress(OSError):
                 rank.connection.send(("end",))
@@ -142,7 +142,7 @@ class RowProcesses:
         self.kill()
 
     def kill(self) -> None:
-        """Kills the ranks, and what they have started: each is a session of its own."""
+        """Kill the ranks, and what they have started: each is a session of its own."""
         for rank in self._ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank.process.pid, signal.SIGKILL)

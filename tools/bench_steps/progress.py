@@ -26,11 +26,11 @@ class Progress:
         self._bar.close()
 
     def expect(self, turns: int) -> None:
-        """Adds turns to those that are to come."""
+        """Add turns to those that are to come."""
         self._bar.total += turns
         self._bar.refresh()
 
     def begin(self, words: str) -> None:
-        """Says what runs now, which is a turn."""
+        """Say what runs now, which is a turn."""
         self._bar.set_postfix_str(words, refresh=False)
         self._bar.update()

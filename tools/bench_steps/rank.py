@@ -32,7 +32,7 @@ TABLE_BYTES = 2**20
 
 
 def main(arguments: list[str]) -> int:
-    """Answers commands until ``end``; 1 after a command that failed, which is told."""
+    """Answer commands until ``end``; 1 after a command that failed, which is reported."""
     assignment = Assignment.from_json(arguments[0])
     connection = Connection(int(arguments[1]))
     # A bench that is killed leaves no ranks behind, not even one that waits in a collective.
@@ -97,7 +97,7 @@ class Rank:
         dist.barrier()
 
     def start(self) -> Started:
-        """Prepares the row's way and makes its first step."""
+        """Prepare the row's way and make its first step."""
         from workloads.models import SIZES, subject
         from workloads.ways import PLAIN, built, prepare
 
@@ -131,7 +131,7 @@ class Rank:
         )
 
     def start_network(self, num_bytes: int, dtype: str) -> Started:
-        """Makes a buffer to be reduced, instead of a model."""
+        """Make a buffer to be reduced, instead of a model."""
         import torch
         import torch.distributed as dist
 
@@ -142,7 +142,7 @@ class Rank:
         return Started(0.0)
 
     def check(self, reference: str, write: bool) -> Checked:
-        """Makes a step, and compares with what eager DDP left in the file ``reference``; eager DDP
+        """Make a step, and compare with what eager DDP left in the file ``reference``; eager DDP
         itself writes it."""
         from bench_steps.gradients import compare_with
 
@@ -152,7 +152,7 @@ class Rank:
         return compare_with(path, self._training.model, write=write)
 
     def steps(self, count: int) -> Stepped:
-        """Makes some steps, once all ranks are ready."""
+        """Make some steps, once all ranks are ready."""
         gc.collect()
         if self._clock:
             self._clock.clear()

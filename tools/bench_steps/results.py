@@ -56,7 +56,7 @@ class RowResult:
         return bool(self.seconds) and not self.reason and not self.wrong
 
     def add(self, seconds: float, ratio: float, cpu_s: float) -> None:
-        """Adds a round."""
+        """Add a round."""
         self.seconds.append(seconds)
         self.ratios.append(ratio)
         self.cpu_s.append(cpu_s)
@@ -104,7 +104,7 @@ class Cell:
         return next((result for result in self.rows if result.row == row), None)
 
     def add(self, results: Mapping[Row, RowResult]) -> None:
-        """Adds the rounds of a group. The limits are measured with each group."""
+        """Add the rounds of a group. The limits are measured with each group."""
         for row, result in results.items():
             known = self.find(row)
             if known is None:
@@ -115,12 +115,12 @@ class Cell:
             known.cpu_s += result.cpu_s
 
     def note_table(self, sizes: Sequence[int], rounds: Sequence[Sequence[float]]) -> None:
-        """Notes the seconds of an all-reduce of each size, by round and size."""
+        """Note the seconds of an all-reduce of each size, by round and size."""
         medians = tuple(statistics.median(of_size) for of_size in zip(*rounds, strict=True))
         self.table_bytes, self.table_s = tuple(sizes), medians
 
     def note_ready(self, rounds: Sequence[Sequence[Stepped]]) -> None:
-        """Notes when gradients were ready, by round and rank."""
+        """Note when gradients were ready, by round and rank."""
         if not rounds:
             return
         ranks = list(zip(*rounds, strict=True))

@@ -50,7 +50,7 @@ class Run:
         return cls(str(datetime.date.today()), command, versions, _machine())
 
     def write(self, path: Path) -> None:
-        """Puts the run into a file; it appears whole or not at all."""
+        """Put the run into a file; it appears whole or not at all."""
         data = vars(self) | {"format": FORMAT}
         data["cells"] = [cell.to_json() for cell in self.cells]
         data["timelines"] = [timeline.to_json() for timeline in self.timelines]

@@ -115,7 +115,7 @@ def timeline_of(events: Iterable[tuple[str, float, float]], seconds: float) -> R
 
 
 def record(run: Callable[[], None], barrier: Callable[[], None]) -> RankTimeline:
-    """Makes a step under the profiler, once all ranks are ready."""
+    """Make a step under the profiler, once all ranks are ready."""
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 

@@ -1,4 +1,4 @@
-"""Timelines of one step of a way: measured in processes of their own, told, and drawn."""
+"""Timelines of one step of a method: measured in processes of their own, described, and drawn."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def as_markdown(timelines: Sequence[Timeline]) -> str:
 
 
 def draw(timelines: Sequence[Timeline], path: Path) -> None:
-    """Writes a PNG: a picture for each timeline, in it the lanes of each rank."""
+    """Write a PNG: a picture for each timeline, in it the lanes of each rank."""
     # Without a display, and without a window's state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

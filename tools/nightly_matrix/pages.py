@@ -8,6 +8,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 from xml.etree import ElementTree
 
 from nightly_matrix.cells import MODES, Cell, Scenario
@@ -15,8 +16,21 @@ from nightly_matrix.outcomes import KINDS, is_worse
 from nightly_matrix.results import Result
 from nightly_matrix.table import Entry, Table
 
-SHORT = 180
-"""Characters of shortened words."""
+GROUPS: Final[Mapping[str, str]] = {
+    "loops": "Training loops",
+    "groups": "Several DDP modules",
+    "tensor": "Tensor parallelism",
+    "pipeline": "Pipeline parallelism",
+    "sharded": "FSDP and HSDP",
+    "unused": "Parameters without a gradient",
+    "shapes": "Models, shapes and recompilation",
+    "reducer": "Options and copies of a DDP module",
+    "buffers": "Buffers",
+    "precision": "Dtypes and mixed precision",
+    "hooks": "Hooks",
+    "optimizers": "Optimizers",
+}
+"""Titles of the kept page's groups, in order, by the module that trains."""
 
 
 @dataclass(frozen=True)
@@ -79,45 +93,92 @@ def as_markdown(cells: Sequence[Cell], entries: Mapping[str, Entry]) -> str:
 
 
 def kept_page(cells: Sequence[Cell], table: Table) -> str:
-    """``docs/works.md``."""
+    """``docs/works.md``: a table for each group, with notes below it."""
     text = (
         f"Made by `make nightly ARGS=--keep` on torch {table.torch}: {len(table.entries)} cells, "
         f"{counted(table.entries)}. Each cell trains the same model from the same seeds with eager "
         "DDP and under the flag, in its own processes, and compares gradients after each backward, "
-        "parameters and buffers on every rank."
+        "parameters and buffers on every rank. A line holds for both modes unless it names one, "
+        "and for fp32 unless it names other dtypes."
     )
+    groups: dict[str, list[Row]] = {name: [] for name in GROUPS}
+    for row in rows_of(cells, table.entries):
+        groups.setdefault(_group(row.scenario), []).append(row)
+    tables = "\n".join(_group_table(name, rows) for name, rows in groups.items() if rows)
     return f"""# What works
 
-{textwrap.fill(text, 100, break_on_hyphens=False, break_long_words=False)}
+{_filled(text)}
 
 * **equal**: as eager DDP, and fused.
-* **equal, unfused**: as eager DDP; not all of it is fused, and the user was told so in these words.
+* **equal, unfused**: as eager DDP; not all of it is fused, and a warning says so in these words.
 * **refused**: every rank raised an error in these words, before the first step was done.
 * **broken**: all else.
 
-{as_markdown(cells, table.entries)}"""
+[support.md](support.md) has a summary.
+
+{tables}"""
 
 
-def readme_table(cells: Sequence[Cell], table: Table) -> str:
-    """The lines for README: one a feature or parallelism, and more where dtypes differ."""
+def _group(scenario: Scenario) -> str:
+    """``loops`` of ``nightly_matrix.features.loops:plain``."""
+    return scenario.target.partition(":")[0].rpartition(".")[2]
+
+
+def _group_table(name: str, rows: Sequence[Row]) -> str:
+    """One line for a scenario, and more where its dtypes differ; each text once, as a note."""
     dtypes: dict[tuple[Scenario, str, str], list[str]] = {}
-    for row in rows_of(cells, table.entries):
-        kinds = list(dict.fromkeys(entry.outcome for entry in row.entries.values()))
-        kind = kinds[0] if len(kinds) == 1 else "; ".join(f"{m} {_kind(row, m)}" for m in MODES)
-        dtypes.setdefault((row.scenario, kind, shortened(row.words)), []).append(row.dtype)
-    lines = ["| | | |", "| --- | --- | --- |"]
-    for (scenario, kind, words), names in dtypes.items():
-        title = scenario.title
-        if names != ["fp32"] or len(scenario.dtypes) > 1:
-            title += f", {', '.join(names)}"
-        lines.append(f"| {title} | {kind} | {escaped(words)} |")
+    for row in rows:
+        words = without_classes(row.words)
+        dtypes.setdefault((row.scenario, _result(row), words), []).append(row.dtype)
+    notes = list(dict.fromkeys(words for _, _, words in dtypes if words))
+    lines = [
+        f"## {GROUPS.get(name, name)}",
+        "",
+        "| what | ranks | dtypes | result | note |",
+        "| --- | ---: | --- | --- | ---: |",
+    ]
+    for (scenario, result, words), names in dtypes.items():
+        note = str(notes.index(words) + 1) if words else ""
+        shown = "" if scenario.dtypes == ("fp32",) else ", ".join(names)
+        columns = [scenario.title, str(scenario.ranks), shown, result, note]
+        lines.append(f"| {' | '.join(columns)} |")
+    lines += [""] if notes else []
+    for number, words in enumerate(notes, start=1):
+        lines.append(_filled(escaped(words), first=f"{number}. ", rest="   "))
     return "\n".join(lines) + "\n"
 
 
-def shortened(words: str) -> str:
-    """The first sentence, and no more than ``SHORT`` characters of it."""
-    sentence = re.split(r"(?<=[a-z)])\. ", words, maxsplit=1)[0].rstrip(".")
-    return sentence if len(sentence) <= SHORT else sentence[: SHORT - 3].rstrip() + "..."
+def _filled(text: str, first: str = "", rest: str = "") -> str:
+    """A paragraph of Markdown.
+
+    Args:
+        text: one line.
+        first: what the first line begins with.
+        rest: what the others do.
+    """
+    return textwrap.fill(
+        text,
+        100,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def _result(row: Row) -> str:
+    """``equal``, or ``concat: equal; coalesced: refused``."""
+    kinds = {mode: entry.outcome for mode, entry in row.entries.items()}
+    if len(kinds) == len(MODES) and len(set(kinds.values())) == 1:
+        return next(iter(kinds.values()))
+    return "; ".join(f"{mode}: {kind}" for mode, kind in kinds.items())
+
+
+def without_classes(words: str) -> str:
+    """Without the classes of the models that the matrix trains: they tell a reader nothing."""
+    ddp = r"DistributedDataParallel\(_?[A-Z]\w*\)"
+    words = re.sub(ddp, "DistributedDataParallel(model)", words)
+    return re.sub(r"\b(DDP \d+) \(_?[A-Z]\w*\)", r"\1", words)
 
 
 def escaped(words: str) -> str:

@@ -84,7 +84,7 @@ class CellProcesses:
         return Result(self.cell.name, outcome, round(seconds, 1), torch_version())
 
     def end(self) -> None:
-        """Kills what still runs: the launcher, the ranks, and what these have started."""
+        """Kill what still runs: the launcher, the ranks, and what these have started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -95,7 +95,7 @@ class CellProcesses:
             time.sleep(POLL_S)
 
     def discard(self) -> None:
-        """Ends the cell without a result."""
+        """End the cell without a result."""
         self.end()
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -110,7 +110,7 @@ def run_cells(
     on_start: Callable[[Cell], None],
     on_result: Callable[[Cell, Result], None],
 ) -> None:
-    """Runs cells, up to ``jobs`` at a time; kills what runs if it is interrupted.
+    """Run cells, up to ``jobs`` at a time; kill what runs if it is interrupted.
 
     Args:
         cells: in this order.

@@ -57,7 +57,7 @@ class RankReport:
         return self.covered >= self.gradients > 0 and self.after < self.before
 
     def write(self, directory: Path) -> None:
-        """Puts the report where :func:`read_reports` finds it; it appears whole or not at all."""
+        """Put the report where :func:`read_reports` finds it; it appears whole or not at all."""
         path = report_path(directory, self.rank)
         part = path.with_suffix(".part")
         part.write_text(json.dumps(asdict(self)))

@@ -70,7 +70,7 @@ class Run:
         return wrapped
 
     def manage(self, module: DistributedDataParallel) -> None:
-        """Counts the gradients of a module that :meth:`ddp` did not make."""
+        """Count the gradients of a module that :meth:`ddp` did not make."""
         self._wrapped.append(weakref.ref(module))
 
     def compile(self, target: T, **options: Any) -> T:
@@ -110,7 +110,7 @@ class Run:
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
     def note_backward(self, model: nn.Module, *, synced: bool = True) -> None:
-        """Notes the gradients of all parameters.
+        """Note the gradients of all parameters.
 
         Args:
             model: what was trained.
@@ -132,7 +132,7 @@ class Run:
         return self._parameters.get(model) or dict(model.named_parameters())
 
     def note_end(self, model: nn.Module, **others: Any) -> None:
-        """Notes parameters and buffers, and numbers or tensors beside them."""
+        """Note parameters and buffers, and numbers or tensors beside them."""
         self.end |= _detached(self._parameters_of(model))
         self.end |= _detached(dict(model.named_buffers()))
         self.end |= {

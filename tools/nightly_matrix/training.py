@@ -67,7 +67,7 @@ class Loop:
 
 
 def train(run: Run, model: nn.Module, loop: Loop | None = None, **note: Any) -> None:
-    """Trains a model and notes all that is to be compared.
+    """Train a model and note all that is to be compared.
 
     Args:
         run: where it is noted.

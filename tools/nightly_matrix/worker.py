@@ -36,7 +36,7 @@ it in a collective is to find out by itself, as in a program that catches its er
 
 
 def main(arguments: list[str]) -> int:
-    """Runs this rank's part of a cell; 0 whatever has become of it, if it is told."""
+    """Run this rank's part of a cell; 0 whatever has become of it, if it is told."""
     catalog, name, directory, deadline = arguments
     # Says where it hangs; and a rank whose launcher is gone does not stay behind.
     left_s = max(0.1, float(deadline) - time.monotonic())
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _join_group(cell: Cell) -> torch.device:
-    """Joins the ranks, over NCCL where each has a GPU; returns this rank's device."""
+    """Join the ranks, over NCCL where each has a GPU; return this rank's device."""
     local = int(os.environ["LOCAL_RANK"])
     cuda = torch.cuda.device_count() >= cell.scenario.ranks
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
@@ -67,7 +67,7 @@ def _join_group(cell: Cell) -> torch.device:
 
 
 def run_cell(cell: Cell, device: torch.device) -> RankReport:
-    """Trains both ways on this rank, and compares."""
+    """Train both ways on this rank, and compare."""
     module, _, function = cell.scenario.target.partition(":")
     target: Callable[[Run], None] = getattr(importlib.import_module(module), function)
     rank, dtype = dist.get_rank(), DTYPES[cell.dtype]

@@ -48,7 +48,7 @@ def read_code(model: str, way: str) -> dict[str, Any]:
 
 
 def serve(model: str, way: str, connection: Connection) -> None:
-    """Trains on one rank, as it is told: ``"steps"``, a number; ``"peak"``; ``"end"``."""
+    """Train on one rank, as it is told: ``"steps"``, a number; ``"peak"``; ``"end"``."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     cuda = torch.cuda.is_available()
     torch.set_num_threads(1)

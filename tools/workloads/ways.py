@@ -103,7 +103,7 @@ def prepare(
     seed: int = 0,
     model: nn.Module | None = None,
 ) -> Training:
-    """Makes a training; the default process group must be there, except without DDP.
+    """Make a training; the default process group must be there, except without DDP.
 
     Args:
         name: of the way, in :data:`WAYS`.
@@ -134,7 +134,7 @@ def built(subject: Subject, device: torch.device) -> nn.Module:
 
 
 def configure(way: Way) -> None:
-    """Sets what torch must know before DDP is constructed."""
+    """Set what torch must know before DDP is constructed."""
     torch._dynamo.config.compiled_autograd = way.style == "inside"
     if way.is_ours:
         import fusion_passes  # noqa: F401  Adds the flag; the others run without the package.
@@ -145,7 +145,7 @@ def configure(way: Way) -> None:
 
 
 def configure_after_ddp(way: Way, cap_mb: float | None) -> None:
-    """Sets what DDP's constructor would overwrite: it switches torch's fusion on, and rounds its
+    """Set what DDP's constructor would overwrite: it switches torch's fusion on, and rounds its
     bucket size down to whole MiB."""
     if way.reducer != "python":
         return

@@ -1,7 +1,7 @@
 """What the parts of the catalog share.
 
 What rounds, and how much it may differ from eager DDP, is measured and reasoned in
-``tests/test_eager_ddp_equality.py``; all others must be the same in every bit.
+``tests/equality/test_eager_ddp.py``; all others must be the same in every bit.
 """
 
 from __future__ import annotations

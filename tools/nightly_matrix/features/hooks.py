@@ -133,7 +133,7 @@ def power_sgd_hook(run: Run) -> None:
 
 
 def _users_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Sums instead of averaging."""
+    """Sum instead of averaging."""
     work: Any = dist.all_reduce(bucket.buffer(), group=state, async_op=True)
     summed: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
     return summed

@@ -51,7 +51,7 @@ def autocast_inside(run: Run) -> None:
 
 
 def _train_scaled(run: Run, loss: Any, infinite_in: int | None = None, **options: Any) -> None:
-    """Trains with ``GradScaler``; rank 0's loss is infinite in one step if that is given."""
+    """Train with ``GradScaler``; rank 0's loss is infinite in one step if that is given."""
     ddp = run.ddp(models.mlp(2), **options)
     forward = run.compile(ddp)
     scaler = torch.amp.GradScaler(run.device.type, init_scale=8.0, growth_interval=2)

@@ -31,7 +31,7 @@ class Branches(nn.Module):
 def _train_branches(
     run: Run, skips: Callable[[int], bool], loop: Loop | None = None, **options: Any
 ) -> None:
-    """Trains :class:`Branches`, leaving out the layer in the steps where ``skips`` says so."""
+    """Train :class:`Branches`, leaving out the layer in the steps where ``skips`` says so."""
     model = Branches(run.mlp())
     loop = loop or Loop()
 

@@ -1,0 +1,1 @@
+"""What the ranks agree on before anything is launched."""

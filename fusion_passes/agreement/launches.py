@@ -1,0 +1,141 @@
+"""What a rank is going to launch for a DDP module: the one type that ranks compare, and its text.
+
+The text is an argument of an operator in the compiled graph, it is what ranks exchange over the
+store, and it is what an error shows. Nobody else reads or writes it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Literal, TypeAlias
+
+from fusion_passes.state import Lifetime, process_state
+
+LATE: Final = "late"
+"""The mode of collectives that no graph launches: they follow the backward, bucket by bucket."""
+
+Divided: TypeAlias = Literal["before", "by", "after"]
+"""Where gradients are divided by the number of ranks: before the collective, by it, or after it."""
+
+_OPERATIONS: Final[Mapping[Divided, str]] = MappingProxyType(
+    {"before": "sum", "by": "avg", "after": "sum/after"}
+)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One all-reduce of a DDP module's gradients.
+
+    Attributes:
+        divided: where gradients are divided by the number of ranks.
+        dtype: in which they are sent, without ``torch.``.
+        parameters: numbers of the parameters, in the order in which they lie in the bucket.
+        place: index among all launches of the graph for DDP modules on the same process group.
+    """
+
+    divided: Divided
+    dtype: str
+    parameters: tuple[int, ...]
+    place: int
+
+
+@dataclass(frozen=True)
+class LaunchList:
+    """What one graph launches for one DDP module, in order.
+
+    Two ranks whose lists are equal run collectives that match.
+
+    Attributes:
+        mode: ``"concat"`` or ``"coalesced"``; :data:`LATE` where no graph launches them.
+        collectives: in the order of their launches.
+    """
+
+    mode: str
+    collectives: tuple[Collective, ...]
+
+    @functools.cached_property
+    def parameters(self) -> frozenset[int]:
+        """Numbers of all parameters whose gradients are reduced."""
+        return frozenset(n for item in self.collectives for n in item.parameters)
+
+    def encode(self) -> str:
+        """One line; :meth:`decode` reads it. ``"concat; avg float32 1-0; sum bfloat16 2"``."""
+        items = [self.mode]
+        for index, item in enumerate(self.collectives):
+            place = f"@{item.place} " if item.place != index else ""
+            numbers = number_runs(item.parameters)
+            items.append(f"{place}{_OPERATIONS[item.divided]} {item.dtype} {numbers}")
+        return "; ".join(items)
+
+    @staticmethod
+    def decode(text: str) -> LaunchList:
+        """The list that :meth:`encode` wrote."""
+        return _decode(text)
+
+    def describe(self, names: Sequence[str]) -> str:
+        """The list for people, with the parameters' names."""
+        buckets = [
+            f"[{shown_list(names[n] for n in item.parameters)}] in {item.dtype} by "
+            f"{_OPERATIONS[item.divided]}"
+            for item in self.collectives
+        ]
+        how = "after its backward" if self.mode == LATE else f"mode {self.mode!r}"
+        return f"{how}, {len(buckets)} collectives: {shown_list(buckets)}"
+
+
+@process_state.once("decoded launch lists", Lifetime.PROCESS, max_results=256)
+def _decode(text: str) -> LaunchList:
+    mode, *items = text.split("; ")
+    divided: dict[str, Divided] = {name: key for key, name in _OPERATIONS.items()}
+    collectives = []
+    for index, item in enumerate(items):
+        place, _, rest = item.rpartition(" ")[0].rpartition("@")[2].partition(" ")
+        has_place = item.startswith("@")
+        operation, dtype = (rest if has_place else item.rpartition(" ")[0]).split(" ")
+        collectives.append(
+            Collective(
+                divided[operation],
+                dtype,
+                tuple(numbers_in(item.rpartition(" ")[2])),
+                int(place) if has_place else index,
+            )
+        )
+    return LaunchList(mode, tuple(collectives))
+
+
+def number_runs(numbers: Iterable[int]) -> str:
+    """``[5, 4, 3, 7, 8]`` as ``"5-3,7-8"``."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        first, last = runs[-1] if runs else (number, number + 2)
+        step = number - last
+        if abs(step) == 1 and (last - first) * step >= 0:
+            runs[-1] = (first, number)
+        else:
+            runs.append((number, number))
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def numbers_in(runs: str) -> list[int]:
+    """What :func:`number_runs` was given."""
+    numbers: list[int] = []
+    for run in runs.split(",") if runs else []:
+        first, _, last = run.partition("-")
+        start, end = int(first), int(last or first)
+        step = 1 if end >= start else -1
+        numbers.extend(range(start, end + step, step))
+    return numbers
+
+
+_SHOWN: Final = 5
+"""How many items of a list are shown to people."""
+
+
+def shown_list(items: Iterable[str]) -> str:
+    """The first few items, and how many more there are."""
+    shown = list(items)
+    rest = len(shown) - _SHOWN
+    return ", ".join(shown[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

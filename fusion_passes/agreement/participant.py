@@ -1,0 +1,281 @@
+"""A DDP module of this rank among those of the other ranks; see
+:mod:`fusion_passes.agreement.protocol`."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final
+
+from fusion_passes.agreement.launches import LATE, LaunchList
+from fusion_passes.agreement.rendezvous import (
+    GRACE_SECONDS,
+    Meeting,
+    RanksDisagreeError,
+    asked,
+    exchange,
+    meeting_of,
+    within,
+)
+from fusion_passes.torch_private import resolve_process_group
+
+CHANGING_SECONDS: Final = 2.0
+"""How long a rank that has changed waits for the others to have changed too; at most an eighth of
+the group's timeout."""
+
+
+@dataclass
+class Participant:
+    """A DDP module of this rank among those of the other ranks.
+
+    Attributes:
+        module: the module's name for its group.
+        key: the same on all ranks: under it they meet.
+        settings: the options that must be the same on all ranks, read when they meet.
+        stand_aside: keeps the collectives of the module's graphs on this rank.
+        history: what the ranks have agreed on, by kind of round, in order.
+        kind: of the round; all but the first backward of a forward are ``"extra"``.
+        position: how many of the history's lists this round has launched.
+        meetings: how often the ranks have met in this round.
+        rounds: how many rounds have ended.
+        failures: how many have failed, as far as this rank has said or been told.
+        is_local: whether the collectives of the backward that runs stay on this rank.
+        received: numbers of the parameters whose gradients this round has.
+        late: those of them that are still to be reduced, and whether they are divided already.
+        used: in a static graph, the parameters that some rank has used; ``None`` before its first
+            round has ended.
+        is_sharing: whether the ranks have yet to say which these are.
+        needs_replanning: whether a compiled graph differs from the history, but need not.
+        thread: in which a gradient of the round has come last.
+    """
+
+    module: str
+    key: str
+    settings: Callable[[], str] = lambda: ""
+    stand_aside: Callable[[], None] = lambda: None
+    history: dict[str, list[LaunchList]] = field(default_factory=dict)
+    kind: str = ""
+    position: int = 0
+    meetings: int = 0
+    rounds: int = 0
+    failures: int = 0
+    is_local: bool = False
+    received: set[int] = field(default_factory=set)
+    late: dict[int, bool] = field(default_factory=dict)
+    used: frozenset[int] | None = None
+    is_sharing: bool = False
+    needs_replanning: bool = False
+    thread: int = 0
+    _changes: Counter[tuple[int, LaunchList]] = field(default_factory=Counter)
+    _replanned: set[LaunchList] = field(default_factory=set)
+
+    @property
+    def agreed(self) -> list[LaunchList]:
+        """The history of this kind of round."""
+        return self.history.setdefault(self.kind, [])
+
+    @property
+    def place(self) -> str:
+        """Where in the store the ranks meet next."""
+        numbers = f"{self.rounds}/{self.failures}/{self.meetings}"
+        return f"ddp_fusion/{self.key}/{self.kind or 'round'}/{numbers}"
+
+    @property
+    def unused(self) -> frozenset[int]:
+        """The parameters of a static graph that others have used, and this rank not in this
+        round."""
+        return (self.used or frozenset()) - self.received if not self.kind else frozenset()
+
+    def receive(self, numbers: Iterable[int]) -> None:
+        """Note gradients that have come."""
+        self.thread = threading.get_ident()
+        self.received.update(numbers)
+
+    def announce(self, launches: LaunchList) -> None:
+        """Agree with the other ranks on a graph's launches, before its first one. When this
+        returns, the graph may go on: its collectives match theirs, or stay on this rank.
+
+        Raises:
+            RanksDisagreeError: settings differ, a rank has failed, or some have not come within
+                the group's timeout.
+        """
+        self.receive(launches.parameters)
+        if not self.is_local:
+            self._settle(launches)
+        if self.is_local:
+            for item in launches.collectives:
+                self.late |= dict.fromkeys(item.parameters, item.divided != "by")
+
+    def _settle(self, launches: LaunchList) -> None:
+        if self.position == len(self.agreed):
+            self._run(launches, self._meet(launches))
+            return
+        expected = self.agreed[self.position]
+        if expected == launches or meeting_of(self.module) is None:
+            self._run(launches, launches)
+        elif expected.parameters == launches.parameters and expected.mode != LATE:
+            self._follow(launches)
+        else:
+            self._run(launches, self._changed(launches))
+
+    def _run(self, launches: LaunchList, reference: LaunchList | None) -> None:
+        """Go on with a graph that launches ``launches`` where all ranks are to run
+        ``reference``; ``None`` if nothing can be run yet."""
+        if reference is not None:
+            self.agreed[self.position : self.position + 1] = [reference]
+        if reference is None:
+            self._go_local()
+        elif reference == launches:
+            self.position += 1
+        else:
+            self._follow(launches)
+
+    def _follow(self, launches: LaunchList) -> None:
+        self._go_local()
+        # Once for each list: a graph that cannot be planned so stays as it is.
+        if launches not in self._replanned:
+            self._replanned.add(launches)
+            self.needs_replanning = True
+
+    def _go_local(self) -> None:
+        self.is_local = True
+        self.stand_aside()
+
+    def _changed(self, launches: LaunchList) -> LaunchList | None:
+        """What all ranks run in the place of what they have agreed on, if all have changed.
+
+        Ranks that change together come here together. One that changes alone must not wait for
+        long, and not each time: it asks the first, second, fourth, eighth time.
+        """
+        self._changes[self.position, launches] += 1
+        count = self._changes[self.position, launches]
+        if count & (count - 1):
+            return None
+        reference = self._meet(launches, is_change=True)
+        if reference is not None:
+            del self.agreed[self.position :]
+        return reference
+
+    def next_late(self, plan: Callable[[], LaunchList]) -> LaunchList:
+        """What to reduce next of the gradients that no graph has reduced.
+
+        Args:
+            plan: gives all of them, :attr:`unused` ones included, planned from what ranks cannot
+                differ in.
+
+        Returns:
+            A list whose parameters are some of those of ``plan()``; an empty one where no rank has
+            any.
+
+        Raises:
+            RanksDisagreeError: the other ranks reduce others, or as in :meth:`announce`.
+        """
+        own = plan()
+        while self.position == len(self.agreed):
+            reference = self._meet(own)
+            if reference is not None and not reference.collectives:
+                return reference
+            # None: others have found out in a graph that they differ, and come here too; or what
+            # they have used is now known.
+            self.agreed.extend([] if reference is None else [reference])
+            own = plan()
+        expected = self.agreed[self.position]
+        if not expected.parameters <= own.parameters:
+            error = self._contradiction(expected, own)
+            self.leave_word("", error.collectives)
+            raise error
+        self.position += 1
+        return expected
+
+    def _contradiction(self, expected: LaunchList, own: LaunchList) -> RanksDisagreeError:
+        group = resolve_process_group(self.module)
+        texts = dict.fromkeys(range(group.size()), expected.encode())
+        return RanksDisagreeError(self.module, texts | {group.rank(): own.encode()})
+
+    def leave_word(self, reason: str, told: Mapping[int, str] | None = None) -> None:
+        """Leave word that this rank has failed, for ranks that wait for it, or will look why a
+        collective of theirs has failed. Ranks that wait get an error at once.
+
+        Args:
+            reason: for people; empty if it is what ``told`` says.
+            told: the collectives of the ranks, as text.
+        """
+        meeting = meeting_of(self.module)
+        if meeting is None:
+            return
+        error = {"failure": f"rank {meeting.rank}: {reason}"} if reason else {}
+        said = {rank: json.dumps(["", text]) for rank, text in (told or {}).items()}
+        verdict = json.dumps(["failed", {"error": error, "told": said}])
+        key = f"{self.place}/verdict"
+        # The user's error goes on, whatever becomes of this.
+        asked(lambda: meeting.store.compare_set(key, "", verdict))
+
+    def end_round(self) -> None:
+        """All gradients of the round have been reduced."""
+        del self.agreed[self.position :]
+        self.rounds += 1
+        self._begin()
+
+    def fail_round(self) -> None:
+        """The round has ended with an error. All ranks that know of it can try again, and meet
+        first: some collectives may have been launched on one rank and not on another."""
+        self.failures += 1
+        self.history.clear()
+        self.used = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.kind = ""
+        self.position = self.meetings = 0
+        self.is_local = self.is_sharing = False
+        self.received.clear()
+        self.late.clear()
+
+    def _meet(self, launches: LaunchList, is_change: bool = False) -> LaunchList | None:
+        """The list that all ranks are to run, once all have come; ``None`` if there is none yet:
+        they reduce other gradients, or not all have changed."""
+        meeting = meeting_of(self.module)
+        if meeting is None:
+            return launches
+        place, timeout = self.place, meeting.timeout
+        if is_change:
+            place += f"/change{self.position}"
+            timeout = min(timedelta(seconds=CHANGING_SECONDS), timeout / 8)
+        else:
+            self.meetings += 1
+        told = json.dumps([self.settings(), launches.encode()])
+        verdict, said = within(
+            meeting.timeout.total_seconds() + GRACE_SECONDS,
+            lambda: exchange(meeting, place, told, timeout, is_change),
+        )
+        if verdict is None:
+            raise self._silence(meeting, said)
+        kind, value = json.loads(verdict)
+        if kind == "failed":
+            raise RanksDisagreeError(self.module, texts_of(value["told"]), **value["error"])
+        if kind == "settings":
+            settings = {int(rank): json.loads(text)[0] for rank, text in value.items()}
+            raise RanksDisagreeError(self.module, texts_of(value), settings=settings)
+        if kind == "nothing" and self.is_sharing:
+            lists = map(LaunchList.decode, texts_of(value).values())
+            self.used = frozenset(self.received).union(*(item.parameters for item in lists))
+            return None
+        if kind == "nothing":
+            raise RanksDisagreeError(self.module, texts_of(value))
+        return LaunchList.decode(value) if kind == "run" else None
+
+    def _silence(self, meeting: Meeting, said: Mapping[int, str]) -> RanksDisagreeError:
+        silent = [rank for rank in range(meeting.world_size) if rank not in said]
+        texts = texts_of(said)
+        if self.position < len(self.agreed):
+            texts |= dict.fromkeys(silent, self.agreed[self.position].encode())
+        return RanksDisagreeError(self.module, texts, silent)
+
+
+def texts_of(said: Mapping[Any, str]) -> dict[int, str]:
+    """The launches in what ranks have said."""
+    return {int(rank): json.loads(text)[1] for rank, text in said.items()}

@@ -1,0 +1,109 @@
+"""All ranks of a process group run the same collectives, or all of them get an error.
+
+Each rank compiles its graphs from what its own backward has traced, so two ranks can get to
+different collectives: another batch size makes other kernels, another branch another order, a
+graph break more graphs. What ranks have once agreed on therefore stays: it is kept as the
+*history* of a DDP module, one :class:`LaunchList` for each graph of a round (a round is all that
+lies between a forward and the last gradient that it expects). A graph says just before its first
+launch what it is about to launch:
+
+* It is what the history has in this place. Nothing is sent.
+* The history has nothing in this place yet. The ranks meet over the group's store. If all run the
+  same, that is the history from now on. If they reduce the same gradients otherwise, the list
+  of the lowest rank is, and the others follow.
+* It is something else. The graph's collectives stay on this rank, and what the history says is
+  done by hand when the backward has ended (:mod:`fusion_passes.ddp.late`): other ranks, which know
+  nothing of this, meet what they expect.
+
+So a rank whose graphs differ costs its own overlap, and neither a hang nor a wrong gradient; where
+the same gradients are reduced, its next graph is planned as the history says.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Final
+
+from fusion_passes.agreement.launches import LaunchList
+from fusion_passes.agreement.participant import Participant, texts_of
+from fusion_passes.agreement.rendezvous import (
+    Meeting,
+    RanksDisagreeError,
+    asked,
+    meeting_of,
+    said_at,
+)
+from fusion_passes.state import Lifetime, process_state
+
+participants: Final = process_state.keep(
+    dict[str, Participant](),
+    "the managed modules among those of the other ranks, by their names for their groups",
+    Lifetime.MODULE,
+    reset=dict.clear,
+)
+
+
+def announce(module: str, text: str) -> None:
+    """See :meth:`Participant.announce`.
+
+    Args:
+        module: the DDP module's name for its group.
+        text: a :class:`LaunchList`'s.
+    """
+    participant = participants.get(module)
+    if participant is not None:
+        participant.announce(LaunchList.decode(text))
+
+
+def agreed_list(module: str, parameters: Collection[int]) -> LaunchList | None:
+    """How the ranks have agreed to reduce the gradients of these parameters, if they have."""
+    participant = participants.get(module)
+    wanted = frozenset(parameters)
+    for launches in participant.history.values() if participant else ():
+        for item in launches:
+            if item.parameters == wanted:
+                return item
+    return None
+
+
+def agreed_lists() -> tuple[str, ...]:
+    """All that the ranks have agreed on: a graph can depend on it."""
+    return tuple(
+        f"{participant.module} {kind}: {item.encode()}"
+        for participant in participants.values()
+        for kind, items in sorted(participant.history.items())
+        for item in items
+    )
+
+
+def why_failed(modules: Iterable[str]) -> RanksDisagreeError | None:
+    """Why a collective of one of the modules may just have failed: another rank was not in it.
+    ``None`` if none has said so."""
+    for module in modules:
+        participant = participants.get(module)
+        meeting = meeting_of(module) if participant is not None else None
+        if participant is None or meeting is None:
+            continue
+        found = asked(functools.partial(said_at, meeting, participant.place))
+        if found is None:
+            return None  # The store does not answer, and each question takes a second.
+        error = _why(participant, meeting, *found)
+        if error is not None:
+            return error
+    return None
+
+
+def _why(
+    participant: Participant, meeting: Meeting, said: Mapping[int, str], verdict: Any
+) -> RanksDisagreeError | None:
+    if verdict is not None and verdict[0] == "failed":
+        value = verdict[1]
+        return RanksDisagreeError(participant.module, texts_of(value["told"]), **value["error"])
+    if not said or meeting.rank in said:
+        return None
+    texts = texts_of(said)
+    if participant.agreed:
+        last = participant.agreed[max(participant.position - 1, 0)]
+        texts |= {meeting.rank: last.encode()}
+    return RanksDisagreeError(participant.module, texts)

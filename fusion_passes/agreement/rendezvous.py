@@ -1,0 +1,187 @@
+"""Where the ranks of a process group meet over its store, and what becomes of what they say.
+
+A rank says which settings it has and what it would launch; the last one that comes compares them,
+and leaves a verdict that all of them read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, TypeVar
+
+import torch.distributed as dist
+
+from fusion_passes.agreement.launches import LATE, LaunchList
+from fusion_passes.state import Lifetime, process_state
+from fusion_passes.torch_private import ProcessGroup, group_timeout, resolve_process_group
+
+ASKING_SECONDS: Final = 1.0
+"""How long the store may take to answer while an error is handled: its host may be what failed."""
+
+GRACE_SECONDS: Final = 0.5
+"""How much longer than the group's timeout a rank waits for a store that does not answer."""
+
+_T = TypeVar("_T")
+
+
+class RanksDisagreeError(RuntimeError):
+    """The ranks of a group cannot run the same collectives.
+
+    Attributes:
+        module: the DDP module's name for its group.
+        collectives: what each rank was to run, as text.
+        silent: ranks that have not said what they run, though others waited for that as long as
+            the group allows. In ``collectives``, they run what they ran before, if anything.
+        failure: which rank has failed before it could say, and how; empty if none has.
+        settings: what each rank's flag and caps are, where they differ.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        collectives: Mapping[int, str],
+        silent: Collection[int] = (),
+        failure: str = "",
+        text: str = "",
+        settings: Mapping[int, str] | None = None,
+    ) -> None:
+        super().__init__(text or failure or f"{module}: {dict(collectives)}")
+        self.module = module
+        self.collectives = collectives
+        self.silent = silent
+        self.failure = failure
+        self.settings = settings or {}
+
+
+@dataclass
+class Meeting:
+    """Where the ranks of a group meet.
+
+    Attributes:
+        store: a connection of its own: a rank may wait on it for as long as the group's timeout,
+            and others in its process use the group's.
+    """
+
+    rank: int
+    world_size: int
+    timeout: timedelta
+    store: dist.Store
+
+
+_meetings: Final = process_state.keep(
+    weakref.WeakKeyDictionary[ProcessGroup, Meeting](),
+    "connections to the stores of process groups",
+    Lifetime.GROUP,
+    reset=weakref.WeakKeyDictionary.clear,
+)
+
+
+def meeting_of(module: str) -> Meeting | None:
+    """``None`` where there is nobody to meet."""
+    try:
+        group = resolve_process_group(module)
+    except RuntimeError:  # The module has outlived its group.
+        return None
+    if group.size() == 1 or dist.get_backend(group) == "fake":
+        return None
+    if group not in _meetings:
+        store: Any = group.get_group_store()
+        _meetings[group] = Meeting(group.rank(), group.size(), group_timeout(group), store.clone())
+    return _meetings[group]
+
+
+def exchange(
+    meeting: Meeting, place: str, told: str, timeout: timedelta, may_leave: bool
+) -> tuple[str | None, dict[int, str]]:
+    """Send to the other ranks, and wait until the last one that comes has compared them all.
+
+    Returns:
+        The verdict, ``None`` if some ranks have not come; and what each one has said.
+    """
+    store, verdict = meeting.store, f"{place}/verdict"
+    store.set(f"{place}/{meeting.rank}", told)
+    if store.add(f"{place}/arrived", 1) == meeting.world_size:
+        said, _ = said_at(meeting, place)
+        store.compare_set(verdict, "", _compare(said))
+    try:
+        store.wait([verdict], timeout)
+    except RuntimeError:
+        if not may_leave:
+            return None, said_at(meeting, place)[0]
+        # Whoever comes later learns that this one has left.
+        return store.compare_set(verdict, "", json.dumps(["left", None])).decode(), {}
+    answer = store.get(verdict).decode()
+    if store.add(f"{place}/left", 1) == meeting.world_size:
+        for name in ("arrived", "left", "verdict", *map(str, range(meeting.world_size))):
+            with contextlib.suppress(RuntimeError):  # Not every store can delete.
+                store.delete_key(f"{place}/{name}")
+    return answer, {}
+
+
+def _compare(said: Mapping[int, str]) -> str:
+    """The verdict on what all ranks have said."""
+    items = {rank: json.loads(text) for rank, text in said.items()}
+    if len({settings for settings, _ in items.values()}) > 1:
+        return json.dumps(["settings", said])
+    lists = {rank: LaunchList.decode(text) for rank, (_, text) in items.items()}
+    graphs = [lists[rank] for rank in sorted(lists) if lists[rank].mode != LATE]
+    reference = graphs[0] if graphs else lists[min(lists)]
+    for launches in lists.values():
+        # What follows the backward can follow in any parts.
+        fits = (
+            reference.parameters <= launches.parameters
+            if launches.mode == LATE and graphs
+            else reference.parameters == launches.parameters
+        )
+        if not fits:
+            return json.dumps(["differ" if graphs else "nothing", said])
+    return json.dumps(["run", reference.encode()])
+
+
+def said_at(meeting: Meeting, place: str) -> tuple[dict[int, str], Any]:
+    """What the ranks have said there, by rank, and the verdict."""
+    store = meeting.store
+    keys = {rank: f"{place}/{rank}" for rank in range(meeting.world_size)}
+    said = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+    verdict = f"{place}/verdict"
+    return said, json.loads(store.get(verdict)) if store.check([verdict]) else None
+
+
+def within(seconds: float, ask: Callable[[], _T]) -> _T:
+    """What ``ask`` returns or raises. The store's host may be stopped, and a request to it has no
+    timeout of its own.
+
+    Raises:
+        TimeoutError: there was no answer.
+    """
+    results: list[_T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(ask())
+        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="fusion_passes store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"the process group's store has not answered for {seconds:g} s")
+    return results[0]
+
+
+def asked(ask: Callable[[], _T]) -> _T | None:
+    """What ``ask`` returns; ``None`` where the store does not answer, in time or at all."""
+    try:
+        return within(ASKING_SECONDS, ask)
+    except (RuntimeError, TimeoutError, OSError):
+        return None

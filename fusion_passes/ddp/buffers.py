@@ -1,0 +1,40 @@
+"""Gives every rank the buffers of rank 0, as eager DDP does before a forward."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fusion_passes.graph.collectives import broadcast
+
+BUFFERS_IN: Final = "_ddp_fusion_buffers_in"
+"""Attribute of a managed module: the name of its group, if it has buffers; else ``None``."""
+
+
+def prepare_buffers(ddp: DistributedDataParallel, group_name: str) -> None:
+    """Let the forwards of a managed module broadcast its buffers, if it has some."""
+    has_buffers = any(
+        name not in ddp.parameters_to_ignore for name, _ in ddp.module.named_buffers()
+    )
+    setattr(ddp, BUFFERS_IN, group_name if has_buffers else None)
+
+
+def broadcast_buffers(ddp: DistributedDataParallel, group_name: str) -> None:
+    """Give every rank the buffers of rank 0, with one collective for each dtype and device."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for name, buffer in ddp.module.named_buffers():
+        if name not in ddp.parameters_to_ignore:
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    with torch.no_grad():
+        for buffers in kinds.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            flat = broadcast(flat, 0, group_name)
+            pieces = flat.split([buffer.numel() for buffer in buffers])
+            for buffer, piece in zip(buffers, pieces, strict=True):
+                # A forward may have saved it for its backward: in eager mode, autograd sees no
+                # change of it, as with DDP's own broadcast.
+                target = buffer if torch.compiler.is_dynamo_compiling() else buffer.data
+                target.copy_(piece.view(buffer.shape))

@@ -1,0 +1,217 @@
+"""Reduces gradients after the backward, by hand: those that no graph of this rank has reduced.
+
+They are those of hooks that ran eagerly, and of graphs that would have launched something else than
+what the ranks have agreed on (see :mod:`fusion_passes.agreement.protocol`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fusion_passes.agreement.launches import LATE, Collective, LaunchList
+from fusion_passes.agreement.participant import Participant
+from fusion_passes.config import FusionConfig
+from fusion_passes.ddp.comm_hooks import sent_as
+from fusion_passes.ddp.managed_module import ManagedModule
+from fusion_passes.ddp.modules import registry
+from fusion_passes.flag import active_config
+from fusion_passes.graph.collectives import ALL_REDUCE, ALL_REDUCE_COALESCED, WAIT
+from fusion_passes.graph.scaling import Scaling
+from fusion_passes.plan.caps import bucket_caps
+from fusion_passes.plan.layout import as_it_lies, lay_out
+from fusion_passes.plan.scaling import REDUCE_DTYPE_OF, choose_scaling
+from fusion_passes.reductions.find import ReductionKey, dtype_name
+from fusion_passes.torch_private.ddp import parameters_of
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A DDP module with gradients that are still to be reduced."""
+
+    ddp: DistributedDataParallel
+    module: ManagedModule
+    participant: Participant
+
+    def count_unused(self) -> None:
+        """Count as zero, in a static graph, what other ranks have used and this one has not."""
+        for number in sorted(self.participant.unused):
+            parameter = parameters_of(self.ddp)[number]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self.participant.receive([number])
+            self.participant.late[number] = False
+
+    def launch(self, item: Collective, mode: str) -> _Launched:
+        gradients = [self._gradient(number) for number in item.parameters]
+        sent = [
+            self._to_send(gradient, number, item)
+            for gradient, number in zip(gradients, item.parameters, strict=True)
+        ]
+        return _Launched(self, item, gradients, *_launch(sent, item, mode, self.module.group_name))
+
+    def _gradient(self, number: int) -> Tensor:
+        gradient = parameters_of(self.ddp)[number].grad
+        assert gradient is not None, "its hook has run"
+        detached: Tensor = gradient.detach()
+        return detached
+
+    def _to_send(self, gradient: Tensor, number: int, item: Collective) -> Tensor:
+        """The gradient's elements in the order in which all ranks send them, in a dtype and scale
+        that the collective expects."""
+        is_divided, ranks = self.participant.late[number], self.module.world_size
+        if item.divided == "before" and not is_divided:
+            gradient = gradient / ranks
+        elif item.divided != "before" and is_divided:
+            gradient = gradient * ranks
+        flat = as_it_lies(gradient, self.module.strides[number])
+        dtype: torch.dtype = getattr(torch, item.dtype)
+        real: Tensor = torch.view_as_real(flat) if flat.is_complex() else flat
+        cast: Tensor = real.to(dtype.to_real())
+        return cast
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A collective that was launched and not waited for.
+
+    Attributes:
+        pieces: what it gives: the bucket, or the tensors one by one.
+        offsets: where each gradient lies in the bucket, if there is one.
+    """
+
+    job: _Job
+    item: Collective
+    gradients: list[Tensor]
+    pieces: list[Tensor]
+    offsets: list[int] | None
+
+    def finish(self) -> None:
+        """Wait, and give the gradients their new values."""
+        results = [WAIT(piece) for piece in self.pieces]
+        for index, gradient in enumerate(self.gradients):
+            number = self.item.parameters[index]
+            if self.offsets is None:
+                result = results[index].reshape(-1)
+            else:
+                count = gradient.numel() * (2 if gradient.is_complex() else 1)
+                offset = self.offsets[index]
+                result = results[0][offset : offset + count] if count else results[0][:0]
+            self._write(gradient, result, self.job.module.strides[number])
+            del self.job.participant.late[number]
+
+    def _write(self, gradient: Tensor, result: Tensor, strides: tuple[int, ...]) -> None:
+        result = result.to(gradient.dtype.to_real())
+        if self.item.divided == "after":
+            result = result / self.job.module.world_size
+        if gradient.is_complex():
+            result = torch.view_as_complex(result.reshape(-1, 2))
+        gradient.copy_(result.as_strided(gradient.shape, strides, result.storage_offset()))
+
+
+def reduce_late(participants: Iterable[Participant]) -> None:
+    """Reduce what is left of the gradients of these modules, in the order of the other ranks.
+
+    Raises:
+        RanksDisagreeError: these reduce other gradients, or as
+            :meth:`fusion_passes.agreement.participant.Participant.announce`.
+    """
+    jobs = []
+    for participant in participants:
+        ddp = registry.ddp_of(participant.module)
+        if participant.is_local:
+            registry.rejoin(participant.module)
+            participant.is_local = False  # The round's next backward settles anew.
+        if ddp is not None and (participant.late or participant.unused or participant.is_sharing):
+            jobs.append(_Job(ddp, registry.module_of(ddp), participant))
+    with torch.no_grad():
+        while jobs:
+            _run(_next_lists(jobs))
+            jobs = [job for job in jobs if job.participant.late]
+
+
+def _next_lists(jobs: Sequence[_Job]) -> list[tuple[_Job, LaunchList]]:
+    """What to run next: all that is known, else one list for which the ranks must meet. Others may
+    reach that meeting only once what is known has been run."""
+    known = [job for job in jobs if job.participant.position < len(job.participant.agreed)] or jobs[
+        :1
+    ]
+    return [(job, job.participant.next_late(functools.partial(_planned, job))) for job in known]
+
+
+def _run(lists: Sequence[tuple[_Job, LaunchList]]) -> None:
+    ordered = [(job, item, mine.mode) for job, mine in lists for item in mine.collectives]
+    ordered.sort(key=lambda entry: entry[1].place)
+    for launched in [job.launch(item, mode) for job, item, mode in ordered]:
+        launched.finish()
+
+
+def _planned(job: _Job) -> LaunchList:
+    """What is left, in buckets that only depend on what ranks cannot differ in: last parameters
+    first, as DDP does before it has seen a backward."""
+    job.count_unused()
+    config = active_config() or FusionConfig()
+    cap_bytes = bucket_caps(config, job.module.caps).cap_bytes
+    buckets: list[tuple[Collective, int]] = []
+    open_at: dict[tuple[object, ...], int] = {}
+    for number in sorted(job.participant.late, reverse=True):
+        parameter = parameters_of(job.ddp)[number]
+        key = _key_of(job, parameter, config)
+        kind = (key.dtype, key.reduce_dtype, key.device)
+        index = open_at.get(kind)
+        if index is None:
+            owner = registry.owner_of(job.module.name_for(number))
+            assert owner is not None, "it is managed"
+            scaling = choose_scaling(key, owner, config.scaling, folds=False)
+            name = dtype_name(key.reduce_dtype)
+            item, size = Collective(scaling.divided, name, (), len(buckets)), 0
+            index = open_at[kind] = len(buckets)
+            buckets.append((item, size))
+        item, size = buckets[index]
+        numbers = (*item.parameters, number)
+        size += parameter.nbytes
+        buckets[index] = Collective(item.divided, item.dtype, numbers, item.place), size
+        if size >= cap_bytes:
+            del open_at[kind]
+    return LaunchList(LATE, tuple(item for item, _ in buckets))
+
+
+def _key_of(job: _Job, parameter: Tensor, config: FusionConfig) -> ReductionKey:
+    dtype = parameter.dtype
+    reduce_dtype = sent_as(job.ddp) or REDUCE_DTYPE_OF[config.reduce_dtype] or dtype
+    if not dtype.is_floating_point or dtype.itemsize <= reduce_dtype.itemsize:
+        reduce_dtype = dtype
+    scaling = Scaling("div", job.module.world_size)
+    return ReductionKey(
+        "all_reduce",
+        job.module.group_name,
+        "sum",
+        dtype,
+        reduce_dtype,
+        parameter.device,
+        scaling,
+    )
+
+
+def _launch(
+    sent: list[Tensor], item: Collective, mode: str, group_name: str
+) -> tuple[list[Tensor], list[int] | None]:
+    operation = "avg" if item.divided == "by" else "sum"
+    if mode == "coalesced":
+        return ALL_REDUCE_COALESCED(sent, operation, group_name), None
+    if not any(tensor.numel() for tensor in sent):
+        return [ALL_REDUCE(tensor, operation, group_name) for tensor in sent], None
+    filled = [index for index, tensor in enumerate(sent) if tensor.numel()]
+    numels = [sent[index].numel() for index in filled]
+    places = lay_out(numels, [(1,)] * len(filled), sent[0].element_size())
+    bucket = torch.empty(sum(numels), dtype=sent[0].dtype, device=sent[0].device)
+    offsets = [0] * len(sent)
+    for index, place in zip(filled, places, strict=True):
+        offsets[index] = place.offset
+        bucket[place.offset : place.offset + sent[index].numel()] = sent[index].reshape(-1)
+    return [ALL_REDUCE(bucket, operation, group_name)], offsets

@@ -1,0 +1,267 @@
+"""Which backwards are averaged: those that eager DDP averages.
+
+There, a forward decides. One outside of ``no_sync`` makes DDP expect a gradient of each parameter,
+and the next backwards that give them are averaged, wherever they run. What comes after that, such
+as a second backward through the same forward, stays on its rank. What lies between such a forward
+and the last gradient that it expects is a *round*. DDP's Python reducer asks instead where the
+backward runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from fusion_passes.agreement.participant import Participant
+from fusion_passes.agreement.protocol import participants
+from fusion_passes.ddp.late import reduce_late
+from fusion_passes.ddp.modules import registry
+from fusion_passes.ddp.unfinished import FORGOTTEN, UNFINISHED, unfinished
+from fusion_passes.report.warnings import warn_once
+from fusion_passes.state import Lifetime, process_state
+from fusion_passes.torch_private import after_backward, clear_backward_cache
+from fusion_passes.torch_private.ddp import parameters_of
+
+EXPECTED: Final = "_ddp_fusion_expected"
+"""Attribute of a managed module: whether the next gradients are averaged."""
+
+LOCAL: Final = "_ddp_fusion_local"
+"""Attribute: whether the last forward ran under ``no_sync``."""
+
+_Expected: TypeAlias = weakref.WeakKeyDictionary[DistributedDataParallel, frozenset[int]]
+
+
+def _forget(expected: _Expected) -> None:
+    """Let modules that are still there train no further: no hook would average their gradients."""
+    for ddp in expected:
+        setattr(ddp, UNFINISHED, FORGOTTEN)
+    expected.clear()
+
+
+_parameters: Final = process_state.keep(
+    _Expected(),
+    "numbers of the parameters whose gradients a module expects: as in DDP, those that required "
+    "one when it was constructed",
+    Lifetime.MODULE,
+    reset=_forget,
+)
+
+
+def note_forward(ddp: Any) -> None:
+    """Note after a forward whether gradients are to be averaged now. Stores constants and reads
+    none of them, so that a traced forward needs no guard on them."""
+    if torch.is_grad_enabled():
+        if ddp.require_backward_grad_sync:
+            setattr(ddp, EXPECTED, True)
+            setattr(ddp, LOCAL, False)
+        else:
+            setattr(ddp, LOCAL, True)
+
+
+class ReducerOfManaged:
+    """Stands for the C++ reducer of a managed module, which does nothing.
+
+    ``torch.distributed.pipelining`` runs all forwards under ``no_sync``, and calls
+    ``prepare_for_backward`` before the backward that is to be averaged.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._reducer: Any = ddp.reducer
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        self._reducer.prepare_for_backward(outputs)
+        setattr(self._ddp(), EXPECTED, True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+
+def watch(ddp: DistributedDataParallel) -> None:
+    """From now on, decides for a module which of its backwards are averaged."""
+    _parameters[ddp] = frozenset(
+        n for n, parameter in enumerate(parameters_of(ddp)) if parameter.requires_grad
+    )
+    ddp.__dict__ |= {
+        EXPECTED: False,
+        LOCAL: False,
+        UNFINISHED: None,
+        "reducer": ReducerOfManaged(ddp),
+    }
+
+
+def note_eager(module: str, number: int) -> None:
+    """A hook has run eagerly: its gradient is reduced when the backward has ended.
+
+    Args:
+        module: the DDP module's name for its group.
+        number: the parameter's.
+
+    Raises:
+        RuntimeError: the package was reset since the module was constructed.
+    """
+    participant = participants.get(module)
+    if participant is None:
+        raise RuntimeError(FORGOTTEN)
+    if not participant.received and not participant.late:
+        after_backward(_end_unless_running)
+    participant.receive([number])
+    participant.late[number] = False
+
+
+def note_unannounced(names: Iterable[str]) -> set[str]:
+    """Gradients may have been reduced in graphs that no pass has seen, and that say nothing when
+    they run.
+
+    Args:
+        names: the group names of the reductions that were traced.
+
+    Returns:
+        The names of the DDP modules for which that is so.
+    """
+    found = set()
+    for name in names:
+        owner = registry.owner_of(name)
+        if owner is not None and owner.number not in participants[owner.group_name].received:
+            participants[owner.group_name].receive([owner.number])
+            found.add(owner.group_name)
+    return found
+
+
+_running: Final = process_state.keep(
+    set[int](), "the threads that run a backward", Lifetime.CALL, reset=set.clear
+)
+
+
+@contextlib.contextmanager
+def running() -> Iterator[None]:
+    """Around a backward, until :func:`end_backward` or :func:`fail_backward`."""
+    thread = threading.get_ident()
+    _running.add(thread)
+    try:
+        yield
+    finally:
+        _running.discard(thread)
+
+
+def is_running() -> bool:
+    """Whether a thread runs a backward. One that was left behind by a fork does not."""
+    return not _running.isdisjoint(sys._current_frames())
+
+
+def _end_unless_running() -> None:
+    """At the end of a backward, still inside of it: the flag may have been unset since, with nobody
+    else to end the round. Otherwise that is left to who runs it, since others wait for a backward
+    to end, and this one must not wait for other ranks' collectives meanwhile."""
+    if not _running:
+        end_backward()
+
+
+def _mine() -> list[Participant]:
+    """The modules whose rounds have begun, but for those of other threads that are running. On a
+    GPU, hooks may run in threads of autograd's, which run no backward of their own."""
+    others = _running - {threading.get_ident()}
+    return [item for item in participants.values() if item.received and item.thread not in others]
+
+
+def end_backward() -> None:
+    """After a backward: reduces what no graph has reduced, and ends rounds that are complete."""
+    active = _mine()
+    if not active:
+        return
+    for participant in active:
+        participant.is_sharing = _shares_use(participant)
+    reduce_late(active)
+    for participant in active:
+        _end_if_complete(participant)
+    if any(participant.needs_replanning for participant in active):
+        for participant in active:
+            participant.needs_replanning = False
+        clear_backward_cache()
+
+
+def _shares_use(participant: Participant) -> bool:
+    """Whether the ranks are to tell each other what they have used of a static graph. It may be
+    something else on each, as in DDP: what some have used counts as zero on the others. A rank that
+    has launched all gradients has been told so by each launch."""
+    ddp = registry.ddp_of(participant.module)
+    if ddp is None or not ddp.static_graph or participant.kind or participant.used is not None:
+        return False
+    return bool(participant.late) or not _parameters[ddp] <= participant.received
+
+
+def _end_if_complete(participant: Participant) -> None:
+    """End a module's round that has all gradients; leave the next forward an error otherwise."""
+    ddp = registry.ddp_of(participant.module)
+    if ddp is None:
+        participant.fail_round()
+        return
+    missing = _parameters[ddp] - participant.received
+    if ddp.static_graph and not participant.kind:
+        # The promise of static_graph: what the first iteration has not used, none will.
+        participant.used, missing = frozenset(participant.received), frozenset()
+    if not missing or participant.kind:
+        participant.end_round()
+        setattr(ddp, EXPECTED, False)
+    error = unfinished(ddp, missing) if missing and not participant.kind else None
+    if getattr(ddp, UNFINISHED) != error:
+        setattr(ddp, UNFINISHED, error)
+
+
+def fail_backward(touched: Iterable[str]) -> None:
+    """After a backward that has failed: rounds are forgotten, as if they had not begun.
+
+    Args:
+        touched: names of the modules that have got gradients or met in it.
+    """
+    for name in touched:
+        participant = participants[name]
+        if participant.is_local:
+            registry.rejoin(name)
+        participant.fail_round()
+
+
+def expect_again(reached: Iterable[str]) -> None:
+    """Let the next backward be averaged though its forward has had one: it starts from another
+    output. Averages may be averaged once more with what has come since: that is linear.
+
+    Args:
+        reached: names of the modules that the backward reaches.
+    """
+    for name in reached:
+        ddp = registry.ddp_of(name)
+        if ddp is not None and not getattr(ddp, EXPECTED) and not getattr(ddp, LOCAL):
+            participants[name].kind = "extra"
+            setattr(ddp, EXPECTED, True)
+
+
+def is_waiting_for_none(names: Iterable[str]) -> bool:
+    """Whether some of the modules have all gradients of their last forward."""
+    modules = [ddp for name in names if (ddp := registry.ddp_of(name)) is not None]
+    return any(not getattr(ddp, EXPECTED) and not getattr(ddp, LOCAL) for ddp in modules)
+
+
+def warn_local(name: str) -> str:
+    """Warn that gradients were not averaged, though nothing asked for that.
+
+    Args:
+        name: the group name of one of their reductions.
+    """
+    owner = registry.owner_of(name)
+    label = owner.module if owner else name
+    if owner is not None and owner.world_size == 1:
+        return name  # There is nobody to average with.
+    warn_once(
+        f"local gradients of {label}",
+        f"The gradients of a backward of {label} stay on their rank, as with eager DDP: its "
+        "forward has had its backward before, or did not run through the DDP module. Call the "
+        "module anew before each backward that is to be averaged.",
+    )
+    return name

@@ -1,0 +1,93 @@
+"""Backwards of several threads take turns with compiled autograd, which is one for the process.
+
+While it is on, every backward of the process would be traced, and torch refuses a second trace; it
+cannot be switched on or off while another thread is in an untraced backward. No thread may wait
+for another's collectives either: two ranks that begin with different threads would wait for each
+other. So one thread at a time is traced, and others run untraced meanwhile, in the phases in which
+compiled autograd is off. They reduce their gradients when their backward has ended, so nobody waits
+in one for another rank. Compilers switch it off, and back to what it was, so nothing is compiled by
+others while it is on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from fusion_passes.torch_private import compile_lock
+
+
+@dataclass
+class Turns:
+    """Whose turn it is.
+
+    Attributes:
+        is_tracing: whether a thread runs a traced backward.
+    """
+
+    is_tracing: bool = False
+    _thread: int = 0
+    _is_on: bool = False
+    _untraced: int = 0
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether it is this thread that runs a traced backward."""
+        return self.is_tracing and self._thread == threading.get_ident()
+
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[bool]:
+        """Around a backward that is to be traced; gives whether it may be."""
+        with self._changed:
+            may = not self.is_tracing
+            if may:
+                self.is_tracing, self._thread = True, threading.get_ident()
+        if may:
+            self._switch_on()
+        try:
+            yield may
+        finally:
+            if may:
+                with self._changed:
+                    self.is_tracing = False
+                    self._switch_off()
+
+    @contextlib.contextmanager
+    def executing(self) -> Iterator[None]:
+        """Around the run of a compiled graph in a traced backward: compiled autograd is off."""
+        if not self.is_mine:
+            yield
+            return
+        with self._changed:
+            self._switch_off()
+        try:
+            yield
+        finally:
+            self._switch_on()
+
+    @contextlib.contextmanager
+    def untraced(self) -> Iterator[None]:
+        """Around a backward that is not traced."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_on)
+            self._untraced += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._untraced -= 1
+                self._changed.notify_all()
+
+    def _switch_on(self) -> None:
+        with self._changed:
+            self._is_on = True  # Nobody new begins, and those that have begun end by themselves.
+            self._changed.wait_for(lambda: not self._untraced)
+        compile_lock().acquire()
+
+    def _switch_off(self) -> None:
+        self._is_on = False
+        compile_lock().release()
+        self._changed.notify_all()

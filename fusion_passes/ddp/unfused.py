@@ -1,0 +1,105 @@
+"""Warnings of backwards whose gradients are not fused, or not overlapped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from fusion_passes.agreement.launches import shown_list
+from fusion_passes.ddp.modules import registry
+from fusion_passes.report.records import FusionReport
+from fusion_passes.report.warnings import warn_once
+
+
+def warn_threads() -> None:
+    """Warn that a backward was not traced because another thread's was."""
+    warn_once(
+        "threads",
+        "Two threads ran backwards of DDP modules under ddp_fusion at once. Torch can trace only "
+        "one at a time: the gradients of the other were reduced when it had ended, with no compute "
+        "beside them. Call the backwards from one thread to overlap them.",
+    )
+
+
+def warn_mixed() -> None:
+    """Warn that a backward was not traced because of parameters that it also reaches."""
+    warn_once(
+        "mixed backward",
+        "A backward reaches parameters of a DDP module under ddp_fusion, and others that FSDP or "
+        "DDP's own reducer must handle, which do nothing in a traced backward. It is not traced: "
+        "the gradients of the former are reduced when it has ended. To overlap them with it, call "
+        "backward for the two apart.",
+    )
+
+
+def warn_unfused(names: Iterable[str], reports: Sequence[FusionReport]) -> None:
+    """Warn of gradients that were just traced and will not be fused.
+
+    Args:
+        names: the group names of their reductions.
+        reports: what was done to the graphs that were compiled meanwhile.
+    """
+    sizes: dict[tuple[str, str, str], int] = {}
+    graphs: Counter[tuple[str, str]] = Counter()
+    for report in reports:
+        graphs.update({(bucket.group, bucket.module) for bucket in report.buckets})
+        for bucket in report.buckets:
+            for parameter in bucket.parameters:
+                sizes[bucket.group, bucket.module, parameter] = len(bucket.parameters)
+    parameters: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        owner = registry.owner_of(name)
+        if owner is not None:
+            parameters.setdefault((owner.process_group, owner.module), []).append(owner.parameter)
+    for (group, label), traced in parameters.items():
+        found = [sizes.get((group, label, parameter), 0) for parameter in traced]
+        missing = [p for p, size in zip(traced, found, strict=True) if not size]
+        if missing:
+            _warn_missing(label, missing, reports)
+        elif len(traced) > 1 and max(found) == 1:
+            _warn_alone(label, traced, graphs[group, label])
+
+
+def warn_others_reductions(reports: Sequence[FusionReport]) -> None:
+    """Warn of averages that look like gradients of a module that is not managed."""
+    reasons = sorted({item.reason for report in reports for item in report.rejections})
+    if reasons:
+        warn_once(
+            f"others {reasons}",
+            "A backward averages tensors one by one that look like gradients, but are left alone: "
+            f"{'; '.join(reasons)}. If they are a module's gradients, set "
+            "torch._inductor.config.ddp_fusion before you construct it.",
+        )
+
+
+def _warn_missing(label: str, parameters: list[str], reports: Sequence[FusionReport]) -> None:
+    rejections = [
+        f"{item.collective}: {item.reason}" for report in reports for item in report.rejections
+    ]
+    reason = (
+        f"they were left alone: {'; '.join(rejections[:3])}"
+        if rejections
+        else "no pass of fusion_passes has seen their graph: the backward was not compiled by "
+        "Inductor's default backend, this compile was given ddp_fusion=None or a "
+        "post_grad_custom_post_pass of its own, use_post_grad_passes is off (as in mode='lite'), "
+        "or TORCHINDUCTOR_DISABLED_PASSES names the pass"
+    )
+    warn_once(
+        f"missing {label}",
+        f"{len(parameters)} gradients of {label} ({shown_list(parameters)}) are reduced one by "
+        f"one: {reason}. Use torch.compile's default backend and set "
+        "torch._inductor.config.ddp_fusion for all of the process.",
+    )
+
+
+def _warn_alone(label: str, parameters: list[str], graphs: int) -> None:
+    reason = (
+        f"the backward broke into {graphs} graphs, and what is to be fused must be in one. "
+        "TORCH_LOGS=graph_breaks shows where"
+        if graphs > 1
+        else "each one fills a bucket alone. Raise DistributedDataParallel's bucket_cap_mb"
+    )
+    warn_once(
+        f"alone {label}",
+        f"Nothing was fused in a backward of {label} ({shown_list(parameters)}): {reason}.",
+    )

@@ -1,0 +1,1 @@
+"""What a post-grad graph is made of: operators, dependencies, edits, text."""

@@ -1,0 +1,206 @@
+"""What depends on what in a graph, and orders that respect it. Each function is linear in the
+graph, but for the heap of :func:`reorder`."""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from torch import fx
+
+from fusion_passes.torch_private import OpOverload
+from fusion_passes.torch_private.autograd import move_to_end, schema
+
+SortKey = tuple[float, ...]
+"""Where a node should stand. Smaller is earlier; ties keep the order that the nodes had."""
+
+
+def reduction_levels(
+    graph: fx.Graph,
+    start_of_wait: Mapping[fx.Node, fx.Node],
+    chains: Sequence[Sequence[fx.Node]] = (),
+) -> dict[fx.Node, int]:
+    """For each reduction's start, how many reductions lie one after the other before it.
+
+    Args:
+        graph: in topological order.
+        start_of_wait: the start of each wait that counts.
+        chains: nodes that will keep the order in which they are listed, which is that of the
+            graph: each then depends on the one before it.
+
+    Returns:
+        Level by start: 0 where the gradient depends on no reduction's result.
+    """
+    before = {node: prior for chain in chains for prior, node in pairwise(chain)}
+    level_of: dict[fx.Node, int] = {}
+    levels: dict[fx.Node, int] = {}
+    base_of: dict[fx.Node, fx.Node] = {}
+    # A read after a write depends on what was written, though no edge of the graph says so.
+    written_level: dict[fx.Node, int] = {}
+    starts = set(start_of_wait.values())
+    for node in graph.nodes:
+        base_of[node] = _base(node, base_of)
+        sources = node.all_input_nodes
+        level = max((level_of[source] for source in sources), default=0)
+        if written_level:
+            level = max(level, *(written_level.get(base_of[source], 0) for source in sources), 0)
+        if node in before:
+            level = max(level, level_of[before[node]])
+        for argument in written_arguments(node):
+            written_level[base_of[argument]] = level
+        if node in starts:
+            levels[node] = level
+        if node in start_of_wait:
+            level = levels[start_of_wait[node]] + 1
+        level_of[node] = level
+    return levels
+
+
+def write_positions(graph: fx.Graph) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, list[int]]]:
+    """What memory each node shows, and where it is written.
+
+    Returns:
+        The node whose memory each node shows (itself, if it is no view), and by such a node the
+        ascending indices of the nodes that overwrite it.
+    """
+    base_of: dict[fx.Node, fx.Node] = {}
+    writes: dict[fx.Node, list[int]] = {}
+    for index, node in enumerate(graph.nodes):
+        base_of[node] = _base(node, base_of)
+        for argument in written_arguments(node):
+            writes.setdefault(base_of[argument], []).append(index)
+    return base_of, writes
+
+
+def reorder(
+    graph: fx.Graph,
+    keys: Mapping[fx.Node, SortKey],
+    chains: Sequence[Sequence[fx.Node]] = (),
+) -> bool:
+    """Put the nodes into the topological order that follows ``keys`` as closely as it can.
+
+    Of the nodes whose inputs all stand already, the one with the smallest key comes next. Writes
+    keep their place among the reads of what they write (see :func:`_write_order`).
+
+    Args:
+        graph: its nodes may stand in any order, even one that is not topological, but the reads
+            and writes of a value must be in the order that is meant.
+        keys: a key for every node.
+        chains: nodes that must keep the order in which they are listed.
+
+    Returns:
+        Whether any node moved.
+
+    Raises:
+        ValueError: the nodes depend on each other in a circle.
+    """
+    nodes = list(graph.nodes)
+    successors = _successors(nodes, chains)
+    missing = dict.fromkeys(nodes, 0)
+    for after in successors.values():
+        for node in after:
+            missing[node] += 1
+    index = {node: position for position, node in enumerate(nodes)}
+    heap = [(keys[node], index[node]) for node in nodes if not missing[node]]
+    heapq.heapify(heap)
+    order: list[fx.Node] = []
+    while heap:
+        node = nodes[heapq.heappop(heap)[1]]
+        order.append(node)
+        for successor in successors[node]:
+            missing[successor] -= 1
+            if not missing[successor]:
+                heapq.heappush(heap, (keys[successor], index[successor]))
+    if len(order) != len(nodes):
+        stuck = next(node for node in nodes if missing[node])
+        raise ValueError(f"graph nodes depend on each other in a circle, {stuck.name} among them")
+    if order == nodes:
+        return False
+    for node in order:
+        move_to_end(graph, node)
+    return True
+
+
+def _successors(
+    nodes: Sequence[fx.Node], chains: Sequence[Sequence[fx.Node]]
+) -> dict[fx.Node, dict[fx.Node, None]]:
+    successors: dict[fx.Node, dict[fx.Node, None]] = {
+        node: dict.fromkeys(node.users) for node in nodes
+    }
+    for before, after in _write_order(nodes):
+        successors[before][after] = None
+    for chain in chains:
+        for before, after in pairwise(chain):
+            successors[before][after] = None
+    # Inputs keep their order: it is the calling convention.
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    for before, after in pairwise(placeholders):
+        successors[before][after] = None
+    return successors
+
+
+def _write_order(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
+    """Pairs (before, after) that keep each write after the earlier reads and writes of the same
+    memory, and each later read after the write. Views count as what they view."""
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    last_write: dict[fx.Node, fx.Node] = {}
+    base_of: dict[fx.Node, fx.Node] = {}
+    pairs: list[tuple[fx.Node, fx.Node]] = []
+    written_bases = _written_bases(nodes)
+    if not written_bases:
+        return pairs
+    for node in nodes:
+        base_of[node] = _base(node, base_of)
+        written = {base_of.get(argument, argument) for argument in written_arguments(node)}
+        for source in node.all_input_nodes:
+            base = base_of.get(source, source)
+            if base not in written_bases or base in written:
+                continue
+            readers.setdefault(base, []).append(node)
+            if base in last_write:
+                pairs.append((last_write[base], node))
+        for base in written:
+            pairs += [(reader, node) for reader in readers.pop(base, ()) if reader is not node]
+            if base in last_write:
+                pairs.append((last_write[base], node))
+            last_write[base] = node
+    return pairs
+
+
+def _written_bases(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    base_of: dict[fx.Node, fx.Node] = {}
+    written: set[fx.Node] = set()
+    for node in nodes:
+        base_of[node] = _base(node, base_of)
+        written.update(base_of.get(argument, argument) for argument in written_arguments(node))
+    return written
+
+
+def _base(node: fx.Node, base_of: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """The node whose memory a view shows; the node itself if it is no view."""
+    target = node.target
+    is_view = target is operator.getitem or (
+        isinstance(target, OpOverload)
+        and any(result.alias_info is not None for result in schema(target).returns)
+    )
+    if is_view and node.all_input_nodes:
+        source = node.all_input_nodes[0]
+        return base_of.get(source, source)
+    return node
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose memory ``node`` overwrites."""
+    target = node.target
+    if not isinstance(target, OpOverload) or not schema(target).is_mutable:
+        return []
+    written = []
+    for position, argument in enumerate(schema(target).arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        values = value if isinstance(value, list | tuple) else [value]
+        written += [item for item in values if isinstance(item, fx.Node)]
+    return written

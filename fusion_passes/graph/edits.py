@@ -1,0 +1,177 @@
+"""Writes tensor code into a graph: the code runs once on fake tensors, and every operator that it
+calls becomes a node, so that shapes, dtypes and strides are right by construction."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fusion_passes.graph.transparent import RESHAPE, TRACED_RESHAPES
+from fusion_passes.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    below_autograd,
+)
+from fusion_passes.torch_private.inductor import control_deps, make_subgraph
+from fusion_passes.torch_private.older_torch import first_of_list
+
+
+def record(
+    before: fx.Node, function: Callable[..., Any], inputs: Sequence[fx.Node]
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Write what ``function`` does before a node.
+
+    Args:
+        before: the node that the new ones stand before, in the order of the calls.
+        function: tensor code; takes a list of tensors and returns a list of tensors. It runs on
+            meta tensors, which are ten times faster than fake ones: a bucket can hold thousands
+            of gradients. The nodes get fake tensors all the same.
+        inputs: the nodes for ``function``'s list, all on one device; each has a fake tensor in
+            ``meta["val"]``.
+
+    Returns:
+        The nodes of ``function``'s results, and all new nodes in order.
+    """
+    fake = inputs[0].meta["val"]
+    assert isinstance(fake, FakeTensor), f"{inputs[0].name} has no fake value"
+    # Nodes can share a value, but the recorder distinguishes tensors by identity: one each.
+    values = {node: _meta_like(node.meta["val"]) for node in inputs}
+    recorder = _Recorder(before, values, fake.fake_mode, fake.device)
+    with below_autograd(), recorder:
+        results = function([values[node] for node in inputs])
+    return [recorder.node_of(result) for result in results], recorder.new_nodes
+
+
+def _meta_like(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+class _Recorder(TorchDispatchMode):
+    """Turns each dispatched operator into a node."""
+
+    def __init__(
+        self,
+        before: fx.Node,
+        values: Mapping[fx.Node, Tensor],
+        fake_mode: FakeTensorMode,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._before = before
+        self._graph = before.graph
+        self._fake_mode = fake_mode
+        self._device = device
+        self.new_nodes: list[fx.Node] = []
+        # Keyed by identity; the tensor is kept beside its node so that no id is used twice.
+        self._known: dict[int, tuple[Tensor, fx.Node]] = {
+            id(value): (value, node) for node, value in values.items()
+        }
+
+    def node_of(self, tensor: Tensor) -> fx.Node:
+        return self._known[id(tensor)][1]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace == "prim":
+            return result  # A question about a tensor, such as its device: no part of the graph.
+        new_args = self._nodes_for(args)
+        new_kwargs = {name: self._nodes_for(value) for name, value in kwargs.items()}
+        target = RESHAPE if func in TRACED_RESHAPES else func
+        node = self._add(target, new_args, new_kwargs, result)
+        if isinstance(result, list | tuple):
+            for index, item in enumerate(result):
+                self._add(operator.getitem, (node, index), {}, item)
+        return result
+
+    def _nodes_for(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.node_of(value)
+        if isinstance(value, list | tuple):
+            return type(value)(self._nodes_for(item) for item in value)
+        return value
+
+    def _add(self, target: Any, args: Any, kwargs: Any, value: Any) -> fx.Node:
+        with self._graph.inserting_before(self._before):
+            node = self._graph.call_function(target, args, kwargs)
+        node.meta["val"] = self._fake(value)
+        self.new_nodes.append(node)
+        if isinstance(value, Tensor):
+            self._known[id(value)] = (value, node)
+        return node
+
+    def _fake(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return FakeTensor(self._fake_mode, value, self._device)
+        return type(value)(self._fake(item) for item in value)
+
+
+def replace_uses(replacements: Mapping[fx.Node, fx.Node]) -> None:
+    """Let every user of a key read the key's value instead. Each user is rewritten once, however
+    many of its inputs change: a graph's output can read thousands."""
+    users = {user: None for old in replacements for user in old.users}
+    for user in users:
+        user.args = fx.map_arg(user.args, lambda node: replacements.get(node, node))
+        user.kwargs = fx.map_arg(user.kwargs, lambda node: replacements.get(node, node))
+
+
+def pin(nodes: Sequence[fx.Node], after: Sequence[fx.Node]) -> fx.Node:
+    """Make Inductor's scheduler run ``nodes`` after ``after``, whatever else it reorders.
+
+    The nodes move into a subgraph that one ``control_deps`` node runs, at the first one's place.
+
+    Args:
+        nodes: neighbours that do not read each other; each gives one tensor.
+        after: nodes before them.
+
+    Returns:
+        The node that replaces them: it gives the value of a single node, or a tuple that is
+        unpacked after it.
+    """
+    graph, owner = nodes[0].graph, nodes[0].graph.owning_module
+    assert owner is not None, "a post-grad graph belongs to a module"
+    inputs = list(dict.fromkeys(source for node in nodes for source in node.all_input_nodes))
+    name = f"pinned_{nodes[0].name}"
+    setattr(owner, name, make_subgraph(owner, _copy_of(nodes, inputs)))
+    with graph.inserting_before(nodes[0]):
+        sources = tuple(map(first_of_list, after))
+        arguments: tuple[Any, ...] = (sources, graph.get_attr(name), *inputs)
+        pinned = graph.call_function(control_deps(), arguments, name=name)
+        if len(nodes) == 1:
+            pinned.meta.update(nodes[0].meta)
+            values = [pinned]
+        else:
+            pinned.meta["val"] = tuple(node.meta["val"] for node in nodes)
+            values = [graph.call_function(operator.getitem, (pinned, i)) for i in range(len(nodes))]
+            for node, value in zip(nodes, values, strict=True):
+                value.meta.update(node.meta)
+    replace_uses(dict(zip(nodes, values, strict=True)))
+    erase(nodes)
+    return pinned
+
+
+def _copy_of(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> fx.Graph:
+    """A graph that computes ``nodes`` from ``inputs``."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for source in inputs:
+        copies[source] = graph.placeholder(source.name)
+        copies[source].meta.update(source.meta)
+    results = tuple(graph.node_copy(node, copies.__getitem__) for node in nodes)
+    output = graph.output(results if len(nodes) > 1 else results[0])
+    values = tuple(node.meta.get("val") for node in nodes)
+    output.meta["val"] = values if len(nodes) > 1 else values[0]
+    return graph
+
+
+def erase(nodes: Sequence[fx.Node]) -> None:
+    """Remove nodes, last first, that nothing reads any more."""
+    for node in reversed(nodes):
+        node.graph.erase_node(node)

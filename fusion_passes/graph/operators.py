@@ -1,0 +1,169 @@
+"""The package's own operators: what they compute, in eager torch and on fake tensors.
+
+Inductor does not call these: it lowers them (see :mod:`fusion_passes.lowering`) so that nothing is
+left of them where it can be helped. They are real operators all the same, so that a fused graph
+can be run node by node and gives the same values.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fusion_passes.agreement.protocol import announce
+from fusion_passes.graph.scaling import scaled, store_scaled
+from fusion_passes.torch_private import without_view_tracking
+
+_library: Final = torch.library.Library("fusion_passes", "FRAGMENT")
+
+
+def _define(
+    name: str, signature: str, function: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()
+) -> Any:
+    _library.define(f"{name}{signature}", tags=tags)
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    _library.impl(name, function, "Meta")
+    return getattr(torch.ops.fusion_passes, name).default
+
+
+def _pack(
+    gradients: Sequence[Tensor],
+    offsets: Sequence[int],
+    strides: Sequence[int],
+    dtype: torch.dtype,
+    scale: str,
+    factor: float,
+    in_bucket: bool,  # noqa: ARG001 - where, not what: the lowering's
+    label: str,  # noqa: ARG001 - the lowering's
+) -> Tensor:
+    numel = sum(gradient.numel() for gradient in gradients)
+    bucket = torch.empty(numel, dtype=dtype, device=gradients[0].device)
+    _store(bucket, gradients, offsets, strides, scale, factor)
+    return bucket
+
+
+def _store(
+    bucket: Tensor,
+    gradients: Sequence[Tensor],
+    offsets: Sequence[int],
+    strides: Sequence[int],
+    scale: str,
+    factor: float,
+) -> None:
+    places = [
+        bucket.as_strided(gradient.shape, stride, bucket.storage_offset() + offset)
+        for gradient, offset, stride in zip(
+            gradients, offsets, split_strides(gradients, strides), strict=True
+        )
+    ]
+    if scale == "none":
+        torch._foreach_copy_(places, list(gradients))
+        return
+    for place, gradient in zip(places, gradients, strict=True):
+        store_scaled(place, gradient, scale, factor)
+
+
+def _as_complex(real: Tensor) -> Tensor:
+    with without_view_tracking():
+        return torch.view_as_complex(real)
+
+
+def _agree(sent: Tensor, module: str, collectives: str) -> None:
+    if sent.device.type != "meta":
+        announce(module, collectives)
+
+
+def _donate(saved: Sequence[Tensor]) -> None:
+    pass
+
+
+def _widen(bucket: Tensor, dtype: torch.dtype, scale: str, factor: float) -> Tensor:
+    widened: Tensor = scaled(bucket.to(dtype), scale, factor)
+    return widened
+
+
+def split_strides(tensors: Sequence[Any], strides: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The strides of each tensor, out of those of all of them in one list."""
+    numbers = iter(strides)
+    for tensor in tensors:
+        yield tuple(itertools.islice(numbers, len(tensor.shape)))
+
+
+PACK: Final = _define(
+    "pack",
+    "(Tensor[] gradients, int[] offsets, int[] strides, ScalarType dtype, str scale, float factor, "
+    "bool in_bucket, str label) -> Tensor",
+    _pack,
+)
+"""Gradients in one flat buffer, each in its place, cast and scaled.
+
+Args:
+    gradients: of any shapes and strides, on one device.
+    offsets: where each one starts in the buffer, in elements. The places cover the buffer.
+    strides: of the places, one gradient's after the other's.
+    dtype: of the buffer.
+    scale: ``"none"``, ``"div"`` or ``"mul"``.
+    factor: what a gradient is divided or multiplied by. It is scaled in its own dtype, and cast
+        then.
+    in_bucket: whether they are scaled in one pass over the buffer once all is stored, and not by
+        the kernels that store the gradients. The values are the same.
+    label: which bucket of which plan this is, for the report.
+
+Returns:
+    The buffer: ``[sum of the gradients' elements]``.
+"""
+
+STORE: Final = _define(
+    "store_",
+    "(Tensor(a!) bucket, Tensor[] gradients, int[] offsets, int[] strides, str scale, "
+    "float factor) -> ()",
+    _store,
+)
+"""What :data:`PACK` does, for some gradients, to a buffer that is there: one call for all that must
+be copied, where Inductor has no kernel for tensors of several sizes (on the CPU)."""
+
+WIDEN: Final = _define(
+    "widen", "(Tensor bucket, ScalarType dtype, str scale, float factor) -> Tensor", _widen
+)
+"""A reduced buffer in its gradients' dtype, scaled there: ``[n]`` to ``[n]``.
+
+An operator of its own, because its kernel must wait for the collective, and nothing else must come
+to wait with it.
+"""
+
+AS_COMPLEX: Final = _define("as_complex", "(Tensor(a) real) -> Tensor(a)", _as_complex)
+"""``view_as_complex``, but what it gives is no view as far as autograd can see: ``[..., 2]`` to
+``[...]``. A gradient that is a complex view of a real tensor is nothing that Dynamo (torch 2.11 to
+2.15) can make a fake tensor of, in the next compile of a model that has it.
+"""
+
+AGREE: Final = _define(
+    "agree_",
+    "(Tensor(a!) sent, str module, str collectives) -> ()",
+    _agree,
+    # Replayed, it would say nothing: Inductor cuts a CUDA graph in two around it.
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+"""Comes back once all ranks of a DDP module's group are known to run the same collectives, and
+raises if they do not (see :mod:`fusion_passes.agreement.protocol`).
+
+It claims to write ``sent``, the first that is to be sent, so that it runs before the launch. It
+does not touch it.
+"""
+
+DONATE: Final = _define("donate", "(Tensor[] saved) -> ()", _donate)
+"""Says that these inputs of a graph may be overwritten once they have been read.
+
+It does nothing. Its lowering informs Inductor, and as a part of the graph it is in the key of
+Inductor's cache.
+"""
+torch.fx.has_side_effect(DONATE)  # Kept, though nobody uses what it returns.
+
+
+def is_own(target: object) -> bool:
+    """Whether a node's target is an operator of the package."""
+    return target in (PACK, STORE, WIDEN, AS_COMPLEX, AGREE, DONATE)

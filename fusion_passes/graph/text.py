@@ -1,0 +1,75 @@
+"""A graph as text: one line a node, with dtype and shape. What goldens hold and laws compare."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from fusion_passes.torch_private import OpOverload
+from fusion_passes.torch_private.autograd import schema
+
+_SHORT = MappingProxyType(
+    {
+        "float32": "f32",
+        "float64": "f64",
+        "float16": "f16",
+        "bfloat16": "bf16",
+        "complex64": "c64",
+        "complex128": "c128",
+        "int64": "i64",
+        "int32": "i32",
+        "bool": "b8",
+    }
+)
+
+
+def graph_text(graph: fx.Graph) -> str:
+    """One line a node: ``name: dtype[shape] = operator(arguments)``.
+
+    A shape is followed by its strides where they are not those of a contiguous tensor. The text
+    depends on nothing but the graph.
+    """
+    lines = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            lines.append(f"{node.name}: {value_text(node.meta.get('val'))}")
+        elif node.op == "output":
+            lines.append(f"return {_argument_text(node.args[0])}")
+        else:
+            arguments = [_argument_text(value) for value in node.args]
+            arguments += [f"{name}={_argument_text(value)}" for name, value in node.kwargs.items()]
+            value = value_text(node.meta.get("val"))
+            lines.append(f"{node.name}: {value} = {_target_text(node)}({', '.join(arguments)})")
+    return "\n".join(lines) + "\n"
+
+
+def value_text(value: Any) -> str:
+    """``f32[2, 3]``; with strides where they are not contiguous; ``(...)`` for several."""
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        text = f"{_SHORT.get(dtype, dtype)}{list(value.shape)}"
+        if value.layout is torch.strided and not value.is_contiguous():
+            text += f"strides{list(value.stride())}"
+        return text
+    if isinstance(value, list | tuple):
+        return f"({', '.join(value_text(item) for item in value)})"
+    return "?" if value is None else str(value)
+
+
+def _target_text(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, OpOverload):
+        return schema(target).name.partition("::")[2]
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def _argument_text(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, list | tuple):
+        inner = ", ".join(_argument_text(item) for item in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    return repr(value) if isinstance(value, str) else str(value)

@@ -1,0 +1,114 @@
+"""The package's entry among Inductor's post-grad passes."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from fusion_passes.agreement.launches import LaunchList
+from fusion_passes.agreement.protocol import agreed_list, agreed_lists
+from fusion_passes.config import FusionConfig
+from fusion_passes.ddp.modules import registry
+from fusion_passes.flag import active_config
+from fusion_passes.graph.collectives import (
+    decode_all_reduce,
+    is_launch,
+    is_pinned,
+    is_wait,
+    pinned_graph,
+)
+from fusion_passes.graph.operators import is_own
+from fusion_passes.install.conflicts import check_conflicts
+from fusion_passes.lowering.pack import register_lowerings
+from fusion_passes.passes.pipeline import run_pipeline
+from fusion_passes.plan.caps import BucketCaps, bucket_caps
+from fusion_passes.report.journal import journal
+from fusion_passes.report.records import report_plan
+from fusion_passes.state import Lifetime, process_state
+from fusion_passes.torch_private import CustomGraphPass, is_compiling_backward
+from fusion_passes.torch_private.inductor import (
+    calls_operators_by_default,
+    hash_files,
+    lower_by_inductor,
+)
+from fusion_passes.version import __version__
+
+
+class DdpFusionPass(CustomGraphPass):
+    """Fuses a post-grad graph as the flag says, and records what was done."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        config = active_config()
+        if config is None:
+            return
+        _teach_inductor()
+        plan = run_pipeline(
+            graph,
+            config,
+            registry.owner_of,
+            functools.partial(caps_of, config),
+            functools.partial(_agreed_in, config.mode),
+        )
+        if plan.buckets:
+            check_conflicts()
+        if plan.buckets or any(_is_average(rejection.node) for rejection in plan.rejections):
+            packed = [i for i, bucket in enumerate(plan.buckets) if not bucket.is_empty]
+            journal.expect(
+                report_plan(plan, config.mode),
+                plan.digest(),
+                packed if config.mode == "concat" else (),
+            )
+        if calls_operators_by_default():
+            _lower_collectives(graph)
+
+    def uuid(self) -> str:
+        """Identity of what this pass does to a graph: the FX graph cache's key holds it. Another
+        version of the package, option, or cap of a DDP module is another identity."""
+        state: list[object] = [__version__, _source_hash(), active_config()]
+        state.append(registry.fingerprint())
+        if is_compiling_backward():
+            state.append(agreed_lists())
+        return hashlib.sha256(repr(state).encode()).hexdigest()
+
+
+def _lower_collectives(graph: fx.Graph) -> None:
+    """Inductor keeps the order of the collectives that it lowers, and so the order in which ranks
+    meet. In lite mode it calls operators, in any order that their inputs allow."""
+    for outer in graph.nodes:
+        for node in pinned_graph(outer).nodes if is_pinned(outer) else (outer,):
+            if is_launch(node) or is_wait(node) or is_own(node.target):
+                lower_by_inductor(node)
+
+
+def _agreed_in(mode: str, module: str, parameters: Collection[int]) -> LaunchList | None:
+    """What the ranks have agreed on for a graph in this mode; late collectives are none."""
+    agreed = agreed_list(module, parameters)
+    return agreed if agreed is not None and agreed.mode == mode else None
+
+
+def _is_average(launch: fx.Node) -> bool:
+    """Whether a collective that is not DDP's looks like a gradient reduction all the same."""
+    call = decode_all_reduce(launch)
+    return call is not None and call.tensor.target is torch.ops.aten.div.Tensor
+
+
+def caps_of(config: FusionConfig, group_name: str) -> BucketCaps:
+    """The caps of the module that owns ``group_name``, under these options."""
+    return bucket_caps(config, registry.module(group_name).caps)
+
+
+@process_state.once("whether Inductor knows the package's operators", Lifetime.PROCESS)
+def _teach_inductor() -> None:
+    """Once, and not before something is compiled: Inductor takes a second to import."""
+    register_lowerings(journal.packed)
+
+
+@process_state.once("a hash of the package's code", Lifetime.PROCESS)
+def _source_hash() -> str:
+    files = sorted(Path(__file__).parent.parent.rglob("*.py"))
+    return hash_files(tuple(str(file) for file in files)).hex()

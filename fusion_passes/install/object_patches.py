@@ -1,0 +1,111 @@
+"""What the package changes in single objects: in the modules that it manages, and beside them.
+
+The rooms that do so cannot name their entries themselves: this one imports them.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fusion_passes.install.patch import DDP, Patch, Span
+
+
+def _in_module(name: str, why: str) -> Patch:
+    made = "when the module is constructed or copied"
+    undone = "when DDP's own reducer takes the module over; with the module otherwise"
+    return Patch(f"{DDP}.{name}", why, Span.OBJECT, made, undone)
+
+
+def _attribute(name: str, why: str) -> Patch:
+    made = "when the module is constructed or copied"
+    return Patch(f"{DDP}.{name}", why, Span.OBJECT, made, "with the module")
+
+
+_FORWARD: Final = "Dynamo cannot trace DDP's own, which is in a file that it skips."
+
+IN_OBJECTS: Final = (
+    _in_module("forward", _FORWARD),
+    _in_module("_pre_forward", f"{_FORWARD} It broadcasts buffers as a part of the graph."),
+    _in_module("_run_ddp_forward", _FORWARD),
+    _in_module("_post_forward", f"{_FORWARD} It notes which backward is to be averaged."),
+    _in_module("_ddp_fusion_forward", "What forward does in a profiler's range and without."),
+    _in_module(
+        "register_comm_hook",
+        "Hooks that average are fused; others need DDP's own reducer, which takes over then.",
+    ),
+    _in_module("_register_builtin_comm_hook", "As register_comm_hook; all of these average."),
+    _in_module(
+        "_register_buffer_comm_hook",
+        "The Python reducer would ignore it, so DDP's own reducer takes over.",
+    ),
+    _in_module("join", "With enable=False it calls join_hook too, which must know that."),
+    _in_module("join_hook", "The Python reducer cannot join ranks: DDP's own takes over."),
+    _in_module(
+        "_update_process_group",
+        "The module's names for its group follow it, and graphs for another number of ranks are "
+        "compiled anew.",
+    ),
+    _in_module(
+        "_get_ddp_logging_data",
+        "DDP's own reducer, which does not run, would have counted the steps and buckets.",
+    ),
+    _in_module("__reduce_ex__", "A copy of a managed module is managed too."),
+    _in_module(
+        "__class__",
+        "Where the user's class has methods of the same names, these come first and reach the "
+        "package's by super: a class with the same name, between theirs and DDP's.",
+    ),
+    _in_module(
+        "reducer",
+        "Pipeline stages ask it to prepare for the backward that is to be averaged; all else goes "
+        "to DDP's own.",
+    ),
+    _in_module(
+        "_accum_grad_hooks",
+        "DDP's hooks on the parameters are replaced: those of the package name the module in the "
+        "graph, and do what eager DDP does where they are not traced.",
+    ),
+    _attribute(
+        "bucket_bytes_cap_list",
+        "The Python reducer refuses the argument; the passes fill buckets by it.",
+    ),
+    _attribute("_ddp_fusion_expected", "Whether the next gradients are averaged."),
+    _attribute("_ddp_fusion_local", "Whether the last forward ran under no_sync."),
+    _attribute("_ddp_fusion_unfinished", "The error of the next forward, if there is one."),
+    _attribute("_ddp_fusion_buffers_in", "The group over which buffers are broadcast."),
+    _attribute("_ddp_fusion_sent_as", "The dtype in which gradients are sent."),
+    _attribute("_ddp_fusion_joins", "Whether join, when it calls join_hook, joins ranks."),
+    Patch(
+        "torch.distributed.distributed_c10d._register_process_group",
+        "A group name in a graph says whose gradient is reduced.",
+        Span.OBJECT,
+        "when the module is constructed or copied",
+        "when the module is freed, or DDP's own reducer takes it over",
+        "names of the module's process group",
+    ),
+    Patch(
+        "torch.nn.Module._parameters",
+        "DDP's hooks that make DTensors of the parameters of a tensor-parallel model, which cannot "
+        "be compiled, are removed: a class of the same name makes them when they are read.",
+        Span.OBJECT,
+        "when DDP wraps a tensor-parallel model whose mesh it knows",
+        "with the model: DDP has changed its parameters for good, too",
+        "properties of the model's class, _ddp_fusion_layouts, and hooks that wait for gradients",
+    ),
+    Patch(
+        f"{DDP}._delayed_all_reduce_hook",
+        "The backward waits for the reduction of delayed gradients, which DDP only launches.",
+        Span.OBJECT,
+        "when a module with delay_all_reduce_named_params is constructed under the flag",
+        "with the module",
+    ),
+    Patch(
+        "torch._functorch._aot_autograd.runtime_wrappers."
+        "CachedAutogradLazyBackwardCompileInfo.bw_module_fn",
+        "A backward with symbolic sizes can be read from AOTAutograd's cache, where torch (2.11 to "
+        "2.15) raises.",
+        Span.OBJECT,
+        "when a backward that comes from that cache is first traced",
+        "with its compiled forward",
+    ),
+)

@@ -1,0 +1,97 @@
+"""What the fusing passes share: a bucket's reductions are replaced by what a function does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from fusion_passes.graph.collectives import issue_order
+from fusion_passes.graph.dependencies import reorder
+from fusion_passes.graph.edits import erase, record, replace_uses
+from fusion_passes.graph.transparent import CAST, COPY
+from fusion_passes.plan.buckets import Bucket
+from fusion_passes.reductions.find import GradientReduction
+from fusion_passes.reductions.hook_pattern import is_laid_out, is_only_copied
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What takes the place of a bucket's reductions.
+
+    Attributes:
+        inputs: a node for each member: its gradient, or what the gradient is a view or cast of.
+        function: tensor code: the inputs' values in, the reduced gradients out.
+    """
+
+    inputs: tuple[fx.Node, ...]
+    function: Callable[[list[Tensor]], list[Tensor]]
+
+
+def replace_buckets(
+    graph: fx.Graph,
+    buckets: Sequence[Bucket],
+    foreign: Sequence[fx.Node],
+    replacement_for: Callable[[int, Bucket], Replacement],
+) -> bool:
+    """Put a bucket's reduction where its last member was launched, and give its results to the
+    users of the members' results. Users that stood earlier move after the new wait; ``foreign``
+    collectives keep their order all the same.
+
+    Args:
+        graph: changed in place.
+        buckets: of a plan, in order; empty ones stay as they were traced.
+        foreign: the other collectives of the graph, in order.
+        replacement_for: says what becomes of a bucket, given its number.
+
+    Returns:
+        Whether there was a bucket to fuse.
+    """
+    fused = [(index, bucket) for index, bucket in enumerate(buckets) if not bucket.is_empty]
+    replacements: dict[fx.Node, fx.Node] = {}
+    for index, bucket in fused:
+        replacement = replacement_for(index, bucket)
+        results, _ = record(bucket.ready.start, replacement.function, replacement.inputs)
+        replacements |= zip((member.result for member in bucket.members), results, strict=True)
+    # A gradient can be the result of another bucket: written above as a member's result.
+    replace_uses(replacements)
+    for _, bucket in fused:
+        for member in bucket.members:
+            _erase_reduction(member)
+    if fused:
+        keys = {node: (index,) for index, node in enumerate(graph.nodes)}
+        reorder(graph, keys, issue_order(foreign))
+    return bool(fused)
+
+
+def _erase_reduction(member: GradientReduction) -> None:
+    erase(member.nodes)
+    node = member.gradient
+    while not node.users and len(node.all_input_nodes) == 1:
+        # A view or cast that the new nodes have looked through.
+        source = node.all_input_nodes[0]
+        erase([node])
+        node = source
+
+
+def settle(member: GradientReduction, reduced: Tensor) -> Tensor:
+    """A reduced gradient in the layout that is wanted in the graph. It is sent in that of its
+    parameter, which is the same on all ranks."""
+    value = member.result.meta["val"]
+    if is_laid_out(reduced, value.stride()) or is_only_copied(member.result):
+        return reduced
+    wanted = torch.empty_strided(
+        value.shape, value.stride(), dtype=value.dtype, device=value.device
+    )
+    relaid: Tensor = COPY(wanted, reduced)
+    return relaid
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in ``dtype``; itself if it has that already."""
+    if tensor.dtype == dtype:
+        return tensor
+    result: Tensor = CAST(tensor, dtype)
+    return result

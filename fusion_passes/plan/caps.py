@@ -1,0 +1,113 @@
+"""How large buckets become: the options, what a DDP module was given, and the defaults. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from fusion_passes.config import FusionConfig
+
+MIB: Final = 1024 * 1024
+
+DEFAULT_BUCKETS: Final = 8
+"""Into about how many buckets a DDP module's gradients are cut by default: what is sent after the
+backward is an eighth, and nobody pays for more launches than these. docs/bench.md has what was
+measured."""
+
+ALONG_SHARE: Final = 8
+"""A full bucket takes along what is ready together with it, up to this part of its cap."""
+
+HOLD_CAPS: Final = 4
+"""How many bucket caps of gradients may become ready while a bucket waits to be filled."""
+
+
+@dataclass(frozen=True)
+class ModuleCaps:
+    """What a DDP module says about its buckets, before any option, in bytes.
+
+    Attributes:
+        first_bytes: cap of its first bucket.
+        cap_bytes: cap of every later one.
+        listed_bytes: caps of its buckets one by one, if it was given a list.
+    """
+
+    first_bytes: int
+    cap_bytes: int
+    listed_bytes: tuple[int, ...] = ()
+
+    def in_mib(self) -> list[float]:
+        """All of them in the unit in which they are given, for people."""
+        return [cap / MIB for cap in (self.first_bytes, self.cap_bytes, *self.listed_bytes)]
+
+
+@dataclass(frozen=True)
+class BucketCaps:
+    """Limits of a DDP module's buckets, in bytes.
+
+    Attributes:
+        first_bytes: cap of the first bucket of each key.
+        cap_bytes: cap of every later one. A bucket is closed by the reduction that brings it to
+            its cap, so it can be larger by less than that reduction, as in eager DDP; and by less
+            than an eighth of the cap, for what is ready together with that reduction.
+        hold_bytes: a bucket is closed once this many bytes of reductions, of any key, became
+            ready since its first one.
+        listed_bytes: caps of the first buckets of each key one by one, in the place of
+            ``first_bytes``; the last one is that of all further buckets.
+    """
+
+    first_bytes: int
+    cap_bytes: int
+    hold_bytes: int
+    listed_bytes: tuple[int, ...] = ()
+
+    def of_bucket(self, index: int) -> int:
+        """The cap of a key's bucket, counted from 0."""
+        if self.listed_bytes:
+            return self.listed_bytes[min(index, len(self.listed_bytes) - 1)]
+        return self.cap_bytes if index else self.first_bytes
+
+
+def mib_to_bytes(size_mb: float) -> int:
+    """Whole bytes, rounded down as DDP does."""
+    return int(size_mb * MIB)
+
+
+def given_caps(cap_bytes: int, listed_bytes: Sequence[int] = ()) -> ModuleCaps:
+    """The caps of a module that the user gave some.
+
+    Args:
+        cap_bytes: of each bucket, the first one too.
+        listed_bytes: of its buckets one by one, if it was given a list.
+    """
+    return ModuleCaps(cap_bytes, cap_bytes, tuple(listed_bytes))
+
+
+def default_caps(gradient_bytes: int, least: int, most: int) -> ModuleCaps:
+    """The caps of a module where the user has set none: the same on all ranks.
+
+    Args:
+        gradient_bytes: of all gradients that the module reduces.
+        least: DDP's own default for its first bucket.
+        most: DDP's own default for further buckets.
+    """
+    return ModuleCaps(least, max(least, min(gradient_bytes // DEFAULT_BUCKETS, most)))
+
+
+def bucket_caps(config: FusionConfig, module: ModuleCaps) -> BucketCaps:
+    """The caps of a module's buckets: the user's options, else the module's own.
+
+    ``bucket_cap_mb`` replaces all of the module's, ``first_bucket_cap_mb`` that of its first
+    bucket. The memory bound follows from the largest cap, unless ``max_hold_mb`` sets it.
+    """
+    first_bytes, cap_bytes, listed_bytes = module.first_bytes, module.cap_bytes, module.listed_bytes
+    if config.bucket_cap_mb is not None:
+        first_bytes = cap_bytes = mib_to_bytes(config.bucket_cap_mb)
+        listed_bytes = ()
+    if config.first_bucket_cap_mb is not None:
+        first_bytes = mib_to_bytes(config.first_bucket_cap_mb)
+        listed_bytes = (first_bytes, *(listed_bytes[1:] or (cap_bytes,))) if listed_bytes else ()
+    hold_bytes = HOLD_CAPS * max((first_bytes, cap_bytes, *listed_bytes))
+    if config.max_hold_mb is not None:
+        hold_bytes = mib_to_bytes(config.max_hold_mb)
+    return BucketCaps(first_bytes, cap_bytes, hold_bytes, listed_bytes)

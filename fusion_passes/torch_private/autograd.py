@@ -1,0 +1,103 @@
+"""Private parts of tensors, autograd nodes, modules and graphs, of operators and compiled regions.
+Checked on torch 2.11.0, 2.13.0 and 2.15.0."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fusion_passes.torch_private import OpOverload, compiled_autograd
+
+# --- Tensors -------------------------------------------------------------------------------------
+
+
+def base_of_view(tensor: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of, for autograd; ``None`` if it is no view."""
+    return tensor._base
+
+
+def hooks_on_gradient(parameter: Tensor) -> dict[int, Any]:
+    """The hooks that get the parameter's gradient before it is accumulated, in their order."""
+    hooks: Any = parameter._backward_hooks
+    return {} if hooks is None else hooks
+
+
+def hooks_after_accumulation(parameter: Tensor) -> dict[int, Any]:
+    """The hooks that run when the parameter's gradient has been accumulated, in their order."""
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    return {} if hooks is None else hooks
+
+
+# --- Modules -------------------------------------------------------------------------------------
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters of a module itself, whatever its class says of attributes of their names."""
+    return module._parameters
+
+
+def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks that run before a module's forward, and after it."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+# --- Autograd nodes ------------------------------------------------------------------------------
+
+
+def sequence_number(node: Any) -> int:
+    """The number of an autograd node, which no other has in its thread."""
+    return int(node._sequence_nr())
+
+
+def compiled_forward(context: Any) -> Any:
+    """The compiled forward that an autograd node belongs to: a subclass of ``Function``."""
+    return context._forward_cls
+
+
+def backward_to_read(context: Any) -> Any:
+    """AOTAutograd's ``_lazy_backward_info`` of a node's compiled forward: its backward, which may
+    still have to be read from a cache, or compiled."""
+    return context._forward_cls._lazy_backward_info
+
+
+# --- Graphs and operators ------------------------------------------------------------------------
+
+
+def schema(operator: OpOverload) -> torch.FunctionSchema:
+    """The names of an operator's arguments, and what it writes and returns views of."""
+    return operator._schema
+
+
+def move_to_end(graph: fx.Graph, node: fx.Node) -> None:
+    """Move a node behind all others, the output among them. Their order is not checked."""
+    graph._root.prepend(node)
+
+
+# --- Compiled regions ----------------------------------------------------------------------------
+
+
+def region_is_dynamic(
+    region: Annotated[Any, "torch._dynamo.eval_frame.OptimizeContext"],
+) -> bool | None:
+    """The option ``dynamic`` of ``torch.compile`` for a region."""
+    dynamic: bool | None = region._dynamic
+    return dynamic
+
+
+def tracing_backwards(
+    compiler: Callable[[fx.GraphModule], Any], dynamic: bool
+) -> contextlib.AbstractContextManager[None]:
+    """A context in which compiled autograd traces backwards.
+
+    Args:
+        compiler: compiles their graphs.
+        dynamic: whether sizes are symbolic.
+    """
+    context: contextlib.AbstractContextManager[None] = compiled_autograd()._enable(
+        compiler, dynamic=dynamic
+    )
+    return context

@@ -1,0 +1,107 @@
+"""Private parts of DDP: of modules that are managed, and of those that its own reducer trains.
+Checked on torch 2.11.0, 2.13.0 and 2.15.0."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+USES_PYTHON_REDUCER: Final = "_use_python_reducer"
+"""Attribute: whether the Python reducer trains the module. It is part of a copy's state."""
+
+HOOKS_OF_REDUCER: Final = "_accum_grad_hooks"
+"""Attribute: what :func:`hooks_of_reducer` returns. It is part of a copy's state."""
+
+
+# --- What a module is made of --------------------------------------------------------------------
+
+
+def parameters_of(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters that DDP reduces, in the order in which it numbers them."""
+    parameters: list[nn.Parameter] = ddp._module_parameters
+    return parameters
+
+
+def hooks_of_reducer(ddp: DistributedDataParallel) -> list[RemovableHandle]:
+    """The handles of the hooks of DDP's Python reducer on the parameters."""
+    handles: list[RemovableHandle] = ddp._accum_grad_hooks
+    return handles
+
+
+def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
+    """The communication hooks that were registered, each with its state."""
+    hooks: list[tuple[Any, Any]] = ddp._comm_hooks
+    return hooks
+
+
+def ignored_by_ddp(model: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters and buffers of a model that DDP is told to leave alone."""
+    return tuple(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def dtensor_spec(parameter: nn.Parameter) -> Any:
+    """The spec of the DTensor that DDP has made a local shard of; ``None`` for other parameters."""
+    return getattr(parameter, "_st_info", None)
+
+
+def has_optimizer_in_backward(parameter: nn.Parameter) -> bool:
+    """Whether an optimizer steps the parameter in the backward, by torch's
+    ``_apply_optimizer_in_backward``."""
+    return hasattr(parameter, "_in_backward_optimizers")
+
+
+def delayed_hook(ddp: DistributedDataParallel) -> Any:
+    """The hook that launches the reduction of delayed gradients."""
+    return ddp._delayed_all_reduce_hook
+
+
+def delayed_gradients(ddp: DistributedDataParallel) -> Tensor | None:
+    """The delayed gradients, in one buffer."""
+    buffer: Tensor | None = ddp._delay_grad_buffer
+    return buffer
+
+
+# --- What DDP does -------------------------------------------------------------------------------
+
+
+def ddp_logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
+    """What DDP itself says in ``_get_ddp_logging_data``, whatever took the method's place."""
+    data: dict[str, Any] = DistributedDataParallel._get_ddp_logging_data(ddp)
+    return data
+
+
+def update_process_group(ddp: DistributedDataParallel, group: Any) -> None:
+    """What DDP itself does in ``_update_process_group``."""
+    DistributedDataParallel._update_process_group(ddp, group)
+
+
+def register_buffer_comm_hook(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    """What DDP itself does in ``_register_buffer_comm_hook``."""
+    DistributedDataParallel._register_buffer_comm_hook(ddp, *args, **kwargs)
+
+
+def log_comm_hook(ddp: DistributedDataParallel, name: str) -> None:
+    """Write the name of a communication hook into DDP's logging data."""
+    assert ddp.logger is not None, "it comes with the reducer"
+    ddp.logger._set_comm_hook_name(name)
+
+
+def raise_as_ddp(ddp: DistributedDataParallel, kind: type[Exception], text: str) -> None:
+    """Raise an error as DDP raises its own: its logging data name them too."""
+    ddp._log_and_throw(kind, text)
+
+
+def give_own_reducer(ddp: DistributedDataParallel) -> None:
+    """Give a module that was constructed with the Python reducer DDP's own, as the constructor
+    would have."""
+    ddp._use_python_reducer = False
+    parameters, is_sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._ddp_init_helper(parameters, is_sparse, names, ddp.static_graph)
+    if ddp.static_graph:
+        ddp.reducer._set_static_graph()
+        assert ddp.logger is not None, "it comes with the reducer"
+        ddp.logger._set_static_graph()

@@ -1,0 +1,140 @@
+"""What only torch before 2.13 needs: all of it stands here, and goes from here.
+
+The package supports the five newest minor releases of torch. Torch makes one every eight weeks:
+2.11 came on 23 March 2026, 2.12 on 13 May, 2.13 on 8 July, 2.14 on 2 September, 2.15 on 28 October.
+So 2.11 goes when 2.16 comes, about 23 December 2026, and 2.12 with this file when 2.17 comes, about
+17 February 2027. ``tests/test_versions.py`` says when something here is no longer needed. What is
+said of 2.12 was read in its code; the tests run on 2.11.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final, Protocol
+
+import torch
+from torch import fx
+
+from fusion_passes.torch_private import ConfigDefinition, ConfigEntry, CustomGraphPass, OpOverload
+from fusion_passes.torch_private.inductor import graph_lowering, inductor_ir, inductor_lowerings
+
+NEEDED_UP_TO: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "PlainEntry": "2.11",
+        "has_plain_entries": "2.11",
+        "PassChain": "2.12",
+        "takes_one_pass": "2.12",
+        "LAYOUT_CONSTRAINTS": "2.12",
+        "fix_strides_of_lists": "2.12",
+        "first_of_list": "2.12",
+    }
+)
+"""The newest torch that needs each of the names here."""
+
+
+# --- The flag ------------------------------------------------------------------------------------
+
+
+class Variable(Protocol):
+    """What keeps a setting's value: has these methods of a ``ContextVar``."""
+
+    def get(self) -> Any: ...
+
+    def set(self, value: Any) -> Any: ...
+
+
+def has_plain_entries() -> bool:
+    """Whether an entry of a config module keeps the user's value as a plain attribute. Later, it is
+    a context variable."""
+    return "name" not in inspect.signature(ConfigEntry.__init__).parameters
+
+
+class PlainEntry(ConfigEntry):
+    """An entry of a config module whose user's value is a variable's all the same.
+
+    Args:
+        definition: of the setting.
+        variable: what keeps the value.
+    """
+
+    def __init__(self, definition: ConfigDefinition[Any], variable: Variable) -> None:
+        self._variable = variable
+        super().__init__(definition)  # type: ignore[call-arg]
+
+    @property
+    def user_override(self) -> Any:
+        return self._variable.get()
+
+    @user_override.setter
+    def user_override(self, value: Any) -> None:
+        self._variable.set(value)
+
+
+# --- The passes ----------------------------------------------------------------------------------
+
+
+def takes_one_pass() -> bool:
+    """Whether ``post_grad_custom_post_pass`` takes one pass only. Later, it takes a list."""
+    from torch._inductor import custom_graph_pass
+
+    return not hasattr(custom_graph_pass, "get_custom_graph_passes")
+
+
+class PassChain(CustomGraphPass):
+    """Several passes in a slot for one."""
+
+    def __init__(self, passes: list[Any]) -> None:
+        self.passes = passes
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for item in self.passes:
+            item(graph)
+
+    def uuid(self) -> Any:
+        ids = [item.uuid() if isinstance(item, CustomGraphPass) else None for item in self.passes]
+        return None if None in ids else repr(ids)
+
+
+# --- Lists of tensors ----------------------------------------------------------------------------
+
+LAYOUT_CONSTRAINTS: Final = "torch._inductor.lowering._maybe_layout_constraints"
+"""What :func:`fix_strides_of_lists` adds to."""
+
+
+def fix_strides_of_lists(target: OpOverload) -> None:
+    """Give an operator on a list of tensors these with the graph's strides.
+
+    Inductor did so for tensors by themselves only. It reduced a coalesced gradient in another
+    layout, and then waited for a copy that it had made of it under way.
+
+    Args:
+        target: the operator; its first argument is a list of tensors.
+    """
+    if torch.__version__ >= "2.13":
+        return
+
+    def fix(node: Any, tensors: Any, *rest: Any, **named: Any) -> Any:
+        require, shapes = inductor_ir().ExternKernel.require_stride_order, graph_lowering().sizevars
+        orders = (
+            inductor_ir().get_stride_order(source.meta["val"].stride(), shapes.shape_env)
+            for source in node.args[0]
+        )
+        return ([require(*pair) for pair in zip(tensors, orders, strict=True)], *rest), named
+
+    inductor_lowerings().add_layout_constraint(target, fix)
+
+
+def first_of_list(node: fx.Node) -> fx.Node:
+    """Return the node, or the first item of its list: Inductor ordered nothing after a list.
+
+    That is done on any torch, so that graphs are the same on all; goldens change when it goes.
+    """
+    if not isinstance(node.meta["val"], tuple | list):
+        return node
+    item = next(user for user in node.users if user.target is operator.getitem)
+    # It reads nothing else, and must stand before what names it.
+    node.append(item)
+    return item

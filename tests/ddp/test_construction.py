@@ -1,0 +1,227 @@
+"""Constructing DDP under the flag: what is refused, and in which words."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fusion_passes import FusionConfig, FusionWarning
+from fusion_passes.ddp.modules import registry
+from fusion_passes.install.inductor_pass import caps_of
+from fusion_passes.plan.caps import MIB, BucketCaps, ModuleCaps
+from tests.support.fake_world import fake_world, two_layers
+
+
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    gc.collect()  # Modules that other tests have left to the collector would be counted below.
+    with fake_world(), inductor_config.patch(ddp_fusion="concat"):
+        yield
+
+
+def test_refuses_mixed_precision() -> None:
+    options = MixedPrecision(param_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"mixed_precision=\.\.\.\).*autocast.*ddp_fusion = None"):
+        DistributedDataParallel(two_layers(), mixed_precision=options)
+    assert not len(registry), "nothing was changed before the refusal"
+
+
+@pytest.mark.parametrize("flag", [None, "concat"])
+def test_refuses_synchronised_batch_norm_on_the_cpu_as_eager_ddp_does(flag: str | None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4))
+    with (
+        inductor_config.patch(ddp_fusion=flag),
+        pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules"),
+    ):
+        DistributedDataParallel(model)
+    assert not len(registry)
+
+
+def test_inputs_go_to_the_device_of_device_ids() -> None:
+    # DDP takes device_ids for GPUs only: another device stands for one.
+    ddp = DistributedDataParallel(two_layers())
+    ddp.device_type, ddp.device_ids = "meta", [0]
+    x = torch.ones(2)
+    args, kwargs = ddp._pre_forward(x, [x, 3], mask={"of": x})
+    moved = [args[0], args[1][0], kwargs["mask"]["of"]]
+    assert [tensor.device.type for tensor in moved] == ["meta"] * 3
+    assert args[1][1] == 3
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_refuses_optimizers_in_the_backward(late: bool) -> None:
+    model = two_layers()
+    ddp = DistributedDataParallel(model) if late else None
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
+    step = ddp(torch.ones(2, 4)).sum().backward if ddp else lambda: DistributedDataParallel(model)
+    with pytest.raises(ValueError, match=r"_apply_optimizer_in_backward, parameter '0\.weight'"):
+        step()
+
+
+def _delayed(model: nn.Sequential) -> dict[str, object]:
+    return {
+        "delay_all_reduce_named_params": [("0.weight", model[0].weight)],
+        "param_to_hook_all_reduce": model[1].weight,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (lambda _: {"find_unused_parameters": True}, "it was given find_unused_parameters=True"),
+        (
+            lambda _: {"skip_all_reduce_unused_params": True},
+            "it was given skip_all_reduce_unused_params=True",
+        ),
+        (_delayed, "it was given delay_all_reduce_named_params"),
+    ],
+)
+def test_leaves_to_ddps_reducer_what_the_python_reducer_ignores(
+    arguments: Callable[[nn.Sequential], dict[str, object]], words: str
+) -> None:
+    model = two_layers()
+    with pytest.warns(FusionWarning, match=f"trained by DDP's own reducer.*{words}"):
+        ddp = DistributedDataParallel(model, **arguments(model))
+    assert not ddp._use_python_reducer
+    assert not len(registry)
+    assert registry.is_unfused(model[1].weight)
+
+
+def test_forgets_what_ddps_reducer_has_trained() -> None:
+    gc.collect()
+    before = registry.has_unfused
+    with pytest.warns(FusionWarning):
+        ddp = DistributedDataParallel(two_layers(), find_unused_parameters=True)
+    weight = ddp.module[0].weight
+    del ddp
+    gc.collect()
+    assert not registry.is_unfused(weight)
+    assert registry.has_unfused == before
+
+
+def test_leaves_sparse_gradients_to_ddps_reducer() -> None:
+    model = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
+    with pytest.warns(FusionWarning, match=r"'0' is a Embedding\(sparse=True\)"):
+        DistributedDataParallel(model)
+    assert not len(registry)
+
+
+@pytest.mark.parametrize("mode", ["no_optimization", "ddp_optimizer", False])
+def test_refuses_another_reducer_mode(mode: object) -> None:
+    with (
+        torch._dynamo.config.patch(optimize_ddp=mode),
+        pytest.raises(ValueError, match=r"optimize_ddp = .*contradicts.*ddp_fusion"),
+    ):
+        DistributedDataParallel(two_layers())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("bucket_all_reduces_fx", "all"),
+        ("aten_distributed_optimizations.enable_overlap_scheduling", True),
+        ("_fuse_ddp_communication", True),
+    ],
+)
+def test_refuses_settings_that_fuse_the_same_reductions(setting: str, value: object) -> None:
+    with (
+        inductor_config.patch({setting: value}),
+        pytest.raises(ValueError, match=f"{setting} = {value!r} cannot be combined"),
+    ):
+        DistributedDataParallel(two_layers())
+
+
+def test_leaves_the_settings_that_the_constructor_writes() -> None:
+    before = (
+        torch._dynamo.config.optimize_ddp,
+        inductor_config._fuse_ddp_communication,
+        inductor_config._fuse_ddp_bucket_size,
+    )
+    ddp = DistributedDataParallel(two_layers(), bucket_cap_mb=7)
+    assert ddp._use_python_reducer
+    after = (
+        torch._dynamo.config.optimize_ddp,
+        inductor_config._fuse_ddp_communication,
+        inductor_config._fuse_ddp_bucket_size,
+    )
+    assert after == before
+
+
+def test_caps_are_the_modules_own_unless_set_by_option() -> None:
+    default = DistributedDataParallel(two_layers())
+    small = DistributedDataParallel(two_layers(), bucket_cap_mb=2)
+    first, second = (module.group_name for module in registry.fingerprint())
+    config = FusionConfig()
+    assert caps_of(config, first) == BucketCaps(MIB, MIB, 4 * MIB)
+    assert caps_of(config, second) == BucketCaps(2 * MIB, 2 * MIB, 8 * MIB)
+    config = FusionConfig(bucket_cap_mb=4, first_bucket_cap_mb=0.5, max_hold_mb=3)
+    assert caps_of(config, second) == BucketCaps(MIB // 2, 4 * MIB, 3 * MIB)
+    del default, small
+
+
+def test_without_a_cap_of_the_users_it_is_that_of_the_gradients() -> None:
+    model = nn.Linear(1024, 4 * 1024)
+    own = DistributedDataParallel(model)
+    (module,) = registry.fingerprint()
+    assert module.caps == ModuleCaps(MIB, (1024 + 1) * 4 * 1024 * 4 // 8)
+    del own
+    ddps = DistributedDataParallel(model, bucket_cap_mb=25)
+    (module,) = registry.fingerprint()
+    assert module.caps == ModuleCaps(25 * MIB, 25 * MIB)
+    del ddps
+
+
+def test_caps_can_be_a_list() -> None:
+    ddp = DistributedDataParallel(two_layers(), bucket_cap_mb_list=[1, 3, 2])
+    (module,) = registry.fingerprint()
+    assert module.caps == ModuleCaps(3 * MIB, 3 * MIB, (MIB, 3 * MIB, 2 * MIB))
+    del ddp
+
+
+def test_names_parameters_and_ignores_ignored_ones() -> None:
+    model = two_layers()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])
+    ddp = DistributedDataParallel(model)
+    (module,) = registry.fingerprint()
+    assert module.parameters == ("0.weight", "1.weight", "1.bias")
+    owner = registry.owner_of(module.name_for(2))
+    assert owner is not None
+    assert owner.parameter == "1.bias"
+    assert registry.owner_of("0") is None, "the group's own name is nobody's"
+    assert not model[0].bias._post_accumulate_grad_hooks
+    del ddp
+
+
+def test_a_module_is_freed_and_leaves_no_hook() -> None:
+    model = two_layers()
+    ddp = DistributedDataParallel(model)
+    assert len(registry) == 1
+    assert all(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    del ddp
+    gc.collect()
+    assert not len(registry)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_a_module_that_outlives_its_group_leaves_the_next_ones_names() -> None:
+    old = DistributedDataParallel(two_layers())
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    new = DistributedDataParallel(two_layers())
+    (module,) = registry.fingerprint()
+    del old
+    gc.collect()
+    assert registry.fingerprint() == (module,)
+    assert registry.owner_of(module.name_for(0)) is not None
+    assert registry.manages(new.module[0].weight)

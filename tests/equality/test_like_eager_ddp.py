@@ -1,0 +1,449 @@
+"""What differs between ranks, graphs and classes ends as with eager DDP.
+
+Each case trains the same model three ways on two ranks: with eager DDP, and compiled under the flag
+in both modes. It returns what it saw: gradients, errors, outputs.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable import replicate
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from fusion_passes import FusionWarning
+
+RUN = Callable[..., list[Any]]
+
+
+def _chain() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)]
+    return nn.Sequential(*layers)
+
+
+def _inputs(step: int = 0, rows: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + step)
+    return torch.randn(rows, 4, generator=generator)
+
+
+def _gradients(model: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+Compile = Callable[[Any], Any]
+
+
+class _Scaled(DistributedDataParallel):
+    def forward(self, *args):
+        return 3 * super().forward(*args)
+
+
+class _Named(DistributedDataParallel):
+    """Overrides some of what a managed module has of its own, and calls DDP's by its name."""
+
+    def forward(self, *args):
+        return 3 * DistributedDataParallel.forward(self, *args)
+
+    def _pre_forward(self, *inputs, **kwargs):
+        self.calls = [*getattr(self, "calls", ()), "pre"]
+        return super()._pre_forward(*inputs, **kwargs)
+
+    def register_comm_hook(self, state, hook):
+        self.calls = [*getattr(self, "calls", ()), hook.__name__]
+        super().register_comm_hook(state, hook)
+
+
+def subclasses(compiled: Compile) -> list[Any]:
+    seen = []
+    for kind in (_Scaled, _Named):
+        ddp = kind(_chain())
+        if kind is _Named:
+            hooks = torch.distributed.algorithms.ddp_comm_hooks.default_hooks
+            ddp.register_comm_hook(None, hooks.allreduce_hook)
+        for call in (compiled(ddp), ddp):
+            ddp.zero_grad()
+            output = call(_inputs())
+            output.sum().backward()
+            seen += [output.detach(), *_gradients(ddp)]
+        assert isinstance(ddp, kind)
+        assert type(ddp).__name__ == kind.__name__
+    assert {"allreduce_hook", "pre"} <= set(ddp.calls)
+    return seen
+
+
+def _break_backward(model: nn.Sequential) -> None:
+    """A hook that is not traced cuts the backward in two graphs."""
+    hook = torch.compiler.disable(lambda gradient: gradient * 1.0)
+    model[2].register_forward_hook(
+        torch.compiler.disable(lambda _, __, output: output.register_hook(hook) and None)
+    )
+
+
+def several_graphs(compiled: Compile) -> list[Any]:
+    """Ranks accumulate other numbers of micro-batches."""
+    model = _chain()
+    _break_backward(model)
+    ddp = DistributedDataParallel(model)
+    call, seen = compiled(ddp), []
+    store = dist.distributed_c10d._get_default_store()
+    keys = []
+    for step in range(4):
+        ddp.zero_grad()
+        with ddp.no_sync():
+            for micro in range(1 + dist.get_rank()):
+                call(_inputs(step + micro)).sum().backward()
+        seen += _gradients(ddp)
+        call(_inputs(step)).sum().backward()
+        seen += _gradients(ddp)
+        dist.barrier()
+        keys.append(store.num_keys())
+    return [*seen, keys[-1] - keys[1]]
+
+
+class _Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.left(x), self.right(x)
+
+
+def several_outputs(compiled: Compile) -> list[Any]:
+    ddp = DistributedDataParallel(_Heads())
+    call, seen = compiled(ddp), []
+    for step in range(3):
+        ddp.zero_grad()
+        left, right = call(_inputs(step))
+        left.sum().backward(retain_graph=True)
+        right.square().sum().backward()
+        seen += _gradients(ddp)
+    return seen
+
+
+def second_backwards(compiled: Compile) -> list[Any]:
+    """Through the same output: they stay on their rank."""
+    ddp = DistributedDataParallel(_chain())
+    call, seen = compiled(ddp), []
+    for step in range(2):
+        ddp.zero_grad()
+        loss = call(_inputs(step)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        seen += _gradients(ddp)
+    return seen
+
+
+def replicated(compiled: Compile) -> list[Any]:
+    model = _chain()
+    replicate(model)
+    call, seen = compiled(model), []
+    for step in range(2):
+        model.zero_grad()
+        call(_inputs(step)).sum().backward()
+        seen += _gradients(model)
+    return seen
+
+
+class _Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def _until_error(step: Callable[[], object]) -> list[Any]:
+    for number in range(3):
+        try:
+            step()
+        except RuntimeError as error:
+            return [number, *_words_of(str(error))]
+    return ["no error"]
+
+
+def _words_of(text: str) -> list[str]:
+    start = "Expected to have finished reduction in the prior iteration"
+    indices = text.partition("did not receive grad for rank")[2]
+    return [text[: len(start)], "unused" if "indices" in text and indices else text]
+
+
+def unreached(compiled: Compile) -> list[Any]:
+    ddp = DistributedDataParallel(_Unused())
+    call = compiled(ddp)
+    return _until_error(lambda: call(_inputs()).sum().backward())
+
+
+def unreached_inside(compiled: Compile) -> list[Any]:
+    ddp = DistributedDataParallel(_Unused())
+
+    def step() -> None:
+        ddp(_inputs()).sum().backward()
+
+    return _until_error(compiled(step))
+
+
+def swapped(compiled: Compile) -> list[Any]:
+    model = _chain()
+    ddp = DistributedDataParallel(model)
+    model[2].weight = nn.Parameter(torch.ones(8, 8))
+    call = compiled(ddp)
+    return _until_error(lambda: call(_inputs()).sum().backward())
+
+
+def batches_of_one(compiled: Compile) -> list[Any]:
+    """Ranks with other batch sizes, down to one, from the first step on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 4))
+    ddp = DistributedDataParallel(model)
+    call, seen, other = compiled(ddp), [], dist.get_rank() == 1
+    for step, rows in enumerate((1 if other else 3, 3, 1 if other else 4, 1, 5 if other else 1)):
+        ddp.zero_grad()
+        call(_inputs(step, rows)).square().sum().backward()
+        seen += _gradients(ddp)
+    return seen
+
+
+class _Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, x):
+        return self.a(x), self.b(x)
+
+
+def backwards_of_one_round(compiled: Compile) -> list[Any]:
+    """Each reaches its part of the parameters, and on one rank with another plan."""
+    ddp, seen = DistributedDataParallel(_Heads()), []
+    for step in range(4):
+        ddp.zero_grad()
+        rows = 1 if dist.get_rank() == 1 and step % 3 == 0 else 4
+        for output in ddp(_inputs(step, rows)):
+            output.square().sum().backward()
+        seen += _gradients(ddp)
+    return seen
+
+
+class _Orders(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, is_forward):
+        first, last = (self.a, self.c) if is_forward else (self.c, self.a)
+        return last(self.b(first(x).relu()).relu())
+
+
+def other_branches(compiled: Compile) -> list[Any]:
+    """Ranks use the same parameters in another order."""
+    ddp = DistributedDataParallel(_Orders(), bucket_cap_mb=1e-4)
+    call, seen = compiled(ddp), []
+    for step in range(4):
+        ddp.zero_grad()
+        call(_inputs(step), (dist.get_rank() + step) % 2 == 0).sum().backward()
+        seen += _gradients(ddp)
+    return seen
+
+
+class _Sides(nn.Module):
+    """A linear layer, one of two sides, and a layer that no rank uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.left, self.right, self.nobodys = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x, side):
+        return (self.right if side else self.left)(self.first(x).relu())
+
+
+def static_graph(compiled: Compile) -> list[Any]:
+    """Ranks use other parameters of a static graph, or the same; traced and not."""
+    seen: list[Any] = []
+    for rank in (dist.get_rank(), 0):
+        for stances in (["default"] * 3, ["force_eager"] * 3, ["force_eager", "default"] * 2):
+            ddp = DistributedDataParallel(_Sides(), static_graph=True)
+            call = compiled(ddp)
+            for step, stance in enumerate(stances):
+                ddp.zero_grad(set_to_none=step != 1)
+                with torch.compiler.set_stance(stance):
+                    call(_inputs(step), rank).square().sum().backward()
+                seen += _gradients(ddp)
+    return seen
+
+
+def two_threads(compiled: Compile) -> list[Any]:
+    groups = [dist.new_group() for _ in range(2)]
+    models = [DistributedDataParallel(_chain(), process_group=group) for group in groups]
+    calls = [compiled(model) for model in models]
+    failed: list[Exception] = []
+
+    def train(number: int) -> None:
+        try:
+            for step in range(3):
+                models[number].zero_grad()
+                calls[number](_inputs(step + number)).sum().backward()
+        except Exception as error:  # noqa: BLE001 - raised below
+            failed.append(error)
+
+    order = (0, 1) if dist.get_rank() else (1, 0)
+    threads = [threading.Thread(target=train, args=(number,)) for number in order]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return [*_gradients(models[0]), *_gradients(models[1])]
+
+
+def two_forwards(compiled: Compile) -> list[Any]:
+    """Buffers are broadcast between them, which the first backward must not mind."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4))
+    ddp = DistributedDataParallel(model)
+    seen: list[Any] = []
+    for call in (ddp, compiled(ddp)):
+        for step in range(2):
+            ddp.zero_grad()
+            (call(_inputs(step, 5)).exp().sum() + call(_inputs(step + 9, 5)).exp().sum()).backward()
+            seen += [*_gradients(ddp), *(buffer.clone() for buffer in ddp.buffers())]
+    return seen
+
+
+def queued_callbacks(compiled: Compile) -> list[Any]:
+    """A tensor's hook asks the engine for a call at the end of the backward."""
+    model, ran = _chain(), []
+
+    def hook(gradient):
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: ran.append(len(ran)))
+        return gradient
+
+    model[2].register_forward_hook(lambda _, __, output: output.register_hook(hook) and None)
+    ddp = DistributedDataParallel(model)
+    call = compiled(ddp)
+    for step in range(3):
+        ddp.zero_grad()
+        call(_inputs(step)).sum().backward()
+    return [*_gradients(ddp), ran]
+
+
+class _Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.turn = nn.Parameter(torch.randn(2, 2, dtype=torch.complex64))
+        self.shift = nn.Parameter(torch.randn(3, 2, dtype=torch.complex64))
+
+    def forward(self, x):
+        pairs = torch.view_as_complex(self.first(x).reshape(-1, 2, 2).contiguous())
+        turned = torch.view_as_real(pairs @ self.turn + self.shift.sum()).reshape(-1, 4)
+        return self.last(turned)
+
+
+def complex_gradients(compiled: Compile) -> list[Any]:
+    """Dynamo makes fake tensors of them where something is compiled while they are there, and of
+    what an eager forward has saved."""
+    ddp = DistributedDataParallel(_Complex())
+    seen: list[Any] = []
+    for call in (compiled(lambda x: ddp(x).square().sum()), lambda x: ddp(x).square().sum()):
+        for step in range(2):
+            call(_inputs(step)).backward()
+            seen += _gradients(ddp)
+            with torch.no_grad():
+                seen.append(call(_inputs(step)))
+    return seen
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = _chain(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(checkpoint(self.inner, x.requires_grad_(), use_reentrant=True))
+
+
+def reentrant(compiled: Compile) -> list[Any]:
+    """Gradients are kept, and batch sizes change: their sizes become symbols. Compiled, a
+    checkpoint is none of its own; in an eager forward its backward runs inside of another."""
+    ddp = DistributedDataParallel(_Checkpointed())
+    seen = []
+    for call in (compiled(ddp), ddp):
+        for step in range(3):
+            ddp.zero_grad(set_to_none=False)
+            call(_inputs(step, rows=3 + step)).sum().backward()
+            seen += _gradients(ddp)
+    return seen
+
+
+def compared(case: Callable[[Compile], list[Any]]) -> list[str]:
+    """Runs a case with eager DDP and under the flag.
+
+    Returns:
+        Where they differ, and the warnings.
+    """
+    want = case(lambda function: function)
+    said: list[str] = []
+    for mode in ("concat", "coalesced"):
+        torch._dynamo.reset()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with inductor_config.patch(ddp_fusion=mode):
+                got = case(torch.compile)
+        said += [str(w.message) for w in caught if issubclass(w.category, FusionWarning)]
+        assert len(got) == len(want)
+        for number, (mine, its) in enumerate(zip(got, want, strict=True)):
+            if isinstance(its, Tensor):
+                # Elements can be what is left of large ones that cancel each other.
+                largest = float(its.abs().max())
+                assert torch.allclose(mine, its, 0, 1e-5 * largest), (mode, number, mine, its)
+            else:
+                assert mine == its, (mode, number)
+    return said
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        subclasses,
+        several_graphs,
+        several_outputs,
+        second_backwards,
+        replicated,
+        unreached,
+        unreached_inside,
+        swapped,
+        batches_of_one,
+        backwards_of_one_round,
+        other_branches,
+        static_graph,
+        two_threads,
+        two_forwards,
+        queued_callbacks,
+        complex_gradients,
+        reentrant,
+    ],
+)
+def test_ends_as_with_eager_ddp(run_on_ranks: RUN, case: Callable[[Compile], list[Any]]) -> None:
+    for said in run_on_ranks(2, compared, case=case):
+        if case is reentrant:
+            assert any("use_reentrant=False" in text for text in said)
+        if case in (subclasses, batches_of_one, several_outputs, replicated):
+            assert said == []

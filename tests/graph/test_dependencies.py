@@ -1,0 +1,248 @@
+"""What depends on what, and orders that respect it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx
+
+from fusion_passes.graph.collectives import ALL_REDUCE, WAIT, all_reduce
+from fusion_passes.graph.dependencies import reduction_levels, reorder, written_arguments
+from tests.support.graphs import (
+    Backward,
+    TensorSpec,
+    assert_same_numbers,
+    assert_topological,
+    execute,
+    find,
+    reduce,
+    tensor,
+    trace,
+)
+
+_aten = torch.ops.aten
+
+
+def _levels(function: Backward, *inputs: TensorSpec, chained: bool = False) -> list[int]:
+    """The level of each reduction, in graph order."""
+    graph = trace(function, inputs).graph
+    found = find(graph)
+    chains = [[rejection.node for rejection in found.rejections]] if chained else []
+    waits = {reduction.wait: reduction.start for reduction in found.reductions}
+    levels = reduction_levels(graph, waits, chains)
+    return [levels[reduction.start] for reduction in found.reductions]
+
+
+def test_levels_count_the_longest_path() -> None:
+    def backward(x):
+        a = reduce(x, "a")
+        b = reduce(torch.neg(a), "b")
+        c = reduce(torch.add(a, b), "c")
+        return c, reduce(torch.abs(x), "d"), reduce(torch.abs(a), "e")
+
+    assert _levels(backward, tensor(4)) == [0, 1, 2, 0, 1]
+
+
+def test_other_collectives_count_only_where_their_order_binds() -> None:
+    def backward(x, y):
+        first = all_reduce(reduce(x, "a"), "sum", "other")
+        second = all_reduce(y, "sum", "other")
+        return first, reduce(second, "b")
+
+    assert _levels(backward, tensor(4), tensor(4)) == [0, 0]
+    assert _levels(backward, tensor(4), tensor(4), chained=True) == [0, 1]
+
+
+# --- Reordering --------------------------------------------------------------------------------
+
+
+def _graph(function: Backward, *inputs: TensorSpec) -> fx.GraphModule:
+    return trace(function, inputs)
+
+
+def _order(module: fx.GraphModule) -> list[str]:
+    return [node.name for node in module.graph.nodes if node.op == "call_function"]
+
+
+def _keys(module: fx.GraphModule, **wanted: float) -> dict[fx.Node, tuple[float, ...]]:
+    """Where each node stands, but for those that are named."""
+    return {
+        node: (wanted.get(node.name, position),) for position, node in enumerate(module.graph.nodes)
+    }
+
+
+def _three(x, y):
+    return torch.neg(x), torch.abs(y), torch.sin(x)
+
+
+def test_no_node_moves_without_reason() -> None:
+    module = _graph(_three, tensor(4), tensor(4))
+    before = list(module.graph.nodes)
+    assert not reorder(module.graph, _keys(module))
+    assert list(module.graph.nodes) == before
+
+
+def test_ties_keep_the_order_that_was() -> None:
+    module = _graph(_three, tensor(4), tensor(4))
+    assert not reorder(module.graph, dict.fromkeys(module.graph.nodes, (0,)))
+
+
+def test_a_node_moves_to_its_key() -> None:
+    module = _graph(_three, tensor(4), tensor(4))
+    assert reorder(module.graph, _keys(module, neg=3.5))
+    assert _order(module) == ["abs_1", "neg", "sin"]
+
+
+def test_a_node_moves_no_farther_than_what_it_reads() -> None:
+    module = _graph(lambda x: torch.sin(torch.abs(torch.neg(x))), tensor(4))
+    assert not reorder(module.graph, _keys(module, sin=-5))
+
+
+def test_a_graph_that_is_out_of_order_is_put_into_order() -> None:
+    module = _graph(lambda x: torch.sin(torch.neg(x)), tensor(4))
+    (sin,) = module.graph.find_nodes(op="call_function", target=_aten.sin.default)
+    (neg,) = module.graph.find_nodes(op="call_function", target=_aten.neg.default)
+    neg.prepend(sin)
+    assert reorder(module.graph, _keys(module))
+    assert _order(module) == ["neg", "sin"]
+
+
+def test_chains_keep_their_order() -> None:
+    module = _graph(_three, tensor(4), tensor(4))
+    neg, absolute, sin = [node for node in module.graph.nodes if node.op == "call_function"]
+    assert reorder(module.graph, _keys(module, sin=-1), [[sin, neg]])
+    assert _order(module) == ["sin", "neg", "abs_1"]
+    reorder(module.graph, _keys(module, abs_1=-1), [[sin, neg], [neg, absolute]])
+    assert _order(module) == ["sin", "neg", "abs_1"]
+
+
+def test_inputs_stay_in_the_order_of_the_call() -> None:
+    module = _graph(_three, tensor(4), tensor(4))
+    reorder(module.graph, _keys(module, x_1=5, y_1=-5))
+    assert [node.name for node in module.graph.find_nodes(op="placeholder")] == ["x_1", "y_1"]
+
+
+def test_a_circle_is_an_error_that_names_a_node() -> None:
+    module = _graph(lambda x: torch.sin(torch.neg(x)), tensor(4))
+    neg, sin = [node for node in module.graph.nodes if node.op == "call_function"]
+    with pytest.raises(ValueError, match="circle, neg among them"):
+        reorder(module.graph, _keys(module), [[sin, neg]])
+
+
+# --- Writes ------------------------------------------------------------------------------------
+
+
+def _write_between_reads(x, y):
+    before = torch.neg(x)
+    x.copy_(y)
+    return before, torch.sin(y)
+
+
+def test_a_read_does_not_move_behind_a_later_write() -> None:
+    module = _graph(_write_between_reads, tensor(4), tensor(4))
+    reorder(module.graph, _keys(module, neg=3.5))
+    assert _order(module) == ["neg", "copy_", "sin"]
+
+
+def test_what_reads_something_else_does() -> None:
+    """The twin: the same move past a write of other memory."""
+    module = _graph(_write_between_reads, tensor(4), tensor(4))
+    (neg,) = module.graph.find_nodes(op="call_function", target=_aten.neg.default)
+    x, y = module.graph.find_nodes(op="placeholder")
+    neg.replace_input_with(x, y)
+    reorder(module.graph, _keys(module, neg=3.5))
+    assert _order(module) == ["copy_", "neg", "sin"]
+
+
+def test_a_write_does_not_move_before_an_earlier_read_through_a_view() -> None:
+    def function(x, y):
+        view = _aten.permute.default(x, [1, 0])
+        before = torch.neg(view)
+        x.copy_(y)
+        return before
+
+    module = _graph(function, tensor(2, 3), tensor(2, 3))
+    reorder(module.graph, _keys(module, copy_=-1))
+    assert _order(module)[-2:] == ["neg", "copy_"]
+
+
+def test_a_read_does_not_move_before_an_earlier_write() -> None:
+    def function(x, y):
+        x.copy_(y)
+        return torch.neg(x)
+
+    module = _graph(function, tensor(4), tensor(4))
+    copy, neg = [node for node in module.graph.nodes if node.op == "call_function"]
+    # Bound through memory alone, as where a graph reads an input that it has overwritten.
+    neg.replace_input_with(copy, copy.args[0])
+    assert not reorder(module.graph, _keys(module, neg=-1))
+
+
+def test_writes_of_the_same_memory_keep_their_order() -> None:
+    def function(x, y, z):
+        x.copy_(y)
+        x.copy_(z)
+
+    module = _graph(function, tensor(4), tensor(4), tensor(4))
+    first, second = [node for node in module.graph.nodes if node.op == "call_function"]
+    second.replace_input_with(first, first.args[0])
+    assert not reorder(module.graph, _keys(module, copy__1=-1))
+
+
+def test_which_arguments_are_written() -> None:
+    def function(x, y, z):
+        x.copy_(y)
+        torch._foreach_add_([y, z], 1)
+        return torch.neg(z)
+
+    module = _graph(function, tensor(4), tensor(4), tensor(4))
+    written = {
+        node.name: [argument.name for argument in written_arguments(node)]
+        for node in module.graph.nodes
+        if written_arguments(node)
+    }
+    assert set(written) == {"copy_", "_foreach_add_"}
+    assert written["copy_"] == ["x_1"]
+    assert written["_foreach_add_"] == ["y_1", "z_1"]
+
+
+# --- Properties --------------------------------------------------------------------------------
+
+
+def _random_program(seed: int) -> Backward:
+    def program(x, y, z):
+        choose = random.Random(seed)
+        values = [x, y, z]
+        for _ in range(10):
+            one, other = choose.choice(values), choose.choice(values)
+            step = choose.choice(["add", "neg", "view", "write", "reduce"])
+            if step == "write":
+                choose.choice([x, y, z]).copy_(torch.neg(one))
+            elif step == "view":
+                values.append(_aten.slice.Tensor(one, 0, 0, 4))
+            elif step == "reduce":
+                values.append(WAIT(ALL_REDUCE(one, "sum", "other")))
+            else:
+                values.append(torch.add(one, other) if step == "add" else torch.neg(one))
+        return tuple(values[3:])
+
+    return program
+
+
+@settings(max_examples=20, derandomize=True, deadline=None, database=None)
+@given(st.integers(0, 10_000), st.integers(0, 10_000))
+def test_any_order_that_is_asked_for_means_the_same(program: int, order: int) -> None:
+    module = trace(_random_program(program), [tensor(4)] * 3)
+    numbers = execute(module)
+    choose = random.Random(order)
+    moved = list(module.graph.nodes)
+    keys = {node: (choose.random(),) for node in moved}
+    keys[moved[-1]] = (1.0,)  # A graph ends with its output.
+    assert reorder(module.graph, keys) == (list(module.graph.nodes) != moved)
+    assert_topological(module.graph)
+    assert_same_numbers(numbers, execute(module))
+    assert not reorder(module.graph, keys)

@@ -1,0 +1,200 @@
+"""Tensor code that is written into a graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import fx
+
+from fusion_passes.graph.collectives import ALL_REDUCE, WAIT, is_pinned, is_wait
+from fusion_passes.graph.edits import erase, pin, record, replace_uses
+from fusion_passes.graph.text import graph_text
+from fusion_passes.torch_private import FakeTensor
+from tests.support.graphs import (
+    assert_same_numbers,
+    execute,
+    names_of,
+    reduce,
+    tensor,
+    trace,
+)
+
+
+def _calls(module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in module.graph.nodes if node.op == "call_function"]
+
+
+def test_what_a_function_does_becomes_nodes() -> None:
+    module = trace(lambda x, y: (torch.neg(x), torch.neg(y)), [tensor(2, 3), tensor(4)])
+    first, second = _calls(module)
+
+    def function(tensors):
+        pieces = torch.split(torch.cat([item.reshape(-1) for item in tensors]), [6, 4])
+        return [pieces[0].view(3, 2), pieces[1] * 2]
+
+    results, new = record(second, function, [first, module.graph.find_nodes(op="placeholder")[1]])
+    assert_expected_inline(
+        graph_text(module.graph),
+        """\
+x_1: f32[2, 3]
+y_1: f32[4]
+neg: f32[2, 3] = neg(x_1)
+reshape_default: f32[6] = reshape(neg, [-1])
+reshape_default_1: f32[4] = reshape(y_1, [-1])
+cat_default: f32[10] = cat([reshape_default, reshape_default_1])
+split_with_sizes_default: (f32[6], f32[4]) = split_with_sizes(cat_default, [6, 4])
+getitem: f32[6] = getitem(split_with_sizes_default, 0)
+getitem_1: f32[4] = getitem(split_with_sizes_default, 1)
+reshape_default_2: f32[3, 2] = reshape(getitem, [3, 2])
+mul_tensor: f32[4] = mul(getitem_1, 2)
+neg_1: f32[4] = neg(y_1)
+return (neg, neg_1)
+""",
+    )
+    assert [node.name for node in results] == ["reshape_default_2", "mul_tensor"]
+    assert new == [node for node in _calls(module) if node not in (first, second)]
+    assert len({first.meta["val"].fake_mode, *(n.meta["val"].fake_mode for n in results)}) == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_new_values_are_fake_and_on_the_device_of_the_inputs(device: str) -> None:
+    module = trace(torch.neg, [tensor(4, device=device)])
+    (neg,) = _calls(module)
+    _, new = record(neg, lambda tensors: [tensors[0] * 2], neg.all_input_nodes)
+    (value,) = [node.meta["val"] for node in new]
+    assert isinstance(value, FakeTensor)
+    assert value.device == torch.device(device)
+
+
+def test_a_node_that_is_given_twice_is_one_tensor() -> None:
+    module = trace(torch.neg, [tensor(4)])
+    (neg,) = _calls(module)
+    (result,), _ = record(neg, lambda tensors: [tensors[0] + tensors[1]], neg.all_input_nodes * 2)
+    assert result.args == (neg.args[0], neg.args[0])
+
+
+def test_two_nodes_with_one_value_stay_two() -> None:
+    module = trace(lambda x: torch.neg(torch.abs(x)), [tensor(4)])
+    absolute, neg = _calls(module)
+    absolute.meta["val"] = neg.meta["val"]
+    _, (new,) = record(module.graph.output_node(), lambda t: [t[0] + t[1]], [absolute, neg])
+    assert new.args == (absolute, neg)
+
+
+def test_a_result_can_be_an_input() -> None:
+    module = trace(torch.neg, [tensor(4)])
+    (neg,) = _calls(module)
+    assert record(neg, lambda tensors: tensors, neg.all_input_nodes) == ([neg.args[0]], [])
+
+
+def test_uses_are_replaced_everywhere() -> None:
+    def function(x, y):
+        a, b = torch.neg(x), torch.abs(y)
+        return torch.add(a, b), torch.cat([a, b]), torch.sub(a, b), [a, (b,)]
+
+    module = trace(function, [tensor(4), tensor(4)])
+    a, b, *_, by_name = _calls(module)
+    by_name.args, by_name.kwargs = (), {"self": a, "other": b}
+    x, y = module.graph.find_nodes(op="placeholder")
+    replace_uses({a: x, b: y})
+    assert (len(a.users), len(b.users)) == (0, 0)
+    erase([a, b])
+    assert_expected_inline(
+        graph_text(module.graph),
+        """\
+x_1: f32[4]
+y_1: f32[4]
+add: f32[4] = add(x_1, y_1)
+cat: f32[8] = cat([x_1, y_1])
+sub: f32[4] = sub(self=x_1, other=y_1)
+return (add, cat, sub, [x_1, (y_1)])
+""",
+    )
+
+
+def test_what_is_read_cannot_be_erased() -> None:
+    module = trace(torch.neg, [tensor(4)])
+    with pytest.raises(RuntimeError):
+        erase(_calls(module))
+
+
+def test_a_wait_is_pinned_in_its_place() -> None:
+    module = trace(lambda x: (reduce(x, "a"), torch.mm(x, x)), [tensor(2, 2)])
+    numbers = execute(module)
+    (wait,) = module.graph.find_nodes(op="call_function", target=WAIT)
+    (launch,) = module.graph.find_nodes(op="call_function", target=ALL_REDUCE)
+    pinned = pin([wait], [launch])
+    assert_expected_inline(
+        graph_text(module.graph),
+        """\
+x_1: f32[2, 2]
+div: f32[2, 2] = div(x_1, 2)
+all_reduce: f32[2, 2] = all_reduce(div, 'sum', 'ddp0#a')
+pinned_wait_tensor: ? = pinned_wait_tensor()
+pinned_wait_tensor_1: f32[2, 2] = control_deps((all_reduce), pinned_wait_tensor, all_reduce)
+mm: f32[2, 2] = mm(x_1, x_1)
+return (pinned_wait_tensor_1, mm)
+""",
+    )
+    assert is_pinned(pinned)
+    assert is_wait(pinned)
+    module.graph.lint()
+    assert_same_numbers(numbers, execute(module))
+
+
+def test_several_are_pinned_at_once() -> None:
+    def function(x, y):
+        return torch.mm(x, y), torch.mm(y, y), torch.neg(x)
+
+    module = trace(function, [tensor(2, 2), tensor(2, 2)])
+    numbers = execute(module)
+    one, two, neg = _calls(module)
+    one.prepend(neg)
+    pinned = pin([one, two], [neg])
+    assert_expected_inline(
+        graph_text(module.graph),
+        """\
+x_1: f32[2, 2]
+y_1: f32[2, 2]
+neg: f32[2, 2] = neg(x_1)
+pinned_mm: ? = pinned_mm()
+pinned_mm_1: (f32[2, 2], f32[2, 2]) = control_deps((neg), pinned_mm, x_1, y_1)
+getitem: f32[2, 2] = getitem(pinned_mm_1, 0)
+getitem_1: f32[2, 2] = getitem(pinned_mm_1, 1)
+return (getitem, getitem_1, neg)
+""",
+    )
+    assert not is_wait(pinned)
+    assert names_of(module.graph, torch.ops.aten.mm.default) == []
+    assert_same_numbers(numbers, execute(module))
+
+
+def test_what_is_pinned_behind_a_list_follows_its_first_item() -> None:
+    """Torch 2.11 orders nothing behind a value that is no tensor."""
+
+    def function(x, y):
+        product = torch.mm(x, x)
+        low, high = torch.aminmax(y, dim=0)
+        return product, high, low
+
+    module = trace(function, [tensor(2, 2), tensor(2, 2)])
+    numbers = execute(module)
+    product, both = _calls(module)[:2]
+    both.append(product)
+    pin([product], [both])
+    assert_expected_inline(
+        graph_text(module.graph),
+        """\
+x_1: f32[2, 2]
+y_1: f32[2, 2]
+aminmax: (f32[2], f32[2]) = aminmax(y_1, dim=0)
+getitem: f32[2] = getitem(aminmax, 0)
+pinned_mm: ? = pinned_mm()
+pinned_mm_1: f32[2, 2] = control_deps((getitem), pinned_mm, x_1)
+getitem_1: f32[2] = getitem(aminmax, 1)
+return (pinned_mm_1, getitem_1, getitem)
+""",
+    )
+    module.graph.lint()
+    assert_same_numbers(numbers, execute(module))

@@ -1,0 +1,80 @@
+"""A graph as text."""
+
+from __future__ import annotations
+
+import torch
+from expecttest import assert_expected_inline
+
+from fusion_passes.graph.text import graph_text, value_text
+from tests.support.graphs import tensor, trace
+
+
+def test_one_line_a_node() -> None:
+    def function(x, y):
+        left, right = torch.ops.aten.split_with_sizes.default(x, [1, 2])
+        wide = torch.ops.aten.full.default([2], 0.5, dtype=torch.float64)
+        return torch.ops.aten.permute.default(y, [1, 0]), [left, right], wide
+
+    assert_expected_inline(
+        graph_text(trace(function, [tensor(3), tensor(2, 3)]).graph),
+        """\
+x_1: f32[3]
+y_1: f32[2, 3]
+split_with_sizes: (f32[1], f32[2]) = split_with_sizes(x_1, [1, 2])
+getitem: f32[1] = getitem(split_with_sizes, 0)
+getitem_1: f32[2] = getitem(split_with_sizes, 1)
+full: f64[2] = full([2], 0.5, dtype=torch.float64)
+permute: f32[3, 2]strides[1, 3] = permute(y_1, [1, 0])
+return (permute, [getitem, getitem_1], full)
+""",
+    )
+
+
+def test_the_text_of_a_value() -> None:
+    texts = [
+        value_text(value)
+        for value in (
+            torch.empty(2, 3),
+            torch.empty(2, 3).t(),
+            torch.empty(()),
+            torch.empty(0, 4, dtype=torch.bfloat16),
+            torch.empty(1, dtype=torch.float16),
+            torch.empty(1, dtype=torch.complex64),
+            torch.empty(1, dtype=torch.uint8),
+            torch.empty(1, dtype=torch.bool),
+            torch.eye(2).to_sparse(),
+            (torch.empty(1, dtype=torch.float64), [torch.empty(1, dtype=torch.int64)]),
+            None,
+            3,
+        )
+    ]
+    assert_expected_inline(
+        "\n".join(texts),
+        """\
+f32[2, 3]
+f32[3, 2]strides[1, 3]
+f32[]
+bf16[0, 4]
+f16[1]
+c64[1]
+uint8[1]
+b8[1]
+f32[2, 2]
+(f64[1], (i64[1]))
+?
+3""",
+    )
+
+
+def test_texts_that_differ() -> None:
+    def function(x):
+        return torch.add(x, x, alpha=2)
+
+    texts = {
+        graph_text(trace(function, [tensor(2, 3)]).graph),
+        graph_text(trace(function, [tensor(3, 2)]).graph),
+        graph_text(trace(function, [tensor(2, 3, stride=(1, 2))]).graph),
+        graph_text(trace(function, [tensor(2, 3, dtype=torch.float64)]).graph),
+        graph_text(trace(lambda x: torch.add(x, x), [tensor(2, 3)]).graph),
+    }
+    assert len(texts) == 5

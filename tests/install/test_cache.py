@@ -1,0 +1,92 @@
+"""Inductor's FX graph cache: a second process takes the fused graphs from it, and only the same
+ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def _train(cache: Path, flag: str = "concat", cap: float = 25, version: str = "") -> dict[str, Any]:
+    """What a process of its own says after two steps; its standard error under ``"stderr"``."""
+    command = [sys.executable, "-m", "tests.support.cached_training", flag, str(cap), version]
+    result = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    said: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return {**said, "stderr": result.stderr}
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A cache, and what the process said that filled it."""
+    cache = tmp_path_factory.mktemp("inductor")
+    return cache, _train(cache)
+
+
+@pytest.fixture
+def cache(first: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
+    """A copy of the filled cache, so that no test finds what another one left."""
+    return Path(shutil.copytree(first[0], tmp_path / "inductor"))
+
+
+def _without_source(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**report, "from_cache": None} for report in reports]
+
+
+def test_first_process_fills_the_cache(first: tuple[Path, dict[str, Any]]) -> None:
+    _, said = first
+    assert (said["hits"], said["bypasses"]) == (0, 0)
+    # The forward, the backward with fresh gradients, and the one with existing ones.
+    assert said["misses"] == 3
+    assert [report["from_cache"] for report in said["reports"]] == [False, False]
+    assert [report["collectives_after"] for report in said["reports"]] == [1, 1]
+
+
+def test_second_process_hits_and_is_fused(first: tuple[Path, dict[str, Any]], cache: Path) -> None:
+    said = _train(cache)
+    assert (said["misses"], said["bypasses"]) == (0, 0)
+    assert said["hits"] >= 2, "the forward may come from AOTAutograd's cache"
+    assert [report["from_cache"] for report in said["reports"]] == [True, True]
+    assert _without_source(said["reports"]) == _without_source(first[1]["reports"])
+    assert "FusionWarning" not in said["stderr"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"flag": "coalesced"}, id="flag"),
+        pytest.param({"flag": "0.00005"}, id="cap by option"),
+        pytest.param({"cap": 0.00005}, id="cap of the module"),
+        pytest.param({"version": "0.0.0+another"}, id="version"),
+    ],
+)
+def test_another_setting_misses(cache: Path, change: dict[str, Any]) -> None:
+    said = _train(cache, **change)
+    assert said["misses"] >= 2, "both backwards"
+    assert [report["from_cache"] for report in said["reports"]] == [False, False]
+
+
+def test_a_report_that_is_gone_is_warned_about_and_training_goes_on(cache: Path) -> None:
+    shutil.rmtree(cache / "fusion_passes")
+    said = _train(cache)
+    assert said["misses"] == 0
+    assert said["reports"] == []
+    assert "clear the cache to see its buckets again" in said["stderr"]
+    assert "FusionWarning" not in said["stderr"], "it is fused all the same"

@@ -1,0 +1,162 @@
+"""Looks at all of torch that is imported: what changes between two looks, nobody has to foresee.
+
+    python -m tests.install.torch_state
+
+prints, as JSON, what a process has changed for good once it has imported the package, constructed
+a module, taught Inductor its operators, recorded a graph, and unset the flag again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import sys
+import types
+import warnings
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.utils._config_module
+from torch.nn.parallel import DistributedDataParallel
+
+Values = dict[str, Any]
+"""By dotted name; of modules, classes and config modules."""
+
+IMPORTED_FIRST = (
+    "torch._dynamo.compiled_autograd",
+    "torch._functorch.config",
+    "torch._inductor.compile_fx",
+    "torch._inductor.lowering",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "torch.distributed.tensor.parallel.ddp",
+)
+"""What the package imports of torch: that alone changes other modules, too."""
+
+
+def everything() -> Values:
+    """What each global name, attribute of a class, and setting of torch stands for."""
+    values: Values = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # Some names are deprecated.
+        for name, module in list(sys.modules.items()):
+            if name.split(".")[0] == "torch" and isinstance(module, types.ModuleType):
+                values |= _of_module(name, module)
+    return values
+
+
+def _of_module(name: str, module: Any) -> Values:
+    values = {f"{name}.{key}": value for key, value in vars(module).items()}
+    for value in list(values.values()):
+        if isinstance(value, type) and str(value.__module__).split(".")[0] == "torch":
+            path = f"{value.__module__}.{value.__qualname__}"
+            values |= {f"{path}.{key}": held for key, held in vars(value).items()}
+    if isinstance(module, torch.utils._config_module.ConfigModule):
+        values |= {f"{name}.{key}": getattr(module, key) for key in module._config}
+    return values
+
+
+def changed(before: Values, after: Values) -> set[str]:
+    """Names that stand for something else now. Where a class has been replaced, it is that one, and
+    not its attributes."""
+    names = {
+        name
+        for name, value in before.items()
+        if name not in after or (after[name] is not value and not _equal(value, after[name]))
+    }
+    return {name for name in names if name.rpartition(".")[0] not in names}
+
+
+def _equal(one: object, other: object) -> bool:
+    plain = (int, str, float, tuple, list, dict, set)
+    return isinstance(one, plain) and type(one) is type(other) and bool(one == other)
+
+
+def different(theirs: DistributedDataParallel, ours: DistributedDataParallel) -> set[str]:
+    """Attributes that one of the two has alone, or that have another type or value."""
+    one, other = vars(theirs), vars(ours)
+    names = one.keys() ^ other.keys()
+    for name in one.keys() & other.keys():
+        plain = isinstance(one[name], (int, str, float, type(None)))
+        plain |= isinstance(one[name], list) and all(isinstance(i, (int, str)) for i in one[name])
+        if type(one[name]) is not type(other[name]) or (plain and one[name] != other[name]):
+            names.add(name)
+    if hook_modules(theirs) != hook_modules(ours):
+        names.add("_accum_grad_hooks")
+    if type(theirs) is not type(ours):
+        names.add("__class__")
+    return names
+
+
+def hook_modules(ddp: DistributedDataParallel) -> set[str]:
+    """Where the functions come from that a module has put on its parameters."""
+    ids = {handle.id for handle in ddp._accum_grad_hooks}
+    hooks = [p._post_accumulate_grad_hooks or {} for p in ddp.module.parameters()]
+    functions = [hook for table in hooks for key, hook in table.items() if key in ids]
+    return {getattr(function, "func", function).__module__ for function in functions}
+
+
+def contents() -> Values:
+    """What containers, and objects of torch's own classes, hold: not only what they are."""
+    return {
+        name: sorted(value) if name.endswith("._config") else _held(value, 1)
+        for name, value in everything().items()
+        if not isinstance(value, (types.ModuleType, type))
+    }
+
+
+def _held(value: Any, depth: int) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _held(item, depth - 1) if depth else None for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return {str(item) for item in value}
+    if isinstance(value, list):
+        return [id(item) for item in value]
+    kind = type(value)
+    is_torchs = kind.__module__.split(".")[0] == "torch" and not isinstance(value, torch.Tensor)
+    if is_torchs and depth and kind.__module__ != "torch.utils._config_module":
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            return {name: _held(item, depth - 1) for name, item in list(attributes.items())}
+    return id(value)
+
+
+def _differences(before: Values, after: Values, known: Collection[str]) -> list[str]:
+    """Names of what holds something else now. A container has a name in each module that imports
+    it: of these, the known one."""
+    objects = everything()
+    names: dict[int, str] = {}
+    for name in before:
+        if before[name] != after.get(name):
+            key = id(objects.get(name))
+            names[key] = name if name in known else names.get(key, name)
+    return sorted(names.values())
+
+
+def main() -> None:
+    """Print what is changed for good."""
+    for name in IMPORTED_FIRST:
+        importlib.import_module(name)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    before, callbacks = contents(), atexit._ncallbacks()
+
+    from fusion_passes import FusionReport
+    from fusion_passes.install.inductor_pass import _teach_inductor
+    from fusion_passes.install.patches import PATCHES
+    from fusion_passes.report.journal import journal
+
+    torch._inductor.config.ddp_fusion = "concat"
+    DistributedDataParallel(torch.nn.Linear(2, 2))
+    _teach_inductor()
+    journal.add(FusionReport("concat", 1, 1, (), (), "digest"))
+    torch._inductor.config.ddp_fusion = None
+    names = _differences(before, contents(), {patch.what for patch in PATCHES})
+    at_exit = ["atexit.register"] * (atexit._ncallbacks() > callbacks)
+    print(json.dumps([*names, *at_exit]))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""Launches and waits are still in their places in the code that Inductor generates, under its
+default settings, with its reordering for peak memory on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config as inductor_config
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+from torch.nn.parallel import DistributedDataParallel
+
+import fusion_passes
+from fusion_passes.passes import pipeline
+from fusion_passes.report.journal import journal
+from tests.support.codegen import Call, indices, read_calls
+from tests.support.fake_world import fake_world
+
+WIDTH = 64
+TOKENS = 16
+CAP_MB = 0.06
+"""Near the size of a weight of the feed-forward: two blocks make seven buckets."""
+
+
+class Block(nn.Module):
+    """A transformer's: attention and a feed-forward, each behind a normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (
+            part.view(*x.shape[:2], 4, WIDTH // 4).transpose(1, 2)
+            for part in self.qkv(self.norm_1(x)).chunk(3, -1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.down(nn.functional.gelu(self.up(self.norm_2(x))))
+
+
+@dataclass(frozen=True)
+class Backwards:
+    """A module's backwards as they were compiled: calls in order, and what the package says."""
+
+    report: fusion_passes.FusionReport
+    fresh: list[Call]
+    existing: list[Call]
+
+
+def compile_backwards(
+    mode: str, model: nn.Module | None = None, steps: int = 2, cap_mb: float = CAP_MB
+) -> Backwards:
+    """The backward of a model, else of two blocks, that makes fresh gradients and, with two steps,
+    the one behind it that writes into existing ones."""
+    torch._dynamo.reset()
+    journal.clear()
+    # The code of a graph that comes from the cache cannot be caught.
+    with fake_world(), inductor_config.patch(ddp_fusion=mode, fx_graph_cache=False):
+        model = model or nn.Sequential(Block(), Block())
+        ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
+        compiled = torch.compile(ddp)
+
+        def step() -> None:
+            compiled(torch.ones(2, TOKENS, WIDTH)).square().mean().backward()
+
+        graphs = [read_calls(run_and_get_code(step)[1][-1]) for _ in range(steps)]
+        reports = fusion_passes.reports()
+    torch._dynamo.reset()
+    assert len(reports) == steps
+    sent = [[replace(bucket, copied=()) for bucket in _unplaced(report)] for report in reports]
+    assert all(buckets == sent[0] for buckets in sent)
+    return Backwards(reports[0], graphs[0], graphs[-1])
+
+
+@pytest.fixture(scope="module", params=["concat", "coalesced"])
+def backwards(request: pytest.FixtureRequest) -> Backwards:
+    backwards = compile_backwards(request.param)
+    reports = fusion_passes.reports()
+    assert all(_unplaced(report) == _unplaced(backwards.report) for report in reports)
+    return backwards
+
+
+def _unplaced(report: fusion_passes.FusionReport) -> list[fusion_passes.BucketReport]:
+    """The buckets without what the nodes around them are called in one graph."""
+    nowhere = {"launched": "", "waited": "", "overlapped": 0, "following": 0}
+    return [replace(bucket, **nowhere) for bucket in report.buckets]
+
+
+@pytest.fixture(params=["fresh", "existing"])
+def calls(request: pytest.FixtureRequest, backwards: Backwards) -> list[Call]:
+    """With fresh gradients, then with existing ones."""
+    return getattr(backwards, request.param)
+
+
+def kernels_not_needed(calls: Sequence[Call]) -> list[list[int]]:
+    """For each launch, the library kernels in front of it that its gradients do not need: those
+    behind the last one that they do."""
+    kernels = indices(calls, "kernel")
+    late = []
+    for launch in indices(calls, "launch"):
+        needed = max(kernel for kernel in kernels if kernel in calls[launch].after)
+        late.append([kernel for kernel in kernels if needed < kernel < launch])
+    return late
+
+
+def test_launched_as_soon_as_the_last_gradient_exists(
+    backwards: Backwards, calls: list[Call]
+) -> None:
+    buckets = len(backwards.report.buckets)
+    assert kernels_not_needed(calls) == [[]] * buckets
+    # The law would hold for one launch at the end too: these are spread over the backward.
+    kernels = indices(calls, "kernel")
+    before = [sum(kernel < at for kernel in kernels) for at in indices(calls, "launch")]
+    assert len(set(before)) == buckets == 7
+    assert before[0] == 1, "the first weight's gradient fills the first bucket"
+
+
+def test_one_launch_for_each_bucket(backwards: Backwards, calls: list[Call]) -> None:
+    launches = [calls[index] for index in indices(calls, "launch")]
+    report = backwards.report
+    assert len(launches) == len(report.buckets) == report.collectives_after
+    sizes = [len(bucket.parameters) for bucket in report.buckets]
+    assert max(sizes) > 1
+    assert sum(sizes) == report.collectives_before
+    tensors = [1] * len(sizes) if report.mode == "concat" else sizes
+    assert [len(launch.reads) for launch in launches] == tensors
+
+
+def test_waited_for_behind_the_last_launch_and_kernel(calls: list[Call]) -> None:
+    busy = max(indices(calls, "launch") + indices(calls, "kernel"))
+    assert min(indices(calls, "wait")) > busy
+
+
+def assert_buckets_are_left_alone(calls: Sequence[Call]) -> None:
+    """Each launch is waited for, and nothing touches what it sends before."""
+    on_the_way: set[str] = set()
+    arrived: set[str] = set()
+    for call in calls:
+        if call.kind == "launch":
+            on_the_way |= call.reads
+        elif call.kind == "wait":
+            assert call.reads <= on_the_way, "a wait is for a launch, and only one is"
+            on_the_way -= call.reads
+            arrived |= call.reads
+        else:
+            assert not on_the_way & (call.reads | call.writes), call.text
+    assert calls[-1].kind == "return"
+    assert not on_the_way
+    assert arrived
+
+
+def test_nothing_touches_a_bucket_before_it_was_waited_for(calls: list[Call]) -> None:
+    assert_buckets_are_left_alone(calls)
+
+
+class Patches(nn.Module):
+    """Images to vectors, as in a vision transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(4, WIDTH, 4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = x.view(2, 4, TOKENS, TOKENS).contiguous(memory_format=torch.channels_last)
+        return self.patches(images).flatten(2).transpose(1, 2)
+
+
+@pytest.mark.parametrize("mode", ["concat", "coalesced"])
+def test_a_gradient_that_is_laid_out_anew_is_left_alone_too(mode: str) -> None:
+    """The convolution's kernel gives its weight's gradient in channels-last, unlike the weight."""
+    backwards = compile_backwards(mode, model=nn.Sequential(Patches(), Block()))
+    assert_buckets_are_left_alone(backwards.fresh)
+    assert_buckets_are_left_alone(backwards.existing)
+
+
+def test_results_arrive_in_the_gradients(backwards: Backwards) -> None:
+    arrived = set().union(*(c.reads for c in backwards.fresh if c.kind == "wait"))
+    assert arrived <= backwards.fresh[-1].reads, "fresh gradients are the results themselves"
+
+    existing = backwards.existing
+    gradients = set()
+    for index in indices(existing, "wait"):
+        for result in existing[index].reads:
+            copies = [call for call in existing[index + 1 :] if result in call.reads]
+            assert copies, f"{result} is waited for, and not used"
+            for copy in copies:
+                assert copy.kind == "fused"
+                assert all(name.startswith("arg") for name in copy.writes), "into .grad alone"
+                gradients |= copy.writes
+    assert len(gradients) == backwards.report.collectives_before
+
+
+def test_the_order_is_lost_without_pinning_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why there is a pass that pins the order: the twin that makes the tests above fail."""
+    passes_for = pipeline.passes_for
+    monkeypatch.setattr(pipeline, "passes_for", lambda *args: passes_for(*args)[:-1])
+    if not any(kernels_not_needed(compile_backwards("concat", steps=1).fresh)):
+        pytest.skip(f"torch {torch.__version__} keeps this model's order without being told")
+
+
+class GatedBlock(nn.Module):
+    """A Llama's feed-forward: one kernel computes the gradients of both of its inner values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.gate = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def test_a_launch_does_not_split_what_inductor_fuses() -> None:
+    """The first bucket is full between the gradients of ``up`` and ``gate``: the kernel that
+    computes what both of their products read is not cut in two there."""
+    model = nn.Sequential(GatedBlock(), GatedBlock())
+    backwards = compile_backwards("concat", model, steps=1, cap_mb=0.1)
+    calls = backwards.fresh
+    assert [len(bucket.parameters) for bucket in backwards.report.buckets] == [2, 2, 2]
+    assert calls[indices(calls, "launch")[0] + 1].kind == "kernel"
+
+
+def test_torchs_reordering_for_overlap_keeps_the_order() -> None:
+    with inductor_config.patch(reorder_for_compute_comm_overlap=True):
+        backwards = compile_backwards("concat", steps=1)
+    test_launched_as_soon_as_the_last_gradient_exists(backwards, backwards.fresh)
+    test_waited_for_behind_the_last_launch_and_kernel(backwards.fresh)
+    test_nothing_touches_a_bucket_before_it_was_waited_for(backwards.fresh)
+
+
+WRONG = """
+cpp_fused_cat_0 = async_compile.cpp_pybinding(['const float*', 'float*'], '''...''')
+cpp_fused_copy_1 = async_compile.cpp_pybinding(['const float*', 'float*'], '''...''')
+
+    def call(self, args):
+        buf0 = empty_strided_cpu((8, 8), (8, 1), torch.float32)
+        extern_kernels.mm(arg0_1, arg1_1, out=buf0)
+        buf1 = empty_strided_cpu((64, ), (1, ), torch.float32)
+        cpp_fused_cat_0(buf0, buf1)
+        buf2 = empty_strided_cpu((8, 8), (8, 1), torch.float32)
+        extern_kernels.mm(arg0_1, arg2_1, out=buf2)
+        torch.ops._c10d_functional.all_reduce_.default(buf1, 'sum', '0/ddp0')
+        buf3 = reinterpret_tensor(buf1, (8, 8), (8, 1), 0)  # alias
+        cpp_fused_copy_1(buf3, arg3_1)
+        torch.ops._c10d_functional.wait_tensor.default(buf1)
+        return (arg3_1, buf2, )
+"""
+
+
+def test_what_is_wrong_in_a_code_is_found() -> None:
+    calls = read_calls(WRONG)
+    kinds = ["kernel", "fused", "kernel", "launch", "fused", "wait", "return"]
+    assert [call.kind for call in calls] == kinds
+    assert kernels_not_needed(calls) == [[2]], "the second product was not to be waited for"
+    with pytest.raises(AssertionError, match="cpp_fused_copy_1"):
+        test_nothing_touches_a_bucket_before_it_was_waited_for(calls)

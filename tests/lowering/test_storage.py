@@ -1,0 +1,280 @@
+# ruff: noqa: E501  (a golden has one line for each call)
+"""Where the generated C++ stores the gradients of a small transformer: straight into their buckets,
+under Inductor's default settings."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config as inductor_config
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+from torch.nn.parallel import DistributedDataParallel
+
+import fusion_passes
+from fusion_passes import FusionConfig
+from fusion_passes.report.journal import journal
+from storage.code import Traffic, read_traffic
+from tests.support.call_sequence import call_sequence
+from tests.support.fake_world import fake_world
+
+WIDTH = 16
+CAP_MB = 0.004
+"""Between the size of the largest gradients and of all of them."""
+
+
+class Block(nn.Module):
+    """A transformer's, with an embedding in front of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        heads = (
+            part.view(*x.shape[:2], 2, WIDTH // 2).transpose(1, 2)
+            for part in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Convolutions(nn.Module):
+    """Whose weights' gradients are allocated by the library that computes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten()
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layers(images)
+
+
+def generate_plain(model: nn.Module, batch: Tensor) -> str:
+    """The backward without DDP: what a network copies is no cost of ours."""
+    torch._dynamo.reset()
+    with inductor_config.patch(fx_graph_cache=False):
+        compiled = torch.compile(model)
+        _, codes = run_and_get_code(lambda: compiled(batch).square().mean().backward())
+    return codes[-1]
+
+
+def generate(
+    model: nn.Module, batch: Tensor, flag: object, steps: int = 1, cap_mb: float = CAP_MB
+) -> str:
+    """The generated code of the last step's backward: the first makes gradients, another one adds
+    to them."""
+    torch._dynamo.reset()
+    journal.clear()
+    with fake_world(), inductor_config.patch(ddp_fusion=flag, fx_graph_cache=False):
+        ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
+        compiled = torch.compile(ddp)
+
+        def step() -> None:
+            compiled(batch).square().mean().backward()
+
+        codes = [run_and_get_code(step)[1] for _ in range(steps)]
+        fusion_passes.reports()
+    torch._dynamo.reset()
+    return codes[-1][-1]
+
+
+TOKENS = torch.arange(16).view(2, 8)
+IMAGES = torch.ones(2, 3, 8, 8)
+
+
+def test_the_calls_of_a_transformers_backward() -> None:
+    """Each gradient is stored where it is sent by the kernel that computes it. Nothing is behind
+    the waits."""
+    code = generate(Block(), TOKENS, FusionConfig(scaling="collective"))
+    assert_expected_inline(
+        call_sequence(code),
+        """\
+mm -> A[0:1024]
+generated -> A[1024:1040]
+mm
+mm -> A[1040:2064]
+generated -> A[2064:2128]
+fusion_passes.agree_ -> A
+launch A, avg
+mm
+mm -> B[0:256]
+generated -> B[256:272]
+mm
+aten._scaled_dot_product_flash_attention_for_cpu_backward
+mm -> B[272:1040]
+generated -> B[1040:1088]
+launch B, avg
+mm
+generated -> C[0:16], C[16:32], C[32:544]
+launch C, avg
+wait for A
+wait for B
+wait for C
+return C[0:16], B[272:1040], B[0:256], A[1040:2064], A[0:1024], A[1024:1040], A[2064:2128], B[256:272], B[1040:1088], C[16:32], C[32:544]
+""",
+    )
+
+
+def test_the_calls_with_existing_gradients() -> None:
+    """They are added to as they are stored, and written by one kernel for each bucket."""
+    code = generate(Block(), TOKENS, FusionConfig(scaling="collective"), steps=2)
+    assert_expected_inline(
+        call_sequence(code),
+        """\
+addmm -> A[0:1024]
+generated -> A[1024:1040]
+mm
+addmm -> A[1040:2064]
+generated -> A[2064:2128]
+fusion_passes.agree_ -> A
+launch A, avg
+mm
+addmm -> B[0:256]
+generated -> B[256:272]
+mm
+aten._scaled_dot_product_flash_attention_for_cpu_backward
+addmm -> B[272:1040]
+generated -> B[1040:1088]
+launch B, avg
+mm
+generated -> C[0:16], C[16:32], C[32:544]
+launch C, avg
+wait for A
+wait for B
+wait for C
+return what was given
+""",
+    )
+
+
+def test_the_calls_of_convolutions() -> None:
+    """One call copies what the library allocates; all that is stored by generated kernels is
+    scaled there."""
+    code = generate(Convolutions(), IMAGES, "concat", cap_mb=25)
+    assert_expected_inline(
+        call_sequence(code),
+        """\
+aten.convolution_backward
+generated -> A[288:296], A[296:304]
+aten.convolution_backward
+generated -> A[0:288], A[304:520]
+fusion_passes.store_ -> A
+fusion_passes.agree_ -> A
+launch A, sum
+wait for A
+return A[296:304], A[528:532], A[0:288], A[288:296], A[520:528], A[304:520]
+""",
+    )
+
+
+def test_the_calls_in_a_smaller_dtype() -> None:
+    """One call casts what matrix products give, and one kernel casts and scales what comes back."""
+    code = generate(Block(), TOKENS, FusionConfig(reduce_dtype="bf16"), cap_mb=25)
+    assert_expected_inline(
+        call_sequence(code),
+        """\
+mm
+generated -> A[3648:3664]
+mm
+mm
+generated -> A[2048:2112]
+mm
+mm
+generated -> A[3664:3680]
+mm
+aten._scaled_dot_product_flash_attention_for_cpu_backward
+mm
+generated -> A[3680:3728]
+mm
+generated -> A[3728:3744], A[3744:3760], A[3136:3648]
+fusion_passes.store_ -> A
+fusion_passes.agree_ -> A
+launch A, sum
+wait for A
+return what was given
+""",
+    )
+
+
+@pytest.mark.parametrize("mode", ["concat", "coalesced"])
+def test_no_byte_is_moved_but_by_the_kernels_that_compute_it(mode: str) -> None:
+    flag = FusionConfig(mode=mode, scaling="collective")
+    traffic = read_traffic(generate(Block(), TOKENS, flag))
+    plain = read_traffic(generate_plain(Block(), TOKENS))
+    gradients = sum(parameter.nbytes for parameter in Block().parameters())
+    (report,) = fusion_passes.reports()
+    assert traffic.buckets == len(report.buckets) > 1
+    assert all(bucket.copied == () for bucket in report.buckets)
+    assert traffic.stored == traffic.reduced == gradients
+    assert traffic.copied == plain.copied
+
+
+def test_what_was_copied_is_reported() -> None:
+    generate(Convolutions(), IMAGES, "concat", cap_mb=25)
+    (report,) = fusion_passes.reports()
+    (bucket,) = report.buckets
+    reasons = dict(bucket.copied)
+    library = "aten.convolution_backward neither casts nor scales its result"
+    relaid = "aten.convolution_backward gives it in another layout"
+    assert reasons["layers.0.weight"] == reasons["layers.3.weight"] == relaid
+    assert reasons["layers.0.bias"] == reasons["layers.3.bias"] == library
+    assert reasons["layers.1.bias"] == "something else reads it too"
+    assert "copied: layers.3.bias" in re.sub(r"\s+", " ", fusion_passes.format_report(report))
+
+
+def test_what_a_pinned_kernel_gives_is_reported() -> None:
+    """In small buckets, the first convolution is pinned behind the launch of the others."""
+    generate(Convolutions(), IMAGES, "concat", cap_mb=1e-4)
+    (report,) = fusion_passes.reports()
+    assert len(report.buckets) > 1
+    reasons = dict(item for bucket in report.buckets for item in bucket.copied)
+    relaid = "aten.convolution_backward gives it in another layout"
+    assert reasons["layers.0.weight"] == reasons["layers.3.weight"] == relaid
+
+
+# --- What these tests read by ------------------------------------------------------------------
+
+KERNEL = """
+cpp_fused_0 = async_compile.cpp_pybinding(['const float*', 'float*'], r'''
+extern "C"  void  kernel(const float* in_ptr0,
+                       float* out_ptr0)
+{
+    {
+                    auto tmp0 = at::vec::Vectorized<float>::loadu(in_ptr0 + static_cast<int64_t>(x0));
+                    auto tmp1 = static_cast<float>(0.5);
+                    auto tmp2 = at::vec::Vectorized<float>(tmp1);
+                    auto tmp3 = %s;
+                    tmp3.store(out_ptr0 + static_cast<int64_t>(x0));
+    }
+}
+''')
+
+def call(args):
+    buf0 = empty_strided_cpu((8, ), (1, ), torch.float32)
+    extern_kernels.mm(arg0_1, arg1_1, out=buf0)
+    buf1 = empty_strided_cpu((8, ), (1, ), torch.float32)
+    cpp_fused_0(buf0, buf1)
+    torch.ops._c10d_functional.all_reduce_.default(buf1, 'sum', '0')
+"""
+
+
+@pytest.mark.parametrize("value", ["tmp0", "tmp0 * tmp2", "tmp0 / tmp2"])
+def test_a_copy_is_warned_about_from_a_computation(value: str) -> None:
+    assert read_traffic(KERNEL % value) == Traffic(32, 0, 64, 1, 2)
+
+
+@pytest.mark.parametrize("value", ["tmp0 + tmp2", "tmp0 * tmp0_", "at::vec::maximum(tmp0, tmp2)"])
+def test_a_computation_is_warned_about_from_a_copy(value: str) -> None:
+    assert read_traffic(KERNEL % value) == Traffic(32, 32, 0, 1, 2)

@@ -1,0 +1,106 @@
+"""Which option or module decides how large a bucket becomes."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusion_passes.config import FusionConfig
+from fusion_passes.plan.caps import (
+    HOLD_CAPS,
+    MIB,
+    BucketCaps,
+    ModuleCaps,
+    bucket_caps,
+    default_caps,
+    given_caps,
+    mib_to_bytes,
+)
+
+
+@pytest.mark.parametrize(
+    ("gradient_bytes", "cap_bytes"),
+    [
+        (0, MIB),
+        (8 * MIB + 7, MIB),
+        (8 * MIB + 8, MIB + 1),
+        (8 * 25 * MIB - 1, 25 * MIB - 1),
+        (8 * 25 * MIB, 25 * MIB),
+        (10**12, 25 * MIB),
+    ],
+)
+def test_the_default_cap_is_an_eighth_of_the_gradients(gradient_bytes: int, cap_bytes: int) -> None:
+    assert default_caps(gradient_bytes, MIB, 25 * MIB) == ModuleCaps(MIB, cap_bytes)
+
+
+def test_a_cap_that_the_module_was_given_is_that_of_its_first_bucket_too() -> None:
+    assert given_caps(25 * MIB) == ModuleCaps(25 * MIB, 25 * MIB)
+    assert given_caps(3, [1, 3]) == ModuleCaps(3, 3, (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("size_mb", "num_bytes"), [(1, MIB), (0.5, MIB // 2), (1.9 / MIB, 1), (2 / MIB, 2)]
+)
+def test_a_size_is_rounded_down_to_whole_bytes(size_mb: float, num_bytes: int) -> None:
+    assert mib_to_bytes(size_mb) == num_bytes
+
+
+def test_a_module_says_its_caps_in_mib() -> None:
+    assert ModuleCaps(MIB, 2 * MIB, (MIB // 2,)).in_mib() == [1, 2, 0.5]
+
+
+DEFAULT = ModuleCaps(MIB, 3 * MIB)
+LISTED = ModuleCaps(3 * MIB, 3 * MIB, (MIB, 3 * MIB, 2 * MIB))
+
+
+@pytest.mark.parametrize(
+    ("options", "module", "first_mb", "cap_mb"),
+    [
+        pytest.param({}, DEFAULT, 1, 3, id="the module's own"),
+        pytest.param({"bucket_cap_mb": 2}, DEFAULT, 2, 2, id="of all buckets"),
+        pytest.param({"first_bucket_cap_mb": 2}, DEFAULT, 2, 3, id="of the first bucket"),
+        pytest.param({"bucket_cap_mb": 5, "first_bucket_cap_mb": 2}, DEFAULT, 2, 5, id="both"),
+        pytest.param({"bucket_cap_mb": 5}, LISTED, 5, 5, id="instead of a list"),
+    ],
+)
+def test_options_go_before_the_module(
+    options: dict[str, float], module: ModuleCaps, first_mb: int, cap_mb: int
+) -> None:
+    caps = bucket_caps(FusionConfig(**options), module)
+    hold_bytes = HOLD_CAPS * max(first_mb, cap_mb) * MIB
+    assert caps == BucketCaps(first_mb * MIB, cap_mb * MIB, hold_bytes)
+
+
+@pytest.mark.parametrize(
+    ("options", "module", "sizes_mb"),
+    [
+        pytest.param({}, LISTED, [1, 3, 2, 2], id="as listed"),
+        pytest.param({"first_bucket_cap_mb": 4}, LISTED, [4, 3, 2, 2], id="another first"),
+        pytest.param(
+            {"first_bucket_cap_mb": 4}, ModuleCaps(MIB, MIB, (MIB,)), [4, 1, 1, 1], id="list of one"
+        ),
+        pytest.param(
+            {"bucket_cap_mb": 5, "first_bucket_cap_mb": 4}, LISTED, [4, 5, 5, 5], id="no list"
+        ),
+    ],
+)
+def test_each_bucket_of_a_list_has_its_cap(
+    options: dict[str, float], module: ModuleCaps, sizes_mb: list[int]
+) -> None:
+    caps = bucket_caps(FusionConfig(**options), module)
+    assert [caps.of_bucket(index) for index in range(4)] == [size * MIB for size in sizes_mb]
+
+
+@pytest.mark.parametrize(
+    ("options", "module", "hold_mb"),
+    [
+        pytest.param({}, DEFAULT, 4 * 3, id="of the largest cap"),
+        pytest.param({"first_bucket_cap_mb": 10}, DEFAULT, 4 * 10, id="which is the first"),
+        pytest.param({}, LISTED, 4 * 3, id="which is listed"),
+        pytest.param({"max_hold_mb": 1}, LISTED, 1, id="set below a cap"),
+        pytest.param({"max_hold_mb": 50}, DEFAULT, 50, id="set above the default"),
+    ],
+)
+def test_the_memory_bound_is_four_caps_unless_it_is_set(
+    options: dict[str, float], module: ModuleCaps, hold_mb: int
+) -> None:
+    assert bucket_caps(FusionConfig(**options), module).hold_bytes == hold_mb * MIB

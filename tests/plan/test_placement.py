@@ -1,0 +1,91 @@
+"""Where collectives are launched and waited for, and what is said of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fusion_passes.graph.collectives import all_reduce
+from fusion_passes.graph.text import graph_text
+from fusion_passes.plan.placement import Placement, plan_placement
+from tests.support.graphs import (
+    Backward,
+    TensorSpec,
+    concat,
+    groups_of,
+    reduce,
+    tensor,
+    trace,
+)
+
+
+def _placements(function: Backward, *inputs: TensorSpec) -> tuple[Placement, ...]:
+    graph = trace(function, list(inputs)).graph
+    concat()(graph)(graph)
+    before = graph_text(graph)
+    placements = plan_placement(graph, groups_of(graph)).placements
+    assert graph_text(graph) == before, "a plan moves nothing"
+    return placements
+
+
+def _why(placement: Placement) -> tuple[str, str]:
+    return placement.why_launched(), placement.why_waited()
+
+
+def test_what_only_the_output_reads_is_waited_for_at_the_end() -> None:
+    def backward(x, y):
+        return reduce(torch.mm(x, y), "a"), torch.mm(y, x)
+
+    (placement,) = _placements(backward, tensor(2, 2), tensor(2, 2))
+    assert _why(placement) == ("after mm, the last that it sends", "at the end")
+    assert (placement.overlapped, placement.following) == (1, 1)
+
+
+def test_what_the_graph_reads_is_waited_for_early() -> None:
+    def backward(x, y):
+        a = reduce(torch.mm(x, y), "a")
+        used = torch.sin(torch.mm(y, x) + a)
+        return a, torch.mm(torch.mm(used, x), y)
+
+    (placement,) = _placements(backward, tensor(2, 2), tensor(2, 2))
+    assert _why(placement)[1] == (
+        "early, because add (aten.add.Tensor) reads it: "
+        "1 of the 3 library kernels after its launch run before"
+    )
+
+
+def test_the_first_of_several_readers_counts() -> None:
+    def backward(x, y):
+        a, b = reduce(torch.neg(x), "a"), reduce(torch.sin(x), "b")
+        first = torch.mm(b, y)
+        return torch.mm(first, a), torch.mm(first, first)
+
+    (placement,) = _placements(backward, tensor(2, 2), tensor(2, 2))
+    assert placement.reader is not None
+    assert placement.reader.name == "mm"
+    assert (placement.overlapped, placement.following) == (0, 3)
+
+
+def test_inputs_are_sent_at_the_start() -> None:
+    (placement,) = _placements(lambda x: reduce(x, "a"), tensor(4))
+    assert _why(placement) == ("at the start: it sends inputs of the graph", "at the end")
+
+
+def test_a_collective_of_its_group_can_hold_a_launch_back() -> None:
+    """Both are on the queue of one process group, and the order there is kept."""
+
+    def backward(x, y):
+        early, late = torch.neg(x), torch.mm(x, y)
+        foreign = all_reduce(late, "max", "world")
+        return reduce(early, "a"), foreign
+
+    (placement,) = _placements(backward, tensor(2, 2), tensor(2, 2))
+    assert placement.why_launched() == "after the collective before it on its process group"
+    assert placement.is_queued
+
+
+def test_a_result_that_nothing_waits_for() -> None:
+    graph = fx.Graph()
+    placed = plan_placement(graph, groups_of(graph))
+    assert placed.placements == ()
+    assert Placement(fx.Node.__new__(fx.Node), None, False, None, 0, 0).why_waited() == ""

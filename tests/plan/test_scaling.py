@@ -1,0 +1,109 @@
+"""Where a bucket is scaled: in the collective, at the store, in the bucket, or after the wait."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusion_passes.config import ScalingOption
+from fusion_passes.graph.scaling import NO_SCALING, Scaling
+from fusion_passes.plan.planner import PlanOptions
+from fusion_passes.plan.scaling import BucketScaling
+from tests.support.graphs import plan_of, reduce, tensor, trace
+
+GLOO, NCCL = "ddp0", "ddp3"
+HALF = Scaling("div", 2)
+
+
+def scaling_of(
+    module: str = GLOO,
+    dtype: torch.dtype = torch.float32,
+    product: bool = False,
+    option: ScalingOption = "auto",
+    reduce_dtype: torch.dtype | None = None,
+    **traced: float | None,
+) -> BucketScaling:
+    """The decision for a bucket of two gradients, one of them a matrix product if asked for."""
+
+    def backward(x, y):
+        first = torch.mm(x, x) if product else torch.neg(x)
+        return [reduce(g, n, module=module, **traced) for g, n in ((first, "a"), (y, "b"))]
+
+    graph = trace(backward, [tensor(2, 2, dtype=dtype), tensor(4, dtype=dtype)]).graph
+    (bucket,) = plan_of(graph, options=PlanOptions(option, reduce_dtype)).buckets
+    return bucket.scaling
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_nccl_averages_itself(dtype: torch.dtype) -> None:
+    expected = BucketScaling("collective", "avg", NO_SCALING)
+    assert scaling_of(NCCL, dtype) == scaling_of(NCCL, dtype, product=True) == expected
+
+
+def test_nccl_does_not_average_fp16() -> None:
+    """Its sum could overflow where eager DDP's, which divides first, does not."""
+    assert scaling_of(NCCL, torch.float16) == BucketScaling("store", "sum", HALF)
+
+
+def test_gloo_is_given_what_is_divided_already_where_that_costs_nothing() -> None:
+    assert scaling_of(GLOO) == BucketScaling("store", "sum", HALF)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_gloo_averages_what_a_matrix_product_has_stored(dtype: torch.dtype) -> None:
+    expected = BucketScaling("collective", "avg", NO_SCALING)
+    assert scaling_of(GLOO, dtype, product=True) == expected
+
+
+@pytest.mark.parametrize("module", [GLOO, NCCL])
+def test_fp16_of_a_matrix_product_is_divided_in_the_bucket(module: str) -> None:
+    assert scaling_of(module, torch.float16, product=True) == BucketScaling("bucket", "sum", HALF)
+
+
+def test_a_sum_into_rows_cannot_divide_what_it_has_stored() -> None:
+    def backward(x, y, rows):
+        summed = torch.ops.aten.index_put(torch.zeros_like(x), [rows], x, True)
+        return reduce(summed, "a"), reduce(y, "b")
+
+    inputs = [tensor(2, 2), tensor(4), tensor(2, dtype=torch.int64)]
+    (bucket,) = plan_of(trace(backward, inputs).graph).buckets
+    assert bucket.scaling.method == "collective"
+
+
+def test_a_backend_that_is_not_known_is_given_what_is_divided() -> None:
+    assert scaling_of("ddp4").method == "store"
+    assert scaling_of("ddp4", product=True).method == "bucket"
+
+
+@pytest.mark.parametrize("module", [GLOO, NCCL])
+def test_one_rank_divides_by_nothing(module: str) -> None:
+    assert scaling_of(module, divide=1) == BucketScaling("none", "sum", NO_SCALING)
+    assert scaling_of(module, divide=None) == BucketScaling("none", "sum", NO_SCALING)
+
+
+@pytest.mark.parametrize("option", ["store", "bucket"])
+@pytest.mark.parametrize("module", [GLOO, NCCL])
+def test_the_user_decides(module: str, option: ScalingOption) -> None:
+    for product in (False, True):
+        assert scaling_of(module, product=product, option=option).method == option
+
+
+def test_the_user_may_let_gloo_average() -> None:
+    expected = BucketScaling("collective", "avg", NO_SCALING)
+    assert scaling_of(GLOO, product=True, option="collective") == expected
+
+
+@pytest.mark.parametrize("option", ["auto", "collective"])
+@pytest.mark.parametrize("traced", [{"divide": 3}, {"divide": None, "multiply": 0.5}], ids=str)
+def test_what_is_no_average_over_the_group_is_not_left_to_the_collective(
+    option: ScalingOption, traced: dict[str, float | None]
+) -> None:
+    assert scaling_of(NCCL, option=option, **traced).method == "store"
+    assert scaling_of(NCCL, option=option, product=True, **traced).method == "bucket"
+
+
+@pytest.mark.parametrize("module", [GLOO, NCCL])
+def test_a_smaller_dtype_is_scaled_where_its_range_asks_for_it(module: str) -> None:
+    """fp16 before it can overflow; bf16, which has fp32's range, where it is fp32 again."""
+    assert scaling_of(module, reduce_dtype=torch.bfloat16).method == "result"
+    assert scaling_of(module, reduce_dtype=torch.float16, product=True).method == "store"

@@ -1,0 +1,464 @@
+"""What the package remembers: all of it is declared, forgotten in time, and can be put back."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import dataclasses
+import enum
+import functools
+import gc
+import importlib
+import inspect
+import json
+import logging
+import os
+import pkgutil
+import subprocess
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import fusion_passes
+from fusion_passes.agreement.protocol import participants
+from fusion_passes.ddp import rounds
+from fusion_passes.ddp.modules import registry
+from fusion_passes.install.changes import replaced, value_of
+from fusion_passes.report.warnings import warn_once
+from fusion_passes.state import Lifetime, ProcessState, process_state
+from tests.support.fake_world import fake_world, two_layers
+
+MODULES = [
+    importlib.import_module(found.name)
+    for found in pkgutil.walk_packages(fusion_passes.__path__, "fusion_passes.")
+]
+
+# --- All of it is declared -----------------------------------------------------------------------
+
+CONSTANTS = (
+    type(None),
+    bool,
+    int,
+    float,
+    str,
+    type,
+    enum.Enum,
+    types.FunctionType,
+    property,
+    classmethod,
+    staticmethod,
+    functools.cached_property,
+    types.GenericAlias,
+    types.MemberDescriptorType,
+    logging.Logger,
+    torch.distributed.BuiltinCommHookType,
+    torch.dtype,
+    torch.library.Library,
+    torch._ops.OpOverload,
+    torch._ops.OpOverloadPacket,
+    torch._ops._OpNamespace,
+)
+"""Kinds of globals that are not changed; tuples, frozen sets, read-only mappings and frozen
+dataclasses of such are constants too."""
+
+
+def _is_constant(value: object) -> bool:
+    if isinstance(value, tuple | frozenset):
+        return all(map(_is_constant, value))
+    if isinstance(value, types.MappingProxyType):
+        return all(map(_is_constant, (*value.keys(), *value.values())))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        is_frozen = type(value).__dataclass_params__.frozen  # type: ignore[attr-defined]
+        return is_frozen and all(map(_is_constant, vars(value).values()))
+    is_type = type(value).__module__ in ("typing", "types")
+    return is_type or inspect.isbuiltin(value) or isinstance(value, CONSTANTS)
+
+
+def _bound_in(source: str) -> Iterator[str]:
+    """The names that a module binds itself, and does not import."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+
+
+def undeclared(source: str, values: dict[str, Any], declared: ProcessState) -> set[str]:
+    """The names of a module, and of its classes, for what can change and is not declared."""
+    ids = {id(piece.value) for piece in declared.pieces} | {id(declared)}
+    found = {name: values[name] for name in _bound_in(source) if name != "__all__"}
+    for name, kind in list(found.items()):
+        is_own = isinstance(kind, type) and kind.__module__ == values["__name__"]
+        if is_own and not issubclass(kind, enum.Enum):
+            for attribute, value in vars(kind).items():
+                if not (attribute.startswith("__") or attribute == "_abc_impl"):
+                    found[f"{name}.{attribute}"] = value
+    return {
+        name for name, value in found.items() if id(value) not in ids and not _is_constant(value)
+    }
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_no_module_keeps_what_is_not_declared(module: types.ModuleType) -> None:
+    assert undeclared(inspect.getsource(module), vars(module), process_state) == set()
+
+
+IMPORTS = (
+    "import collections, contextvars, functools, itertools, threading, types, weakref\n"
+    "from dataclasses import dataclass\n"
+    "from fusion_passes.state import Lifetime\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("kept = {}", {"kept"}),
+        ("kept: list[int] = []", {"kept"}),
+        ("kept = set()", {"kept"}),
+        ("kept = collections.deque()", {"kept"}),
+        ("kept = weakref.WeakKeyDictionary()", {"kept"}),
+        ("kept = ({},)", {"kept"}),
+        ("kept = types.MappingProxyType({1: []})", {"kept"}),
+        ("kept = itertools.count()", {"kept"}),
+        ("kept = contextvars.ContextVar('kept')", {"kept"}),
+        ("kept = threading.local()", {"kept"}),
+        ("class Own: pass\nkept = Own()", {"kept"}),
+        ("@dataclass\nclass Own:\n    n: int = 0\nkept = Own()", {"kept"}),
+        ("@functools.cache\ndef kept(): return 0", {"kept"}),
+        ("class Own:\n    kept = {}", {"Own.kept"}),
+        ("class Own:\n    @functools.cache\n    def kept(self): pass", {"Own.kept"}),
+        ("kept = state.keep({}, '', Lifetime.PROCESS, reset=dict.clear)", set()),
+        ("@state.once('', Lifetime.PROCESS)\ndef kept(): return 0", set()),
+        ("kept = (1, 'two', frozenset((3.0, None)))", set()),
+        ("kept = types.MappingProxyType({1: 2})", set()),
+        ("@dataclass(frozen=True)\nclass Own:\n    n: int = 0\nkept = Own()", set()),
+        ("class Own:\n    kept = 1\n    def method(self): pass", set()),
+    ],
+)
+def test_what_can_change_is_told_from_what_cannot(source: str, found: set[str]) -> None:
+    state = ProcessState()
+    values: dict[str, Any] = {"state": state, "__name__": __name__}
+    exec(IMPORTS + source, values)
+    assert undeclared(source, values, state) == found
+
+
+def test_each_piece_says_what_it_is() -> None:
+    pieces = process_state.pieces
+    assert len(pieces) == len({id(piece.value) for piece in pieces})
+    assert all(piece.holds and piece.holds[0].islower() for piece in pieces)
+    assert "how to undo" in pieces[-1].holds, "the switch is put back first"
+
+
+# --- Nothing is kept for longer than it says -----------------------------------------------------
+
+
+def sizes() -> dict[str, int]:
+    """How many entries each piece has, in all of its tables."""
+    pieces = process_state.pieces
+    ids = {id(piece.value) for piece in pieces}  # One may hold another, which counts by itself.
+    return {piece.holds: _entries(piece.value, ids - {id(piece.value)}) for piece in pieces}
+
+
+def _entries(value: Any, seen: set[int]) -> int:
+    if id(value) in seen or isinstance(value, type):
+        return 0
+    seen.add(id(value))
+    if hasattr(value, "cache_info"):
+        return int(value.cache_info().currsize)
+    kind = type(value)
+    if kind.__module__.split(".")[0] == "fusion_passes":
+        return sum(_entries(item, seen) for item in getattr(value, "__dict__", {}).values())
+    if not hasattr(value, "__len__") or not hasattr(value, "clear"):
+        return 0
+    items = value.values() if hasattr(value, "values") else list(value)
+    return len(value) + sum(_entries(item, seen) for item in items)
+
+
+def _of(*lifetimes: Lifetime) -> set[str]:
+    return {piece.holds for piece in process_state.pieces if piece.lives in lifetimes}
+
+
+def _step(ddp: DistributedDataParallel, run: Callable[..., Any] | None = None) -> None:
+    forward = ddp if run is None else run
+    forward(torch.ones(2, 4)).sum().backward()
+
+
+class _Logged(DistributedDataParallel):
+    """A user's class with a method of DDP's."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return super().forward(*inputs, **kwargs)
+
+
+def _managed() -> Any:
+    ddp = DistributedDataParallel(two_layers())
+    _step(ddp)
+    return ddp
+
+
+def _copied() -> Any:
+    ddp = _Logged(two_layers())
+    other = copy.deepcopy(ddp)
+    _step(other)
+    return ddp, other
+
+
+def _moved() -> Any:
+    ddp, group = _managed(), dist.new_group()
+    ddp._update_process_group(group)
+    _step(ddp)
+    dist.destroy_process_group(group)
+    return ddp
+
+
+def _handed_over() -> Any:
+    ddp = _managed()
+
+    ddp.register_comm_hook(None, lambda state, bucket: None)
+    return ddp
+
+
+def _unfused() -> Any:
+    return DistributedDataParallel(two_layers(), find_unused_parameters=True)
+
+
+def _late() -> Any:
+    with inductor_config.patch(ddp_fusion=None):
+        ddp = DistributedDataParallel(two_layers())
+    ddp(torch.ones(2, 4))  # DDP's own reducer runs over no fake group.
+    return ddp
+
+
+def _of_another_backend() -> Any:
+    ddp = DistributedDataParallel(two_layers())
+    _step(ddp, torch.compile(ddp, backend="aot_eager"))
+    return ddp
+
+
+def _failing() -> Any:
+    ddp = _managed()
+    output = ddp(torch.ones(2, 4))
+    output.register_hook(lambda _: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        output.sum().backward()
+    return ddp
+
+
+def _tensor_parallel() -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(two_layers(), mesh["tp"], {"0": ColwiseParallel()})
+    return DistributedDataParallel(model, device_mesh=mesh["dp"])
+
+
+KINDS = (
+    _managed,
+    _copied,
+    _moved,
+    _handed_over,
+    _unfused,
+    _late,
+    _of_another_backend,
+    _failing,
+    _tensor_parallel,
+)
+
+
+@pytest.fixture
+def _world() -> Iterator[None]:
+    gc.collect()
+    with fake_world(4), inductor_config.patch(ddp_fusion="concat"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", fusion_passes.FusionWarning)
+        yield
+    torch._dynamo.reset()
+
+
+def _forget() -> None:
+    torch._dynamo.reset()  # Compiled code can keep what it was traced with.
+    gc.collect()
+
+
+@pytest.mark.usefixtures("_world")
+def test_what_is_about_a_module_goes_with_it() -> None:
+    # Torch keeps groups, and what it compiles with: all of that is there from now on.
+    made = [make() for make in KINDS]
+    del made
+    _forget()
+    before = sizes()
+    grown = set()
+    for make in KINDS:
+        for _ in range(2):
+            made = make()
+            grown |= {what for what, size in sizes().items() if size > before[what]}
+            del made
+        _forget()
+        after = sizes()
+        kept = {what: (before[what], after[what]) for what in after if after[what] != before[what]}
+        allowed = _of(Lifetime.GROUP, Lifetime.PROCESS)
+        assert not kept.keys() - allowed, f"{make.__name__}: {kept}"
+    assert grown >= _of(Lifetime.MODULE), "each of them has had something to forget"
+
+
+def group_comes_and_goes() -> tuple[int, int, int]:
+    """Entries that are about a group: before there is one, meanwhile, and after."""
+
+    def entries() -> int:
+        gc.collect()
+        return sum(size for what, size in sizes().items() if what in _of(Lifetime.GROUP))
+
+    before = entries()
+    group = dist.new_group()
+    with inductor_config.patch(ddp_fusion="concat"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ddp = DistributedDataParallel(two_layers(), process_group=group)
+        _step(ddp)
+        meanwhile = entries()
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del ddp, group
+        _forget()
+    return before, meanwhile, entries()
+
+
+def test_what_is_about_a_group_goes_with_it(run_on_ranks: Callable[..., list[Any]]) -> None:
+    for before, meanwhile, after in run_on_ranks(2, group_comes_and_goes):
+        assert meanwhile > before == after
+
+
+# --- Put back ------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_world")
+def test_a_reset_undoes_the_flag_and_forgets_the_modules() -> None:
+    ddp = _managed()
+    before = dict(replaced)
+    assert any(value_of(what) is not value for what, value in before.items())
+    process_state.reset()
+    assert inductor_config.ddp_fusion is None
+    assert all(value_of(what) is value for what, value in before.items())
+    assert not len(registry)
+    with pytest.raises(RuntimeError, match=r"before fusion_passes was reset.*Construct it anew"):
+        ddp(torch.ones(2, 4))
+    inductor_config.ddp_fusion = "concat"
+    anew = _managed()
+    assert all(parameter.grad is not None for parameter in anew.parameters())
+    (module,) = registry.fingerprint()
+    assert module.group_name.endswith("ddp1"), "its group's store knows number 0"
+
+
+@pytest.mark.parametrize("flag", [None, "concat"])
+@pytest.mark.usefixtures("_world")
+def test_a_backward_of_a_forgotten_module_is_an_error(flag: str | None) -> None:
+    ddp = DistributedDataParallel(two_layers())
+    output = ddp(torch.ones(2, 4)).sum()
+    process_state.reset()
+    inductor_config.ddp_fusion = flag
+    with pytest.raises(RuntimeError, match="before fusion_passes was reset"):
+        output.backward()
+
+
+@pytest.mark.parametrize("flag", [None, "concat"])
+@pytest.mark.usefixtures("_world")
+def test_no_reset_while_a_backward_runs(flag: str | None) -> None:
+    ddp = DistributedDataParallel(two_layers())
+    refusals = []
+
+    def reset(gradient: Tensor) -> None:
+        with pytest.raises(RuntimeError, match="cannot be reset while a backward runs") as refused:
+            process_state.reset()
+        refusals.append(refused)
+
+    inductor_config.ddp_fusion = flag
+    output = ddp(torch.ones(2, 4))
+    output.register_hook(torch.compiler.disable(reset))
+    output.sum().backward()
+    assert refusals
+    assert len(registry) == len(participants) == 1
+    _step(ddp)
+
+
+def test_threads_that_a_fork_has_left_behind_run_nothing() -> None:
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    thread.join()
+    assert thread.ident is not None
+    rounds._running.add(thread.ident)
+    process_state.reset()
+    assert not rounds._running
+
+
+def test_users_are_warned_anew_after_a_reset() -> None:
+    for _ in range(2):
+        with pytest.warns(fusion_passes.FusionWarning, match="said once"):
+            warn_once("topic", "said once")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warn_once("topic", "said once")
+        process_state.reset()
+
+
+def test_a_flag_that_was_set_inside_of_a_reset_is_not_put_back() -> None:
+    with inductor_config.patch(ddp_fusion="concat"):
+        process_state.reset()
+    assert inductor_config.ddp_fusion is None
+
+
+def main() -> None:
+    """Print what a process remembers after import, after a training, and after a reset."""
+    after_import = sizes()
+    with fake_world(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", fusion_passes.FusionWarning)
+        inductor_config.ddp_fusion = "concat"
+        kept = [_managed(), _late(), _copied()]
+        run = torch.compile(kept[0])
+        _step(kept[0], run)
+        trained = sizes()
+        reports = len(fusion_passes.reports())
+        del kept, run
+        _forget()
+        process_state.reset()
+    gc.collect()
+    is_set = inductor_config.ddp_fusion is not None
+    left = len(fusion_passes.reports())
+    print(json.dumps([after_import, trained, sizes(), reports, left, is_set]))
+
+
+@pytest.mark.parametrize("flag", ["", "concat"])
+def test_after_a_reset_a_process_is_as_after_import(flag: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.test_state"],
+        env={**os.environ, "FUSION_PASSES_DDP_FUSION": flag},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    after_import, trained, after_reset, reports, left, is_set = json.loads(
+        result.stdout.splitlines()[-1]
+    )
+    assert after_reset == after_import
+    assert is_set == bool(flag)
+    assert left == 0
+    assert reports
+    changed = {what for what in trained if trained[what] != after_import[what]}
+    assert len(changed) > len(trained) / 3, "there was something to forget"
+
+
+if __name__ == "__main__":
+    main()

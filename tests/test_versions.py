@@ -1,0 +1,73 @@
+"""Which versions of torch are supported, and what is kept for the older ones of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import fusion_passes
+from fusion_passes.install.patch import CHECKED_ON
+
+PACKAGE = Path(fusion_passes.__file__).parent
+SETUP = PACKAGE.parent / "setup.py"
+
+SUPPORTED = 5
+"""Minor releases of torch, the newest ones."""
+
+
+def _range() -> tuple[int, int]:
+    """The oldest supported minor release of torch 2, and the first that is not yet."""
+    found = re.search(r'"torch>=2\.(\d+),<2\.(\d+)"', SETUP.read_text())
+    assert found is not None, "setup.py says which torch it needs"
+    return int(found[1]), int(found[2])
+
+
+def superfluous(needed_up_to: dict[str, str], oldest: int) -> list[str]:
+    """Names that no supported torch needs any more."""
+    return [name for name, last in needed_up_to.items() if int(last.split(".")[1]) < oldest]
+
+
+def test_five_releases_are_supported() -> None:
+    oldest, end = _range()
+    assert end - oldest == SUPPORTED, "raise the lower bound in setup.py with the upper one"
+    assert CHECKED_ON[0] == f"2.{oldest}"
+    assert CHECKED_ON[-1] == f"2.{end - 1}"
+
+
+def test_what_only_older_torch_needed_is_gone() -> None:
+    path = PACKAGE / "torch_private" / "older_torch.py"
+    if not path.exists():
+        return
+    from fusion_passes.torch_private.older_torch import NEEDED_UP_TO
+
+    gone = superfluous(dict(NEEDED_UP_TO), _range()[0])
+    assert not gone, f"no supported torch needs {', '.join(gone)} of {path.name}: delete them"
+    assert NEEDED_UP_TO, f"nothing is left in {path.name}: delete it"
+
+
+@pytest.mark.parametrize(("oldest", "found"), [(11, []), (12, ["a"]), (13, ["a", "b"])])
+def test_what_is_superfluous(oldest: int, found: list[str]) -> None:
+    assert superfluous({"a": "2.11", "b": "2.12"}, oldest) == found
+
+
+def test_each_name_for_older_torch_says_how_long_it_stays() -> None:
+    from fusion_passes.torch_private import older_torch
+
+    own = {
+        name
+        for name, value in vars(older_torch).items()
+        if getattr(value, "__module__", "") == older_torch.__name__
+    }
+    public = {name for name in own if not name.startswith("_")} - {"Variable"}
+    assert public <= older_torch.NEEDED_UP_TO.keys() <= vars(older_torch).keys()
+
+
+def test_other_code_asks_for_no_version_of_torch() -> None:
+    asking = [
+        path.name
+        for path in PACKAGE.rglob("*.py")
+        if "torch.__version__" in path.read_text() and path.name != "older_torch.py"
+    ]
+    assert asking == []
