@@ -1,0 +1,295 @@
+"""The fuzzer: what it draws, what it calls different, how it shrinks; and a few of its cases.
+
+``tools/fuzz.py`` runs many.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from fuzzing import running
+from fuzzing.blocks import BLOCKS
+from fuzzing.blocks.base import WIDTH
+from fuzzing.case import Case, Joined, Loop, Part, from_json, to_json
+from fuzzing.comparing import COARSE, FINE, Tolerance, differences, tolerance_of
+from fuzzing.drawing import FAMILY, draw
+from fuzzing.record import Record
+from fuzzing.reproducer import write_script
+from fuzzing.running import Outcome, Runner
+from fuzzing.shrinking import shrink
+from fuzzing.training import train
+
+ROOT = Path(__file__).parent.parent.parent
+TOLERANCES = pytest.mark.parametrize("tolerance", [FINE, COARSE], ids=["fine", "coarse"])
+
+
+# Drawing
+
+
+def test_a_seed_is_the_same_case_in_every_process() -> None:
+    program = (
+        "from fuzzing.drawing import draw; from fuzzing.case import to_json;"
+        "print([to_json(draw(seed)) for seed in range(50)])"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT / "tools")},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert outputs == {f"{[to_json(draw(seed)) for seed in range(50)]}\n"}
+
+
+def test_a_case_survives_json() -> None:
+    for seed in range(300):
+        assert from_json(to_json(draw(seed))) == draw(seed)
+
+
+def test_seeds_of_a_family_share_models_and_differ_in_loops() -> None:
+    cases = [draw(seed) for seed in range(FAMILY)]
+    assert len({part.blocks for case in cases for part in case.parts}) == len(cases[0].parts)
+    assert len({repr(case.loop) for case in cases}) > 1
+
+
+def test_everything_is_drawn_at_times() -> None:
+    cases = [draw(seed) for seed in range(3000)]
+    parts = [part for case in cases for part in case.parts]
+    assert {name for part in parts for name in part.blocks} == set(BLOCKS)
+    assert {case.ranks for case in cases} == {2, 3, 4}
+    assert {case.joined for case in cases} == set(get_args(Joined))
+    assert all(case.groups for case in cases if case.joined == "threads")
+    for option in ("style", "pattern", "zero", "clip", "optimizer", "dynamic", "fullgraph"):
+        assert len({getattr(case.loop, option) for case in cases}) > 1, option
+    sizes = [step for case in cases for step in case.loop.batches]
+    assert any(len(set(step)) > 1 for step in sizes), "ranks differ in sizes"
+    assert any(len({len(of_rank) for of_rank in step}) > 1 for step in sizes), "and in counts"
+
+
+@pytest.mark.parametrize("name", sorted(BLOCKS))
+def test_block(name: str) -> None:
+    """It takes batches down to one row, and each of its parameters gets a gradient."""
+    for size in (1, 3):
+        torch.manual_seed(0)
+        made = BLOCKS[name]()
+        rows = torch.randn(size, WIDTH, requires_grad=True)
+        result = made(rows, torch.arange(size))
+        assert (result.shape, result.dtype) == (rows.shape, rows.dtype)
+        result.square().mean().backward()
+        trained = [p for p in made.parameters() if p.requires_grad]
+        assert all(parameter.grad is not None for parameter in trained)
+
+
+# Comparing
+
+
+def record(**gradients: torch.Tensor | None) -> Record:
+    return Record(gradients=[gradients])
+
+
+def records_of(ranks: int) -> list[torch.Tensor]:
+    return [torch.randn(16, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)]
+
+
+@TOLERANCES
+def test_equal_records_are_equal(tolerance: Tolerance) -> None:
+    value = torch.randn(4)
+    assert not differences([record(a=value)], [record(a=value * (1 + 1e-6))], tolerance)
+
+
+@TOLERANCES
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_missing_average_is_different(tolerance: Tolerance, ranks: int) -> None:
+    local = records_of(ranks)
+    average = sum(local) / ranks
+    for wrong in (average * ranks, average / ranks, local[0]):
+        assert differences([record(a=wrong)], [record(a=average)], tolerance)
+
+
+@TOLERANCES
+@pytest.mark.parametrize("wrong", [None, torch.zeros(4), torch.ones(4).double(), torch.ones(2, 2)])
+def test_another_gradient_is_different(tolerance: Tolerance, wrong: torch.Tensor | None) -> None:
+    assert differences([record(a=wrong)], [record(a=torch.ones(4))], tolerance)
+    assert differences([record(a=torch.ones(4))], [record(a=wrong)], tolerance)
+
+
+def test_one_changed_element_is_different() -> None:
+    right = torch.ones(100)
+    wrong = right.clone()
+    wrong[7] += 1e-3
+    assert differences([record(a=wrong)], [record(a=right)], FINE)
+    assert not differences([record(a=wrong)], [record(a=right)], COARSE)
+
+
+def test_the_rank_the_parameter_and_the_buffer_are_named() -> None:
+    right = Record(parameters={"w": torch.ones(2)}, buffers={"b": torch.ones(2)})
+    wrong = Record(parameters={"w": torch.zeros(2)}, buffers={"b": torch.zeros(2)})
+    found = differences([right, wrong], [right, right], FINE)
+    assert [text.partition(":")[0] for text in found] == ["rank 1", "rank 1"]
+    assert ["w:" in text for text in found] == [True, False]
+
+
+def test_cases_that_round_to_bf16_are_compared_coarsely() -> None:
+    case = Case(0, (Part(("dense",)),))
+    assert tolerance_of(case) is FINE
+    assert tolerance_of(replace(case, loop=Loop(autocast=True))) is COARSE
+    assert tolerance_of(replace(case, parts=(Part(("dense", "bf16")),))) is COARSE
+
+
+# Outcomes
+
+
+class FakeRunner(Runner):
+    """Answers from a function instead of training."""
+
+    def __init__(self, answer: Callable[[Case, str], Any]) -> None:
+        super().__init__()
+        self.answer = answer
+        self.ran: list[Case] = []
+
+    def _train(self, case: Case, kind: Any) -> Any:
+        if kind == "eager":
+            self.ran.append(case)
+        result = self.answer(case, kind)
+        return running._failure(result) if isinstance(result, str) else [result] * case.ranks
+
+
+def raised(stage: int, line: str) -> str:
+    return f"ranks:\n{line}\n\nfuzzing.training.StageError: fuzz stage [{stage}]\n"
+
+
+RIGHT, WRONG = record(a=torch.ones(3)), record(a=torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("eager", "fused", "control", "kind"),
+    [
+        (RIGHT, RIGHT, None, "equal"),
+        (RIGHT, WRONG, RIGHT, "different"),
+        (RIGHT, WRONG, WRONG, "torch"),
+        (RIGHT, WRONG, "no stage", "different"),
+        (RIGHT, "cut off in _inductor/compile_fx.py", None, "slow"),
+        (RIGHT, raised(-1, "ValueError: sets ddp_fusion"), None, "refused"),
+        (RIGHT, raised(1, "ValueError: sets ddp_fusion"), RIGHT, "crashed"),
+        (RIGHT, raised(1, "KeyError: 3"), RIGHT, "crashed"),
+        (raised(1, "RuntimeError: no"), RIGHT, raised(1, "AssertionError: caps"), "torch"),
+        (RIGHT, "no stage", None, "hung"),
+        (RIGHT, "rank 0: died with exit code -11", RIGHT, "crashed"),
+        (RIGHT, raised(1, "KeyError: 3"), raised(1, "KeyError: 3"), "torch"),
+        (RIGHT, raised(1, "KeyError: 3"), raised(1, "TypeError: other"), "crashed"),
+        (raised(1, "RuntimeError: no"), RIGHT, raised(1, "RuntimeError: no"), "silent"),
+        (raised(1, "RuntimeError: no"), RIGHT, RIGHT, "torch"),
+        (raised(1, "RuntimeError: INTERNAL ASSERT FAILED"), RIGHT, None, "reference broken"),
+        (raised(1, "RuntimeError: no"), raised(1, "KeyError: 3"), None, "both raise"),
+        (raised(1, "RuntimeError: no"), raised(2, "KeyError: 3"), RIGHT, "late"),
+        ("no stage", RIGHT, None, "reference hung"),
+    ],
+)
+def test_outcomes(
+    monkeypatch: pytest.MonkeyPatch, eager: Any, fused: Any, control: Any, kind: str
+) -> None:
+    monkeypatch.setattr(running, "RankPool", lambda ranks: None)
+    monkeypatch.setattr(FakeRunner, "renew", lambda self: None)
+    undivided = RIGHT if "caps" in str(control) else control
+    answers = {"eager": eager, "fused": fused, "control": control, "undivided": undivided}
+    runner = FakeRunner(lambda _, which: answers[which])
+    outcome = runner.run(Case(0, (Part(("dense",)),)))
+    assert outcome.kind == kind
+    assert outcome.bad == (kind in running.BAD)
+
+
+def test_shrinking_keeps_what_the_outcome_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "RankPool", lambda ranks: None)
+    monkeypatch.setattr(FakeRunner, "renew", lambda self: None)
+
+    def answer(case: Case, kind: str) -> Any:
+        bad = any("gru" in part.blocks for part in case.parts) and case.loop.zero == "kept"
+        return WRONG if bad and kind == "fused" else RIGHT
+
+    case = Case(
+        seed=3,
+        parts=(
+            Part(("mlp", "gru", "conv1d"), heads=2, ddp={"static_graph": True}),
+            Part(("lstm",)),
+        ),
+        loop=Loop(zero="kept", style="inside", batches=(((1, 2),) * 4,) * 3),
+        ranks=4,
+        joined="turns",
+        flag={"mode": "coalesced", "bucket_cap_mb": 1.0},
+    )
+    small, outcome = shrink(FakeRunner(answer), case, Outcome("different"), seconds=60)
+    assert outcome.kind == "different"
+    assert small.parts == (Part(("gru",)),)
+    assert small.loop == Loop(zero="kept", batches=(((4,), (4,)),))
+    assert (small.ranks, small.joined, small.flag) == (2, "serial", "coalesced")
+
+
+# On ranks
+
+
+def test_the_script_of_a_case_runs_alone(tmp_path: Path) -> None:
+    script = tmp_path / "case.py"
+    batches = (((2,),),)
+    case = Case(5, (Part(("gru", "tied")),), Loop(style="backward", batches=batches), ranks=1)
+    write_script(replace(case, flag="concat"), script)
+    text = script.read_text()
+    assert "fuzzing" not in text.partition("CASE =")[0].replace("fuzzing.training", "")
+    assert "def gru" in text
+    assert "def lstm" not in text
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)}
+        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split("\n")[-2] == "no difference"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [2008, 176])
+def test_seed(seed: int) -> None:
+    with Runner() as runner:
+        outcome = runner.run(draw(seed))
+    assert outcome.kind in ("equal", "warned"), outcome.words
+
+
+def test_threads_train_as_one_after_the_other(run_on_ranks: Callable[..., list[Any]]) -> None:
+    parts = (Part(("mlp",)), Part(("conv1d",)))
+    turns, threads = (
+        run_on_ranks(2, train, case=Case(1, parts, joined=joined, groups=True), kind="eager")
+        for joined in ("turns", "threads")
+    )
+    for one, other in zip(turns, threads, strict=True):
+        assert not differences(
+            [Record(parameters=other.parameters)], [Record(parameters=one.parameters)], FINE
+        )
+        assert len(other.gradients) == len(one.gradients) == 4
+        assert [set(of_backward) for of_backward in other.gradients[::2]] == [
+            {name for name in other.parameters if name.startswith(part)} for part in ("0.", "1.")
+        ]
+
+
+def test_training_is_compared_with_itself(run_on_ranks: Callable[..., list[Any]]) -> None:
+    """Two eager trainings are equal; with another seed they are not."""
+    case = Case(1, (Part(("mlp",)),))
+    first, second, other = (
+        run_on_ranks(2, train, case=replace(case, seed=seed), kind="eager") for seed in (1, 1, 2)
+    )
+    assert not differences(first, second, FINE)
+    assert differences(first, other, FINE)

@@ -1,0 +1,1 @@
+"""Random trainings under the flag, each beside eager DDP."""

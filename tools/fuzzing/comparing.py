@@ -1,0 +1,130 @@
+"""Compares two records of a training.
+
+What may differ is rounding: compiled kernels and collectives add in another order, and keep
+numbers in fp32 where eager autocast rounds to bf16. A tensor's error is bounded by
+
+    relative x (its own largest element) + absolute x (the largest of all in this backward)
+
+The second part is for gradients that cancel, as a bias's before a BatchNorm: what is left of them
+is rounding of numbers as large as the others. ``relative`` is 300 roundings of fp32 (3e-5), for
+sums of up to 512 terms and a few steps on top of each other, or 8 of bf16 (0.06) where anything
+is rounded to it; ``absolute`` is 3e-6, or 0.02. An average that is missing is wrong by a factor of
+2 to 4, or by the difference between two ranks' gradients, which is as large as they are: both are
+far over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fuzzing.case import Case
+from fuzzing.record import Record
+
+Named = Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What a tensor may differ by: see the module."""
+
+    relative: float
+    absolute: float
+
+
+FINE = Tolerance(3e-5, 3e-6)
+COARSE = Tolerance(6e-2, 2e-2)
+LOW = (torch.bfloat16, torch.float16)
+
+
+def tolerance_of(case: Case) -> Tolerance:
+    """The tolerance for fp32 tensors of a case."""
+    reduced = isinstance(case.flag, dict) and "reduce_dtype" in case.flag
+    hooked = any(part.hook not in (None, "allreduce_hook") for part in case.parts)
+    low = any("bf16" in part.blocks for part in case.parts)
+    return COARSE if reduced or hooked or low or case.loop.autocast else FINE
+
+
+def differences(
+    actual: Sequence[Record], expected: Sequence[Record], tolerance: Tolerance
+) -> list[str]:
+    """Where two trainings differ, in words; each has one record a rank."""
+    return [
+        f"rank {rank}: {difference}"
+        for rank, (ours, theirs) in enumerate(zip(actual, expected, strict=True))
+        for difference in _of_rank(ours, theirs, tolerance)
+    ]
+
+
+def _of_rank(ours: Record, theirs: Record, tolerance: Tolerance) -> list[str]:
+    found = []
+    if len(ours.gradients) != len(theirs.gradients):
+        return [f"{len(ours.gradients)} backwards instead of {len(theirs.gradients)}"]
+    for number, (a, b) in enumerate(zip(ours.gradients, theirs.gradients, strict=True)):
+        found += [f"backward {number}, gradient of {text}" for text in _of_all(a, b, tolerance)]
+    named = [
+        {str(number): loss for number, loss in enumerate(record.losses)}
+        for record in (ours, theirs)
+    ]
+    found += [f"loss {text}" for text in _of_all(named[0], named[1], tolerance)]
+    found += [f"parameter {t}" for t in _of_all(ours.parameters, theirs.parameters, tolerance)]
+    found += [f"buffer {t}" for t in _of_all(ours.buffers, theirs.buffers, tolerance)]
+    return found
+
+
+def _of_all(actual: Named, expected: Named, tolerance: Tolerance) -> list[str]:
+    if actual.keys() != expected.keys():
+        return [f"{sorted(actual)} instead of {sorted(expected)}"]
+    sizes = [_largest(tensor) for tensor in expected.values() if tensor is not None]
+    largest = max([size for size in sizes if size == size], default=0.0)  # noqa: PLR0124
+    texts = {
+        name: _of_tensor(tensor, expected[name], tolerance, largest)
+        for name, tensor in actual.items()
+    }
+    return [f"{name}: {text}" for name, text in texts.items() if text]
+
+
+def _of_tensor(
+    actual: Tensor | None, expected: Tensor | None, tolerance: Tolerance, largest: float
+) -> str | None:
+    if actual is None or expected is None:
+        if actual is expected:
+            return None
+        return "None instead of a tensor" if actual is None else "a tensor instead of None"
+    for what in ("dtype", "shape"):
+        ours, theirs = getattr(actual, what), getattr(expected, what)
+        if ours != theirs:
+            return f"{what} {ours} instead of {theirs}"
+    if torch.equal(actual, expected):
+        return None
+    return _of_values(actual, expected, tolerance, largest)
+
+
+def _of_values(
+    actual: Tensor, expected: Tensor, tolerance: Tolerance, largest: float
+) -> str | None:
+    if not (actual.is_floating_point() or actual.is_complex()):
+        return "other values"
+    finite = torch.isfinite(expected)
+    if not torch.equal(torch.isfinite(actual), finite):
+        return "infinite or NaN elsewhere"
+    if actual.dtype in LOW:
+        tolerance = COARSE
+    wide = _wide(actual)
+    error = _largest((actual.to(wide) - expected.to(wide))[finite])
+    own = _largest(expected[finite])
+    allowed = tolerance.relative * own + tolerance.absolute * largest
+    if error <= allowed:
+        return None
+    return f"differs by {error:.3g}, allowed {allowed:.3g}, largest {own:.3g}"
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0

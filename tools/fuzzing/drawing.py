@@ -1,0 +1,181 @@
+"""Draws a case from its seed: the same one in every process, whatever Python's hash seed is.
+
+The models of ``FAMILY`` seeds in a row are the same, and so are most of their compiled kernels: a
+case costs mostly what its compiles cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from fuzzing.blocks import BLOCKS
+from fuzzing.case import Case, Joined, Loop, Part, Pattern, Style, Zero
+
+FAMILY = 3
+
+STYLE_WEIGHTS: dict[Style, int] = {
+    "outside": 8,
+    "inside": 6,
+    "loss": 2,
+    "in place": 1,
+    "inner": 2,
+    "part": 2,
+    "backward": 4,
+}
+PATTERN_WEIGHTS: dict[Pattern, int] = {
+    "plain": 12,
+    "joint": 2,
+    "delayed": 1,
+    "twice": 1,
+    "heads": 2,
+    "together": 1,
+    "named": 1,
+}
+TRAITS = {
+    "frozen": 4,
+    "tied": 4,
+    "hooked after": 3,
+    "other ranks": 4,
+    "eval": 1,
+    "unused": 1,
+    "swapped after": 1,
+}
+"""How often each is drawn, of a hundred."""
+
+BREAKING = ("disabled", "graph_break", "read_value", "rnn", "gru", "lstm", "reentrant", "_disabled")
+"""Parts of names of blocks that cannot be compiled into one graph."""
+
+REDUCED = ("allreduce_hook", "fp16_compress_hook")
+"""Communication hooks; eager DDP refuses the one for bf16 on Gloo."""
+
+
+def draw(seed: int) -> Case:
+    """The case of a seed."""
+    models, random = Random(f"models {seed // FAMILY}"), Random(f"loop {seed}")
+    parts = tuple(_model(models) for _ in range(_pick(models, {1: 9, 2: 2})))
+    parts = tuple(_wrapped(random, part) for part in parts)
+    ranks = _pick(random, {2: 12, 3: 1, 4: 1})
+    joined: Joined = random.choice(("serial", "parallel", "turns")) if len(parts) > 1 else "serial"
+    groups = random.random() < 0.5 and len(parts) > 1
+    # Drawn apart: seeds are still the cases that they were before there were threads.
+    if joined == "turns" and Random(f"threads {seed}").random() < 0.5:
+        joined, groups = "threads", True
+        # Torch's hooks that compress take a compile in any thread for one of theirs, and fail.
+        parts = tuple(
+            replace(part, hook=None) if part.hook == "fp16_compress_hook" else part
+            for part in parts
+        )
+    return Case(
+        seed=seed,
+        parts=parts,
+        loop=_loop(random, parts, ranks),
+        ranks=ranks,
+        joined=joined,
+        groups=groups,
+        flag=_flag(random),
+    )
+
+
+def _pick(random: Random, weights: dict[Any, int]) -> Any:
+    return random.choices(list(weights), list(weights.values()))[0]
+
+
+def _model(random: Random) -> Part:
+    heads = _pick(random, {1: 6, 2: 2, 3: 1})
+    names = random.choices(sorted(BLOCKS), k=random.randint(max(1, heads), 4))
+    return Part(
+        blocks=tuple(names),
+        residual=random.random() < 0.5,
+        heads=heads,
+        split=heads > 1 and random.random() < 0.6,
+        output=random.choice(("tuple", "dict")) if heads > 1 else "tensor",
+        traits=tuple(name for name, percent in TRAITS.items() if random.random() * 100 < percent),
+    )
+
+
+def _wrapped(random: Random, part: Part) -> Part:
+    options: dict[str, Any] = {}
+    if random.random() < 0.35:
+        options["bucket_cap_mb"] = random.choice((0.0001, 0.001, 0.01, 25))
+    for name, percent in (
+        ("static_graph", 8),
+        ("gradient_as_bucket_view", 10),
+        ("find_unused_parameters", 5),
+    ):
+        if random.random() * 100 < percent:
+            options[name] = True
+    if random.random() < 0.1:
+        options["broadcast_buffers"] = False
+    return Part(
+        **{
+            **part.__dict__,
+            "ddp": options,
+            "hook": random.choice(REDUCED) if random.random() < 0.08 else None,
+            "subclass": random.random() < 0.06,
+        }
+    )
+
+
+def _flag(random: Random) -> str | dict[str, Any]:
+    mode = random.choice(("concat", "coalesced"))
+    if random.random() < 0.6:
+        return mode
+    flag: dict[str, Any] = {"mode": mode}
+    for name in ("bucket_cap_mb", "first_bucket_cap_mb", "max_hold_mb"):
+        if random.random() < 0.4:
+            flag[name] = random.choice((0.0001, 0.0005, 0.002, 0.05, 1.0))
+    if random.random() < 0.6:
+        scalings = ["collective", "store"] + (["bucket"] if mode == "concat" else [])
+        flag["scaling"] = random.choice(scalings)
+    if random.random() < 0.2:
+        flag["reduce_dtype"] = random.choice(("bf16", "fp16"))
+    return flag
+
+
+def _loop(random: Random, parts: tuple[Part, ...], ranks: int) -> Loop:
+    pattern = _pick(random, PATTERN_WEIGHTS)
+    if pattern in ("heads", "together") and max(part.heads for part in parts) == 1:
+        pattern = "plain"
+    style = _pick(random, STYLE_WEIGHTS)
+    zero: Zero = _pick(random, {"none": 6, "kept": 2, "never": 2})
+    breaks = any(word in name for part in parts for name in part.blocks for word in BREAKING)
+    batches = _batches(random, ranks, several=pattern in ("joint", "delayed"))
+    return Loop(
+        style=style,
+        pattern=pattern,
+        batches=batches,
+        no_sync=random.random() < 0.7,
+        zero=zero,
+        clip=_pick(random, {"no": 8, "norm": 1, "value": 1}),
+        scaler=random.random() < 0.08,
+        autocast=random.random() < 0.1,
+        evaluates=random.random() < 0.15,
+        optimizer=random.choice(("sgd", "momentum", "adamw", "foreach")),
+        dynamic=_pick(random, {None: 6, True: 1, False: 1}),
+        fullgraph=style in ("outside", "loss") and not breaks and random.random() < 0.15,
+        kernels=random.random() < 0.2,
+    )
+
+
+def _batches(
+    random: Random, ranks: int, *, several: bool
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Sizes that differ between steps, ranks and micro-batches, or do not."""
+    steps = _pick(random, {2: 6, 3: 3, 4: 1})
+    many = 2 if several else _pick(random, {1: 6, 2: 3, 3: 1})
+    # Ranks do as many synchronised backwards as each other, so counts differ under no_sync only.
+    uneven = many > 1 and not several and random.random() < 0.4
+    kind = _pick(random, {"same": 5, "steps": 2, "all": 3})
+    by_step = [random.choice((1, 2, 4)) if kind == "steps" else 4 for _ in range(steps)]
+    return tuple(
+        tuple(
+            tuple(
+                random.choice((1, 2, 4)) if kind == "all" else by_step[step]
+                for _ in range(random.randint(1, many) if uneven else many)
+            )
+            for _ in range(ranks)
+        )
+        for step in range(steps)
+    )

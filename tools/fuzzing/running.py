@@ -1,0 +1,195 @@
+"""Runs cases on ranks, and says what became of each."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from fuzzing.case import Case
+from fuzzing.comparing import differences, tolerance_of
+from fuzzing.record import Record
+from fuzzing.training import Kind, train
+from tests.support.processes import RankError, RankPool
+
+TIMEOUT_S = 200.0
+"""For a training: a few cold compiles of 1 to 90 s on busy cores."""
+
+CASES_A_POOL = 40
+"""After so many the ranks are new: Dynamo and DDP keep something of each case."""
+
+BAD = ("different", "crashed", "hung", "silent", "late")
+"""Outcomes that are findings."""
+
+ERROR = re.compile(
+    r"^([A-Za-z_][\w.]*(?:Error|Exception|Failed|Unsupported)\w*: .*)$", re.MULTILINE
+)
+COMPILING = ("_dynamo/symbolic_convert.py", "_inductor/compile_fx.py", "_inductor/cpp_builder.py")
+STAGE = re.compile(r"^fuzzing\.training\.StageError: fuzz stage \[([-0-9, ]+)\]$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case.
+
+    Attributes:
+        kind: ``equal``; ``warned``: equal, with a warning; ``refused``: a ``ValueError`` at
+            construction that names the flag; ``both raise``; ``reference hung``, ``reference
+            broken`` (an assertion inside of torch failed with eager DDP) and ``slow`` (the time
+            was over in a compile): of no use;
+            ``torch``: wrong or raising, or not raising, and so in the same way without the flag;
+            or one of ``BAD``: ``silent`` is no error where eager DDP raises, ``late`` one in a
+            later stage.
+        words: differences, the error, or warnings.
+        seconds: it took.
+        fused: collectives before and after, of each graph of rank 0.
+        cpu: seconds of the ranks themselves, and of the C++ compilers that they started.
+    """
+
+    kind: str
+    words: str = ""
+    seconds: float = 0.0
+    fused: tuple[tuple[int, int], ...] = ()
+    cpu: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def bad(self) -> bool:
+        """Whether it is a finding."""
+        return self.kind in BAD
+
+    @property
+    def signature(self) -> str:
+        """What stays the same while a case is shrunk."""
+        if self.kind != "crashed":
+            return self.kind
+        last = self.words.partition("\n")[0]
+        return f"{self.kind} {re.sub(r'[^A-Za-z ]+', '', last)[:60]}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A training that raised or hung on some rank.
+
+    Attributes:
+        stage: the first that a rank raised in; ``None`` if none has raised.
+        error: the first line of the error that was raised there, without its class.
+        text: all that is known of all ranks.
+        is_compiling: whether a rank was compiling when the time was over.
+    """
+
+    stage: tuple[int, ...] | None
+    error: str
+    text: str
+    is_compiling: bool = False
+
+
+class Runner:
+    """Keeps ranks from case to case. Use it as a context manager."""
+
+    def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._pools: dict[int, RankPool] = {}
+        self._cases = 0
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """End the ranks: the next case gets new ones."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools, self._cases = {}, 0
+
+    @property
+    def cases(self) -> int:
+        """How many the ranks have run."""
+        return self._cases
+
+    def run(self, case: Case) -> Outcome:
+        """Train a case with eager DDP and under the flag, and compare."""
+        if self._cases >= CASES_A_POOL:
+            self.renew()
+        if case.ranks not in self._pools:
+            self._pools[case.ranks] = RankPool(case.ranks)
+        self._cases += 1
+        start = time.monotonic()
+        expected = self._train(case, "eager")
+        if isinstance(expected, Failure) and expected.stage is None:
+            outcome = Outcome("reference hung", expected.text)
+        elif isinstance(expected, Failure) and "INTERNAL ASSERT FAILED" in expected.error:
+            outcome = Outcome("reference broken", expected.error)
+        else:
+            outcome = self._judge(case, self._train(case, "fused"), expected)
+        if outcome.kind in ("different", "crashed", "silent", "late"):
+            outcome = self._blame(case, outcome, expected)
+        return replace(outcome, seconds=round(time.monotonic() - start, 1))
+
+    def _train(self, case: Case, kind: Kind) -> list[Record] | Failure:
+        pool = self._pools[case.ranks]
+        try:
+            return pool.run(train, timeout_s=self._timeout_s, case=case, kind=kind)
+        except RankError as error:
+            return _failure(str(error))
+
+    def _judge(
+        self, case: Case, actual: list[Record] | Failure, expected: list[Record] | Failure
+    ) -> Outcome:
+        if isinstance(actual, Failure):
+            if actual.stage is None:
+                return Outcome(_kind_without_stage(actual), actual.text)
+            if isinstance(expected, Failure):
+                late = actual.stage > (expected.stage or ())
+                words = f"{actual.error}\ninstead of\n{expected.error}"
+                return Outcome("late" if late else "both raise", words)
+            refused = "ValueError" in actual.error and "ddp_fusion" in actual.error
+            kind = "refused" if refused and actual.stage == (-1,) else "crashed"
+            return Outcome(kind, f"{actual.error}\n{actual.text}")
+        fused = tuple(actual[0].fused)
+        if isinstance(expected, Failure):
+            return Outcome("silent", f"no error, but eager DDP: {expected.error}", fused=fused)
+        found = differences(actual, expected, tolerance_of(case))
+        warned = "\n".join(sorted({text for record in actual for text in record.warnings}))
+        cpu = tuple(
+            round(sum(seconds), 1) for seconds in zip(*(r.cpu for r in actual), strict=True)
+        )
+        outcome = Outcome("warned" if warned else "equal", warned, fused=fused, cpu=cpu)
+        if found:
+            return replace(outcome, kind="different", words="\n".join([*found[:12], warned]))
+        return outcome
+
+    def _blame(self, case: Case, outcome: Outcome, expected: list[Record] | Failure) -> Outcome:
+        """``torch`` if the same program, compiled without the flag, is wrong in the same way."""
+        controls: tuple[Kind, ...] = ("control", "undivided")
+        for kind in controls:
+            control = self._judge(case, self._train(case, kind), expected)
+            if control.signature == outcome.signature:
+                words = f"{outcome.kind}: {outcome.words}\n\nwithout the flag:\n{control.words}"
+                return Outcome("torch", words, fused=outcome.fused)
+        return outcome
+
+
+def _kind_without_stage(failure: Failure) -> str:
+    if "died with exit code" in failure.text:
+        return "crashed"
+    # On a busy machine the time can be over before the kernels are compiled.
+    return "slow" if failure.is_compiling else "hung"
+
+
+def _failure(text: str) -> Failure:
+    """What a pool's error says; ranks that raised come first, those that waited for them last."""
+    sections = re.split(r"^(?=rank \d+: )", text, flags=re.MULTILINE)[1:] or [text]
+    sections.sort(key=lambda section: STAGE.search(section) is None)
+    stages = [tuple(map(int, match[1].split(","))) for match in STAGE.finditer(text)]
+    errors = [line for line in ERROR.findall(text) if "StageError" not in line]
+    shown = "\n".join(section[-4000:] for section in sections)
+    is_compiling = any(place in text for place in COMPILING)
+    return Failure(min(stages, default=None), errors[0] if errors else "", shown, is_compiling)

@@ -1,0 +1,306 @@
+"""Trains a case on a rank, and records all that is compared."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fuzzing.blocks.base import TOKENS, WIDTH
+from fuzzing.case import Case
+from fuzzing.models import build
+from fuzzing.record import Record
+from fuzzing.threads import run_at_once
+
+Kind = Literal["eager", "fused", "control", "undivided"]
+"""With eager DDP; under the flag; without the flag, compiled as under it; and so that DDPOptimizer
+does not divide graphs, which fails for some caps."""
+
+
+class StageError(RuntimeError):
+    """A training raised; says where."""
+
+    def __init__(self, stage: tuple[int, ...]) -> None:
+        super().__init__(f"fuzz stage {list(stage)}")
+
+
+def train(case: Case, kind: Kind) -> Record:
+    """Train a case; a job for a pool of ranks.
+
+    Raises:
+        StageError: from whatever the training raised.
+    """
+    torch.manual_seed(case.seed)
+    record, start = Record(), os.times()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        known = _reports()
+        kernels = torch._inductor.config.patch(fallback_by_default=not case.loop.kernels)
+        divided = kind != "undivided" and torch._dynamo.config.optimize_ddp
+        graphs = torch._dynamo.config.patch(optimize_ddp=divided)
+        with _flag(case, kind), kernels, graphs:
+            training = Training(case, record, compiled=kind != "eager")
+            try:
+                training.run()
+            except Exception as error:
+                raise StageError(training.stage) from error
+        record.fused = _reports()[len(known) :]
+    end = os.times()
+    own = end.user + end.system - start.user - start.system
+    children = end.children_user + end.children_system
+    record.cpu = (own, children - start.children_user - start.children_system)
+    record.warnings = [
+        str(item.message) for item in caught if item.category.__name__ == "FusionWarning"
+    ]
+    return record
+
+
+@contextlib.contextmanager
+def _flag(case: Case, kind: Kind) -> Iterator[None]:
+    if kind != "fused":
+        yield
+        return
+    import fusion_passes
+    from fusion_passes.state import process_state
+
+    process_state.reset()  # Each case begins as in a new process.
+    options = case.flag
+    flag = fusion_passes.FusionConfig(**options) if isinstance(options, dict) else options
+    with torch._inductor.config.patch(ddp_fusion=flag):
+        yield
+
+
+def _reports() -> list[tuple[int, int]]:
+    """Collectives before and after, of each graph that was fused in this process."""
+    import fusion_passes
+
+    reports = fusion_passes.reports()
+    return [(report.collectives_before, report.collectives_after) for report in reports]
+
+
+class Training:
+    """A case in training on this rank.
+
+    Attributes:
+        stage: step, part and micro-batch that it has come to; ``(-1,)`` while models are built.
+        first: number of its first DDP module in the case: in a thread, it has one of several.
+    """
+
+    def __init__(self, case: Case, record: Record, *, compiled: bool) -> None:
+        self.case = case
+        self.loop = case.loop
+        self.record = record
+        self.compiled = compiled
+        self.stage: tuple[int, ...] = (-1,)
+        self.first = 0
+
+    def run(self) -> None:
+        """Train, and record."""
+        self.ddps = build(self.case, compiled=self.compiled)
+        if self.case.joined == "threads":
+            self._train_in_threads()
+        else:
+            self._train()
+        for name, parameter in self._named("named_parameters"):
+            self.record.parameters[name] = parameter.detach().clone()
+        for name, buffer in self._named("named_buffers"):
+            self.record.buffers[name] = buffer.detach().clone()
+
+    def _train_in_threads(self) -> None:
+        sides = [Training(self.case, Record(), compiled=self.compiled) for _ in self.ddps]
+        for number, side in enumerate(sides):
+            side.first, side.ddps = number, [self.ddps[number]]
+        # Another order on each rank.
+        order = sides if dist.get_rank() % 2 == 0 else sides[::-1]
+        run_at_once([functools.partial(self._train_side, side) for side in order])
+        for side in sides:
+            self.record.gradients += side.record.gradients
+            self.record.losses += side.record.losses
+
+    def _train_side(self, side: Training) -> None:
+        try:
+            side._train()
+        except Exception:
+            self.stage = side.stage
+            raise
+
+    def _train(self) -> None:
+        together = self.case.joined != "turns"
+        teams = [self.ddps] if together else [[ddp] for ddp in self.ddps]
+        trainers = [Trainer(self, team) for team in teams]
+        for step in range(self.case.steps):
+            for number, trainer in enumerate(trainers):
+                self.stage = (step, number)
+                trainer.step(step)
+        self.stage = (self.case.steps,)
+
+    def note(self, loss: Tensor) -> None:
+        """Record the gradients as they are now."""
+        self.record.losses.append(loss.detach().clone())
+        self.record.gradients.append(
+            {
+                name: None if parameter.grad is None else parameter.grad.detach().clone()
+                for name, parameter in self._named("named_parameters")
+            }
+        )
+
+    def batch(self, step: int, number: int) -> tuple[Tensor, Tensor]:
+        """Rows and tokens of a micro-batch of this rank."""
+        rank = dist.get_rank()
+        size = self.loop.batches[step][rank][number]
+        seed = (self.case.seed % 10000) * 10000 + step * 1000 + number * 100 + rank
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(size, WIDTH, generator=generator)
+        return rows, torch.randint(0, TOKENS, (size,), generator=generator)
+
+    def _named(self, method: str) -> Iterator[tuple[str, Any]]:
+        for number, ddp in enumerate(self.ddps, self.first):
+            for name, value in getattr(ddp.module, method)():
+                yield f"{number}.{name.replace('_orig_mod.', '')}", value
+
+
+class Trainer:
+    """DDP modules with an optimizer for all of them."""
+
+    def __init__(self, training: Training, ddps: list[DistributedDataParallel]) -> None:
+        self.training = training
+        self.loop = training.loop
+        self.ddps = ddps
+        self.serial = training.case.joined == "serial"
+        self.parameters = [p for ddp in ddps for p in ddp.parameters() if p.requires_grad]
+        self.optimizer = _optimizer(self.loop.optimizer, self.parameters)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=self.loop.scaler, init_scale=64.0)
+        self._compile()
+
+    def _compile(self) -> None:
+        """Put what is compiled in the place of what is not."""
+        style = self.loop.style if self.training.compiled else "backward"
+        options: dict[str, Any] = {"dynamic": self.loop.dynamic, "fullgraph": self.loop.fullgraph}
+        self.models: list[Callable[..., Any]] = list(self.ddps)
+        self.losses: Callable[..., list[Tensor]] = self._losses
+        self.backward: Callable[..., Tensor] = self._backward
+        if style == "outside":
+            self.models = [torch.compile(ddp, **options) for ddp in self.ddps]
+        elif style == "in place":
+            for ddp in self.ddps:
+                ddp.compile(**options)
+        elif style == "loss":
+            self.losses = torch.compile(self._losses, **options)
+        elif style == "inside":
+            self.backward = torch.compile(self._backward, **options)
+
+    def step(self, step: int) -> None:
+        """Run all micro-batches, then the optimizer."""
+        if self.loop.zero != "never":
+            self.optimizer.zero_grad(set_to_none=self.loop.zero == "none")
+        count = len(self.loop.batches[step][dist.get_rank()])
+        batches = [self.training.batch(step, number) for number in range(count)]
+        if self.loop.pattern in ("joint", "delayed"):
+            self._run(batches)
+        else:
+            for number, batch in enumerate(batches):
+                self.training.stage = (*self.training.stage[:2], number)
+                # Ranks with fewer micro-batches do as many synchronised backwards: one.
+                synced = number == count - 1 or not (self.loop.no_sync or self._uneven(step))
+                with contextlib.nullcontext() if synced else self._no_sync():
+                    self._run([batch])
+        self._update()
+        if self.loop.evaluates:
+            self._evaluate(batches[0])
+
+    def _uneven(self, step: int) -> bool:
+        return len({len(sizes) for sizes in self.loop.batches[step]}) > 1
+
+    def _run(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        """The forwards and backwards of a pattern."""
+        self.training.note(self.backward(batches))
+
+    def _backward(self, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+        pattern = self.loop.pattern
+        losses = [self._scaled(self.losses(*batch)) for batch in batches]
+        total = torch.stack([loss for of_batch in losses for loss in of_batch]).sum()
+        if pattern == "delayed":
+            for of_batch in losses:
+                torch.stack(of_batch).sum().backward()
+        elif pattern == "twice":
+            total.backward(retain_graph=True)
+            total.backward()
+        elif pattern == "heads":
+            for of_batch in losses:
+                for loss in of_batch:
+                    loss.backward()
+        elif pattern == "named":
+            total.backward(inputs=self.parameters)
+        elif pattern == "together":
+            torch.autograd.backward([loss for of_batch in losses for loss in of_batch])
+        else:
+            total.backward()
+        return total.detach()
+
+    def _scaled(self, losses: list[Tensor]) -> list[Tensor]:
+        return [self.scaler.scale(loss) for loss in losses] if self.loop.scaler else losses
+
+    def _losses(self, rows: Tensor, tokens: Tensor) -> list[Tensor]:
+        """A loss for each output."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.loop.autocast):
+            outputs: list[Tensor] = []
+            for model in self.models:
+                made = _as_list(model(rows, tokens))
+                if self.serial and len(self.models) > 1:
+                    rows = made[0].float()
+                outputs = [*([] if self.serial else outputs), *made]
+        target = torch.linspace(-1, 1, WIDTH)
+        return [
+            (number + 1) * (output.float() - target).square().mean()
+            for number, output in enumerate(outputs)
+        ]
+
+    @contextlib.contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for ddp in self.ddps:
+                stack.enter_context(ddp.no_sync())
+            yield
+
+    def _update(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        if self.loop.clip == "norm":
+            nn.utils.clip_grad_norm_(self.parameters, 0.5)
+        elif self.loop.clip == "value":
+            nn.utils.clip_grad_value_(self.parameters, 0.05)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def _evaluate(self, batch: tuple[Tensor, Tensor]) -> None:
+        """The loss of the model in eval mode, without gradients."""
+        modes = [ddp.training for ddp in self.ddps]
+        for ddp in self.ddps:
+            ddp.eval()
+        with torch.no_grad():
+            losses = self.losses(*batch)
+        self.training.record.losses.append(torch.stack(losses).sum())
+        for ddp, mode in zip(self.ddps, modes, strict=True):
+            ddp.train(mode)
+
+
+def _as_list(outputs: Any) -> list[Tensor]:
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    return list(outputs.values() if isinstance(outputs, dict) else outputs)
+
+
+def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if name == "adamw":
+        # With the default eps a gradient that is nothing but rounding is made a step of full size.
+        return torch.optim.AdamW(parameters, lr=0.01, eps=0.01)
+    if name == "momentum":
+        return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=0.05, foreach=name == "foreach")
