@@ -1,0 +1,151 @@
+"""The runner of faults, and its rule. The programs here train nothing; those that do run under
+``tools/faults.py``."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import faults
+import pytest
+
+from fault_runs.catalog import SCENARIOS
+from fault_runs.machine import MARK
+from fault_runs.records import failure_of
+from fault_runs.scenarios import CannotPrepareError, Fault, Scenario, select
+
+PROGRAMS = "tests.support.fault_programs"
+
+
+def scenario(program: str, **values: Any) -> Scenario:
+    values = {"limit_s": 3.0, "slack_s": 1.0, "warm": False} | values
+    return Scenario("fake", program=f"{PROGRAMS}:{program}", **values)
+
+
+def run(tmp_path: Path, fake: Scenario) -> tuple[int, list[dict[str, Any]]]:
+    """The exit status, and what was recorded for each way."""
+    output = tmp_path / "output"
+    status = faults.main(["--mode", "concat", "--output", str(output)], [fake])
+    return status, [json.loads(x) for x in (output / "results.jsonl").read_text().splitlines()]
+
+
+def running() -> list[str]:
+    """The processes of this test's runs that are still there."""
+    mark = f"{MARK}={os.getpid()}-".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            found += [path.parent.name] if mark in path.read_bytes() else []
+        except OSError:
+            continue
+    return found
+
+
+def test_a_training_that_ends_as_its_peers_breaks_no_rule(tmp_path: Path) -> None:
+    status, verdicts = run(tmp_path, scenario("ends"))
+    assert status == 0
+    assert [verdict["way"] for verdict in verdicts] == ["eager", "compiled", "concat"]
+    assert "No rule was broken." in (tmp_path / "output" / "report.md").read_text()
+
+
+def test_a_rank_that_hangs_is_reported_and_its_processes_are_gone(tmp_path: Path) -> None:
+    status, verdicts = run(tmp_path, scenario("hangs", options={"hangs": ["concat"]}))
+    assert status == 1
+    assert verdicts[2]["violations"] == ["rank 1: hung"]
+    (run_,) = verdicts[2]["runs"]
+    assert [rank["exit_code"] for rank in run_["ranks"]] == [1, None]
+    assert "fault_programs.py" in run_["ranks"][1]["log"], "no stack"
+    assert not running()
+
+
+def test_a_hang_that_the_peers_have_too_is_none_of_the_flag(tmp_path: Path) -> None:
+    ways = ["eager", "compiled", "concat"]
+    status, verdicts = run(tmp_path, scenario("hangs", options={"hangs": ways}))
+    assert status == 0
+    assert verdicts[0]["runs"][0]["ranks"][1]["exit_code"] is None
+
+
+@pytest.mark.parametrize(("seconds", "violated"), [(0.3, False), (2.2, True)])
+def test_an_error_that_comes_later_is_reported(
+    tmp_path: Path, seconds: float, violated: bool
+) -> None:
+    options = {"seconds": {"concat": seconds}, "texts": {}}
+    status, verdicts = run(tmp_path, scenario("fails", options=options))
+    assert status == int(violated)
+    found = [text for text in verdicts[2]["violations"] if "its error comes after" in text]
+    assert len(found) == 2 * violated
+
+
+def test_an_error_of_the_store_in_place_of_the_backends_is_reported(tmp_path: Path) -> None:
+    options = {"seconds": {}, "texts": {"concat": "Failed to recv, got 0 bytes"}}
+    status, verdicts = run(tmp_path, scenario("fails", options=options))
+    assert status == 1
+    assert "rank 0: a store's error in place of the backend's" in verdicts[2]["violations"][0]
+
+
+@pytest.mark.parametrize("what", ["raises", "differs"])
+def test_what_must_end_right_must(tmp_path: Path, what: str) -> None:
+    status, verdicts = run(tmp_path, scenario("ends", options={what: ["concat"]}))
+    assert status == 1
+    words = {"raises": "must end right", "differs": "parameters differ"}[what]
+    assert any(words in text for text in verdicts[2]["violations"])
+
+
+def test_an_error_of_the_users_that_is_lost_is_reported(tmp_path: Path) -> None:
+    options = {"raises": ["eager", "compiled"]}
+    status, _ = run(tmp_path, scenario("ends", options=options))
+    assert status == 0, "better than the peers"
+
+
+def test_the_chain_of_an_error_is_kept() -> None:
+    inner, outer = ValueError("first"), RuntimeError("second")
+    outer.__context__ = inner
+    assert failure_of(outer) == {
+        "kinds": ["RuntimeError", "ValueError"],
+        "texts": ["second", "first"],
+    }
+
+
+def test_what_is_left_behind_is_reported_and_ended(tmp_path: Path) -> None:
+    status, verdicts = run(tmp_path, scenario("leaves"))
+    assert status == 1
+    (text,) = verdicts[2]["violations"]
+    assert text.startswith("left behind: process ")
+    assert not running()
+
+
+def test_a_stopped_rank_goes_on(tmp_path: Path) -> None:
+    fault = Fault("stop", 0, "step", continue_s=1.0)
+    status, verdicts = run(tmp_path, scenario("stops", fault=fault))
+    assert status == 0
+    for verdict in verdicts:
+        stopped, other = verdict["runs"][0]["ranks"]
+        assert stopped["result"]["seconds"] > 0.9 > other["result"]["seconds"]
+
+
+@pytest.mark.parametrize("action", ["kill", "stop"])
+def test_a_rank_that_is_killed_or_stopped_for_ever_is_no_violation(
+    tmp_path: Path, action: Any
+) -> None:
+    status, verdicts = run(tmp_path, scenario("stops", fault=Fault(action, 0, "step")))
+    assert status == 0
+    assert [rank["exit_code"] for rank in verdicts[2]["runs"][0]["ranks"]] == [-9, 0]
+
+
+def test_what_the_machine_does_not_permit_is_skipped(tmp_path: Path) -> None:
+    def refuse(cache: Path) -> None:
+        raise CannotPrepareError("mount: not permitted")
+
+    status, verdicts = run(tmp_path, scenario("ends", prepare=refuse))
+    assert status == 0
+    assert [verdict["skipped"] for verdict in verdicts] == ["mount: not permitted"]
+
+
+def test_scenarios_have_names_of_their_own_and_some_are_quick() -> None:
+    names = [item.name for item in SCENARIOS]
+    assert len(set(names)) == len(names)
+    assert select(SCENARIOS, ["kill-*"], quick=True)
+    with pytest.raises(ValueError, match="'nothing' matches none"):
+        select(SCENARIOS, ["nothing"], quick=False)

@@ -1,0 +1,1 @@
+"""Faults that are injected into small trainings, with and without the flag."""

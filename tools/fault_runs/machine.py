@@ -1,0 +1,45 @@
+"""What a run asks the machine. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+MARK = "FAULT_RUN"
+"""Environment variable by which the processes of a run are known, whoever their parent is."""
+
+
+def marked(mark: str) -> Iterator[int]:
+    """Processes of a run that still run; those that have ended and wait for their parent do not
+    have an environment any more."""
+    wanted = f"{MARK}={mark}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if wanted in path.read_bytes().split(b"\0"):
+                yield int(path.parent.name)
+
+
+def command_of(pid: int) -> str:
+    """What a process runs."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return b" ".join(words).decode(errors="replace")[:200]
+    return str(pid)
+
+
+def free_port() -> int:
+    """One that nobody listens on now."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def fresh_directory(parent: Path, name: str) -> Path:
+    """A directory that does not exist yet."""
+    path = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=parent))
+    shutil.rmtree(path)
+    return path

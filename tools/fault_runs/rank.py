@@ -1,0 +1,112 @@
+"""One rank of a training that meets a fault: a program of its own, so that it can be killed.
+
+    python -m fault_runs.rank PROGRAM WAY DIRECTORY OPTIONS
+
+It trains as a user's script would: an exception ends it as it ends any program. What happens is
+appended to a file of events.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from fault_runs import records
+from fault_runs.scenarios import Fault
+
+
+class UserError(RuntimeError):
+    """The exception that scenarios raise."""
+
+
+USER_TEXT = "the user's own error"
+
+
+@dataclass
+class Run:
+    """What a program knows.
+
+    Attributes:
+        way: eager, compiled, or a mode of the flag.
+        directory: of this run.
+        options: of the scenario.
+        group_timeout_s: of process groups that the program makes.
+        fault: which, if any.
+        step: which is being done.
+        is_armed: whether a gradient hook is to raise.
+    """
+
+    way: str
+    directory: Path
+    options: dict[str, Any]
+    group_timeout_s: float
+    fault: Fault | None
+    step: int = 0
+    is_armed: bool = False
+    rank: int = field(default_factory=lambda: int(os.environ["RANK"]))
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.way != "eager"
+
+    def note(self, kind: str, **values: Any) -> None:
+        records.event(records.events_path(self.directory, self.rank), event=kind, **values)
+
+    def note_error(self, error: BaseException) -> None:
+        self.note("error", step=self.step, **records.failure_of(error))
+
+    def is_hit(self, point: str) -> bool:
+        """Whether the fault hits this rank here and now."""
+        return self.fault is not None and self.fault.hits(self.rank, point, self.step)
+
+    def meet(self, point: str) -> None:
+        """Let the fault happen if it is to happen here."""
+        if self.fault is None or not self.is_hit(point):
+            return
+        fault, self.fault = self.fault, None
+        self.note("fault")
+        if fault.action == "raise":
+            raise UserError(USER_TEXT)
+        if fault.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault.action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def init_group(self, timeout_s: float | None = None) -> None:
+        """Make the process group."""
+        import torch.distributed as dist
+
+        dist.init_process_group(
+            "gloo", timeout=timedelta(seconds=timeout_s or self.group_timeout_s)
+        )
+
+
+def main(arguments: list[str]) -> None:
+    """Run the program; raises what it raises."""
+    program, way, directory, text = arguments
+    values = json.loads(text)
+    fault = Fault(**values["fault"]) if values["fault"] else None
+    run = Run(way, Path(directory), values["options"], values["group_timeout_s"], fault)
+    stacks = (run.directory / f"stacks-{run.rank}.txt").open("a")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable(all_threads=True)
+    module, _, function = program.partition(":")
+    run.note("start", pid=os.getpid())
+    try:
+        result = getattr(importlib.import_module(module), function)(run)
+    except BaseException as error:
+        run.note_error(error)
+        raise
+    run.note("result", result=result or {})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

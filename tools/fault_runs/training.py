@@ -1,0 +1,219 @@
+"""The training that most faults hit: a few linear layers, with points where a fault can happen.
+
+* ``step``: before the forward
+* ``forward``: in the Python of a layer's forward
+* ``forward-op``: in an operator of the forward
+* ``hook``: in a hook of a parameter's gradient, in the middle of the backward
+* ``backward``: in an operator of the backward, in the middle of a graph
+* ``compile``: in the compile of the forward; before the first forward where none is compiled
+* ``compile-backward``: in a compile that the backward starts; before the backward where it
+  starts none
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._inductor.compile_fx
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fusion_passes  # noqa: F401  It reads the flag from the environment.
+from fault_runs.rank import USER_TEXT, Run, UserError
+
+WIDTH, LAYERS, ROWS = 16, 4, 4
+STEPS = 8
+CHECKPOINT = "checkpoint.pt"
+
+_points: dict[str, Callable[[str], None]] = {}
+"""Under ``"meet"``: what an operator calls."""
+
+
+@torch.library.custom_op("faults::point", mutates_args=())
+def point(tensor: Tensor, name: str) -> Tensor:
+    """Copy a tensor, and meet the fault of that name."""
+    _points["meet"](name)
+    return tensor.clone()
+
+
+@point.register_fake
+def _(tensor: Tensor, name: str) -> Tensor:  # noqa: ARG001  Both are the operator's.
+    return torch.empty_like(tensor)
+
+
+def _backward(_: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return torch.ops.faults.point(gradient, "backward"), None
+
+
+point.register_autograd(_backward)
+
+
+class Net(nn.Module):
+    """Linear layers; the second one has the points."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.raises: bool = False
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            rows = torch.tanh(layer(rows))
+            if number == 1:
+                if self.raises:
+                    self.raise_in_forward()
+                rows = torch.ops.faults.point(rows, "forward-op")
+        return rows
+
+    @torch.compiler.disable
+    def raise_in_forward(self) -> None:
+        _points["meet"]("forward")
+
+
+def build(run: Run) -> tuple[Net, DistributedDataParallel]:
+    """The model with its hooks, in DDP.
+
+    Options: ``hook`` is ``"traced"`` or ``"disabled"``, which breaks the backward into graphs.
+    """
+    torch.manual_seed(0)
+    _points["meet"] = run.meet
+    net = Net()
+    ddp = DistributedDataParallel(net)
+    if run.options.get("hook"):
+        weight = net.layers[1].weight
+        assert isinstance(weight, Tensor)
+        weight.register_hook(_hook(run))
+    return net, ddp
+
+
+def _hook(run: Run) -> Callable[[Tensor], Tensor]:
+    def hook(gradient: Tensor) -> Tensor:
+        if run.is_armed:
+            run.is_armed = False
+            raise UserError(USER_TEXT)
+        return gradient * 2
+
+    if run.options["hook"] == "disabled":
+        disabled: Callable[[Tensor], Tensor] = torch.compiler.disable(hook)
+        return disabled
+    return hook
+
+
+def batch(step: int, rank: int) -> Tensor:
+    """Different on each rank, in each step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(ROWS, WIDTH, generator=generator)
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Train some steps.
+
+    Options: ``steps``; ``goes_on`` catches what a step raises and goes to the next, ``"at once"``
+    or ``"together"``, when all ranks are done with the step; ``checkpoint`` resumes from one.
+    """
+    run.init_group()
+    net, ddp = build(run)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.5)
+    forward = torch.compile(ddp) if run.is_compiled else ddp
+    _meet_in_compiles(run)
+    first = _resume(run, ddp, optimizer)
+    goes_on, launched = run.options.get("goes_on"), 0
+    for step in range(first, int(run.options.get("steps", STEPS))):
+        run.step, launches = step, _launches()
+        try:
+            _step(run, net, forward, optimizer)
+            run.note("step")
+        except Exception as error:
+            if not goes_on:
+                raise
+            run.note_error(error)
+        launched = _launches() - launches
+        if goes_on == "together":
+            _wait_for_all(run.step)
+        if run.options.get("checkpoint"):
+            _save(run, ddp, optimizer)
+        time.sleep(float(run.options.get("pause_s", 0)))
+    parameters = [float(parameter.double().sum()) for parameter in net.parameters()]
+    del forward, ddp, net
+    dist.destroy_process_group()
+    return {"parameters": parameters, "launched": launched, "first": first}
+
+
+def _launches() -> int:
+    """How many collectives the backend was given."""
+    group: Any = dist.distributed_c10d._get_default_group()
+    return int(group._get_sequence_number_for_group())
+
+
+def _step(
+    run: Run, net: Net, forward: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer
+) -> None:
+    optimizer.zero_grad()
+    if run.is_hit("step") and run.fault is not None and run.fault.action == "skip":
+        run.note("fault")
+        return
+    run.meet("step")
+    if not run.is_compiled:
+        run.meet("compile")
+    net.raises = run.is_hit("forward")
+    if run.is_hit("hook"):  # The hook is traced: it can't write files.
+        run.is_armed, run.fault = True, None
+        run.note("fault")
+    loss = forward(batch(run.step, run.rank)).square().sum()
+    net.raises = False
+    # Stock compiled DDP has compiled its backward with the forward.
+    if run.way in ("eager", "compiled"):
+        run.meet("compile-backward")
+    _points["compile"] = run.meet
+    loss.backward()
+    _points.pop("compile", None)
+    optimizer.step()
+
+
+def _meet_in_compiles(run: Run) -> None:
+    """Put points into the compiles; with a warm cache, a graph passes here before it is found."""
+    inner = torch._inductor.compile_fx.compile_fx
+
+    @functools.wraps(inner)
+    def compile_fx(*args: Any, **kwargs: Any) -> Any:
+        run.meet("compile-backward" if "compile" in _points else "compile")
+        return inner(*args, **kwargs)
+
+    torch._inductor.compile_fx.compile_fx = compile_fx
+
+
+def _wait_for_all(step: int, wait_s: float = 40.0) -> None:
+    """Return once all ranks are done with a step, whatever has become of it."""
+    store = dist.distributed_c10d._get_default_store()
+    store.add(f"done/{step}", 1)
+    deadline = time.monotonic() + wait_s
+    while store.add(f"done/{step}", 0) < dist.get_world_size():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the other ranks were not done with step {step} in {wait_s} s")
+        time.sleep(0.05)
+
+
+def _resume(run: Run, ddp: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    checkpoint = run.directory / CHECKPOINT
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        run.fault = None
+    if not run.options.get("checkpoint") or not checkpoint.exists():
+        return 0
+    saved = torch.load(checkpoint)
+    ddp.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return int(saved["step"])
+
+
+def _save(run: Run, ddp: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if run.rank == 0:
+        state = {"model": ddp.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state | {"step": run.step + 1}, run.directory / "new.pt")
+        (run.directory / "new.pt").replace(run.directory / CHECKPOINT)
+    dist.barrier()
