@@ -1,0 +1,1 @@
+"""What ``tools/torch_tests.py`` is made of."""

@@ -1,0 +1,220 @@
+"""What became of torch's tests, and which of them the flag changes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Kind = Literal["passed", "failed", "skipped", "timed out", "not run"]
+Models = Literal["as-is", "compiled"]
+Mode = Literal["off", "concat", "coalesced"]
+Verdict = Literal["alike", "no reference", "known", "new"]
+
+MODELS: tuple[Models, ...] = get_args(Models)
+MODES: tuple[Mode, ...] = get_args(Mode)
+OFF: Mode = "off"
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+
+MAX_WORDS = 300
+"""Characters."""
+
+_ERROR = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Warning|Interrupt|Exit|Failure)\b")
+
+
+@dataclass(frozen=True, order=True)
+class Run:
+    """One test in one variant.
+
+    Attributes:
+        test: its name.
+        models: as the test has them, or compiled.
+        mode: of the flag; ``off``: what the others are compared with.
+    """
+
+    test: str
+    models: Models
+    mode: Mode
+
+    @property
+    def reference(self) -> Run:
+        return Run(self.test, self.models, OFF)
+
+    def __str__(self) -> str:
+        return f"{self.test}[{self.models}, {self.mode}]"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run.
+
+    Attributes:
+        kind: how it ended. ``not run``: there is nothing to compare it with.
+        words: the last line of the error, or why it was skipped.
+        buckets: on rank 0, in all graphs that were compiled: 0 if nothing was fused.
+        seconds: how long it took.
+    """
+
+    kind: Kind
+    words: str = ""
+    buckets: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Known:
+    """A difference that is known.
+
+    Attributes:
+        test: its name, or a pattern.
+        kind: what becomes of it under the flag.
+        reason: why that is right, or which fault it is.
+        words: part of the error; one that fails with another is a new difference.
+        models: pattern.
+        mode: pattern.
+    """
+
+    test: str
+    kind: Kind
+    reason: str
+    words: str = ""
+    models: str = "*"
+    mode: str = "*"
+
+    def concerns(self, run: Run) -> bool:
+        patterns = (self.test, self.models, self.mode)
+        values = (run.test, run.models, run.mode)
+        return all(map(fnmatchcase, values, patterns))
+
+    def covers(self, run: Run, outcome: Outcome) -> bool:
+        return self.concerns(run) and self.kind == outcome.kind and self.words in outcome.words
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A run under the flag beside the same without it.
+
+    Attributes:
+        run: under the flag.
+        verdict: ``alike``: it passed as its reference did. ``no reference``: that did not pass.
+            ``known``, ``new``: it did not pass.
+        reference: what became of it without the flag.
+        outcome: what became of it.
+        reason: of a known difference.
+    """
+
+    run: Run
+    verdict: Verdict
+    reference: Outcome
+    outcome: Outcome
+    reason: str = ""
+
+    def __str__(self) -> str:
+        words = self.outcome.words or self.reference.words
+        return f"{self.run}: {self.outcome.kind}, was {self.reference.kind}: {words}"
+
+
+def read_known(path: Path) -> tuple[Known, ...]:
+    """Read the list of known differences.
+
+    Raises:
+        ValueError: for an entry without a reason, or with a kind that there is not.
+    """
+    known = tuple(Known(**entry) for entry in json.loads(path.read_text()))
+    for entry in known:
+        if not entry.reason or entry.kind not in get_args(Kind):
+            raise ValueError(f"{path}: {entry} needs a reason, and a kind of {get_args(Kind)}")
+    return known
+
+
+def compare(outcomes: Mapping[Run, Outcome], known: Sequence[Known]) -> list[Comparison]:
+    """Compare each run under the flag with its reference, where both were done."""
+    return [
+        _compare_one(run, outcomes[run.reference], outcome, known)
+        for run, outcome in outcomes.items()
+        if run.mode != OFF and run.reference in outcomes
+    ]
+
+
+def _compare_one(
+    run: Run, reference: Outcome, outcome: Outcome, known: Sequence[Known]
+) -> Comparison:
+    if reference.kind != "passed":
+        return Comparison(run, "no reference", reference, outcome)
+    if outcome.kind == reference.kind:
+        return Comparison(run, "alike", reference, outcome)
+    for entry in known:
+        if entry.covers(run, outcome):
+            return Comparison(run, "known", reference, outcome, entry.reason)
+    return Comparison(run, "new", reference, outcome)
+
+
+def no_longer(comparisons: Iterable[Comparison], known: Sequence[Known]) -> list[Known]:
+    """Return the known differences that were run and of which none is left."""
+    comparisons = list(comparisons)
+    return [
+        entry
+        for entry in known
+        if any(entry.concerns(it.run) for it in comparisons)
+        and not any(
+            it.verdict == "known" and entry.covers(it.run, it.outcome) for it in comparisons
+        )
+    ]
+
+
+def summary(comparisons: Sequence[Comparison]) -> str:
+    """Return a table: a line for each variant, a column for each verdict."""
+    variants = [
+        (models, mode)
+        for models in MODELS
+        for mode in MODES
+        if any((it.run.models, it.run.mode) == (models, mode) for it in comparisons)
+    ]
+    lines = [f"{'models':10}{'flag':11}" + "".join(f"{name:>14}" for name in VERDICTS)]
+    lines[0] += f"{'fused':>14}"
+    for models, mode in variants:
+        of_variant = [it for it in comparisons if (it.run.models, it.run.mode) == (models, mode)]
+        counts = Counter(it.verdict for it in of_variant)
+        fused = sum(it.outcome.buckets > 0 for it in of_variant)
+        numbers = [*(counts[name] for name in VERDICTS), fused]
+        lines.append(f"{models:10}{mode:11}" + "".join(f"{number:14}" for number in numbers))
+    return "\n".join(lines)
+
+
+def as_json(outcomes: Mapping[Run, Outcome], known: Sequence[Known], torch: str) -> str:
+    """Return all that was found, for programs."""
+    comparisons = {it.run: it for it in compare(outcomes, known)}
+    rows: list[dict[str, Any]] = []
+    for run, outcome in sorted(outcomes.items()):
+        row = asdict(run) | asdict(outcome)
+        if run in comparisons:
+            row |= {"verdict": comparisons[run].verdict, "reason": comparisons[run].reason}
+        rows.append(row)
+    return json.dumps({"torch": torch, "runs": rows}, indent=1) + "\n"
+
+
+def read_outcomes(path: Path, torch: str) -> dict[Run, Outcome]:
+    """Read what :func:`as_json` wrote; nothing if it was on another version of torch."""
+    data = json.loads(path.read_text())
+    if data["torch"] != torch:
+        return {}
+    runs = Run.__dataclass_fields__
+    fields = Outcome.__dataclass_fields__
+    return {
+        Run(**{name: row[name] for name in runs}): Outcome(**{name: row[name] for name in fields})
+        for row in data["runs"]
+    }
+
+
+def last_error(text: str) -> str:
+    """Return the line of a traceback that names its error: of several ranks' that of the first."""
+    first = text.partition("\nProcess 1 exited with")[0]
+    lines = [line.strip() for line in first.splitlines() if line.strip()]
+    named = [line for line in lines if _ERROR.match(line)]
+    words = re.sub(r"0x[0-9a-f]+", "0x...", (named or lines or [""])[-1])
+    return words[:MAX_WORDS]
