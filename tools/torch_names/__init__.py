@@ -1,0 +1,1 @@
+"""What :mod:`check_torch` is made of."""
