@@ -1,0 +1,238 @@
+"""README, CONTRIBUTING, the changelog and docs/: what they link to and name is there. And how
+docstrings begin."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from fusion_passes import FusionConfig
+
+ROOT: Final = Path(__file__).parent.parent
+PAPERS: Final = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+NOW: Final = [path for path in PAPERS if path.parent.name != "bench"]
+"""Without the dated results of benches, which name what there was on their day."""
+
+MAX_README_LINES: Final = 120
+
+LINK: Final = re.compile(r"\]\((?![a-z]+:)([^)\s]*)\)")
+FOLDERS: Final = r"(?:fusion_passes|tests|tools|examples|docs|\.ci|\.github)"
+PATH: Final = re.compile(rf"(?<![\w./~-])({FOLDERS}/[\w./*-]*[\w/*])(?:::(\w+))?")
+PYTHON_FILE: Final = re.compile(r"(?<![\w./-])([\w/]+\.py)\b")
+CODE: Final = re.compile(r"`([^`\n]+)`")
+NAME: Final = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*(?:\(\))?")
+
+FOREIGN: Final = {
+    "AOTAutogradCache",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TRIM_THRESHOLD_",
+    "call_aot_bwd_prologue",
+}
+"""Names of others that the papers mention and no code here uses."""
+
+PLACEHOLDERS: Final = {"PLACE", "ddp_fusion_1_EraseDeadCode"}
+"""What a page itself gives a name to, or the code puts together."""
+
+
+def _label(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@functools.cache
+def tracked() -> frozenset[str]:
+    """Files that git tracks or would add; all files where there is no git."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return frozenset(_label(path) for path in ROOT.rglob("*") if path.is_file())
+    return frozenset(name for name in done.stdout.splitlines() if (ROOT / name).is_file())
+
+
+@functools.cache
+def words_of_code() -> frozenset[str]:
+    files = [name for name in tracked() if name.endswith(".py") and name != "tests/test_papers.py"]
+    return frozenset(re.findall(r"\w+", " ".join((ROOT / name).read_text() for name in files)))
+
+
+def prose(text: str) -> str:
+    """Without blocks of code."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(text: str) -> set[str]:
+    """What links to headings of a page end with, as repository hosts make them."""
+    headings = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(path: Path) -> Iterator[str]:
+    for link in LINK.findall(prose(path.read_text())):
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            yield link
+
+
+def pages_linked_from(path: Path) -> Iterator[Path]:
+    for link in LINK.findall(prose(path.read_text())):
+        target = (path.parent / link.partition("#")[0]).resolve()
+        page = target / "README.md" if target.is_dir() else target
+        if page.suffix == ".md":
+            yield page
+
+
+def missing_files(text: str) -> Iterator[str]:
+    """Paths that a text names and that are not there, and tests that a file has not."""
+    for name, test in PATH.findall(text):
+        found = list(ROOT.glob(name.rstrip("/"))) if "*" in name else [ROOT / name]
+        if not found or not found[0].exists():
+            yield name
+        elif test and f"def {test}(" not in found[0].read_text():
+            yield f"{name}::{test}"
+    for name in PYTHON_FILE.findall(text):
+        if not any(f"/{file}".endswith(f"/{name}") for file in tracked()):
+            yield name
+
+
+def unknown_names(text: str) -> Iterator[str]:
+    """Names of functions, classes and options in a text that occur in no code."""
+    for code in CODE.findall(prose(text)):
+        if NAME.fullmatch(code) and not code.startswith("torch."):
+            last = code.removesuffix("()").split(".")[-1]
+            if last not in words_of_code() | FOREIGN | PLACEHOLDERS:
+                yield code
+
+
+each_paper = pytest.mark.parametrize("path", PAPERS, ids=_label)
+each_paper_of_now = pytest.mark.parametrize("path", NOW, ids=_label)
+
+
+@each_paper
+def test_links_lead_somewhere(path: Path) -> None:
+    assert list(broken_links(path)) == []
+
+
+@each_paper_of_now
+def test_files_that_are_named_are_there(path: Path) -> None:
+    assert list(missing_files(path.read_text())) == []
+
+
+# The changelog also names what there was.
+@pytest.mark.parametrize("path", [path for path in NOW if path.stem != "CHANGELOG"], ids=_label)
+def test_names_are_those_of_the_code(path: Path) -> None:
+    assert list(unknown_names(path.read_text())) == []
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+def test_decisions_are_listed() -> None:
+    folder = ROOT / "docs" / "decisions"
+    listed = set(LINK.findall((folder / "README.md").read_text()))
+    assert listed == {path.name for path in folder.glob("0*.md")}
+
+
+def test_every_page_can_be_reached_from_readme() -> None:
+    reached = {ROOT / "README.md"}
+    new = set(reached)
+    while new:
+        linked = {target for page in new for target in pages_linked_from(page)}
+        new = linked - reached
+        reached |= new
+    assert {_label(path) for path in PAPERS} - {_label(path) for path in reached} == set()
+
+
+def test_options_are_explained() -> None:
+    """Where a user looks for them: in their table, and in the docstring that ``help`` shows."""
+    table = (ROOT / "docs" / "options.md").read_text()
+    for field in dataclasses.fields(FusionConfig):
+        assert f"| `{field.name}` |" in table
+        assert f"    {field.name}: " in str(FusionConfig.__doc__)
+
+
+def test_passes_are_explained() -> None:
+    page = (ROOT / "docs" / "passes.md").read_text()
+    options = (ROOT / "docs" / "options.md").read_text()
+    passes = [
+        node.name
+        for path in (ROOT / "fusion_passes" / "passes").glob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and "GraphPass" in map(ast.unparse, node.bases)
+    ]
+    assert len(passes) > 3
+    for name in passes:
+        assert f"| `{name}` |" in page
+        assert f"## {name}\n" in page
+        assert f"`{name}`" in options, "a user can switch it off, or reads there that not"
+
+
+# --- Docstrings --------------------------------------------------------------------------------
+
+THIRD_PERSON: Final = re.compile(r"[A-Z][a-z]+s\b(?!')")
+PLURALS: Final = {
+    "As", "Averages", "Batches", "Bits", "Bytes", "Caches", "Caps", "Cases", "Collectives",
+    "Convolutions", "Defaults", "Forwards", "Gradients", "Kernels", "Keys", "Launchers", "Names",
+    "Namespaces", "Nats", "Numbers", "Pairs", "Parameters", "Pieces", "Places", "Processes",
+    "Ranks", "Ratios", "Rooms", "Rows", "Seconds", "Sizes", "Stages", "This", "Weights",
+}  # fmt: skip
+"""With what a docstring may begin that is no verb: a function that only answers."""
+
+
+def descriptions(source: str) -> Iterator[str]:
+    """Functions whose docstring begins with a verb in the third person."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = THIRD_PERSON.match(ast.get_docstring(node) or "")
+            if first is not None and first[0] not in PLURALS:
+                yield f"{node.name}: {first[0]}"
+
+
+def test_docstrings_begin_with_an_imperative() -> None:
+    names = [
+        name for name in tracked() if name.startswith(("fusion_passes/", "tools/", "examples/"))
+    ]
+    sources = {name: (ROOT / name).read_text() for name in names if name.endswith(".py")}
+    found = {name: list(descriptions(source)) for name, source in sources.items()}
+    wrong = {name: items for name, items in found.items() if items}
+    assert wrong == {}, "begin with an imperative, or add a noun to PLURALS"
+
+
+def test_a_description_is_found() -> None:
+    source = 'def a():\n    """{} it."""\n'
+    assert list(descriptions(source.format("Fuses"))) == ["a: Fuses"]
+    for word in ("Fuse", "Bytes", "DDP's", "Inductor's", "Whether"):
+        assert list(descriptions(source.format(word))) == []
+
+
+# --- Near misses -------------------------------------------------------------------------------
+
+
+def test_what_is_not_there_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A: b `c`\n[a](b.md) [c](#a-b-c) [d](#a-b) [e](https://e.example)\n")
+    assert list(broken_links(page)) == ["b.md", "#a-b"]
+    text = (
+        "`fusion_passes/passes/pin.py` `fusion_passes/passes/hold.py` `pin.py` `hold.py` "
+        "tests/never_was/ tools/*.py tests/test_papers.py::test_never_was."
+    ).replace("_never_", "_" + "never_")
+    assert list(missing_files(text)) == [
+        "fusion_passes/passes/hold.py",
+        "tests/never_was/",
+        "tests/test_papers.py::test_never_was",
+        "fusion_passes/passes/hold.py",
+        "hold.py",
+    ]
+    assert list(unknown_names("`PinOrder` `NoSuchPass` `x.no_such_method()` `a b`")) == [
+        "NoSuchPass",
+        "x.no_such_method()",
+    ]
