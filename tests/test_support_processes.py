@@ -37,6 +37,13 @@ def _die_on_one() -> None:
     time.sleep(60)
 
 
+def _abort_on_one() -> None:
+    if dist.get_rank() == 1:
+        os.write(2, b"last words")
+        os.abort()
+    time.sleep(60)
+
+
 def _wait_for_the_others() -> None:
     if dist.get_rank() == 0:
         dist.barrier()
@@ -70,7 +77,8 @@ def test_keeps_its_processes_from_job_to_job(pool: RankPool) -> None:
     ("function", "told"),
     [
         (_fail_on_one, ["rank 1: Traceback", "LookupError: rank one gives up", "rank 0: "]),
-        (_die_on_one, ["rank 1: died with exit code 7", "rank 0: still running", "_die_on_one"]),
+        (_die_on_one, ["rank 1: died in a job with exit code 7", "rank 0: still running", "_die_on_one"]),
+        (_abort_on_one, ["rank 1: died in a job with exit code -6", "_abort_on_one", "last words"]),
         (
             _leave_setting,
             ["left these settings changed: {'torch._inductor.config.max_autotune': True}"],

@@ -24,6 +24,7 @@ import queue
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -46,6 +47,9 @@ GRACE_SECONDS = 2.0
 
 END_SECONDS = 10.0
 """How long an idle rank may take to end."""
+
+LAST_WORDS = 4000
+"""Characters of what a rank has written to stderr that are shown when it died."""
 
 
 class RankError(RuntimeError):
@@ -129,8 +133,7 @@ class RankPool:
         if self._directory is None:
             self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._ranks = [
-            _Rank(rank, self.world_size, self._directory / f"stack-{rank}.txt")
-            for rank in range(self.world_size)
+            _Rank(rank, self.world_size, self._directory) for rank in range(self.world_size)
         ]
 
     def _await(self, timeout_s: float) -> None:
@@ -162,13 +165,16 @@ class RankPool:
 class _Rank:
     """One process, as its parent sees it."""
 
-    def __init__(self, number: int, world_size: int, stack_file: Path) -> None:
+    def __init__(self, number: int, world_size: int, directory: Path) -> None:
         self.number = number
-        self.stack_file = stack_file
+        self.stack_file = directory / f"stack-{number}.txt"
+        self.errors_file = directory / f"errors-{number}.txt"
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
-            target=_serve, args=(number, world_size, theirs, stack_file), daemon=True
+            target=_serve,
+            args=(number, world_size, theirs, self.stack_file, self.errors_file),
+            daemon=True,
         )
         self.process.start()
         theirs.close()
@@ -182,7 +188,8 @@ class _Rank:
         try:
             self.connection.send_bytes(job)
         except OSError as error:
-            raise RankError(f"rank {self.number} died between two jobs: {error}") from error
+            self.process.join(1)
+            raise RankError(f"rank {self.number} {self._death('between two jobs')}") from error
 
     def receive(self) -> str | None:
         """``None`` if the job went well, else what went wrong."""
@@ -190,7 +197,15 @@ class _Rank:
             return self.connection.recv()
         except (EOFError, OSError):
             self.process.join(1)
-            return f"died with exit code {self.process.exitcode}"
+            return self._death("in a job")
+
+    def _death(self, when: str) -> str:
+        """How it ended, with its last words: what a C++ thread that aborts says, and where."""
+        texts = [f"died {when} with exit code {self.process.exitcode}"]
+        for what, file in (("its stack", self.stack_file), ("its errors", self.errors_file)):
+            words = file.read_text(errors="replace").strip() if file.exists() else ""
+            texts += [f"{what}:\n{words[-LAST_WORDS:]}"] if words else []
+        return "; ".join(texts)
 
     def dump_stack(self) -> str:
         """Where its threads are now."""
@@ -211,14 +226,19 @@ class _Rank:
         self.process.join()
 
 
-def _serve(rank: int, world_size: int, connection: Connection, stack_file: Path) -> None:
+def _serve(
+    rank: int, world_size: int, connection: Connection, stack_file: Path, errors_file: Path
+) -> None:
     """Main function of a rank: runs jobs until its parent closes the connection."""
     os.setsid()
+    # In append mode, so that emptying the file between jobs leaves no gap.
+    os.dup2(os.open(errors_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
     # Runs last at exit. What would follow frees all of torch piece by piece, for seconds.
     atexit.register(os._exit, 0)
     os.environ["OMP_NUM_THREADS"] = "1"
     with stack_file.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        faulthandler.enable(file, all_threads=True)
         jobs: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         busy = threading.Event()
         threading.Thread(target=_receive, args=(connection, jobs, busy), daemon=True).start()
@@ -227,6 +247,7 @@ def _serve(rank: int, world_size: int, connection: Connection, stack_file: Path)
 
         torch.set_num_threads(1)
         while (job := jobs.get()) is not None:
+            os.truncate(errors_file, 0)
             outcome = _run_job(rank, world_size, job)
             busy.clear()
             connection.send(outcome)
