@@ -77,7 +77,10 @@ def test_keeps_its_processes_from_job_to_job(pool: RankPool) -> None:
     ("function", "told"),
     [
         (_fail_on_one, ["rank 1: Traceback", "LookupError: rank one gives up", "rank 0: "]),
-        (_die_on_one, ["rank 1: died in a job with exit code 7", "rank 0: still running", "_die_on_one"]),
+        (
+            _die_on_one,
+            ["rank 1: died in a job with exit code 7", "rank 0: still running", "_die_on_one"],
+        ),
         (_abort_on_one, ["rank 1: died in a job with exit code -6", "_abort_on_one", "last words"]),
         (
             _leave_setting,

@@ -13,29 +13,23 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.agreement.rendezvous import meeting_of
-from fusion_passes.ddp.buffers import BUFFERS_IN, broadcast_buffers, prepare_buffers
+from fusion_passes.ddp.buffers import prepare_buffers
 from fusion_passes.ddp.comm_hooks import accept_comm_hook, is_known, sent_as, set_sent_as
 from fusion_passes.ddp.exiting import pause_at_exit
+from fusion_passes.ddp.forward import ManagedForward
 from fusion_passes.ddp.hooks import remove_hooks, replace_hooks
 from fusion_passes.ddp.logging_data import run_time_fields
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.own_reducer import warn_own_reducer
-from fusion_passes.ddp.rounds import note_forward, watch
+from fusion_passes.ddp.rounds import watch
 from fusion_passes.ddp.tensor_parallel import make_dtensors_when_read
-from fusion_passes.ddp.unfinished import UNFINISHED, refuse_unfinished
 from fusion_passes.flag import active_config
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import (
-    clear_backward_cache,
-    disable_dynamo,
-    tree_map_only,
-)
+from fusion_passes.torch_private import begin_no_graph, clear_backward_cache
 from fusion_passes.torch_private.ddp import (
     HOOKS_OF_REDUCER,
     USES_PYTHON_REDUCER,
@@ -51,45 +45,8 @@ _KNOWN: Final = (
 )
 
 
-class ManagedDDP(DistributedDataParallel):
+class ManagedDDP(ManagedForward):
     """Takes DDP's place among the bases of a managed module's class."""
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """As DDP's, which Dynamo does not trace: it is in a file that it must skip."""
-        if (
-            torch.compiler.is_dynamo_compiling()
-        ):  # Dynamo would leave the range out, with a warning.
-            return self._ddp_fusion_forward(*inputs, **kwargs)
-        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            return self._ddp_fusion_forward(*inputs, **kwargs)
-
-    def _ddp_fusion_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        output = self._run_ddp_forward(*inputs, **kwargs)
-        return self._post_forward(output)
-
-    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Broadcast buffers, and move inputs to the module's device."""
-        if torch.is_grad_enabled() and getattr(self, UNFINISHED) is not None:
-            _refuse(self)
-        group_name = getattr(self, BUFFERS_IN)
-        if group_name and self.require_forward_param_sync and self.broadcast_buffers:
-            broadcast_buffers(self, group_name)
-        if self.device_ids:
-            device = torch.device(self.device_type, self.device_ids[0])
-            return tree_map_only(Tensor, lambda tensor: tensor.to(device), (inputs, kwargs))
-        return inputs, kwargs
-
-    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self.module(*inputs, **kwargs)
-
-    def _post_forward(self, output: Any) -> Any:
-        note_forward(self)
-        if getattr(self, BUFFERS_IN):
-            # DDP's rule: buffers are broadcast if the forward before was to be synchronised.
-            is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
-            self.require_forward_param_sync = is_synced
-        return output
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Fuse what averages gradients; hand the module over to DDP's own reducer for others."""
@@ -146,10 +103,11 @@ class ManagedDDP(DistributedDataParallel):
         return _blank, (_users_class(self),), _portable(self.__getstate__())
 
 
-_refuse = disable_dynamo(refuse_unfinished)
-
 _REPLACED: Final = tuple(
-    name for name, value in vars(ManagedDDP).items() if callable(value) or name == "__reduce_ex__"
+    name
+    for kind in (ManagedForward, ManagedDDP)
+    for name, value in vars(kind).items()
+    if callable(value)
 )
 """The methods that a managed module has from :class:`ManagedDDP`."""
 
@@ -216,6 +174,7 @@ def _bound(
 ) -> Callable[..., Any]:
     """A method that does not keep its module."""
 
+    @begin_no_graph
     @functools.wraps(function)
     def method(*args: Any, **kwargs: Any) -> Any:
         ddp = ref()

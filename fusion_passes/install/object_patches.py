@@ -25,10 +25,9 @@ _FORWARD: Final = "Dynamo cannot trace DDP's own, which is in a file that it ski
 
 IN_OBJECTS: Final = (
     _in_module("forward", _FORWARD),
-    _in_module("_pre_forward", f"{_FORWARD} It broadcasts buffers as a part of the graph."),
+    _in_module("_pre_forward", f"{_FORWARD} It broadcasts buffers."),
     _in_module("_run_ddp_forward", _FORWARD),
     _in_module("_post_forward", f"{_FORWARD} It notes which backward is to be averaged."),
-    _in_module("_ddp_fusion_forward", "What forward does in a profiler's range and without."),
     _in_module(
         "register_comm_hook",
         "Hooks that average are fused; others need DDP's own reducer, which takes over then.",

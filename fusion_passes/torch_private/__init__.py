@@ -10,7 +10,7 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -75,6 +75,8 @@ __all__ = [  # Of the names that are imported; those that are defined here follo
     "tree_map_only",
 ]
 
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 BuiltinCommHookType: Any = torch.distributed.BuiltinCommHookType
 """The communication hooks that DDP's reducer has built in; it has no documented name."""
@@ -261,6 +263,18 @@ def disable_dynamo(function: Any) -> Any:
     import torch._dynamo
 
     return torch._dynamo.disable(function)
+
+
+def begin_no_graph(function: _Function) -> _Function:
+    """Dynamo begins no graph in the function, but traces what it calls; where a graph that began
+    elsewhere calls the function, it is a part of that graph.
+
+    ``torch._dynamo.decorators.skip`` would break that graph.
+    """
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+    return function
 
 
 def is_compiling_graph() -> bool:

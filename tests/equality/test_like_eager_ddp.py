@@ -312,17 +312,25 @@ def two_threads(compiled: Compile) -> list[Any]:
     return [*_gradients(models[0]), *_gradients(models[1])]
 
 
+class _EagerNorm(nn.BatchNorm1d):
+    @torch.compiler.disable
+    def forward(self, x):
+        return super().forward(x)
+
+
 def two_forwards(compiled: Compile) -> list[Any]:
-    """Buffers are broadcast between them, which the first backward must not mind."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4))
-    ddp = DistributedDataParallel(model)
+    """Buffers are broadcast between them, which the first backward must not mind, whether the layer
+    that has them is compiled or not."""
     seen: list[Any] = []
-    for call in (ddp, compiled(ddp)):
-        for step in range(2):
-            ddp.zero_grad()
-            (call(_inputs(step, 5)).exp().sum() + call(_inputs(step + 9, 5)).exp().sum()).backward()
-            seen += [*_gradients(ddp), *(buffer.clone() for buffer in ddp.buffers())]
+    for norm in (nn.BatchNorm1d, _EagerNorm):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4, bias=False), norm(4)))
+        for call in (ddp, compiled(ddp)):
+            for step in range(2):
+                ddp.zero_grad()
+                first, second = call(_inputs(step, 5)), call(_inputs(step + 9, 5))
+                (first.exp().sum() + second.exp().sum()).backward()
+                seen += [*_gradients(ddp), *(buffer.clone() for buffer in ddp.buffers())]
     return seen
 
 

@@ -1,0 +1,81 @@
+"""What a managed module's forward does around the wrapped module, compiled and not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config as inductor_config
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.autograd.profiler import profile
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.fake_world import fake_world, two_layers
+
+RANGE = "DistributedDataParallel.forward"
+
+
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    torch._dynamo.reset()
+    with fake_world():
+        yield
+
+
+class _Tripled(DistributedDataParallel):
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+def _ranges(flag: str | None, kind: type[DistributedDataParallel], fullgraph: bool | None) -> int:
+    """How often DDP's range is in a profile of two forwards."""
+    with inductor_config.patch(ddp_fusion=flag):
+        call: Callable[..., Any] = kind(two_layers())
+        if fullgraph is not None:
+            call = torch.compile(call, backend="eager", fullgraph=fullgraph)
+        with profile() as profiled:
+            call(torch.ones(2, 4))
+            call(torch.ones(2, 4))
+    return [event.name for event in profiled.function_events].count(RANGE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fullgraph"),
+    [
+        (DistributedDataParallel, None),
+        (DistributedDataParallel, False),
+        (DistributedDataParallel, True),
+        (_Tripled, None),
+    ],
+)
+def test_profiles_have_ddps_range(
+    kind: type[DistributedDataParallel], fullgraph: bool | None
+) -> None:
+    eager = _ranges(None, kind, None)
+    torch._dynamo.reset()
+    assert eager == _ranges("concat", kind, fullgraph) == 2
+
+
+def test_settings_of_ddp_compile_nothing_anew() -> None:
+    counter = CompileCounter()
+    with inductor_config.patch(ddp_fusion="concat"):
+        ddp = DistributedDataParallel(nn.Sequential(two_layers(), nn.BatchNorm1d(4)))
+        compiled = torch.compile(ddp, backend=counter)
+        for _ in range(2):
+            compiled(torch.ones(2, 4))
+            with ddp.no_sync():
+                compiled(torch.ones(2, 4))
+    assert counter.frame_count == 1
+
+
+def test_a_compiled_step_is_one_graph() -> None:
+    counter = CompileCounter()
+    with inductor_config.patch(ddp_fusion="concat"):
+        ddp = DistributedDataParallel(nn.Sequential(two_layers(), nn.BatchNorm1d(4)))
+        step = torch.compile(lambda x: ddp(x).sum(), backend=counter, fullgraph=True)
+        step(torch.ones(2, 4))
+    assert counter.frame_count == 1
