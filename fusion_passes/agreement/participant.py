@@ -37,6 +37,7 @@ class Participant:
         key: the same on all ranks: under it they meet.
         settings: the options that must be the same on all ranks, read when they meet.
         stand_aside: keeps the collectives of the module's graphs on this rank.
+        refuse: raises where a static graph uses parameters that it has not used before.
         history: what the ranks have agreed on, by kind of round, in order.
         kind: of the round; all but the first backward of a forward are ``"extra"``.
         position: how many of the history's lists this round has launched.
@@ -48,7 +49,9 @@ class Participant:
         late: those of them that are still to be reduced, and whether they are divided already.
         used: in a static graph, the parameters that some rank has used; ``None`` before its first
             round has ended.
-        is_sharing: whether the ranks have yet to say which these are.
+        own_use: in a static graph, the parameters that this rank has used in its first round;
+            ``None`` before that has ended.
+        is_sharing: whether the ranks have yet to say which parameters they have used.
         needs_replanning: whether a compiled graph differs from the history, but need not.
         thread: in which a gradient of the round has come last.
     """
@@ -57,6 +60,7 @@ class Participant:
     key: str
     settings: Callable[[], str] = lambda: ""
     stand_aside: Callable[[], None] = lambda: None
+    refuse: Callable[[Iterable[int]], None] = lambda _: None
     history: dict[str, list[LaunchList]] = field(default_factory=dict)
     kind: str = ""
     position: int = 0
@@ -67,6 +71,7 @@ class Participant:
     received: set[int] = field(default_factory=set)
     late: dict[int, bool] = field(default_factory=dict)
     used: frozenset[int] | None = None
+    own_use: frozenset[int] | None = None
     is_sharing: bool = False
     needs_replanning: bool = False
     thread: int = 0
@@ -91,9 +96,16 @@ class Participant:
         return (self.used or frozenset()) - self.received if not self.kind else frozenset()
 
     def receive(self, numbers: Iterable[int]) -> None:
-        """Note gradients that have come."""
+        """Note gradients that have come.
+
+        Raises:
+            RuntimeError: a static graph has changed.
+        """
         self.thread = threading.get_ident()
-        self.received.update(numbers)
+        came = frozenset(numbers)
+        self.received |= came
+        if self.own_use is not None and not self.kind and came - self.own_use:
+            self.refuse(came - self.own_use)
 
     def announce(self, launches: LaunchList) -> None:
         """Agree with the other ranks on a graph's launches, before its first one. When this
@@ -225,7 +237,7 @@ class Participant:
         first: some collectives may have been launched on one rank and not on another."""
         self.failures += 1
         self.history.clear()
-        self.used = None
+        self.used = self.own_use = None
         self._begin()
 
     def _begin(self) -> None:

@@ -44,7 +44,7 @@ class _Job:
             parameter = parameters_of(self.ddp)[number]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            self.participant.receive([number])
+            self.participant.received.add(number)  # It has not come.
             self.participant.late[number] = False
 
     def launch(self, item: Collective, mode: str) -> _Launched:

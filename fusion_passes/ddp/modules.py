@@ -33,6 +33,7 @@ from fusion_passes.ddp.managed_module import (
     describe,
     group_name_of,
 )
+from fusion_passes.ddp.unfinished import refuse_changed
 from fusion_passes.flag import active_config
 from fusion_passes.reductions.owners import Owner
 from fusion_passes.state import Lifetime, process_state
@@ -149,8 +150,17 @@ class Registry:
     def _meet_under(self, name: str, key: str) -> None:
         # Once a module has moved to another group, ranks may have other names for it.
         participants[name] = Participant(
-            name, key, lambda: self._settings(name), lambda: self.stand_aside(name)
+            name,
+            key,
+            lambda: self._settings(name),
+            lambda: self.stand_aside(name),
+            lambda new: self._refuse(name, new),
         )
+
+    def _refuse(self, name: str, new: Iterable[int]) -> None:
+        ddp = self.ddp_of(name)
+        if ddp is not None:
+            refuse_changed(ddp, self._modules[name], new)
 
     def _settings(self, name: str) -> str:
         """What must be the same on all ranks, as JSON."""

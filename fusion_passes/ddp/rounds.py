@@ -178,9 +178,10 @@ def end_backward() -> None:
         return
     for participant in active:
         participant.is_sharing = _shares_use(participant)
+    own_use = {participant.module: frozenset(participant.received) for participant in active}
     reduce_late(active)
     for participant in active:
-        _end_if_complete(participant)
+        _end_if_complete(participant, own_use[participant.module])
     if any(participant.needs_replanning for participant in active):
         for participant in active:
             participant.needs_replanning = False
@@ -197,20 +198,31 @@ def _shares_use(participant: Participant) -> bool:
     return bool(participant.late) or not _parameters[ddp] <= participant.received
 
 
-def _end_if_complete(participant: Participant) -> None:
-    """End a module's round that has all gradients; leave the next forward an error otherwise."""
+def _end_if_complete(participant: Participant, own_use: frozenset[int]) -> None:
+    """End a module's round that has all gradients; leave the next forward an error otherwise.
+
+    Args:
+        participant: the module.
+        own_use: the parameters that this rank itself has given gradients, in this round.
+    """
     ddp = registry.ddp_of(participant.module)
     if ddp is None:
         participant.fail_round()
         return
     missing = _parameters[ddp] - participant.received
     if ddp.static_graph and not participant.kind:
-        # The promise of static_graph: what the first iteration has not used, none will.
-        participant.used, missing = frozenset(participant.received), frozenset()
+        # The promise of static_graph: the first iteration uses what all iterations do.
+        participant.used = frozenset(participant.received)
+        participant.own_use = participant.own_use or own_use
+        missing = participant.own_use - own_use
     if not missing or participant.kind:
         participant.end_round()
         setattr(ddp, EXPECTED, False)
-    error = unfinished(ddp, missing) if missing and not participant.kind else None
+    error = (
+        unfinished(ddp, registry.module_of(ddp), missing)
+        if missing and not participant.kind
+        else None
+    )
     if getattr(ddp, UNFINISHED) != error:
         setattr(ddp, UNFINISHED, error)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, NoReturn
 
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.ddp.modules import registry
+from fusion_passes.ddp.managed_module import ManagedModule
 from fusion_passes.torch_private.ddp import parameters_of, raise_as_ddp
 
 UNFINISHED: Final = "_ddp_fusion_unfinished"
@@ -20,9 +20,12 @@ FORGOTTEN: Final = (
 )
 
 
-def unfinished(ddp: DistributedDataParallel, missing: Iterable[int]) -> str:
+class ChangedGraphError(RuntimeError):
+    """A static graph has changed on this rank; DDP's own reducer raises a RuntimeError."""
+
+
+def unfinished(ddp: DistributedDataParallel, module: ManagedModule, missing: Iterable[int]) -> str:
     """Return the error of the next forward, as near to that of DDP's own reducer as can be."""
-    module = registry.module_of(ddp)
     numbers = sorted(missing)
     names = ", ".join(module.parameters[number] for number in numbers)
     swapped = [
@@ -46,7 +49,26 @@ def unfinished(ddp: DistributedDataParallel, missing: Iterable[int]) -> str:
     )
 
 
-def refuse_unfinished(ddp: DistributedDataParallel) -> None:
+def refuse_changed(
+    ddp: DistributedDataParallel, module: ManagedModule, new: Iterable[int]
+) -> NoReturn:
+    """Raise the error of a static graph that uses parameters which it has not used before.
+
+    Raises:
+        ChangedGraphError: always; the next forward raises an error with the same text.
+    """
+    names = ", ".join(module.parameters[number] for number in sorted(new))
+    error = (
+        "Your training graph has changed in this iteration, e.g., one parameter is unused in first "
+        "iteration, but then got used in the second iteration. this is not compatible with "
+        f"static_graph set to True: {module.label} has used {names} now, and not in its first "
+        "backward. Construct DistributedDataParallel without static_graph=True."
+    )
+    setattr(ddp, UNFINISHED, error)
+    raise_as_ddp(ddp, ChangedGraphError, error)
+
+
+def refuse_unfinished(ddp: DistributedDataParallel) -> NoReturn:
     """Raise the error that the last backward has left for this forward.
 
     Raises:

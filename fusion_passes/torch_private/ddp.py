@@ -3,7 +3,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -89,9 +89,10 @@ def log_comm_hook(ddp: DistributedDataParallel, name: str) -> None:
     ddp.logger._set_comm_hook_name(name)
 
 
-def raise_as_ddp(ddp: DistributedDataParallel, kind: type[Exception], text: str) -> None:
+def raise_as_ddp(ddp: DistributedDataParallel, kind: type[Exception], text: str) -> NoReturn:
     """Raise an error as DDP raises its own: its logging data name them too."""
     ddp._log_and_throw(kind, text)
+    raise AssertionError("it has raised")
 
 
 def give_own_reducer(ddp: DistributedDataParallel) -> None:
