@@ -2,8 +2,10 @@
 #
 #   make train                              train the example, fused
 #   make train ARGS="--fusion coalesced"    with options of examples/train_gpt.py
-#   make test                               all tests
-#   make test ARGS="tests/test_config.py"   some of them
+#   make test                               all tests but those left to the nightly jobs
+#   make test ARGS="-m 'not slow'"          those that need a few minutes
+#   make test ARGS=--nightly                all tests
+#   make test ARGS="-n 0 tests/passes"      some of them, in one process
 #   make nightly                            the matrix of what works; ARGS=--quick for a few cells
 #   make bench ARGS="--model mlp"           training steps beside torch's own methods; ARGS=--quick
 #   make fuzz ARGS="--seeds 0:100"          random trainings beside eager DDP; --case N for one
@@ -28,7 +30,7 @@ train:
 	@$(RUN) python examples/train_gpt.py $(ARGS)
 
 test:
-	@$(RUN) python -m pytest $(ARGS)
+	@$(RUN) python -m pytest -n auto --maxprocesses 4 $(ARGS)
 
 nightly:
 	@$(RUN) python tools/nightly.py $(ARGS)

@@ -16,7 +16,30 @@ import pytest
 
 from tests.support.processes import RankPool, TorchSettings
 
+EACH_TORCH = frozenset({"graph", "reductions", "passes", "lowering", "install"})
+"""Folders whose tests all depend on torch's version; other such tests are marked by themselves."""
+
 FLAG_VARIABLE = "FUSION_PASSES_DDP_FUSION"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--nightly", action="store_true", help="run the tests that are left to the nightly jobs too"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # Before -m chooses by marker.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is for nightly jobs; what trains in processes of its own is slow."""
+    for item in items:
+        if item.path.parent.name in EACH_TORCH:
+            item.add_marker("each_torch")
+        if "run_on_ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
+    if not config.getoption("--nightly"):
+        left_out = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -35,7 +35,7 @@ def run(directory: Path, *arguments: str) -> str:
     return result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_training_goes_on_after_a_restart(tmp_path: Path) -> None:
     assert f"steps 0 to {STEPS}, 0 buckets" in run(tmp_path / "eager", "eager")
     said = run(tmp_path / "fused", "concat", str(DIES_IN))

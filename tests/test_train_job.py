@@ -51,8 +51,10 @@ def run_example(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.C
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fusion", "style", "launcher"),
-    [("concat", "inside", TORCHRUN), ("coalesced", "outside", ())],
-    ids=["torchrun", "own launcher"],
+    [
+        pytest.param("concat", "inside", TORCHRUN, marks=pytest.mark.nightly, id="torchrun"),
+        pytest.param("coalesced", "outside", (), id="own launcher"),
+    ],
 )
 def test_trains_fused(fusion, style, launcher):
     result = run_example(f"--fusion={fusion}", f"--style={style}", *SMALL, launcher=launcher)

@@ -16,6 +16,8 @@ from fusion_passes import FusionWarning
 from fusion_passes.ddp.comm_hooks import sent_as
 from tests.support.fake_world import fake_world, two_layers
 
+pytestmark = pytest.mark.each_torch
+
 
 @pytest.fixture
 def ddp() -> Iterator[DistributedDataParallel]:

@@ -121,7 +121,8 @@ def _gradients(flag: str | None, steps: tuple[Step, ...]) -> list[list[Tensor]]:
     return gradients
 
 
-@pytest.mark.parametrize("flag", ["concat", "coalesced"])
+@pytest.mark.each_torch
+@pytest.mark.parametrize("flag", ["concat", pytest.param("coalesced", marks=pytest.mark.nightly)])
 def test_gradients_are_those_of_eager_ddp(flag: str) -> None:
     steps = (*STEPS, *STEPS[:2])
     wanted, given = _gradients(None, steps), _gradients(flag, steps)

@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.fake_world import fake_world, two_layers
 
+pytestmark = pytest.mark.each_torch
+
 RANGE = "DistributedDataParallel.forward"
 
 

@@ -11,6 +11,8 @@ from tests.support import scenarios
 from tests.support.equality import tensor_difference
 from tests.support.scenarios import Outcome, Scenario
 
+pytestmark = pytest.mark.each_torch
+
 RUN = Callable[..., list[Any]]
 
 

@@ -65,7 +65,7 @@ def assert_fused(runs: list[TensorParallelRecord], *, gradients: int) -> None:
         assert [backward.launches for backward in run.backwards] == [1] * len(run.backwards)
 
 
-@pytest.mark.slow
+@pytest.mark.each_torch
 @pytest.mark.parametrize(
     ("mode", "style", "sizes"), [("concat", "outside", (3, 5, 6)), ("coalesced", "inside", (3, 3))]
 )
@@ -75,7 +75,13 @@ def test_columns_and_rows(run_on_ranks: RUN, mode: str, style: Any, sizes: tuple
     assert_fused(train(run_on_ranks, job, mode), gradients=10)
 
 
-@pytest.mark.parametrize(("mode", "style"), [("concat", "inside"), ("coalesced", "outside")])
+@pytest.mark.parametrize(
+    ("mode", "style"),
+    [
+        ("concat", "inside"),
+        pytest.param("coalesced", "outside", marks=pytest.mark.nightly),
+    ],
+)
 def test_sequences(run_on_ranks: RUN, mode: str, style: Any) -> None:
     job = Job(sequences, style, learning_rate=0.1)
     assert_fused(train(run_on_ranks, job, mode), gradients=12)

@@ -29,6 +29,8 @@ from fusion_passes.install import switch
 from fusion_passes.report.journal import journal
 from tests.support.fake_world import fake_world, two_layers
 
+pytestmark = pytest.mark.each_torch
+
 
 @pytest.fixture(autouse=True)
 def _world() -> Iterator[None]:

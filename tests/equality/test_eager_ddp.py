@@ -35,14 +35,25 @@ from tests.support.training import Recipe, Record, Site, Way, in_ddp, train_all_
 
 RUN = Callable[..., list[Any]]
 
-LOOPS = pytest.mark.parametrize(("mode", "style"), [("concat", "inside"), ("coalesced", "outside")])
-OTHER_LOOPS = pytest.mark.parametrize(
-    ("mode", "style"), [("concat", "outside"), ("coalesced", "inside")]
-)
-ALL_LOOPS = pytest.mark.parametrize(
-    ("mode", "style"),
-    [(mode, style) for mode in ("concat", "coalesced") for style in ("inside", "outside")],
-)
+
+def loops(*now: str) -> pytest.MarkDecorator:
+    """Modes and styles of loop; those that are not named are left to the nightly jobs."""
+    every = [
+        f"{mode}-{style}" for mode in ("concat", "coalesced") for style in ("inside", "outside")
+    ]
+    return pytest.mark.parametrize(
+        ("mode", "style"),
+        [
+            pytest.param(*loop.split("-"), marks=() if loop in now else pytest.mark.nightly)
+            for loop in every
+        ],
+    )
+
+
+ALL_LOOPS = loops("concat-inside", "concat-outside", "coalesced-inside", "coalesced-outside")
+LOOPS = loops("concat-inside", "coalesced-outside")
+OTHER_LOOPS = loops("concat-outside", "coalesced-inside")
+
 
 ROUNDING_EPS = 32.0
 """What a model that rounds may differ by from eager DDP after three steps, in eps of fp32 and of a
@@ -86,6 +97,7 @@ def assert_fused(
 # Models
 
 
+@pytest.mark.each_torch
 @ALL_LOOPS
 def test_mlp(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(in_ddp(models.mlp), style=style)
@@ -94,6 +106,7 @@ def test_mlp(run_on_ranks: RUN, mode: str, style: str) -> None:
     assert_same_runs(fused, eager)
 
 
+@pytest.mark.each_torch
 @LOOPS
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_convolutions_with_batch_norm(
@@ -114,7 +127,7 @@ def test_convolutions_with_batch_norm(
     assert_same_runs(fused, eager, tolerance_eps=ROUNDING_EPS)
 
 
-@OTHER_LOOPS
+@loops("coalesced-outside")
 def test_convolutions_with_weights_in_channels_last(
     run_on_ranks: RUN, mode: str, style: str
 ) -> None:
@@ -131,8 +144,8 @@ def test_convolutions_with_weights_in_channels_last(
     assert_same_runs(fused, eager, tolerance_eps=ROUNDING_EPS)
 
 
-@pytest.mark.slow
-@LOOPS
+@pytest.mark.each_torch
+@loops("concat-outside")
 def test_transformer(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(
         in_ddp(models.gpt2),
@@ -147,7 +160,7 @@ def test_transformer(run_on_ranks: RUN, mode: str, style: str) -> None:
     assert_same_runs(fused, eager, tolerance_eps=ROUNDING_EPS)
 
 
-@OTHER_LOOPS
+@loops("concat-outside")
 def test_tied_weights(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(in_ddp(models.Tied), style=style)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
@@ -155,7 +168,7 @@ def test_tied_weights(run_on_ranks: RUN, mode: str, style: str) -> None:
     assert_same_runs(fused, eager)
 
 
-@LOOPS
+@loops("coalesced-outside")
 def test_frozen_parameters(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(in_ddp(models.partly_frozen), style=style)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
@@ -163,7 +176,7 @@ def test_frozen_parameters(run_on_ranks: RUN, mode: str, style: str) -> None:
     assert_same_runs(fused, eager)
 
 
-@OTHER_LOOPS
+@loops("concat-inside")
 def test_activation_checkpointing(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(in_ddp(models.Checkpointed), style=style)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
@@ -174,7 +187,7 @@ def test_activation_checkpointing(run_on_ranks: RUN, mode: str, style: str) -> N
 # Buckets
 
 
-@ALL_LOOPS
+@LOOPS
 def test_several_buckets(run_on_ranks: RUN, mode: str, style: str) -> None:
     cap_bytes = 300
     flag = FusionConfig(
@@ -204,7 +217,7 @@ def build_with_two_caps(site: Site) -> nn.Module:
     )
 
 
-@LOOPS
+@loops("concat-inside")
 def test_two_modules_with_different_caps(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(build_with_two_caps, style=style)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
@@ -238,7 +251,7 @@ def build_over_two_groups(site: Site) -> nn.Module:
     )
 
 
-@LOOPS
+@loops("coalesced-outside")
 def test_four_ranks(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(in_ddp(models.mlp), style=style)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager", ranks=4)
@@ -246,7 +259,7 @@ def test_four_ranks(run_on_ranks: RUN, mode: str, style: str) -> None:
     assert_same_runs(fused, eager)
 
 
-@ALL_LOOPS
+@OTHER_LOOPS
 def test_two_modules_over_different_groups(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(build_over_two_groups, style=style, groups=PAIRS)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager", ranks=4)
@@ -278,7 +291,7 @@ def average_gradient(parameter: nn.Parameter, *, group: ProcessGroup) -> None:
     parameter.grad.copy_(gradient)
 
 
-@LOOPS
+@loops("concat-inside")
 def test_users_hook_over_another_group_is_left_alone(
     run_on_ranks: RUN, mode: str, style: str
 ) -> None:
@@ -308,6 +321,7 @@ def _equals(tensors: list[torch.Tensor], pair: tuple[int, int]) -> bool:
 # Loops
 
 
+@pytest.mark.each_torch
 @ALL_LOOPS
 def test_no_sync(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(in_ddp(models.mlp), style=style, steps=2, micro_batches=3, no_sync=True)
@@ -320,7 +334,7 @@ def test_no_sync(run_on_ranks: RUN, mode: str, style: str) -> None:
     assert_same_runs(fused, eager)
 
 
-@OTHER_LOOPS
+@loops("concat-outside")
 def test_accumulation_with_a_reduction_each_time(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(in_ddp(models.mlp), style=style, micro_batches=2)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
@@ -328,7 +342,7 @@ def test_accumulation_with_a_reduction_each_time(run_on_ranks: RUN, mode: str, s
     assert_same_runs(fused, eager)
 
 
-@LOOPS
+@loops("coalesced-outside")
 def test_zero_grad_that_keeps_gradients(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(in_ddp(models.mlp), style=style, set_to_none=False)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
@@ -336,7 +350,7 @@ def test_zero_grad_that_keeps_gradients(run_on_ranks: RUN, mode: str, style: str
     assert_same_runs(fused, eager)
 
 
-@OTHER_LOOPS
+@loops("concat-outside")
 def test_autocast(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(in_ddp(models.mlp), loss=models.autocast_loss, style=style)
     fused, eager, by_hand = train(run_on_ranks, recipe, mode, "fused", "eager", "by hand")
@@ -347,14 +361,15 @@ def test_autocast(run_on_ranks: RUN, mode: str, style: str) -> None:
     assert_same_runs(fused, eager, tolerance_eps=BF16_EPS)
 
 
+@pytest.mark.each_torch
 @pytest.mark.parametrize(
     ("mode", "style", "dynamic", "mark"),
     [
         ("concat", "inside", None, False),
-        ("coalesced", "outside", None, False),
-        ("coalesced", "inside", True, False),
+        pytest.param("coalesced", "outside", None, False, marks=pytest.mark.nightly),
+        pytest.param("coalesced", "inside", True, False, marks=pytest.mark.nightly),
         ("concat", "outside", True, False),
-        ("concat", "inside", None, True),
+        pytest.param("concat", "inside", None, True, marks=pytest.mark.nightly),
         ("coalesced", "outside", None, True),
     ],
     ids=[
@@ -387,7 +402,7 @@ def turn_negative(model: nn.Module, step: int) -> None:
     getattr(model, "module", model).negative = step >= 2
 
 
-@ALL_LOOPS
+@OTHER_LOOPS
 def test_recompilation_in_the_middle_of_training(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(in_ddp(models.Switched), style=style, before_step=turn_negative)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
@@ -398,6 +413,7 @@ def test_recompilation_in_the_middle_of_training(run_on_ranks: RUN, mode: str, s
 # Dtypes, shapes and layouts
 
 
+@pytest.mark.each_torch
 @LOOPS
 def test_two_dtypes_in_one_module(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(in_ddp(models.TwoDtypes), style=style)
@@ -411,11 +427,11 @@ def test_two_dtypes_in_one_module(run_on_ranks: RUN, mode: str, style: str) -> N
 @pytest.mark.parametrize(
     ("mode", "style", "dtype"),
     [
-        ("concat", "inside", torch.float16),
+        pytest.param("concat", "inside", torch.float16, marks=pytest.mark.nightly),
         ("coalesced", "outside", torch.float16),
         ("concat", "outside", torch.bfloat16),
-        ("coalesced", "inside", torch.bfloat16),
-        ("concat", "inside", torch.float64),
+        pytest.param("coalesced", "inside", torch.bfloat16, marks=pytest.mark.nightly),
+        pytest.param("concat", "inside", torch.float64, marks=pytest.mark.nightly),
         ("coalesced", "outside", torch.float64),
     ],
     ids=str,
@@ -432,8 +448,19 @@ def test_dtypes(run_on_ranks: RUN, mode: str, style: str, dtype: torch.dtype) ->
     assert_same_runs(fused, eager)
 
 
-@ALL_LOOPS
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["new", "kept"])
+@pytest.mark.each_torch
+@pytest.mark.parametrize(
+    ("set_to_none", "mode", "style"),
+    [
+        (True, "concat", "outside"),
+        (False, "concat", "outside"),
+        (True, "coalesced", "inside"),
+        pytest.param(False, "coalesced", "inside", marks=pytest.mark.nightly),
+        pytest.param(True, "concat", "inside", marks=pytest.mark.nightly),
+        pytest.param(False, "coalesced", "outside", marks=pytest.mark.nightly),
+    ],
+    ids=lambda value: {True: "new", False: "kept"}.get(value, value),
+)
 def test_layouts(run_on_ranks: RUN, mode: str, style: str, set_to_none: bool) -> None:
     recipe = Recipe(in_ddp(models.Layouts), style=style, set_to_none=set_to_none)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
@@ -448,7 +475,7 @@ def test_layouts(run_on_ranks: RUN, mode: str, style: str, set_to_none: bool) ->
     assert_same_runs(fused, eager)
 
 
-@LOOPS
+@loops("concat-outside")
 def test_scalars_and_empty_parameters(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(in_ddp(models.Shapes), style=style)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
@@ -456,6 +483,7 @@ def test_scalars_and_empty_parameters(run_on_ranks: RUN, mode: str, style: str) 
     assert_same_runs(fused, eager)
 
 
+@pytest.mark.each_torch
 @OTHER_LOOPS
 def test_complex(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(in_ddp(models.Complex), style=style)

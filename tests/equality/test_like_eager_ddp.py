@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -420,57 +420,66 @@ def reentrant(compiled: Compile) -> list[Any]:
     return seen
 
 
-def compared(case: Callable[[Compile], list[Any]]) -> list[str]:
+def compared(case: Callable[[Compile], list[Any]], mode: str) -> list[str]:
     """Runs a case with eager DDP and under the flag.
 
     Returns:
-        Where they differ, and the warnings.
+        The warnings; it raises where they differ.
     """
     want = case(lambda function: function)
-    said: list[str] = []
-    for mode in ("concat", "coalesced"):
-        torch._dynamo.reset()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with inductor_config.patch(ddp_fusion=mode):
-                got = case(torch.compile)
-        said += [str(w.message) for w in caught if issubclass(w.category, FusionWarning)]
-        assert len(got) == len(want)
-        for number, (mine, its) in enumerate(zip(got, want, strict=True)):
-            if isinstance(its, Tensor):
-                # Elements can be what is left of large ones that cancel each other.
-                largest = float(its.abs().max())
-                assert torch.allclose(mine, its, 0, 1e-5 * largest), (mode, number, mine, its)
-            else:
-                assert mine == its, (mode, number, mine, its)
-    return said
+    torch._dynamo.reset()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with inductor_config.patch(ddp_fusion=mode):
+            got = case(torch.compile)
+    assert len(got) == len(want)
+    for number, (mine, its) in enumerate(zip(got, want, strict=True)):
+        if isinstance(its, Tensor):
+            # Elements can be what is left of large ones that cancel each other.
+            largest = float(its.abs().max())
+            assert torch.allclose(mine, its, 0, 1e-5 * largest), (number, mine, its)
+        else:
+            assert mine == its, (number, mine, its)
+    return [str(w.message) for w in caught if issubclass(w.category, FusionWarning)]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        subclasses,
-        several_graphs,
-        several_outputs,
-        second_backwards,
-        replicated,
-        unreached,
-        unreached_inside,
-        swapped,
-        batches_of_one,
-        backwards_of_one_round,
-        other_branches,
-        static_graph,
-        static_graph_that_changes,
-        two_threads,
-        two_forwards,
-        queued_callbacks,
-        complex_gradients,
-        reentrant,
-    ],
+CASES = (
+    subclasses,
+    several_graphs,
+    several_outputs,
+    second_backwards,
+    replicated,
+    unreached,
+    unreached_inside,
+    swapped,
+    batches_of_one,
+    backwards_of_one_round,
+    other_branches,
+    static_graph,
+    static_graph_that_changes,
+    two_threads,
+    two_forwards,
+    queued_callbacks,
+    complex_gradients,
+    reentrant,
 )
-def test_ends_as_with_eager_ddp(run_on_ranks: RUN, case: Callable[[Compile], list[Any]]) -> None:
-    for said in run_on_ranks(2, compared, case=case):
+
+
+def _in_both_modes() -> Iterator[Any]:
+    """Each case in one mode; in the other one by night."""
+    for number, case in enumerate(CASES):
+        for mode in ("concat", "coalesced"):
+            is_now = (mode == "concat") == (number % 2 == 0)
+            marks = () if is_now else pytest.mark.nightly
+            yield pytest.param(case, mode, marks=marks, id=f"{case.__name__}-{mode}")
+
+
+@pytest.mark.each_torch
+@pytest.mark.parametrize(("case", "mode"), _in_both_modes())
+def test_ends_as_with_eager_ddp(
+    run_on_ranks: RUN, case: Callable[[Compile], list[Any]], mode: str
+) -> None:
+    for said in run_on_ranks(2, compared, case=case, mode=mode):
         if case is reentrant:
             assert any("use_reentrant=False" in text for text in said)
         if case in (subclasses, batches_of_one, several_outputs, replicated):

@@ -72,9 +72,9 @@ def test_second_process_hits_and_is_fused(first: tuple[Path, dict[str, Any]], ca
     "change",
     [
         pytest.param({"flag": "coalesced"}, id="flag"),
-        pytest.param({"flag": "0.00005"}, id="cap by option"),
+        pytest.param({"flag": "0.00005"}, id="cap by option", marks=pytest.mark.nightly),
         pytest.param({"cap": 0.00005}, id="cap of the module"),
-        pytest.param({"version": "0.0.0+another"}, id="version"),
+        pytest.param({"version": "0.0.0+another"}, id="version", marks=pytest.mark.nightly),
     ],
 )
 def test_another_setting_misses(cache: Path, change: dict[str, Any]) -> None:

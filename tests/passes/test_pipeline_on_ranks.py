@@ -168,7 +168,13 @@ def _names_registered() -> Iterator[None]:
             unregister_process_group(name)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if "averaged" in name else ())
+        for name in CONFIGS
+    ],
+)
 def test_fused_graphs_are_what_was_traced(run_on_ranks: RUN, config: str) -> None:
     cap = 1 if "one by one" in config else 1 << 30
     results = run_on_ranks(2, run_graphs, config=CONFIGS[config], cap=cap)

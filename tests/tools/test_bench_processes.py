@@ -87,7 +87,7 @@ def test_ranks_that_hang_are_killed(place: Place) -> None:
         row.ask("steps", 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # A check runs the quick form as a stage of its own.
 def test_the_quick_form_measures_and_writes(tmp_path: Path) -> None:
     """Real ranks: eager DDP and one of ours, on the network as it is. Judges no time."""
     options = ["--quick", "--ways", "eager DDP", "concat", "--output", str(tmp_path)]
