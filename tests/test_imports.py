@@ -23,7 +23,7 @@ ROOMS: Final = {
     "reductions": "find gradient reductions, and who produces the gradients",
     "lowering": "the package's operators in Inductor's IR",
     "plan": "decide: buckets, caps, scaling, layout of a bucket",
-    "passes": "do it: one file a pass, the laws, their order",
+    "passes": "do it: one file a pass, the invariants, their order",
     "report": "what was done, for people",
     "ddp": "DDP's side: the hook, rounds, backwards, what falls back",
     "install": "what is patched and set in torch",

@@ -4,9 +4,13 @@ While it is on, every backward of the process would be traced, and torch refuses
 cannot be switched on or off while another thread is in an untraced backward. No thread may wait
 for another's collectives either: two ranks that begin with different threads would wait for each
 other. So one thread at a time is traced, and others run untraced meanwhile, in the phases in which
-compiled autograd is off. They reduce their gradients when their backward has ended, so nobody waits
-in one for another rank. Compilers switch it off, and back to what it was, so nothing is compiled by
-others while it is on.
+compiled autograd is off. Managed modules reduce their gradients when such a backward has ended, so
+they wait in none for another rank. Compilers switch it off, and back to what it was, so nothing is
+compiled by others while it is on.
+
+A module with DDP's own reducer does wait in its backward for other ranks, as in eager DDP. That
+ends while each rank's other threads run or compile. If a rank has failed there, the others wait for
+it as they would with eager DDP.
 """
 
 from __future__ import annotations

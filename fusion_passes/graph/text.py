@@ -1,4 +1,4 @@
-"""A graph as text: one line a node, with dtype and shape. What goldens hold and laws compare."""
+"""A graph as text: a line for each node, with dtype and shape, for goldens and invariants."""
 
 from __future__ import annotations
 

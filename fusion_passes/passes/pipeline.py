@@ -18,7 +18,7 @@ from fusion_passes.passes.contract import GraphPass
 from fusion_passes.passes.erase import EraseDeadCode
 from fusion_passes.passes.pin import PinOrder
 from fusion_passes.passes.place import PlaceReductions
-from fusion_passes.passes.verify import LawBrokenError, graph_facts, verify
+from fusion_passes.passes.verify import BrokenInvariantError, graph_facts, verify
 from fusion_passes.passes.write import WriteGradsTogether
 from fusion_passes.plan.buckets import BucketPlan
 from fusion_passes.plan.placement import Placement
@@ -81,7 +81,7 @@ def run_pipeline(
         The plan that was carried out; without buckets where the graph has no reduction of DDP.
 
     Raises:
-        LawBrokenError: a bug of a pass.
+        BrokenInvariantError: a bug of a pass.
     """
     with _collector_paused():
         return _fuse(graph, config, owner_of, caps_of, agreed_of)
@@ -147,7 +147,7 @@ class _Runner:
             Whether the passes ran; not so where one that others need is switched off.
 
         Raises:
-            LawBrokenError: a pass has broken a law, or said what is not so.
+            BrokenInvariantError: a pass has broken an invariant, or said what is not so.
         """
         for graph_pass in passes:
             name, before = graph_pass.name, _structure(self._graph)
@@ -158,7 +158,7 @@ class _Runner:
                     return False
                 continue
             if changed != (_structure(self._graph) != before):
-                raise LawBrokenError(f"{name} returned {changed}, which is not what it did")
+                raise BrokenInvariantError(f"{name} returned {changed}, which is not what it did")
             if changed:
                 expected = graph_pass.facts_after(self._facts)
                 self._facts = verify(self._graph, expected, self._groups)

@@ -1,5 +1,5 @@
-"""Laws that hold after every pass. A broken law is a bug of the package, never a user's error:
-the compile stops before a wrong gradient can be computed."""
+"""Invariants that hold after every pass. A broken one is a bug of the package, never a user's
+error: the compile stops before a wrong gradient can be computed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fusion_passes.plan.buckets import Bucket
 from fusion_passes.reductions.owners import DdpGroups
 
 
-class LawBrokenError(AssertionError):
+class BrokenInvariantError(AssertionError):
     """A pass made a graph that means something else than the graph it was given."""
 
 
@@ -91,7 +91,7 @@ def graph_facts(graph: fx.Graph, groups: DdpGroups) -> GraphFacts:
 
 
 def verify(graph: fx.Graph, before: GraphFacts, groups: DdpGroups) -> GraphFacts:
-    """Check the laws on a graph that a pass has changed.
+    """Check the invariants on a graph that a pass has changed.
 
     Args:
         graph: the graph as the pass left it.
@@ -102,12 +102,12 @@ def verify(graph: fx.Graph, before: GraphFacts, groups: DdpGroups) -> GraphFacts
         The facts of the graph as the pass left it.
 
     Raises:
-        LawBrokenError: it says which law, with both sides.
+        BrokenInvariantError: it says which invariant, with both sides.
     """
     try:
         graph.lint()
     except (RuntimeError, AssertionError) as error:
-        raise LawBrokenError(f"the graph is not well formed: {error}") from error
+        raise BrokenInvariantError(f"the graph is not well formed: {error}") from error
     after = graph_facts(graph, groups)
     _same("the graph returns other values", before.outputs, after.outputs)
     _same("other elements are reduced", +before.reduced, +after.reduced)
@@ -115,13 +115,13 @@ def verify(graph: fx.Graph, before: GraphFacts, groups: DdpGroups) -> GraphFacts
     _same("a reduction is not waited for", before.unwaited & after.unwaited, after.unwaited)
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not DONATE and "val" not in node.meta:
-            raise LawBrokenError(f"{node.name} has no value in its metadata")
+            raise BrokenInvariantError(f"{node.name} has no value in its metadata")
     return after
 
 
-def _same(law: str, before: object, after: object) -> None:
+def _same(invariant: str, before: object, after: object) -> None:
     if before != after:
-        raise LawBrokenError(f"{law}: before {before}, after {after}")
+        raise BrokenInvariantError(f"{invariant}: before {before}, after {after}")
 
 
 def _tensors(value: object) -> Iterable[torch.Tensor]:

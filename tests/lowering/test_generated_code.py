@@ -115,7 +115,7 @@ def test_launched_as_soon_as_the_last_gradient_exists(
 ) -> None:
     buckets = len(backwards.report.buckets)
     assert kernels_not_needed(calls) == [[]] * buckets
-    # The law would hold for one launch at the end too: these are spread over the backward.
+    # The invariant would hold for one launch at the end too: these are spread over the backward.
     kernels = indices(calls, "kernel")
     before = [sum(kernel < at for kernel in kernels) for at in indices(calls, "launch")]
     assert len(set(before)) == buckets == 7

@@ -27,7 +27,7 @@ from fusion_passes.passes.concat import FuseByConcat
 from fusion_passes.passes.contract import GraphPass
 from fusion_passes.passes.pipeline import passes_before_planning, passes_for, run_pipeline
 from fusion_passes.passes.place import PlaceReductions
-from fusion_passes.passes.verify import LawBrokenError
+from fusion_passes.passes.verify import BrokenInvariantError
 from fusion_passes.plan.buckets import BucketPlan
 from fusion_passes.reductions.owners import DdpGroups
 from tests.support.graphs import (
@@ -363,7 +363,7 @@ def _run_only(monkeypatch: pytest.MonkeyPatch, function: Callable[[fx.Graph], bo
 
 def test_a_pass_that_lies_about_change_stops_the_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     _run_only(monkeypatch, lambda graph: True)
-    with pytest.raises(LawBrokenError, match="returned True, which is not what it did"):
+    with pytest.raises(BrokenInvariantError, match="returned True, which is not what it did"):
         _run(trace(_layers, _INPUTS))
 
 
@@ -372,18 +372,18 @@ def test_a_pass_that_is_silent_about_change_does_too(monkeypatch: pytest.MonkeyP
         return PlaceReductions(groups_of(graph))(graph) and False
 
     _run_only(monkeypatch, place_silently)
-    with pytest.raises(LawBrokenError, match="returned False"):
+    with pytest.raises(BrokenInvariantError, match="returned False"):
         _run(trace(_layers, _INPUTS))
 
 
-def test_a_pass_that_breaks_a_law_does_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_breaks_an_invariant_does_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def send_elsewhere(graph: fx.Graph) -> bool:
         start = next(iter(graph.find_nodes(op="call_function", target=ALL_REDUCE)))
         start.args = (*start.args[:2], "ddp2#w")
         return True
 
     _run_only(monkeypatch, send_elsewhere)
-    with pytest.raises(LawBrokenError, match="other elements are reduced"):
+    with pytest.raises(BrokenInvariantError, match="other elements are reduced"):
         _run(trace(_layers, _INPUTS))
 
 
@@ -433,7 +433,7 @@ def _backward_of(steps: list[tuple[str, int, str]]) -> Backward:
 @settings(max_examples=20, derandomize=True, deadline=None, database=None)
 @given(steps=_STEPS, cap=st.sampled_from([1, 40, 1000]))
 def test_any_graph_gives_the_same_numbers(mode, steps, cap) -> None:
-    """The pipeline's own laws hold too: it raises where they do not."""
+    """The pipeline's own invariants hold too: it raises where they do not."""
     module = trace(_backward_of(steps), _INPUTS)
     before, numbers = graph_text(module.graph), execute(module)
     plan = run_pipeline(module.graph, FusionConfig(mode=mode), owner_of, caps(cap))

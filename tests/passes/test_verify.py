@@ -1,4 +1,4 @@
-"""Each law, broken on purpose, and what is said then."""
+"""Each invariant, broken on purpose, and what is said then."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fusion_passes.graph.collectives import ALL_REDUCE, WAIT, all_reduce
-from fusion_passes.passes.verify import GraphFacts, LawBrokenError, graph_facts, verify
+from fusion_passes.passes.verify import BrokenInvariantError, GraphFacts, graph_facts, verify
 from tests.support.graphs import chain, coalesced, concat, groups_of, pin, reduce, tensor, trace
 
 _aten = torch.ops.aten
@@ -103,14 +103,14 @@ BREAKS: dict[Callable[[fx.Graph], None], str] = {
 
 
 @pytest.mark.parametrize("break_it", BREAKS, ids=lambda function: function.__name__)
-def test_a_broken_law_is_named(break_it: Callable[[fx.Graph], None]) -> None:
+def test_a_broken_invariant_is_named(break_it: Callable[[fx.Graph], None]) -> None:
     graph, facts = _traced()
     break_it(graph)
-    with pytest.raises(LawBrokenError, match=BREAKS[break_it]):
+    with pytest.raises(BrokenInvariantError, match=BREAKS[break_it]):
         verify(graph, facts, groups_of(graph))
 
 
-def test_an_untouched_graph_keeps_all_laws() -> None:
+def test_an_untouched_graph_keeps_all_invariants() -> None:
     graph, facts = _traced()
     assert verify(graph, facts, groups_of(graph)) == facts
 
@@ -143,7 +143,7 @@ def test_a_foreign_collective_may_not_change_places_with_one_of_its_group() -> N
     facts = graph_facts(module.graph, groups_of(module.graph))
     first, second = module.graph.find_nodes(op="call_function", target=ALL_REDUCE)
     _node(module.graph, "neg").prepend(second)
-    with pytest.raises(LawBrokenError, match="all_reduce_1"):
+    with pytest.raises(BrokenInvariantError, match="all_reduce_1"):
         verify(module.graph, facts, groups_of(module.graph))
     assert list(first.users)
 

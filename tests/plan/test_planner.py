@@ -333,7 +333,7 @@ def _random_inputs(gradients: list[tuple]) -> list[TensorSpec]:
 
 @settings(max_examples=25, derandomize=True, deadline=None, database=None)
 @given(_GRADIENTS, _CAPS)
-def test_laws_of_every_plan(gradients: list[tuple], limits: tuple[int, int, int]) -> None:
+def test_invariants_of_every_plan(gradients: list[tuple], limits: tuple[int, int, int]) -> None:
     caps_of = caps(*limits)
     plan = _plan(_random_backward(gradients), *_random_inputs(gradients), caps_of=caps_of)
     placed = [member for bucket in plan.buckets for member in bucket.members]

@@ -280,9 +280,9 @@ def check(
 ) -> str:
     """Runs a pass on the graph of a function and gives the text of what it leaves.
 
-    Asserts what holds for every pass and every graph: it tells the truth about change, the laws
-    hold, a second run changes nothing, the numbers are bitwise those of the graph as it was
-    traced, and the text is the same on the first and on the last rank.
+    Asserts what holds for every pass and every graph: it tells the truth about change, the
+    invariants hold, a second run changes nothing, the numbers are bitwise those of the graph as it
+    was traced, and the text is the same on the first and on the last rank.
 
     Args:
         function: tensor code of the graph.
@@ -330,7 +330,7 @@ def _check_on(
 
 
 def _verify_rewritten(graph: fx.Graph, before: GraphFacts) -> GraphFacts:
-    """The laws, but that another operation or dtype may reduce the same elements."""
+    """The invariants, but that another operation or dtype may reduce the same elements."""
     after = graph_facts(graph, groups_of(graph))
     assert _elements(after) == _elements(before)
     return verify(graph, replace(before, reduced=after.reduced), groups_of(graph))
