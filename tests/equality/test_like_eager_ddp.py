@@ -470,12 +470,14 @@ def _in_both_modes() -> Iterator[Any]:
     for number, case in enumerate(CASES):
         for mode in ("concat", "coalesced"):
             is_now = (mode == "concat") == (number % 2 == 0)
-            marks = () if is_now else pytest.mark.nightly
+            marks = [] if is_now else [pytest.mark.nightly]
+            if case is two_forwards and torch.__version__ < "2.13":
+                marks.append(pytest.mark.skip(reason="eager DDP of this torch raises here"))
             yield pytest.param(case, mode, marks=marks, id=f"{case.__name__}-{mode}")
 
 
 @pytest.mark.each_torch
-@pytest.mark.parametrize(("case", "mode"), _in_both_modes())
+@pytest.mark.parametrize(("case", "mode"), list(_in_both_modes()))
 def test_ends_as_with_eager_ddp(
     run_on_ranks: RUN, case: Callable[[Compile], list[Any]], mode: str
 ) -> None:

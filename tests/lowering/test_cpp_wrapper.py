@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -52,7 +53,9 @@ def test_gradients_are_those_of_the_module(mode: str) -> None:
     assert report.collectives_after == 1
     assert "inductor_entry_impl" in code[-1]
     assert "all_reduce_" in code[-1]
-    assert ("fusion_passes::store_" in code[-1]) == (mode == "concat")
+    # Torch 2.11 calls it through Python.
+    stores = re.search(r"fusion_passes(::|\.)store_", code[-1])
+    assert (stores is not None) == (mode == "concat")
     # What the fake process group sums is this rank's share alone.
     plain(x).square().mean().backward()
     for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):

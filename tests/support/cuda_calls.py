@@ -28,8 +28,12 @@ def read_kernels(code: str) -> dict[str, str]:
 
 
 def kernel_body(source: str) -> str:
-    """A kernel without what is told to the heuristics about it."""
-    return source.rpartition("@triton.jit\n")[2].strip() + "\n"
+    """A kernel without what is told to the heuristics about it.
+
+    Hints for the cache are left out, which only some versions of torch give.
+    """
+    body = source.rpartition("@triton.jit\n")[2].strip() + "\n"
+    return re.sub(r", eviction_policy='\w+'", "", body)
 
 
 def launched_kernels(code: str) -> list[str]:
