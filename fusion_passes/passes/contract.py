@@ -42,8 +42,7 @@ class GraphPass(ABC):
         """What must be true of the graph after the pass: the same as before, for most."""
         return before
 
-    def placements(self, graph: fx.Graph) -> Mapping[str, Sequence[Placement]]:
-        """Where DDP's collectives stand in the graph that the pass has left, and why, by group
-        name and in the order of their launches; empty for a pass that places none."""
-        del graph
+    def placements(self) -> Mapping[str, Sequence[Placement]]:
+        """Where the pass places DDP's collectives, and why, by group name and in the order of
+        their launches; empty for a pass that places none."""
         return {}

@@ -21,7 +21,7 @@ from fusion_passes.passes.place import PlaceReductions
 from fusion_passes.passes.verify import BrokenInvariantError, graph_facts, verify
 from fusion_passes.passes.write import WriteGradsTogether
 from fusion_passes.plan.buckets import BucketPlan
-from fusion_passes.plan.placement import Placement
+from fusion_passes.plan.placement import Placement, PlacementPlan, plan_placement
 from fusion_passes.plan.planner import (
     AgreedOf,
     CapsOf,
@@ -42,20 +42,28 @@ def passes_before_planning(groups: DdpGroups) -> list[GraphPass]:
     return [EraseDeadCode(groups)]  # What nothing reads would pass for a reader of a gradient.
 
 
-def passes_for(config: FusionConfig, plan: BucketPlan, groups: DdpGroups) -> list[GraphPass]:
-    """The passes that carry out ``plan``, in order."""
+def passes_that_fuse(config: FusionConfig, plan: BucketPlan, groups: DdpGroups) -> list[GraphPass]:
+    """The passes that make the launches of ``plan``, in order."""
     foreign = tuple(rejection.node for rejection in plan.rejections)
     fuse: GraphPass = (
         FuseByConcat(plan.buckets, foreign, plan.digest())
         if config.mode == "concat"
         else FuseByCoalescing(plan.buckets, foreign)
     )
-    launches = plan.launch_lists(config.mode)
-    texts = tuple((name, items.encode()) for name, items in launches.items())
     return [
         fuse,  # First: what is placed are the fused launches and waits.
         WriteGradsTogether(groups),  # Of what fusing has left; before it is placed.
-        PlaceReductions(groups),  # Needs the final launches; moves, but adds nothing.
+    ]
+
+
+def passes_that_order(
+    config: FusionConfig, plan: BucketPlan, placement: PlacementPlan, groups: DdpGroups
+) -> list[GraphPass]:
+    """The passes that put the launches of ``plan`` into an order and keep it, in order."""
+    launches = plan.launch_lists(config.mode)
+    texts = tuple((name, items.encode()) for name, items in launches.items())
+    return [
+        PlaceReductions(placement),  # Needs the final launches; moves, but adds nothing.
         AgreeBeforeLaunch(texts, groups),  # Before what is the first launch then.
         PinOrder(groups),  # Last: it binds the order that it finds.
     ]
@@ -117,8 +125,10 @@ def _fuse(
         return BucketPlan((), found.rejections)
     options = PlanOptions(config.scaling, REDUCE_DTYPE_OF[config.reduce_dtype])
     plan = plan_buckets(graph, found.reductions, caps_of, found.rejections, options, agreed_of)
-    if not runner.run(passes_for(config, plan, groups)):
+    if not runner.run(passes_that_fuse(config, plan, groups)):
         return BucketPlan((), found.rejections)
+    placement = plan_placement(graph, groups)
+    runner.run(passes_that_order(config, plan, placement, groups))
     log.info("plan %s:\n%s", plan.digest(), plan.describe())
     return plan.with_placements(runner.placements)
 
@@ -162,7 +172,7 @@ class _Runner:
             if changed:
                 expected = graph_pass.facts_after(self._facts)
                 self._facts = verify(self._graph, expected, self._groups)
-            self.placements = graph_pass.placements(self._graph) or self.placements
+            self.placements = graph_pass.placements() or self.placements
             self._trace(name)
             log.debug("%s: %s", name, "changed the graph" if changed else "nothing to do")
         return True

@@ -10,8 +10,7 @@ from torch import fx
 from fusion_passes.graph.collectives import group_name_of
 from fusion_passes.graph.dependencies import reorder
 from fusion_passes.passes.contract import GraphPass
-from fusion_passes.plan.placement import Placement, plan_placement
-from fusion_passes.reductions.owners import DdpGroups
+from fusion_passes.plan.placement import Placement, PlacementPlan
 
 
 @dataclass(frozen=True)
@@ -30,17 +29,16 @@ class PlaceReductions(GraphPass):
     keep their order, DDP's and others alike, and no other node moves but to make room for that.
 
     Attributes:
-        groups: the graph's names of DDP's groups.
+        plan: an order for the nodes of the graph.
     """
 
-    groups: DdpGroups
+    plan: PlacementPlan
 
     def __call__(self, graph: fx.Graph) -> bool:
-        plan = plan_placement(graph, self.groups)
-        return bool(plan.placements) and reorder(graph, plan.keys, plan.queues)
+        return bool(self.plan.placements) and reorder(graph, self.plan.keys, self.plan.queues)
 
-    def placements(self, graph: fx.Graph) -> Mapping[str, Sequence[Placement]]:
+    def placements(self) -> Mapping[str, Sequence[Placement]]:
         by_name: dict[str, list[Placement]] = {}
-        for placement in plan_placement(graph, self.groups).placements:
+        for placement in self.plan.placements:
             by_name.setdefault(group_name_of(placement.launch) or "", []).append(placement)
         return by_name

@@ -97,6 +97,9 @@ def plan_placement(graph: fx.Graph, groups: DdpGroups) -> PlacementPlan:
     """Launch each of DDP's collectives right after the last of what it sends exists, and wait
     for it right before the first node that reads a result.
 
+    What is said of each launch holds in the order that the plan gives: library kernels, the nodes
+    that launches follow, and those that read results keep their order among each other.
+
     Args:
         graph: with its final launches.
         groups: the graph's names of DDP's groups.

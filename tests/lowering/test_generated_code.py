@@ -199,8 +199,8 @@ def test_results_arrive_in_the_gradients(backwards: Backwards) -> None:
 
 def test_the_order_is_lost_without_pinning_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why there is a pass that pins the order: the twin that makes the tests above fail."""
-    passes_for = pipeline.passes_for
-    monkeypatch.setattr(pipeline, "passes_for", lambda *args: passes_for(*args)[:-1])
+    passes = pipeline.passes_that_order
+    monkeypatch.setattr(pipeline, "passes_that_order", lambda *args: passes(*args)[:-1])
     if not any(kernels_not_needed(compile_backwards("concat", steps=1).fresh)):
         pytest.skip(f"torch {torch.__version__} keeps this model's order without being told")
 

@@ -25,10 +25,16 @@ from fusion_passes.passes import pipeline as pipeline_module
 from fusion_passes.passes.coalesced import FuseByCoalescing
 from fusion_passes.passes.concat import FuseByConcat
 from fusion_passes.passes.contract import GraphPass
-from fusion_passes.passes.pipeline import passes_before_planning, passes_for, run_pipeline
+from fusion_passes.passes.pipeline import (
+    passes_before_planning,
+    passes_that_fuse,
+    passes_that_order,
+    run_pipeline,
+)
 from fusion_passes.passes.place import PlaceReductions
 from fusion_passes.passes.verify import BrokenInvariantError
 from fusion_passes.plan.buckets import BucketPlan
+from fusion_passes.plan.placement import PlacementPlan, plan_placement
 from fusion_passes.reductions.owners import DdpGroups
 from tests.support.graphs import (
     Backward,
@@ -37,6 +43,8 @@ from tests.support.graphs import (
     caps,
     check,
     check_unchanged,
+    coalesced,
+    concat,
     execute,
     groups_of,
     owner_of,
@@ -209,10 +217,11 @@ def test_each_pass_leaves_its_graph_in_a_trace() -> None:
 
 
 def _all_passes() -> list[GraphPass]:
-    plan = BucketPlan((), ())
+    config, plan, groups = FusionConfig(mode="concat"), BucketPlan((), ()), DdpGroups({})
     return [
-        *passes_before_planning(DdpGroups({})),
-        *passes_for(FusionConfig(mode="concat"), plan, DdpGroups({})),
+        *passes_before_planning(groups),
+        *passes_that_fuse(config, plan, groups),
+        *passes_that_order(config, plan, PlacementPlan({}, (), ()), groups),
     ]
 
 
@@ -345,7 +354,7 @@ def _run(module: fx.GraphModule, mode: str = "concat") -> BucketPlan:
 )
 def test_the_mode_chooses_the_pass(mode: str, fuse: type) -> None:
     plan = BucketPlan((), ())
-    assert isinstance(passes_for(FusionConfig(mode=mode), plan, DdpGroups({}))[0], fuse)
+    assert isinstance(passes_that_fuse(FusionConfig(mode=mode), plan, DdpGroups({}))[0], fuse)
 
 
 @dataclass(frozen=True)
@@ -358,7 +367,8 @@ class _Calls(GraphPass):
 
 def _run_only(monkeypatch: pytest.MonkeyPatch, function: Callable[[fx.Graph], bool]) -> None:
     """Lets the pipeline run one function in the place of its passes."""
-    monkeypatch.setattr(pipeline_module, "passes_for", lambda *_: [_Calls(function)])
+    monkeypatch.setattr(pipeline_module, "passes_that_fuse", lambda *_: [_Calls(function)])
+    monkeypatch.setattr(pipeline_module, "passes_that_order", lambda *_: [])
 
 
 def test_a_pass_that_lies_about_change_stops_the_compile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +379,7 @@ def test_a_pass_that_lies_about_change_stops_the_compile(monkeypatch: pytest.Mon
 
 def test_a_pass_that_is_silent_about_change_does_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def place_silently(graph: fx.Graph) -> bool:
-        return PlaceReductions(groups_of(graph))(graph) and False
+        return PlaceReductions(plan_placement(graph, groups_of(graph)))(graph) and False
 
     _run_only(monkeypatch, place_silently)
     with pytest.raises(BrokenInvariantError, match="returned False"):
@@ -446,3 +456,28 @@ def test_any_graph_gives_the_same_numbers(mode, steps, cap) -> None:
     if not plan.buckets:
         assert graph_text(module.graph) == before
         assert not any(is_pinned(node) for node in module.graph.nodes)
+
+
+@pytest.mark.parametrize("fuse", [concat, coalesced])
+@settings(max_examples=20, derandomize=True, deadline=None, database=None)
+@given(steps=_STEPS, cap=st.sampled_from([1, 40, 1000]))
+def test_placing_changes_nothing_that_the_placement_says(fuse, steps, cap) -> None:
+    """The report reads the plan that was made before anything moved: one of the graph as it then
+    stands would say the same."""
+    graph = trace(_backward_of(steps), _INPUTS).graph
+    fuse(caps(cap))(graph)(graph)
+    plan = plan_placement(graph, groups_of(graph))
+    PlaceReductions(plan)(graph)
+    assert _said(plan_placement(graph, groups_of(graph))) == _said(plan)
+
+
+def _said(plan: PlacementPlan) -> dict[str, tuple[object, ...]]:
+    return {
+        item.launch.name: (
+            item.why_launched(),
+            item.why_waited(),
+            item.overlapped,
+            item.following,
+        )
+        for item in plan.placements
+    }

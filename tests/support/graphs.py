@@ -46,6 +46,7 @@ from fusion_passes.passes.pipeline import run_pipeline
 from fusion_passes.passes.place import PlaceReductions
 from fusion_passes.passes.verify import GraphFacts, graph_facts, verify
 from fusion_passes.plan.caps import BucketCaps
+from fusion_passes.plan.placement import plan_placement
 from fusion_passes.plan.planner import (
     DEFAULT_OPTIONS,
     BucketPlan,
@@ -222,7 +223,7 @@ def coalesced(caps_of: CapsOf | None = None, **options: Any) -> RewriteFor:
 
 
 def place() -> RewriteFor:
-    return lambda graph: PlaceReductions(groups_of(graph))
+    return lambda graph: PlaceReductions(plan_placement(graph, groups_of(graph)))
 
 
 def pin() -> RewriteFor:
