@@ -111,13 +111,14 @@ def _follows(pinned: fx.Node, launch: fx.Node) -> bool:
 
 def _computed_inputs(kernel: fx.Node) -> list[fx.Node]:
     """What a library kernel reads of generated kernels, which Inductor computes no sooner than
-    something asks for it."""
+    something asks for it. A wait computes nothing."""
     return [
         source
         for source in kernel.all_input_nodes
         if source.op == "call_function"
         and source.target is not operator.getitem
         and not is_library_kernel(source)
+        and not is_wait(source)
     ]
 
 
