@@ -30,7 +30,6 @@ from fusion_passes.ddp.unfused import (
 )
 from fusion_passes.report.journal import Journal
 from fusion_passes.torch_private import (
-    backward_id,
     compiled_autograd,
     dynamo_config,
     has_flattened_parameters,
@@ -38,7 +37,7 @@ from fusion_passes.torch_private import (
     is_compiling_graph,
     is_flattened,
 )
-from fusion_passes.torch_private.autograd import tracing_backwards
+from fusion_passes.torch_private.autograd import backward_id, tracing_backwards
 
 CompilerFn = Callable[[torch.fx.GraphModule], Any]
 

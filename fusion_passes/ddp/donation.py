@@ -18,8 +18,11 @@ import torch
 
 from fusion_passes.ddp.tracing import make_readable, traceable
 from fusion_passes.graph.operators import DONATE
-from fusion_passes.torch_private import backward_keeps_graph
-from fusion_passes.torch_private.autograd import backward_to_read, compiled_forward
+from fusion_passes.torch_private.autograd import (
+    backward_keeps_graph,
+    backward_to_read,
+    compiled_forward,
+)
 
 
 def donating(

@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.tensor_parallel import check_dtensors
 from fusion_passes.report.warnings import warn_once
-from fusion_passes.torch_private import after_backward
-from fusion_passes.torch_private.autograd import hooks_on_gradient
+from fusion_passes.torch_private.autograd import after_backward, hooks_on_gradient
 from fusion_passes.torch_private.ddp import (
     delayed_gradients,
     delayed_hook,

@@ -26,7 +26,8 @@ from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.unfinished import FORGOTTEN, UNFINISHED, unfinished
 from fusion_passes.report.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import after_backward, clear_backward_cache
+from fusion_passes.torch_private import clear_backward_cache
+from fusion_passes.torch_private.autograd import after_backward
 from fusion_passes.torch_private.ddp import parameters_of
 
 EXPECTED: Final = "_ddp_fusion_expected"

@@ -22,11 +22,11 @@ from fusion_passes.install.regions import breaking_at_callbacks, make_region
 from fusion_passes.report.journal import journal
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import (
-    backward_id,
     clear_backward_cache,
     engine_with_queue,
     is_compiling_graph,
 )
+from fusion_passes.torch_private.autograd import backward_id
 
 _runner: Final = process_state.keep(
     BackwardRunner(journal),

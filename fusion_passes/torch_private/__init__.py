@@ -284,23 +284,6 @@ def is_compiling_graph() -> bool:
     return CompileContext.try_get() is not None
 
 
-def after_backward(function: Any) -> None:
-    """Have autograd's engine call ``function`` at the end of the backward that it runs."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(function)
-
-
-def backward_id() -> int:
-    """Number of the backward that autograd's engine runs in this thread; -1 if none."""
-    return int(torch._C._current_graph_task_id())
-
-
-def backward_keeps_graph() -> bool:
-    """Whether the backward that autograd's engine runs in this thread was called with
-    ``retain_graph=True``."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
 def without_view_tracking() -> Any:
     """A context in which autograd does not see that a tensor is a view of another."""
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)

@@ -77,7 +77,7 @@ def test_names_that_are_gone_are_found_with_who_needs_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gone = {
-        "torch._C._current_graph_task_id": "torch_private/__init__.py",
+        "torch._C._current_graph_task_id": "torch_private/autograd.py",
         "torch._dynamo.compiled_autograd._enable": "torch_private/autograd.py",
         "torch._inductor.ir.ConcatKernel.realize_into": "lowering/pack.py",
         "torch._inductor.ir.DonatedBuffer": "lowering/donate.py",
