@@ -22,10 +22,15 @@ from fusion_passes.ddp.managed_module import ManagedModule
 from fusion_passes.ddp.modules import registry
 from fusion_passes.flag import active_config
 from fusion_passes.graph.collectives import ALL_REDUCE, ALL_REDUCE_COALESCED, WAIT
-from fusion_passes.graph.scaling import Scaling
+from fusion_passes.graph.scaling import NO_SCALING, Scaling, scaled
 from fusion_passes.plan.caps import bucket_caps
 from fusion_passes.plan.layout import as_it_lies, lay_out
-from fusion_passes.plan.scaling import REDUCE_DTYPE_OF, choose_scaling
+from fusion_passes.plan.scaling import (
+    REDUCE_DTYPE_OF,
+    BucketScaling,
+    choose_scaling,
+    scaling_as_agreed,
+)
 from fusion_passes.reductions.find import ReductionKey, dtype_name
 from fusion_passes.torch_private.ddp import parameters_of
 
@@ -49,11 +54,17 @@ class _Job:
 
     def launch(self, item: Collective, mode: str) -> _Launched:
         gradients = [self._gradient(number) for number in item.parameters]
+        scaling = self._scaling_of(item)
         sent = [
-            self._to_send(gradient, number, item)
+            self._to_send(gradient, number, item, scaling.before)
             for gradient, number in zip(gradients, item.parameters, strict=True)
         ]
-        return _Launched(self, item, gradients, *_launch(sent, item, mode, self.module.group_name))
+        pieces, offsets = _launch(sent, scaling.reduce_op, mode, self.module.group_name)
+        return _Launched(self, item, scaling.after, gradients, pieces, offsets)
+
+    def _scaling_of(self, item: Collective) -> BucketScaling:
+        key = _key_of(self, parameters_of(self.ddp)[item.parameters[0]], FusionConfig())
+        return scaling_as_agreed(key, item.divided, "auto", folds=False)
 
     def _gradient(self, number: int) -> Tensor:
         gradient = parameters_of(self.ddp)[number].grad
@@ -61,14 +72,11 @@ class _Job:
         detached: Tensor = gradient.detach()
         return detached
 
-    def _to_send(self, gradient: Tensor, number: int, item: Collective) -> Tensor:
+    def _to_send(self, gradient: Tensor, number: int, item: Collective, scaling: Scaling) -> Tensor:
         """The gradient's elements in the order in which all ranks send them, in a dtype and scale
         that the collective expects."""
-        is_divided, ranks = self.participant.late[number], self.module.world_size
-        if item.divided == "before" and not is_divided:
-            gradient = gradient / ranks
-        elif item.divided != "before" and is_divided:
-            gradient = gradient * ranks
+        left = scaling.without(_average(self) if self.participant.late[number] else NO_SCALING)
+        gradient = scaled(gradient, left.kind, left.value)
         flat = as_it_lies(gradient, self.module.strides[number])
         dtype: torch.dtype = getattr(torch, item.dtype)
         real: Tensor = torch.view_as_real(flat) if flat.is_complex() else flat
@@ -81,12 +89,14 @@ class _Launched:
     """A collective that was launched and not waited for.
 
     Attributes:
+        scaling: what the results are scaled by.
         pieces: what it gives: the bucket, or the tensors one by one.
         offsets: where each gradient lies in the bucket, if there is one.
     """
 
     job: _Job
     item: Collective
+    scaling: Scaling
     gradients: list[Tensor]
     pieces: list[Tensor]
     offsets: list[int] | None
@@ -107,8 +117,7 @@ class _Launched:
 
     def _write(self, gradient: Tensor, result: Tensor, strides: tuple[int, ...]) -> None:
         result = result.to(gradient.dtype.to_real())
-        if self.item.divided == "after":
-            result = result / self.job.module.world_size
+        result = scaled(result, self.scaling.kind, self.scaling.value)
         if gradient.is_complex():
             result = torch.view_as_complex(result.reshape(-1, 2))
         gradient.copy_(result.as_strided(gradient.shape, strides, result.storage_offset()))
@@ -186,7 +195,6 @@ def _key_of(job: _Job, parameter: Tensor, config: FusionConfig) -> ReductionKey:
     reduce_dtype = sent_as(job.ddp) or REDUCE_DTYPE_OF[config.reduce_dtype] or dtype
     if not dtype.is_floating_point or dtype.itemsize <= reduce_dtype.itemsize:
         reduce_dtype = dtype
-    scaling = Scaling("div", job.module.world_size)
     return ReductionKey(
         "all_reduce",
         job.module.group_name,
@@ -194,14 +202,18 @@ def _key_of(job: _Job, parameter: Tensor, config: FusionConfig) -> ReductionKey:
         dtype,
         reduce_dtype,
         parameter.device,
-        scaling,
+        _average(job),
     )
 
 
+def _average(job: _Job) -> Scaling:
+    """What makes the average of a sum over all ranks."""
+    return Scaling("div", job.module.world_size)
+
+
 def _launch(
-    sent: list[Tensor], item: Collective, mode: str, group_name: str
+    sent: list[Tensor], operation: str, mode: str, group_name: str
 ) -> tuple[list[Tensor], list[int] | None]:
-    operation = "avg" if item.divided == "by" else "sum"
     if mode == "coalesced":
         return ALL_REDUCE_COALESCED(sent, operation, group_name), None
     if not any(tensor.numel() for tensor in sent):
