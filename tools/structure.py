@@ -1,11 +1,12 @@
 """Prints the shape of the package: its rooms and their imports, the lengths of files and functions,
-and how many of torch's private names are used where.
+and how many of torch's private names are used where. Or draws the rooms, as docs/structure.svg.
 
 The figures change with every commit, so no page keeps them; compare two commits instead.
 tests/test_imports.py holds the budgets, and that imports point one way.
 
     python tools/structure.py
     python tools/structure.py --commit HEAD~20      # as it was then
+    python tools/structure.py --draw docs/structure.svg
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parent.parent
 NAME: Final = "fusion_passes"
+PAGE: Final = "docs/architecture.md"
+"""Says what the rooms do, and where a gradient goes."""
 DOOR: Final = "torch_private"
 """The room for torch's private names."""
 
@@ -46,16 +49,19 @@ class Room:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the tables."""
+    """Print the tables, or write the drawing."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--commit", help="of a commit instead of the files in the checkout")
+    parser.add_argument(
+        "--draw", type=Path, metavar="FILE", help="write the rooms as SVG instead of the tables"
+    )
     options = parser.parse_args(arguments)
     if options.commit is None:
-        print(as_markdown(ROOT / NAME), end="")
+        show(ROOT, options.draw)
         return 0
-    command = ["git", "archive", options.commit, NAME]
+    command = ["git", "archive", options.commit]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
     if done.returncode:
         print(done.stderr.decode(), end="", file=sys.stderr)
@@ -63,8 +69,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
             archive.extractall(folder)
-        print(as_markdown(Path(folder) / NAME), end="")
+        show(Path(folder), options.draw)
     return 0
+
+
+def show(checkout: Path, drawing: Path | None) -> None:
+    """Print the tables of a checkout's package, or write its drawing into a file."""
+    if drawing is None:
+        print(as_markdown(checkout / NAME), end="")
+    else:
+        drawing.write_text(as_svg(checkout))
+
+
+def as_svg(checkout: Path) -> str:
+    """The drawing of a checkout's package."""
+    from structure_drawing import draw
+
+    page = checkout / PAGE
+    return draw(rooms_of(checkout / NAME), page.read_text() if page.exists() else "")
 
 
 def as_markdown(package: Path) -> str:

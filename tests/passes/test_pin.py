@@ -76,7 +76,10 @@ def test_a_kernel_that_reads_two_results_of_one_launch_follows_both_waits() -> N
         return torch.mm(reduce(x, "a"), reduce(torch.neg(x), "b"))
 
     text = check(backward, [tensor(2, 2)], chain(coalesced(), pin()))
-    assert "pinned_mm_1: f32[2, 2] = control_deps((getitem_2), pinned_mm, getitem_4, getitem_5)" in text
+    assert (
+        "pinned_mm_1: f32[2, 2] = control_deps((getitem_2), pinned_mm, getitem_4, getitem_5)"
+        in text
+    )
 
 
 def test_one_kernel_can_follow_several_launches() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import structure
+
+from structure_drawing import Station, floors_of, implied_imports, purposes_of, stations_of
 
 ONE = '''"""A file."""
 
@@ -66,3 +70,69 @@ def test_rooms_that_import_each_other_are_listed(package: Path) -> None:
 def test_a_commit_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert structure.main(["--commit", "no-such-commit"]) == 1
     assert "no-such-commit" in capsys.readouterr().err
+
+
+# --- The drawing -------------------------------------------------------------------------------
+
+PAGE = """\
+| room | what it does |
+| --- | --- |
+| `fusion_passes/one/` | does <one> |
+| `fusion_passes/two.py`, `fusion_passes/torch_private/` | does `two`; the door |
+
+**1. Made** (`fusion_passes/two.py`), and **2. Used.** By `fusion_passes/one/a.py`, which is not
+in `fusion_passes/two.py`. **3. Gone** to nowhere.
+"""
+
+
+def test_rooms_stand_above_what_they_import(package: Path) -> None:
+    assert floors_of(structure.rooms_of(package)) == {"torch_private": 0, "two": 1, "one": 2}
+
+
+def test_an_import_that_another_brings_along_is_implied(package: Path) -> None:
+    assert implied_imports(structure.rooms_of(package)) == set()
+    (package / "one" / "b.py").write_text("import fusion_passes.torch_private.door\n")
+    assert implied_imports(structure.rooms_of(package)) == {("one", "torch_private")}
+
+
+def test_a_circle_is_drawn_too(package: Path) -> None:
+    (package / "two.py").write_text("from fusion_passes.one import a\n")
+    rooms = structure.rooms_of(package)
+    assert floors_of(rooms) == {"torch_private": 0, "one": 0, "two": 1}
+    assert implied_imports(rooms) == set()
+
+
+def test_what_the_page_says() -> None:
+    assert stations_of(PAGE) == [Station(1, "Made", "two"), Station(2, "Used", "one")]
+    assert purposes_of(PAGE) == {
+        "one": "does <one>",
+        "two": "does two",
+        "torch_private": "the door",
+    }
+
+
+@pytest.mark.parametrize("page", [PAGE, None])
+def test_the_drawing_is_svg_with_all_rooms_imports_and_stations(
+    package: Path, page: str | None
+) -> None:
+    if page is not None:
+        (package.parent / "docs").mkdir()
+        (package.parent / "docs" / "architecture.md").write_text(page)
+    root = ElementTree.fromstring(structure.as_svg(package.parent))
+    classes = Counter(element.get("class") for element in root.iter())
+    assert (classes["box"], classes["import"], classes["implied"]) == (3, 2, 0)
+    assert (classes["station"], classes["walk"]) == ((2, 1) if page else (0, 0))
+    titles = {element.text for element in root.iter("{http://www.w3.org/2000/svg}title")}
+    assert {"one imports two", "two imports torch_private"} <= titles
+
+
+def test_the_drawing_is_written_into_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "drawing.svg"
+    assert structure.main(["--draw", str(file)]) == 0
+    walk = [
+        station.number for station in stations_of((structure.ROOT / structure.PAGE).read_text())
+    ]
+    assert walk == list(range(1, 11))
+    kept = structure.ROOT / "docs" / "structure.svg"
+    remedy = "python tools/structure.py --draw docs/structure.svg"
+    assert file.read_text() == kept.read_text(), remedy
