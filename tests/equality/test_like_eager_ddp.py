@@ -6,7 +6,7 @@ in both modes. It returns what it saw: gradients, errors, outputs.
 
 from __future__ import annotations
 
-import threading
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fusion_passes import FusionWarning
+from fuzzing.threads import run_at_once
 
 RUN = Callable[..., list[Any]]
 
@@ -310,24 +311,14 @@ def two_threads(compiled: Compile) -> list[Any]:
     groups = [dist.new_group() for _ in range(2)]
     models = [DistributedDataParallel(_chain(), process_group=group) for group in groups]
     calls = [compiled(model) for model in models]
-    failed: list[Exception] = []
 
     def train(number: int) -> None:
-        try:
-            for step in range(3):
-                models[number].zero_grad()
-                calls[number](_inputs(step + number)).sum().backward()
-        except Exception as error:  # noqa: BLE001 - raised below
-            failed.append(error)
+        for step in range(3):
+            models[number].zero_grad()
+            calls[number](_inputs(step + number)).sum().backward()
 
     order = (0, 1) if dist.get_rank() else (1, 0)
-    threads = [threading.Thread(target=train, args=(number,)) for number in order]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
+    run_at_once([functools.partial(train, number) for number in order])
     return [*_gradients(models[0]), *_gradients(models[1])]
 
 

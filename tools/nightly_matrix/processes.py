@@ -18,6 +18,7 @@ from nightly_matrix.cells import Cell
 from nightly_matrix.outcomes import judge
 from nightly_matrix.ranks import read_reports
 from nightly_matrix.results import Result
+from side_by_side import run_side_by_side
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WORKER = "nightly_matrix.worker"
@@ -122,27 +123,15 @@ def run_cells(
         on_result: called with each cell as it is done.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    waiting, running = list(cells), list[CellProcesses]()
     with tempfile.TemporaryDirectory(prefix="nightly-cache-") as cache:
-        try:
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    cell = waiting.pop(0)
-                    on_start(cell)
-                    log = logs / f"{cell.file_name}.log"
-                    options = {"log": log, "cache": Path(cache)}
-                    running.append(
-                        CellProcesses(cell, catalog=catalog, timeout_s=timeout_s, **options)
-                    )
-                for processes in list(running):
-                    result = processes.poll()
-                    if result is not None:
-                        running.remove(processes)
-                        on_result(processes.cell, result)
-                time.sleep(POLL_S)
-        finally:
-            for processes in running:
-                processes.discard()
+
+        def start(cell: Cell) -> CellProcesses:
+            on_start(cell)
+            log = logs / f"{cell.file_name}.log"
+            options = {"log": log, "cache": Path(cache)}
+            return CellProcesses(cell, catalog=catalog, timeout_s=timeout_s, **options)
+
+        run_side_by_side(cells, start, on_result, jobs=jobs)
 
 
 def torch_version() -> str:

@@ -14,13 +14,13 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from side_by_side import run_side_by_side
 from torch_tests_run.comparing import OFF, Outcome, Run, last_error
 from torch_tests_run.worker import FLAG, RESULT, preload, run_test
 
 STACKS_S = 10.0
 """How long before a run is killed torch's own time limit prints where the ranks hang."""
 
-POLL_S = 0.05
 TAIL = 4000
 """Characters of the log that an error is looked for in, if a test died without a word."""
 
@@ -142,21 +142,10 @@ class Processes:
         if not runs:
             return
         self._logs.mkdir(parents=True, exist_ok=True)
-        waiting, running = list(runs), list[RunProcesses]()
         with self._prepared():
-            try:
-                while waiting or running:
-                    while waiting and len(running) < self._jobs:
-                        running.append(self._start(waiting[0], runs[waiting.pop(0)]))
-                    for processes in list(running):
-                        outcome = processes.poll()
-                        if outcome is not None:
-                            running.remove(processes)
-                            on_outcome(processes.run, outcome)
-                    time.sleep(POLL_S)
-            finally:
-                for processes in running:
-                    processes.discard()
+            run_side_by_side(
+                runs, lambda run: self._start(run, runs[run]), on_outcome, jobs=self._jobs
+            )
 
     def _start(self, run: Run, ranks: int) -> RunProcesses:
         log = self._logs / f"{run.test}-{run.models}-{run.mode}.log"
