@@ -11,6 +11,7 @@
 #   make fuzz ARGS="--seeds 0:100"          random trainings beside eager DDP; --case N for one
 #   make faults ARGS=--quick                trainings with a rank that dies, stops or fails
 #   make torch-tests                        torch's own DDP tests, without and under the flag
+#   make mutations                          one-line breaks, each of which a test must notice
 #   make check-torch                        whether torch has all private names that are used
 #   make check                              format, lint, types, then all tests
 #
@@ -24,7 +25,7 @@ ARGS ?=
 
 RUN = exec $(PYTHON) tools/setup_env.py --torch "$(TORCH)" --
 
-.PHONY: train test nightly bench fuzz faults torch-tests check-torch lint check format clean
+.PHONY: train test nightly bench fuzz faults torch-tests mutations check-torch lint check format clean
 
 train:
 	@$(RUN) python examples/train_gpt.py $(ARGS)
@@ -46,6 +47,9 @@ faults:
 
 torch-tests:
 	@$(RUN) python tools/torch_tests.py $(ARGS)
+
+mutations:
+	@$(RUN) python tools/mutations.py $(ARGS)
 
 check-torch:
 	@$(RUN) python tools/check_torch.py $(ARGS)

@@ -1,0 +1,337 @@
+"""Breaks the package on purpose, one line at a time, and asks whether a test notices.
+
+Each mutation is applied in a temporary copy of the checkout, where the tests that must go red are
+run. First the same tests run on an unbroken copy: what is red there would prove nothing. Ends with
+1 where a mutation survived, and a test is missing.
+
+The breaks take about ten minutes on two cores that others use too; the unbroken run some more.
+
+    python tools/mutations.py                       # all of them
+    python tools/mutations.py swapped-offset no-wait
+    python tools/mutations.py --list                # what there is
+    python tools/mutations.py --check               # whether each text is still there, once
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+PACKAGE: Final = "fusion_passes"
+TIMEOUT_S: Final = 900.0
+RED: Final = 1
+"""How pytest ends where tests have failed. Otherwise it found none, or could not import them."""
+
+UNCOMPARED: Final = '__import__("dataclasses").field(compare=False)'
+"""A field that two keys need not have in common."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One break.
+
+    Attributes:
+        name: what is broken.
+        file: in the package.
+        text: occurs there exactly once.
+        replacement: for ``text``.
+        tests: files or tests that must go red.
+    """
+
+    name: str
+    file: str
+    text: str
+    replacement: str
+    tests: tuple[str, ...]
+
+    def occurrences(self, root: Path) -> int:
+        """How often the text occurs in a checkout."""
+        return (root / PACKAGE / self.file).read_text().count(self.text)
+
+    def apply(self, root: Path) -> None:
+        """Break the package of a checkout."""
+        assert self.occurrences(root) == 1, f"{self.name}: --check says what is wrong"
+        path = root / PACKAGE / self.file
+        path.write_text(path.read_text().replace(self.text, self.replacement))
+
+
+_PROTOCOL: Final = "tests/agreement/test_protocol.py"
+
+MUTATIONS: Final = (
+    # What is sent, and by what it is divided.
+    Mutation(
+        "wrong-divisor",
+        "ddp/hooks.py",
+        'all_reduce(gradient / world_size, "sum", name)',
+        'all_reduce(gradient / (world_size + 1), "sum", name)',
+        ("tests/equality/test_eager_ddp.py::test_mlp[concat-inside]",),
+    ),
+    Mutation(
+        "divided-twice",
+        "plan/scaling.py",
+        'return self.by if self.method == "result" else NO_SCALING',
+        "return self.by",
+        ("tests/passes/test_coalesced.py",),
+    ),
+    Mutation(
+        "averages-other-divisors",
+        "plan/scaling.py",
+        'key.reduce_op == "sum" and key.scaling == Scaling("div", owner.world_size)',
+        'key.reduce_op == "sum" and key.scaling.kind == "div"',
+        ("tests/plan/test_scaling.py",),
+    ),
+    Mutation(
+        "late-division-forgotten",
+        "ddp/late.py",
+        "left = scaling.without(_average(self) if self.participant.late[number] else NO_SCALING)",
+        "left = scaling",
+        (
+            "tests/equality/test_like_eager_ddp.py::test_ends_as_with_eager_ddp[batches_of_one-concat]",
+        ),
+    ),
+    Mutation(
+        "swapped-offset",
+        "passes/concat.py",
+        "        [place.offset for place in places],\n",
+        "        [place.offset for place in reversed(places)],\n",
+        ("tests/passes/test_concat.py",),
+    ),
+    Mutation(
+        "gap-in-the-bucket",
+        "plan/layout.py",
+        "        offset += numels[index]\n",
+        "        offset += numels[index] + 1\n",
+        ("tests/plan/test_layout.py",),
+    ),
+    # What shares a bucket, and when it is full.
+    Mutation(
+        "key-without-dtype",
+        "reductions/find.py",
+        "    dtype: torch.dtype\n    reduce_dtype: torch.dtype\n",
+        f"    dtype: torch.dtype = {UNCOMPARED}\n    reduce_dtype: torch.dtype = {UNCOMPARED}\n",
+        ("tests/plan/test_planner.py",),
+    ),
+    Mutation(
+        "key-without-group",
+        "reductions/find.py",
+        "    group_name: str\n    reduce_op: str\n",
+        f"    group_name: str = {UNCOMPARED}\n    reduce_op: str\n",
+        ("tests/plan/test_planner.py",),
+    ),
+    Mutation(
+        "cap-ignored",
+        "plan/planner.py",
+        "if self.filled_by is None and self.num_bytes >= self.cap_bytes:",
+        "if self.filled_by is None and self.num_bytes > self.cap_bytes:",
+        ("tests/plan/test_planner.py",),
+    ),
+    Mutation(
+        "launches-not-sorted",
+        "plan/planner.py",
+        "    closed.sort(key=lambda bucket: bucket.ready.position)\n",
+        "",
+        ("tests/plan/test_planner.py",),
+    ),
+    Mutation(
+        "level-ignored",
+        "plan/planner.py",
+        "slot = (reduction.key, levels[reduction.start])",
+        "slot = (reduction.key, 0)",
+        ("tests/plan/test_planner.py",),
+    ),
+    # What the graph becomes.
+    Mutation(
+        "no-wait",
+        "graph/collectives.py",
+        "    return [WAIT(tensor) for tensor in ALL_REDUCE_COALESCED("
+        "list(tensors), reduce_op, group_name)]\n",
+        "    return list(ALL_REDUCE_COALESCED(list(tensors), reduce_op, group_name))\n",
+        ("tests/passes/test_coalesced.py",),
+    ),
+    Mutation(
+        "queue-order-lost",
+        "passes/place.py",
+        "reorder(graph, self.plan.keys, self.plan.queues)",
+        "reorder(graph, self.plan.keys)",
+        ("tests/passes/test_place.py",),
+    ),
+    Mutation(
+        "wait-not-pinned",
+        "passes/pin.py",
+        "                orderings.append((waits, sources))\n",
+        "",
+        ("tests/passes/test_pin.py",),
+    ),
+    Mutation(
+        "no-agreement",
+        "passes/agree.py",
+        "        missing = dict(self.collectives)\n",
+        "        missing: dict[str, str] = {}\n",
+        ("tests/passes/test_pipeline.py",),
+    ),
+    Mutation(
+        "change-not-checked",
+        "passes/pipeline.py",
+        "if changed != (_structure(self._graph) != before):",
+        "if changed and _structure(self._graph) == before:",
+        ("tests/passes/test_pipeline.py",),
+    ),
+    Mutation(
+        "reduced-elements-not-checked",
+        "passes/verify.py",
+        '    _same("other elements are reduced", +before.reduced, +after.reduced)\n',
+        "",
+        ("tests/passes/test_verify.py",),
+    ),
+    Mutation(
+        "saved-buffer-not-donated",
+        "ddp/donation.py",
+        "        if donated:\n            arguments",
+        "        if donated and not numbered:\n            arguments",
+        ("tests/ddp/test_donation.py::test_backward_overwrites_what_one_without_ddp_does[concat]",),
+    ),
+    # What ranks do together, and what is remembered.
+    Mutation(
+        "no-sync-ignored",
+        "ddp/rounds.py",
+        "        if ddp.require_backward_grad_sync:\n            setattr(ddp, EXPECTED, True)\n",
+        "        if True:\n            setattr(ddp, EXPECTED, True)\n",
+        ("tests/equality/test_eager_ddp.py::test_no_sync[concat-outside]",),
+    ),
+    Mutation(
+        "hook-not-last",
+        "ddp/backward.py",
+        "        put_hooks_last()\n",
+        "",
+        ("tests/ddp/test_own_reducer.py::test_not_handed_over[hooks_of_users]",),
+    ),
+    Mutation(
+        "settings-not-compared",
+        "agreement/rendezvous.py",
+        "    if len({settings for settings, _ in items.values()}) > 1:\n",
+        "    if not items:\n",
+        (f"{_PROTOCOL}::test_ranks_with_other_settings_stop",),
+    ),
+    Mutation(
+        "error-swallowed",
+        "ddp/disagreement.py",
+        "            raise words from error\n        raise\n",
+        "            raise words from error\n",
+        (f"{_PROTOCOL}::test_a_failure_on_one_rank_is_an_error_on_the_others_at_once",),
+    ),
+    Mutation(
+        "cache-key-without-caps",
+        "install/inductor_pass.py",
+        "        state.append(registry.fingerprint())\n",
+        "        state.append(sorted(module.group_name for module in registry.fingerprint()))\n",
+        ("tests/install/test_cache.py::test_another_setting_misses[cap of the module]",),
+    ),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the mutations; 1 where one survived."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="some of them (all)")
+    parser.add_argument("--list", action="store_true", help="print them, and run nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="look for their texts, and run nothing"
+    )
+    options = parser.parse_args(arguments)
+    unknown = set(options.names) - {mutation.name for mutation in MUTATIONS}
+    if unknown:
+        parser.error(f"no mutation {', '.join(sorted(unknown))}; --list names them")
+    chosen = [m for m in MUTATIONS if not options.names or m.name in options.names]
+    if options.list:
+        for mutation in chosen:
+            print(f"{mutation.name:30}{mutation.file:30}{' '.join(mutation.tests)}")
+        return 0
+    problems = misplaced(chosen, ROOT)
+    for problem in problems:
+        print(problem)
+    if problems or options.check:
+        return int(bool(problems))
+    return run(chosen)
+
+
+def misplaced(mutations: Iterable[Mutation], root: Path) -> list[str]:
+    """Which mutations have a text that is not in their file exactly once."""
+    counts = {mutation: mutation.occurrences(root) for mutation in mutations}
+    return [f"{m.name}: {m.file} has its text {n} times" for m, n in counts.items() if n != 1]
+
+
+def run(mutations: Sequence[Mutation]) -> int:
+    """Run the tests of each mutation; 1 where one survived, or the tests are red without it."""
+    start = time.monotonic()
+    survived = []
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        tests = list(dict.fromkeys(test for mutation in mutations for test in mutation.tests))
+        print(f"without a break: {len(tests)} files or tests", flush=True)
+        if run_tests(copy_checkout(ROOT, Path(folder) / "unbroken"), tests) != 0:
+            print("red without a break: nothing to learn from them")
+            return 1
+        for mutation in mutations:
+            begun = time.monotonic()
+            copy = copy_checkout(ROOT, Path(folder) / mutation.name)
+            mutation.apply(copy)
+            is_red = run_tests(copy, mutation.tests) == RED
+            survived += [] if is_red else [mutation.name]
+            seconds = time.monotonic() - begun
+            word = "red" if is_red else "SURVIVED"
+            print(f"{mutation.name:30}{word:10}{seconds:4.0f} s", flush=True)
+            shutil.rmtree(copy)
+    minutes = (time.monotonic() - start) / 60
+    print(f"{len(mutations) - len(survived)} of {len(mutations)} are noticed, {minutes:.1f} min")
+    return int(bool(survived))
+
+
+def copy_checkout(root: Path, copy: Path) -> Path:
+    """Copy the files that git tracks or would add, as they are now."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    for name in listed.split("\0"):
+        if name and (root / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, copy / name)
+    return copy
+
+
+def run_tests(checkout: Path, tests: Sequence[str]) -> int | None:
+    """Run tests up to the first that fails, in a checkout and with its package.
+
+    Returns:
+        How pytest ended; ``None`` if it had to be stopped.
+    """
+    paths = [str(checkout), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    try:
+        # In this process's group: what interrupts one interrupts both.
+        done = subprocess.run(
+            command,
+            cwd=checkout,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
