@@ -64,7 +64,7 @@ class CellProcesses:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=_environment(self._mark, cache),
+                env=environment(self._mark, cache),
                 start_new_session=True,
             )
 
@@ -80,7 +80,7 @@ class CellProcesses:
             fate = f"not done after {self._timeout_s:g} s"
         self.end()
         reports = read_reports(self._directory, self.cell.scenario.ranks)
-        outcome = judge(self.cell.scenario, reports, fate=fate, log=_tail(self._log))
+        outcome = judge(self.cell.scenario, reports, fate=fate, log=tail(self._log))
         shutil.rmtree(self._directory, ignore_errors=True)
         return Result(self.cell.name, outcome, round(seconds, 1), torch_version())
 
@@ -89,11 +89,7 @@ class CellProcesses:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        while pids := list(_marked(self._mark)):
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(POLL_S)
+        kill_marked(self._mark)
 
     def discard(self) -> None:
         """End the cell without a result."""
@@ -139,8 +135,15 @@ def torch_version() -> str:
     return importlib.metadata.version("torch").partition("+")[0]
 
 
-def _environment(mark: str, cache: Path) -> dict[str, str]:
-    """Kernels are shared between cells, for time; graphs are not: each cell runs the passes."""
+def environment(mark: str, cache: Path) -> dict[str, str]:
+    """Variables for processes that train.
+
+    Kernels are shared between cells, for time; graphs are not: each cell runs the passes.
+
+    Args:
+        mark: by which :func:`kill_marked` knows the processes.
+        cache: directory of compiled kernels.
+    """
     variables = {
         name: value for name, value in os.environ.items() if name != "FUSION_PASSES_DDP_FUSION"
     }
@@ -156,6 +159,15 @@ def _environment(mark: str, cache: Path) -> dict[str, str]:
     }
 
 
+def kill_marked(mark: str) -> None:
+    """Kill the processes that were started with a mark, and wait until none is left."""
+    while pids := list(_marked(mark)):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_S)
+
+
 def _marked(mark: str) -> Iterator[int]:
     """Processes of a cell that still run, as far as the system tells: the ranks are sessions of
     their own, so that killing the launcher's does not reach them."""
@@ -166,6 +178,7 @@ def _marked(mark: str) -> Iterator[int]:
                 yield int(path.parent.name)
 
 
-def _tail(log: Path) -> str:
+def tail(log: Path) -> str:
+    """The end of what processes have printed."""
     lines = log.read_text(errors="replace").splitlines()
     return "\n".join(lines[-TAIL_LINES:])

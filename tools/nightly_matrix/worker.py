@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -25,7 +26,7 @@ import torch._inductor.config
 import torch.distributed as dist
 
 import fusion_passes
-from nightly_matrix.cells import Cell, cells_of
+from nightly_matrix.cells import Cell, Scenario, cells_of
 from nightly_matrix.comparing import differences
 from nightly_matrix.ranks import Failure, RankReport, report_path
 from nightly_matrix.run import DTYPES, Run, Way
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> int:
     (cell,) = [cell for cell in cells_of(scenarios) if cell.name == name]
     torch.set_num_threads(1)
     device = _join_group(cell)
-    report = run_cell(cell, device)
+    report = train_both(cell.scenario, cell.dtype, cell.mode, device)
     report.write(Path(directory))
     _stay_for_others(cell, Path(directory))
     sys.stdout.flush()
@@ -66,28 +67,38 @@ def _join_group(cell: Cell) -> torch.device:
     return device
 
 
-def run_cell(cell: Cell, device: torch.device) -> RankReport:
-    """Train both ways on this rank, and compare."""
-    module, _, function = cell.scenario.target.partition(":")
+def target_of(scenario: Scenario) -> Callable[[Run], None]:
+    """The function that trains."""
+    module, _, function = scenario.target.partition(":")
     target: Callable[[Run], None] = getattr(importlib.import_module(module), function)
-    rank, dtype = dist.get_rank(), DTYPES[cell.dtype]
+    return target
+
+
+def train_both(scenario: Scenario, dtype: str, flag: Any, device: torch.device) -> RankReport:
+    """Train both ways on this rank, and compare.
+
+    Args:
+        scenario: what is trained.
+        dtype: name of its dtype.
+        flag: value of ``ddp_fusion``.
+        device: of this rank.
+    """
+    target, kind, rank = target_of(scenario), DTYPES[dtype], dist.get_rank()
     eager_failure = None
-    eager = Run("eager", dtype, device)
-    if not cell.scenario.must_fail:
+    eager = Run("eager", kind, device)
+    if not scenario.must_fail:
         eager_failure = _attempt(target, eager)
-    fused = Run("fused", dtype, device)
-    with (
-        torch._inductor.config.patch(ddp_fusion=cell.mode),
-        _noted_warnings() as told,
-    ):
+    fused = Run("fused", kind, device)
+    before = len(fusion_passes.reports())
+    with torch._inductor.config.patch(ddp_fusion=flag), _noted_warnings() as told:
         failure = _attempt(target, fused)
     if failure or eager_failure:
         return RankReport(rank, eager_failure, failure, told=tuple(told))
-    reports = fusion_passes.reports()
+    reports = fusion_passes.reports()[before:]
     buckets = [bucket for report in reports for bucket in report.buckets]
     return RankReport(
         rank,
-        differences=tuple(differences(fused, eager, cell.scenario.tolerance_eps)),
+        differences=tuple(differences(fused, eager, scenario.tolerance_eps)),
         gradients=fused.gradients,
         covered=len({(b.group, b.module, name) for b in buckets for name in b.parameters}),
         before=sum(report.collectives_before for report in reports),

@@ -74,7 +74,7 @@ def module_hooks(run: Run) -> None:
     train(run, run.ddp(model))
 
 
-def _renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
+def renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Eager DDP refuses the name of the bf16 hook where there is no NCCL."""
 
     def users_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -105,7 +105,7 @@ def builtin_hook(run: Run) -> None:
 def bf16_hook(run: Run) -> None:
     """``default_hooks.bf16_compress_hook``."""
     hook = default_hooks.bf16_compress_hook
-    _train_with_hook(run, hook if run.is_fused else _renamed(hook))
+    _train_with_hook(run, hook if run.is_fused else renamed(hook))
 
 
 def fp16_hook(run: Run) -> None:
