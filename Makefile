@@ -1,4 +1,4 @@
-# Every target makes the environment that it needs (.venv, or one beside it for another TORCH).
+# Every target but gpu makes the environment that it needs (.venv, or one beside it for another TORCH).
 #
 #   make train                              train the example, fused
 #   make train ARGS="--fusion coalesced"    with options of examples/train_gpt.py
@@ -12,6 +12,7 @@
 #   make faults ARGS=--quick                trainings with a rank that dies, stops or fails
 #   make torch-tests                        torch's own DDP tests, without and under the flag
 #   make mutations                          one-line breaks, each of which a test must notice
+#   make gpu                                what needs a GPU, with the torch that PYTHON has: minutes
 #   make check-torch                        whether torch has all private names that are used
 #   make check                              format, lint, types, then all tests
 #
@@ -25,7 +26,8 @@ ARGS ?=
 
 RUN = exec $(PYTHON) tools/setup_env.py --torch "$(TORCH)" --
 
-.PHONY: train test nightly bench fuzz faults torch-tests mutations check-torch lint check format clean
+.PHONY: train test nightly bench fuzz faults torch-tests mutations gpu check-torch lint check format
+.PHONY: clean
 
 train:
 	@$(RUN) python examples/train_gpt.py $(ARGS)
@@ -50,6 +52,9 @@ torch-tests:
 
 mutations:
 	@$(RUN) python tools/mutations.py $(ARGS)
+
+gpu:
+	@exec $(PYTHON) tools/gpu.py $(ARGS)
 
 check-torch:
 	@$(RUN) python tools/check_torch.py $(ARGS)

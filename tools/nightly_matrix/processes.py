@@ -136,7 +136,7 @@ def torch_version() -> str:
 
 
 def environment(mark: str, cache: Path) -> dict[str, str]:
-    """Variables for processes that train.
+    """The environment of processes that train.
 
     Kernels are shared between cells, for time; graphs are not: each cell runs the passes.
 

@@ -1,0 +1,75 @@
+"""A small catalog for the tests of ``tools/gpu.py``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu_checks.parts import Check, Part
+from gpu_checks.results import Row
+from nightly_matrix.cells import Scenario
+
+PID_FILE = "GPU_TEST_PID_FILE"
+"""Environment variable: where :func:`hangs` writes which process it has started."""
+
+
+def is_right(site: Any, note: Any) -> None:
+    note(Row("right", words=site.device, figures={"GB/s": 12.34, "of the copy": None}))
+
+
+def is_wrong(site: Any, note: Any) -> None:
+    note(Row("first", figures={"GB/s": 1.0}))
+    note(Row("wrong", False, "values differ"))
+
+
+def raises(site: Any, note: Any) -> None:
+    note(Row("what there was before", figures={"GB/s": 2.0}))
+    raise RuntimeError("no memory is left")
+
+
+def dies(site: Any, note: Any) -> None:
+    os._exit(3)
+
+
+def hangs(site: Any, note: Any) -> None:
+    """With a process of its own, which must not be left behind."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+    )
+    Path(os.environ[PID_FILE]).write_text(str(child.pid))
+    time.sleep(600)
+
+
+def _measuring(name: str, **options: Any) -> Part:
+    measure = f"{__name__}:{name.replace('-', '_')}"
+    return Part(name, "copies", measure=measure, has_group=False, **options)
+
+
+def _check(title: str, target: str) -> Check:
+    return Check(Scenario("gpu", title, title, target, 2), "fp32", {"mode": "concat"})
+
+
+PARTS = (
+    Part(
+        "trains",
+        "correctness",
+        2,
+        (
+            _check("a real one", "nightly_matrix.features.loops:plain"),
+            _check("another result", "tests.support.nightly_scenarios:differs"),
+            _check("one rank fails", "tests.support.nightly_scenarios:refuses_on_one_rank"),
+            _check("after it", "tests.support.nightly_scenarios:is_silent"),
+        ),
+    ),
+    _measuring("is-right"),
+    _measuring("is-wrong"),
+    _measuring("raises"),
+    _measuring("dies"),
+    _measuring("hangs", limit_s=15.0),
+)
+
+PROBE = Part("probe", "probe", 2, measure="gpu_checks.probe:all_reduce")

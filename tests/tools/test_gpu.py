@@ -1,0 +1,440 @@
+"""The tool that runs what needs a GPU: its plan, and on the CPU whatever a CPU can run of it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gpu
+import pytest
+import torch
+from torch import nn
+
+from bench_steps import processes as bench_processes
+from bench_steps.rows import Checked
+from fusion_passes import config
+from gpu_checks import copies, pages, plan, starts, steps, subjects
+from gpu_checks.machine import Machine, machine
+from gpu_checks.parts import DTYPES, PARTS, PROBE, REDUCE_DTYPES, SCALINGS, Check, Part, choose
+from gpu_checks.results import Result, Row, read_result
+from gpu_checks.sites import Site
+from nightly_matrix.cells import Scenario
+from tests.support import bench_ranks, gpu_parts
+
+CATALOG = gpu_parts.__name__
+ONE_GPU = Machine("cuda", name="a GPU", count=1, torch="2.13.0", nccl="2.29.7", code="c0de")
+
+
+# --- The plan ------------------------------------------------------------------------------------
+
+
+def test_every_option_is_tried_in_every_mode_and_on_two_ranks() -> None:
+    assert SCALINGS == config.SCALING_OPTIONS
+    assert REDUCE_DTYPES == config.REDUCE_DTYPES
+    for ranks in (1, 2):
+        for mode in config.FUSION_MODES:
+            flags = {
+                (check.dtype, check.flag["scaling"], check.flag.get("reduce_dtype"))
+                for part in PARTS
+                for check in part.checks
+                if part.ranks == ranks and part.mode == mode and "scaling" in check.flag
+            }
+            scalings = [name for name in SCALINGS if (mode, name) != ("coalesced", "bucket")]
+            plain = {(dtype, scaling, None) for dtype in DTYPES for scaling in scalings}
+            sent = {("fp32", scaling, kind) for kind in REDUCE_DTYPES for scaling in scalings}
+            assert flags == plain | sent
+
+
+def test_parts_and_their_rows_have_names_of_their_own() -> None:
+    assert len({part.name for part in (PROBE, *PARTS)}) == len(PARTS) + 1
+    for part in PARTS:
+        titles = [check.title for check in part.checks]
+        assert len(set(titles)) == len(titles)
+        assert {check.scenario.ranks for check in part.checks} <= {part.ranks}
+
+
+@pytest.mark.parametrize("part", [PROBE, *PARTS], ids=lambda part: part.name)
+def test_parts_get_as_far_as_ddp(part: Part) -> None:
+    plan.check_part(part)
+
+
+def test_a_broken_plan_is_found() -> None:
+    def part(target: str, **flag: Any) -> Part:
+        check = Check(Scenario("gpu", "x", "x", target), "fp32", {"mode": "concat"} | flag)
+        return Part("broken", "correctness", checks=(check,))
+
+    plain = "nightly_matrix.features.loops:plain"
+    plan.check_part(part(plain))
+    with pytest.raises(ValueError, match="scaling"):
+        plan.check_part(part(plain, scaling="twice"))
+    with pytest.raises(AttributeError, match="never_was"):
+        plan.check_part(part("gpu_checks.targets:never_was"))
+    with pytest.raises(ValueError, match="makes no DDP module"):
+        plan.check_part(part("builtins:repr"))
+
+
+@pytest.mark.parametrize("kind", ["gpt", "mlp"])
+def test_models_fit_the_device(kind: str) -> None:
+    names = [
+        subjects.name_of(kind, memory_gib, is_small=is_small)
+        for memory_gib, is_small in ((80, False), (12, False), (80, True))
+    ]
+    with torch.device("meta"):
+        built = [importlib.import_module(subjects.__name__) for _ in names]
+        models = [
+            getattr(module, name.partition(":")[2])()[0]
+            for module, name in zip(built, names, strict=True)
+        ]
+    sizes = [sum(value.numel() for value in model.parameters()) for model in models]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > 10 * sizes[2]
+
+
+def test_the_gpt_learns() -> None:
+    torch.manual_seed(0)
+    made, batch = subjects.gpt_tiny()
+    assert isinstance(made, nn.Module)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = made(*batch(0))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.slow
+def test_without_a_gpu_the_plan_is_checked(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+    assert gpu.main(["--only", "copies"]) == 0
+    said = capfd.readouterr().out
+    assert "No GPU: torch" in said
+    assert said.endswith("The plan is sound.\n")
+    assert "BROKEN" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_this_machine_is_known() -> None:
+    here = machine("cpu")
+    assert (here.device, here.torch) == ("cpu", torch.__version__)
+    assert here.code in here.key
+    if not torch.cuda.is_available():
+        assert machine("cuda").device == ""
+        assert machine("cuda").why_none.startswith(f"torch {torch.__version__}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--only", "copys"], "--only must be one of options-concat, .*, but is 'copys'"),
+        (["--seconds", "0"], "--seconds must be more than 0, but is 0. Give more."),
+        (["--jobs", "0"], "--jobs must be at least 1, but is 0. Give more."),
+    ],
+)
+def test_options_that_are_off_are_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu.main(arguments)
+    assert ended.value.code == 2
+    assert re.search(words, capsys.readouterr().err)
+
+
+def test_parts_are_chosen_in_their_order() -> None:
+    assert [part.name for part in choose(PARTS, ["copies", "options-concat"])] == [
+        "options-concat",
+        "copies",
+    ]
+    assert choose(PARTS, []) == list(PARTS)
+
+
+# --- A run ---------------------------------------------------------------------------------------
+
+
+def _run(directory: Path, *arguments: str) -> tuple[int, str]:
+    page = directory / "page.md"
+    common = ["--device", "cpu", "--results", str(directory / "results"), "--out", str(page)]
+    return gpu.main([*common, *arguments], CATALOG), page.read_text()
+
+
+def _result(directory: Path, part: str) -> dict[str, Any]:
+    return json.loads((directory / "results" / f"{part}.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_stops_no_other_and_a_good_one_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(gpu_parts.PID_FILE, str(tmp_path / "pid"))
+    names = ["hangs", "raises", "dies", "is-wrong", "is-right"]
+    chosen = [word for name in names for word in ("--only", name)]
+    status, page = _run(tmp_path, *chosen)
+    assert status == 1
+    failures = {name: _result(tmp_path, name)["failure"] for name in names}
+    assert failures == {
+        "hangs": "not done after 15 s",
+        "raises": "rank 0 ended with 1: RuntimeError: no memory is left",
+        "dies": "rank 0 ended with 3: it said nothing",
+        "is-wrong": "",
+        "is-right": "",
+    }
+    assert "| right | 12.3 |  | cpu |" in page
+    assert "| what there was before | 2.00 |  |  |" in page
+    assert "| wrong |  |  | **wrong** values differ |" in page
+    assert "1 of 5 parts are as they must be. Wrong: " in page
+    assert "tools/gpu.py --device cpu" in page
+    assert not _is_alive(int((tmp_path / "pid").read_text())), "it ends with its part"
+
+    written = (tmp_path / "results" / "is-right.json").stat().st_mtime_ns
+    assert _run(tmp_path, "--only", "is-right")[0] == 0
+    assert "is-right: done before" in capsys.readouterr().out
+    assert (tmp_path / "results" / "is-right.json").stat().st_mtime_ns == written
+    assert _run(tmp_path, "--only", "is-right", "--again")[0] == 0
+    assert (tmp_path / "results" / "is-right.json").stat().st_mtime_ns > written
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process runs; one that is dead and not yet waited for does not."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_trainings_are_judged_one_by_one(tmp_path: Path) -> None:
+    status, page = _run(tmp_path, "--only", "trains")
+    assert status == 1
+    rows = [Row(**row) for row in _result(tmp_path, "trains")["rows"]]
+    assert [row.is_right for row in rows] == [True, False, False, False]
+    assert rows[0].words == ""
+    assert "2 differences from eager DDP" in rows[1].words
+    assert "on ranks [1] only: ddp_fusion does not like rank 1" in rows[2].words
+    assert rows[3].words == 'not run, because of "one rank fails, fp32"'
+    assert "| a real one, fp32 | equal |" in page
+    assert "| another result, fp32 | **wrong** |" in page
+    assert "2 ranks over gloo" in page
+
+
+def test_without_time_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_ask_machine", lambda *_: replace(ONE_GPU, device="cpu"))
+    clock = iter([0.0, *[1000.0] * 100])
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: next(clock))
+    status, page = _run(tmp_path, "--only", "is-right")
+    assert status == 1
+    assert "0 of 1 parts are as they must be. Not run: is-right." in page
+    assert "| `is-right` |  | not run |" in page
+
+
+def test_results_of_other_code_or_torch_are_not_kept(tmp_path: Path) -> None:
+    Result("copies", ONE_GPU.key, "nccl", 1.0, (Row("a", figures={"s": 1.0}),)).write(tmp_path)
+    kept = read_result(tmp_path, "copies", ONE_GPU.key)
+    assert kept is not None
+    assert kept.is_right
+    assert kept.rows[0].figures == {"s": 1.0}
+    assert read_result(tmp_path, "starts", ONE_GPU.key) is None
+    for other in ({"code": "other"}, {"torch": "2.14.0"}, {"name": "another GPU"}):
+        assert read_result(tmp_path, "copies", replace(ONE_GPU, **other).key) is None
+
+
+def test_a_result_without_rows_is_not_right() -> None:
+    result = Result("copies", "", "nccl", 1.0)
+    assert not result.is_right
+    assert replace(result, rows=(Row("a"),)).is_right
+    assert not replace(result, rows=(Row("a"),), failure="not done after 9 s").is_right
+    assert not replace(result, rows=(Row("a"), Row("b", False))).is_right
+
+
+# --- Two ranks -----------------------------------------------------------------------------------
+
+
+def _session(where: Machine, directory: Path) -> gpu.Session:
+    options = gpu._parser().parse_args(["--results", str(directory)])
+    return gpu.Session(options, CATALOG, where, directory, [])
+
+
+@pytest.mark.parametrize(
+    ("where", "backend", "reason"),
+    [
+        (replace(ONE_GPU, device="cpu"), "gloo", "this is the CPU"),
+        (replace(ONE_GPU, count=2), "nccl", ""),
+        (ONE_GPU, "gloo", "NCCL 2.29.7 does not take two ranks on one GPU"),
+    ],
+)
+def test_two_ranks_use_what_there_is(
+    where: Machine, backend: str, reason: str, tmp_path: Path
+) -> None:
+    assert _session(where, tmp_path)._choose_backend() == (backend, reason)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_nccl_is_asked_before_it_is_used(
+    works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def probe(parts: Any, start: Any, *, jobs: int, on_result: Any) -> None:
+        failure = "" if works else "rank 0 ended with 1: ncclInvalidUsage"
+        rows = (Row("two ranks"),) if works else ()
+        on_result(parts[0], Result("probe", "", "nccl", 1.0, rows, failure))
+
+    monkeypatch.setattr(gpu, "run_parts", probe)
+    session = _session(replace(ONE_GPU, nccl="2.30.4", shares_gpu=True), tmp_path)
+    expected = ("nccl", "") if works else ("gloo", "rank 0 ended with 1: ncclInvalidUsage")
+    assert session._choose_backend() == expected
+
+
+def test_gloo_coalesces_nothing_on_a_gpu(tmp_path: Path) -> None:
+    able = [part.name for part in _session(ONE_GPU, tmp_path)._able(PARTS)]
+    left_out = [part.name for part in PARTS if part.name not in able]
+    assert left_out == ["options-coalesced-2", "loops-coalesced-2"]
+    assert _session(replace(ONE_GPU, count=2), tmp_path)._able(PARTS) == list(PARTS)
+
+
+# --- What is measured ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """With ranks that answer and measure nothing."""
+    monkeypatch.setattr(bench_processes, "WORKER", bench_ranks.__name__)
+    monkeypatch.setattr(steps, "TURN_S", 3.0)
+    return Site("cpu", "gloo", str(tmp_path), cores=1, deadline=time.monotonic() + 1000)
+
+
+def test_steps_are_compared_round_by_round(site: Site) -> None:
+    noted: list[Row] = []
+    steps.mlp(site, noted.append)
+    rows = {row.title.removeprefix("mlp: "): row for row in noted}
+    assert list(rows) == list(steps.COMPARED)
+    for name, ratio in (("no DDP", 1.0), ("eager DDP", 2.0), ("concat", 1.5)):
+        figures = rows[name].figures
+        assert figures["time over no DDP"] == figures["least"] == pytest.approx(ratio)
+        assert figures["ms"] == pytest.approx(100 * ratio)
+        assert figures["peak over no DDP"] == 1.0
+        assert rows[name].is_right
+    assert rows[bench_ranks.RAISES].words.endswith("this way does not compile")
+    assert "has not answered for 3 s" in rows[bench_ranks.HANGS].words
+    assert all(row.is_right for row in rows.values()), "what is torch's is no fault of ours"
+
+
+def test_a_method_of_ours_that_fails_or_is_wrong_is_a_failure(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = steps.Method("no DDP", seconds=[1.0])
+    ours = steps.Method("concat", seconds=[1.1])
+    assert steps._row(ours, plain, "mlp").is_right
+    assert not steps._row(steps.Method("concat"), plain, "mlp").is_right
+    for checked in (Checked(0.5, "a.weight"), Checked(missing=("b",)), Checked(compared=False)):
+        wrong = steps.Method("concat", seconds=[1.1])
+        steps._judge(wrong, checked)
+        assert not steps._row(wrong, plain, "mlp").is_right
+    late: list[Row] = []
+    steps.gpt(replace(site, deadline=time.monotonic()), late.append)
+    assert {row.words for row in late} == {"not started: there was no time left"}
+    assert not all(row.is_right for row in late)
+
+
+def test_starts_are_over_those_without_ddp(site: Site) -> None:
+    rows: list[Row] = []
+    starts.measure(site, rows.append)
+    assert [row.title for row in rows] == [f"gpt: {name}" for name in starts.COMPARED]
+    assert rows[1].figures == {
+        "cold s": 1.0,
+        "warm s": 1.0,
+        "cold over no DDP": 1.0,
+        "warm over no DDP": 1.0,
+    }
+    failed = rows[starts.COMPARED.index(bench_ranks.RAISES)]
+    assert failed.words.endswith("this way does not compile")
+    assert set(failed.figures.values()) == {None}
+
+
+@pytest.mark.slow
+def test_copies_are_compiled_compared_and_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = [
+        copies.Packing("cast and scaled", "fp32", "bf16", "div", True),
+        copies.Writing("written"),
+    ]
+    monkeypatch.setattr(copies, "KERNELS", tuple(chosen))
+    rows: list[Row] = []
+    copies.measure(Site("cpu", "gloo", str(tmp_path)), rows.append)
+    assert [row.title for row in rows] == ["plain copy", "cast and scaled", "written"]
+    assert all(row.is_right for row in rows)
+    assert rows[0].figures["of the copy"] == 1.0
+    assert all(row.figures["GB/s"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("kernel", copies.KERNELS, ids=lambda kernel: kernel.title)
+def test_a_kernel_that_differs_is_found(
+    kernel: copies.Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    call = copies.Call.of(kernel, torch.device("cpu"), 1)
+    assert call.difference() == ""
+
+    def off() -> Any:
+        made = call.run()
+        changed = call.written[-1] if made is None else made
+        changed.view(-1)[-1] += 1
+        return made
+
+    assert replace(call, run=off).difference() == "values differ"
+
+
+def test_moved_bytes_are_what_is_read_and_written() -> None:
+    assert copies.Packing("p").moved_bytes(10) == 80
+    assert copies.Packing("p", "bf16", "bf16").moved_bytes(10) == 40
+    assert copies.Packing("p", "fp32", "bf16").moved_bytes(10) == 60
+    assert copies.Packing("p", scale="div", in_bucket=True).moved_bytes(10) == 160
+    assert copies.Widening("w").moved_bytes(10) == 60
+    assert copies.Writing("w").moved_bytes(10) == 80
+
+
+def test_gradients_to_copy_have_the_size_that_is_asked_for() -> None:
+    for mib in (1, 64, 256):
+        elements = sum(torch.Size(shape).numel() for shape in copies.shapes_of(mib * 2**18))
+        assert elements == pytest.approx(mib * 2**18, rel=0.2)
+
+
+# --- The page ------------------------------------------------------------------------------------
+
+
+def test_the_page_has_a_column_for_each_mode_and_number_of_ranks() -> None:
+    parts = choose(PARTS, ["options-concat", "options-coalesced-2", "copies", "starts"])
+    results = {
+        "options-concat": Result("options-concat", "", "nccl", 9.0, (Row("a, fp32"),)),
+        "options-coalesced-2": Result(
+            "options-coalesced-2", "", "gloo", 9.0, (Row("a, fp32", False, "broken: x | y"),)
+        ),
+        "copies": Result("copies", "", "nccl", 9.0, (Row("pack", figures={"GB/s": 2871.4}),)),
+    }
+    text = pages.as_markdown(
+        ONE_GPU, parts, results, date="2026-11-23", command="python tools/gpu.py"
+    )
+    assert text.startswith("# On a GPU\n\n2026-11-23, a GPU, torch 2.13.0, NCCL 2.29.7, Python")
+    assert "\n    python tools/gpu.py\n" in text
+    assert "one rank over nccl, 2 ranks over gloo." in text
+    assert "| a, fp32 | equal |  |  | **wrong** |" in text
+    assert "* a, fp32, `coalesced`, 2 ranks: broken: x | y" in text
+    assert "| pack | 2871 |  |" in text
+    assert "2 of 4 parts are as they must be. Wrong: options-coalesced-2. Not run: starts." in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, ""), (0.0, "0"), (1.0, "1.00"), (0.12345, "0.123"), (12.34, "12.3"), (2871.4, "2871"),
+     (float("nan"), "")],
+)  # fmt: skip
+def test_figures_have_three_digits(value: float | None, text: str) -> None:
+    assert pages.number(value) == text

@@ -1,0 +1,292 @@
+"""Runs all that needs a GPU, in minutes, with the torch that is installed, and writes a page of it.
+
+Trains with every option beside eager DDP on one rank, and on two ranks of one GPU (over NCCL where
+it allows that, else over Gloo); times the kernels that move gradients beside the memory's
+bandwidth; and sets steps, peak memory and starts beside no DDP and torch's own methods. Each part
+runs in processes of its own with a time limit, and its result is kept as soon as it ends: a second
+call goes on where the first has stopped, and runs again what was wrong.
+
+Without a GPU it checks that all parts could run: flags, models, and kernels compiled to PTX.
+The exit status is 1 if anything differs, failed, or was not run.
+
+    python tools/gpu.py                              # all parts, at most 8 minutes
+    python tools/gpu.py --only step-gpt --again      # one of them, anew
+    python tools/gpu.py --list                       # their names
+    python tools/gpu.py --device cpu --only copies   # to try a part out, tiny, without a GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from gpu_checks import pages
+from gpu_checks.machine import Machine
+from gpu_checks.parts import Part, choose
+from gpu_checks.processes import PartProcesses, run_parts
+from gpu_checks.results import Result, read_result
+from gpu_checks.sites import Site
+from interrupting import terminated_as_interrupted
+from nightly_matrix.processes import ROOT, environment
+
+CATALOG: Final = "gpu_checks.parts"
+SECONDS: Final = 480.0
+LEAST_S: Final = 20.0
+"""With less time left, no part is begun."""
+
+ANSWER_S: Final = 120.0
+"""At most, until torch says what it runs on."""
+
+INTERRUPTED: Final = 130
+"""Exit status, as a shell's."""
+
+
+def main(arguments: Sequence[str] | None = None, catalog: str = CATALOG) -> int:
+    """Run parts, or check the plan where there is no GPU; 1 if something is wrong."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    parts = importlib.import_module(catalog).PARTS
+    try:
+        chosen = choose(parts, options.only)
+        _check(options)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.list:
+        print("\n".join(part.name for part in chosen))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="gpu-cache-") as cache:
+        try:
+            machine = _ask_machine(options.device, Path(cache))
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            return 1
+        if not machine.device:
+            return _check_plan(machine, Path(cache), options.seconds)
+        return Session(options, catalog, machine, Path(cache), arguments).run(chosen)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--only", action="append", default=[], metavar="PART", help="this part; can be repeated")
+    add("--again", action="store_true", help="also what has ended well before")
+    add("--list", action="store_true", help="print the names of the parts, run nothing")
+    add("--seconds", type=float, default=SECONDS, help=f"for all parts ({SECONDS:g})")
+    add("--jobs", type=int, help="trainings at a time (half of the cores, at most 8)")
+    add("--results", type=Path, default=Path("gpu-results"), help="directory (gpu-results)")
+    add("--out", type=Path, help="file of the page (docs/gpu/DATE.md; of a CPU, in --results)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny, to try parts out")
+    return parser
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Complete the options.
+
+    Raises:
+        ValueError: one is off; it names the option, the rule, the value and the remedy.
+    """
+    if not options.seconds > 0:
+        raise ValueError(f"--seconds must be more than 0, but is {options.seconds:g}. Give more.")
+    if options.jobs is None:
+        options.jobs = max(1, min(8, _cores() // 2))
+    if options.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, but is {options.jobs}. Give more.")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _ask_machine(device: str, cache: Path) -> Machine:
+    """What there is to run on.
+
+    Raises:
+        RuntimeError: torch cannot be imported, or the GPU does not answer.
+    """
+    command = [sys.executable, "-m", "gpu_checks.machine", device]
+    variables = environment("", cache)
+    try:
+        text = subprocess.check_output(command, env=variables, text=True, timeout=ANSWER_S)
+    except subprocess.SubprocessError as error:
+        raise RuntimeError(f"torch or the GPU does not answer: {error}") from error
+    return Machine(**json.loads(text.splitlines()[-1]))
+
+
+def _check_plan(machine: Machine, cache: Path, seconds: float) -> int:
+    print(f"No GPU: {machine.why_none}. Nothing is run; this checks that all parts could.")
+    command = [sys.executable, "-m", "gpu_checks.plan"]
+    try:
+        subprocess.run(command, env=environment("", cache), timeout=seconds, check=True)
+    except subprocess.SubprocessError as error:
+        print(f"The plan is broken: {error}")
+        return 1
+    print("The plan is sound.")
+    return 0
+
+
+class Session:
+    """One call of the tool.
+
+    Args:
+        options: of the command line.
+        catalog: module whose ``PARTS`` there are.
+        machine: what they run on.
+        cache: directory of compiled kernels.
+        arguments: for the page.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        catalog: str,
+        machine: Machine,
+        cache: Path,
+        arguments: Sequence[str],
+    ) -> None:
+        self._options = options
+        self._machine = machine
+        self._cache = cache
+        self._catalog = catalog
+        self._command = shlex.join(["python", "tools/gpu.py", *arguments])
+        self._deadline = time.monotonic() + options.seconds
+        # Who gives more time has a slow machine.
+        self._patience = max(1.0, options.seconds / SECONDS)
+        self._results: dict[str, Result] = {}
+        self._backend_of_two = "gloo"
+
+    def run(self, parts: Sequence[Part]) -> int:
+        """Run what has no good result yet, and write the page; the exit status."""
+        self._options.results.mkdir(parents=True, exist_ok=True)
+        interrupted = False
+        try:
+            with terminated_as_interrupted():
+                parts = self._able(parts)
+                self._run_rest(parts)
+        except KeyboardInterrupt:
+            interrupted = True
+        self._write_page(parts)
+        print(pages.summary(parts, self._results))
+        if interrupted:
+            return INTERRUPTED
+        return int(not all(self._is_done(part) for part in parts))
+
+    def _is_done(self, part: Part) -> bool:
+        return part.name in self._results and self._results[part.name].is_right
+
+    def _able(self, parts: Sequence[Part]) -> list[Part]:
+        """The parts that the machine can run; say which it cannot."""
+        if any(part.ranks > 1 for part in parts):
+            self._backend_of_two, reason = self._choose_backend()
+            print(f"Two ranks: {self._backend_of_two}{f', since {reason}' if reason else ''}.")
+        able = []
+        for part in parts:
+            if (self._backend(part), self._machine.device, part.mode) == (
+                "gloo",
+                "cuda",
+                "coalesced",
+            ):
+                # In torch, all_reduce_coalesced of Gloo refuses tensors of a GPU.
+                print(f"Left out: {part.name}: Gloo has no coalesced all-reduce on GPUs.")
+            else:
+                able.append(part)
+        return able
+
+    def _choose_backend(self) -> tuple[str, str]:
+        """Over what two ranks reduce, and why not over NCCL."""
+        machine = self._machine
+        if machine.device == "cpu":
+            return "gloo", "this is the CPU"
+        if machine.count > 1:
+            return "nccl", ""
+        if not machine.shares_gpu:
+            return "gloo", f"NCCL {machine.nccl} does not take two ranks on one GPU"
+        probe = importlib.import_module(self._catalog).PROBE
+        self._backend_of_two = "nccl"
+        found: list[Result] = []
+        run_parts([probe], self._start, jobs=1, on_result=lambda _, one: found.append(one))
+        if found and found[0].is_right:
+            return "nccl", ""
+        return "gloo", found[0].failure if found else "there is no time left"
+
+    def _backend(self, part: Part) -> str:
+        if part.ranks > 1:
+            return self._backend_of_two
+        return "nccl" if self._machine.device == "cuda" else "gloo"
+
+    def _run_rest(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            kept = read_result(self._options.results, part.name, self._machine.key)
+            if kept and self._counts(kept, part):
+                self._results[part.name] = kept
+                print(f"{part.name}: done before")
+        rest = [part for part in parts if part.name not in self._results]
+        training = [part for part in rest if part.checks]
+        measuring = [part for part in rest if not part.checks]
+        run_parts(training, self._start, jobs=self._options.jobs, on_result=self._keep)
+        # What is timed runs alone.
+        run_parts(measuring, self._start, jobs=1, on_result=self._keep)
+
+    def _counts(self, kept: Result, part: Part) -> bool:
+        same_backend = kept.backend == self._backend(part)
+        return kept.is_right and same_backend and not self._options.again
+
+    def _start(self, part: Part) -> PartProcesses | None:
+        left_s = self._deadline - time.monotonic()
+        if left_s < min(LEAST_S, self._options.seconds):
+            print(f"{part.name}: not run, {max(0.0, left_s):.0f} s are left", flush=True)
+            return None
+        logs = self._options.results / "logs"
+        logs.mkdir(exist_ok=True)
+        memory_gib = self._machine.memory_gib
+        site = Site(self._machine.device, self._backend(part), "", _cores(), memory_gib)
+        return PartProcesses(
+            part,
+            machine=self._machine,
+            site=replace(site, catalog=self._catalog),
+            cache=self._cache,
+            logs=logs,
+            limit_s=min(part.limit_s * self._patience, left_s),
+        )
+
+    def _keep(self, part: Part, result: Result) -> None:
+        result.write(self._options.results)
+        self._results[part.name] = result
+        word = "right" if result.is_right else result.failure or "wrong"
+        print(f"{part.name}: {word} ({result.seconds:.0f} s, {len(result.rows)} rows)", flush=True)
+        for row in result.rows:
+            if not row.is_right:
+                print(f"  {row.title}: {row.words}", flush=True)
+
+    def _write_page(self, parts: Sequence[Part]) -> None:
+        date = str(datetime.date.today())
+        page = self._options.out or (
+            self._options.results / f"{date}.md"
+            if self._machine.device == "cpu"
+            else ROOT / "docs" / "gpu" / f"{date}.md"
+        )
+        page.parent.mkdir(parents=True, exist_ok=True)
+        results: Mapping[str, Result] = {
+            part.name: self._results[part.name] for part in parts if part.name in self._results
+        }
+        text = pages.as_markdown(self._machine, parts, results, date=date, command=self._command)
+        page.write_text(text)
+        print(f"Written to {page}; logs are in {self._options.results / 'logs'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What only a GPU can show, in parts that run in processes of their own."""

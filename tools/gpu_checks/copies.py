@@ -1,0 +1,234 @@
+"""The package's kernels that only move gradients, beside a plain copy of the same memory.
+
+A kernel that packs, casts, scales or writes gradients does no more than read and write them, so
+the device's bandwidth is its limit, which a large copy in the same round shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fusion_passes.graph.operators import PACK, WIDEN
+from fusion_passes.lowering.pack import register_lowerings
+from gpu_checks.results import Row
+from gpu_checks.sites import Note, Site
+from nightly_matrix.run import DTYPES
+
+MIB: Final = 256
+"""Of gradients: several times the largest cache of a GPU."""
+
+SMALL_MIB: Final = 2
+ROUNDS: Final = 9
+REPEATS: Final = 20
+"""Of a kernel in a round."""
+
+SHAPES: Final[tuple[tuple[int, ...], ...]] = (
+    (1024, 1024),
+    (1024,),
+    (4096, 1024),
+    (4096,),
+    (1024, 4096),
+    (1024,),
+)
+"""Of gradients, again and again: half of a transformer's block."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Gradients of one dtype into a bucket of another, as ``"concat"`` does it.
+
+    Attributes:
+        title: its row.
+        dtype: of the gradients.
+        sent: of the bucket.
+        scale: ``"none"`` or ``"div"``.
+        in_bucket: whether they are scaled by a pass of its own.
+    """
+
+    title: str
+    dtype: str = "fp32"
+    sent: str = "fp32"
+    scale: str = "none"
+    in_bucket: bool = False
+
+    def __call__(self, *gradients: Tensor) -> Any:
+        sizes = [gradient.numel() for gradient in gradients]
+        offsets = [0, *itertools.accumulate(sizes)][:-1]
+        strides = [stride for gradient in gradients for stride in gradient.stride()]
+        sent = DTYPES[self.sent]
+        return PACK(
+            list(gradients), offsets, strides, sent, self.scale, 2.0, self.in_bucket, "measured"
+        )
+
+    def moved_bytes(self, elements: int) -> int:
+        """Read and written by one call."""
+        own, sent = DTYPES[self.dtype].itemsize, DTYPES[self.sent].itemsize
+        return elements * (own + sent + 2 * sent * self.in_bucket)
+
+
+@dataclass(frozen=True)
+class Widening:
+    """A bucket that was sent in a smaller dtype, in its gradients' dtype again."""
+
+    title: str
+    dtype: str = "bf16"
+
+    def __call__(self, bucket: Tensor) -> Any:
+        return WIDEN(bucket, torch.float32, "none", 1.0)
+
+    def moved_bytes(self, elements: int) -> int:
+        """Read and written by one call."""
+        return elements * (DTYPES[self.dtype].itemsize + 4)
+
+
+@dataclass(frozen=True)
+class Writing:
+    """The results of a bucket written into existing gradients."""
+
+    title: str
+    dtype: str = "fp32"
+
+    def __call__(self, bucket: Tensor, *gradients: Tensor) -> None:
+        views = bucket.split([gradient.numel() for gradient in gradients])
+        shaped = [view.view_as(grad) for view, grad in zip(views, gradients, strict=True)]
+        torch._foreach_copy_(list(gradients), shaped)
+
+    def moved_bytes(self, elements: int) -> int:
+        """Read and written by one call."""
+        return elements * 2 * DTYPES[self.dtype].itemsize
+
+
+Kernel = Packing | Widening | Writing
+
+KERNELS: Final[tuple[Kernel, ...]] = (
+    Packing("pack fp32"),
+    Packing("pack bf16", "bf16", "bf16"),
+    Packing("pack fp32, scaled by the stores", scale="div"),
+    Packing("pack fp32, scaled in the bucket", scale="div", in_bucket=True),
+    Packing("pack fp32 into bf16", "fp32", "bf16"),
+    Widening("widen bf16 to fp32"),
+    Writing("write into existing gradients, fp32"),
+)
+
+
+def measure(site: Site, note: Note) -> None:
+    """Time all kernels in rounds, each beside a plain copy."""
+    register_lowerings(lambda _label, _copied: None)
+    device = torch.device(site.device)
+    mib = SMALL_MIB if site.is_small else min(MIB, max(16, int(site.memory_gib * 1024 / 32)))
+    source = torch.empty(mib * 2**18, device=device).normal_()
+    target = torch.empty_like(source)
+    calls = [Call.of(kernel, device, mib) for kernel in KERNELS]
+    wrong = [call.difference() for call in calls]
+    plain = 2 * source.nbytes
+    rates: list[list[float]] = [[] for _ in range(len(calls) + 1)]
+    for _ in range(2 if site.is_small else ROUNDS):
+        rates[-1].append(plain / _seconds(device, lambda: target.copy_(source)))
+        for call, own in zip(calls, rates, strict=False):
+            own.append(call.moved_bytes / _seconds(device, call.run))
+    copy = rates.pop()
+    note(Row("plain copy", figures=_figures(plain, copy, copy)))
+    for call, own, words in zip(calls, rates, wrong, strict=True):
+        note(Row(call.title, not words, words, _figures(call.moved_bytes, own, copy)))
+
+
+def _figures(moved: int, rates: Sequence[float], copy: Sequence[float]) -> dict[str, float | None]:
+    shares = [rate / plain for rate, plain in zip(rates, copy, strict=True)]
+    return {
+        "MiB moved": moved / 2**20,
+        "GB/s": statistics.median(rates) / 1e9,
+        "of the copy": statistics.median(shares),
+    }
+
+
+@dataclass(frozen=True)
+class Call:
+    """A kernel with its tensors.
+
+    Attributes:
+        title: its row.
+        run: the compiled kernel.
+        plain: the same without the compiler.
+        written: inputs that it writes, where it returns nothing.
+        moved_bytes: by one call.
+    """
+
+    title: str
+    run: Callable[[], Any]
+    plain: Callable[[], Any]
+    written: Sequence[Tensor]
+    moved_bytes: int
+
+    @classmethod
+    def of(cls, kernel: Kernel, device: torch.device, mib: int) -> Call:
+        """A kernel with gradients of ``mib`` MiB in fp32; of a smaller dtype, as many elements."""
+        gradients = [
+            torch.empty(shape, dtype=DTYPES[kernel.dtype], device=device).normal_()
+            for shape in shapes_of(mib * 2**18)
+        ]
+        elements = sum(gradient.numel() for gradient in gradients)
+        inputs = gradients
+        if not isinstance(kernel, Packing):
+            bucket = torch.empty(elements, dtype=DTYPES[kernel.dtype], device=device).normal_()
+            inputs = [bucket, *gradients] if isinstance(kernel, Writing) else [bucket]
+        compiled = torch.compile(kernel, dynamic=False)
+        return cls(
+            kernel.title,
+            lambda: compiled(*inputs),
+            lambda: kernel(*inputs),
+            gradients if isinstance(kernel, Writing) else (),
+            kernel.moved_bytes(elements),
+        )
+
+    def difference(self) -> str:
+        """In what the compiled kernel differs from the same in eager torch; empty if in nothing."""
+        found = []
+        for run in (self.run, self.plain):
+            for gradient in self.written:
+                gradient.zero_()
+            made = run()
+            found.append([value.clone() for value in (self.written if made is None else [made])])
+        pairs = zip(*found, strict=True)
+        return "" if all(torch.equal(one, other) for one, other in pairs) else "values differ"
+
+
+def shapes_of(elements: int) -> list[tuple[int, ...]]:
+    """The shapes of gradients with about so many elements together; no fewer than six of them."""
+    shapes = SHAPES
+    if elements < sum(map(math.prod, SHAPES)):
+        edge = max(8, math.isqrt(elements // 9))
+        shapes = tuple(tuple(edge * size // 1024 for size in shape) for shape in SHAPES)
+    chosen = list(shapes)
+    total = sum(map(math.prod, chosen))
+    for shape in itertools.cycle(shapes):
+        total += math.prod(shape)
+        if total > elements:
+            return chosen
+        chosen.append(shape)
+    raise AssertionError("a cycle has no end")
+
+
+def _seconds(device: torch.device, run: Callable[[], Any]) -> float:
+    """Of one of some calls in a row: by CUDA events on a GPU."""
+    run()
+    if device.type == "cpu":
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(REPEATS):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / 1000 / REPEATS

@@ -1,0 +1,175 @@
+"""The results of a run as a page. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from gpu_checks.machine import Machine
+from gpu_checks.parts import Part
+from gpu_checks.results import Result, Row
+from nightly_matrix.cells import MODES
+
+TITLES: Final = {
+    "copies": "Kernels that move gradients",
+    "steps": "Steps and peak memory",
+    "starts": "Time to the first step",
+}
+
+NOTES: Final = {
+    "copies": "Read and written bytes a second, over those of a plain copy of a large tensor in "
+    "the same rounds.",
+    "steps": "One rank, fp32; all over the same without DDP. *Least* and *most* are of rounds.",
+    "starts": "From the wrapping in DDP to the end of the first step, in a new process: with an "
+    "empty compiler cache, and with what that has left.",
+}
+
+
+def as_markdown(
+    machine: Machine,
+    parts: Sequence[Part],
+    results: Mapping[str, Result],
+    *,
+    date: str,
+    command: str,
+) -> str:
+    """The page.
+
+    Args:
+        machine: what the parts ran on.
+        parts: all that were to run.
+        results: of those that did, by name.
+        date: in ISO's form.
+        command: that repeats it.
+    """
+    triton = f", Triton {machine.triton}" if machine.triton else ""
+    nccl = f", NCCL {machine.nccl}" if machine.nccl else ""
+    memory = f", {machine.memory_gib:g} GiB" if machine.memory_gib else ""
+    versions = f"torch {machine.torch}{nccl}{triton}, Python {machine.python}"
+    lines = [
+        f"# On {machine.name}",
+        "",
+        f"{date}, {machine.name}{memory}, {versions}, code {machine.code}.",
+        "",
+        f"    {command}",
+        "",
+        f"{summary(parts, results)}",
+        "",
+        *_correctness(parts, results),
+        *(line for group in TITLES for line in _figures(group, parts, results)),
+        *_list_of_parts(parts, results),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def summary(parts: Sequence[Part], results: Mapping[str, Result]) -> str:
+    """How many parts are right, in a sentence."""
+    right = sum(result.is_right for result in results.values())
+    missing = [part.name for part in parts if part.name not in results]
+    wrong = [name for name, result in results.items() if not result.is_right]
+    text = f"{right} of {len(parts)} parts are as they must be."
+    if wrong:
+        text += f" Wrong: {', '.join(wrong)}."
+    if missing:
+        text += f" Not run: {', '.join(missing)}."
+    return text
+
+
+def _correctness(parts: Sequence[Part], results: Mapping[str, Result]) -> Iterator[str]:
+    """A row for each training, a column for each mode and number of ranks."""
+    chosen = [part for part in parts if part.group == "correctness" and part.name in results]
+    if not chosen:
+        return
+    columns = [(mode, ranks) for ranks in sorted({part.ranks for part in chosen}) for mode in MODES]
+    cells: dict[str, dict[tuple[str, int], Row]] = {}
+    for part in chosen:
+        for row in results[part.name].rows:
+            cells.setdefault(row.title, {})[part.mode, part.ranks] = row
+    yield "## Beside eager DDP"
+    yield ""
+    backends = {part.ranks: results[part.name].backend for part in chosen}
+    over = [f"{_ranks(ranks)} over {backend}" for ranks, backend in sorted(backends.items())]
+    yield f"Gradients after each backward, parameters and buffers: {', '.join(over)}."
+    yield ""
+    yield from _table(
+        ["", *(f"`{mode}`, {_ranks(ranks)}" for mode, ranks in columns)],
+        [
+            [title, *(_outcome(rows.get(column)) for column in columns)]
+            for title, rows in cells.items()
+        ],
+    )
+    yield ""
+    for title, rows in cells.items():
+        for (mode, ranks), row in rows.items():
+            if row.words:
+                yield f"* {title}, `{mode}`, {_ranks(ranks)}: {row.words}"
+    yield ""
+
+
+def _ranks(ranks: int) -> str:
+    return "one rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def _outcome(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return "equal" if row.is_right else "**wrong**"
+
+
+def _figures(group: str, parts: Sequence[Part], results: Mapping[str, Result]) -> Iterator[str]:
+    rows = [
+        row
+        for part in parts
+        if part.group == group and part.name in results
+        for row in results[part.name].rows
+    ]
+    if not rows:
+        return
+    names = list(dict.fromkeys(name for row in rows for name in row.figures))
+    yield f"## {TITLES[group]}"
+    yield ""
+    yield NOTES[group]
+    yield ""
+    yield from _table(
+        ["", *names, "remarks"],
+        [
+            [
+                row.title,
+                *(number(row.figures.get(name)) for name in names),
+                f"{'' if row.is_right else '**wrong** '}{row.words}",
+            ]
+            for row in rows
+        ],
+        right=len(names),
+    )
+    yield ""
+
+
+def _list_of_parts(parts: Sequence[Part], results: Mapping[str, Result]) -> Iterator[str]:
+    yield "## Parts"
+    yield ""
+    rows = []
+    for part in parts:
+        result = results.get(part.name)
+        if result is None:
+            rows.append([f"`{part.name}`", "", "not run"])
+        else:
+            wrong = sum(not row.is_right for row in result.rows)
+            word = "right" if result.is_right else f"{wrong} of {len(result.rows)} rows are wrong"
+            rows.append([f"`{part.name}`", f"{result.seconds:.0f}", result.failure or word])
+    yield from _table(["part", "s", "result"], rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], right: int = 0) -> Iterator[str]:
+    rules = ["---:" if 0 < index <= right else "---" for index in range(len(head))]
+    for cells in (head, rules, *rows):
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def number(value: float | None) -> str:
+    """A figure with three digits, or more where it is larger."""
+    if value is None or not math.isfinite(value):
+        return ""
+    digits = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
+    return f"{value:.{min(digits, 3)}f}"

@@ -1,0 +1,211 @@
+"""What is run, part by part. Nothing here imports torch: a list of parts must come at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
+
+from nightly_matrix.catalog import SCENARIOS
+from nightly_matrix.cells import MODES, Scenario
+
+TARGETS: Final = "gpu_checks.targets"
+
+Group = Literal["correctness", "copies", "steps", "starts", "probe"]
+"""Which section of the page a part belongs to."""
+
+SCALINGS: Final = ("auto", "collective", "store", "bucket")
+DTYPES: Final = ("fp32", "bf16", "fp16")
+REDUCE_DTYPES: Final = ("bf16", "fp16")
+
+LOOPS: Final = (
+    "backward-inside",
+    "eager-forward",
+    "no-sync",
+    "no-sync-inside",
+    "kept-gradients",
+    "added-gradients",
+    "several-backwards",
+    "graph-break",
+    "checkpointing",
+    "autocast",
+    "autocast-inside",
+    "grad-scaler",
+    "grad-scaler-inf",
+    "grad-scaler-autocast",
+    "two-dtypes",
+    "optimizer-fused",
+    "optimizer-foreach",
+    "optimizer-foreach-inside",
+    "optimizer-compiled",
+    "layouts",
+    "batch-norm",
+    "static-graph",
+    "bucket-view",
+    "hook-bf16",
+)
+"""Features of the nightly matrix that depend on the device, or that trainers' loops are made of."""
+
+LOOPS_ON_TWO: Final = (
+    "backward-inside",
+    "no-sync",
+    "kept-gradients",
+    "autocast",
+    "grad-scaler-inf",
+    "optimizer-foreach",
+    "batch-norm",
+)
+"""Those of them that more than one rank can break."""
+
+MIXING_EPS: Final = 2.0**10
+"""For what softmax and tanh round; a saved tensor that was overwritten too early is wrong by more
+than 2 ** 20 eps."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One training beside eager DDP.
+
+    Attributes:
+        scenario: what is trained.
+        dtype: of its gradients.
+        flag: fields of ``FusionConfig``.
+        needs_cuda: whether the CPU cannot do it.
+        also_right: kinds of :class:`nightly_matrix.outcomes.Outcome` that are right beside
+            ``"equal"``.
+    """
+
+    scenario: Scenario
+    dtype: str
+    flag: Mapping[str, Any]
+    needs_cuda: bool = False
+    also_right: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The name of its row, which both modes and all numbers of ranks share."""
+        options = [f"`{name}={value!r}`" for name, value in self.flag.items() if name != "mode"]
+        return ", ".join([self.scenario.title, self.dtype, *options])
+
+
+@dataclass(frozen=True)
+class Part:
+    """What runs in processes of its own, and has a result of its own.
+
+    Attributes:
+        name: for ``--only``.
+        group: which section it belongs to.
+        ranks: processes.
+        checks: trainings beside eager DDP.
+        measure: instead of those, ``module:function``; it takes a :class:`gpu_checks.sites.Site`
+            and a function that notes a row.
+        limit_s: at most.
+        has_group: whether the processes join a process group.
+    """
+
+    name: str
+    group: Group
+    ranks: int = 1
+    checks: tuple[Check, ...] = field(default=())
+    measure: str = ""
+    limit_s: float = 150.0
+    has_group: bool = True
+
+    @property
+    def mode(self) -> str:
+        """Of its checks."""
+        return str(self.checks[0].flag["mode"]) if self.checks else ""
+
+    def checks_on(self, device: str) -> tuple[Check, ...]:
+        """Those that a kind of device can do."""
+        return tuple(check for check in self.checks if device == "cuda" or not check.needs_cuda)
+
+
+def _options(mode: str, ranks: int) -> Part:
+    scalings = [name for name in SCALINGS if (mode, name) != ("coalesced", "bucket")]
+    plain = Scenario("gpu", "plain", "as it is", "nightly_matrix.features.loops:plain", ranks)
+    checks = [
+        Check(plain, dtype, {"mode": mode, "scaling": scaling})
+        for dtype in DTYPES
+        for scaling in scalings
+    ]
+    for sent in REDUCE_DTYPES:
+        hooked = replace(plain, title="as eager DDP's hook", target=f"{TARGETS}:sent_in_{sent}")
+        checks += [
+            Check(hooked, "fp32", {"mode": mode, "scaling": scaling, "reduce_dtype": sent})
+            for scaling in scalings
+        ]
+    return Part(_name("options", mode, ranks), "correctness", ranks, tuple(checks), limit_s=200)
+
+
+def _loops(mode: str, ranks: int, features: Iterable[str]) -> Part:
+    known = {scenario.feature: scenario for scenario in SCENARIOS if scenario.ranks == 2}
+    checks = []
+    for feature in features:
+        scenario = replace(known[feature], ranks=ranks)
+        checks += [Check(scenario, dtype, {"mode": mode}) for dtype in scenario.dtypes]
+    synced = Scenario("gpu", "sync-bn", "`SyncBatchNorm`", f"{TARGETS}:synced_batch_norm", ranks)
+    synced = replace(synced, tolerance_eps=MIXING_EPS)
+    # Its collectives break the graph, and what is then left unfused is told.
+    unfused = ("equal, unfused",)
+    flag = {"mode": mode}
+    checks.append(Check(synced, "fp32", flag, needs_cuda=True, also_right=unfused))
+    return Part(_name("loops", mode, ranks), "correctness", ranks, tuple(checks), limit_s=200)
+
+
+def _memory(mode: str) -> Part:
+    """Donated buffers and CUDA graphs: what reuses memory."""
+    rows = (
+        ("what the forward saved is overwritten", "donated", MIXING_EPS, ("fp32", "bf16")),
+        ("kept for a second backward", "donated_later", MIXING_EPS, ("fp32",)),
+        ("two forwards, one backward", "donated_twice", MIXING_EPS, ("fp32",)),
+        ("CUDA graphs", "cuda_graphs", 0.0, DTYPES),
+        ("CUDA graphs, backward inside", "cuda_graphs_inside", 0.0, ("fp32",)),
+    )
+    checks = [
+        Check(
+            Scenario("gpu", name, title, f"{TARGETS}:{name}", 1, tolerance_eps=tolerance),
+            dtype,
+            {"mode": mode},
+        )
+        for title, name, tolerance, dtypes in rows
+        for dtype in dtypes
+    ]
+    return Part(f"memory-{mode}", "correctness", 1, tuple(checks))
+
+
+def _name(what: str, mode: str, ranks: int) -> str:
+    return f"{what}-{mode}" if ranks == 1 else f"{what}-{mode}-{ranks}"
+
+
+PROBE: Final = Part(
+    "nccl-on-one-gpu", "probe", 2, measure="gpu_checks.probe:all_reduce", limit_s=45
+)
+"""Whether NCCL takes two ranks on one GPU."""
+
+PARTS: Final = (
+    *(_options(mode, 1) for mode in MODES),
+    *(_memory(mode) for mode in MODES),
+    *(_loops(mode, 1, LOOPS) for mode in MODES),
+    *(_options(mode, 2) for mode in MODES),
+    *(_loops(mode, 2, LOOPS_ON_TWO) for mode in MODES),
+    Part("copies", "copies", measure="gpu_checks.copies:measure", limit_s=90, has_group=False),
+    Part("step-mlp", "steps", measure="gpu_checks.steps:mlp", limit_s=200, has_group=False),
+    Part("step-gpt", "steps", measure="gpu_checks.steps:gpt", limit_s=240, has_group=False),
+    Part("starts", "starts", measure="gpu_checks.starts:measure", limit_s=240, has_group=False),
+)
+"""In the order in which they matter, should time run out."""
+
+
+def choose(parts: Iterable[Part], names: Iterable[str]) -> list[Part]:
+    """The parts with these names, all if there are none.
+
+    Raises:
+        ValueError: there is no part of a name.
+    """
+    parts, names = list(parts), list(names)
+    known = [part.name for part in parts]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"--only must be one of {', '.join(known)}, but is {name!r}.")
+    return [part for part in parts if not names or part.name in names]

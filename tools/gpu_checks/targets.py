@@ -1,0 +1,149 @@
+"""What is trained beside eager DDP that the nightly matrix has not, as it needs a GPU or an option.
+
+Each takes a :class:`nightly_matrix.run.Run`, as the features of the matrix do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from nightly_matrix.features.hooks import renamed
+from nightly_matrix.run import Run
+from nightly_matrix.training import Loop, train
+from tests.support import models
+from tests.support.models import Batch
+
+GRAPH_STEPS = 6
+"""The first steps warm up and record; the others replay."""
+
+# --- Options -------------------------------------------------------------------------------------
+
+
+def sent_in_bf16(run: Run) -> None:
+    """``reduce_dtype="bf16"`` beside DDP's hook that does the same."""
+    _sent(run, default_hooks.bf16_compress_hook)
+
+
+def sent_in_fp16(run: Run) -> None:
+    """``reduce_dtype="fp16"`` beside DDP's hook that does the same."""
+    _sent(run, default_hooks.fp16_compress_hook)
+
+
+def _sent(run: Run, hook: Any) -> None:
+    ddp = run.ddp(models.mlp(2))
+    if not run.is_fused:
+        ddp.register_comm_hook(None, renamed(hook))
+    train(run, ddp)
+
+
+# --- Memory that is used again -------------------------------------------------------------------
+
+MIXING_WIDTH = 64
+
+
+class Mixing(nn.Module):
+    """Saves results of tanh, softmax and cat, whose gradients can be computed in their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        width = MIXING_WIDTH
+        self.first, self.second = nn.Linear(models.WIDTH, width), nn.Linear(width, width)
+        self.last = nn.Linear(width, models.OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        gate = torch.softmax(self.second(hidden), -1)
+        both = torch.cat([gate, hidden], -1).square().sum(-1, keepdim=True)
+        mixed: Tensor = self.last(gate * hidden).log_softmax(-1) + both
+        return mixed
+
+
+def donated(run: Run) -> None:
+    """A backward that may overwrite all that was saved for it."""
+    _mix(run, lambda loss, _: loss.backward())
+
+
+def donated_later(run: Run) -> None:
+    """Two backwards through one forward: the first must leave what was saved."""
+
+    def twice(loss: Tensor, note: Callable[[], None]) -> None:
+        loss.backward(retain_graph=True)
+        note()
+        loss.backward()
+
+    _mix(run, twice)
+
+
+def donated_twice(run: Run) -> None:
+    """Two forwards before a backward: each has saved tensors of its own."""
+    _mix(run, lambda loss, _: loss.backward(), forwards=2)
+
+
+def _mix(
+    run: Run, backward: Callable[[Tensor, Callable[[], None]], None], forwards: int = 1
+) -> None:
+    ddp = run.ddp(Mixing().to(run.dtype))
+    forward = run.compile(ddp)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=2.0**-6)
+
+    def loss(batch: Batch) -> Tensor:
+        value: Tensor = (forward(batch[0]) * batch[1]).sum()
+        return value
+
+    for step in range(3):
+        optimizer.zero_grad()
+        batches = [run.rows(step, number) for number in range(forwards)]
+        total = torch.stack([loss(batch) for batch in batches]).sum()
+        backward(total, lambda: run.note_backward(ddp))
+        run.note_backward(ddp)
+        optimizer.step()
+    run.note_end(ddp)
+
+
+# --- CUDA graphs ---------------------------------------------------------------------------------
+
+
+def cuda_graphs(run: Run) -> None:
+    """``mode="reduce-overhead"``, the backward outside of the compiled model."""
+    _replay(run, Loop(steps=GRAPH_STEPS, options={"mode": "reduce-overhead"}))
+
+
+def cuda_graphs_inside(run: Run) -> None:
+    """The same with the backward inside of the compiled function."""
+    loop = Loop(style="inside", steps=GRAPH_STEPS, options={"mode": "reduce-overhead"})
+    _replay(run, loop)
+
+
+def _replay(run: Run, loop: Loop) -> None:
+    train(run, run.ddp(run.mlp()), loop)
+    if run.is_fused and run.device.type == "cuda" and not _recorded_graphs(run.device):
+        skips = counters["inductor"]["cudagraph_skips"]
+        raise RuntimeError(f"no CUDA graph was recorded; torch has skipped {skips}")
+
+
+def _recorded_graphs(device: torch.device) -> int:
+    from torch._inductor.cudagraph_trees import get_manager
+
+    manager = get_manager(device.index, create_if_none_exists=False)
+    return 0 if manager is None else sum(len(nodes) for nodes in manager.roots.values())
+
+
+# --- GPUs only -----------------------------------------------------------------------------------
+
+
+def synced_batch_norm(run: Run) -> None:
+    """``SyncBatchNorm``, which torch has for GPUs only."""
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(models.ConvNet())
+    loop = Loop(
+        loss=models.square_loss,
+        draw=models.images,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=2.0**-6),
+    )
+    train(run, run.ddp(model), loop)
