@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -272,20 +272,30 @@ class Session:
             if not row.is_right:
                 print(f"  {row.title}: {row.words}", flush=True)
 
-    def _write_page(self, parts: Sequence[Part]) -> None:
+    def _write_page(self, chosen: Sequence[Part]) -> None:
+        """Write all results there are, also those of earlier calls for other parts."""
+        results: dict[str, Result] = {}
+        parts = []
+        for part in importlib.import_module(self._catalog).PARTS:
+            kept = read_result(self._options.results, part.name, self._machine.key)
+            result = self._results.get(part.name, kept)
+            if result is not None:
+                results[part.name] = result
+            if result is not None or part in chosen:
+                parts.append(part)
         date = str(datetime.date.today())
-        page = self._options.out or (
-            self._options.results / f"{date}.md"
-            if self._machine.device == "cpu"
-            else ROOT / "docs" / "gpu" / f"{date}.md"
-        )
-        page.parent.mkdir(parents=True, exist_ok=True)
-        results: Mapping[str, Result] = {
-            part.name: self._results[part.name] for part in parts if part.name in self._results
-        }
         text = pages.as_markdown(self._machine, parts, results, date=date, command=self._command)
+        page = self._page(date)
+        page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(text)
         print(f"Written to {page}; logs are in {self._options.results / 'logs'}")
+
+    def _page(self, date: str) -> Path:
+        """Where the page is written."""
+        if self._options.out:
+            return Path(self._options.out)
+        on_cpu = self._machine.device == "cpu"
+        return (self._options.results if on_cpu else ROOT / "docs" / "gpu") / f"{date}.md"
 
 
 if __name__ == "__main__":

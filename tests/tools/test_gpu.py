@@ -18,7 +18,7 @@ from torch import nn
 from bench_steps import processes as bench_processes
 from bench_steps.rows import Checked
 from fusion_passes import config
-from gpu_checks import copies, pages, plan, starts, steps, subjects
+from gpu_checks import copies, pages, plan, processes, starts, steps, subjects
 from gpu_checks.machine import Machine, machine
 from gpu_checks.parts import DTYPES, PARTS, PROBE, REDUCE_DTYPES, SCALINGS, Check, Part, choose
 from gpu_checks.results import Result, Row, read_result
@@ -198,6 +198,7 @@ def test_a_part_that_fails_stops_no_other_and_a_good_one_is_not_run_again(
     written = (tmp_path / "results" / "is-right.json").stat().st_mtime_ns
     assert _run(tmp_path, "--only", "is-right")[0] == 0
     assert "is-right: done before" in capsys.readouterr().out
+    assert "1 of 5 parts are as they must be." in (tmp_path / "page.md").read_text(), "as before"
     assert (tmp_path / "results" / "is-right.json").stat().st_mtime_ns == written
     assert _run(tmp_path, "--only", "is-right", "--again")[0] == 0
     assert (tmp_path / "results" / "is-right.json").stat().st_mtime_ns > written
@@ -290,6 +291,42 @@ def test_nccl_is_asked_before_it_is_used(
     session = _session(replace(ONE_GPU, nccl="2.30.4", shares_gpu=True), tmp_path)
     expected = ("nccl", "") if works else ("gloo", "rank 0 ended with 1: ncclInvalidUsage")
     assert session._choose_backend() == expected
+
+
+@pytest.mark.parametrize(
+    ("where", "variables"),
+    [
+        (ONE_GPU, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}),
+        (replace(ONE_GPU, count=2), {}),
+        (replace(ONE_GPU, device="cpu"), {"CUDA_VISIBLE_DEVICES": ""}),
+    ],
+)
+def test_ranks_know_which_gpus_are_theirs(
+    where: Machine, variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, str]] = []
+
+    class Rank:
+        pid = 2**30  # Nobody's.
+
+        def __init__(self, command: list[str], *, env: dict[str, str], **_: Any) -> None:
+            started.append(env)
+
+        def wait(self) -> int:
+            return 0
+
+    for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(processes.subprocess, "Popen", Rank)
+    part = next(part for part in PARTS if part.ranks == 2)
+    begun = _session(where, tmp_path)._start(part)
+    assert begun is not None
+    begun.discard()
+    assert len(started) == 2
+    for environment in started:
+        assert variables.items() <= environment.items()
+        shares = "NCCL_MULTI_RANK_GPU_ENABLE"
+        assert (shares in environment) == (shares in variables)
 
 
 def test_gloo_coalesces_nothing_on_a_gpu(tmp_path: Path) -> None:
