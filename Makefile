@@ -1,4 +1,5 @@
-# Every target but gpu makes the environment that it needs (.venv, or one beside it for another TORCH).
+# Every target makes the environment that it needs (.venv, or one beside it for another TORCH), but
+# for gpu, which takes what PYTHON has.
 #
 #   make train                              train the example, fused
 #   make train ARGS="--fusion coalesced"    with options of examples/train_gpt.py
@@ -12,7 +13,7 @@
 #   make faults ARGS=--quick                trainings with a rank that dies, stops or fails
 #   make torch-tests                        torch's own DDP tests, without and under the flag
 #   make mutations                          one-line breaks, each of which a test must notice
-#   make gpu                                what needs a GPU, with the torch that PYTHON has: minutes
+#   make gpu                                what needs a GPU, in minutes; ARGS=--list names the parts
 #   make check-torch                        whether torch has all private names that are used
 #   make check                              format, lint, types, then all tests
 #
