@@ -122,17 +122,30 @@ def cuda_graphs_inside(run: Run) -> None:
 
 
 def _replay(run: Run, loop: Loop) -> None:
+    skipped = counters["inductor"]["cudagraph_skips"]
     train(run, run.ddp(run.mlp()), loop)
-    if run.is_fused and run.device.type == "cuda" and not _recorded_graphs(run.device):
-        skips = counters["inductor"]["cudagraph_skips"]
-        raise RuntimeError(f"no CUDA graph was recorded; torch has skipped {skips}")
+    if not run.is_fused or run.device.type != "cuda":
+        return
+    skipped = counters["inductor"]["cudagraph_skips"] - skipped
+    found = f"torch recorded {_recorded_graphs(run.device)} CUDA graphs and skipped {skipped}"
+    print(found, flush=True)
+    if not _recorded_graphs(run.device):
+        raise RuntimeError(found)
 
 
 def _recorded_graphs(device: torch.device) -> int:
     from torch._inductor.cudagraph_trees import get_manager
 
     manager = get_manager(device.index, create_if_none_exists=False)
-    return 0 if manager is None else sum(len(nodes) for nodes in manager.roots.values())
+    waiting = (
+        [] if manager is None else [node for nodes in manager.roots.values() for node in nodes]
+    )
+    count = 0
+    while waiting:
+        node = waiting.pop()
+        waiting += [child for nodes in node.children.values() for child in nodes]
+        count += 1
+    return count
 
 
 # --- GPUs only -----------------------------------------------------------------------------------
