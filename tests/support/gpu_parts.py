@@ -69,7 +69,7 @@ PARTS = (
     _measuring("is-wrong"),
     _measuring("raises"),
     _measuring("dies"),
-    _measuring("hangs", limit_s=15.0),
+    _measuring("hangs", limit_s=9.0),
 )
 
 PROBE = Part("probe", "probe", 2, measure="gpu_checks.probe:all_reduce")

@@ -40,7 +40,7 @@ ROUND_S: Final = 0.25
 START_S: Final = 150.0
 TURN_S: Final = 60.0
 RESERVE_S: Final = 30.0
-"""Before the part's end no method is started any more, so that there is time to measure."""
+"""Before the part's end all methods must have started, so that there is time to measure."""
 
 END_S: Final = 5.0
 MAX_STEPS: Final = 50
@@ -135,7 +135,8 @@ def _start(method: Method, place: Place, deadline: float) -> None:
         return
     try:
         method.processes = RowProcesses(Row("way", method.name), place)
-        method.processes.ask("start", timeout_s=START_S)
+        left_s = deadline - RESERVE_S - time.monotonic()
+        method.processes.ask("start", timeout_s=max(1.0, min(START_S, left_s)))
         if WAYS[method.name].has_ddp:
             reference = str(place.directory / "gradients")
             (checked,) = method.processes.ask("check", reference, method.name == EAGER)

@@ -18,14 +18,14 @@ import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from gpu_checks.parts import Check, Part
 from gpu_checks.results import Row
 from gpu_checks.sites import ROWS, SITE, Site
-from nightly_matrix.worker import train_both
+
+if TYPE_CHECKING:
+    import torch
 
 PORT = "port"
 GROUP_TIMEOUT_S = 40.0
@@ -66,12 +66,15 @@ def part_of(catalog: str, name: str) -> Part:
 
 def _prepare(part: Part, site: Site, directory: Path, rank: int) -> None:
     """Set what makes two ways comparable, choose the GPU, and join the ranks."""
+    if not part.has_group:
+        return
+    import torch
+    import torch.distributed as dist
+
     torch.set_num_threads(1)
     # Else convolutions round to 10 bits, and no two algorithms agree.
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic = True
-    if not part.has_group:
-        return
     if site.device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
@@ -81,8 +84,10 @@ def _prepare(part: Part, site: Site, directory: Path, rank: int) -> None:
     )
 
 
-def _store(ranks: int, directory: Path, rank: int, timeout: datetime.timedelta) -> dist.TCPStore:
+def _store(ranks: int, directory: Path, rank: int, timeout: datetime.timedelta) -> Any:
     """The store of the ranks; the first tells the others its port by a file."""
+    import torch.distributed as dist
+
     connect = functools.partial(dist.TCPStore, "127.0.0.1", world_size=ranks, timeout=timeout)
     path = directory / PORT
     if rank == 0:
@@ -101,6 +106,8 @@ def _store(ranks: int, directory: Path, rank: int, timeout: datetime.timedelta) 
 
 
 def _train(part: Part, site: Site, directory: Path) -> None:
+    import torch
+
     device = torch.device("cpu")
     if site.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -116,6 +123,7 @@ def _run_check(check: Check, device: torch.device, directory: Path) -> bool:
     """Train both ways and write the report; whether both came to their end."""
     from fusion_passes import FusionConfig
     from fusion_passes.state import process_state
+    from nightly_matrix.worker import train_both
 
     # Each training begins as in a new process.
     gc.collect()
