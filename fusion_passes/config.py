@@ -17,6 +17,9 @@ FUSION_MODES: Final[tuple[str, ...]] = get_args(FusionMode)
 ScalingOption: TypeAlias = Literal["auto", "collective", "store", "bucket"]
 SCALING_OPTIONS: Final[tuple[str, ...]] = get_args(ScalingOption)
 
+BackwardGraph: TypeAlias = Literal["auto", "aot_autograd", "compiled_autograd"]
+BACKWARD_GRAPHS: Final[tuple[str, ...]] = get_args(BackwardGraph)
+
 ReduceDtype: TypeAlias = Literal["bf16", "fp16"]
 REDUCE_DTYPES: Final[tuple[str, ...]] = get_args(ReduceDtype)
 
@@ -57,6 +60,11 @@ class FusionConfig:
         reduce_dtype: The dtype in which gradients of a wider floating-point dtype are sent,
             ``"bf16"`` or ``"fp16"``. Gradients of other dtypes are sent as they are. Default
             ``None``: all are.
+        backward_graph: The graph that the reductions are a part of. ``"aot_autograd"``: the
+            backward that AOTAutograd compiles with the forward and keeps in its cache, in all steps
+            in which that gives what eager DDP gives; docs/backward_graph.md says which.
+            ``"compiled_autograd"``: a graph that compiled autograd traces again from the whole
+            backward, in each process. Default ``"auto"``: as ``"aot_autograd"``.
 
     Raises:
         ValueError: an unknown choice; a size that is not a finite number greater than 0; options
@@ -69,11 +77,13 @@ class FusionConfig:
     max_hold_mb: float | None = None
     scaling: ScalingOption = "auto"
     reduce_dtype: ReduceDtype | None = None
+    backward_graph: BackwardGraph = "auto"
 
     def __post_init__(self) -> None:
         if self.mode not in FUSION_MODES:
             raise ValueError(_unknown_mode("FusionConfig.mode", self.mode))
         _check_choice("scaling", self.scaling, SCALING_OPTIONS)
+        _check_choice("backward_graph", self.backward_graph, BACKWARD_GRAPHS)
         if self.reduce_dtype is not None:
             _check_choice("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
         if self.mode == "coalesced" and self.scaling == "bucket":

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from typing import Final
 
 from fusion_passes.agreement.launches import LATE, LaunchList
 from fusion_passes.agreement.rendezvous import (
@@ -19,13 +19,13 @@ from fusion_passes.agreement.rendezvous import (
     asked,
     exchange,
     meeting_of,
+    texts_of,
     within,
 )
 from fusion_passes.torch_private import resolve_process_group
 
 CHANGING_SECONDS: Final = 2.0
-"""How long a rank that has changed waits for the others to have changed too; at most an eighth of
-the group's timeout."""
+"""How long a rank that has changed waits for others to; at most an eighth of the timeout."""
 
 
 @dataclass
@@ -44,6 +44,8 @@ class Participant:
         meetings: how often the ranks have met in this round.
         rounds: how many rounds have ended.
         failures: how many have failed, as far as this rank has said or been told.
+        is_averaged: whether the graph that was compiled with a forward averages its backward now.
+        announced: numbers of the parameters that it has announced.
         is_local: whether the collectives of the backward that runs stay on this rank.
         received: numbers of the parameters whose gradients this round has.
         late: those of them that are still to be reduced, and whether they are divided already.
@@ -67,6 +69,8 @@ class Participant:
     meetings: int = 0
     rounds: int = 0
     failures: int = 0
+    is_averaged: bool = False
+    announced: set[int] = field(default_factory=set)
     is_local: bool = False
     received: set[int] = field(default_factory=set)
     late: dict[int, bool] = field(default_factory=dict)
@@ -91,8 +95,7 @@ class Participant:
 
     @property
     def unused(self) -> frozenset[int]:
-        """The parameters of a static graph that others have used, and this rank not in this
-        round."""
+        """The parameters of a static graph that others have used in this round, this rank not."""
         return (self.used or frozenset()) - self.received if not self.kind else frozenset()
 
     def receive(self, numbers: Iterable[int]) -> None:
@@ -107,14 +110,24 @@ class Participant:
         if self.own_use is not None and not self.kind and came - self.own_use:
             self.refuse(came - self.own_use)
 
-    def announce(self, launches: LaunchList) -> None:
+    def announce(self, launches: LaunchList, is_optional: bool = False) -> None:
         """Agree with the other ranks on a graph's launches, before its first one. When this
         returns, the graph may go on: its collectives match theirs, or stay on this rank.
+
+        Args:
+            launches: what the graph is going to launch.
+            is_optional: whether it also runs in backwards that it must not average.
 
         Raises:
             RanksDisagreeError: settings differ, a rank has failed, or some have not come within
                 the group's timeout.
         """
+        if is_optional:
+            if not self.is_averaged:
+                self.thread = threading.get_ident()
+                self._go_local()
+                return
+            self.announced |= launches.parameters
         self.receive(launches.parameters)
         if not self.is_local:
             self._settle(launches)
@@ -180,8 +193,7 @@ class Participant:
                 differ in.
 
         Returns:
-            A list whose parameters are some of those of ``plan()``; an empty one where no rank has
-            any.
+            A list of some of the parameters of ``plan()``; an empty one where no rank has any.
 
         Raises:
             RanksDisagreeError: the other ranks reduce others, or as in :meth:`announce`.
@@ -243,9 +255,9 @@ class Participant:
     def _begin(self) -> None:
         self.kind = ""
         self.position = self.meetings = 0
-        self.is_local = self.is_sharing = False
-        self.received.clear()
-        self.late.clear()
+        self.is_local = self.is_sharing = self.is_averaged = False
+        for numbers in (self.received, self.late, self.announced):
+            numbers.clear()
 
     def _meet(self, launches: LaunchList, is_change: bool = False) -> LaunchList | None:
         """The list that all ranks are to run, once all have come; ``None`` if there is none yet:
@@ -286,8 +298,3 @@ class Participant:
         if self.position < len(self.agreed):
             texts |= dict.fromkeys(silent, self.agreed[self.position].encode())
         return RanksDisagreeError(self.module, texts, silent)
-
-
-def texts_of(said: Mapping[Any, str]) -> dict[int, str]:
-    """The launches in what ranks have said."""
-    return {int(rank): json.loads(text)[1] for rank, text in said.items()}

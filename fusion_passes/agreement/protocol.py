@@ -26,15 +26,17 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 from fusion_passes.agreement.launches import LaunchList
-from fusion_passes.agreement.participant import Participant, texts_of
+from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.rendezvous import (
     Meeting,
     RanksDisagreeError,
     asked,
     meeting_of,
     said_at,
+    texts_of,
 )
 from fusion_passes.state import Lifetime, process_state
+from fusion_passes.torch_private import stand_for_local
 
 participants: Final = process_state.keep(
     dict[str, Participant](),
@@ -44,16 +46,20 @@ participants: Final = process_state.keep(
 )
 
 
-def announce(module: str, text: str) -> None:
+def announce(module: str, text: str, is_optional: bool = False) -> None:
     """See :meth:`Participant.announce`.
 
     Args:
         module: the DDP module's name for its group.
         text: a :class:`LaunchList`'s.
+        is_optional: whether the graph also runs in backwards that are not averaged.
     """
     participant = participants.get(module)
     if participant is not None:
-        participant.announce(LaunchList.decode(text))
+        participant.announce(LaunchList.decode(text), is_optional)
+    elif is_optional:
+        # The graph has outlived its module, and runs for another over the same parameters.
+        stand_for_local(module)
 
 
 def agreed_list(module: str, parameters: Collection[int]) -> LaunchList | None:

@@ -185,3 +185,8 @@ def asked(ask: Callable[[], _T]) -> _T | None:
         return within(ASKING_SECONDS, ask)
     except (RuntimeError, TimeoutError, OSError):
         return None
+
+
+def texts_of(said: Mapping[Any, str]) -> dict[int, str]:
+    """The launches in what ranks have said."""
+    return {int(rank): json.loads(text)[1] for rank, text in said.items()}

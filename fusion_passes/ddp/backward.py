@@ -7,18 +7,25 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes.ddp.aot_backward import NONE_AVERAGED, Averaged, aot_backwards
 from fusion_passes.ddp.autograd_graph import leaves_behind
 from fusion_passes.ddp.disagreement import shared_errors
+from fusion_passes.ddp.engine_calls import NOTHING, EngineCall, reach_of
 from fusion_passes.ddp.hooks import put_hooks_last, traced_hooks
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.own_reducer import check_optimizers
-from fusion_passes.ddp.rounds import end_backward, fail_backward, note_unannounced, running
+from fusion_passes.ddp.rounds import (
+    end_backward,
+    fail_backward,
+    note_unannounced,
+    rejoining,
+    running,
+)
 from fusion_passes.ddp.starts import Starts
 from fusion_passes.ddp.tensor_parallel import can_be_traced
 from fusion_passes.ddp.turns import Turns
@@ -29,13 +36,11 @@ from fusion_passes.ddp.unfused import (
     warn_unfused,
 )
 from fusion_passes.report.journal import Journal
+from fusion_passes.report.records import FusionReport
 from fusion_passes.torch_private import (
     compiled_autograd,
     dynamo_config,
-    has_flattened_parameters,
-    has_fully_sharded_modules,
     is_compiling_graph,
-    is_flattened,
 )
 from fusion_passes.torch_private.autograd import backward_id, tracing_backwards
 
@@ -121,37 +126,68 @@ class BackwardRunner:
                 return engine(outputs, *args, **kw)
         if is_compiling_graph():
             return engine(outputs, *args, **kw)
-        keeps_graph = args[1] if len(args) > 1 else kw.get("retain_graph", False)
-        create_graph = args[2] if len(args) > 2 else kw.get("create_graph", False)
-        accumulates = kw.get("accumulate_grad", False)
+        call = EngineCall.of(args, kw)
         traced_hooks.take()  # What is left of a backward that failed.
         known, unreadable = len(self.journal.reports()), self.journal.unreadable
         put_hooks_last()
-        reach = _reach(outputs) if accumulates else _NOTHING
+        reach = reach_of(outputs) if call.accumulates else NOTHING
         if reach.managed:
-            self._starts.note(outputs, keeps_graph)
-        can_trace = reach.managed and not create_graph and not reach.others
+            self._starts.note(outputs, call.keeps_graph)
+            if reach.others:
+                warn_mixed()
         reached = functools.cache(lambda: registry.reached_by(leaves_behind(outputs)))
-        traced = can_trace and can_be_traced(outputs) and self._would_announce(reached)
-        if reach.managed and reach.others:
-            warn_mixed()
-        if traced:
+        can_trace = reach.managed and not call.creates_graph and not reach.others
+        averaged = self._averaged_by_itself(outputs, call) if can_trace else NONE_AVERAGED
+        traced = can_trace and not averaged.participants and self._is_traced(outputs, reached)
+        meets = traced or bool(averaged.participants)
+        if meets:
             registry.check_new(check_optimizers)
-        with running(), shared_errors(reached if traced else lambda: (), fail_backward):
-            with self._running(traced, is_warned=reach.others or can_trace):
+        touched = reached if meets else lambda: ()
+        with running(), rejoining(), shared_errors(touched, fail_backward):
+            with (
+                self._averaging(averaged),
+                self._running(traced, is_warned=reach.others or can_trace),
+            ):
                 result = engine(outputs, *args, **kw)
                 self._call_back()
             names = traced_hooks.take()
             self._note_unannounced(names)
             end_backward()
         reports = self.journal.reports()[known:]
-        if self.journal.unreadable > unreadable:
-            return result  # Fused in the cache, but nobody knows how: the journal has said so.
+        if self.journal.unreadable == unreadable:  # Else the journal has said so.
+            self._warn(names, reports)
+        return result
+
+    def _warn(self, names: Sequence[str], reports: Sequence[FusionReport]) -> None:
         if names:
             warn_unfused(names, reports)
         elif reports:
             warn_others_reductions(reports)
-        return result
+
+    def _is_traced(self, outputs: Sequence[Any], reached: Callable[[], Iterable[str]]) -> bool:
+        return (
+            not aot_backwards.stays_local(reached())
+            and can_be_traced(outputs)
+            and self._would_announce(reached)
+        )
+
+    def _averaged_by_itself(self, outputs: Sequence[Any], call: EngineCall) -> Averaged:
+        if call.keeps_graph or call.only_some:
+            return NONE_AVERAGED
+        if compiled_autograd().compiled_autograd_enabled and not self.is_tracing:
+            return NONE_AVERAGED  # The user traces all backwards.
+        return aot_backwards.find_averaged(outputs)
+
+    @contextlib.contextmanager
+    def _averaging(self, averaged: Averaged) -> Iterator[None]:
+        if not averaged.participants:
+            yield
+            return
+        with self._turns.averaged() as may:
+            if not may:
+                warn_threads()
+            with aot_backwards.averaging(averaged if may else NONE_AVERAGED):
+                yield
 
     def _note_unannounced(self, names: Iterable[str]) -> None:
         for name in note_unannounced(names):
@@ -208,47 +244,3 @@ class BackwardRunner:
             dynamic = not dynamo_config().assume_static_by_default
         with tracing_backwards(self._compiler, dynamic):
             yield
-
-
-@dataclass(frozen=True)
-class _Reach:
-    """Where an autograd graph ends.
-
-    Attributes:
-        managed: at a parameter of a managed module.
-        others: at one whose gradient DDP's own reducer or FSDP must see. Both do nothing in a
-            traced backward.
-    """
-
-    managed: bool = False
-    others: bool = False
-
-
-_NOTHING: Final = _Reach()
-
-
-def _reach(outputs: Sequence[Any]) -> _Reach:
-    """Where the autograd graph of ``outputs`` ends.
-
-    Depth first, so that a graph that ends at a managed parameter is left after a few nodes where
-    there is nothing else to look for. Another is walked whole, about a microsecond a node.
-    """
-    if not len(registry):
-        return _NOTHING
-    fully_sharded = has_fully_sharded_modules()
-    looks_for_others = registry.has_unfused or fully_sharded or has_flattened_parameters()
-    managed = others = False
-    for leaf in leaves_behind(outputs):
-        if registry.manages(leaf):
-            managed = True
-        # What fully_shard puts into a graph is a parameter like any other: in a process that uses
-        # it, one that no DDP module manages is taken for its.
-        elif looks_for_others and (
-            registry.is_unfused(leaf)
-            or is_flattened(leaf)
-            or (fully_sharded and isinstance(leaf, nn.Parameter))
-        ):
-            others = True
-        if managed and (others or not looks_for_others):
-            break
-    return _Reach(managed, others)

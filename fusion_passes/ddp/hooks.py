@@ -162,8 +162,7 @@ def _reduce_gradient(
             local_while_tracing(name)
         return
     if not torch.compiler.is_dynamo_compiling():
-        note_eager(module, number)
-        if not traced_hooks.untraced_is_warned:
+        if note_eager(module, number) and not traced_hooks.untraced_is_warned:
             _warn_eager(name)
         return
     name = group_name_while_tracing(name)

@@ -74,6 +74,7 @@ class Registry:
     _entries: weakref.WeakKeyDictionary[DistributedDataParallel, _Entry] = field(
         default_factory=weakref.WeakKeyDictionary
     )
+    _names: dict[int, str] | None = None
 
     def add(self, ddp: DistributedDataParallel) -> ManagedModule:
         """Register a module that has been constructed, until it is freed."""
@@ -86,6 +87,7 @@ class Registry:
             register_process_group(alias, group)
         ids = [id(parameter) for parameter in parameters_of(ddp)]
         self._parameter_ids.update(ids)
+        self._names = None
         remove = weakref.finalize(ddp, self._remove, module.group_name, module, ids)
         remove.atexit = False
         self._entries[ddp] = _Entry(module, remove)
@@ -98,6 +100,7 @@ class Registry:
 
     def _remove(self, name: str, module: ManagedModule, ids: list[int]) -> None:
         self._parameter_ids -= Counter(ids)
+        self._names = None
         if name not in self._moved and self._modules.get(name) is not module:
             return  # It outlived its process group, and a module of the next one has its names.
         self._moved.discard(name)
@@ -210,6 +213,28 @@ class Registry:
     def manages(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter's gradient is reduced by a managed module."""
         return id(parameter) in self._parameter_ids
+
+    def manages_once(self, parameter: nn.Parameter) -> bool:
+        """Whether a single managed module reduces the parameter's gradient."""
+        return self._parameter_ids[id(parameter)] == 1
+
+    def modules(self) -> list[DistributedDataParallel]:
+        """The managed modules, in the order of their construction."""
+        return list(self._entries)
+
+    def name_of(self, parameter: nn.Parameter) -> str | None:
+        """The group name for the gradient of a parameter; ``None`` if no single managed module
+        reduces it."""
+        return self._names_of_parameters().get(id(parameter))
+
+    def _names_of_parameters(self) -> dict[int, str]:
+        if self._names is None:
+            self._names = {}
+            for ddp, entry in self._entries.items():
+                for number, parameter in enumerate(parameters_of(ddp)):
+                    if self.manages_once(parameter):
+                        self._names[id(parameter)] = entry.module.name_for(number)
+        return self._names
 
     def module(self, group_name: str) -> ManagedModule:
         return self._modules[group_name]

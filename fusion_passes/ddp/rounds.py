@@ -98,12 +98,16 @@ def watch(ddp: DistributedDataParallel) -> None:
     }
 
 
-def note_eager(module: str, number: int) -> None:
-    """A hook has run eagerly: its gradient is reduced when the backward has ended.
+def note_eager(module: str, number: int) -> bool:
+    """A hook has run eagerly: its gradient is reduced when the backward has ended, unless the graph
+    that gave it has done so.
 
     Args:
         module: the DDP module's name for its group.
         number: the parameter's.
+
+    Returns:
+        Whether it is still to be reduced.
 
     Raises:
         RuntimeError: the package was reset since the module was constructed.
@@ -111,10 +115,13 @@ def note_eager(module: str, number: int) -> None:
     participant = participants.get(module)
     if participant is None:
         raise RuntimeError(FORGOTTEN)
+    if number in participant.announced:
+        return False
     if not participant.received and not participant.late:
         after_backward(_end_unless_running)
     participant.receive([number])
     participant.late[number] = False
+    return True
 
 
 def note_unannounced(names: Iterable[str]) -> set[str]:
@@ -166,15 +173,15 @@ def _end_unless_running() -> None:
 
 
 def _mine() -> list[Participant]:
-    """The modules whose rounds have begun, but for those of other threads that are running. On a
+    """The modules, but for those of other threads that are running. On a
     GPU, hooks may run in threads of autograd's, which run no backward of their own."""
     others = _running - {threading.get_ident()}
-    return [item for item in participants.values() if item.received and item.thread not in others]
+    return [item for item in participants.values() if item.thread not in others]
 
 
 def end_backward() -> None:
     """After a backward: reduces what no graph has reduced, and ends rounds that are complete."""
-    active = _mine()
+    active = [participant for participant in _mine() if participant.received]
     if not active:
         return
     for participant in active:
@@ -187,6 +194,19 @@ def end_backward() -> None:
         for participant in active:
             participant.needs_replanning = False
         clear_backward_cache()
+
+
+@contextlib.contextmanager
+def rejoining() -> Iterator[None]:
+    """Around a backward: where it has given DDP no gradient, collectives that have stayed on this
+    rank reach the others again."""
+    try:
+        yield
+    finally:
+        for participant in _mine():
+            if participant.is_local and not participant.received:
+                registry.rejoin(participant.module)
+                participant.is_local = False
 
 
 def _shares_use(participant: Participant) -> bool:

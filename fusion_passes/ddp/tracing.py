@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
+from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import without_view_tracking
 from fusion_passes.torch_private.autograd import base_of_view
 
@@ -51,9 +53,36 @@ class _Reading(functools.partial[Any]):
     """Marks what is mended."""
 
 
+_readers: Final = process_state.keep(
+    set[int](), "the threads that read a backward", Lifetime.CALL, reset=set.clear
+)
+
+
 def _read(read: Callable[[], Any]) -> Any:
-    with _ProxiesInLists():
-        return read()
+    thread = threading.get_ident()
+    _readers.add(thread)
+    try:
+        with _ProxiesInLists():
+            return read()
+    finally:
+        _readers.discard(thread)
+
+
+def call_module(
+    original: Callable[..., Any],
+    tracer: fx.Tracer,
+    module: Any,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Do what ``torch.fx.Tracer.call_module`` does, but while threads read backwards, only in
+    those: a tracer takes the calls of all threads for its own, and ends a training that runs in
+    another one with ``NameError: module is not installed as a submodule`` (torch 2.11 to 2.15).
+    """
+    if _readers and threading.get_ident() not in _readers:
+        return forward(*args, **kwargs)
+    return original(tracer, module, forward, args, kwargs)
 
 
 class _ProxiesInLists(TorchFunctionMode):

@@ -8,6 +8,10 @@ compiled autograd is off. Managed modules reduce their gradients when such a bac
 they wait in none for another rank. Compilers switch it off, and back to what it was, so nothing is
 compiled by others while it is on.
 
+A backward that is averaged by the graph of its forward waits for other ranks, too. So it is not
+averaged so while another thread is traced, and no thread is traced while it runs: if each rank
+traced the module that the other one waits for, all would wait.
+
 A module with DDP's own reducer does wait in its backward for other ranks, as in eager DDP. That
 ends while each rank's other threads run or compile. If a rank has failed there, the others wait for
 it as they would with eager DDP.
@@ -35,6 +39,7 @@ class Turns:
     _thread: int = 0
     _is_on: bool = False
     _untraced: int = 0
+    _averaged: int = 0
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
@@ -46,7 +51,7 @@ class Turns:
     def traced(self) -> Iterator[bool]:
         """Around a backward that is to be traced; gives whether it may be."""
         with self._changed:
-            may = not self.is_tracing
+            may = not self.is_tracing and not self._averaged
             if may:
                 self.is_tracing, self._thread = True, threading.get_ident()
         if may:
@@ -58,6 +63,19 @@ class Turns:
                 with self._changed:
                     self.is_tracing = False
                     self._switch_off()
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[bool]:
+        """Around a backward that is to be averaged by the graph that was compiled with its forward;
+        gives whether it may be."""
+        with self._changed:
+            may = not self.is_tracing
+            self._averaged += may
+        try:
+            yield may
+        finally:
+            with self._changed:
+                self._averaged -= may
 
     @contextlib.contextmanager
     def executing(self) -> Iterator[None]:

@@ -82,6 +82,8 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func.namespace == "prim":
             return result  # A question about a tensor, such as its device: no part of the graph.
+        if isinstance(result, Tensor) and result.device.type != "meta":
+            result = _meta_like(result)  # Of an operator that is given its device.
         new_args = self._nodes_for(args)
         new_kwargs = {name: self._nodes_for(value) for name, value in kwargs.items()}
         target = RESHAPE if func in TRACED_RESHAPES else func

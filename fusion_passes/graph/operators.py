@@ -72,9 +72,9 @@ def _as_complex(real: Tensor) -> Tensor:
         return torch.view_as_complex(real)
 
 
-def _agree(sent: Tensor, module: str, collectives: str) -> None:
+def _agree(sent: Tensor, module: str, collectives: str, is_optional: bool = False) -> None:
     if sent.device.type != "meta":
-        announce(module, collectives)
+        announce(module, collectives, is_optional)
 
 
 def _donate(saved: Sequence[Tensor]) -> None:
@@ -143,7 +143,7 @@ AS_COMPLEX: Final = _define("as_complex", "(Tensor(a) real) -> Tensor(a)", _as_c
 
 AGREE: Final = _define(
     "agree_",
-    "(Tensor(a!) sent, str module, str collectives) -> ()",
+    "(Tensor(a!) sent, str module, str collectives, bool is_optional=False) -> ()",
     _agree,
     # Replayed, it would say nothing: Inductor cuts a CUDA graph in two around it.
     tags=(torch.Tag.cudagraph_unsafe,),
@@ -153,6 +153,13 @@ raises if they do not (see :mod:`fusion_passes.agreement.protocol`).
 
 It claims to write ``sent``, the first that is to be sent, so that it runs before the launch. It
 does not touch it.
+
+Args:
+    sent: the first tensor that is to be sent.
+    module: the DDP module's name for its group.
+    collectives: what is going to be launched, as text.
+    is_optional: whether the graph also runs in backwards that are not averaged. There, its
+        collectives stay on this rank.
 """
 
 DONATE: Final = _define("donate", "(Tensor[] saved) -> ()", _donate)

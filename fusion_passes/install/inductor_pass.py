@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from torch import fx
 from fusion_passes.agreement.launches import LaunchList
 from fusion_passes.agreement.protocol import agreed_list, agreed_lists
 from fusion_passes.config import FusionConfig
+from fusion_passes.ddp.aot_backward import reduced_inputs
 from fusion_passes.ddp.modules import registry
 from fusion_passes.flag import active_config
 from fusion_passes.graph.collectives import (
@@ -26,7 +28,10 @@ from fusion_passes.graph.operators import is_own
 from fusion_passes.install.conflicts import check_conflicts
 from fusion_passes.lowering.pack import register_lowerings
 from fusion_passes.passes.pipeline import run_pipeline
+from fusion_passes.passes.verify import BrokenInvariantError
 from fusion_passes.plan.caps import BucketCaps, bucket_caps
+from fusion_passes.plan.planner import nothing_agreed
+from fusion_passes.reductions.insert import insert_reductions, is_aot_backward
 from fusion_passes.report.journal import journal
 from fusion_passes.report.records import report_plan
 from fusion_passes.state import Lifetime, process_state
@@ -47,13 +52,23 @@ class DdpFusionPass(CustomGraphPass):
         if config is None:
             return
         _teach_inductor()
+        inputs = reduced_inputs()
+        in_aot = inputs is not None and is_aot_backward(graph)
+        if inputs is not None and in_aot:
+            owner_of = registry.owner_of
+            if not insert_reductions(graph, inputs.inputs, inputs.num_inputs, owner_of):
+                return
+            config = replace(config, scaling="collective")
         plan = run_pipeline(
             graph,
             config,
             registry.owner_of,
             functools.partial(caps_of, config),
-            functools.partial(_agreed_in, config.mode),
+            nothing_agreed if in_aot else functools.partial(_agreed_in, config.mode),
+            is_optional=in_aot,
         )
+        if in_aot and not all(bucket.scaling.is_by_collective for bucket in plan.buckets):
+            raise BrokenInvariantError("a gradient that may stay on its rank is divided on it")
         if plan.buckets:
             check_conflicts()
         if plan.buckets or any(_is_average(rejection.node) for rejection in plan.rejections):
@@ -71,6 +86,7 @@ class DdpFusionPass(CustomGraphPass):
         version of the package, option, or cap of a DDP module is another identity."""
         state: list[object] = [__version__, _source_hash(), active_config()]
         state.append(registry.fingerprint())
+        state.append(reduced_inputs())
         if is_compiling_backward():
             state.append(agreed_lists())
         return hashlib.sha256(repr(state).encode()).hexdigest()

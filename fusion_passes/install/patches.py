@@ -55,6 +55,16 @@ _WITH_FLAG: Final = (
         "The same function, by the name that the module has for it that defines it.",
     ),
     _with_flag(
+        "torch._TorchCompileInductorWrapper.__call__",
+        "Each graph that torch.compile gives to Inductor comes through it: which of its inputs are "
+        "parameters of a managed module is noted for the compile of its backward.",
+    ),
+    _with_flag(
+        "torch.fx.Tracer.call_module",
+        "While a thread reads a backward from AOTAutograd's cache, which torch does by tracing it, "
+        "modules that other threads call are none of that trace.",
+    ),
+    _with_flag(
         "torch._dynamo.eval_frame.OptimizeContext.__init__",
         "Each torch.compile makes one: its options are those of the backward that comes next.",
     ),
@@ -98,6 +108,14 @@ _IN_A_CALL: Final = (
         "torch._dynamo.trace_rules.LEGACY_MOD_INLINELIST",
         "DDP's constructor adds its file to it, so that Dynamo would inline what only DDP's own "
         "reducer does: it is taken out again.",
+    ),
+    Patch(
+        "torch._functorch.config.force_non_lazy_backward_lowering",
+        "A backward that reduces gradients is compiled with its forward: all ranks do it then, and "
+        "AOTAutograd's cache gets both.",
+        Span.CALL,
+        "when such a forward is compiled",
+        "when that is done",
     ),
     _in_backward(
         f"{_AUTOGRAD}.compiled_autograd_enabled",

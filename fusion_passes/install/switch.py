@@ -9,12 +9,15 @@ from typing import Final
 
 from fusion_passes.agreement.protocol import participants
 from fusion_passes.config import FusionConfig
+from fusion_passes.ddp.aot_backward import aot_backwards
 from fusion_passes.ddp.backward import BackwardRunner
 from fusion_passes.ddp.donation import donating
 from fusion_passes.ddp.rounds import is_running
+from fusion_passes.ddp.tracing import call_module
 from fusion_passes.flag import active_config, add_flag
 from fusion_passes.install.changes import replace, set_to, value_of, wrap
 from fusion_passes.install.constructor import construct, enter_forward
+from fusion_passes.install.forward_compile import INDUCTOR, compile_forward
 from fusion_passes.install.inductor_pass import DdpFusionPass
 from fusion_passes.install.pass_slot import PassSlot
 from fusion_passes.install.patch import DDP
@@ -62,6 +65,7 @@ class _Installation:
         # that was compiled under the flag's old value would go on running.
         clear_backward_cache()
         _runner.forget_region()
+        aot_backwards.forget()
         for participant in participants.values():
             participant.history.clear()
 
@@ -84,6 +88,8 @@ class _Installation:
             wrap(undo, f"{DDP}._inside_ddp_forward", enter_forward)
             for module in ("torch.autograd", "torch.autograd.graph"):
                 wrap(undo, f"{module}._engine_run_backward", _runner.run)
+            wrap(undo, f"{INDUCTOR}.__call__", functools.partial(compile_forward, self.fill_slot))
+            wrap(undo, "torch.fx.Tracer.call_module", call_module)
             regions = "torch._dynamo.eval_frame.OptimizeContext.__init__"
             wrap(undo, regions, functools.partial(make_region, _runner))
             tracer = "torch._dynamo.compiled_autograd.AutogradCompilerInstance"

@@ -218,9 +218,9 @@ def _lower_widen(bucket: Any, dtype: torch.dtype, scale: str, factor: float) -> 
     return value
 
 
-def _lower_agree(sent: Any, module: str, collectives: str) -> None:
+def _lower_agree(sent: Any, module: str, collectives: str, *is_optional: bool) -> None:
     sent.realize()
-    inductor_ir().FallbackKernel.create(AGREE, sent, module, collectives)
+    inductor_ir().FallbackKernel.create(AGREE, sent, module, collectives, *is_optional)
 
 
 def _computed_again(value: Any) -> Any:

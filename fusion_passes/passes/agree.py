@@ -33,10 +33,12 @@ class AgreeBeforeLaunch(GraphPass):
     Attributes:
         collectives: for each DDP module, by the name of its group, what it is going to launch.
         groups: the graph's names of DDP's groups.
+        is_optional: whether the graph also runs in backwards that are not averaged.
     """
 
     collectives: tuple[tuple[str, str], ...]
     groups: DdpGroups
+    is_optional: bool = False
 
     why_always: ClassVar[str] = "without it, ranks whose graphs differ would hang"
 
@@ -48,9 +50,11 @@ class AgreeBeforeLaunch(GraphPass):
             if owner is None or owner.group_name not in missing:
                 continue
             module = owner.group_name
+            text = missing.pop(module)
+            optional = (True,) if self.is_optional else ()
             with graph.inserting_before(node):
                 call = graph.call_function(
-                    AGREE, (node.all_input_nodes[0], module, missing.pop(module))
+                    AGREE, (node.all_input_nodes[0], module, text, *optional)
                 )
             call.meta["val"] = None
         return len(missing) < found

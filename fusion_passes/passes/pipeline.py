@@ -57,14 +57,20 @@ def passes_that_fuse(config: FusionConfig, plan: BucketPlan, groups: DdpGroups) 
 
 
 def passes_that_order(
-    config: FusionConfig, plan: BucketPlan, placement: PlacementPlan, groups: DdpGroups
+    config: FusionConfig,
+    plan: BucketPlan,
+    placement: PlacementPlan,
+    groups: DdpGroups,
+    *,
+    is_optional: bool = False,
 ) -> list[GraphPass]:
-    """The passes that put the launches of ``plan`` into an order and keep it, in order."""
+    """The passes that put the launches of ``plan`` into an order and keep it, in order; for
+    ``is_optional``, see :class:`fusion_passes.passes.agree.AgreeBeforeLaunch`."""
     launches = plan.launch_lists(config.mode)
     texts = tuple((name, items.encode()) for name, items in launches.items())
     return [
         PlaceReductions(placement),  # Needs the final launches; moves, but adds nothing.
-        AgreeBeforeLaunch(texts, groups),  # Before what is the first launch then.
+        AgreeBeforeLaunch(texts, groups, is_optional),  # Before what is the first launch then.
         PinOrder(groups),  # Last: it binds the order that it finds.
     ]
 
@@ -75,6 +81,8 @@ def run_pipeline(
     owner_of: OwnerOf,
     caps_of: CapsOf,
     agreed_of: AgreedOf = nothing_agreed,
+    *,
+    is_optional: bool = False,
 ) -> BucketPlan:
     """Fuse the gradient reductions of a graph.
 
@@ -84,6 +92,7 @@ def run_pipeline(
         owner_of: says which collectives are DDP's.
         caps_of: the caps of each DDP module.
         agreed_of: what the ranks have agreed on.
+        is_optional: whether the graph also runs in backwards that are not averaged.
 
     Returns:
         The plan that was carried out; without buckets where the graph has no reduction of DDP.
@@ -92,7 +101,7 @@ def run_pipeline(
         BrokenInvariantError: a bug of a pass.
     """
     with _collector_paused():
-        return _fuse(graph, config, owner_of, caps_of, agreed_of)
+        return _fuse(graph, config, owner_of, caps_of, agreed_of, is_optional)
 
 
 @contextlib.contextmanager
@@ -114,6 +123,7 @@ def _fuse(
     owner_of: OwnerOf,
     caps_of: CapsOf,
     agreed_of: AgreedOf,
+    is_optional: bool,
 ) -> BucketPlan:
     groups = DdpGroups.of(graph, owner_of)
     if not groups.owners:
@@ -128,7 +138,7 @@ def _fuse(
     if not runner.run(passes_that_fuse(config, plan, groups)):
         return BucketPlan((), found.rejections)
     placement = plan_placement(graph, groups)
-    runner.run(passes_that_order(config, plan, placement, groups))
+    runner.run(passes_that_order(config, plan, placement, groups, is_optional=is_optional))
     log.info("plan %s:\n%s", plan.digest(), plan.describe())
     return plan.with_placements(runner.placements)
 

@@ -69,6 +69,11 @@ class BucketScaling:
         return self.by if self.method == "result" else NO_SCALING
 
     @property
+    def is_by_collective(self) -> bool:
+        """Whether nothing is scaled outside of the collective."""
+        return self.method in ("none", "collective")
+
+    @property
     def divided(self) -> Divided:
         """Where the gradients are divided, as far as other ranks can see it."""
         if self.method == "collective":
@@ -109,7 +114,7 @@ def choose_scaling(
     if _is_unscaled(key):
         return BucketScaling("none", key.reduce_op, NO_SCALING)
     is_average = key.reduce_op == "sum" and key.scaling == Scaling("div", owner.world_size)
-    averages = owner.backend in _AVERAGING and key.reduce_dtype in _WIDE_RANGE and is_average
+    averages = can_average(owner.backend, key.reduce_dtype) and is_average
     method: ScalingMethod
     if option != "auto":
         method = option
@@ -125,6 +130,11 @@ def choose_scaling(
             return _AVERAGED
         method = "store" if folds else "bucket"
     return BucketScaling(method, key.reduce_op, key.scaling)
+
+
+def can_average(backend: str, dtype: torch.dtype) -> bool:
+    """Whether the collective itself may average gradients of this dtype."""
+    return backend in _AVERAGING and dtype in _WIDE_RANGE
 
 
 def _is_unscaled(key: ReductionKey) -> bool:

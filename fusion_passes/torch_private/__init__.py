@@ -121,6 +121,14 @@ def local_process_group() -> ProcessGroup:
     return group
 
 
+def stand_for_local(name: str) -> None:
+    """Let a name stand for the group of this rank alone, unless it stands for a group already."""
+    try:
+        _resolve_process_group(name)  # type: ignore[arg-type]
+    except RuntimeError:
+        register_process_group(name, local_process_group())
+
+
 def resolve_process_group(name: str) -> ProcessGroup:
     """The group that compiled graphs call by ``name``."""
     return _resolve_process_group(name)  # type: ignore[arg-type]

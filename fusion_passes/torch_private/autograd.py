@@ -20,6 +20,13 @@ def base_of_view(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
+def is_tensor_subclass(value: Any) -> bool:
+    """Whether a value is a tensor that is made of others, which AOTAutograd takes apart."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return bool(is_traceable_wrapper_subclass(value))
+
+
 def hooks_on_gradient(parameter: Tensor) -> dict[int, Any]:
     """The hooks that get the parameter's gradient before it is accumulated, in their order."""
     hooks: Any = parameter._backward_hooks

@@ -19,6 +19,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from fusion_passes import FusionConfig
 from fusion_passes.ddp.donation import _with_own_memory
 
 Losses = tuple[Tensor, Tensor]
@@ -142,8 +143,14 @@ def _overwritten(backward: Callable[[], object]) -> int:
     return len(re.findall(r" = (?!buf)\w+; del .*# reuse", codes[-1]))
 
 
+def _traced(mode: str) -> FusionConfig:
+    """Where compiled autograd traces backwards, the package says what may be overwritten.
+    AOTAutograd says it itself."""
+    return FusionConfig(mode=mode, backward_graph="compiled_autograd")
+
+
 def _backward(flag: str | None) -> Callable[[], object]:
-    inductor_config.ddp_fusion = flag
+    inductor_config.ddp_fusion = _traced(flag) if flag else None
     model = torch.compile(DistributedDataParallel(Mixing()) if flag else Mixing())
     loss = sum(model(_x()))
     return lambda: (loss.backward(), model)
@@ -179,7 +186,7 @@ def test_traced_backwards_of_others_are_left_as_they_are() -> None:
 
 
 def test_what_a_users_hook_has_packed_is_not_overwritten() -> None:
-    inductor_config.ddp_fusion = "concat"
+    inductor_config.ddp_fusion = _traced("concat")
     model = torch.compile(DistributedDataParallel(Mixing()))
     packed: list[tuple[Tensor, Tensor]] = []
 

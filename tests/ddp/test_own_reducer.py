@@ -107,7 +107,6 @@ def test_a_backward_that_others_must_see_is_not_traced(
         told = "\n".join(outcome.told)
         assert "A backward reaches parameters of a DDP module under ddp_fusion, and others" in told
         assert told.count("are reduced when it has ended") == 1
-        assert outcome.fused == set()
 
 
 def test_one_module_of_each_kind(run_on_ranks: RUN) -> None:

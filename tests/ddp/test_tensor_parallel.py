@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes import FusionWarning
+from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.install import inductor_pass
 from fusion_passes.plan.buckets import BucketPlan
 from tests.support.equality import assert_same_runs
@@ -126,7 +126,8 @@ COLLECTIVE = re.compile(r"_c10d_functional\.(?!wait)(\w+)\.default\(.*?, '([^']*
 def collectives(mesh: DeviceMesh) -> list[tuple[str, str]]:
     """Operator and group of all collectives in the code of a forward and its backward."""
     torch._dynamo.reset()
-    with inductor_config.patch(ddp_fusion="concat", fx_graph_cache=False):
+    flag = FusionConfig(backward_graph="compiled_autograd")
+    with inductor_config.patch(ddp_fusion=flag, fx_graph_cache=False):
         ddp = DistributedDataParallel(
             sequences(mesh["tp"]), device_mesh=mesh["dp"], bucket_cap_mb=CAP_MB
         )
@@ -141,7 +142,7 @@ def test_collectives_of_tensor_parallelism_stay_as_they_are(
 ) -> None:
     tp = mesh["tp"].get_group().group_name
     fused = collectives(mesh)
-    monkeypatch.setattr(inductor_pass, "run_pipeline", lambda *_: BucketPlan((), ()))
+    monkeypatch.setattr(inductor_pass, "run_pipeline", lambda *_, **__: BucketPlan((), ()))
     monkeypatch.setattr("fusion_passes.ddp.unfused.warn_once", lambda *_: None)
     traced = collectives(mesh)
     kept, before = ([name for name, group in found if group == tp] for found in (fused, traced))

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fusion_passes import FusionWarning
+from fusion_passes.state import process_state
 from fuzzing.threads import run_at_once
 
 RUN = Callable[..., list[Any]]
@@ -417,6 +418,7 @@ def compared(case: Callable[[Compile], list[Any]], mode: str) -> list[str]:
     Returns:
         The warnings; it raises where they differ.
     """
+    process_state.reset()  # What another case has warned of is warned of again.
     want = case(lambda function: function)
     torch._dynamo.reset()
     with warnings.catch_warnings(record=True) as caught:

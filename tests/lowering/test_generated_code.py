@@ -200,7 +200,7 @@ def test_results_arrive_in_the_gradients(backwards: Backwards) -> None:
 def test_the_order_is_lost_without_pinning_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why there is a pass that pins the order: the twin that makes the tests above fail."""
     passes = pipeline.passes_that_order
-    monkeypatch.setattr(pipeline, "passes_that_order", lambda *args: passes(*args)[:-1])
+    monkeypatch.setattr(pipeline, "passes_that_order", lambda *args, **kw: passes(*args, **kw)[:-1])
     if not any(kernels_not_needed(compile_backwards("concat", steps=1).fresh)):
         pytest.skip(f"torch {torch.__version__} keeps this model's order without being told")
 

@@ -1,0 +1,430 @@
+"""Which graph reduces the gradients of a backward, and that both give those of eager DDP.
+
+Each case trains on two ranks with eager DDP and compiled under the flag, and says how many
+backwards compiled autograd has traced meanwhile. Where AOTAutograd's backward reduces, there are
+none.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
+
+import fusion_passes
+from fusion_passes import FusionConfig
+from fusion_passes.state import process_state
+
+RUN = Callable[..., list[Any]]
+Compile = Callable[[Any], Any]
+
+
+def _chain(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 4)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def _inputs(step: int = 0, rows: int = 3, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + step)
+    return torch.randn(rows, 4, generator=generator).to(dtype)
+
+
+def _gradients(model: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.inner = nn.Embedding(10, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.embedding((x.abs() * 3).long().clamp(max=9))
+        return self.inner(tokens) @ self.embedding.weight.t()
+
+
+class _Doubled(DistributedDataParallel):
+    def forward(self, *args: Any) -> Any:
+        return 2 * super().forward(*args)
+
+
+class _InParts(nn.Module):
+    """A function that is not compiled cuts its forward in two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(_as_it_is(self.first(x)))
+
+
+@torch.compiler.disable
+def _as_it_is(x: Tensor) -> Tensor:
+    return x.relu()
+
+
+def _steps(call: Any, model: nn.Module, count: int = 3, **kwargs: Any) -> list[Tensor | None]:
+    seen = []
+    for step in range(count):
+        model.zero_grad()
+        call(_inputs(step, **kwargs)).square().sum().backward()
+        seen += _gradients(model)
+    return seen
+
+
+# --- Reduced in AOTAutograd's backward -----------------------------------------------------------
+
+
+def plain(compiled: Compile) -> list[Any]:
+    ddp = DistributedDataParallel(_chain())
+    return _steps(compiled(ddp), ddp)
+
+
+def backward_inside(compiled: Compile) -> list[Any]:
+    ddp = DistributedDataParallel(_chain())
+
+    @compiled
+    def step(x: Tensor) -> None:
+        ddp(x).square().sum().backward()
+
+    seen = []
+    for number in range(3):
+        ddp.zero_grad()
+        step(_inputs(number))
+        seen += _gradients(ddp)
+    return seen
+
+
+def of_a_subclass(compiled: Compile) -> list[Any]:
+    ddp = _Doubled(_chain())
+    return _steps(compiled(ddp), ddp)
+
+
+def around_what_is_compiled(compiled: Compile) -> list[Any]:
+    ddp = DistributedDataParallel(compiled(_chain()))
+    return _steps(ddp, ddp)
+
+
+def tied(compiled: Compile) -> list[Any]:
+    ddp = DistributedDataParallel(_Tied())
+    return _steps(compiled(ddp), ddp)
+
+
+def in_float64(compiled: Compile) -> list[Any]:
+    ddp = DistributedDataParallel(_chain(torch.float64))
+    return _steps(compiled(ddp), ddp, dtype=torch.float64)
+
+
+def rows_that_differ(compiled: Compile) -> list[Any]:
+    """Between steps, so that sizes become symbols, and between ranks, down to one."""
+    ddp = DistributedDataParallel(_chain())
+    call, seen = compiled(ddp), []
+    for step, rows in enumerate((3, 4, 5, 1)):
+        ddp.zero_grad()
+        call(_inputs(step, rows + 2 * dist.get_rank())).square().sum().backward()
+        seen += _gradients(ddp)
+    return seen
+
+
+def several_buckets(compiled: Compile) -> list[Any]:
+    ddp = DistributedDataParallel(_chain(), bucket_cap_mb=1e-4)
+    return _steps(compiled(ddp), ddp)
+
+
+def with_optimizer_and_scaler(compiled: Compile) -> list[Any]:
+    ddp = DistributedDataParallel(_chain())
+    call, optimizer = compiled(ddp), torch.optim.AdamW(ddp.parameters(), 1e-2)
+    scaler, seen = torch.amp.GradScaler("cpu"), []
+    for step in range(4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = call(_inputs(step)).float().square().sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+        seen += _gradients(ddp)
+        scaler.step(optimizer)
+        scaler.update()
+    return seen
+
+
+def local_gradients(compiled: Compile) -> list[Any]:
+    """Under ``no_sync``, and by ``autograd.grad``: the graph reduces, but not in these."""
+    ddp = DistributedDataParallel(_chain())
+    call = compiled(ddp)
+    seen = _steps(call, ddp)
+    ddp.zero_grad()
+    with ddp.no_sync():
+        for step in range(2):
+            call(_inputs(step)).square().sum().backward()
+            seen += _gradients(ddp)
+    ddp.zero_grad()
+    loss = call(_inputs(5)).square().sum()
+    seen += torch.autograd.grad(loss, list(ddp.parameters()))
+    return seen + _steps(call, ddp)
+
+
+def with_the_flag_unset(compiled: Compile) -> list[Any]:
+    """What was constructed and compiled under the flag goes on without it."""
+    ddp = DistributedDataParallel(_chain())
+    call = compiled(ddp)
+    seen = _steps(call, ddp, 1)
+    with inductor_config.patch(ddp_fusion=None):
+        seen += _steps(call, ddp, 2)
+    return seen + _steps(call, ddp, 1)
+
+
+# --- Traced by compiled autograd -----------------------------------------------------------------
+
+
+def gradients_kept(compiled: Compile) -> list[Any]:
+    """They are averaged with what comes, as in eager DDP."""
+    ddp = DistributedDataParallel(_chain())
+    call, seen = compiled(ddp), []
+    for step in range(4):
+        with ddp.no_sync() if step % 2 == 0 else torch.enable_grad():
+            call(_inputs(step)).square().sum().backward()
+        seen += _gradients(ddp)
+    return seen
+
+
+def _clamp(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-0.1, 0.1)
+
+
+def hooks_of_users(compiled: Compile) -> list[Any]:
+    """They see the gradient of this rank alone, and may change it."""
+    ddp = DistributedDataParallel(_chain())
+    call = compiled(ddp)
+    seen = _steps(call, ddp, 1)
+    weight, bias = ddp.module[0].weight, ddp.module[0].bias
+    handle = weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    bias.register_post_accumulate_grad_hook(_clamp)
+    seen += _steps(call, ddp, 2)
+    handle.remove()
+    return seen + _steps(call, ddp, 1)
+
+
+def graph_retained(compiled: Compile) -> list[Any]:
+    ddp = DistributedDataParallel(_chain())
+    call = compiled(ddp)
+    seen = _steps(call, ddp, 1)
+    ddp.zero_grad()
+    loss = call(_inputs(1)).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return seen + _gradients(ddp)
+
+
+def two_forwards(compiled: Compile) -> list[Any]:
+    ddp = DistributedDataParallel(_chain())
+    call = compiled(ddp)
+    seen = _steps(call, ddp, 1)
+    ddp.zero_grad()
+    (call(_inputs(1)).square().sum() + call(_inputs(2)).exp().sum()).backward()
+    return seen + _gradients(ddp)
+
+
+def an_eager_part(compiled: Compile) -> list[Any]:
+    """The loss reads a parameter, too."""
+    ddp = DistributedDataParallel(_chain())
+    call = compiled(ddp)
+    seen = _steps(call, ddp, 1)
+    ddp.zero_grad()
+    (call(_inputs(1)).square().sum() + ddp.module[0].weight.square().sum()).backward()
+    return seen + _gradients(ddp)
+
+
+def some_inputs(compiled: Compile) -> list[Any]:
+    ddp = DistributedDataParallel(_chain())
+    call = compiled(ddp)
+    seen = _steps(call, ddp, 1)
+    ddp.zero_grad()
+    loss = call(_inputs(1)).square().sum()
+    loss.backward(inputs=[ddp.module[0].weight], retain_graph=True)
+    loss.backward(inputs=[p for p in ddp.parameters() if p is not ddp.module[0].weight])
+    return seen + _gradients(ddp)
+
+
+def in_parts(compiled: Compile) -> list[Any]:
+    ddp = DistributedDataParallel(_InParts())
+    return _steps(compiled(ddp), ddp)
+
+
+def second_instance(compiled: Compile) -> list[Any]:
+    """Dynamo has one graph for both, with the names of the first in its backward."""
+    seen = []
+    for _ in range(2):
+        ddp = DistributedDataParallel(_chain())
+        seen += _steps(compiled(ddp), ddp, 2)
+    return seen
+
+
+def over_the_same_weights(compiled: Compile) -> list[Any]:
+    """The module whose names are in the graph is gone."""
+    model, seen = _chain(), []
+    call = compiled(model)
+    for _ in range(2):
+        ddp = DistributedDataParallel(model)
+        seen += _steps(lambda x, ddp=ddp: ddp.forward(x), ddp, 1)
+        del ddp
+        ddp = DistributedDataParallel(call)
+        seen += _steps(ddp, model, 1)
+        del ddp
+        loss = call(_inputs(7)).square().sum()
+        seen += torch.autograd.grad(loss, list(model.parameters()))
+    return seen
+
+
+def second_thread(compiled: Compile) -> list[Any]:
+    groups = [dist.new_group() for _ in range(2)]
+    models = [_chain(), nn.Sequential(nn.Linear(4, 4), nn.Tanh())]
+    modules = [
+        DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        for model, group in zip(models, groups, strict=True)
+    ]
+    calls, failed = [compiled(module) for module in modules], []
+
+    def train(number: int) -> None:
+        try:
+            _steps(calls[number], modules[number])
+        except Exception as error:  # noqa: BLE001 - raised below
+            failed.append(error)
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in (0, 1)]
+    for thread in threads if dist.get_rank() else reversed(threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return [*_gradients(modules[0]), *_gradients(modules[1])]
+
+
+Graph = Literal["aot_autograd", "compiled_autograd"]
+
+IN_AOT_AUTOGRAD: Final = (
+    plain,
+    backward_inside,
+    of_a_subclass,
+    around_what_is_compiled,
+    tied,
+    in_float64,
+    rows_that_differ,
+    several_buckets,
+    with_optimizer_and_scaler,
+    local_gradients,
+    with_the_flag_unset,
+)
+TRACED: Final = (
+    gradients_kept,
+    hooks_of_users,
+    graph_retained,
+    two_forwards,
+    an_eager_part,
+    some_inputs,
+    in_parts,
+    second_instance,
+)
+EITHER: Final = (over_the_same_weights, second_thread)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank has seen of a case.
+
+    Attributes:
+        traced: how many backwards compiled autograd has traced.
+        fused: whether each report has fewer collectives than gradients.
+    """
+
+    traced: int
+    fused: bool
+
+
+def compared(case: Callable[[Compile], list[Any]], mode: str, graph: str) -> Seen:
+    """Run a case with eager DDP and under the flag; raise where they differ."""
+    process_state.reset()
+    want = case(lambda function: function)
+    torch._dynamo.reset()
+    counters.clear()
+    config = FusionConfig(mode=mode, backward_graph=graph)  # type: ignore[arg-type]
+    with inductor_config.patch(ddp_fusion=config):
+        got = case(torch.compile)
+        reports = fusion_passes.reports()
+    assert len(got) == len(want)
+    for number, (mine, its) in enumerate(zip(got, want, strict=True)):
+        if its is None:
+            assert mine is None, (number, mine)
+            continue
+        # Elements can be what is left of large ones that cancel each other.
+        tolerance = 2e-2 if case is with_optimizer_and_scaler else 1e-5
+        largest = float(its.abs().max())
+        assert torch.allclose(mine, its, 0, tolerance * largest), (number, mine, its)
+    fused = all(report.collectives_after < report.collectives_before for report in reports)
+    return Seen(counters["compiled_autograd"]["captures"], bool(reports) and fused)
+
+
+def _cases() -> list[Any]:
+    """Each case in one mode; in the other one by night."""
+    found = []
+    for number, case in enumerate((*IN_AOT_AUTOGRAD, *TRACED, *EITHER)):
+        for mode in ("concat", "coalesced"):
+            is_now = (mode == "concat") == (number % 2 == 0)
+            marks = [] if is_now else [pytest.mark.nightly]
+            found.append(pytest.param(case, mode, marks=marks, id=f"{case.__name__}-{mode}"))
+    return found
+
+
+@pytest.mark.each_torch
+@pytest.mark.parametrize(("case", "mode"), _cases())
+def test_gradients_are_those_of_eager_ddp(
+    run_on_ranks: RUN, case: Callable[[Compile], list[Any]], mode: str
+) -> None:
+    for seen in run_on_ranks(2, compared, case=case, mode=mode, graph="auto"):
+        if case in IN_AOT_AUTOGRAD:
+            assert seen.traced == 0
+        if case in TRACED:
+            assert seen.traced > 0
+        assert seen.fused or case in (several_buckets, some_inputs)
+
+
+@pytest.mark.parametrize(
+    "case", [plain, local_gradients, rows_that_differ], ids=lambda c: c.__name__
+)
+def test_one_graph_can_be_chosen(run_on_ranks: RUN, case: Callable[[Compile], list[Any]]) -> None:
+    for graph, traces in (("aot_autograd", False), ("compiled_autograd", True)):
+        for seen in run_on_ranks(2, compared, case=case, mode="concat", graph=graph):
+            assert (seen.traced > 0) == traces
+
+
+def no_trace(**settings: Any) -> int:
+    """How many backwards are traced of a plain training with these options."""
+    with inductor_config.patch(ddp_fusion=FusionConfig(**settings)):
+        ddp = DistributedDataParallel(_chain())
+        counters.clear()
+        _steps(torch.compile(ddp), ddp, 1)
+    return int(counters["compiled_autograd"]["captures"])
+
+
+@pytest.mark.parametrize("settings", [{"scaling": "store"}, {"reduce_dtype": "bf16"}], ids=str)
+def test_what_aot_autograd_must_not_reduce_is_traced(
+    run_on_ranks: RUN, settings: dict[str, Any]
+) -> None:
+    assert all(run_on_ranks(2, no_trace, **settings))
