@@ -24,8 +24,10 @@ from fusion_passes.agreement.protocol import participants
 from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.comm_hooks import sent_as
 from fusion_passes.ddp.engine_calls import edges_by_region
+from fusion_passes.ddp.managed_module import PARAMETER_MARK
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.rounds import EXPECTED, LOCAL
+from fusion_passes.flag import active_config
 from fusion_passes.plan.scaling import can_average
 from fusion_passes.reductions.insert import ReducedInput
 from fusion_passes.state import Lifetime, process_state
@@ -124,8 +126,20 @@ def find_reduced_inputs(
     if not found or len({item.index for item in found}) < len(found):
         return None
     known = ReducedInputs(tuple(sorted(found, key=lambda item: item.index)), len(inputs))
-    aot_backwards.prepared.add(tuple((item.index, item.name) for item in known.inputs))
+    aot_backwards.prepared.add(_key([(item.index, item.name) for item in known.inputs], config))
     return known
+
+
+def _key(inputs: Sequence[tuple[int, str]], config: FusionConfig) -> object:
+    """What must be now as it was when a forward was compiled, for its backward to be used: the
+    parameters among its inputs, the options, and the groups, whose size can be in the graph."""
+    modules = dict.fromkeys(_module_name(name) for _, name in inputs)
+    groups = [(registry.module(m).backend, registry.module(m).world_size) for m in modules]
+    return config, tuple(inputs), tuple(groups)
+
+
+def _module_name(group_name: str) -> str:
+    return group_name.partition(PARAMETER_MARK)[0]
 
 
 def _can_reduce(ddp: DistributedDataParallel, parameters: Any, config: FusionConfig) -> bool:
@@ -175,13 +189,12 @@ class AotBackwards:
     """Decides which backwards are averaged by the graph that was compiled with their forward.
 
     Attributes:
-        prepared: for each forward that was compiled so: the inputs whose gradients its backward
-            reduces, and their group names.
+        prepared: for each forward that was compiled so, what its backward depends on.
         left_to_compiled_autograd: names of the modules whose graphs do not launch what the ranks
             have agreed on.
     """
 
-    prepared: set[tuple[tuple[int, str], ...]] = field(default_factory=set)
+    prepared: set[object] = field(default_factory=set)
     left_to_compiled_autograd: set[str] = field(default_factory=set)
     _without: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
@@ -200,33 +213,38 @@ class AotBackwards:
             outputs: tensors or gradient edges that the backward starts from. It accumulates all
                 gradients that it reaches, and keeps no graph.
         """
-        if not self.prepared:
+        config = active_config()
+        if not self.prepared or config is None:
             return NONE_AVERAGED
         regions = edges_by_region(outputs)
         if not regions or None in regions:
             return NONE_AVERAGED
-        names = [
-            name for region, edges in regions.items() for name in self._modules_of(region, edges)
-        ]
-        if not names or None in names or len(set(names)) < len(names):
-            return NONE_AVERAGED
+        modules: list[str] = []
+        for region, edges in regions.items():
+            averaged = self._modules_of(region, edges, config)
+            if not averaged or not set(averaged).isdisjoint(modules):
+                return NONE_AVERAGED
+            modules += averaged
         return Averaged(
-            tuple(participants[name] for name in names if name is not None),
+            tuple(participants[module] for module in modules),
             tuple(compiled_forward(region) for region in regions),
         )
 
     def _modules_of(
-        self, region: Any, edges: Sequence[tuple[int, nn.Parameter]]
-    ) -> list[str | None]:
-        """The modules that the backward of a compiled region averages; ``None`` among them if
-        there is one that it must not."""
-        names = tuple((index, registry.name_of(parameter)) for index, parameter in edges)
-        if names not in self.prepared or compiled_forward(region) in self._without:
-            return [None]
-        if any(p.grad is not None or has_hooks(p) for _, p in edges):
-            return [None]
-        modules = dict.fromkeys(name.rpartition("#")[0] for _, name in names if name)
-        return [module if self._expects_all(module) else None for module in modules]
+        self, region: Any, edges: Sequence[tuple[int, nn.Parameter]], config: FusionConfig
+    ) -> list[str]:
+        """The modules that the backward of a compiled region averages; none if there is one that it
+        must not."""
+        names = [(index, registry.name_of(parameter) or "") for index, parameter in edges]
+        modules = list(dict.fromkeys(_module_name(name) for _, name in names))
+        is_averaged = (
+            "" not in modules
+            and _key(names, config) in self.prepared
+            and compiled_forward(region) not in self._without
+            and not any(p.grad is not None or has_hooks(p) for _, p in edges)
+            and all(map(self._expects_all, modules))
+        )
+        return modules if is_averaged else []
 
     def _expects_all(self, name: str) -> bool:
         ddp, participant = registry.ddp_of(name), participants[name]

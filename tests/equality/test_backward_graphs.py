@@ -221,6 +221,31 @@ def hooks_of_users(compiled: Compile) -> list[Any]:
     return seen + _steps(call, ddp, 1)
 
 
+def hooks_on_one_rank(compiled: Compile) -> list[Any]:
+    """One rank is traced where the others are not."""
+    ddp = DistributedDataParallel(_chain())
+    call, seen = compiled(ddp), []
+    for step in range(5):
+        ddp.zero_grad()
+        handle = ddp.module[0].weight.register_hook(lambda gradient: 2 * gradient)
+        if dist.get_rank() != step % 2:
+            handle.remove()
+        call(_inputs(step)).square().sum().backward()
+        handle.remove()
+        seen += _gradients(ddp)
+    return seen
+
+
+def with_another_flag(compiled: Compile) -> list[Any]:
+    """What was compiled with the forward is fused as the flag has said then."""
+    ddp = DistributedDataParallel(_chain())
+    call = compiled(ddp)
+    seen = _steps(call, ddp, 1)
+    with inductor_config.patch(ddp_fusion=FusionConfig(mode="coalesced", bucket_cap_mb=3)):
+        seen += _steps(call, ddp, 1)
+    return seen + _steps(call, ddp, 1)
+
+
 def graph_retained(compiled: Compile) -> list[Any]:
     ddp = DistributedDataParallel(_chain())
     call = compiled(ddp)
@@ -335,6 +360,8 @@ IN_AOT_AUTOGRAD: Final = (
 TRACED: Final = (
     gradients_kept,
     hooks_of_users,
+    hooks_on_one_rank,
+    with_another_flag,
     graph_retained,
     two_forwards,
     an_eager_part,
