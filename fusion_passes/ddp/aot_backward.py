@@ -27,6 +27,7 @@ from fusion_passes.ddp.engine_calls import edges_by_region
 from fusion_passes.ddp.managed_module import PARAMETER_MARK
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.rounds import EXPECTED, LOCAL
+from fusion_passes.ddp.turns import is_main_thread
 from fusion_passes.flag import active_config
 from fusion_passes.plan.scaling import can_average
 from fusion_passes.reductions.insert import ReducedInput
@@ -214,7 +215,7 @@ class AotBackwards:
                 gradients that it reaches, and keeps no graph.
         """
         config = active_config()
-        if not self.prepared or config is None:
+        if not self.prepared or config is None or not is_main_thread():
             return NONE_AVERAGED
         regions = edges_by_region(outputs)
         if not regions or None in regions:

@@ -8,9 +8,11 @@ compiled autograd is off. Managed modules reduce their gradients when such a bac
 they wait in none for another rank. Compilers switch it off, and back to what it was, so nothing is
 compiled by others while it is on.
 
-A backward that is averaged by the graph of its forward waits for other ranks, too. So it is not
-averaged so while another thread is traced, and no thread is traced while it runs: if each rank
-traced the module that the other one waits for, all would wait.
+A backward that is averaged by the graph of its forward waits for other ranks, too. Only the main
+thread's are, so that it waits for none but the main threads of other ranks. While it runs, no other
+thread is traced or runs a backward: instances of a class share a compiled forward, and the graph of
+its backward has the group names of one of them. If another thread's backward runs already, it is
+not averaged so.
 
 A module with DDP's own reducer does wait in its backward for other ranks, as in eager DDP. That
 ends while each rank's other threads run or compile. If a rank has failed there, the others wait for
@@ -27,6 +29,11 @@ from dataclasses import dataclass, field
 from fusion_passes.torch_private import compile_lock
 
 
+def is_main_thread() -> bool:
+    """Whether this is the thread whose backwards may wait for other ranks in their graphs."""
+    return threading.current_thread() is threading.main_thread()
+
+
 @dataclass
 class Turns:
     """Whose turn it is.
@@ -39,7 +46,7 @@ class Turns:
     _thread: int = 0
     _is_on: bool = False
     _untraced: int = 0
-    _averaged: int = 0
+    _averaging: int = 0
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
@@ -51,7 +58,7 @@ class Turns:
     def traced(self) -> Iterator[bool]:
         """Around a backward that is to be traced; gives whether it may be."""
         with self._changed:
-            may = not self.is_tracing and not self._averaged
+            may = not self.is_tracing and not self._averaging
             if may:
                 self.is_tracing, self._thread = True, threading.get_ident()
         if may:
@@ -69,13 +76,16 @@ class Turns:
         """Around a backward that is to be averaged by the graph that was compiled with its forward;
         gives whether it may be."""
         with self._changed:
-            may = not self.is_tracing
-            self._averaged += may
+            may = not self.is_tracing and not self._untraced
+            if may:
+                self._averaging = threading.get_ident()
         try:
             yield may
         finally:
-            with self._changed:
-                self._averaged -= may
+            if may:
+                with self._changed:
+                    self._averaging = 0
+                    self._changed.notify_all()
 
     @contextlib.contextmanager
     def executing(self) -> Iterator[None]:
@@ -94,7 +104,8 @@ class Turns:
     def untraced(self) -> Iterator[None]:
         """Around a backward that is not traced."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_on)
+            mine = (0, threading.get_ident())
+            self._changed.wait_for(lambda: not self._is_on and self._averaging in mine)
             self._untraced += 1
         try:
             yield
