@@ -410,11 +410,14 @@ def compared(case: Callable[[Compile], list[Any]], mode: str, graph: str) -> See
 
 def _cases() -> list[Any]:
     """Each case in one mode; in the other one by night."""
-    found = []
+    found: list[Any] = []
     for number, case in enumerate((*IN_AOT_AUTOGRAD, *TRACED, *EITHER)):
         for mode in ("concat", "coalesced"):
             is_now = (mode == "concat") == (number % 2 == 0)
             marks = [] if is_now else [pytest.mark.nightly]
+            if case is second_thread and torch.__version__ < "2.13":
+                reason = "torch 2.11 can crash where one thread is traced while another one runs"
+                marks.append(pytest.mark.skip(reason=reason))
             found.append(pytest.param(case, mode, marks=marks, id=f"{case.__name__}-{mode}"))
     return found
 

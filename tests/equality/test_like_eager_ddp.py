@@ -466,6 +466,10 @@ def _in_both_modes() -> Iterator[Any]:
             marks = [] if is_now else [pytest.mark.nightly]
             if case is two_forwards and torch.__version__ < "2.13":
                 marks.append(pytest.mark.skip(reason="eager DDP of this torch raises here"))
+            if case is two_threads and torch.__version__ < "2.13":
+                # Seen once in three runs; docs/support.md.
+                reason = "torch 2.11 can crash where one thread is traced while another one runs"
+                marks.append(pytest.mark.skip(reason=reason))
             yield pytest.param(case, mode, marks=marks, id=f"{case.__name__}-{mode}")
 
 
