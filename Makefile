@@ -9,12 +9,14 @@
 #   make test ARGS="-n 0 tests/passes"      some of them, in one process
 #   make nightly                            the matrix of what works; ARGS=--quick for a few cells
 #   make bench ARGS="--model mlp"           training steps beside torch's own methods; ARGS=--quick
+#   make bench ARGS=passes                  another part; tools/bench.py --help names them
 #   make fuzz ARGS="--seeds 0:100"          random trainings beside eager DDP; --case N for one
 #   make faults ARGS=--quick                trainings with a rank that dies, stops or fails
 #   make torch-tests                        torch's own DDP tests, without and under the flag
 #   make mutations                          one-line breaks, each of which a test must notice
 #   make gpu                                what needs a GPU, in minutes; ARGS=--list names the parts
 #   make check-torch                        whether torch has all private names that are used
+#   make docs                               the guide and all other pages, into site/
 #   make check                              format, lint, types, then all tests
 #
 # PYTHON   the Python to make the environment with
@@ -28,13 +30,13 @@ ARGS ?=
 RUN = exec $(PYTHON) tools/setup_env.py --torch "$(TORCH)" --
 
 .PHONY: train test nightly bench fuzz faults torch-tests mutations gpu check-torch lint check format
-.PHONY: clean
+.PHONY: clean docs
 
 train:
 	@$(RUN) python examples/train_gpt.py $(ARGS)
 
 test:
-	@$(RUN) python -m pytest -n auto --maxprocesses 4 $(ARGS)
+	@$(RUN) python -m pytest -n auto --maxprocesses 4 --dist loadgroup $(ARGS)
 
 nightly:
 	@$(RUN) python tools/nightly.py $(ARGS)
@@ -65,6 +67,9 @@ lint:
 	@$(RUN) ruff check .
 	@$(RUN) mypy
 
+docs:
+	@$(RUN) mkdocs build --strict
+
 check: lint test
 
 format:
@@ -72,5 +77,5 @@ format:
 	@$(RUN) ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

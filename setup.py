@@ -11,18 +11,24 @@ ROOT = Path(__file__).parent
 # has to change. tests/test_packaging.py fails once CHANGELOG.md dates a release without it.
 REPOSITORY = "https://fusion-passes.example/fusion_passes"
 
+# What the fusion itself never imports: a training job that only fuses gets torch alone.
+EXPLAIN = ["matplotlib>=3.8", "rich>=13"]
 TEST = [
+    "accelerate>=1.1",  # This, lightning and transformers: for the examples with trainers.
+    *EXPLAIN,
     "expecttest>=0.3",
     "hypothesis>=6.100",
+    "jsonschema>=4.20",
+    "lightning>=2.5",
     "pytest>=8",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
     "setuptools>=77",
     "transformers>=4.50",
 ]
-EXAMPLES = ["numpy>=1.26", "tqdm>=4.66"]
+EXAMPLES = [*EXPLAIN, "numpy>=1.26", "tqdm>=4.66"]
 # A new minor version of these two judges old code anew, so they move on purpose only.
-DEV = ["matplotlib>=3.8", "mypy>=2.4,<2.5", "ruff>=0.17,<0.18", "types-setuptools", "types-tqdm"]
+DEV = ["mkdocs>=1.6,<2", "mypy>=2.4,<2.5", "ruff>=0.17,<0.18", "types-setuptools", "types-tqdm"]
 
 
 def read_version() -> str:
@@ -81,10 +87,15 @@ setup(
     license="BSD-3-Clause",
     license_files=["LICENSE"],
     packages=find_packages(include=["fusion_passes", "fusion_passes.*"]),
-    package_data={"fusion_passes": ["py.typed"]},
+    package_data={"fusion_passes": ["py.typed", "reporting/timeline.html"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.11,<2.16"],
-    extras_require={"test": TEST, "examples": EXAMPLES, "dev": [*TEST, *EXAMPLES, *DEV]},
+    extras_require={
+        "explain": EXPLAIN,
+        "test": TEST,
+        "examples": EXAMPLES,
+        "dev": [*TEST, *EXAMPLES, *DEV],
+    },
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",

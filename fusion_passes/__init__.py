@@ -9,16 +9,21 @@ Importing the package adds ``ddp_fusion`` to ``torch._inductor.config``::
     model = torch.nn.parallel.DistributedDataParallel(model)  # after the flag
     step = torch.compile(train_step)  # or torch.compile(model), with the backward outside
 
-``reports()`` returns what it did.
+``report()`` returns what it did; ``record_steps()`` before that measures what came of it, and
+``python -m fusion_passes.explain SCRIPT`` does both around an unchanged script.
 """
 
 from fusion_passes.agreement.rendezvous import RanksDisagreeError
 from fusion_passes.config import FusionConfig
+from fusion_passes.explain.api import report
+from fusion_passes.explain.recording import Recording, record_steps
 from fusion_passes.install.switch import install_flag
-from fusion_passes.report.journal import journal
-from fusion_passes.report.records import BucketReport, FusionReport, RejectionReport
-from fusion_passes.report.table import format_report
-from fusion_passes.report.warnings import FusionWarning
+from fusion_passes.reporting.document import Report
+from fusion_passes.reporting.journal import journal
+from fusion_passes.reporting.records import BucketReport, FusionReport, RejectionReport
+from fusion_passes.reporting.table import format_report
+from fusion_passes.reporting.timeline import Timeline
+from fusion_passes.reporting.warnings import FusionWarning
 from fusion_passes.version import __version__
 
 __all__ = [
@@ -27,9 +32,14 @@ __all__ = [
     "FusionReport",
     "FusionWarning",
     "RanksDisagreeError",
+    "Recording",
     "RejectionReport",
+    "Report",
+    "Timeline",
     "__version__",
     "format_report",
+    "record_steps",
+    "report",
     "reports",
 ]
 

@@ -11,7 +11,9 @@ import math
 from dataclasses import dataclass, fields
 from typing import Final, Literal, TypeAlias, get_args
 
-FusionMode: TypeAlias = Literal["concat", "coalesced"]
+FusionMode: TypeAlias = Literal["concat", "coalesced", "auto"]
+ReduceMode: TypeAlias = Literal["concat", "coalesced"]
+REDUCE_MODES: Final[tuple[str, ...]] = get_args(ReduceMode)
 FUSION_MODES: Final[tuple[str, ...]] = get_args(FusionMode)
 
 ScalingOption: TypeAlias = Literal["auto", "collective", "store", "bucket"]
@@ -38,7 +40,9 @@ class FusionConfig:
     Attributes:
         mode: How a bucket is reduced. ``"concat"``: the gradients are stored in one flat buffer,
             which is all-reduced once. ``"coalesced"``: one ``all_reduce_coalesced`` over the
-            gradients as they are. Default ``"concat"``, torch's own default for
+            gradients as they are. ``"auto"``: as ``"concat"``, in the buckets with which the last
+            all-reduce ends earliest, by a profile of what all-reduces cost between these ranks,
+            measured once. Default ``"concat"``, torch's own default for
             ``_fuse_ddp_communication_passes``.
         bucket_cap_mb: A bucket is closed by the gradient that brings it to this size, and by small
             ones that are ready with it, less than an eighth of it together. MiB.
@@ -49,7 +53,8 @@ class FusionConfig:
             the module nor this object sets a ``bucket_cap_mb``, else that cap.
         max_hold_mb: Bound on how long a gradient may wait in a bucket that does not fill:
             it is closed once this many MiB of gradients, of any kind, became ready since its
-            first one. Default ``None``: four times the largest cap of the module.
+            first one. Default ``None``: four times the largest cap of the module; for ``"auto"``
+            without a cap an eighth of its gradients, at least 100 MiB.
         scaling: Where gradients are divided by the number of ranks. ``"collective"``: the
             collective averages. ``"store"``: by the kernels that store them in the bucket.
             ``"bucket"``: by one pass over the bucket before the launch; only for ``"concat"``.
@@ -95,6 +100,11 @@ class FusionConfig:
             if field.name.endswith("_mb"):
                 _check_size(field.name, getattr(self, field.name))
 
+    @property
+    def reduces_by(self) -> ReduceMode:
+        """How each bucket is reduced."""
+        return "coalesced" if self.mode == "coalesced" else "concat"
+
 
 Flag: TypeAlias = FusionMode | FusionConfig | None
 """What a user may assign to ``ddp_fusion``."""
@@ -131,11 +141,6 @@ def parse_environment(text: str | None) -> FusionMode | None:
 
 def _unknown_mode(option: str, value: object) -> str:
     choices = ", ".join(repr(mode) for mode in FUSION_MODES)
-    if value == "auto":
-        return (
-            f"{option} = 'auto' is not available yet: buckets cannot be chosen from measurements "
-            f"so far. Set one of {choices}, a fusion_passes.FusionConfig, or None (off)."
-        )
     return (
         f"{option} must be one of {choices}, a fusion_passes.FusionConfig, or None (off), "
         f"but is {value!r}. Set one of these."

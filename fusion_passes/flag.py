@@ -51,6 +51,7 @@ class _FlagVariable:
 
     def __init__(self) -> None:
         self.on_change: Callable[[], None] = lambda: None
+        self.check: Callable[[FusionConfig | None], None] = lambda _: None
         self._context: ContextVar[Any] = ContextVar(FLAG, default=UNSET)
         self._process: Any = UNSET
 
@@ -60,7 +61,7 @@ class _FlagVariable:
 
     def set(self, value: Any) -> Token[Any]:
         if value is not UNSET:
-            parse_flag(value)
+            self.check(parse_flag(value))
         token = self._context.set(value)
         self._changed(value)
         return token
@@ -91,10 +92,11 @@ _flag_variable: Final = process_state.keep(
 )
 
 
-def add_flag(on_change: Callable[[], None]) -> None:
+def add_flag(on_change: Callable[[], None], check: Callable[[FusionConfig | None], None]) -> None:
     """Add ``ddp_fusion`` to ``torch._inductor.config``, with the environment's default.
 
     Args:
+        check: called with what the flag is about to become; may raise ``ValueError``.
         on_change: called now, and whenever the flag has been set for the process.
 
     Raises:
@@ -108,7 +110,7 @@ def add_flag(on_change: Callable[[], None]) -> None:
     if default is not None:
         entry.env_value_default = default
     entries[FLAG] = entry
-    _flag_variable.on_change = on_change
+    _flag_variable.on_change, _flag_variable.check = on_change, check
     on_change()
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.support.processes import RankPool, TorchSettings
+from testing.processes import RankPool, TorchSettings, fork_server_pid
 
 EACH_TORCH = frozenset({"graph", "reductions", "passes", "lowering", "install"})
-"""Folders whose tests all depend on torch's version; other such tests are marked by themselves."""
+"""Folders whose tests depend on torch's version, but for slow ones; those, and tests of other
+folders, are marked by themselves."""
 
 FLAG_VARIABLE = "FUSION_PASSES_DDP_FUSION"
 
@@ -32,10 +33,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what is for nightly jobs; what trains in processes of its own is slow."""
     for item in items:
-        if item.path.parent.name in EACH_TORCH:
-            item.add_marker("each_torch")
         if "run_on_ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
+        if item.path.parent.name in EACH_TORCH and not item.get_closest_marker("slow"):
+            item.add_marker("each_torch")
     if not config.getoption("--nightly"):
         left_out = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=left_out)
@@ -47,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     A user's cache stays as it is, and an old one cannot make a test pass. Kernels are compiled in
     the process that needs them: pools of compilers beside the ranks only compete for the cores.
+    Torch takes this machine's vectors without a trial, which compiles six programs for each cache.
     """
     if os.environ.get(FLAG_VARIABLE):
         raise pytest.UsageError(f"{FLAG_VARIABLE} is set: the tests need the flag off. Unset it.")
@@ -58,14 +60,17 @@ def pytest_configure(config: pytest.Config) -> None:
         database=None,
     )
     hypothesis.settings.load_profile("everywhere")
-    directory = tempfile.mkdtemp(prefix="fusion-passes-cache-")
-    config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    if not hasattr(config, "workerinput"):  # Workers of pytest-xdist have their parent's.
+        directory = tempfile.mkdtemp(prefix="fusion-passes-cache-")
+        config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
     import torch._inductor.config
 
     # Read from the environment when torch was imported, which was before this.
     torch._inductor.config.compile_threads = 1
+    torch._inductor.config.cpp.vec_isa_ok = True
 
 
 @pytest.fixture(scope="session")
@@ -121,17 +126,18 @@ def _leaves_no_processes(request: pytest.FixtureRequest) -> Iterator[None]:
     pools = [value for value in request.node.funcargs.values() if isinstance(value, RankPool)]
     if "pools" in request.fixturenames:
         pools += request.getfixturevalue("pools").values()
-    known = before.union(*(pool.pids for pool in pools), {_resource_tracker()})
+    known = before.union(*(pool.pids for pool in pools), {_resource_tracker(), fork_server_pid()})
     assert not _children() - known, f"the test left processes: {_children() - known}"
 
 
 def _children() -> set[int]:
-    """Processes that this one has started; empty where the system does not tell."""
+    """Processes that this one has started, or had forked; empty where the system does not tell."""
     children: set[int] = set()
-    for file in Path("/proc/self/task").glob("*/children"):
-        # A thread that ends meanwhile leaves its children to another.
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            children.update(int(pid) for pid in file.read_text().split())
+    for parent in ("self", fork_server_pid()):
+        for file in Path(f"/proc/{parent}/task").glob("*/children"):
+            # A thread that ends meanwhile leaves its children to another.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                children.update(int(pid) for pid in file.read_text().split())
     return children
 
 

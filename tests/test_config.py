@@ -33,7 +33,7 @@ def test_values_that_are_taken_as_they_are(value: object) -> None:
     assert parse_flag(value) is value
 
 
-@pytest.mark.parametrize("mode", ["concat", "coalesced"])
+@pytest.mark.parametrize("mode", ["concat", "coalesced", "auto"])
 def test_a_modes_name_alone(mode: str) -> None:
     assert parse_flag(mode) == FusionConfig(mode=mode)  # type: ignore[arg-type]
 
@@ -44,11 +44,6 @@ def test_other_values_are_refused_with_the_choices(value: object) -> None:
         parse_flag(value)
     assert repr(value) in str(caught.value)
     assert "torch._inductor.config.ddp_fusion" in str(caught.value)
-
-
-def test_auto_is_refused_in_words() -> None:
-    with pytest.raises(ValueError, match="'auto' is not available yet"):
-        parse_flag("auto")
 
 
 def test_the_text_names_what_was_set() -> None:
@@ -79,12 +74,12 @@ def test_environments_that_leave_it_off(text: str | None) -> None:
     assert parse_environment(text) is None
 
 
-@pytest.mark.parametrize("text", ["concat", " coalesced "])
+@pytest.mark.parametrize("text", ["concat", " coalesced ", "auto"])
 def test_environments_that_set_a_mode(text: str) -> None:
     assert parse_environment(text) == text.strip()
 
 
-@pytest.mark.parametrize("text", ["1", "on", "CONCAT", "auto"])
+@pytest.mark.parametrize("text", ["1", "on", "CONCAT"])
 def test_environments_that_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="FUSION_PASSES_DDP_FUSION"):
         parse_environment(text)

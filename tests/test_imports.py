@@ -19,14 +19,16 @@ ROOMS: Final = {
     "torch_private": "the one door to torch's private names",
     "flag": "the flag in torch's configuration",
     "agreement": "what the ranks agree on before a launch",
+    "profile": "what collectives and compute cost here: tables, their file, how it is measured",
     "graph": "what a graph is made of: operators, dependencies, edits, text",
     "reductions": "find gradient reductions, and who produces the gradients",
     "lowering": "the package's operators in Inductor's IR",
     "plan": "decide: buckets, caps, scaling, layout of a bucket",
     "passes": "do it: one file a pass, the invariants, their order",
-    "report": "what was done, for people",
+    "reporting": "what was done, for people",
     "ddp": "DDP's side: the hook, rounds, backwards, what falls back",
     "install": "what is patched and set in torch",
+    "explain": "see what real steps did: recording, the whole report, the command",
     "__init__": "the public names",
 }
 """The way of a gradient. Each room imports from those above it."""
@@ -34,7 +36,7 @@ ROOMS: Final = {
 ORDER: Final = list(ROOMS)
 
 NEVER: Final = {
-    ("report", "passes"): "a report is about plans",
+    ("reporting", "passes"): "a report is about plans",
     ("ddp", "passes"): "DDP's side rewrites no graphs",
 }
 

@@ -85,7 +85,8 @@ def test_all_of_the_package_is_installed_and_nothing_else(
     names = {path.name for path in installed[kind].iterdir()}
     assert names == {"fusion_passes", f"fusion_passes-{version()}.dist-info"}
     assert files_of(installed[kind] / "fusion_passes") == files_of(PACKAGE)
-    assert (installed[kind] / "fusion_passes" / "py.typed").is_file()
+    for name in ("py.typed", "reporting/timeline.html"):
+        assert (installed[kind] / "fusion_passes" / name).is_file()
 
 
 def version() -> str:
@@ -132,7 +133,7 @@ def test_metadata(distribution: importlib.metadata.Distribution) -> None:
     assert "torch.compile" in metadata["Keywords"]
     requires = distribution.requires or []
     assert [line for line in requires if "extra ==" not in line] == ["torch<2.16,>=2.11"]
-    assert set(metadata.get_all("Provides-Extra", [])) == {"test", "examples", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"explain", "test", "examples", "dev"}
     licenses = [path for path in distribution.files or [] if path.name == "LICENSE"]
     assert [path.read_text() for path in licenses] == [(ROOT / "LICENSE").read_text()]
 

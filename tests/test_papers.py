@@ -182,10 +182,11 @@ def test_passes_are_explained() -> None:
 
 THIRD_PERSON: Final = re.compile(r"[A-Z][a-z]+s\b(?!')")
 PLURALS: Final = {
-    "As", "Averages", "Batches", "Bits", "Bytes", "Caches", "Caps", "Cases", "Collectives",
-    "Convolutions", "Defaults", "Forwards", "Gradients", "Kernels", "Keys", "Launchers", "Names",
-    "Namespaces", "Nats", "Numbers", "Pairs", "Parameters", "Pieces", "Places", "Processes",
-    "Ranks", "Ratios", "Rooms", "Rows", "Seconds", "Sizes", "Stages", "This", "Weights",
+    "As", "Averages", "Batches", "Bits", "Buckets", "Bytes", "Caches", "Caps", "Cases",
+    "Collectives", "Convolutions", "Defaults", "Forwards", "Gradients", "Kernels", "Keys",
+    "Launchers", "Names", "Namespaces", "Nats", "Numbers", "Operations", "Pairs", "Parameters",
+    "Pieces", "Places", "Processes", "Ranks", "Ratios", "Rooms", "Rows", "Seconds", "Sizes",
+    "Stages", "This", "Weights",
 }  # fmt: skip
 """With what a docstring may begin that is no verb: a function that only answers."""
 

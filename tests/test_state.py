@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 import threading
@@ -36,11 +37,12 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes
 from fusion_passes.agreement.protocol import participants
 from fusion_passes.ddp import rounds
+from fusion_passes.ddp.aot_backward import aot_backwards
 from fusion_passes.ddp.modules import registry
 from fusion_passes.install.changes import replaced, value_of
-from fusion_passes.report.warnings import warn_once
+from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, ProcessState, process_state
-from tests.support.fake_world import fake_world, two_layers
+from testing.fake_world import fake_world, two_layers
 
 MODULES = [
     importlib.import_module(found.name)
@@ -65,6 +67,7 @@ CONSTANTS = (
     types.GenericAlias,
     types.MemberDescriptorType,
     logging.Logger,
+    re.Pattern,
     torch.distributed.BuiltinCommHookType,
     torch.dtype,
     torch.library.Library,
@@ -235,7 +238,7 @@ def _handed_over() -> Any:
 
 
 def _unfused() -> Any:
-    return DistributedDataParallel(two_layers(), find_unused_parameters=True)
+    return DistributedDataParallel(torch.nn.Embedding(4, 4, sparse=True))
 
 
 def _late() -> Any:
@@ -293,6 +296,7 @@ def _forget() -> None:
     gc.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_world")
 def test_what_is_about_a_module_goes_with_it() -> None:
     # Torch keeps groups, and what it compiles with: all of that is there from now on.
@@ -312,6 +316,20 @@ def test_what_is_about_a_module_goes_with_it() -> None:
         allowed = _of(Lifetime.GROUP, Lifetime.PROCESS)
         assert not kept.keys() - allowed, f"{make.__name__}: {kept}"
     assert grown >= _of(Lifetime.MODULE), "each of them has had something to forget"
+
+
+@pytest.mark.usefixtures("_world")
+def test_why_a_module_is_traced_goes_with_it() -> None:
+    """Names of modules start again with each default process group: a later module of the same name
+    must not be refused for what was found about this one."""
+    ddp = _managed()
+    aot_backwards.obstacles[ddp] = "its forward is compiled in parts"
+    aot_backwards.left_to_compiled_autograd.add(ddp)
+    assert aot_backwards.refusal(ddp)
+    del ddp
+    _forget()
+    assert not aot_backwards.obstacles
+    assert not aot_backwards.left_to_compiled_autograd
 
 
 def group_comes_and_goes() -> tuple[int, int, int]:
@@ -438,6 +456,7 @@ def main() -> None:
     print(json.dumps([after_import, trained, sizes(), reports, left, is_set]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["", "concat"])
 def test_after_a_reset_a_process_is_as_after_import(flag: str) -> None:
     result = subprocess.run(

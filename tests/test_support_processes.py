@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.processes import RankError, RankPool
+from testing.processes import RankError, RankPool
 
 
 @pytest.fixture(scope="module")

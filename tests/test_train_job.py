@@ -56,13 +56,17 @@ def run_example(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.C
         pytest.param("coalesced", "outside", (), id="own launcher"),
     ],
 )
-def test_trains_fused(fusion, style, launcher):
-    result = run_example(f"--fusion={fusion}", f"--style={style}", *SMALL, launcher=launcher)
+def test_trains_fused(fusion, style, launcher, tmp_path):
+    timeline = tmp_path / "timeline.html"
+    ways = (f"--fusion={fusion}", f"--style={style}", f"--timeline={timeline}")
+    result = run_example(*ways, *SMALL, launcher=launcher)
 
     assert result.returncode == 0, result.stdout + result.stderr
     parameters = 2 + 4 + 4 + 2 + 1  # embeddings; a block's norms and linears; norm; head
     assert re.search(rf"\b{parameters}\b\D+\b1\b", result.stdout), result.stdout
-    assert "blocks.0.mlp_in.weight" in result.stdout
+    assert "head.weight" in result.stdout
+    assert "a step: " in result.stdout, "some were recorded"
+    assert "<!doctype html>" in timeline.read_text()
     before, after = re.search(r"text: ([\d.]+) before, ([\d.]+) after", result.stdout).groups()
     assert float(after) < float(before)
     assert "tokens/s" in result.stderr

@@ -93,7 +93,7 @@ MUTATIONS: Final = (
     Mutation(
         "late-division-forgotten",
         "ddp/late.py",
-        "left = scaling.without(_average(self) if self.participant.late[number] else NO_SCALING)",
+        "left = scaling.without(_average(self) if is_divided else NO_SCALING)",
         "left = scaling",
         (
             "tests/equality/test_like_eager_ddp.py::test_ends_as_with_eager_ddp[batches_of_one-concat]",
@@ -138,8 +138,8 @@ MUTATIONS: Final = (
     Mutation(
         "launches-not-sorted",
         "plan/planner.py",
-        "    closed.sort(key=lambda bucket: bucket.ready.position)\n",
-        "",
+        "closed = sorted([*closed, *filled], key=lambda bucket: bucket.ready.position)",
+        "closed = [*closed, *filled]",
         ("tests/plan/test_planner.py",),
     ),
     Mutation(

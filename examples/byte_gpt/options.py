@@ -29,6 +29,7 @@ class Options:
         seed: of the initial weights, and with rank and step of every batch.
         bucket_cap_mb: DDP's own option of this name, MiB. DDP's default of 25 would put this
             small model into two buckets, which shows little.
+        timeline: file for the steps that were recorded; ``.html``, ``.json`` or ``.png``.
     """
 
     fusion: str | None
@@ -40,6 +41,7 @@ class Options:
     context: int
     seed: int
     bucket_cap_mb: float
+    timeline: str
 
     @property
     def heads(self) -> int:
@@ -83,7 +85,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--context", type=_positive_int, default=128, help="bytes a sequence")
     add("--seed", type=_seed, default=0, help="seed of weights and batches")
     add("--bucket-cap-mb", type=_positive_float, default=2.0, help="DDP's bucket_cap_mb, MiB")
+    add(
+        "--timeline",
+        type=_timeline,
+        default="train-timeline.html",
+        metavar="FILE",
+        help="where recorded steps are drawn: a page (.html), a trace (.json), a picture (.png)",
+    )
     return parser
+
+
+def _timeline(text: str) -> str:
+    if not text.endswith((".html", ".json", ".png")):
+        raise argparse.ArgumentTypeError(f"must end with .html, .json or .png, but is {text!r}")
+    return text
 
 
 def _positive_int(text: str) -> int:

@@ -25,6 +25,8 @@ from byte_gpt.gradient_check import (
     worst_over_ranks,
 )
 from byte_gpt.model import GPT
+from fusion_passes.explain.compiling import saying_what_compiles
+from fusion_passes.explain.screen import console_for, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +43,9 @@ LEARNING_RATE: Final = 1e-3
 
 HELD_OUT_BATCH: Final = 16
 """Sequences of held-out text on which the loss is measured before and after."""
+
+LOG_SECONDS: Final = 10.0
+"""Between two lines of progress where it goes to a log."""
 
 Backward: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 """Runs forward and backward on inputs and targets, and returns the loss."""
@@ -86,7 +91,7 @@ def _train(options: Options, rank: Rank) -> int:
     differences = _fused_training(model, expected, options, corpus, rank)
     after = _held_out_loss(model, options, corpus, rank)
 
-    _show_reports(options, rank)
+    _show_report(options, rank)
     _show_check(differences, rank)
     rank.say(f"Loss on held-out text: {before:.3f} before, {after:.3f} after {options.steps} steps")
     problems = failures(differences, before, after)
@@ -221,8 +226,10 @@ def _fused_training(
     backward = _compiled_backward(_wrap(model, options, rank), options.style)
     optimizer = _optimizer(model)
     differences = []
-    with _Progress(options, rank) as progress:
+    with _Progress(options, rank) as progress, saying_what_compiles(progress.wait_for, 1.0):
         for step in range(options.steps):
+            if step == len(expected) and options.fusion is not None:
+                fusion_passes.record_steps(2, plain_steps=1)
             optimizer.zero_grad()
             loss = backward(*_batch(options, corpus, rank, step))
             if step < len(expected):
@@ -239,7 +246,7 @@ class _Progress:
     def __init__(self, options: Options, rank: Rank) -> None:
         self._step_tokens = options.batch * options.context * rank.world_size
         self._steps = 0
-        self._start = time.perf_counter()
+        self._start = self._told = time.perf_counter()
         self._bar = tqdm(
             total=options.steps,
             desc="compiling",
@@ -248,7 +255,7 @@ class _Progress:
             # Without tqdm's own rate, which counts the time of compiling.
             bar_format="{desc}|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
             # A log gets a line now and then, a terminal a bar that moves.
-            mininterval=0.2 if sys.stderr.isatty() else 10.0,
+            mininterval=0.2 if sys.stderr.isatty() else LOG_SECONDS,
         )
 
     def __enter__(self) -> _Progress:
@@ -256,6 +263,15 @@ class _Progress:
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
+
+    def wait_for(self, what: str) -> None:
+        """Show what the first step waits for."""
+        # A log gets a line now and then, a terminal one that counts.
+        self._bar.set_description(what, refresh=sys.stderr.isatty())
+        if not sys.stderr.isatty() and time.perf_counter() - self._told > LOG_SECONDS:
+            self._told = time.perf_counter()
+            if not self._bar.disable:
+                self._bar.write(what, file=sys.stderr)
 
     def advance(self, loss: float) -> None:
         """Count a step. The rate leaves the first one out, in which everything compiles."""
@@ -278,13 +294,17 @@ def _held_out_loss(model: nn.Module, options: Options, corpus: Corpus, rank: Ran
     return loss.item()
 
 
-def _show_reports(options: Options, rank: Rank) -> None:
-    """What the flag did to each compiled backward; equal plans are shown once."""
+def _show_report(options: Options, rank: Rank) -> None:
+    """What the flag did, and when each bucket was on its way in some of the first steps."""
     if options.fusion is None:
         rank.say("\nNothing was fused: --fusion none leaves torch as it is.\n")
         return
-    for report in {report.digest: report for report in fusion_passes.reports()}.values():
-        rank.say(f"\n{fusion_passes.format_report(report)}\n")
+    if rank.index == 0:
+        report = fusion_passes.report()
+        show(report, console_for(sys.stdout))
+        if report.timeline is not None:
+            report.write_timeline(options.timeline)
+            rank.say(f"Timeline of {len(report.timeline.ranks)} ranks: {options.timeline}\n")
 
 
 def _show_check(differences: list[GradientDifference], rank: Rank) -> None:

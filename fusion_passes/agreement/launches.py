@@ -17,11 +17,12 @@ from fusion_passes.state import Lifetime, process_state
 LATE: Final = "late"
 """The mode of collectives that no graph launches: they follow the backward, bucket by bucket."""
 
-Divided: TypeAlias = Literal["before", "by", "after"]
-"""Where gradients are divided by the number of ranks: before the collective, by it, or after it."""
+Divided: TypeAlias = Literal["before", "by", "after", "hook"]
+"""Where gradients are divided by the number of ranks: before the collective, by it, or after it;
+``"hook"`` where a communication hook does whatever it does in the place of the collective."""
 
 _OPERATIONS: Final[Mapping[Divided, str]] = MappingProxyType(
-    {"before": "sum", "by": "avg", "after": "sum/after"}
+    {"before": "sum", "by": "avg", "after": "sum/after", "hook": "hook"}
 )
 
 
@@ -60,6 +61,17 @@ class LaunchList:
     def parameters(self) -> frozenset[int]:
         """Numbers of all parameters whose gradients are reduced."""
         return frozenset(n for item in self.collectives for n in item.parameters)
+
+    @functools.cached_property
+    def for_hook(self) -> tuple[tuple[int, ...], ...]:
+        """The parameters of each bucket, if they are given to a communication hook; else empty."""
+        calls_hook = any(item.divided == "hook" for item in self.collectives)
+        return tuple(item.parameters for item in self.collectives) if calls_hook else ()
+
+    @property
+    def may_move(self) -> bool:
+        """Whether all ranks may come to launch the same buckets from elsewhere."""
+        return self.mode == LATE or bool(self.for_hook)
 
     def encode(self) -> str:
         """One line; :meth:`decode` reads it. ``"concat; avg float32 1-0; sum bfloat16 2"``."""

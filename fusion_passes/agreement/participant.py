@@ -8,24 +8,18 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Final
 
-from fusion_passes.agreement.launches import LATE, LaunchList
+from fusion_passes.agreement.launches import LaunchList
 from fusion_passes.agreement.rendezvous import (
-    GRACE_SECONDS,
-    Meeting,
     RanksDisagreeError,
-    asked,
-    exchange,
+    Terms,
+    leave_word,
+    meet,
     meeting_of,
     texts_of,
-    within,
 )
+from fusion_passes.agreement.usage import Usage
 from fusion_passes.torch_private import resolve_process_group
-
-CHANGING_SECONDS: Final = 2.0
-"""How long a rank that has changed waits for others to; at most an eighth of the timeout."""
 
 
 @dataclass
@@ -38,12 +32,13 @@ class Participant:
         settings: the options that must be the same on all ranks, read when they meet.
         stand_aside: keeps the collectives of the module's graphs on this rank.
         refuse: raises where a static graph uses parameters that it has not used before.
+        usage: of parameters, where ranks may use others in each step; else ``None``.
         history: what the ranks have agreed on, by kind of round, in order.
         kind: of the round; all but the first backward of a forward are ``"extra"``.
         position: how many of the history's lists this round has launched.
         meetings: how often the ranks have met in this round.
         rounds: how many rounds have ended.
-        failures: how many have failed, as far as this rank has said or been told.
+        failures: how many have failed, as far as this rank has said or heard.
         is_averaged: whether the graph that was compiled with a forward averages its backward now.
         announced: numbers of the parameters that it has announced.
         is_local: whether the collectives of the backward that runs stay on this rank.
@@ -63,6 +58,7 @@ class Participant:
     settings: Callable[[], str] = lambda: ""
     stand_aside: Callable[[], None] = lambda: None
     refuse: Callable[[Iterable[int]], None] = lambda _: None
+    usage: Usage | None = None
     history: dict[str, list[LaunchList]] = field(default_factory=dict)
     kind: str = ""
     position: int = 0
@@ -94,6 +90,11 @@ class Participant:
         return f"ddp_fusion/{self.key}/{self.kind or 'round'}/{numbers}"
 
     @property
+    def has_sent_nothing(self) -> bool:
+        """Whether this rank has yet to send what it must in a round of whatever it has used."""
+        return self.usage is not None and not self.position
+
+    @property
     def unused(self) -> frozenset[int]:
         """The parameters of a static graph that others have used in this round, this rank not."""
         return (self.used or frozenset()) - self.received if not self.kind else frozenset()
@@ -104,8 +105,7 @@ class Participant:
         Raises:
             RuntimeError: a static graph has changed.
         """
-        self.thread = threading.get_ident()
-        came = frozenset(numbers)
+        self.thread, came = threading.get_ident(), frozenset(numbers)
         self.received |= came
         if self.own_use is not None and not self.kind and came - self.own_use:
             self.refuse(came - self.own_use)
@@ -128,22 +128,36 @@ class Participant:
                 self._go_local()
                 return
             self.announced |= launches.parameters
-        self.receive(launches.parameters)
+        every = launches.parameters
+        came = every if self.usage is None else every & self.usage.reached
+        self.receive(came)
         if not self.is_local:
             self._settle(launches)
         if self.is_local:
             for item in launches.collectives:
-                self.late |= dict.fromkeys(item.parameters, item.divided != "by")
+                own = came.intersection(item.parameters)
+                self.late |= dict.fromkeys(own, item.divided in ("before", "after"))
 
     def _settle(self, launches: LaunchList) -> None:
+        if self.usage is not None and self.usage.refuses(launches):
+            if self.usage.reached <= launches.parameters:
+                self._go_local()
+            else:
+                self.usage.is_in_parts |= not self.is_averaged
+                self._follow(launches)
+            return
         if self.position == len(self.agreed):
             self._run(launches, self._meet(launches))
             return
         expected = self.agreed[self.position]
         if expected == launches or meeting_of(self.module) is None:
             self._run(launches, launches)
-        elif expected.parameters == launches.parameters and expected.mode != LATE:
+        elif expected.for_hook != launches.for_hook:
+            self._follow(launches)  # A hook may know the sizes that it has seen.
+        elif expected.parameters == launches.parameters and not expected.may_move:
             self._follow(launches)
+        elif self.usage is not None and expected.parameters != launches.parameters:
+            self._follow(launches)  # The others send zeros for what it lacks, and it for theirs.
         else:
             self._run(launches, self._changed(launches))
 
@@ -151,13 +165,18 @@ class Participant:
         """Go on with a graph that launches ``launches`` where all ranks are to run
         ``reference``; ``None`` if nothing can be run yet."""
         if reference is not None:
-            self.agreed[self.position : self.position + 1] = [reference]
-        if reference is None:
+            self._agree_on(reference)
+        if reference is None and self.usage is None:
             self._go_local()
         elif reference == launches:
             self.position += 1
         else:
             self._follow(launches)
+
+    def _agree_on(self, reference: LaunchList) -> None:
+        self.agreed[self.position : self.position + 1] = [reference]
+        if self.usage is not None:
+            self.usage.sent[self.kind] = reference.parameters | {self.usage.flags}
 
     def _follow(self, launches: LaunchList) -> None:
         self._go_local()
@@ -205,7 +224,8 @@ class Participant:
                 return reference
             # None: others have found out in a graph that they differ, and come here too; or what
             # they have used is now known.
-            self.agreed.extend([] if reference is None else [reference])
+            if reference is not None:
+                self._agree_on(reference)
             own = plan()
         expected = self.agreed[self.position]
         if not expected.parameters <= own.parameters:
@@ -220,28 +240,24 @@ class Participant:
         texts = dict.fromkeys(range(group.size()), expected.encode())
         return RanksDisagreeError(self.module, texts | {group.rank(): own.encode()})
 
-    def leave_word(self, reason: str, told: Mapping[int, str] | None = None) -> None:
+    def leave_word(self, reason: str, texts: Mapping[int, str] | None = None) -> None:
         """Leave word that this rank has failed, for ranks that wait for it, or will look why a
         collective of theirs has failed. Ranks that wait get an error at once.
 
         Args:
-            reason: for people; empty if it is what ``told`` says.
-            told: the collectives of the ranks, as text.
+            reason: for people; empty if ``texts`` give it.
+            texts: the collectives of the ranks, for people.
         """
         meeting = meeting_of(self.module)
-        if meeting is None:
-            return
-        error = {"failure": f"rank {meeting.rank}: {reason}"} if reason else {}
-        said = {rank: json.dumps(["", text]) for rank, text in (told or {}).items()}
-        verdict = json.dumps(["failed", {"error": error, "told": said}])
-        key = f"{self.place}/verdict"
-        # The user's error goes on, whatever becomes of this.
-        asked(lambda: meeting.store.compare_set(key, "", verdict))
+        if meeting is not None:
+            leave_word(meeting, self.place, reason, texts or {})
 
     def end_round(self) -> None:
         """All gradients of the round have been reduced."""
         del self.agreed[self.position :]
         self.rounds += 1
+        if self.usage is not None and self.usage.end_round():
+            self.agreed.clear()
         self._begin()
 
     def fail_round(self) -> None:
@@ -249,6 +265,8 @@ class Participant:
         first: some collectives may have been launched on one rank and not on another."""
         self.failures += 1
         self.history.clear()
+        if self.usage is not None:
+            self.usage.fail_round()
         self.used = self.own_use = None
         self._begin()
 
@@ -265,36 +283,18 @@ class Participant:
         meeting = meeting_of(self.module)
         if meeting is None:
             return launches
-        place, timeout = self.place, meeting.timeout
-        if is_change:
-            place += f"/change{self.position}"
-            timeout = min(timedelta(seconds=CHANGING_SECONDS), timeout / 8)
-        else:
-            self.meetings += 1
-        told = json.dumps([self.settings(), launches.encode()])
-        verdict, said = within(
-            meeting.timeout.total_seconds() + GRACE_SECONDS,
-            lambda: exchange(meeting, place, told, timeout, is_change),
-        )
-        if verdict is None:
-            raise self._silence(meeting, said)
-        kind, value = json.loads(verdict)
-        if kind == "failed":
-            raise RanksDisagreeError(self.module, texts_of(value["told"]), **value["error"])
-        if kind == "settings":
-            settings = {int(rank): json.loads(text)[0] for rank, text in value.items()}
-            raise RanksDisagreeError(self.module, texts_of(value), settings=settings)
-        if kind == "nothing" and self.is_sharing:
+        place = f"{self.place}/change{self.position}" if is_change else self.place
+        self.meetings += not is_change
+        statement = json.dumps([self.settings(), launches.encode()])
+        last = self.agreed[self.position] if self.position < len(self.agreed) else None
+        may_lack = self.usage is not None
+        kind, value = meet(meeting, place, statement, Terms(self.module, last, is_change, may_lack))
+        if kind == "nothing" and self.usage is not None:
+            if not is_change:
+                self.usage.learn(self.kind, texts_of(value).values())
+        elif kind == "nothing" and self.is_sharing:
             lists = map(LaunchList.decode, texts_of(value).values())
             self.used = frozenset(self.received).union(*(item.parameters for item in lists))
-            return None
-        if kind == "nothing":
+        elif kind == "nothing":
             raise RanksDisagreeError(self.module, texts_of(value))
         return LaunchList.decode(value) if kind == "run" else None
-
-    def _silence(self, meeting: Meeting, said: Mapping[int, str]) -> RanksDisagreeError:
-        silent = [rank for rank in range(meeting.world_size) if rank not in said]
-        texts = texts_of(said)
-        if self.position < len(self.agreed):
-            texts |= dict.fromkeys(silent, self.agreed[self.position].encode())
-        return RanksDisagreeError(self.module, texts, silent)

@@ -25,7 +25,9 @@ import functools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
-from fusion_passes.agreement.launches import LaunchList
+from torch import Tensor
+
+from fusion_passes.agreement.launches import LaunchList, number_runs
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.rendezvous import (
     Meeting,
@@ -46,6 +48,14 @@ participants: Final = process_state.keep(
 )
 
 
+def forget_histories() -> None:
+    """Let the ranks agree anew, but on buckets whose sizes a communication hook may know."""
+    for participant in participants.values():
+        lists = [item for items in participant.history.values() for item in items]
+        if not any(item.for_hook for item in lists):
+            participant.history.clear()
+
+
 def announce(module: str, text: str, is_optional: bool = False) -> None:
     """See :meth:`Participant.announce`.
 
@@ -62,6 +72,20 @@ def announce(module: str, text: str, is_optional: bool = False) -> None:
         stand_for_local(module)
 
 
+def deliver(module: str, numbers: Iterable[int], averages: Iterable[Tensor], flags: Tensor) -> None:
+    """See :meth:`fusion_passes.agreement.usage.Usage.deliver`.
+
+    Args:
+        module: the DDP module's name for its group.
+        numbers: of parameters.
+        averages: of their gradients.
+        flags: which parameters some rank has used.
+    """
+    participant = participants.get(module)
+    if participant is not None and participant.usage is not None and not participant.is_local:
+        participant.usage.deliver(numbers, averages, flags)
+
+
 def agreed_list(module: str, parameters: Collection[int]) -> LaunchList | None:
     """How the ranks have agreed to reduce the gradients of these parameters, if they have."""
     participant = participants.get(module)
@@ -75,12 +99,19 @@ def agreed_list(module: str, parameters: Collection[int]) -> LaunchList | None:
 
 def agreed_lists() -> tuple[str, ...]:
     """All that the ranks have agreed on: a graph can depend on it."""
-    return tuple(
+    texts = [
         f"{participant.module} {kind}: {item.encode()}"
         for participant in participants.values()
         for kind, items in sorted(participant.history.items())
         for item in items
-    )
+    ]
+    for participant in participants.values():
+        if participant.usage is not None:
+            sent = sorted(participant.usage.sent.get(participant.kind, ()))
+            reached = sorted(participant.usage.reached)
+            sends = f"{number_runs(sent)}, reaches {number_runs(reached)}"
+            texts.append(f"{participant.module} sends {sends}")
+    return tuple(texts)
 
 
 def why_failed(modules: Iterable[str]) -> RanksDisagreeError | None:
@@ -105,7 +136,9 @@ def _why(
 ) -> RanksDisagreeError | None:
     if verdict is not None and verdict[0] == "failed":
         value = verdict[1]
-        return RanksDisagreeError(participant.module, texts_of(value["told"]), **value["error"])
+        return RanksDisagreeError(
+            participant.module, texts_of(value["statements"]), **value["error"]
+        )
     if not said or meeting.rank in said:
         return None
     texts = texts_of(said)

@@ -10,7 +10,7 @@ import contextlib
 import json
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, TypeVar
@@ -26,6 +26,9 @@ ASKING_SECONDS: Final = 1.0
 
 GRACE_SECONDS: Final = 0.5
 """How much longer than the group's timeout a rank waits for a store that does not answer."""
+
+CHANGING_SECONDS: Final = 2.0
+"""How long a rank that has changed waits for others to; at most an eighth of the timeout."""
 
 _T = TypeVar("_T")
 
@@ -96,19 +99,88 @@ def meeting_of(module: str) -> Meeting | None:
     return _meetings[group]
 
 
-def exchange(
-    meeting: Meeting, place: str, told: str, timeout: timedelta, may_leave: bool
-) -> tuple[str | None, dict[int, str]]:
-    """Send to the other ranks, and wait until the last one that comes has compared them all.
+@dataclass(frozen=True)
+class Terms:
+    """How the ranks meet.
+
+    Attributes:
+        module: the DDP module's name for its group.
+        last: what all ranks have run there before, if anything.
+        is_change: whether they may come to run something else instead; others need not.
+        may_lack: whether a rank may lack gradients that others reduce, and send zeros for them.
+    """
+
+    module: str
+    last: LaunchList | None
+    is_change: bool
+    may_lack: bool
+
+
+def meet(meeting: Meeting, place: str, statement: str, terms: Terms) -> tuple[str, Any]:
+    """Tell the other ranks what this one would launch, and wait for the verdict.
+
+    Args:
+        meeting: where they meet.
+        place: under which key.
+        statement: what this rank says: its settings and a :class:`LaunchList`, as JSON.
+        terms: how.
 
     Returns:
-        The verdict, ``None`` if some ranks have not come; and what each one has said.
+        ``"run"`` and the text of the list to run; ``"differ"`` or ``"nothing"`` and what each rank
+        has said, where they reduce other gradients; ``"left"`` where not all have changed.
+
+    Raises:
+        RanksDisagreeError: settings differ, a rank has failed, or some have not come.
+    """
+    timeout = meeting.timeout
+    if terms.is_change:
+        timeout = min(timedelta(seconds=CHANGING_SECONDS), timeout / 8)
+    verdict, said = within(
+        meeting.timeout.total_seconds() + GRACE_SECONDS,
+        lambda: exchange(
+            meeting,
+            place,
+            statement,
+            timeout,
+            may_leave=terms.is_change,
+            compare=lambda said: _compare(said, terms.may_lack),
+        ),
+    )
+    if verdict is None:
+        raise _silence(meeting, said, terms)
+    kind, value = json.loads(verdict)
+    if kind == "failed":
+        raise RanksDisagreeError(terms.module, texts_of(value["statements"]), **value["error"])
+    if kind == "settings":
+        settings = {int(rank): json.loads(text)[0] for rank, text in value.items()}
+        raise RanksDisagreeError(terms.module, texts_of(value), settings=settings)
+    return kind, value
+
+
+def exchange(
+    meeting: Meeting,
+    place: str,
+    statement: str,
+    timeout: timedelta,
+    may_leave: bool,
+    compare: Callable[[Mapping[int, str]], str],
+) -> tuple[str | None, dict[int, str]]:
+    """The verdict of the last rank that comes, ``None`` if some have not come; and what each one
+    has said.
+
+    Args:
+        meeting: of the ranks.
+        place: in the store, the same on all ranks.
+        statement: what this rank says.
+        timeout: for how long it waits.
+        may_leave: whether it leaves word if it has waited in vain.
+        compare: makes the verdict of what all have said.
     """
     store, verdict = meeting.store, f"{place}/verdict"
-    store.set(f"{place}/{meeting.rank}", told)
+    store.set(f"{place}/{meeting.rank}", statement)
     if store.add(f"{place}/arrived", 1) == meeting.world_size:
         said, _ = said_at(meeting, place)
-        store.compare_set(verdict, "", _compare(said))
+        store.compare_set(verdict, "", compare(said))
     try:
         store.wait([verdict], timeout)
     except RuntimeError:
@@ -124,12 +196,15 @@ def exchange(
     return answer, {}
 
 
-def _compare(said: Mapping[int, str]) -> str:
+def _compare(said: Mapping[int, str], may_lack: bool) -> str:
     """The verdict on what all ranks have said."""
     items = {rank: json.loads(text) for rank, text in said.items()}
     if len({settings for settings, _ in items.values()}) > 1:
         return json.dumps(["settings", said])
     lists = {rank: LaunchList.decode(text) for rank, (_, text) in items.items()}
+    if may_lack:
+        whole = whole_list([lists[rank] for rank in sorted(lists)])
+        return json.dumps(["nothing", said] if whole is None else ["run", whole.encode()])
     graphs = [lists[rank] for rank in sorted(lists) if lists[rank].mode != LATE]
     reference = graphs[0] if graphs else lists[min(lists)]
     for launches in lists.values():
@@ -142,6 +217,13 @@ def _compare(said: Mapping[int, str]) -> str:
         if not fits:
             return json.dumps(["differ" if graphs else "nothing", said])
     return json.dumps(["run", reference.encode()])
+
+
+def whole_list(lists: Sequence[LaunchList]) -> LaunchList | None:
+    """The first list that reduces all that any of them does, a graph's before others."""
+    every = frozenset[int]().union(*(item.parameters for item in lists))
+    whole = [item for item in lists if item.parameters == every]
+    return next((item for item in whole if item.mode != LATE), whole[0] if whole else None)
 
 
 def said_at(meeting: Meeting, place: str) -> tuple[dict[int, str], Any]:
@@ -190,3 +272,20 @@ def asked(ask: Callable[[], _T]) -> _T | None:
 def texts_of(said: Mapping[Any, str]) -> dict[int, str]:
     """The launches in what ranks have said."""
     return {int(rank): json.loads(text)[1] for rank, text in said.items()}
+
+
+def leave_word(meeting: Meeting, place: str, reason: str, texts: Mapping[int, str]) -> None:
+    """As :meth:`fusion_passes.agreement.participant.Participant.leave_word`, at a place."""
+    error = {"failure": f"rank {meeting.rank}: {reason}"} if reason else {}
+    said = {rank: json.dumps(["", text]) for rank, text in texts.items()}
+    verdict = json.dumps(["failed", {"error": error, "statements": said}])
+    # The user's error goes on, whatever becomes of this.
+    asked(lambda: meeting.store.compare_set(f"{place}/verdict", "", verdict))
+
+
+def _silence(meeting: Meeting, said: Mapping[int, str], terms: Terms) -> RanksDisagreeError:
+    silent = [rank for rank in range(meeting.world_size) if rank not in said]
+    texts = texts_of(said)
+    if terms.last is not None:
+        texts |= dict.fromkeys(silent, terms.last.encode())
+    return RanksDisagreeError(terms.module, texts, silent)

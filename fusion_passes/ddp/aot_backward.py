@@ -22,23 +22,18 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.protocol import participants
 from fusion_passes.config import FusionConfig
-from fusion_passes.ddp.comm_hooks import sent_as
+from fusion_passes.ddp.aot_obstacles import HOOKS, OTHERS_USED, has_hooks, obstacle_in_module
 from fusion_passes.ddp.engine_calls import edges_by_region
 from fusion_passes.ddp.managed_module import PARAMETER_MARK
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.rounds import EXPECTED, LOCAL
 from fusion_passes.ddp.turns import is_main_thread
+from fusion_passes.ddp.unused import has_used_others
 from fusion_passes.flag import active_config
-from fusion_passes.plan.scaling import can_average
 from fusion_passes.reductions.insert import ReducedInput
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private.autograd import (
-    compiled_forward,
-    hooks_after_accumulation,
-    hooks_on_gradient,
-    is_tensor_subclass,
-)
-from fusion_passes.torch_private.ddp import dtensor_spec, parameters_of
+from fusion_passes.torch_private.autograd import compiled_forward, is_tensor_subclass
+from fusion_passes.torch_private.ddp import parameters_of
 
 
 @dataclass(frozen=True)
@@ -103,17 +98,17 @@ def find_reduced_inputs(
     index_of = {id(value): index for index, value in enumerate(inputs) if isinstance(value, Tensor)}
     found: list[ReducedInput] = []
     for ddp in registry.modules():
-        trained = {
-            number: parameter
-            for number, parameter in enumerate(parameters_of(ddp))
-            if parameter.requires_grad
-        }
+        trained = {n: p for n, p in enumerate(parameters_of(ddp)) if p.requires_grad}
         present = [number for number in trained if id(trained[number]) in index_of]
         if not present:
             continue
-        if len(present) < len(trained) or not _can_reduce(ddp, trained.values(), config):
-            return None
         module = registry.module_of(ddp)
+        in_parts = len(present) < len(trained) and module.flag_dtype is None
+        obstacle = _IN_PARTS if in_parts else obstacle_in_module(ddp, trained.values(), config)
+        obstacle = obstacle or aot_backwards.refusal(ddp)
+        aot_backwards.obstacles[ddp] = obstacle
+        if obstacle:
+            return None
         found += [
             ReducedInput(
                 index_of[id(parameter)],
@@ -123,6 +118,7 @@ def find_reduced_inputs(
                 module.strides[number],
             )
             for number, parameter in trained.items()
+            if number in present
         ]
     if not found or len({item.index for item in found}) < len(found):
         return None
@@ -143,32 +139,6 @@ def _module_name(group_name: str) -> str:
     return group_name.partition(PARAMETER_MARK)[0]
 
 
-def _can_reduce(ddp: DistributedDataParallel, parameters: Any, config: FusionConfig) -> bool:
-    """Whether the gradients of a module can be averaged by the collective alone: only then are they
-    right on this rank where they stay on it."""
-    module = registry.module_of(ddp)
-    return (
-        config.scaling in ("auto", "collective")
-        and config.reduce_dtype is None
-        and sent_as(ddp) is None
-        and not ddp.static_graph
-        and module.group_name not in aot_backwards.left_to_compiled_autograd
-        and all(
-            can_average(module.backend, parameter.dtype)
-            and dtensor_spec(parameter) is None
-            and registry.manages_once(parameter)
-            and not has_hooks(parameter)
-            for parameter in parameters
-        )
-    )
-
-
-def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether others than DDP see the parameter's gradient in the backward. They must see that of
-    this rank alone, as with eager DDP."""
-    return bool(hooks_on_gradient(parameter)) or len(hooks_after_accumulation(parameter)) > 1
-
-
 @dataclass(frozen=True)
 class Averaged:
     """What a backward averages by itself.
@@ -176,13 +146,22 @@ class Averaged:
     Attributes:
         participants: the modules.
         forwards: the compiled forwards that it is the backward of.
+        why_not: why there are none, for people; what follows "because".
     """
 
     participants: tuple[Participant, ...] = ()
     forwards: tuple[Any, ...] = ()
+    why_not: str = ""
 
 
 NONE_AVERAGED: Final = Averaged()
+
+_IN_PARTS: Final = "its forward is compiled in several parts, none of which has all its parameters"
+_REPLANNED: Final = "the graph of its forward does not launch what the ranks have agreed on"
+_NOT_COMPILED: Final = (
+    "no forward was compiled for just its parameters, with these options and groups: a part of it "
+    "is not compiled, or another module shares the compiled forward"
+)
 
 
 @dataclass
@@ -191,12 +170,19 @@ class AotBackwards:
 
     Attributes:
         prepared: for each forward that was compiled so, what its backward depends on.
-        left_to_compiled_autograd: names of the modules whose graphs do not launch what the ranks
-            have agreed on.
+        left_to_compiled_autograd: the modules whose graphs do not launch what the ranks have
+            agreed on.
+        obstacles: why the forward of a module was compiled without reductions the last time; empty
+            where it was compiled with them.
     """
 
     prepared: set[object] = field(default_factory=set)
-    left_to_compiled_autograd: set[str] = field(default_factory=set)
+    left_to_compiled_autograd: weakref.WeakSet[DistributedDataParallel] = field(
+        default_factory=weakref.WeakSet
+    )
+    obstacles: weakref.WeakKeyDictionary[DistributedDataParallel, str] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
     _without: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
     def forget(self) -> None:
@@ -215,17 +201,23 @@ class AotBackwards:
                 gradients that it reaches, and keeps no graph.
         """
         config = active_config()
-        if not self.prepared or config is None or not is_main_thread():
-            return NONE_AVERAGED
+        if config is None or not is_main_thread():
+            return Averaged(why_not="it is not the main thread's")
+        if config.backward_graph == "compiled_autograd":
+            return Averaged(why_not="backward_graph is 'compiled_autograd'")
+        if not self.prepared:
+            return Averaged(why_not=self._known_obstacle(registry.modules()))
         regions = edges_by_region(outputs)
         if not regions or None in regions:
-            return NONE_AVERAGED
+            return Averaged(why_not="gradients come from what is not compiled")
         modules: list[str] = []
         for region, edges in regions.items():
-            averaged = self._modules_of(region, edges, config)
-            if not averaged or not set(averaged).isdisjoint(modules):
-                return NONE_AVERAGED
-            modules += averaged
+            found, why_not = self._modules_of(region, edges, config)
+            if not why_not and not set(found).isdisjoint(modules):
+                why_not = "its gradients come from several forwards"
+            if why_not:
+                return Averaged(why_not=why_not)
+            modules += found
         return Averaged(
             tuple(participants[module] for module in modules),
             tuple(compiled_forward(region) for region in regions),
@@ -233,38 +225,45 @@ class AotBackwards:
 
     def _modules_of(
         self, region: Any, edges: Sequence[tuple[int, nn.Parameter]], config: FusionConfig
-    ) -> list[str]:
-        """The modules that the backward of a compiled region averages; none if there is one that it
-        must not."""
+    ) -> tuple[list[str], str]:
+        """The modules that the backward of a compiled region averages, and why it must not do so;
+        empty if it may."""
         names = [(index, registry.name_of(parameter) or "") for index, parameter in edges]
         modules = list(dict.fromkeys(_module_name(name) for _, name in names))
-        is_averaged = (
-            "" not in modules
-            and _key(names, config) in self.prepared
-            and compiled_forward(region) not in self._without
-            and not any(p.grad is not None or has_hooks(p) for _, p in edges)
-            and all(map(self._expects_all, modules))
-        )
-        return modules if is_averaged else []
+        if "" in modules:
+            return modules, "two DDP modules share a parameter"
+        if _key(names, config) not in self.prepared:
+            return modules, self._known_obstacle(map(registry.ddp_of, modules))
+        if compiled_forward(region) in self._without:
+            return modules, "its gradients are not what the compiled backward returns"
+        if any(parameter.grad is not None for _, parameter in edges):
+            return modules, "there are gradients already, which are averaged with the new ones"
+        if any(has_hooks(parameter) for _, parameter in edges):
+            return modules, HOOKS
+        return modules, next(filter(None, map(self._why_not_now, modules)), "")
 
-    def _expects_all(self, name: str) -> bool:
+    def refusal(self, ddp: DistributedDataParallel) -> str:
+        """Why a module is left to compiled autograd for good; empty if it is not."""
+        return _REPLANNED if ddp in self.left_to_compiled_autograd else ""
+
+    def _known_obstacle(self, modules: Iterable[DistributedDataParallel | None]) -> str:
+        known = (self.obstacles.get(ddp, "") for ddp in modules if ddp is not None)
+        return next(filter(None, known), _NOT_COMPILED)
+
+    def _why_not_now(self, name: str) -> str:
+        """Why a module's next gradients cannot all come from one graph; empty if they can."""
         ddp, participant = registry.ddp_of(name), participants[name]
-        return (
-            ddp is not None
-            and getattr(ddp, EXPECTED)
-            and not participant.kind
-            and not participant.received
-            and not participant.is_local
-            and name not in self.left_to_compiled_autograd
-        )
+        if ddp in self.left_to_compiled_autograd:
+            return _REPLANNED
+        if ddp is None or not getattr(ddp, EXPECTED) or participant.kind:
+            return "its forward has had a backward before"
+        if participant.received or participant.is_local:
+            return "another backward has given some of its gradients"
+        return OTHERS_USED if has_used_others(name) else ""
 
     def stays_local(self, modules: Iterable[str]) -> bool:
-        """Whether a backward under ``no_sync`` needs no graph of its own: the one that was compiled
-        with its forward gives this rank's gradients then.
-
-        Args:
-            modules: names of those that the backward reaches.
-        """
+        """Whether a backward under ``no_sync`` that reaches these modules needs no graph of its
+        own: the one that was compiled with its forward gives this rank's gradients then."""
         if not self.prepared:
             return False
         reached = [registry.ddp_of(name) for name in modules]
@@ -284,8 +283,9 @@ class AotBackwards:
                 if not participant.announced:
                     # Its backward was compiled without reductions.
                     self._without.update(averaged.forwards)
-                if participant.needs_replanning:
-                    self.left_to_compiled_autograd.add(participant.module)
+                ddp = registry.ddp_of(participant.module)
+                if participant.needs_replanning and ddp is not None:
+                    self.left_to_compiled_autograd.add(ddp)
         finally:
             for participant in averaged.participants:
                 participant.is_averaged = False

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes.agreement.participant import Participant
 from fusion_passes.ddp.aot_backward import NONE_AVERAGED, Averaged, aot_backwards
 from fusion_passes.ddp.autograd_graph import leaves_behind
 from fusion_passes.ddp.disagreement import shared_errors
 from fusion_passes.ddp.engine_calls import NOTHING, EngineCall, reach_of
 from fusion_passes.ddp.hooks import put_hooks_last, traced_hooks
 from fusion_passes.ddp.modules import registry
+from fusion_passes.ddp.naming import bucket_names
 from fusion_passes.ddp.own_reducer import check_optimizers
 from fusion_passes.ddp.rounds import (
     end_backward,
@@ -32,11 +34,14 @@ from fusion_passes.ddp.turns import Turns
 from fusion_passes.ddp.unfused import (
     warn_mixed,
     warn_others_reductions,
+    warn_parts,
     warn_threads,
     warn_unfused,
 )
-from fusion_passes.report.journal import Journal
-from fusion_passes.report.records import FusionReport
+from fusion_passes.ddp.unused import modules_in_parts, note_local_use, note_reach
+from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.journal import Journal
+from fusion_passes.reporting.records import FusionReport
 from fusion_passes.torch_private import (
     compiled_autograd,
     dynamo_config,
@@ -130,8 +135,10 @@ class BackwardRunner:
         traced_hooks.take()  # What is left of a backward that failed.
         known, unreadable = len(self.journal.reports()), self.journal.unreadable
         put_hooks_last()
+        lacking = note_reach(outputs) if call.accumulates else []
         reach = reach_of(outputs) if call.accumulates else NOTHING
         if reach.managed:
+            bucket_names.follow_profiler()
             self._starts.note(outputs, call.keeps_graph)
             if reach.others:
                 warn_mixed()
@@ -143,6 +150,7 @@ class BackwardRunner:
         if meets:
             registry.check_new(check_optimizers)
         touched = reached if meets else lambda: ()
+        self._note(averaged, call, reached if reach.managed else list, traced=traced)
         with running(), rejoining(), shared_errors(touched, fail_backward):
             with (
                 self._averaging(averaged),
@@ -150,13 +158,40 @@ class BackwardRunner:
             ):
                 result = engine(outputs, *args, **kw)
                 self._call_back()
-            names = traced_hooks.take()
-            self._note_unannounced(names)
-            end_backward()
+            names = self._end(lacking)
+        backwards.ended()
         reports = self.journal.reports()[known:]
         if self.journal.unreadable == unreadable:  # Else the journal has said so.
             self._warn(names, reports)
         return result
+
+    def _end(self, lacking: Sequence[Participant]) -> tuple[str, ...]:
+        """End a backward; the names of the reductions that were traced in it."""
+        names = traced_hooks.take()
+        self._note_unannounced(names)
+        note_local_use(lacking)
+        end_backward()
+        for module in modules_in_parts(lacking):
+            warn_parts(module)
+        return names
+
+    def _note(
+        self,
+        averaged: Averaged,
+        call: EngineCall,
+        reached: Callable[[], list[str]],
+        *,
+        traced: bool,
+    ) -> None:
+        """Note, for the report, where the gradients of a backward are reduced."""
+        if averaged.participants:
+            backwards.note(_labels(p.module for p in averaged.participants), "aot_autograd")
+        elif reached() and not aot_backwards.stays_local(reached()):
+            if traced:
+                backwards.note(_labels(reached()), "compiled_autograd", averaged.why_not)
+            else:
+                because = "create_graph is set" if call.creates_graph else "it cannot be traced"
+                backwards.note(_labels(reached()), "none", because)
 
     def _warn(self, names: Sequence[str], reports: Sequence[FusionReport]) -> None:
         if names:
@@ -172,10 +207,12 @@ class BackwardRunner:
         )
 
     def _averaged_by_itself(self, outputs: Sequence[Any], call: EngineCall) -> Averaged:
-        if call.keeps_graph or call.only_some:
-            return NONE_AVERAGED
+        if call.keeps_graph:
+            return Averaged(why_not="it was called with retain_graph=True")
+        if call.only_some:
+            return Averaged(why_not="it was called with inputs")
         if compiled_autograd().compiled_autograd_enabled and not self.is_tracing:
-            return NONE_AVERAGED  # The user traces all backwards.
+            return Averaged(why_not="compiled autograd is on for all backwards")
         return aot_backwards.find_averaged(outputs)
 
     @contextlib.contextmanager
@@ -244,3 +281,7 @@ class BackwardRunner:
             dynamic = not dynamo_config().assume_static_by_default
         with tracing_backwards(self._compiler, dynamic):
             yield
+
+
+def _labels(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(registry.module(name).label for name in names)

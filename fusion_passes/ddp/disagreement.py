@@ -89,7 +89,7 @@ def _in_words(error: RanksDisagreeError) -> RanksDisagreeError:
         lines += _other_settings(error.settings)
     else:
         lists = {rank: LaunchList.decode(text) for rank, text in error.collectives.items()}
-        lines += _differences(lists, module.parameters)
+        lines += _differences(lists, module.sent)
     return RanksDisagreeError(
         error.module,
         error.collectives,

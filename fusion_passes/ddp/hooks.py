@@ -15,12 +15,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from fusion_passes.ddp.comm_hooks import sent_as
+from fusion_passes.ddp.comm_hooks import is_hooked, sent_as
 from fusion_passes.ddp.managed_module import ManagedModule
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.rounds import EXPECTED, LOCAL, note_eager, warn_local
 from fusion_passes.graph.collectives import all_reduce
-from fusion_passes.report.warnings import warn_once
+from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import assume_constant_result
 from fusion_passes.torch_private.autograd import hooks_after_accumulation
@@ -166,6 +166,9 @@ def _reduce_gradient(
             _warn_eager(name)
         return
     name = group_name_while_tracing(name)
+    if is_hooked(owner):  # Which divides, if that is what it wants.
+        parameter.grad.copy_(all_reduce(parameter.grad, "sum", name))
+        return
     dtype = sent_as(owner)
     gradient = parameter.grad if dtype is None else parameter.grad.to(dtype)
     parameter.grad.copy_(all_reduce(gradient / world_size, "sum", name))

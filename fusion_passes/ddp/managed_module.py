@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import weakref
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import Final
 
 import torch
@@ -10,13 +13,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes.agreement.usage import Usage
+from fusion_passes.flag import active_config
 from fusion_passes.plan.caps import ModuleCaps, default_caps, given_caps
+from fusion_passes.profile.known import known_profile
+from fusion_passes.profile.records import Profile
 from fusion_passes.reductions.hook_pattern import is_dense
-from fusion_passes.torch_private import DEFAULT_FIRST_BUCKET_BYTES, backend_name
+from fusion_passes.reductions.owners import Owner
+from fusion_passes.torch_private import (
+    DEFAULT_FIRST_BUCKET_BYTES,
+    backend_name,
+    register_process_group,
+    unregister_process_group,
+)
 from fusion_passes.torch_private.ddp import parameters_of
 
 PARAMETER_MARK: Final = "#"
 """Stands between a module's name for its group and a parameter's number."""
+
+FLAGS: Final = "(which parameters were used)"
+"""What people read in the place of a parameter's name, for what is sent beside the gradients."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,11 @@ class ManagedModule:
         caps: of its buckets: those that DDP was given, or ours for its gradients.
         strides: of each parameter, in which its gradient is sent; contiguous where the parameter
             is not dense, as in DDP.
+        trained: numbers of the parameters that required a gradient at construction.
+        flag_dtype: in which ranks send which parameters they have used; ``None`` where all must be
+            used.
+        profile: what collectives and compute cost between its ranks; ``None`` if nobody knows.
+        calls_hook: whether a communication hook is called in the place of its collectives.
     """
 
     group_name: str
@@ -43,6 +64,20 @@ class ManagedModule:
     parameters: tuple[str, ...]
     caps: ModuleCaps
     strides: tuple[tuple[int, ...], ...]
+    trained: tuple[int, ...] = ()
+    flag_dtype: torch.dtype | None = None
+    profile: Profile | None = None
+    calls_hook: bool = False
+
+    @property
+    def flags(self) -> int:
+        """The number under which the flags are sent that say which parameters were used."""
+        return len(self.parameters)
+
+    @property
+    def sent(self) -> tuple[str, ...]:
+        """What all numbers stand for, for people."""
+        return (*self.parameters, *([FLAGS] if self.flag_dtype is not None else []))
 
     def name_for(self, index: int) -> str:
         """The group name in the graph for the gradient of parameter ``index``."""
@@ -50,7 +85,26 @@ class ManagedModule:
 
     def names(self) -> list[str]:
         """All names that the module has for its process group."""
-        return [self.group_name, *(self.name_for(index) for index in range(len(self.parameters)))]
+        return [self.group_name, *map(self.name_for, range(len(self.sent)))]
+
+    def owner(self, number: int | None) -> Owner:
+        """The module as the owner of a reduction, of that of parameter ``number`` if there is
+        one."""
+        return Owner(
+            self.group_name,
+            self.process_group,
+            self.label,
+            self.sent[number] if number is not None else "?",
+            self.backend,
+            self.world_size,
+            number if number is not None else -1,
+            self.strides_of(number) if number is not None else None,
+            self.calls_hook,
+        )
+
+    def strides_of(self, number: int) -> tuple[int, ...]:
+        """The strides in which a gradient, or the flags, are sent."""
+        return self.strides[number] if number < len(self.strides) else (1,)
 
 
 def describe(ddp: DistributedDataParallel, number: int) -> ManagedModule:
@@ -71,7 +125,57 @@ def describe(ddp: DistributedDataParallel, number: int) -> ManagedModule:
         parameters=tuple(names[id(parameter)] for parameter in parameters_of(ddp)),
         caps=_caps_of(ddp),
         strides=tuple(map(_strides_to_send, parameters_of(ddp))),
+        trained=tuple(n for n, p in enumerate(parameters_of(ddp)) if p.requires_grad),
+        flag_dtype=_flag_dtype(ddp),
+        profile=known_profile(group),
     )
+
+
+def _flag_dtype(ddp: DistributedDataParallel) -> torch.dtype | None:
+    """That of a gradient, so that the flags find room in its bucket."""
+    if not ddp.find_unused_parameters or ddp.static_graph:
+        return None
+    dtypes = [p.dtype for p in parameters_of(ddp) if p.requires_grad]
+    real = [dtype for dtype in dtypes if dtype.is_floating_point]
+    return real[0] if real else torch.float32
+
+
+def settings_of(module: ManagedModule, may_lack: bool) -> str:
+    """What must be the same on all ranks, as JSON.
+
+    Args:
+        module: whose.
+        may_lack: whether some of its parameters may go unused.
+    """
+    config = active_config()
+    settings = {
+        "torch._inductor.config.ddp_fusion": None if config is None else asdict(config),
+        "bucket_cap_mb of DistributedDataParallel": module.caps.in_mib(),
+        "find_unused_parameters of DistributedDataParallel": may_lack,
+        "a communication hook of DistributedDataParallel": module.calls_hook,
+    }
+    return json.dumps(settings)
+
+
+def let_stand_for(names: Iterable[str], group: dist.ProcessGroup) -> None:
+    """Let names that are in use stand for another group."""
+    for name in names:
+        unregister_process_group(name)
+        register_process_group(name, group)
+
+
+def usage_of(ddp: DistributedDataParallel, module: ManagedModule) -> Usage | None:
+    """Return what the ranks are to know of the parameters that they use; ``None`` where all use
+    the same."""
+    if module.flag_dtype is None or ddp.static_graph:
+        return None
+    ref = weakref.ref(ddp)
+
+    def has_gradient(number: int) -> bool:
+        owner = ref()
+        return owner is not None and parameters_of(owner)[number].grad is not None
+
+    return Usage(module.trained, module.flags, has_gradient)
 
 
 def group_name_of(group: dist.ProcessGroup, number: int) -> str:

@@ -16,11 +16,24 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes.agreement.protocol import participants
 from fusion_passes.agreement.rendezvous import meeting_of
+from fusion_passes.ddp.aot_backward import aot_backwards
 from fusion_passes.ddp.buffers import prepare_buffers
-from fusion_passes.ddp.comm_hooks import accept_comm_hook, is_known, sent_as, set_sent_as
+from fusion_passes.ddp.comm_hooks import (
+    accept_comm_hook,
+    check_comm_hook,
+    give_comm_hooks,
+    is_known,
+    note_comm_hook,
+    sent_as,
+    set_hooked,
+    set_sent_as,
+    why_not_on_buckets,
+)
 from fusion_passes.ddp.exiting import pause_at_exit
 from fusion_passes.ddp.forward import ManagedForward
+from fusion_passes.ddp.hook_buckets import HookCaller
 from fusion_passes.ddp.hooks import remove_hooks, replace_hooks
 from fusion_passes.ddp.logging_data import run_time_fields
 from fusion_passes.ddp.modules import registry
@@ -33,15 +46,12 @@ from fusion_passes.torch_private import begin_no_graph, clear_backward_cache
 from fusion_passes.torch_private.ddp import (
     HOOKS_OF_REDUCER,
     USES_PYTHON_REDUCER,
+    comm_hooks,
     ddp_logging_data,
     give_own_reducer,
     register_buffer_comm_hook,
+    set_static_graph,
     update_process_group,
-)
-
-_KNOWN: Final = (
-    "over the module's own group (allreduce_hook, bf16_compress_hook and fp16_compress_hook of "
-    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks do)"
 )
 
 
@@ -49,18 +59,30 @@ class ManagedDDP(ManagedForward):
     """Takes DDP's place among the bases of a managed module's class."""
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Fuse what averages gradients; hand the module over to DDP's own reducer for others."""
+        """Average as a known hook would, or call the hook with the module's buckets; hand the
+        module over to DDP's own reducer where that cannot be right."""
         group = dist.group.WORLD if state is None else state
         if is_known(hook) and group is self.process_group:
-            accept_comm_hook(self, hook)
+            accept_comm_hook(self, hook, state)
+            aot_backwards.left_to_compiled_autograd.add(self)
             return
         self._check_comm_hook(hook)
-        name = hook.__qualname__
-        hand_over(self, f"its communication hook {name} is not one that averages {_KNOWN}")
-        DistributedDataParallel.register_comm_hook(self, state, hook)
+        check_comm_hook(self)
+        because = why_not_on_buckets(self, hook)
+        if because:
+            hand_over(self, because)
+            DistributedDataParallel.register_comm_hook(self, state, hook)
+            return
+        note_comm_hook(self, hook, state)
+        set_hooked(self, True)
+        name = registry.module_of(self).group_name
+        registry.set_hook(self, HookCaller(name, weakref.ref(self), hook, state).launch)
+        clear_backward_cache()
+        aot_backwards.left_to_compiled_autograd.add(self)
 
     def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
         accept_comm_hook(self, comm_hook_type)
+        aot_backwards.left_to_compiled_autograd.add(self)
 
     def _register_buffer_comm_hook(self, *args: Any, **kwargs: Any) -> None:
         hand_over(self, "a hook of yours synchronises its buffers")
@@ -94,6 +116,11 @@ class ManagedDDP(ManagedForward):
             replace_hooks(self, registry.module_of(self))
             clear_backward_cache()
 
+    def _set_static_graph(self) -> None:
+        """As DDP, where this promise replaces ``find_unused_parameters``."""
+        set_static_graph(self)
+        participants[registry.module_of(self).group_name].usage = None
+
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """DDP's, with what its reducer would have counted."""
         return ddp_logging_data(self) | run_time_fields(self)
@@ -124,6 +151,7 @@ def manage(ddp: DistributedDataParallel) -> None:
         pause_at_exit()
     replace_hooks(ddp, module)
     set_sent_as(ddp, None)
+    set_hooked(ddp, False)
     watch(ddp)
     prepare_buffers(ddp, module.group_name)
     _attach(ddp)
@@ -141,6 +169,7 @@ def hand_over(ddp: DistributedDataParallel, reason: str) -> None:
     registry.discard(ddp)
     clear_backward_cache()
     give_own_reducer(ddp)
+    give_comm_hooks(ddp)
     warn_own_reducer(ddp, reason)
 
 
@@ -241,3 +270,5 @@ class _Restoring:
             dtype = sent_as(ddp)
             manage(ddp)
             set_sent_as(ddp, dtype)
+            if dtype is None:  # As in DDP, a copy has no hook, and may be given one.
+                comm_hooks(ddp).clear()

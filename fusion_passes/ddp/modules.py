@@ -13,11 +13,10 @@ on all ranks of the group.
 from __future__ import annotations
 
 import itertools
-import json
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -32,9 +31,13 @@ from fusion_passes.ddp.managed_module import (
     ManagedModule,
     describe,
     group_name_of,
+    let_stand_for,
+    settings_of,
+    usage_of,
 )
 from fusion_passes.ddp.unfinished import refuse_changed
-from fusion_passes.flag import active_config
+from fusion_passes.profile.known import known_profile
+from fusion_passes.profile.records import Profile
 from fusion_passes.reductions.owners import Owner
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import (
@@ -44,6 +47,7 @@ from fusion_passes.torch_private import (
     unregister_process_group,
 )
 from fusion_passes.torch_private.ddp import parameters_of
+from fusion_passes.torch_private.stand_ins import HookedGroup, Launch
 
 _numbers: Final = process_state.keep(
     weakref.WeakKeyDictionary[dist.ProcessGroup, "itertools.count[int]"](),
@@ -56,10 +60,13 @@ _numbers: Final = process_state.keep(
 
 @dataclass
 class _Entry:
-    """A managed module of the registry, and what takes it out again."""
+    """A managed module of the registry, what takes it out again, and what does the work of its
+    collectives if it has a communication hook."""
 
     module: ManagedModule
     remove: weakref.finalize[Any, Any]
+    launch: Launch | None = None
+    stand_in: HookedGroup | None = None
 
 
 @dataclass
@@ -82,17 +89,20 @@ class Registry:
         number = self._number_on(group)
         module = describe(ddp, number)
         self._modules[module.group_name] = module
-        self._meet_under(module.group_name, str(number))
+        self._meet_under(ddp, module.group_name, str(number))
         for alias in module.names():
             register_process_group(alias, group)
-        ids = [id(parameter) for parameter in parameters_of(ddp)]
-        self._parameter_ids.update(ids)
+        self._parameter_ids.update(map(id, parameters_of(ddp)))
         self._names = None
-        remove = weakref.finalize(ddp, self._remove, module.group_name, module, ids)
-        remove.atexit = False
-        self._entries[ddp] = _Entry(module, remove)
+        self._entries[ddp] = self._entry(ddp, module)
         self._unchecked.add(ddp)
         return module
+
+    def _entry(self, ddp: DistributedDataParallel, module: ManagedModule) -> _Entry:
+        ids = [id(parameter) for parameter in parameters_of(ddp)]
+        remove = weakref.finalize(ddp, self._remove, module.group_name, module, ids)
+        remove.atexit = False
+        return _Entry(module, remove)
 
     def _number_on(self, group: dist.ProcessGroup) -> int:
         numbers = _numbers.setdefault(group, itertools.count())
@@ -143,21 +153,48 @@ class Registry:
             process_group=group.group_name,
             backend=backend_name(group, torch.device(ddp.device_type)),
             world_size=group.size(),
+            profile=known_profile(group),
         )
         self._modules[old.group_name] = entry.module
         self._moved.add(old.group_name)
-        self._meet_under(old.group_name, str(self._number_on(group)))
-        _point(old.names(), group)
+        self._meet_under(ddp, old.group_name, str(self._number_on(group)))
+        if entry.launch is not None:
+            entry.stand_in = HookedGroup(group, entry.launch)
+        self.rejoin(old.group_name)
         return (old.backend, old.world_size) != (entry.module.backend, entry.module.world_size)
 
-    def _meet_under(self, name: str, key: str) -> None:
+    def set_profile(self, ddp: DistributedDataParallel, profile: Profile) -> None:
+        """Note what collectives cost between a module's ranks."""
+        self._renew(ddp, replace(self.module_of(ddp), profile=profile))
+
+    def set_hook(self, ddp: DistributedDataParallel, launch: Launch) -> None:
+        """Let a function do what a module's collectives do. The ranks agree anew."""
+        module = replace(self.module_of(ddp), calls_hook=True)
+        self._renew(ddp, module)
+        self._entries[ddp].launch = launch
+        self._entries[ddp].stand_in = HookedGroup(ddp.process_group, launch)
+        participants[module.group_name].history.clear()
+        self.rejoin(module.group_name)
+
+    def _renew(self, ddp: DistributedDataParallel, module: ManagedModule) -> None:
+        self._entries[ddp].remove.detach()
+        self._entries[ddp] = self._entry(ddp, module)
+        self._modules[module.group_name] = module
+
+    def group_of(self, ddp: DistributedDataParallel) -> dist.ProcessGroup:
+        """What the name stands for on which a module's buckets are reduced."""
+        group: dist.ProcessGroup = self._entries[ddp].stand_in or ddp.process_group
+        return group
+
+    def _meet_under(self, ddp: DistributedDataParallel, name: str, key: str) -> None:
         # Once a module has moved to another group, ranks may have other names for it.
         participants[name] = Participant(
             name,
             key,
-            lambda: self._settings(name),
+            lambda: settings_of(self._modules[name], participants[name].usage is not None),
             lambda: self.stand_aside(name),
             lambda new: self._refuse(name, new),
+            usage_of(ddp, self._modules[name]),
         )
 
     def _refuse(self, name: str, new: Iterable[int]) -> None:
@@ -165,25 +202,19 @@ class Registry:
         if ddp is not None:
             refuse_changed(ddp, self._modules[name], new)
 
-    def _settings(self, name: str) -> str:
-        """What must be the same on all ranks, as JSON."""
-        module, config = self._modules[name], active_config()
-        return json.dumps(
-            {
-                "torch._inductor.config.ddp_fusion": None if config is None else asdict(config),
-                "bucket_cap_mb of DistributedDataParallel": module.caps.in_mib(),
-            }
-        )
-
     def stand_aside(self, name: str) -> None:
         """Keep a module's collectives on this rank until :meth:`rejoin`."""
-        _point(self._modules[name].names(), local_process_group())
+        let_stand_for(self._modules[name].names(), local_process_group())
 
     def rejoin(self, name: str) -> None:
         """Let a module's collectives reach the other ranks again."""
         ddp = self.ddp_of(name)
         if ddp is not None:
-            _point(self._modules[name].names(), ddp.process_group)
+            module, others = self._modules[name], ddp.process_group
+            let_stand_for([name], self.group_of(ddp))
+            # A hook is given buckets: not what a graph reduces one by one that no pass has seen.
+            single = local_process_group() if module.calls_hook else others
+            let_stand_for(module.names()[1:], single)
 
     def ddp_of(self, name: str) -> DistributedDataParallel | None:
         """The managed module of a group name, if it is still there."""
@@ -245,38 +276,17 @@ class Registry:
         module = self._modules.get(base)
         if module is None:
             return None
-        number = int(index) if index else -1
-        parameter = module.parameters[number] if index else "?"
-        return Owner(
-            module.group_name,
-            module.process_group,
-            module.label,
-            parameter,
-            module.backend,
-            module.world_size,
-            number,
-            module.strides[number] if index else None,
-        )
+        return module.owner(int(index) if index else None)
 
     def reached_by(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         """The names of the modules that reduce the gradients of some of ``parameters``."""
-        ids = {id(parameter) for parameter in parameters}
-        return [
-            entry.module.group_name
-            for ddp, entry in self._entries.items()
-            if not ids.isdisjoint(map(id, parameters_of(ddp)))
-        ]
+        ids, entries = set(map(id, parameters)), self._entries.items()
+        reached = (e for ddp, e in entries if not ids.isdisjoint(map(id, parameters_of(ddp))))
+        return [entry.module.group_name for entry in reached]
 
     def fingerprint(self) -> tuple[ManagedModule, ...]:
         """Everything about the modules that a compiled graph can depend on."""
         return tuple(self._modules[name] for name in sorted(self._modules))
-
-
-def _point(names: Iterable[str], group: dist.ProcessGroup) -> None:
-    """Let names that are in use stand for another group."""
-    for name in names:
-        unregister_process_group(name)
-        register_process_group(name, group)
 
 
 registry: Final = process_state.keep(

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.tensor_parallel import check_dtensors
-from fusion_passes.report.warnings import warn_once
+from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.torch_private.autograd import after_backward, hooks_on_gradient
 from fusion_passes.torch_private.ddp import (
     delayed_gradients,
@@ -28,10 +28,6 @@ from fusion_passes.torch_private.ddp import (
 
 _UNFUSED: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "find_unused_parameters": "construct it without, if all parameters take part in each step "
-        "(transformers.Trainer: ddp_find_unused_parameters=False)",
-        "skip_all_reduce_unused_params": "construct it without, if all parameters take part in "
-        "each step",
         "delay_all_reduce_named_params": "leave it out: reductions overlap the backward anyway",
     }
 )

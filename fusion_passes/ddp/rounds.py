@@ -24,7 +24,7 @@ from fusion_passes.agreement.protocol import participants
 from fusion_passes.ddp.late import reduce_late
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.unfinished import FORGOTTEN, UNFINISHED, unfinished
-from fusion_passes.report.warnings import warn_once
+from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import clear_backward_cache
 from fusion_passes.torch_private.autograd import after_backward
@@ -140,6 +140,8 @@ def note_unannounced(names: Iterable[str]) -> set[str]:
         if owner is not None and owner.number not in participants[owner.group_name].received:
             participants[owner.group_name].receive([owner.number])
             found.add(owner.group_name)
+            if owner.calls_hook:  # Nobody has called it.
+                participants[owner.group_name].late[owner.number] = False
     return found
 
 
@@ -212,7 +214,7 @@ def rejoining() -> Iterator[None]:
 def _shares_use(participant: Participant) -> bool:
     """Whether the ranks are to tell each other what they have used of a static graph. It may be
     something else on each, as in DDP: what some have used counts as zero on the others. A rank that
-    has launched all gradients has been told so by each launch."""
+    has launched all gradients knows that from each launch."""
     ddp = registry.ddp_of(participant.module)
     if ddp is None or not ddp.static_graph or participant.kind or participant.used is not None:
         return False
@@ -236,14 +238,12 @@ def _end_if_complete(participant: Participant, own_use: frozenset[int]) -> None:
         participant.used = frozenset(participant.received)
         participant.own_use = participant.own_use or own_use
         missing = participant.own_use - own_use
-    if not missing or participant.kind:
+    if participant.usage is not None or participant.kind:
+        missing = frozenset()
+    if not missing:
         participant.end_round()
         setattr(ddp, EXPECTED, False)
-    error = (
-        unfinished(ddp, registry.module_of(ddp), missing)
-        if missing and not participant.kind
-        else None
-    )
+    error = unfinished(ddp, registry.module_of(ddp), missing) if missing else None
     if getattr(ddp, UNFINISHED) != error:
         setattr(ddp, UNFINISHED, error)
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement
 
 from fusion_passes.ddp.autograd_graph import nodes_behind
-from fusion_passes.report.warnings import warn_once
+from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import (
     AsyncCollectiveTensor,

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from fusion_passes.agreement.launches import shown_list
 from fusion_passes.ddp.modules import registry
-from fusion_passes.report.records import FusionReport
-from fusion_passes.report.warnings import warn_once
+from fusion_passes.plan.planner import NO_PROFILE
+from fusion_passes.reporting.records import FusionReport
+from fusion_passes.reporting.warnings import warn_once
 
 
 def warn_threads() -> None:
@@ -29,6 +30,22 @@ def warn_mixed() -> None:
         "DDP's own reducer must handle, which do nothing in a traced backward. It is not traced: "
         "the gradients of the former are reduced when it has ended. To overlap them with it, call "
         "backward for the two apart.",
+    )
+
+
+def warn_parts(module: str) -> None:
+    """Warn that a backward in several graphs is not fused where parameters may go unused.
+
+    Args:
+        module: the DDP module's name for its group.
+    """
+    label = registry.module(module).label
+    warn_once(
+        f"parts {label}",
+        f"Gradients of {label} are reduced after their backward, with no compute beside them: it "
+        "broke into several graphs, and with find_unused_parameters=True it must be one, which "
+        "says what it does not use. TORCH_LOGS=graph_breaks shows where it breaks. If all "
+        "parameters take part in each step, construct DistributedDataParallel without the option.",
     )
 
 
@@ -103,3 +120,13 @@ def _warn_alone(label: str, parameters: list[str], graphs: int) -> None:
         f"alone {label}",
         f"Nothing was fused in a backward of {label} ({shown_list(parameters)}): {reason}.",
     )
+
+
+def warn_without_profile(modules: Iterable[str]) -> None:
+    """Warn that buckets were not chosen from measurement, though the flag is ``"auto"``."""
+    for module in modules:
+        warn_once(
+            f"profile {module}",
+            f"torch._inductor.config.ddp_fusion = 'auto': the buckets of {module} are "
+            f"{NO_PROFILE}. Construct it under 'auto', or set 'concat'.",
+        )

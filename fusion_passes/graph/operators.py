@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fusion_passes.agreement.protocol import announce
+from fusion_passes.agreement.protocol import announce, deliver
 from fusion_passes.graph.scaling import scaled, store_scaled
 from fusion_passes.torch_private import without_view_tracking
 
@@ -75,6 +75,11 @@ def _as_complex(real: Tensor) -> Tensor:
 def _agree(sent: Tensor, module: str, collectives: str, is_optional: bool = False) -> None:
     if sent.device.type != "meta":
         announce(module, collectives, is_optional)
+
+
+def _deliver(used: Tensor, averages: Sequence[Tensor], module: str, numbers: Sequence[int]) -> None:
+    if used.device.type != "meta":
+        deliver(module, numbers, averages, used)
 
 
 def _donate(saved: Sequence[Tensor]) -> None:
@@ -162,6 +167,24 @@ Args:
         collectives stay on this rank.
 """
 
+DELIVER: Final = _define(
+    "deliver_",
+    "(Tensor(a!) used, Tensor[] averages, str module, int[] numbers) -> ()",
+    _deliver,
+    tags=(torch.Tag.cudagraph_unsafe,),  # As AGREE.
+)
+"""Hands over what a graph has averaged for parameters that it has no gradient of.
+
+It claims to write ``used``, so that it is kept. It does not touch it.
+
+Args:
+    used: ``[n]``: for each parameter of a DDP module that is trained, whether some rank has used
+        it.
+    averages: of the gradients of parameters, of their shapes.
+    module: the module's name for its group.
+    numbers: of these parameters.
+"""
+
 DONATE: Final = _define("donate", "(Tensor[] saved) -> ()", _donate)
 """Says that these inputs of a graph may be overwritten once they have been read.
 
@@ -173,4 +196,4 @@ torch.fx.has_side_effect(DONATE)  # Kept, though nobody uses what it returns.
 
 def is_own(target: object) -> bool:
     """Whether a node's target is an operator of the package."""
-    return target in (PACK, STORE, WIDEN, AS_COMPLEX, AGREE, DONATE)
+    return target in (PACK, STORE, WIDEN, AS_COMPLEX, AGREE, DELIVER, DONATE)

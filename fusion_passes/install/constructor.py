@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes.ddp.costs import learn_costs
 from fusion_passes.ddp.management import manage
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.own_reducer import (
@@ -22,7 +23,7 @@ from fusion_passes.flag import active_config
 from fusion_passes.install.changes import patched_setting, value_of
 from fusion_passes.install.conflicts import check_conflicts, check_reducer_mode
 from fusion_passes.plan.caps import mib_to_bytes
-from fusion_passes.report.warnings import warn_once
+from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.torch_private import trace_rules
 from fusion_passes.torch_private.ddp import parameters_of
 
@@ -49,7 +50,8 @@ def construct(
     Raises:
         ValueError: settings or arguments contradict the flag; the text names the remedy.
     """
-    if active_config() is None:
+    config = active_config()
+    if config is None:
         original(ddp, *args, **kwargs)
         return
     bound = inspect.signature(original).bind(ddp, *args, **kwargs)
@@ -73,6 +75,8 @@ def construct(
         original(*bound.args, **bound.kwargs)
     ddp.bucket_bytes_cap_list = [mib_to_bytes(cap_mb) for cap_mb in caps_mb]
     manage(ddp)
+    if config.mode == "auto":
+        learn_costs(ddp, config)
     warn_without_effect(given)
 
 

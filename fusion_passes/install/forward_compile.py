@@ -1,7 +1,9 @@
-"""Lets the backward that is compiled with a forward reduce the gradients of managed modules."""
+"""What is different in Inductor's compiles under the flag: the backward that is compiled with a
+forward may reduce the gradients of managed modules."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -40,9 +42,11 @@ def compile_forward(
     """
     config = active_config()
     options = {**compiler.config, **(kwargs.get("config_patches") or {})}
+    if is_compiling_backward():
+        return original(_keeping_reads_in_order(compiler, options), model, inputs, *args, **kwargs)
     if config is None or config.backward_graph == "compiled_autograd" or not _is_usual(options):
         return original(compiler, model, inputs, *args, **kwargs)
-    if not torch.is_grad_enabled() or is_compiling_backward() or not is_main_thread():
+    if not torch.is_grad_enabled() or not is_main_thread():
         return original(compiler, model, inputs, *args, **kwargs)
     found = find_reduced_inputs(model.graph, inputs, config)
     if found is None:
@@ -53,17 +57,34 @@ def compile_forward(
         return original(compiler, model, inputs, *args, **kwargs)
 
 
+def _value_of(name: str, options: Mapping[str, Any]) -> Any:
+    """What an option of Inductor is in a compile with these options."""
+    if name in options:
+        return options[name]
+    owner: Any = inductor_config
+    for part in name.split("."):
+        owner = getattr(owner, part)
+    return owner
+
+
 def _is_usual(options: Mapping[str, Any]) -> bool:
     """Whether a compiled backward asks before each run whether its collectives are to average: not
     in a replayed CUDA graph, nor where passes are switched off, or operators are not lowered."""
-
-    def value_of(name: str) -> Any:
-        if name in options:
-            return options[name]
-        owner: Any = inductor_config
-        for part in name.split("."):
-            owner = getattr(owner, part)
-        return owner
-
     unusual = ("triton.cudagraphs", "disabled_passes", "fallback_by_default")
-    return not any(map(value_of, unusual))
+    return not any(_value_of(name, options) for name in unusual)
+
+
+_REINPLACING: Final = "reinplace_inplaceable_ops"
+"""Inductor's pass that writes into a view where a traced backward has a new tensor."""
+
+
+def _keeping_reads_in_order(compiler: Any, options: Mapping[str, Any]) -> Any:
+    """The backend for a traced backward. In lite mode views are calls as well, and Inductor loses
+    that what one of them reads was written through another: a read comes before the write, and
+    gradients are wrong (torch 2.11 to 2.15; ``tests/tools/test_fuzz.py`` has a case)."""
+    if not _value_of("fallback_by_default", options):
+        return compiler
+    switched_off = ",".join(filter(None, (_value_of("disabled_passes", options), _REINPLACING)))
+    changed = copy.copy(compiler)
+    changed.config = {**compiler.config, "disabled_passes": switched_off}
+    return changed

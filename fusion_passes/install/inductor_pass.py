@@ -16,6 +16,8 @@ from fusion_passes.agreement.protocol import agreed_list, agreed_lists
 from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.aot_backward import reduced_inputs
 from fusion_passes.ddp.modules import registry
+from fusion_passes.ddp.unfused import warn_without_profile
+from fusion_passes.ddp.unused import any_may_lack, beside
 from fusion_passes.flag import active_config
 from fusion_passes.graph.collectives import (
     decode_all_reduce,
@@ -30,10 +32,11 @@ from fusion_passes.lowering.pack import register_lowerings
 from fusion_passes.passes.pipeline import run_pipeline
 from fusion_passes.passes.verify import BrokenInvariantError
 from fusion_passes.plan.caps import BucketCaps, bucket_caps
-from fusion_passes.plan.planner import nothing_agreed
+from fusion_passes.plan.planner import NO_PROFILE, nothing_agreed
 from fusion_passes.reductions.insert import insert_reductions, is_aot_backward
-from fusion_passes.report.journal import journal
-from fusion_passes.report.records import report_plan
+from fusion_passes.reductions.unused import send_beside
+from fusion_passes.reporting.journal import journal
+from fusion_passes.reporting.records import report_plan
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import CustomGraphPass, is_compiling_backward
 from fusion_passes.torch_private.inductor import (
@@ -59,24 +62,30 @@ class DdpFusionPass(CustomGraphPass):
             if not insert_reductions(graph, inputs.inputs, inputs.num_inputs, owner_of):
                 return
             config = replace(config, scaling="collective")
+        if any_may_lack():
+            send_beside(graph, functools.partial(beside, in_aot=in_aot), registry.owner_of)
         plan = run_pipeline(
             graph,
             config,
             registry.owner_of,
             functools.partial(caps_of, config),
-            nothing_agreed if in_aot else functools.partial(_agreed_in, config.mode),
+            nothing_agreed if in_aot else functools.partial(_agreed_in, config.reduces_by),
             is_optional=in_aot,
+            profile_of=lambda name: registry.module(name).profile,
         )
         if in_aot and not all(bucket.scaling.is_by_collective for bucket in plan.buckets):
             raise BrokenInvariantError("a gradient that may stay on its rank is divided on it")
         if plan.buckets:
             check_conflicts()
+        if NO_PROFILE in plan.decision:
+            owners = [bucket.members[0].owner for bucket in plan.buckets]
+            warn_without_profile(owner.module for owner in owners if owner.world_size > 1)
         if plan.buckets or any(_is_average(rejection.node) for rejection in plan.rejections):
             packed = [i for i, bucket in enumerate(plan.buckets) if not bucket.is_empty]
             journal.expect(
                 report_plan(plan, config.mode),
                 plan.digest(),
-                packed if config.mode == "concat" else (),
+                packed if config.reduces_by == "concat" else (),
             )
         if calls_operators_by_default():
             _lower_collectives(graph)
@@ -102,9 +111,11 @@ def _lower_collectives(graph: fx.Graph) -> None:
 
 
 def _agreed_in(mode: str, module: str, parameters: Collection[int]) -> LaunchList | None:
-    """What the ranks have agreed on for a graph in this mode; late collectives are none."""
+    """What the ranks have agreed on for a graph in this mode; late collectives are none, but for a
+    communication hook, which is to be given buckets of the same sizes again."""
     agreed = agreed_list(module, parameters)
-    return agreed if agreed is not None and agreed.mode == mode else None
+    is_same = agreed is not None and (agreed.mode == mode or agreed.for_hook)
+    return agreed if is_same else None
 
 
 def _is_average(launch: fx.Node) -> bool:

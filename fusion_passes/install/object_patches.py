@@ -45,6 +45,10 @@ IN_OBJECTS: Final = (
         "compiled anew.",
     ),
     _in_module(
+        "_set_static_graph",
+        "It takes the place of find_unused_parameters, of which the package's agreement must know.",
+    ),
+    _in_module(
         "_get_ddp_logging_data",
         "DDP's own reducer, which does not run, would have counted the steps and buckets.",
     ),
@@ -73,6 +77,7 @@ IN_OBJECTS: Final = (
     _attribute("_ddp_fusion_unfinished", "The error of the next forward, if there is one."),
     _attribute("_ddp_fusion_buffers_in", "The group over which buffers are broadcast."),
     _attribute("_ddp_fusion_sent_as", "The dtype in which gradients are sent."),
+    _attribute("_ddp_fusion_is_hooked", "Whether a communication hook is called with buckets."),
     _attribute("_ddp_fusion_joins", "Whether join, when it calls join_hook, joins ranks."),
     Patch(
         "torch.distributed.distributed_c10d._register_process_group",

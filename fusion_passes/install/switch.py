@@ -7,10 +7,11 @@ import contextlib
 import functools
 from typing import Final
 
-from fusion_passes.agreement.protocol import participants
+from fusion_passes.agreement.protocol import forget_histories
 from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.aot_backward import aot_backwards
 from fusion_passes.ddp.backward import BackwardRunner
+from fusion_passes.ddp.comm_hooks import check_flag
 from fusion_passes.ddp.donation import donating
 from fusion_passes.ddp.rounds import is_running
 from fusion_passes.ddp.tracing import call_module
@@ -22,7 +23,7 @@ from fusion_passes.install.inductor_pass import DdpFusionPass
 from fusion_passes.install.pass_slot import PassSlot
 from fusion_passes.install.patch import DDP
 from fusion_passes.install.regions import breaking_at_callbacks, make_region
-from fusion_passes.report.journal import journal
+from fusion_passes.reporting.journal import journal
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import (
     clear_backward_cache,
@@ -41,7 +42,7 @@ _runner: Final = process_state.keep(
 
 def install_flag() -> None:
     """Add the flag to torch's configuration, and follow it from now on."""
-    add_flag(lambda: _installation.follow(active_config()))
+    add_flag(lambda: _installation.follow(active_config()), check_flag)
 
 
 class _Installation:
@@ -66,8 +67,7 @@ class _Installation:
         clear_backward_cache()
         _runner.forget_region()
         aot_backwards.forget()
-        for participant in participants.values():
-            participant.history.clear()
+        forget_histories()
 
     def reset(self) -> None:
         """Undo all. This comes before anything else is forgotten.

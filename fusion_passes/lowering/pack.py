@@ -18,6 +18,7 @@ from torch import fx
 from fusion_passes.graph.collectives import ALL_REDUCE_COALESCED, ALL_REDUCE_COALESCED_IN_PLACE
 from fusion_passes.graph.operators import (
     AGREE,
+    DELIVER,
     DONATE,
     PACK,
     STORE,
@@ -74,6 +75,7 @@ def register_lowerings(on_packed: OnPacked) -> None:
     register_lowering(PACK, pack)
     register_lowering(WIDEN, _lower_widen)
     register_lowering(AGREE, _lower_agree)
+    register_lowering(DELIVER, _lower_deliver)
     register_lowering(DONATE, lower_donate)
     for coalesced in (ALL_REDUCE_COALESCED, ALL_REDUCE_COALESCED_IN_PLACE):
         fix_strides_of_lists(coalesced)
@@ -221,6 +223,12 @@ def _lower_widen(bucket: Any, dtype: torch.dtype, scale: str, factor: float) -> 
 def _lower_agree(sent: Any, module: str, collectives: str, *is_optional: bool) -> None:
     sent.realize()
     inductor_ir().FallbackKernel.create(AGREE, sent, module, collectives, *is_optional)
+
+
+def _lower_deliver(used: Any, averages: Sequence[Any], *names: Any) -> None:
+    for tensor in (used, *averages):
+        tensor.realize()
+    inductor_ir().FallbackKernel.create(DELIVER, used, list(averages), *names)
 
 
 def _computed_again(value: Any) -> Any:

@@ -89,7 +89,10 @@ def _reduce(
     reals = [torch.view_as_real(g) if is_complex else g for g in gradients]
     filled = [i for i, real in enumerate(reals) if real.numel()]
     places = lay_out(
-        [reals[i].numel() for i in filled], [strides[i] for i in filled], key.reduce_dtype.itemsize
+        [reals[i].numel() for i in filled],
+        [strides[i] for i in filled],
+        key.reduce_dtype.itemsize,
+        in_order=scaling.method == "hook",
     )
     reduced = PACK(
         [reals[i] for i in filled],

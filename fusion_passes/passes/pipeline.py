@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 from torch import fx
 
@@ -26,6 +27,8 @@ from fusion_passes.plan.planner import (
     AgreedOf,
     CapsOf,
     PlanOptions,
+    ProfileOf,
+    no_profile,
     nothing_agreed,
     plan_buckets,
 )
@@ -35,6 +38,20 @@ from fusion_passes.reductions.owners import DdpGroups, OwnerOf
 from fusion_passes.torch_private.inductor import is_pass_disabled, run_observed, trace_artifact
 
 log = logging.getLogger(__name__)
+
+PASS_NAMES: Final = tuple(
+    graph_pass.__name__
+    for graph_pass in (
+        EraseDeadCode,
+        FuseByConcat,
+        FuseByCoalescing,
+        WriteGradsTogether,
+        PlaceReductions,
+        AgreeBeforeLaunch,
+        PinOrder,
+    )
+)
+"""By which torch counts their time."""
 
 
 def passes_before_planning(groups: DdpGroups) -> list[GraphPass]:
@@ -47,7 +64,7 @@ def passes_that_fuse(config: FusionConfig, plan: BucketPlan, groups: DdpGroups) 
     foreign = tuple(rejection.node for rejection in plan.rejections)
     fuse: GraphPass = (
         FuseByConcat(plan.buckets, foreign, plan.digest())
-        if config.mode == "concat"
+        if config.reduces_by == "concat"
         else FuseByCoalescing(plan.buckets, foreign)
     )
     return [
@@ -66,7 +83,7 @@ def passes_that_order(
 ) -> list[GraphPass]:
     """The passes that put the launches of ``plan`` into an order and keep it, in order; for
     ``is_optional``, see :class:`fusion_passes.passes.agree.AgreeBeforeLaunch`."""
-    launches = plan.launch_lists(config.mode)
+    launches = plan.launch_lists(config.reduces_by)
     texts = tuple((name, items.encode()) for name, items in launches.items())
     return [
         PlaceReductions(placement),  # Needs the final launches; moves, but adds nothing.
@@ -83,6 +100,7 @@ def run_pipeline(
     agreed_of: AgreedOf = nothing_agreed,
     *,
     is_optional: bool = False,
+    profile_of: ProfileOf = no_profile,
 ) -> BucketPlan:
     """Fuse the gradient reductions of a graph.
 
@@ -93,6 +111,7 @@ def run_pipeline(
         caps_of: the caps of each DDP module.
         agreed_of: what the ranks have agreed on.
         is_optional: whether the graph also runs in backwards that are not averaged.
+        profile_of: what collectives of each DDP module cost, for the mode ``"auto"``.
 
     Returns:
         The plan that was carried out; without buckets where the graph has no reduction of DDP.
@@ -101,7 +120,12 @@ def run_pipeline(
         BrokenInvariantError: a bug of a pass.
     """
     with _collector_paused():
-        return _fuse(graph, config, owner_of, caps_of, agreed_of, is_optional)
+        options = PlanOptions(
+            config.scaling,
+            REDUCE_DTYPE_OF[config.reduce_dtype],
+            profile_of if config.mode == "auto" else None,
+        )
+        return _fuse(graph, config, owner_of, caps_of, agreed_of, is_optional, options)
 
 
 @contextlib.contextmanager
@@ -124,6 +148,7 @@ def _fuse(
     caps_of: CapsOf,
     agreed_of: AgreedOf,
     is_optional: bool,
+    options: PlanOptions,
 ) -> BucketPlan:
     groups = DdpGroups.of(graph, owner_of)
     if not groups.owners:
@@ -133,13 +158,13 @@ def _fuse(
     found = find_gradient_reductions(graph, groups)
     if not found.reductions:
         return BucketPlan((), found.rejections)
-    options = PlanOptions(config.scaling, REDUCE_DTYPE_OF[config.reduce_dtype])
     plan = plan_buckets(graph, found.reductions, caps_of, found.rejections, options, agreed_of)
     if not runner.run(passes_that_fuse(config, plan, groups)):
         return BucketPlan((), found.rejections)
     placement = plan_placement(graph, groups)
     runner.run(passes_that_order(config, plan, placement, groups, is_optional=is_optional))
     log.info("plan %s:\n%s", plan.digest(), plan.describe())
+    trace_artifact("ddp_fusion_plan", plan.describe)
     return plan.with_placements(runner.placements)
 
 

@@ -24,7 +24,7 @@ class Bucket:
     Attributes:
         key: what they have in common.
         members: in the order in which they become ready here, or on the ranks that have agreed.
-        cap_bytes: the cap under which the bucket was filled.
+        cap_bytes: the cap under which the bucket was filled; 0 if there was none.
         scaling: where its gradients are scaled.
         ready: the last reduction that must be ready before the bucket is launched: of a member, or
             of a bucket that is launched before.
@@ -61,11 +61,13 @@ class BucketPlan:
         placements: for each bucket, where it is launched and waited for; ``None`` for an empty
             one. Empty before the plan is carried out. No part of the digest: it follows from the
             graph, which may differ between ranks.
+        decision: why these buckets were chosen, for people; empty where caps fill them.
     """
 
     buckets: tuple[Bucket, ...]
     rejections: tuple[Rejection, ...]
     placements: tuple[Placement | None, ...] = ()
+    decision: tuple[str, ...] = ()
 
     def with_placements(self, by_name: Mapping[str, Sequence[Placement]]) -> BucketPlan:
         """The plan, with where its fused buckets have been placed.

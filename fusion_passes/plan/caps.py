@@ -21,6 +21,12 @@ ALONG_SHARE: Final = 8
 HOLD_CAPS: Final = 4
 """How many bucket caps of gradients may become ready while a bucket waits to be filled."""
 
+MEASURED_HOLD_BYTES: Final = 100 * MIB
+MEASURED_HOLD_SHARE: Final = 8
+"""Where buckets are chosen from measurement and have no cap, the gradients that became ready since
+a bucket's first one are less than the greater of this and this part of the module's gradients: four
+of DDP's own caps, as elsewhere, or an eighth of all. It bounds what waiting costs in memory."""
+
 
 @dataclass(frozen=True)
 class ModuleCaps:
@@ -30,11 +36,13 @@ class ModuleCaps:
         first_bytes: cap of its first bucket.
         cap_bytes: cap of every later one.
         listed_bytes: caps of its buckets one by one, if it was given a list.
+        is_given: whether the user has given it any.
     """
 
     first_bytes: int
     cap_bytes: int
     listed_bytes: tuple[int, ...] = ()
+    is_given: bool = False
 
     def in_mib(self) -> list[float]:
         """All of them in the unit in which they are given, for people."""
@@ -54,12 +62,19 @@ class BucketCaps:
             ready since its first one.
         listed_bytes: caps of the first buckets of each key one by one, in the place of
             ``first_bytes``; the last one is that of all further buckets.
+        most_bytes: where buckets are chosen from measurement, what one of several gradients has at
+            most: the caps that the user has set; ``None`` if there are none.
+        first_most_bytes: the same for the first bucket of each key; ``None``: as the others.
+        max_hold_bytes: ``hold_bytes``, if the user has set it.
     """
 
     first_bytes: int
     cap_bytes: int
     hold_bytes: int
     listed_bytes: tuple[int, ...] = ()
+    most_bytes: int | None = None
+    first_most_bytes: int | None = None
+    max_hold_bytes: int | None = None
 
     def of_bucket(self, index: int) -> int:
         """The cap of a key's bucket, counted from 0."""
@@ -80,7 +95,7 @@ def given_caps(cap_bytes: int, listed_bytes: Sequence[int] = ()) -> ModuleCaps:
         cap_bytes: of each bucket, the first one too.
         listed_bytes: of its buckets one by one, if it was given a list.
     """
-    return ModuleCaps(cap_bytes, cap_bytes, tuple(listed_bytes))
+    return ModuleCaps(cap_bytes, cap_bytes, tuple(listed_bytes), is_given=True)
 
 
 def default_caps(gradient_bytes: int, least: int, most: int) -> ModuleCaps:
@@ -101,13 +116,36 @@ def bucket_caps(config: FusionConfig, module: ModuleCaps) -> BucketCaps:
     bucket. The memory bound follows from the largest cap, unless ``max_hold_mb`` sets it.
     """
     first_bytes, cap_bytes, listed_bytes = module.first_bytes, module.cap_bytes, module.listed_bytes
+    is_given, first_most = module.is_given, None
     if config.bucket_cap_mb is not None:
         first_bytes = cap_bytes = mib_to_bytes(config.bucket_cap_mb)
-        listed_bytes = ()
+        listed_bytes, is_given = (), True
     if config.first_bucket_cap_mb is not None:
-        first_bytes = mib_to_bytes(config.first_bucket_cap_mb)
+        first_bytes = first_most = mib_to_bytes(config.first_bucket_cap_mb)
         listed_bytes = (first_bytes, *(listed_bytes[1:] or (cap_bytes,))) if listed_bytes else ()
     hold_bytes = HOLD_CAPS * max((first_bytes, cap_bytes, *listed_bytes))
-    if config.max_hold_mb is not None:
-        hold_bytes = mib_to_bytes(config.max_hold_mb)
-    return BucketCaps(first_bytes, cap_bytes, hold_bytes, listed_bytes)
+    max_hold = None if config.max_hold_mb is None else mib_to_bytes(config.max_hold_mb)
+    return BucketCaps(
+        first_bytes,
+        cap_bytes,
+        hold_bytes if max_hold is None else max_hold,
+        listed_bytes,
+        # A list bounds each bucket by its own place; the smallest bounds all.
+        min((cap_bytes, *listed_bytes)) if is_given else None,
+        first_most,
+        max_hold,
+    )
+
+
+def measured_hold_bytes(caps: BucketCaps, gradient_bytes: int) -> int:
+    """The memory bound of buckets that are chosen from measurement.
+
+    Args:
+        caps: of the module.
+        gradient_bytes: of its gradients in the graph.
+    """
+    if caps.max_hold_bytes is not None:
+        return caps.max_hold_bytes
+    if caps.most_bytes is not None:
+        return caps.hold_bytes
+    return max(MEASURED_HOLD_BYTES, gradient_bytes // MEASURED_HOLD_SHARE)

@@ -31,7 +31,10 @@ class Place:
 
 
 def lay_out(
-    numels: Sequence[int], strides: Sequence[tuple[int, ...]], itemsize: int
+    numels: Sequence[int],
+    strides: Sequence[tuple[int, ...]],
+    itemsize: int,
+    in_order: bool = False,
 ) -> tuple[Place, ...]:
     """Places for gradients of some sizes, without a gap between them.
 
@@ -44,9 +47,12 @@ def lay_out(
         numels: elements of each gradient.
         strides: of each gradient.
         itemsize: of an element, in bytes.
+        in_order: whether they lie in the order given, as communication hooks find them.
     """
     alignment = max(ALIGNMENT_BYTES // itemsize, ALIGNMENT_ELEMENTS)
-    order = sorted(range(len(numels)), key=lambda i: -_power_of_two_in(numels[i], alignment))
+    order = list(range(len(numels)))
+    if not in_order:
+        order.sort(key=lambda index: -_power_of_two_in(numels[index], alignment))
     offsets = [0] * len(numels)
     offset = 0
     for index in order:

@@ -26,8 +26,19 @@ from fusion_passes.graph.dependencies import reduction_levels, write_positions
 from fusion_passes.graph.kernels import is_library_kernel
 from fusion_passes.plan.buckets import Bucket, BucketPlan, buckets_as_agreed, folds
 from fusion_passes.plan.caps import ALONG_SHARE, BucketCaps
+from fusion_passes.plan.measured import Given, choose_members
+from fusion_passes.plan.ready import ready_times
 from fusion_passes.plan.scaling import choose_scaling
+from fusion_passes.profile.records import Profile
 from fusion_passes.reductions.find import GradientReduction, ReductionKey, Rejection
+
+ProfileOf = Callable[[str], Profile | None]
+"""What collectives cost for the DDP module that owns a group name; ``None`` if nobody knows."""
+
+
+def no_profile(_: str) -> Profile | None:
+    """As :data:`ProfileOf`, where nothing was measured."""
+    return None
 
 
 @dataclass(frozen=True)
@@ -38,13 +49,28 @@ class PlanOptions:
         scaling: where gradients are scaled.
         reduce_dtype: in which wider floating-point gradients are sent; ``None``: in their own.
             What a communication hook has cast already is sent as it is.
+        profile_of: what collectives of the DDP module cost that owns a group name: buckets are
+            chosen from that. ``None``: they are filled up to their caps.
     """
 
     scaling: ScalingOption = "auto"
     reduce_dtype: torch.dtype | None = None
+    profile_of: ProfileOf | None = None
 
 
 DEFAULT_OPTIONS: Final = PlanOptions()
+
+NO_CAP: Final = 0
+"""The cap of a bucket that has none."""
+
+NO_PROFILE: Final = (
+    "filled up to caps, because there is no profile: the DDP module has a group of one rank, or "
+    "was constructed before ddp_fusion = 'auto', or was moved to another process group"
+)
+"""Why buckets were not chosen from measurement."""
+
+AS_AGREED: Final = "these buckets are those on which the ranks have agreed for another graph"
+"""Why buckets are what they are where another graph reduces the same gradients."""
 
 CapsOf = Callable[[str], BucketCaps]
 """The caps of the DDP module that owns a group name."""
@@ -131,14 +157,60 @@ def plan_buckets(
     for name, mine in _by_module(reductions).items():
         agreed = agreed_of(name, [reduction.owner.number for reduction in mine])
         if agreed is not None and not any(levels[reduction.start] for reduction in mine):
-            closed += buckets_as_agreed(
-                mine, agreed, caps_of(name), overwritten_at, options.scaling
-            )
+            caps = caps_of(name)
+            if options.profile_of is not None:
+                caps = BucketCaps(caps.most_bytes or NO_CAP, caps.most_bytes or NO_CAP, 0)
+            closed += buckets_as_agreed(mine, agreed, caps, overwritten_at, options.scaling)
     done = {reduction for bucket in closed for reduction in bucket.members}
     rest = [reduction for reduction in reductions if reduction not in done]
-    closed += _fill(rest, levels, overwritten_at, kernels_before, caps_of, options)
-    closed.sort(key=lambda bucket: bucket.ready.position)
-    return BucketPlan(tuple(closed), tuple(rejections))
+    filled = _fill(rest, levels, overwritten_at, kernels_before, caps_of, options)
+    said: tuple[str, ...] = (AS_AGREED,) if done else ()
+    if options.profile_of is None:
+        said = ()
+    elif rest:
+        filled, decision = _choose(graph, rest, levels, overwritten_at, caps_of, options, filled)
+        said = (*decision, *said)
+    closed = sorted([*closed, *filled], key=lambda bucket: bucket.ready.position)
+    return BucketPlan(tuple(closed), tuple(rejections), decision=said)
+
+
+def _choose(
+    graph: fx.Graph,
+    reductions: Sequence[GradientReduction],
+    levels: Mapping[fx.Node, int],
+    overwritten_at: Mapping[GradientReduction, float],
+    caps_of: CapsOf,
+    options: PlanOptions,
+    filled: list[Bucket],
+) -> tuple[list[Bucket], tuple[str, ...]]:
+    """Buckets that are chosen from measurement, ``filled`` where there is none; and why."""
+    assert options.profile_of is not None, "else there is nothing to choose from"
+    names = dict.fromkeys(reduction.key.group_name for reduction in reductions)
+    profiles = {name: options.profile_of(name) for name in names}
+    known = [profile for profile in profiles.values() if profile is not None]
+    if len(known) < len(profiles):
+        return filled, (NO_PROFILE,)
+    given = Given(
+        reductions,
+        levels,
+        ready_times(graph, known[0].rates, {node for r in reductions for node in r.nodes}),
+        overwritten_at,
+        caps_of,
+        dict(zip(profiles, known, strict=True)),
+        options.scaling,
+    )
+    members, decision = choose_members(given, [bucket.members for bucket in filled])
+    buckets = [_bucket(mine, caps_of(mine[0].key.group_name), options) for mine in members]
+    return buckets, decision.lines()
+
+
+def _bucket(
+    members: tuple[GradientReduction, ...], caps: BucketCaps, options: PlanOptions
+) -> Bucket:
+    """A bucket that was chosen from measurement."""
+    key = members[0].key
+    scaling = choose_scaling(key, members[0].owner, options.scaling, folds(members))
+    return Bucket(key, members, caps.most_bytes or NO_CAP, scaling, members[-1])
 
 
 def _by_module(reductions: Sequence[GradientReduction]) -> dict[str, list[GradientReduction]]:
@@ -195,6 +267,7 @@ def _in_reduce_dtype(
     key = reduction.key
     if (
         reduce_dtype is None
+        or reduction.owner.calls_hook
         or not key.dtype.is_floating_point
         or key.reduce_dtype != key.dtype
         or key.dtype.itemsize <= reduce_dtype.itemsize

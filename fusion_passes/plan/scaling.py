@@ -15,7 +15,7 @@ from fusion_passes.graph.scaling import NO_SCALING, Scaling
 from fusion_passes.reductions.find import ReductionKey
 from fusion_passes.reductions.owners import Owner
 
-ScalingMethod: TypeAlias = Literal["none", "collective", "store", "bucket", "result"]
+ScalingMethod: TypeAlias = Literal["none", "collective", "store", "bucket", "result", "hook"]
 """Where a bucket is scaled.
 
 * ``"none"``: nowhere: there is nothing to scale by.
@@ -23,6 +23,7 @@ ScalingMethod: TypeAlias = Literal["none", "collective", "store", "bucket", "res
 * ``"store"``: by the kernels that store the gradients in the bucket.
 * ``"bucket"``: by one pass over the bucket, before the launch.
 * ``"result"``: by the kernel that casts the result back, after the wait.
+* ``"hook"``: by a communication hook, which is called in the place of the collective.
 """
 
 REDUCE_DTYPE_OF: Final[Mapping[ReduceDtype | None, torch.dtype | None]] = MappingProxyType(
@@ -41,7 +42,7 @@ divided before they are summed, as in eager DDP."""
 _AVERAGING: Final = ("nccl", "gloo")
 """Backends that average without a kernel of ours. NCCL multiplies while it reads, which costs
 nothing. Gloo divides after the sum, in its own thread, in about the time that a pass before
-it takes (``python tools/bench_scaling.py``), but nothing waits for it before the launch."""
+it takes (``python tools/bench.py scaling``), but nothing waits for it before the launch."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class BucketScaling:
         """Where the gradients are divided, as far as other ranks can see it."""
         if self.method == "collective":
             return "by"
+        if self.method == "hook":
+            return "hook"
         return "after" if self.method == "result" else "before"
 
 
@@ -90,6 +93,8 @@ def scaling_as_agreed(
     """How a bucket of ``key`` is scaled where the ranks have agreed on where it is divided."""
     if divided == "by":
         return _AVERAGED
+    if divided == "hook":
+        return BucketScaling("hook", "sum", key.scaling)
     if _is_unscaled(key):
         return BucketScaling("none", key.reduce_op, NO_SCALING)
     if divided == "after":
@@ -111,6 +116,8 @@ def choose_scaling(
         option: what the user asks for.
         folds: whether each gradient is stored by a kernel that can scale it.
     """
+    if owner.calls_hook:  # What was traced is a scaling of the model's own.
+        return BucketScaling("hook", "sum", key.scaling)
     if _is_unscaled(key):
         return BucketScaling("none", key.reduce_op, NO_SCALING)
     is_average = key.reduce_op == "sum" and key.scaling == Scaling("div", owner.world_size)

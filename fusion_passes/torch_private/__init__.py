@@ -130,8 +130,9 @@ def stand_for_local(name: str) -> None:
 
 
 def resolve_process_group(name: str) -> ProcessGroup:
-    """The group that compiled graphs call by ``name``."""
-    return _resolve_process_group(name)  # type: ignore[arg-type]
+    """The group that ``name`` stands for, where what graphs call by it is another object too."""
+    group = _resolve_process_group(name)  # type: ignore[arg-type]
+    return getattr(group, "named_group", group)
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:

@@ -6,8 +6,13 @@ from __future__ import annotations
 from typing import Any, Final, NoReturn
 
 from torch import Tensor, nn
+
+# What register_comm_hook does beside noting the hook; its reducer can come later here.
+from torch.distributed import _register_builtin_comm_hook, _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
+
+from fusion_passes.torch_private import BuiltinCommHookType
 
 USES_PYTHON_REDUCER: Final = "_use_python_reducer"
 """Attribute: whether the Python reducer trains the module. It is part of a copy's state."""
@@ -17,6 +22,12 @@ HOOKS_OF_REDUCER: Final = "_accum_grad_hooks"
 
 
 # --- What a module is made of --------------------------------------------------------------------
+
+
+def version_of(parameter: nn.Parameter) -> int:
+    """How often the parameter's memory has been written to."""
+    version: int = parameter._version
+    return version
 
 
 def parameters_of(ddp: DistributedDataParallel) -> list[nn.Parameter]:
@@ -78,6 +89,11 @@ def update_process_group(ddp: DistributedDataParallel, group: Any) -> None:
     DistributedDataParallel._update_process_group(ddp, group)
 
 
+def set_static_graph(ddp: DistributedDataParallel) -> None:
+    """What DDP itself does in ``_set_static_graph``."""
+    DistributedDataParallel._set_static_graph(ddp)
+
+
 def register_buffer_comm_hook(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
     """What DDP itself does in ``_register_buffer_comm_hook``."""
     DistributedDataParallel._register_buffer_comm_hook(ddp, *args, **kwargs)
@@ -87,6 +103,14 @@ def log_comm_hook(ddp: DistributedDataParallel, name: str) -> None:
     """Write the name of a communication hook into DDP's logging data."""
     assert ddp.logger is not None, "it comes with the reducer"
     ddp.logger._set_comm_hook_name(name)
+
+
+def register_with_reducer(ddp: DistributedDataParallel, hook: Any, state: object) -> None:
+    """Let DDP's own reducer call a communication hook, or one of its built-in ones."""
+    if isinstance(hook, BuiltinCommHookType):
+        _register_builtin_comm_hook(ddp.reducer, hook)
+    else:
+        _register_comm_hook(ddp.reducer, state, hook)
 
 
 def raise_as_ddp(ddp: DistributedDataParallel, kind: type[Exception], text: str) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.ddp.modules import registry
 from fusion_passes.install.inductor_pass import caps_of
 from fusion_passes.plan.caps import MIB, BucketCaps, ModuleCaps
-from tests.support.fake_world import fake_world, two_layers
+from testing.fake_world import fake_world, two_layers
 
 pytestmark = pytest.mark.each_torch
 
@@ -78,23 +78,11 @@ def _delayed(model: nn.Sequential) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (lambda _: {"find_unused_parameters": True}, "it was given find_unused_parameters=True"),
-        (
-            lambda _: {"skip_all_reduce_unused_params": True},
-            "it was given skip_all_reduce_unused_params=True",
-        ),
-        (_delayed, "it was given delay_all_reduce_named_params"),
-    ],
-)
-def test_leaves_to_ddps_reducer_what_the_python_reducer_ignores(
-    arguments: Callable[[nn.Sequential], dict[str, object]], words: str
-) -> None:
+def test_leaves_to_ddps_reducer_what_the_python_reducer_ignores() -> None:
     model = two_layers()
-    with pytest.warns(FusionWarning, match=f"trained by DDP's own reducer.*{words}"):
-        ddp = DistributedDataParallel(model, **arguments(model))
+    words = "trained by DDP's own reducer.*it was given delay_all_reduce_named_params"
+    with pytest.warns(FusionWarning, match=words):
+        ddp = DistributedDataParallel(model, **_delayed(model))
     assert not ddp._use_python_reducer
     assert not len(registry)
     assert registry.is_unfused(model[1].weight)
@@ -103,10 +91,11 @@ def test_leaves_to_ddps_reducer_what_the_python_reducer_ignores(
 def test_forgets_what_ddps_reducer_has_trained() -> None:
     gc.collect()
     before = registry.has_unfused
+    model = two_layers()
     with pytest.warns(FusionWarning):
-        ddp = DistributedDataParallel(two_layers(), find_unused_parameters=True)
+        ddp = DistributedDataParallel(model, **_delayed(model))
     weight = ddp.module[0].weight
-    del ddp
+    del ddp, model
     gc.collect()
     assert not registry.is_unfused(weight)
     assert registry.has_unfused == before
@@ -166,9 +155,16 @@ def test_caps_are_the_modules_own_unless_set_by_option() -> None:
     first, second = (module.group_name for module in registry.fingerprint())
     config = FusionConfig()
     assert caps_of(config, first) == BucketCaps(MIB, MIB, 4 * MIB)
-    assert caps_of(config, second) == BucketCaps(2 * MIB, 2 * MIB, 8 * MIB)
+    assert caps_of(config, second) == BucketCaps(2 * MIB, 2 * MIB, 8 * MIB, most_bytes=2 * MIB)
     config = FusionConfig(bucket_cap_mb=4, first_bucket_cap_mb=0.5, max_hold_mb=3)
-    assert caps_of(config, second) == BucketCaps(MIB // 2, 4 * MIB, 3 * MIB)
+    assert caps_of(config, second) == BucketCaps(
+        MIB // 2,
+        4 * MIB,
+        3 * MIB,
+        most_bytes=4 * MIB,
+        first_most_bytes=MIB // 2,
+        max_hold_bytes=3 * MIB,
+    )
     del default, small
 
 
@@ -180,14 +176,14 @@ def test_without_a_cap_of_the_users_it_is_that_of_the_gradients() -> None:
     del own
     ddps = DistributedDataParallel(model, bucket_cap_mb=25)
     (module,) = registry.fingerprint()
-    assert module.caps == ModuleCaps(25 * MIB, 25 * MIB)
+    assert module.caps == ModuleCaps(25 * MIB, 25 * MIB, is_given=True)
     del ddps
 
 
 def test_caps_can_be_a_list() -> None:
     ddp = DistributedDataParallel(two_layers(), bucket_cap_mb_list=[1, 3, 2])
     (module,) = registry.fingerprint()
-    assert module.caps == ModuleCaps(3 * MIB, 3 * MIB, (MIB, 3 * MIB, 2 * MIB))
+    assert module.caps == ModuleCaps(3 * MIB, 3 * MIB, (MIB, 3 * MIB, 2 * MIB), is_given=True)
     del ddp
 
 

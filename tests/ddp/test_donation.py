@@ -122,7 +122,7 @@ def _gradients(flag: str | None, steps: tuple[Step, ...]) -> list[list[Tensor]]:
     return gradients
 
 
-@pytest.mark.each_torch
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["concat", pytest.param("coalesced", marks=pytest.mark.nightly)])
 def test_gradients_are_those_of_eager_ddp(flag: str) -> None:
     steps = (*STEPS, *STEPS[:2])
@@ -156,6 +156,7 @@ def _backward(flag: str | None) -> Callable[[], object]:
     return lambda: (loss.backward(), model)
 
 
+@pytest.mark.each_torch
 @pytest.mark.parametrize("flag", ["concat", "coalesced"])
 def test_backward_overwrites_what_one_without_ddp_does(flag: str) -> None:
     assert _overwritten(_backward(flag)) == _overwritten(_backward(None)) == 1

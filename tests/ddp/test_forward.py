@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.autograd.profiler import profile
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.fake_world import fake_world, two_layers
+from testing.fake_world import fake_world, two_layers
 
 pytestmark = pytest.mark.each_torch
 

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
+from testing.equality import tensor_difference
 from tests.support import scenarios
-from tests.support.equality import tensor_difference
 from tests.support.scenarios import Outcome, Scenario
-
-pytestmark = pytest.mark.each_torch
 
 RUN = Callable[..., list[Any]]
 
@@ -33,16 +31,8 @@ def run(run_on_ranks: RUN, scenario: Scenario, ranks: int = 2) -> list[Outcome]:
 @pytest.mark.parametrize(
     ("scenario", "words"),
     [
-        (scenarios.unused_on_all_ranks, "it was given find_unused_parameters=True"),
-        (scenarios.unused_on_one_rank, "it was given find_unused_parameters=True"),
-        (scenarios.unused_here_and_there, "it was given find_unused_parameters=True"),
-        (scenarios.skipped_unused, "it was given find_unused_parameters=True"),
         (scenarios.delayed_reductions, "it was given delay_all_reduce_named_params=..."),
         (scenarios.sparse_gradients, "'0' is a Embedding(sparse=True)"),
-        (scenarios.noop_hook, "its communication hook noop_hook is not one that averages"),
-        (scenarios.power_sgd_hook, "its communication hook powerSGD_hook is not one"),
-        (scenarios.users_hook, "its communication hook _doubled is not one"),
-        (scenarios.hook_over_another_group, "its communication hook allreduce_hook is not one"),
         (scenarios.buffer_hook, "a hook of yours synchronises its buffers"),
         (scenarios.uneven_inputs, "it joins ranks with uneven inputs"),
     ],
@@ -56,6 +46,7 @@ def test_handed_over(run_on_ranks: RUN, scenario: Scenario, words: str) -> None:
         assert outcome.fused == set()
 
 
+@pytest.mark.each_torch
 @pytest.mark.parametrize(
     "scenario",
     [
@@ -109,6 +100,7 @@ def test_a_backward_that_others_must_see_is_not_traced(
         assert told.count("are reduced when it has ended") == 1
 
 
+@pytest.mark.each_torch
 def test_one_module_of_each_kind(run_on_ranks: RUN) -> None:
     for outcome in run(run_on_ranks, scenarios.two_reducers_in_two_backwards):
         assert len(outcome.told) == 1

@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.install import inductor_pass
 from fusion_passes.plan.buckets import BucketPlan
-from tests.support.equality import assert_same_runs
-from tests.support.fake_world import fake_world
-from tests.support.models import WIDTH
+from testing.equality import assert_same_runs
+from testing.fake_world import fake_world
+from testing.models import WIDTH
 from tests.support.tensor_parallel import (
     LENGTH,
     FeedForward,
@@ -65,9 +65,12 @@ def assert_fused(runs: list[TensorParallelRecord], *, gradients: int) -> None:
         assert [backward.launches for backward in run.backwards] == [1] * len(run.backwards)
 
 
-@pytest.mark.each_torch
 @pytest.mark.parametrize(
-    ("mode", "style", "sizes"), [("concat", "outside", (3, 5, 6)), ("coalesced", "inside", (3, 3))]
+    ("mode", "style", "sizes"),
+    [
+        ("concat", "outside", (3, 5, 6)),
+        pytest.param("coalesced", "inside", (3, 3), marks=pytest.mark.each_torch),
+    ],
 )
 def test_columns_and_rows(run_on_ranks: RUN, mode: str, style: Any, sizes: tuple[int, ...]) -> None:
     """Even and uneven shards; batches of several sizes, and so of a symbolic one."""
@@ -137,6 +140,7 @@ def collectives(mesh: DeviceMesh) -> list[tuple[str, str]]:
     return [found for code in codes for found in COLLECTIVE.findall(code)]
 
 
+@pytest.mark.slow
 def test_collectives_of_tensor_parallelism_stay_as_they_are(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:

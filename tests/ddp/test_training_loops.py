@@ -26,8 +26,8 @@ import fusion_passes
 from fusion_passes import FusionConfig, FusionReport, FusionWarning
 from fusion_passes.ddp import late, rounds
 from fusion_passes.install import switch
-from fusion_passes.report.journal import journal
-from tests.support.fake_world import fake_world, two_layers
+from fusion_passes.reporting.journal import journal
+from testing.fake_world import fake_world, two_layers
 
 pytestmark = pytest.mark.each_torch
 
@@ -161,9 +161,6 @@ def test_flag_that_is_set_in_one_thread_and_used_in_another() -> None:
     assert _only_report().collectives_after == 1
 
 
-@pytest.mark.skipif(
-    not hasattr(inductor_config, "fallback_by_default"), reason="torch 2.11 has no lite mode"
-)
 @pytest.mark.parametrize("mode", ["concat", "coalesced"])
 def test_operators_that_are_called_and_not_lowered_leave_collectives_lowered(mode: str) -> None:
     """Inductor keeps the order of what it lowers alone: called, launches that did not depend on
@@ -192,6 +189,7 @@ class _Halved(nn.Module):
         return (self.layer(x).exp() * torch.full((4, x.shape[0]), 0.5).t()).sum()
 
 
+@pytest.mark.slow
 def test_dynamic_shapes_from_the_cache() -> None:
     """A second start takes forward and backward from AOTAutograd's cache."""
     inductor_config.ddp_fusion = "concat"
@@ -242,6 +240,7 @@ def test_another_value_of_the_flag_recompiles() -> None:
     assert [report.mode for report in fusion_passes.reports()] == ["concat", "coalesced"]
 
 
+@pytest.mark.slow
 def test_two_modules_get_their_own_caps_in_one_graph() -> None:
     inductor_config.ddp_fusion = "concat"
     small = DistributedDataParallel(two_layers(), bucket_cap_mb=48 / 2**20)

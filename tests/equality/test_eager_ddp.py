@@ -1,12 +1,12 @@
 """Real processes: training under the flag against eager DDP, on every rank.
 
 Each case trains the same model on the same data twice, or three times (see
-:func:`tests.support.training.train_all_ways`), and compares the gradients after each backward,
+:func:`testing.training.train_all_ways`), and compares the gradients after each backward,
 dtypes and strides included, and the parameters and buffers in the end.
 
 Equality is in every bit
 
-* against eager DDP for models in which nothing is ever rounded (see ``tests/support/models.py``,
+* against eager DDP for models in which nothing is ever rounded (see ``testing/models.py``,
   and ``test_exact_models_round_nothing``), whatever the number of ranks;
 * against gradients that are averaged one by one *by hand*, with the model compiled in the same
   way, for all models on two ranks: ``a / 2 + b / 2`` has one order only.
@@ -29,30 +29,39 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig, FusionReport
-from tests.support import models
-from tests.support.equality import assert_same_runs, tensor_difference
-from tests.support.training import Recipe, Record, Site, Way, in_ddp, train_all_ways
+from testing import models
+from testing.equality import assert_same_runs, tensor_difference
+from testing.training import Recipe, Record, Site, Way, in_ddp, train_all_ways
 
 RUN = Callable[..., list[Any]]
 
 
-def loops(*now: str) -> pytest.MarkDecorator:
-    """Modes and styles of loop; those that are not named are left to the nightly jobs."""
+def loops(*now: str, each_torch: str = "") -> pytest.MarkDecorator:
+    """Modes and styles of loop; those that are not named are left to the nightly jobs.
+
+    Args:
+        now: what a check runs, as ``"concat-inside"``.
+        each_torch: which of them it runs on each torch.
+    """
     every = [
         f"{mode}-{style}" for mode in ("concat", "coalesced") for style in ("inside", "outside")
     ]
     return pytest.mark.parametrize(
         ("mode", "style"),
         [
-            pytest.param(*loop.split("-"), marks=() if loop in now else pytest.mark.nightly)
+            pytest.param(
+                *loop.split("-"),
+                marks=[
+                    *([] if loop in now else [pytest.mark.nightly]),
+                    *([pytest.mark.each_torch] if loop == each_torch else []),
+                ],
+            )
             for loop in every
         ],
     )
 
 
 ALL_LOOPS = loops("concat-inside", "concat-outside", "coalesced-inside", "coalesced-outside")
-LOOPS = loops("concat-inside", "coalesced-outside")
-OTHER_LOOPS = loops("concat-outside", "coalesced-inside")
 
 
 ROUNDING_EPS = 32.0
@@ -106,9 +115,15 @@ def test_mlp(run_on_ranks: RUN, mode: str, style: str) -> None:
     assert_same_runs(fused, eager)
 
 
-@pytest.mark.each_torch
-@LOOPS
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(
+    ("mode", "style", "training"),
+    [
+        ("concat", "inside", True),
+        ("coalesced", "outside", False),
+        pytest.param("coalesced", "outside", True, marks=pytest.mark.nightly),
+        pytest.param("concat", "inside", False, marks=pytest.mark.nightly),
+    ],
+)
 def test_convolutions_with_batch_norm(
     run_on_ranks: RUN, mode: str, style: str, training: bool
 ) -> None:
@@ -144,8 +159,7 @@ def test_convolutions_with_weights_in_channels_last(
     assert_same_runs(fused, eager, tolerance_eps=ROUNDING_EPS)
 
 
-@pytest.mark.each_torch
-@loops("concat-outside")
+@loops("concat-outside", each_torch="concat-outside")
 def test_transformer(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(
         in_ddp(models.gpt2),
@@ -187,7 +201,7 @@ def test_activation_checkpointing(run_on_ranks: RUN, mode: str, style: str) -> N
 # Buckets
 
 
-@LOOPS
+@loops("concat-inside", "coalesced-outside")
 def test_several_buckets(run_on_ranks: RUN, mode: str, style: str) -> None:
     cap_bytes = 300
     flag = FusionConfig(
@@ -259,7 +273,7 @@ def test_four_ranks(run_on_ranks: RUN, mode: str, style: str) -> None:
     assert_same_runs(fused, eager)
 
 
-@OTHER_LOOPS
+@loops("concat-outside")
 def test_two_modules_over_different_groups(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(build_over_two_groups, style=style, groups=PAIRS)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager", ranks=4)
@@ -323,8 +337,7 @@ def _equals(tensors: list[torch.Tensor], pair: tuple[int, int]) -> bool:
 # Loops
 
 
-@pytest.mark.each_torch
-@ALL_LOOPS
+@loops("coalesced-inside", "concat-outside", each_torch="concat-outside")
 def test_no_sync(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(in_ddp(models.mlp), style=style, steps=2, micro_batches=3, no_sync=True)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
@@ -363,11 +376,10 @@ def test_autocast(run_on_ranks: RUN, mode: str, style: str) -> None:
     assert_same_runs(fused, eager, tolerance_eps=BF16_EPS)
 
 
-@pytest.mark.each_torch
 @pytest.mark.parametrize(
     ("mode", "style", "dynamic", "mark"),
     [
-        ("concat", "inside", None, False),
+        pytest.param("concat", "inside", None, False, marks=pytest.mark.each_torch),
         pytest.param("coalesced", "outside", None, False, marks=pytest.mark.nightly),
         pytest.param("coalesced", "inside", True, False, marks=pytest.mark.nightly),
         ("concat", "outside", True, False),
@@ -404,7 +416,7 @@ def turn_negative(model: nn.Module, step: int) -> None:
     getattr(model, "module", model).negative = step >= 2
 
 
-@OTHER_LOOPS
+@loops("concat-outside")
 def test_recompilation_in_the_middle_of_training(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(in_ddp(models.Switched), style=style, before_step=turn_negative)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
@@ -415,8 +427,7 @@ def test_recompilation_in_the_middle_of_training(run_on_ranks: RUN, mode: str, s
 # Dtypes, shapes and layouts
 
 
-@pytest.mark.each_torch
-@LOOPS
+@loops("coalesced-outside", each_torch="coalesced-outside")
 def test_two_dtypes_in_one_module(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(in_ddp(models.TwoDtypes), style=style)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
@@ -450,12 +461,11 @@ def test_dtypes(run_on_ranks: RUN, mode: str, style: str, dtype: torch.dtype) ->
     assert_same_runs(fused, eager)
 
 
-@pytest.mark.each_torch
 @pytest.mark.parametrize(
     ("set_to_none", "mode", "style"),
     [
-        (True, "concat", "outside"),
-        (False, "concat", "outside"),
+        pytest.param(True, "concat", "outside", marks=pytest.mark.nightly),
+        pytest.param(False, "concat", "outside", marks=pytest.mark.each_torch),
         (True, "coalesced", "inside"),
         pytest.param(False, "coalesced", "inside", marks=pytest.mark.nightly),
         pytest.param(True, "concat", "inside", marks=pytest.mark.nightly),
@@ -485,8 +495,7 @@ def test_scalars_and_empty_parameters(run_on_ranks: RUN, mode: str, style: str) 
     assert_same_runs(fused, eager)
 
 
-@pytest.mark.each_torch
-@OTHER_LOOPS
+@loops("concat-outside")
 def test_complex(run_on_ranks: RUN, mode: str, style: str) -> None:
     recipe = Recipe(in_ddp(models.Complex), style=style)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")

@@ -458,12 +458,26 @@ CASES = (
 )
 
 
+ON_EACH_TORCH = (
+    subclasses,
+    several_graphs,
+    unreached,
+    static_graph_that_changes,
+    two_forwards,
+    queued_callbacks,
+    complex_gradients,
+)
+"""What stands on torch's private parts most; other cases are of the package's own logic."""
+
+
 def _in_both_modes() -> Iterator[Any]:
     """Each case in one mode; in the other one by night."""
     for number, case in enumerate(CASES):
         for mode in ("concat", "coalesced"):
             is_now = (mode == "concat") == (number % 2 == 0)
             marks = [] if is_now else [pytest.mark.nightly]
+            if case in ON_EACH_TORCH:
+                marks.append(pytest.mark.each_torch)
             if case is two_forwards and torch.__version__ < "2.13":
                 marks.append(pytest.mark.skip(reason="eager DDP of this torch raises here"))
             if case is two_threads and torch.__version__ < "2.13":
@@ -473,7 +487,6 @@ def _in_both_modes() -> Iterator[Any]:
             yield pytest.param(case, mode, marks=marks, id=f"{case.__name__}-{mode}")
 
 
-@pytest.mark.each_torch
 @pytest.mark.parametrize(("case", "mode"), list(_in_both_modes()))
 def test_ends_as_with_eager_ddp(
     run_on_ranks: RUN, case: Callable[[Compile], list[Any]], mode: str

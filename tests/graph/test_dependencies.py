@@ -12,7 +12,7 @@ from torch import fx
 
 from fusion_passes.graph.collectives import ALL_REDUCE, WAIT, all_reduce
 from fusion_passes.graph.dependencies import reduction_levels, reorder, written_arguments
-from tests.support.graphs import (
+from testing.graphs import (
     Backward,
     TensorSpec,
     assert_same_numbers,

@@ -11,7 +11,7 @@ from fusion_passes.graph.collectives import ALL_REDUCE, WAIT, is_pinned, is_wait
 from fusion_passes.graph.edits import erase, pin, record, replace_uses
 from fusion_passes.graph.text import graph_text
 from fusion_passes.torch_private import FakeTensor
-from tests.support.graphs import (
+from testing.graphs import (
     assert_same_numbers,
     execute,
     names_of,

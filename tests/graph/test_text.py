@@ -6,7 +6,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from fusion_passes.graph.text import graph_text, value_text
-from tests.support.graphs import tensor, trace
+from testing.graphs import tensor, trace
 
 
 def test_one_line_a_node() -> None:

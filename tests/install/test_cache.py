@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+# The first fills the cache for all.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cache")]
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -50,6 +53,7 @@ def _without_source(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**report, "from_cache": None} for report in reports]
 
 
+@pytest.mark.each_torch
 def test_first_process_fills_the_cache(first: tuple[Path, dict[str, Any]]) -> None:
     _, said = first
     assert (said["hits"], said["bypasses"]) == (0, 0)
@@ -59,6 +63,7 @@ def test_first_process_fills_the_cache(first: tuple[Path, dict[str, Any]]) -> No
     assert [report["collectives_after"] for report in said["reports"]] == [1, 1]
 
 
+@pytest.mark.each_torch
 def test_second_process_hits_and_is_fused(first: tuple[Path, dict[str, Any]], cache: Path) -> None:
     said = _train(cache)
     assert (said["misses"], said["bypasses"]) == (0, 0)

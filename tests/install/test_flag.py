@@ -23,7 +23,7 @@ from fusion_passes.install.pass_slot import pass_list
 from fusion_passes.install.patch import Span
 from fusion_passes.install.patches import PATCHES
 from fusion_passes.torch_private.older_torch import takes_one_pass
-from tests.support.fake_world import fake_world, two_layers
+from testing.fake_world import fake_world, two_layers
 
 
 @pytest.fixture(autouse=True)
@@ -51,13 +51,15 @@ class _UsersPass(CustomGraphPass):
         return "users pass"
 
 
-@pytest.mark.parametrize("value", ["concat", "coalesced", FusionConfig(bucket_cap_mb=5), None])
+@pytest.mark.parametrize(
+    "value", ["concat", "coalesced", "auto", FusionConfig(bucket_cap_mb=5), None]
+)
 def test_takes_each_value(value: object) -> None:
     inductor_config.ddp_fusion = value
     assert inductor_config.ddp_fusion == value
 
 
-@pytest.mark.parametrize("value", ["auto", "concatenate", "", True, 25, ["concat"]])
+@pytest.mark.parametrize("value", ["Auto", "concatenate", "", True, 25, ["concat"]])
 def test_refuses_a_wrong_value_and_keeps_the_old_one(value: object) -> None:
     inductor_config.ddp_fusion = "coalesced"
     with pytest.raises(ValueError, match=r"ddp_fusion.*'concat', 'coalesced'"):
@@ -65,7 +67,7 @@ def test_refuses_a_wrong_value_and_keeps_the_old_one(value: object) -> None:
     assert inductor_config.ddp_fusion == "coalesced"
 
 
-@pytest.mark.parametrize("value", ["auto", "concatenate", 25])
+@pytest.mark.parametrize("value", ["Auto", "concatenate", 25])
 def test_refuses_a_wrong_option_of_one_compile(value: object) -> None:
     with pytest.raises(ValueError, match=r"torch.compile\(options=.*'concat', 'coalesced'"):
         torch.compile(lambda x: x, options={"ddp_fusion": value})
@@ -140,6 +142,7 @@ def test_what_others_have_put_around_a_replacement_works_with_the_flag_unset() -
         del module
 
 
+@pytest.mark.slow
 def test_modules_that_are_gone_leave_nothing_behind() -> None:
     with fake_world():
         inductor_config.ddp_fusion = "concat"

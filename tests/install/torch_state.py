@@ -145,7 +145,7 @@ def main() -> None:
     from fusion_passes import FusionReport
     from fusion_passes.install.inductor_pass import _teach_inductor
     from fusion_passes.install.patches import PATCHES
-    from fusion_passes.report.journal import journal
+    from fusion_passes.reporting.journal import journal
 
     torch._inductor.config.ddp_fusion = "concat"
     DistributedDataParallel(torch.nn.Linear(2, 2))

@@ -14,7 +14,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
-from tests.support.fake_world import fake_world
+from testing.fake_world import fake_world
 
 WORLD_SIZE = 2
 

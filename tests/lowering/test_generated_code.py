@@ -16,9 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes.passes import pipeline
-from fusion_passes.report.journal import journal
-from tests.support.codegen import Call, indices, read_calls
-from tests.support.fake_world import fake_world
+from fusion_passes.reporting.journal import journal
+from testing.codegen import Call, indices, read_calls
+from testing.fake_world import fake_world
+
+# Some compiles serve many tests: in one process.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("generated code")]
 
 WIDTH = 64
 TOKENS = 16
@@ -110,6 +113,7 @@ def kernels_not_needed(calls: Sequence[Call]) -> list[list[int]]:
     return late
 
 
+@pytest.mark.each_torch
 def test_launched_as_soon_as_the_last_gradient_exists(
     backwards: Backwards, calls: list[Call]
 ) -> None:
@@ -122,6 +126,7 @@ def test_launched_as_soon_as_the_last_gradient_exists(
     assert before[0] == 1, "the first weight's gradient fills the first bucket"
 
 
+@pytest.mark.each_torch
 def test_one_launch_for_each_bucket(backwards: Backwards, calls: list[Call]) -> None:
     launches = [calls[index] for index in indices(calls, "launch")]
     report = backwards.report
@@ -133,6 +138,7 @@ def test_one_launch_for_each_bucket(backwards: Backwards, calls: list[Call]) -> 
     assert [len(launch.reads) for launch in launches] == tensors
 
 
+@pytest.mark.each_torch
 def test_waited_for_behind_the_last_launch_and_kernel(calls: list[Call]) -> None:
     busy = max(indices(calls, "launch") + indices(calls, "kernel"))
     assert min(indices(calls, "wait")) > busy
@@ -156,6 +162,7 @@ def assert_buckets_are_left_alone(calls: Sequence[Call]) -> None:
     assert arrived
 
 
+@pytest.mark.each_torch
 def test_nothing_touches_a_bucket_before_it_was_waited_for(calls: list[Call]) -> None:
     assert_buckets_are_left_alone(calls)
 
@@ -180,6 +187,7 @@ def test_a_gradient_that_is_laid_out_anew_is_left_alone_too(mode: str) -> None:
     assert_buckets_are_left_alone(backwards.existing)
 
 
+@pytest.mark.each_torch
 def test_results_arrive_in_the_gradients(backwards: Backwards) -> None:
     arrived = set().union(*(c.reads for c in backwards.fresh if c.kind == "wait"))
     assert arrived <= backwards.fresh[-1].reads, "fresh gradients are the results themselves"

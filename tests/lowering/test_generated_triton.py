@@ -13,7 +13,7 @@ import torch._inductor.config as inductor_config
 from expecttest import assert_expected_inline
 from torch._inductor.codegen import cpp_wrapper_gpu
 
-from tests.support.cuda_backwards import (
+from testing.cuda_backwards import (
     NAMES,
     autocast_step,
     biases,
@@ -25,9 +25,9 @@ from tests.support.cuda_backwards import (
     step_into_grads,
     step_on_cards,
 )
-from tests.support.cuda_calls import kernel_body, launched_kernels, read_calls, read_kernels
-from tests.support.cuda_codegen import CardCompiler, Generated, why_not
-from tests.support.graphs import tensor
+from testing.cuda_calls import kernel_body, launched_kernels, read_calls, read_kernels
+from testing.cuda_codegen import CardCompiler, Generated, why_not
+from testing.graphs import tensor
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 

@@ -252,6 +252,8 @@ def results(run_on_ranks: RUN) -> list[dict[str, dict[str, Any]]]:
     return run_on_ranks(2, run_cases, names=list(CASES), settings={})
 
 
+@pytest.mark.each_torch
+@pytest.mark.xdist_group("lowered")  # One job serves all.
 @pytest.mark.parametrize("name", CASES)
 def test_lowered_is_what_eager_torch_gives(
     results: list[dict[str, dict[str, Any]]], name: str

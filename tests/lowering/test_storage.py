@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes import FusionConfig
-from fusion_passes.report.journal import journal
+from fusion_passes.reporting.journal import journal
 from storage.code import Traffic, read_traffic
+from testing.fake_world import fake_world
 from tests.support.call_sequence import call_sequence
-from tests.support.fake_world import fake_world
 
 WIDTH = 16
 CAP_MB = 0.004
@@ -127,6 +127,7 @@ return C[0:16], B[272:1040], B[0:256], A[1040:2064], A[0:1024], A[1024:1040], A[
     )
 
 
+@pytest.mark.slow
 def test_the_calls_with_existing_gradients() -> None:
     """They are added to as they are stored, and written by one kernel for each bucket."""
     code = generate(Block(), TOKENS, FusionConfig(scaling="collective"), steps=2)
@@ -159,6 +160,7 @@ return what was given
     )
 
 
+@pytest.mark.slow
 def test_the_calls_of_convolutions() -> None:
     """One call copies what the library allocates; all that is stored by generated kernels is
     scaled there."""
@@ -179,6 +181,7 @@ return A[296:304], A[528:532], A[0:288], A[288:296], A[520:528], A[304:520]
     )
 
 
+@pytest.mark.slow
 def test_the_calls_in_a_smaller_dtype() -> None:
     """One call casts what matrix products give, and one kernel casts and scales what comes back."""
     code = generate(Block(), TOKENS, FusionConfig(reduce_dtype="bf16"), cap_mb=25)
@@ -208,6 +211,8 @@ return what was given
     )
 
 
+@pytest.mark.slow
+@pytest.mark.each_torch
 @pytest.mark.parametrize("mode", ["concat", "coalesced"])
 def test_no_byte_is_moved_but_by_the_kernels_that_compute_it(mode: str) -> None:
     flag = FusionConfig(mode=mode, scaling="collective")

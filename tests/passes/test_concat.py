@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from expecttest import assert_expected_inline
 
-from tests.support.graphs import (
+from testing.graphs import (
     check,
     concat,
     reduce,

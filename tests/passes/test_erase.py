@@ -7,7 +7,7 @@ from expecttest import assert_expected_inline
 
 from fusion_passes.graph.collectives import ALL_REDUCE
 from fusion_passes.passes.erase import EraseDeadCode
-from tests.support.graphs import RewriteFor, check, check_unchanged, groups_of, reduce, tensor
+from testing.graphs import RewriteFor, check, check_unchanged, groups_of, reduce, tensor
 
 
 def _erase() -> RewriteFor:

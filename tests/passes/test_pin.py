@@ -8,7 +8,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from fusion_passes.graph.collectives import all_reduce
-from tests.support.graphs import (
+from testing.graphs import (
     Backward,
     chain,
     check,

@@ -36,7 +36,7 @@ from fusion_passes.passes.verify import BrokenInvariantError
 from fusion_passes.plan.buckets import BucketPlan
 from fusion_passes.plan.placement import PlacementPlan, plan_placement
 from fusion_passes.reductions.owners import DdpGroups
-from tests.support.graphs import (
+from testing.graphs import (
     Backward,
     assert_same_numbers,
     assert_topological,
@@ -211,7 +211,8 @@ def test_each_pass_leaves_its_graph_in_a_trace() -> None:
     finally:
         trace_log.removeHandler(records)
     names = ["traced", *(graph_pass.name for graph_pass in _all_passes())]
-    assert list(records.texts) == [f"ddp_fusion_{i}_{name}" for i, name in enumerate(names)]
+    graphs = [f"ddp_fusion_{i}_{name}" for i, name in enumerate(names)]
+    assert list(records.texts) == [*graphs, "ddp_fusion_plan"]
     assert records.texts["ddp_fusion_0_traced"] == traced
     assert records.texts["ddp_fusion_6_PinOrder"] == graph_text(module.graph)
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from fusion_passes import FusionConfig
 from fusion_passes.passes.pipeline import run_pipeline
 from fusion_passes.torch_private import register_process_group, unregister_process_group
-from tests.support.graphs import Backward, caps, owner_of, reduce, reduce_as, reduce_into
+from testing.graphs import Backward, caps, owner_of, reduce, reduce_as, reduce_into
 from tests.support.lowered import lower
 
 RUN = Callable[..., list[Any]]
@@ -171,7 +171,13 @@ def _names_registered() -> Iterator[None]:
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(name, marks=pytest.mark.nightly if "averaged" in name else ())
+        pytest.param(
+            name,
+            marks=[
+                *([pytest.mark.nightly] if "averaged" in name else []),
+                *([pytest.mark.each_torch] if name == "concat" else []),
+            ],
+        )
         for name in CONFIGS
     ],
 )

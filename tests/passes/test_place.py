@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from fusion_passes.graph.collectives import ALL_REDUCE, WAIT, all_reduce, is_launch
-from tests.support.graphs import (
+from testing.graphs import (
     Backward,
     TensorSpec,
     cast,

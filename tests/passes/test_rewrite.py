@@ -13,7 +13,7 @@ from torch import fx
 
 from fusion_passes.graph.collectives import ALL_REDUCE, WAIT, all_reduce
 from fusion_passes.graph.text import graph_text
-from tests.support.graphs import (
+from testing.graphs import (
     Backward,
     RewriteFor,
     TensorSpec,

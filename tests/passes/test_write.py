@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 
 from fusion_passes.graph.collectives import ALL_REDUCE_COALESCED, WAIT
 from fusion_passes.passes.write import WriteGradsTogether
-from tests.support.graphs import (
+from testing.graphs import (
     Backward,
     RewriteFor,
     chain,

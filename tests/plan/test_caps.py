@@ -8,11 +8,11 @@ from fusion_passes.config import FusionConfig
 from fusion_passes.plan.caps import (
     HOLD_CAPS,
     MIB,
-    BucketCaps,
     ModuleCaps,
     bucket_caps,
     default_caps,
     given_caps,
+    measured_hold_bytes,
     mib_to_bytes,
 )
 
@@ -33,8 +33,8 @@ def test_the_default_cap_is_an_eighth_of_the_gradients(gradient_bytes: int, cap_
 
 
 def test_a_cap_that_the_module_was_given_is_that_of_its_first_bucket_too() -> None:
-    assert given_caps(25 * MIB) == ModuleCaps(25 * MIB, 25 * MIB)
-    assert given_caps(3, [1, 3]) == ModuleCaps(3, 3, (1, 3))
+    assert given_caps(25 * MIB) == ModuleCaps(25 * MIB, 25 * MIB, is_given=True)
+    assert given_caps(3, [1, 3]) == ModuleCaps(3, 3, (1, 3), is_given=True)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,8 @@ def test_options_go_before_the_module(
 ) -> None:
     caps = bucket_caps(FusionConfig(**options), module)
     hold_bytes = HOLD_CAPS * max(first_mb, cap_mb) * MIB
-    assert caps == BucketCaps(first_mb * MIB, cap_mb * MIB, hold_bytes)
+    assert (caps.first_bytes, caps.cap_bytes) == (first_mb * MIB, cap_mb * MIB)
+    assert (caps.hold_bytes, caps.listed_bytes) == (hold_bytes, ())
 
 
 @pytest.mark.parametrize(
@@ -104,3 +105,35 @@ def test_the_memory_bound_is_four_caps_unless_it_is_set(
     options: dict[str, float], module: ModuleCaps, hold_mb: int
 ) -> None:
     assert bucket_caps(FusionConfig(**options), module).hold_bytes == hold_mb * MIB
+
+
+GIVEN = given_caps(3 * MIB, (2 * MIB, 4 * MIB))
+
+
+@pytest.mark.parametrize(
+    ("options", "module", "most_mb", "first_mb", "hold_mb"),
+    [
+        pytest.param({}, DEFAULT, None, None, 100, id="nothing is set"),
+        pytest.param({}, given_caps(5 * MIB), 5, None, 20, id="the module was given one"),
+        pytest.param({}, GIVEN, 2, None, 16, id="the smallest of a list"),
+        pytest.param({"bucket_cap_mb": 7}, GIVEN, 7, None, 28, id="an option goes before"),
+        pytest.param({"first_bucket_cap_mb": 1}, DEFAULT, None, 1, 100, id="of the first alone"),
+        pytest.param({"max_hold_mb": 3}, DEFAULT, None, None, 3, id="a memory bound"),
+    ],
+)
+def test_what_the_user_sets_bounds_buckets_that_are_chosen_from_measurement(
+    options: dict[str, float],
+    module: ModuleCaps,
+    most_mb: int | None,
+    first_mb: int | None,
+    hold_mb: int,
+) -> None:
+    caps = bucket_caps(FusionConfig(mode="auto", **options), module)
+    assert caps.most_bytes == (None if most_mb is None else most_mb * MIB)
+    assert caps.first_most_bytes == (None if first_mb is None else first_mb * MIB)
+    assert measured_hold_bytes(caps, 80 * MIB) == hold_mb * MIB
+
+
+def test_without_a_cap_an_eighth_of_large_models_may_wait() -> None:
+    caps = bucket_caps(FusionConfig(mode="auto"), DEFAULT)
+    assert measured_hold_bytes(caps, 1600 * MIB) == 200 * MIB

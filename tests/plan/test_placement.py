@@ -8,7 +8,7 @@ from torch import fx
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.graph.text import graph_text
 from fusion_passes.plan.placement import Placement, plan_placement
-from tests.support.graphs import (
+from testing.graphs import (
     Backward,
     TensorSpec,
     concat,

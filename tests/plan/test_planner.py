@@ -18,7 +18,7 @@ from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.plan.buckets import BucketPlan
 from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.plan.planner import CapsOf, PlanOptions
-from tests.support.graphs import (
+from testing.graphs import (
     Backward,
     TensorSpec,
     assert_same_numbers,

@@ -9,7 +9,7 @@ from fusion_passes.config import ScalingOption
 from fusion_passes.graph.scaling import NO_SCALING, Scaling
 from fusion_passes.plan.planner import PlanOptions
 from fusion_passes.plan.scaling import BucketScaling
-from tests.support.graphs import plan_of, reduce, tensor, trace
+from testing.graphs import plan_of, reduce, tensor, trace
 
 GLOO, NCCL = "ddp0", "ddp3"
 HALF = Scaling("div", 2)

@@ -15,7 +15,7 @@ from torch import fx
 from fusion_passes.graph.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, WAIT, all_reduce
 from fusion_passes.graph.scaling import Scaling
 from fusion_passes.reductions.find import GradientReduction
-from tests.support.graphs import (
+from testing.graphs import (
     Backward,
     TensorSpec,
     cast,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fusion_passes.reductions.producers import source_of
-from tests.support.graphs import Backward, TensorSpec, cast, find, reduce, tensor, trace
+from testing.graphs import Backward, TensorSpec, cast, find, reduce, tensor, trace
 
 _aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes.install import inductor_pass
-from tests.support.fake_world import fake_world, two_layers
+from testing.fake_world import fake_world, two_layers
 
 
 def main(flag: str, bucket_cap_mb: float, version: str | None) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
-from tests.support import models
+from testing import models
 
 STEPS = 4
 CHECKPOINT = "checkpoint.pt"

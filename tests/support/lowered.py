@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_passes.lowering.pack import register_lowerings
-from fusion_passes.report.journal import journal
+from fusion_passes.reporting.journal import journal
 
 
 @dataclass(frozen=True)

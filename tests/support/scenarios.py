@@ -18,11 +18,11 @@ import torch._dynamo
 import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support import models
+from testing import models
 
 Values = dict[str, Tensor | None]
 Compile = Callable[[nn.Module], Callable[..., Tensor]]
@@ -151,30 +151,6 @@ def _branches(wrap: Compile, takes: Callable[[int], tuple[int, ...]], **options:
     return train(ddp, wrap, lambda model, step: model(batch(step), takes=takes(step)))
 
 
-def unused_on_all_ranks(wrap: Compile) -> Values:
-    return _branches(wrap, lambda step: (0,), find_unused_parameters=True)
-
-
-def unused_on_one_rank(wrap: Compile) -> Values:
-    return _branches(wrap, lambda step: (dist.get_rank(),), find_unused_parameters=True)
-
-
-def unused_here_and_there(wrap: Compile) -> Values:
-    def takes(step: int) -> tuple[int, ...]:
-        return ((0, 1), (), (0,))[(step + dist.get_rank()) % 3]
-
-    return _branches(wrap, takes, find_unused_parameters=True)
-
-
-def skipped_unused(wrap: Compile) -> Values:
-    return _branches(
-        wrap,
-        lambda step: (1,),
-        find_unused_parameters=True,
-        skip_all_reduce_unused_params=True,
-    )
-
-
 def unused_in_a_static_graph(wrap: Compile) -> Values:
     return _branches(wrap, lambda step: (0,), static_graph=True)
 
@@ -211,42 +187,6 @@ def sparse_gradients(wrap: Compile) -> Values:
     return train(ddp, wrap, lambda model, step: model(batch(step).long().abs()))
 
 
-def _hooked(wrap: Compile, state: Any, hook: Callable[..., Any]) -> Values:
-    ddp = DistributedDataParallel(models.mlp())
-    ddp.register_comm_hook(state, hook)
-    return train(ddp, wrap)
-
-
-def noop_hook(wrap: Compile) -> Values:
-    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook as hook
-
-    return _hooked(wrap, None, hook)
-
-
-def power_sgd_hook(wrap: Compile) -> Values:
-    options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2}
-    hook_state = powerSGD_hook.PowerSGDState(None, min_compression_rate=0.5, **options)
-    return _hooked(wrap, hook_state, powerSGD_hook.powerSGD_hook)
-
-
-def _doubled(state, bucket):  # DDP compares annotations, which must be no strings.
-    assert [p.shape for p in bucket.parameters()] == [g.shape for g in bucket.gradients()]
-    state.append(bucket.index())
-    summed = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return summed.then(lambda future: 2 * future.value()[0])
-
-
-def users_hook(wrap: Compile) -> Values:
-    seen: list[int] = []
-    values = _hooked(wrap, seen, _doubled)
-    return values | {"buckets": torch.tensor(seen)}
-
-
-def hook_over_another_group(wrap: Compile) -> Values:
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    return _hooked(wrap, alone[dist.get_rank()], default_hooks.allreduce_hook)
-
-
 def _sum_buffers(_: object, buffers: Mapping[str, Tensor]) -> list[torch.futures.Future[Any]]:
     return [dist.all_reduce(b, async_op=True).get_future() for b in buffers.values()]
 
@@ -275,17 +215,23 @@ def disabled_join(wrap: Compile) -> Values:
         return train(ddp, wrap)
 
 
+def _of_own_reducer() -> DistributedDataParallel:
+    ddp = DistributedDataParallel(models.mlp())
+    ddp._register_buffer_comm_hook(None, _sum_buffers)
+    return ddp
+
+
 def two_reducers_in_one_backward(wrap: Compile) -> Values:
     """A module that can be fused, and one that DDP's own reducer trains."""
     fused = DistributedDataParallel(models.mlp(outputs=models.WIDTH))
-    other = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    other = _of_own_reducer()
     both = nn.ModuleDict({"fused": fused, "other": other})
     compiled = wrap(fused), wrap(other)
     return train(both, lambda module: module, lambda _, step: compiled[1](compiled[0](batch(step))))
 
 
 def two_reducers_in_two_backwards(wrap: Compile) -> Values:
-    other = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    other = _of_own_reducer()
     fused = DistributedDataParallel(models.mlp())
     return {f"fused {n}": v for n, v in train(fused, wrap).items()} | train(other, wrap)
 

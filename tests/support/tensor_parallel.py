@@ -1,5 +1,5 @@
 """Trains tensor-parallel models in DDP on a mesh of 2 x 2 ranks: a job for
-:class:`tests.support.processes.RankPool`."""
+:class:`testing.processes.RankPool`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.models import WIDTH, fill_whole
-from tests.support.training import BackwardRecord, BySign, Record, noted_warnings
+from testing.models import WIDTH, fill_whole
+from testing.training import BackwardRecord, BySign, Record, noted_warnings
 
 LENGTH = 4
 """Of a sequence."""

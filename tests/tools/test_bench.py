@@ -7,18 +7,20 @@ import os
 import signal
 from pathlib import Path
 
-import bench
 import pytest
 
+import bench as command
 from bench_steps import pages, plot
 from bench_steps.comparing import compare as compare_runs
 from bench_steps.figures import Spread, best_cap, fastest, is_balanced, targets
-from bench_steps.limits import table_sizes
 from bench_steps.results import COMPUTE, NETWORK, REFERENCE, Cell, RowResult
 from bench_steps.rows import Row, Stepped
 from bench_steps.run import Run
-from bench_steps.spans import timeline_of
 from bench_steps.timelines import Timeline
+from benches import steps as bench
+from benches.results import Origin, keep, page, read_json, table
+from fusion_passes.profile.tables import table_sizes
+from fusion_passes.reporting.spans import timeline_of
 from workloads.ways import TRACED
 
 MIB = 2**20
@@ -40,14 +42,15 @@ def cell_of(*rows: RowResult) -> Cell:
     compute = result(COMPUTE, 1.0, 1.0, 1.0, peak_bytes=100, warm_s=4.0)
     network = result(NETWORK, 0.8, 0.8, 0.8)
     cell = Cell("mlp", "1gbit", 2, (MIB, MIB), [compute, network, *rows])
-    cell.note_table(table_sizes(2 * MIB), [[0.001] * 5])
+    cell.note_table(table_sizes(2 * MIB, 4), [[0.001] * 6])
     steps = [Stepped((0.1,), 0.1, ((0.05, 0.1),), (MIB, MIB))] * 2
     cell.note_ready([steps])
     return cell
 
 
 def run_of(*cells: Cell, **values) -> Run:
-    return Run("2026-01-01", "python tools/bench.py", "torch x", "machine", list(cells), **values)
+    origin = Origin("2026-01-01", "python tools/bench.py", "torch x", "machine")
+    return Run(origin, list(cells), **values)
 
 
 def by_words(cell: Cell) -> dict[str, bool | None]:
@@ -152,7 +155,7 @@ def test_a_picture_is_drawn_whatever_is_in_a_run(tmp_path: Path) -> None:
         result(STOCK, reason="it failed"),
         result(CONCAT, 1.0, wrong="off"),
     )
-    path = tmp_path / "bench.png"
+    path = tmp_path / "steps.png"
     plot.draw(run_of(cell, cell, cell, cell), path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -180,7 +183,7 @@ def test_a_run_survives_its_file(tmp_path: Path) -> None:
         failures={"bert": "no"},
         timelines=[Timeline("mlp", "concat", (span,))],
     )
-    path = tmp_path / "bench.json"
+    path = tmp_path / "steps.json"
     run.write(path)
     assert Run.read(path) == run
     assert json.loads(path.read_text())["cells"][0]["lower_bound_s"] > 0.1
@@ -188,7 +191,13 @@ def test_a_run_survives_its_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{", "must be a JSON file"), ("[]", "must be a JSON file"), ('{"format": 0}', "Run it anew")],
+    [
+        ("{", "must be a JSON file"),
+        ("[]", "must be a JSON file"),
+        ('{"format": 0}', "Run it anew"),
+        ('{"format": 1}', "must say its date"),
+        ('{"format": 1, "part": "passes"}', "must be of the part steps"),
+    ],
 )
 def test_another_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "old.json"
@@ -197,7 +206,44 @@ def test_another_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
         Run.read(path)
 
 
+def test_results_that_name_no_part_are_steps() -> None:
+    for path in Path("docs/bench").glob("*.json"):
+        assert Run.read(path).cells
+
+
 # The command
+
+
+def test_each_part_has_a_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for part in command.PARTS:
+        with pytest.raises(SystemExit) as ended:
+            command.main([part, "--help"])
+        assert ended.value.code == 0
+        assert "--output DIR" in capsys.readouterr().out
+
+
+def test_the_steps_are_what_no_name_means(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--quick", "--ranks", "1"])
+    assert "--ranks must be at least 2" in capsys.readouterr().err
+
+
+def test_another_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["stores"]) == command.WRONG_USE
+    assert "steps, storage, passes, scaling, starts" in capsys.readouterr().err
+
+
+def test_a_page_and_its_figures_are_kept(tmp_path: Path) -> None:
+    origin = Origin.here("scaling", ["--ranks", "3"])
+    assert origin.command == "python tools/bench.py scaling --ranks 3"
+    text = page("Title", origin, "Words.", "", table(["a", "b"], [["x", "1"]]))
+    assert text.endswith(
+        "`python tools/bench.py scaling --ranks 3`.\n\nWords.\n\n| a | b |\n"
+        "| --- | ---: |\n| x | 1 |\n"
+    )
+    keep(tmp_path, "scaling", origin, {"cells": [1.5]}, text)
+    assert read_json(tmp_path / "scaling.json", "scaling") == (origin, {"cells": [1.5]})
+    assert (tmp_path / "scaling.md").read_text() == text
 
 
 @pytest.mark.parametrize(
@@ -233,9 +279,9 @@ def test_an_interrupted_run_writes_what_there_is(
 
     monkeypatch.setattr(bench, "Measuring", Interrupted)
     assert bench.main(["--quick", "--output", str(tmp_path)]) == bench.INTERRUPTED
-    assert [cell.rate for cell in Run.read(tmp_path / "bench.json").cells] == ["1gbit"]
+    assert [cell.rate for cell in Run.read(tmp_path / "steps.json").cells] == ["1gbit"]
     assert "## mlp, 1gbit" in capsys.readouterr().out
-    assert (tmp_path / "bench.png").exists()
+    assert (tmp_path / "steps.png").exists()
 
 
 def test_our_rows_decide_the_exit_status() -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 import torch._dynamo
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bench_steps.gradients import compare
-from bench_steps.limits import CostTable, earliest_end, lower_bound, ready_shares, table_sizes
+from bench_steps.limits import earliest_end, lower_bound, ready_shares
 from bench_steps.processes import cores_of
 from bench_steps.rows import Assignment, Row, groups_of, rows_of
-from bench_steps.spans import lane_of, merged, timeline_of, without
+from fusion_passes.profile.tables import CostTable
+from fusion_passes.reporting.spans import lane_of, merged, timeline_of, without
 from workloads import models
 from workloads.models import MAKERS, TINY, subject, users_subject
 
@@ -24,56 +21,23 @@ MIB = 2**20
 # The lower bound
 
 
-def brute_force(ready: list[float], num_bytes: list[int], costs: CostTable) -> float:
-    """The earliest end over all ways to cut the gradients into neighbours."""
-    order = sorted(range(len(ready)), key=ready.__getitem__)
-    ends = []
-    for cuts in itertools.product([False, True], repeat=len(order) - 1):
-        end, bucket = 0.0, []
-        for index, cut in zip(order, [*cuts, True], strict=True):
-            bucket.append(index)
-            if cut:
-                start = max(end, *(ready[i] for i in bucket))
-                end = start + costs.cost(sum(num_bytes[i] for i in bucket))
-                bucket = []
-        ends.append(end)
-    return min(ends)
-
-
-seconds = st.floats(0, 10)
-gradients = st.lists(st.tuples(seconds, st.integers(1, 1000)), min_size=1, max_size=7)
-
-
-@given(gradients, st.lists(seconds, min_size=4, max_size=4))
-def test_the_recurrence_finds_the_best_of_all_buckets(gradients, costs) -> None:
-    table = CostTable.of((1, 10, 100, 1000), costs)
-    ready, num_bytes = map(list, zip(*gradients, strict=True))
-    expected = brute_force(ready, num_bytes, table)
-    assert earliest_end(ready, num_bytes, table) == pytest.approx(expected)
+def test_gradients_are_sent_in_the_order_in_which_they_are_ready() -> None:
+    costs = CostTable.of((1, 100), (0.01, 1.0))
+    assert earliest_end([2.0, 0.0, 1.0], [20, 10, 10], costs) == pytest.approx(2.2)
 
 
 def test_without_overlap_there_is_one_bucket_and_with_free_launches_one_a_gradient() -> None:
-    latency_only = CostTable((1, 100), (1.0, 1.0))
+    latency_only = CostTable.of((1, 100), (1.0, 1.0))
     assert earliest_end([0.0, 1.0, 2.0], [10, 10, 10], latency_only) == 3.0
-    by_size = CostTable((1, 100), (0.01, 1.0))
+    by_size = CostTable.of((1, 100), (0.01, 1.0))
     assert earliest_end([0.0, 1.0, 2.0], [10, 10, 10], by_size) == pytest.approx(2.1)
     assert earliest_end([], [], by_size) == 0.0
 
 
 def test_a_step_is_never_shorter_than_its_compute() -> None:
-    costs = CostTable((1, 100), (0.01, 1.0))
+    costs = CostTable.of((1, 100), (0.01, 1.0))
     assert lower_bound(10.0, [0.1], [10], costs) == 10.0
     assert lower_bound(10.0, [1.0], [10], costs) == pytest.approx(10.1)
-
-
-def test_costs_are_lines_between_sizes_and_never_fall() -> None:
-    table = CostTable.of((100, 200, 400), (3.0, 2.0, 4.0))
-    assert [table.cost(size) for size in (1, 100, 200, 300, 400, 800)] == [2, 2, 2, 3, 4, 8]
-
-
-def test_sizes_of_the_table_end_before_the_whole() -> None:
-    assert table_sizes(4096 * 4) == (4096,)
-    assert table_sizes(4096 * 4 + 1) == (4096, 4096 * 4)
 
 
 def test_a_gradient_is_ready_when_it_is_on_the_last_rank() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import bench
 import pytest
 
+import bench
 from bench_steps import processes
 from bench_steps.measuring import Effort, Measuring
 from bench_steps.processes import Place, RowFailed, RowProcesses
@@ -92,7 +92,7 @@ def test_the_quick_form_measures_and_writes(tmp_path: Path) -> None:
     """Real ranks: eager DDP and one of ours, on the network as it is. Judges no time."""
     options = ["--quick", "--ways", "eager DDP", "concat", "--output", str(tmp_path)]
     assert bench.main([*options, "--timeout", "120"]) == 0
-    run = Run.read(tmp_path / "bench.json")
+    run = Run.read(tmp_path / "steps.json")
     assert run.failures == {}
     (cell,) = run.cells
     rows = {row.row.label: row for row in cell.rows}
@@ -100,5 +100,5 @@ def test_the_quick_form_measures_and_writes(tmp_path: Path) -> None:
     assert all(row.is_right and len(row.ratios) == 2 for row in cell.rows)
     assert sum(cell.ready_bytes) == cell.total_bytes
     assert cell.lower_bound_s() is not None
-    assert (tmp_path / "bench.png").exists()
-    assert "| equal |" in (tmp_path / "bench.md").read_text()
+    assert (tmp_path / "steps.png").exists()
+    assert "| equal |" in (tmp_path / "steps.md").read_text()

@@ -8,20 +8,56 @@ from pathlib import Path
 
 import pytest
 
-import bench_starts
+import bench
+from benches import starts
+from benches.results import read_json
 
-TOOL = Path(bench_starts.__file__)
+TOOL = Path(bench.__file__)
 
 
+def test_figures_are_over_those_without_ddp(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    asked: dict[tuple[str, str], int] = {}
+
+    def start(model: str, size: str, method: str, cache: str) -> dict[str, float]:
+        assert (model, size) == ("mlp", "tiny")
+        number = asked[method, cache] = asked.get((method, cache), 0) + 1
+        cost = 1.0 + starts.METHODS.index(method)
+        return {"start": cost * (10.0 if number == 1 else 2.0), "step": cost / number}
+
+    monkeypatch.setattr(starts, "_start", start)
+    options = ["--model", "mlp", "--size", "tiny", "--starts", "3", "--output", str(tmp_path)]
+    assert starts.main(options) == 0
+    assert list(asked.values()) == [4] * len(starts.METHODS), "each method has a cache of its own"
+    said = capsys.readouterr().out
+    for figure in ("cold", "warm", "step"):
+        assert f"| mlp | {figure} | 2.00 | 3.00 | 4.00 |" in said
+    assert (tmp_path / "starts.md").read_text() == said.removesuffix("\n")
+    (kept,) = read_json(tmp_path / "starts.json", "starts")[1]["cells"]["mlp"]
+    assert kept["no DDP"] == {"cold": 10.0, "warm": 2.0, "step": 0.25}
+
+
+@pytest.mark.nightly  # Eight processes, half of which compile all anew.
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_table_with_three_figures_for_each_method() -> None:
-    command = [sys.executable, str(TOOL), "--model", "mlp", "--size", "tiny", "--starts", "1"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert said.returncode == 0, said.stderr
-    head, _, *rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in said.stdout.splitlines()
+    command = [
+        sys.executable,
+        str(TOOL),
+        "starts",
+        "--model",
+        "mlp",
+        "--size",
+        "tiny",
+        "--starts",
+        "1",
     ]
-    assert head[2:] == list(bench_starts.METHODS[1:])
+    said = subprocess.run(command, capture_output=True, text=True, timeout=880, check=False)
+    assert said.returncode == 0, said.stderr
+    lines = [line for line in said.stdout.splitlines() if line.startswith("|")]
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert head[2:] == list(starts.METHODS[1:])
     assert [row[1] for row in rows] == ["cold", "warm", "step"]
     assert all(0.3 < float(cell) < 30 for row in rows for cell in row[2:])
     traced, cached = float(rows[1][4]), float(rows[1][3])
@@ -30,5 +66,5 @@ def test_a_table_with_three_figures_for_each_method() -> None:
 
 def test_an_unknown_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        bench_starts.main(["--model", "none"])
+        starts.main(["--model", "none"])
     assert "gpt2" in capsys.readouterr().err

@@ -35,6 +35,7 @@ TOLERANCES = pytest.mark.parametrize("tolerance", [FINE, COARSE], ids=["fine", "
 # Drawing
 
 
+@pytest.mark.slow
 def test_a_seed_is_the_same_case_in_every_process() -> None:
     program = (
         "from fuzzing.drawing import draw; from fuzzing.case import to_json;"
@@ -191,6 +192,7 @@ RIGHT, WRONG = record(a=torch.ones(3)), record(a=torch.zeros(3))
         (RIGHT, raised(1, "KeyError: 3"), raised(1, "TypeError: other"), "crashed"),
         (raised(1, "RuntimeError: no"), RIGHT, raised(1, "RuntimeError: no"), "silent"),
         (raised(1, "RuntimeError: no"), RIGHT, RIGHT, "torch"),
+        (raised(1, "RuntimeError: no"), RIGHT, raised(2, "RuntimeError: no"), "torch"),
         (raised(1, "RuntimeError: INTERNAL ASSERT FAILED"), RIGHT, None, "reference broken"),
         (raised(1, "RuntimeError: no"), raised(1, "KeyError: 3"), None, "both raise"),
         (raised(1, "RuntimeError: no"), raised(2, "KeyError: 3"), RIGHT, "late"),
@@ -239,6 +241,7 @@ def test_shrinking_keeps_what_the_outcome_needs(monkeypatch: pytest.MonkeyPatch)
 # On ranks
 
 
+@pytest.mark.slow
 def test_the_script_of_a_case_runs_alone(tmp_path: Path) -> None:
     script = tmp_path / "case.py"
     batches = (((2,),),)
@@ -262,11 +265,30 @@ def test_the_script_of_a_case_runs_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [2008, 176])
+@pytest.mark.parametrize("seed", [2008, pytest.param(176, marks=pytest.mark.nightly)])
 def test_seed(seed: int) -> None:
     with Runner() as runner:
         outcome = runner.run(draw(seed))
     assert outcome.kind in ("equal", "warned"), outcome.words
+
+
+FOUND = {
+    "a read before the write": Case(
+        10020,
+        (Part(("batch_norm_counting",), hook="fp16_compress_hook"),),
+        Loop(batches=(((2,), (2,)),), dynamic=True, kernels=False),
+        flag="coalesced",
+    ),
+}
+"""Small forms of cases that once differed and have no test of their own."""
+
+
+@pytest.mark.each_torch
+@pytest.mark.parametrize("found", FOUND)
+def test_what_was_found_is_mended(run_on_ranks: Callable[..., list[Any]], found: str) -> None:
+    case = FOUND[found]
+    eager, fused = (run_on_ranks(2, train, case=case, kind=kind) for kind in ("eager", "fused"))
+    assert not differences(fused, eager, tolerance_of(case))
 
 
 def test_threads_train_as_one_after_the_other(run_on_ranks: Callable[..., list[Any]]) -> None:

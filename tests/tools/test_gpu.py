@@ -37,7 +37,7 @@ def test_every_option_is_tried_in_every_mode_and_on_two_ranks() -> None:
     assert SCALINGS == config.SCALING_OPTIONS
     assert REDUCE_DTYPES == config.REDUCE_DTYPES
     for ranks in (1, 2):
-        for mode in config.FUSION_MODES:
+        for mode in config.REDUCE_MODES:
             flags = {
                 (check.dtype, check.flag["scaling"], check.flag.get("reduce_dtype"))
                 for part in PARTS

@@ -267,6 +267,8 @@ def results_in(directory: Path) -> dict[str, Result]:
     return ResultFile(directory).read(version)
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("fake cells")
 def test_each_cell_gets_its_outcome(run: tuple[int, Path]) -> None:
     results = results_in(run[1])
     kinds = {name.split("/")[-1]: result.outcome.kind for name, result in results.items()}
@@ -290,6 +292,8 @@ def test_a_cell_that_got_worse_fails_the_run(
     assert "worse: fake/concat/fp32/is-told: equal, unfused, was equal" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("fake cells")
 def test_junit(run: tuple[int, Path]) -> None:
     suite = ElementTree.parse(run[1] / "junit.xml").getroot()
     counts = {name: suite.attrib[name] for name in ("tests", "failures", "skipped")}
@@ -298,6 +302,8 @@ def test_junit(run: tuple[int, Path]) -> None:
     assert "fake=True is not supported" in refused.attrib["message"]
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("fake cells")
 def test_pages(run: tuple[int, Path]) -> None:
     page = (run[1] / "report.html").read_text()
     assert '<td class="unfused worse"' in page
@@ -307,6 +313,8 @@ def test_pages(run: tuple[int, Path]) -> None:
     assert "| what refuses | refused |  | concat: fake=True is not supported" in text
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("fake cells")
 def test_keeping(run: tuple[int, Path], tmp_path: Path) -> None:
     names = [f"--select=fake/concat/fp32/{name}" for name in KINDS_OF_FAKES]
     matrix = matrix_in(tmp_path)
@@ -321,6 +329,7 @@ def test_keeping(run: tuple[int, Path], tmp_path: Path) -> None:
     assert page.read_text() == text
 
 
+@pytest.mark.slow
 def test_a_run_is_taken_up_again(tmp_path: Path) -> None:
     """What is done is not run again; a torn line, and a result of another torch, do not count."""
     file = ResultFile(tmp_path)
@@ -336,6 +345,7 @@ def test_a_run_is_taken_up_again(tmp_path: Path) -> None:
     assert kinds == {told: "broken", other: "equal, unfused"}
 
 
+@pytest.mark.slow
 def test_a_cell_that_hangs_is_ended_with_all_its_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,7 +360,10 @@ def test_a_cell_that_hangs_is_ended_with_all_its_processes(
     assert not _is_alive(int(pid_file.read_text()))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)]
+)
 def test_an_interrupted_run_ends_its_processes(number: signal.Signals, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     arguments = ["--select=fake/concat/*/hangs", "--output", str(tmp_path)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from side_by_side import run_side_by_side
+from testing.side_by_side import run_side_by_side
 
 
 class _Counter:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from bench_storage import COLUMNS, as_markdown, misses
 
+from benches.results import Origin
+from benches.storage import COLUMNS, as_markdown, misses
 from storage.code import Traffic
 from workloads.ways import PLAIN, TRACED
 
+ORIGIN = Origin("2026-01-01", "python tools/bench.py storage", "torch x", "machine")
 Cells = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -34,7 +36,9 @@ def cells_of(ours: dict[str, Any]) -> Cells:
 
 
 def rows(cells: Cells) -> dict[str, list[str]]:
-    lines = [line.split(" | ") for line in as_markdown(cells).splitlines() if "GPT-2 |" in line]
+    lines = [
+        line.split(" | ") for line in as_markdown(cells, ORIGIN).splitlines() if "GPT-2 |" in line
+    ]
     return {line[1]: [value.strip(" |") for value in line[2:]] for line in lines}
 
 

@@ -18,7 +18,7 @@ def compare(old: Run, new: Run) -> str:
     A row that only one of them has is left out; one that failed, or has other gradients, is told.
     """
     lines = [
-        f"Since {old.date} ({old.versions}, `{old.command}`):",
+        f"Since {old.origin.date} ({old.origin.versions}, `{old.origin.command}`):",
         "",
         "| cell | way | was | is | change | |",
         "| --- | --- | ---: | ---: | ---: | --- |",

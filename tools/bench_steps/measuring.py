@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from bench_steps import timelines
 from bench_steps.gradients import TOLERANCE
-from bench_steps.limits import table_sizes
 from bench_steps.places import together_of
 from bench_steps.processes import Place, RowFailed, RowProcesses
 from bench_steps.progress import Progress
 from bench_steps.results import COMPUTE, NETWORK, PROBE, REFERENCE, Cell, RowResult
 from bench_steps.rows import Checked, Row, Started, Stepped, groups_of, rows_of
 from bench_steps.timelines import Timeline
+from fusion_passes.profile.tables import table_sizes
 from workloads.ways import EAGER, PLAIN, WAYS
 
 START_TIMEOUT_S = 900.0
@@ -242,7 +242,7 @@ class Measuring:
         results = {row: start.without_figures() for row, start in (limits | starts).items()}
         tables: list[list[float]] = []
         probed: list[list[Stepped]] = []
-        sizes = table_sizes(cell.total_bytes)
+        sizes = table_sizes(cell.total_bytes, 4)
         self._warm_up(alive, results)
         for number in range(self._effort.rounds):
             compute_s = 0.0

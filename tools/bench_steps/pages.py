@@ -53,8 +53,7 @@ backward under compiled autograd, as in all compiled ways but DDPOptimizer.
 def as_markdown(run: Run) -> str:
     """All tables of a run, with what is needed to read and to repeat them."""
     lines = ["# Training steps under each way to reduce gradients", ""]
-    lines += [f"{run.date}, {run.versions}, {run.machine}.", "", f"Reproduce: `{run.command}`.", ""]
-    lines += [*LEGEND.splitlines(), ""]
+    lines += [*run.origin.lines(), *LEGEND.splitlines(), ""]
     for cell in run.cells:
         lines += [*_cell(cell), ""]
     if run.timelines:

@@ -45,7 +45,9 @@ def draw(run: Run, path: Path) -> None:
         _draw_cell(axes, cell)
     for axes in places[len(run.cells) :]:
         axes.set_visible(False)
-    figure.suptitle(f"Training step over compute alone; {run.versions}, {run.machine}", fontsize=9)
+    figure.suptitle(
+        f"Training step over compute alone; {run.origin.versions}, {run.origin.machine}", fontsize=9
+    )
     handles, labels = places[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=110)

@@ -22,7 +22,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from bench_steps.rows import Assignment, Checked, Started, Stepped
-from bench_steps.spans import RankTimeline, record
 
 PR_SET_PDEATHSIG = 1
 
@@ -207,11 +206,21 @@ class Rank:
         self._run = whole
         return found
 
-    def timelines(self, count: int) -> list[RankTimeline]:
-        """What this rank does when, in each of some steps."""
+    def timelines(self, count: int) -> list[Any]:
+        """What this rank does when, in each of some steps: a ``RankTimeline`` for each."""
+        from fusion_passes.reporting.profile import new_profiler, read_profile
+
         self.steps(2)
-        # The first time, the profiler is set up.
-        return [record(self._run, self._barrier) for _ in range(count + 1)][1:]
+        found = []
+        for _ in range(count + 1):
+            with new_profiler() as profiler:
+                self._barrier()
+                begin = time.time_ns()
+                self._run()
+                self._synchronize()
+                end = time.time_ns()
+            found.append(read_profile(profiler, begin, end))
+        return found[1:]  # The first time, the profiler is set up.
 
     def peak(self) -> int:
         """Bytes: the peak of a step, and what DDP keeps between steps."""

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
-from bench_steps.limits import CostTable, lower_bound, ready_shares
+from bench_steps.limits import lower_bound, ready_shares
 from bench_steps.rows import Row, Stepped
+from fusion_passes.profile.tables import CostTable
 from workloads.ways import EAGER, PLAIN, TRACED
 
 COMPUTE: Final = Row("way", PLAIN)
@@ -138,9 +139,10 @@ class Cell:
         # With a graph break, what goes from one graph to the other is noted too.
         if sorted(self.ready_bytes) != sorted(self.gradient_bytes) or not self.table_s:
             return None
+        known = [n for n in self.table_bytes if n < self.total_bytes]  # Models can be tiny.
         costs = CostTable.of(
-            (*self.table_bytes, self.total_bytes),
-            (*self.table_s, statistics.median(network.seconds)),
+            (*known, self.total_bytes),
+            (*self.table_s[: len(known)], statistics.median(network.seconds)),
         )
         middle = statistics.median(compute.seconds)
         return lower_bound(middle, self.ready_shares, self.ready_bytes, costs)

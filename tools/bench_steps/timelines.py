@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from bench_steps.processes import Place, RowProcesses
 from bench_steps.rows import Row
-from bench_steps.spans import LANES, RankTimeline, Span
+from fusion_passes.reporting.spans import LANES, RankTimeline, Span
 
 COLORS: Final = {
     "compute": "#2e7d32",

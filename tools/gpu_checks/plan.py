@@ -22,9 +22,9 @@ from gpu_checks.copies import KERNELS, Packing, Widening
 from gpu_checks.parts import PARTS, PROBE, Check, Part
 from nightly_matrix.run import DTYPES, Run
 from nightly_matrix.worker import target_of
-from tests.support.cuda_backwards import block_inputs, step_into_grads, step_on_cards
-from tests.support.cuda_codegen import CardCompiler, why_not
-from tests.support.graphs import tensor
+from testing.cuda_backwards import block_inputs, step_into_grads, step_on_cards
+from testing.cuda_codegen import CardCompiler, why_not
+from testing.graphs import tensor
 from workloads.models import users_subject
 
 T = TypeVar("T")

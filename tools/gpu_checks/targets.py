@@ -16,8 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from nightly_matrix.features.hooks import renamed
 from nightly_matrix.run import Run
 from nightly_matrix.training import Loop, train
-from tests.support import models
-from tests.support.models import Batch
+from testing import models
+from testing.models import Batch
 
 GRAPH_STEPS = 6
 """The first steps warm up and record; the others replay."""

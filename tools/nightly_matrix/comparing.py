@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nightly_matrix.run import Run, Tensors
-from tests.support.equality import tensor_difference
+from testing.equality import tensor_difference
 
 MAX_DIFFERENCES = 40
 
@@ -19,7 +19,7 @@ def differences(fused: Run, eager: Run, tolerance_eps: float) -> list[str]:
     Args:
         fused: the run under the flag.
         eager: what it must equal.
-        tolerance_eps: as in :func:`tests.support.equality.tensor_difference`.
+        tolerance_eps: as in :func:`testing.equality.tensor_difference`.
     """
     if len(fused.backwards) != len(eager.backwards):
         return [f"{len(fused.backwards)} backwards instead of {len(eager.backwards)}"]

@@ -18,7 +18,7 @@ from nightly_matrix.cells import Cell
 from nightly_matrix.outcomes import judge
 from nightly_matrix.ranks import read_reports
 from nightly_matrix.results import Result
-from side_by_side import run_side_by_side
+from testing.side_by_side import run_side_by_side
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WORKER = "nightly_matrix.worker"

@@ -15,8 +15,8 @@ from torch import Generator, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support import models
-from tests.support.models import Batch
+from testing import models
+from testing.models import Batch
 
 Way = Literal["eager", "fused"]
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nightly_matrix.run import Run, synced_if
-from tests.support.models import Batch, Loss, linear_loss
+from testing.models import Batch, Loss, linear_loss
 
 OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -1,1 +1,1 @@
-"""What :mod:`bench_storage` is made of."""
+"""What :mod:`benches.storage` is made of."""

@@ -1,4 +1,4 @@
-"""What :mod:`bench_storage` trains."""
+"""What :mod:`benches.storage` trains."""
 
 from __future__ import annotations
 

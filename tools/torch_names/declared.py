@@ -60,7 +60,6 @@ WRITTEN_IN: Final[Mapping[str, str]] = {
     "mixed_precision": _DDP,
     "param_to_hook_all_reduce": _DDP,
     "rebuild_ctx": "torch._dynamo.eval_frame",
-    "skip_all_reduce_unused_params": _DDP,
     # Keys and names of other kinds.
     "compile_with_inductor": "torch.fx.passes.regional_inductor",
     "ddp_graphs": "torch._logging._registrations",

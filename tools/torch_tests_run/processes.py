@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from side_by_side import run_side_by_side
+from testing.side_by_side import run_side_by_side
 from torch_tests_run.comparing import OFF, Outcome, Run, last_error
 from torch_tests_run.worker import FLAG, RESULT, preload, run_test
 

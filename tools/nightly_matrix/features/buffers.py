@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nightly_matrix.run import Run
 from nightly_matrix.training import Loop, OptimizerOf, train
-from tests.support import models
+from testing import models
 
 
 class _Counting(nn.Module):

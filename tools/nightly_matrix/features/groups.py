@@ -9,7 +9,7 @@ from torch import nn
 
 from nightly_matrix.run import Run
 from nightly_matrix.training import Loop, train
-from tests.support import models
+from testing import models
 
 PAIRS = (((0, 1), (2, 3)), ((0, 2), (1, 3)))
 """Two ways to cut four ranks into groups of two."""

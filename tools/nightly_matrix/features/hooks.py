@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 
 from nightly_matrix.run import Run
 from nightly_matrix.training import Loop, train
-from tests.support.models import Batch
+from testing.models import Batch
 
 
 def tensor_hook(run: Run) -> None:

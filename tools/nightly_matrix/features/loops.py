@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from nightly_matrix.run import Run, synced_if
 from nightly_matrix.training import BySign, Loop, train
-from tests.support import models
-from tests.support.models import Batch, linear_loss
+from testing import models
+from testing.models import Batch, linear_loss
 
 
 def plain(run: Run) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import (
 
 from nightly_matrix.run import Run
 from nightly_matrix.training import BySign
-from tests.support import models
+from testing import models
 
 STAGES = 2
 MICRO_BATCHES = 4

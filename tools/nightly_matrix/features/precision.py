@@ -13,8 +13,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from nightly_matrix.run import Run
 from nightly_matrix.training import BySign, Loop, train
-from tests.support import models
-from tests.support.models import Batch, linear_loss
+from testing import models
+from testing.models import Batch, linear_loss
 
 
 def mixed_precision(run: Run) -> None:

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nightly_matrix.run import Run
 from nightly_matrix.training import BySign, Loop, train
-from tests.support import models
-from tests.support.models import linear_loss
+from testing import models
+from testing.models import linear_loss
 
 
 def static_graph(run: Run) -> None:

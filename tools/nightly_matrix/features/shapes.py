@@ -7,8 +7,8 @@ import torch
 from nightly_matrix.features.buffers import sgd
 from nightly_matrix.run import Run
 from nightly_matrix.training import Loop, train
-from tests.support import models
-from tests.support.models import Batch
+from testing import models
+from testing.models import Batch
 
 
 def layouts(run: Run) -> None:

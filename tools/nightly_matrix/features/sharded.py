@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nightly_matrix.run import Run
 from nightly_matrix.training import Loop, train
-from tests.support import models
+from testing import models
 
 
 class _Beside(nn.Module):

@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import (
 from nightly_matrix.features.buffers import sgd
 from nightly_matrix.run import Run, synced_if
 from nightly_matrix.training import BySign, Loop, OptimizerOf, backward_of
-from tests.support import models
-from tests.support.models import Batch
+from testing import models
+from testing.models import Batch
 
 LENGTH = 4
 

@@ -1,0 +1,122 @@
+"""Which parameters take part in a step, where ranks may use others in each
+(``find_unused_parameters=True``).
+
+All ranks send the same gradients all the same: those that some rank has used up to now. What a
+rank has not used, it sends as zeros, or as the gradient that it has kept. With them go the *flags*,
+one number a parameter: whether this rank has used it. So every rank knows after the backward which
+parameters any has used, with no collective more, and all of them decide alike on what follows: a
+parameter that none has used keeps its gradient, or has none; one that is new is reduced by one more
+collective, and belongs to the others from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from fusion_passes.agreement.launches import LaunchList
+
+
+@dataclass
+class Usage:
+    """What a module's ranks know of the parameters that they use.
+
+    Attributes:
+        trained: numbers of the parameters that can have a gradient, in order.
+        flags: the number under which the flags are sent, one for each of ``trained``.
+        has_gradient: whether a parameter has one now, by its number.
+        reached: those that the backward which runs reaches on this rank.
+        pending: those that this rank has used since the last round, in backwards that stayed on it.
+        sent: what the ranks send, flags included, by kind of round; nothing before they have met.
+        averages: of parameters that this rank has sent zeros for, as a graph has left them.
+        used: those that some rank has used in this round; ``None`` as long as that is not known.
+        is_in_parts: whether a traced backward was cut into several graphs.
+        is_new: whether the ranks have only learnt in this round what they send.
+    """
+
+    trained: tuple[int, ...]
+    flags: int
+    has_gradient: Callable[[int], bool]
+    reached: frozenset[int] = frozenset()
+    pending: set[int] = field(default_factory=set)
+    sent: dict[str, frozenset[int]] = field(default_factory=dict)
+    averages: dict[int, Tensor] = field(default_factory=dict)
+    used: frozenset[int] | None = None
+    is_in_parts: bool = False
+    is_new: bool = False
+
+    def refuses(self, launches: LaunchList) -> bool:
+        """Whether the gradients that a graph would send are not those that this rank has to.
+
+        A graph sends zeros for what the ranks send and its backward does not reach. It must be
+        all of its backward, and right for a parameter without a gradient.
+        """
+        zeros = launches.parameters - self.reached - {self.flags}
+        return (
+            not self.reached <= launches.parameters
+            or not self.pending <= self.reached
+            or any(map(self.has_gradient, zeros))
+        )
+
+    def own_use(self, received: Iterable[int]) -> frozenset[int]:
+        """What this rank has used in a round with these gradients."""
+        return frozenset(self.pending).union(received)
+
+    def flags_of(self, used: Iterable[int]) -> list[float]:
+        """The flags, one for each of ``trained``, of a rank that has used these parameters."""
+        found = frozenset(used)
+        return [float(number in found) for number in self.trained]
+
+    def deliver(self, numbers: Iterable[int], averages: Iterable[Tensor], flags: Tensor) -> None:
+        """Take what a graph has averaged for parameters that its backward does not reach.
+
+        Args:
+            numbers: of the parameters.
+            averages: over all ranks; the graph may overwrite them when this returns.
+            flags: those of all ranks.
+        """
+        results = dict(zip((*numbers, self.flags), (*averages, flags), strict=True))
+        self.averages |= {number: result.clone() for number, result in results.items()}
+
+    def read(self, flags: Tensor) -> None:
+        """Note which parameters some rank has used.
+
+        Args:
+            flags: those of all ranks, added up; on a GPU, this waits for it.
+        """
+        values: Sequence[float] = flags.tolist()
+        self.used = frozenset(n for n, v in zip(self.trained, values, strict=True) if v)
+
+    def learn(self, kind: str, texts: Iterable[str]) -> None:
+        """Note what the ranks send from now on, in a kind of round: all that any has said."""
+        lists = map(LaunchList.decode, texts)
+        self.sent[kind] = frozenset({self.flags}).union(*(item.parameters for item in lists))
+        self.is_new = True
+
+    def must_read(self, kind: str, own_use: frozenset[int]) -> bool:
+        """Whether the flags say what this rank cannot know: not where it has used all parameters,
+        and the ranks send all of them."""
+        every = frozenset(self.trained)
+        return not (every <= own_use and every <= self.sent.get(kind, frozenset()))
+
+    def end_round(self) -> bool:
+        """All gradients of the round have been reduced.
+
+        Returns:
+            Whether the ranks meet once more, with graphs that are planned for what they send now.
+        """
+        is_new = self.is_new
+        self.pending.clear()
+        self._forget_step()
+        return is_new
+
+    def fail_round(self) -> None:
+        """The round has ended with an error: the ranks meet before they send anything again."""
+        self._forget_step()
+        self.sent.clear()
+
+    def _forget_step(self) -> None:
+        self.averages.clear()
+        self.used, self.is_new, self.reached = None, False, frozenset()

@@ -1,0 +1,98 @@
+"""The names of buckets in a profile.
+
+Under a profiler, the name that fused graphs have for a module's group stands for one that says
+which bucket it launches (:class:`fusion_passes.torch_private.profiling.NamedGroup`). Otherwise it
+stands for the group itself, so that a step without a profiler runs what it always does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from fusion_passes.agreement.protocol import participants
+from fusion_passes.ddp.modules import registry
+from fusion_passes.state import Lifetime, process_state
+from fusion_passes.torch_private import register_process_group, unregister_process_group
+from fusion_passes.torch_private.profiling import NamedGroup, has_named_group, is_profiling
+
+
+@dataclass
+class _Launches:
+    """The launches of a module, as they come.
+
+    Attributes:
+        module: the module's name for its group.
+    """
+
+    module: str
+    _list: tuple[object, ...] = ()
+    _count: int = 0
+
+    def next_name(self) -> str:
+        """The bucket that is launched next: ``DDP 0 (Net) bucket 3``, counted in the round."""
+        now = participants[self.module]
+        current = (now.rounds, now.failures, now.kind, now.position)
+        if current != self._list:
+            self._list, self._count = current, 0
+        before = sum(len(item.collectives) for item in now.agreed[: max(now.position - 1, 0)])
+        self._count += 1
+        return _name(self.module, before + self._count - 1)
+
+
+class BucketNames:
+    """Which modules' buckets have names in a profile now."""
+
+    def __init__(self) -> None:
+        self._named: dict[str, NamedGroup] = {}
+
+    def follow_profiler(self) -> None:
+        """Give the buckets names if this thread is profiled, and take them away if it is not.
+        Called before each backward."""
+        if is_profiling():
+            for ddp in registry.modules():
+                name = registry.module_of(ddp).group_name
+                if not participants[name].is_local and not has_named_group(name):
+                    group = NamedGroup(registry.group_of(ddp), _Launches(name).next_name)
+                    self._named[name] = group  # torch's table of names does not keep it.
+                    unregister_process_group(name)
+                    register_process_group(name, group)
+        elif self._named:
+            self.reset()
+
+    def reset(self) -> None:
+        """Take all names away."""
+        for name in self._named:
+            if name in participants and not participants[name].is_local:
+                registry.rejoin(name)
+        self._named.clear()
+
+
+def named_buckets() -> dict[str, tuple[str, ...]]:
+    """The parameters of each bucket that the ranks have agreed on, by the bucket's name in a
+    profile."""
+    found: dict[str, tuple[str, ...]] = {}
+    for ddp in registry.modules():
+        module = registry.module_of(ddp)
+        lists = participants[module.group_name].history.get("", [])
+        items = [item for launches in lists for item in launches.collectives]
+        for number, item in enumerate(items):
+            names = tuple(module.sent[index] for index in item.parameters)
+            found[_name(module.group_name, number)] = names
+    return found
+
+
+def _name(module: str, number: int) -> str:
+    """``DDP 0 (Net) bucket 3``, with the group where modules of several have that label."""
+    mine = registry.module(module)
+    labels = [registry.module_of(ddp).label for ddp in registry.modules()]
+    group = f" on group {mine.process_group}" if labels.count(mine.label) > 1 else ""
+    return f"{mine.label}{group} bucket {number}"
+
+
+bucket_names: Final = process_state.keep(
+    BucketNames(),
+    "the process groups that name buckets, while a profiler records",
+    Lifetime.PROCESS,
+    reset=BucketNames.reset,
+)

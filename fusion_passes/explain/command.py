@@ -1,0 +1,150 @@
+"""``python -m fusion_passes.explain SCRIPT [ARGS...]``: a training script, unchanged, and after
+some of its steps what the flag has done to them."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch.distributed as dist
+
+from fusion_passes.config import ENVIRONMENT_VARIABLE
+from fusion_passes.explain.api import report
+from fusion_passes.explain.compiling import saying_what_compiles
+from fusion_passes.explain.recording import Recording, record_steps
+from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.drawing import FORMS
+from fusion_passes.torch_private import inductor_config
+
+DESCRIPTION: Final = """\
+Runs a training script as it is, with gradients fused, and shows after some steps what was done:
+buckets, warnings, times. Under torchrun:
+
+    torchrun --nproc-per-node=2 -m fusion_passes.explain SCRIPT [ARGS...]
+"""
+
+
+@dataclass
+class _Explained:
+    """What is shown of the script that runs, once."""
+
+    options: argparse.Namespace
+    recording: Recording
+    is_shown: bool = False
+
+    def after_backward(self) -> None:
+        self.recording.after_backward()
+        if self.recording.is_done:
+            self.show()
+            if self.options.stop:
+                self._stop()
+
+    def show(self) -> None:
+        """Show the report on rank 0, and write what was asked for."""
+        if self.is_shown:
+            return
+        self.is_shown = True
+        found, options = report(), self.options
+        if found.rank not in (None, 0):
+            return
+        from fusion_passes.explain.screen import console_for, show
+
+        show(found, console_for(sys.stderr))
+        if found.timeline is None:
+            why = self.recording.problem or "the script ended before its steps were recorded"
+            print(f"Nothing was measured: {why}.", file=sys.stderr)
+        if options.json is not None:
+            options.json.write_text(found.to_json() + "\n", encoding="utf-8")
+        for path in options.timeline if found.timeline is not None else ():
+            found.write_timeline(path)
+
+    def _stop(self) -> None:
+        """End the script here, on all ranks at the same step."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if dist.is_initialized():
+            dist.barrier()
+        # What follows would wait for process groups that other ranks have left.
+        os._exit(0)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the command."""
+    options = _options(arguments)
+    try:
+        import rich  # noqa: F401  Before the script has run for minutes.
+    except ModuleNotFoundError:
+        sys.exit(
+            "fusion_passes.explain shows tables by rich, which is not installed: "
+            "pip install 'fusion_passes[explain]'"
+        )
+    if ENVIRONMENT_VARIABLE not in os.environ:
+        inductor_config.ddp_fusion = options.flag  # type: ignore[attr-defined]
+    explained = _Explained(options, record_steps(options.steps, plain_steps=options.plain_steps))
+    backwards.after = explained.after_backward
+    atexit.register(explained.show)
+    sys.argv = [str(options.script), *options.arguments]
+    sys.path[0] = str(options.script.parent)
+    with saying_what_compiles(_say):
+        runpy.run_path(str(options.script), run_name="__main__")
+
+
+def _say(text: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"ddp_fusion: {text}", file=sys.stderr, flush=True)
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m fusion_passes.explain",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--flag", choices=("concat", "coalesced"), default="concat",
+        help="value of ddp_fusion, unless the script or the environment sets it")  # fmt: skip
+    add("--steps", type=_at_least(1), default=3, help="steps to record (3)")
+    add("--plain-steps", type=_at_least(0), default=3,
+        help="steps to time before that, without a profiler (3)")  # fmt: skip
+    add("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    add("--timeline", type=_timeline, metavar="FILE", action="append", default=[],
+        help="write the steps of all ranks: as a page (.html), a trace for Perfetto (.json) or a "
+        "picture (.png); can be given again")  # fmt: skip
+    add("--stop", action="store_true", help="end the script once the report is there")
+    add("script", type=_script, metavar="SCRIPT")
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS")
+    return parser.parse_args(arguments)
+
+
+def _script(text: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"SCRIPT must be a Python file, but {text!r} is none")
+    return path
+
+
+def _timeline(text: str) -> Path:
+    if Path(text).suffix not in FORMS:
+        raise argparse.ArgumentTypeError(
+            f"must end with one of {', '.join(FORMS)}, but is {text!r}"
+        )
+    return Path(text)
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number of at least {least}, but is {text!r}"
+            )
+        return int(text)
+
+    return number

@@ -1,0 +1,164 @@
+"""Records some steps of a training that knows nothing of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import statistics
+import time
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch.profiler import profile
+
+from fusion_passes.agreement.protocol import participants
+from fusion_passes.ddp.naming import named_buckets
+from fusion_passes.explain.ranks import Gathering
+from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.profile import new_profiler, read_profile
+from fusion_passes.reporting.timeline import RankSteps, Timeline
+from fusion_passes.state import Lifetime, process_state
+from fusion_passes.torch_private.profiling import is_profiling
+
+log = logging.getLogger(__name__)
+
+
+class Recording:
+    """Steps that are being recorded: first some that are only timed, then as many under torch's
+    profiler as were asked for.
+
+    A step ends where a backward has ended that has completed the gradients of a module. That is
+    known on every rank at the same point of its program, without a word from the training loop. The
+    step in which the recording began, and any in which the profiler starts, are not counted.
+
+    Attributes:
+        timeline: of all ranks on rank 0, of this rank on others; ``None`` until it is done.
+        problem: why there is none; empty if there is, or none yet.
+    """
+
+    def __init__(self, steps: int, plain_steps: int, gather: bool) -> None:
+        self.timeline: Timeline | None = None
+        self.problem = ""
+        self._wanted = steps
+        self._plain_wanted = plain_steps
+        self._gather = gather
+        self._rounds = _rounds()
+        self._last_ns = 0
+        self._plain: list[float] = []
+        self._ends: list[int] = []
+        self._profiler: profile | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.timeline is not None or bool(self.problem)
+
+    def after_backward(self) -> None:
+        """Look whether a step has ended, and go on to what comes next."""
+        rounds = _rounds()
+        if rounds == self._rounds or self.is_done:
+            return
+        self._rounds = rounds
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.time_ns()
+        if self._profiler is not None:
+            self._ends.append(now)
+            if len(self._ends) > self._wanted:
+                self._finish(self._profiler)
+        elif self._last_ns and len(self._plain) < self._plain_wanted:
+            self._plain.append((now - self._last_ns) / 1e9)
+        if self._profiler is None and len(self._plain) >= self._plain_wanted:
+            self._start()
+        self._last_ns = time.time_ns()
+
+    def _start(self) -> None:
+        if self.is_done:
+            return
+        if is_profiling():  # A second one would take the first one's place.
+            self._stop("the training runs a profiler of torch's itself, which knows the buckets")
+            return
+        self._profiler = new_profiler()
+        self._profiler.start()
+
+    def _finish(self, profiler: profile) -> None:
+        profiler.stop()
+        self._profiler = None
+        backwards.after = None
+        begin, ends = self._ends[0], self._ends[1:]
+        host_computes = not torch.cuda.is_available()
+        whole = read_profile(profiler, begin, ends[-1], host_computes=host_computes)
+        mine = RankSteps(
+            dist.get_rank(),
+            f"{socket.gethostname()}, process {os.getpid()}",
+            begin / 1e9,
+            0.0,
+            tuple((end - begin) / 1e9 for end in ends),
+            whole.spans,
+        )
+        # In the order of the ranks; each by the clock of rank 0.
+        ranks, missing = Gathering(mine).run() if self._gather else ((mine,), ())
+        plain = statistics.median(self._plain) if self._plain else 0.0
+        self.timeline = Timeline(ranks, named_buckets(), plain, missing)
+
+    def _stop(self, problem: str) -> None:
+        self.problem = problem
+        backwards.after = None
+        log.warning("No steps are recorded: %s", problem)
+
+
+def _rounds() -> int:
+    """How often a module's gradients have been completed."""
+    return sum(participant.rounds for participant in participants.values())
+
+
+class Recordings:
+    """The recording that was begun last."""
+
+    def __init__(self) -> None:
+        self.last: Recording | None = None
+
+    def reset(self) -> None:
+        self.last = None
+
+
+recordings: Final = process_state.keep(
+    Recordings(), "the steps that were recorded last", Lifetime.PROCESS, reset=Recordings.reset
+)
+
+
+def record_steps(steps: int = 3, *, plain_steps: int = 3, gather: bool = True) -> Recording:
+    """Record the next steps of this training, on all ranks, without a change to its loop.
+
+    Call it on every rank, at the same place of the program; :func:`fusion_passes.report` then says
+    when each bucket was on its way, and ``report().timeline`` can be drawn. Recording ends by
+    itself. Where it is not called, nothing is measured and nothing costs any time.
+
+    Args:
+        steps: how many are recorded with torch's profiler.
+        plain_steps: how many are timed before that, without it; the first one of all may compile,
+            and is not among them. Compare the two for what the profiler costs.
+        gather: whether rank 0 gets the steps of all ranks, over the store of the default process
+            group. Each rank waits for that, a minute at most.
+
+    Returns:
+        The recording; its ``timeline`` is ``None`` until it has ended.
+
+    Raises:
+        ValueError: a number is not positive, or a recording is on its way.
+    """
+    for name, value, least in (("steps", steps, 1), ("plain_steps", plain_steps, 0)):
+        if value < least:
+            raise ValueError(
+                f"{name} must be a whole number of at least {least}, but is {value!r}. Record at "
+                "least one step."
+            )
+    if recordings.last is not None and not recordings.last.is_done:
+        raise ValueError(
+            "record_steps can be called once the steps before are recorded, but they are still on "
+            "their way. Wait until the recording's timeline is there."
+        )
+    recordings.last = Recording(steps, plain_steps, gather)
+    backwards.after = recordings.last.after_backward
+    return recordings.last

@@ -1,0 +1,141 @@
+"""The report as tables in a terminal. Needs rich."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fusion_passes.reporting.document import BucketDocument, GraphDocument, Report
+from fusion_passes.reporting.table import SCALED, format_bytes
+
+MOST_ROWS: Final = 40
+"""Buckets of one graph that a terminal shows; the JSON has all."""
+
+MOST_NAMES: Final = 4
+"""Parameters of one bucket that a terminal shows."""
+
+_GRAPH_NAMES: Final = (
+    ("aot_autograd", "in the backward compiled with the forward"),
+    ("compiled_autograd", "in a graph that compiled autograd traced"),
+    ("none", "by hand, after the backward"),
+)
+
+
+LOG_WIDTH: Final = 120
+"""Columns where there is no terminal."""
+
+
+def console_for(file: TextIO) -> Console:
+    """A console that writes to a file: as wide as the terminal, if it is one."""
+    return Console(file=file, highlight=False, width=None if file.isatty() else LOG_WIDTH)
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the report: warnings first, advice last."""
+    for text in report.warnings:
+        console.print(Text.assemble(("warning ", "bold yellow"), text))
+    if not report.graphs:
+        console.print("ddp_fusion: no graph with gradient reductions was compiled.")
+    for graph in report.graphs:
+        console.print(_buckets(graph))
+        hidden = len(graph.buckets) - MOST_ROWS
+        if hidden > 0:
+            console.print(f"and {hidden} buckets more, which the JSON has")
+        for item in graph.left_alone:
+            console.print(Text(f"left alone: {item.collective}: {item.reason}"))
+    for line in (*_backwards(report), *_totals(report)):
+        console.print(Text(line))
+    if report.advice:
+        console.print(Text.assemble(("advice ", "bold green"), report.advice))
+
+
+def _buckets(graph: GraphDocument) -> Table:
+    source = "from the FX graph cache" if graph.from_cache else "compiled here"
+    times = f", {graph.compiled} times" if graph.compiled > 1 else ""
+    timed = any(bucket.times is not None for bucket in graph.buckets)
+    table = Table(
+        title=f"ddp_fusion {graph.mode}: {graph.collectives_before} collectives traced, "
+        f"{graph.collectives_after} launched a step ({source}{times}, plan {graph.digest})",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 2, 0, 0),
+    )
+    table.add_column("bucket", justify="right")
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("gradients", ratio=2, overflow="fold")
+    table.add_column("what was done", ratio=3, overflow="fold")
+    if timed:
+        table.add_column("sent, ms", justify="right", no_wrap=True)
+        table.add_column("exposed", justify="right", no_wrap=True)
+    for number, bucket in enumerate(graph.buckets[:MOST_ROWS]):
+        cells = [str(number), *_plan(bucket)]
+        if timed:
+            cells += _times(bucket)
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _plan(bucket: BucketDocument) -> Iterator[str]:
+    plan = bucket.plan
+    yield format_bytes(plan.num_bytes)
+    names = ", ".join(plan.parameters[:MOST_NAMES])
+    more = len(plan.parameters) - MOST_NAMES
+    yield f"{len(plan.parameters)}: {names}" + (f" and {more} more" if more > 0 else "")
+    sent = "" if plan.sent_bytes == plan.num_bytes else f" sent as {format_bytes(plan.sent_bytes)}"
+    how = [f"{plan.dtype}{sent}, {SCALED[plan.scaling]}"]
+    if plan.copied:
+        reasons = dict.fromkeys(reason for _, reason in plan.copied)
+        how.append(f"{len(plan.copied)} copied: {'; '.join(reasons)}")
+    else:
+        how.append("stored without a copy")
+    if plan.launched:
+        how.append(f"launched {plan.launched}")
+    if plan.waited:
+        how.append(f"waited for {plan.waited}")
+    yield "\n".join([*how, *([plan.note] if plan.note else [])])
+
+
+def _times(bucket: BucketDocument) -> Iterator[str]:
+    times = bucket.times
+    if times is None:
+        yield from ("", "")
+    else:
+        yield f"{times.started_s * 1e3:.1f} to {times.ended_s * 1e3:.1f}"
+        yield f"{times.exposed_s * 1e3:.1f}"
+
+
+def _backwards(report: Report) -> Iterator[str]:
+    words = dict(_GRAPH_NAMES)
+    for item in report.backwards:
+        because = f", because {item.because}" if item.because else ""
+        modules = ", ".join(item.modules)
+        yield f"{item.count} backwards of {modules}: reduced {words[item.reduced_in]}{because}"
+
+
+def _totals(report: Report) -> Iterator[str]:
+    totals = report.totals
+    if totals.steps is not None:
+        steps = totals.steps
+        overlap = f"{totals.overlap:.0%} of it hidden, " if totals.overlap is not None else ""
+        plain = f", {totals.plain_step_s * 1e3:.1f} ms without" if totals.plain_step_s else ""
+        yield (
+            f"a step: {steps.step_s * 1e3:.1f} ms under the profiler{plain}; network busy for "
+            f"{steps.network_s * 1e3:.1f} ms, {overlap}{steps.exposed_s * 1e3:.1f} ms "
+            f"({steps.exposed_s / steps.step_s:.1%} of the step) exposed"
+        )
+    of = "allocated on the GPU" if totals.peak_memory_of == "cuda" else "of the process"
+    yield (
+        f"{format_bytes(totals.num_bytes)} of gradients, {format_bytes(totals.sent_bytes)} sent, "
+        f"{totals.copied_gradients} gradients copied; peak memory {of}: "
+        f"{format_bytes(totals.peak_memory_bytes)}"
+    )
+    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in totals.startup_s.items())
+    first = totals.first_backward_s
+    until = f"first backward after {first:.1f} s; " if first is not None else ""
+    yield f"start: {until}seconds of compiling: {phases}"

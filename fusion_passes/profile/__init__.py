@@ -1,0 +1,1 @@
+"""What collectives and compute cost on this machine and network: tables, and how they are found."""

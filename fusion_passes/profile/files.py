@@ -1,0 +1,86 @@
+"""Profiles on disk: one file for each place, always whole."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from fusion_passes.profile.records import Place, Profile
+
+log = logging.getLogger(__name__)
+
+DIRECTORY_VARIABLE: Final = "FUSION_PASSES_PROFILE_DIR"
+"""Names the directory of profiles; by default ``fusion_passes`` in the user's cache directory."""
+
+
+def directory() -> Path:
+    """Where profiles are kept."""
+    given = os.environ.get(DIRECTORY_VARIABLE)
+    if given:
+        return Path(given)
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "fusion_passes"
+
+
+def path_of(place: Place) -> Path:
+    """The file of a place's profile."""
+    return directory() / f"{place.digest()}.json"
+
+
+def load(place: Place) -> Profile | None:
+    """The profile of a place; ``None`` where there is none that can be used: it is missing, not
+    whole, or of another place. The log says which."""
+    path = path_of(place)
+    try:
+        profile = Profile.from_json(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.warning("The profile %s cannot be used, and is measured anew: %s", path, error)
+        return None
+    if profile.place != place:
+        log.warning("The profile %s is one of %s, and is measured anew", path, profile.place)
+        return None
+    return profile
+
+
+def store(profile: Profile) -> Path | None:
+    """Write a profile.
+
+    Returns:
+        The file; ``None`` if it cannot be written, which the log says.
+    """
+    path = path_of(profile.place)
+    try:
+        write_whole(path, profile.to_json())
+    except OSError as error:
+        log.warning(
+            "The profile cannot be kept in %s, so each start measures again: %s. Set %s to a "
+            "directory that can be written.",
+            path.parent,
+            error,
+            DIRECTORY_VARIABLE,
+        )
+        return None
+    return path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that others may read or write at the same time, on other hosts too: it appears
+    whole, or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        Path(name).replace(path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise

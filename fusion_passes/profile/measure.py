@@ -1,0 +1,132 @@
+"""Measures what collectives and compute cost. All ranks of a group call this together."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from fusion_passes.profile.records import Kind, Place, Profile, Rates
+from fusion_passes.profile.tables import CostTable, table_sizes
+from fusion_passes.torch_private import ProcessGroup
+
+SECONDS: Final = 3.0
+"""For all tables together. Where the network is slow, the largest sizes are left out."""
+
+LARGEST_BYTES: Final = 64 * 2**20
+"""Beyond this, a collective costs by its bytes."""
+
+ROUNDS: Final = 5
+
+_PRODUCT: Final = 768
+"""Rows and columns of the matrices that are multiplied: a layer of a small transformer."""
+_COPIED_BYTES: Final = 16 * 2**20
+
+
+def _operation(kind: Kind) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.AVG if kind.reduce_op == "avg" else dist.ReduceOp.SUM
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that measure, seen from one of them.
+
+    Attributes:
+        group: their process group.
+        device: on which the gradients are.
+        timeout: of each collective: where a rank fails alone, the others need not wait for long.
+    """
+
+    group: ProcessGroup
+    device: torch.device
+    timeout: timedelta
+
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        """For each value the greatest of all ranks, which is the same number on all."""
+        # float64 where the device has it, which all have that DDP runs on.
+        values = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        self.reduce(values, dist.ReduceOp.MAX)
+        return [float(value) for value in values.tolist()]
+
+    def times(self, run: Callable[[], object], rounds: int = ROUNDS) -> list[float]:
+        """Seconds of some rounds, of the slowest rank of each; one more runs before them."""
+        run()
+        measured = []
+        for _ in range(rounds):
+            self._meet()
+            begin = time.perf_counter()
+            run()
+            self._finish()
+            measured.append(time.perf_counter() - begin)
+        return self.slowest(measured)
+
+    def reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+        """Reduce a tensor in place, and wait.
+
+        Raises:
+            RuntimeError: a rank has not come in time, or the backend says why it cannot be done.
+        """
+        work = dist.all_reduce(tensor, operation, self.group, async_op=True)
+        work.wait(self.timeout)
+
+    def _meet(self) -> None:
+        self.reduce(torch.zeros(1, device=self.device), dist.ReduceOp.SUM)
+        self._finish()
+
+    def _finish(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+def measure(ranks: Ranks, place: Place, kinds: Sequence[Kind], seconds: float = SECONDS) -> Profile:
+    """Measure a profile; the same on all ranks, to the last nanosecond.
+
+    Args:
+        ranks: all of a process group; each must call this.
+        place: where they are.
+        kinds: of collectives, in the same order on all ranks; at least one.
+        seconds: at most, for all tables together, if a single collective of 1 KiB is fast.
+    """
+    share = seconds / len(kinds)
+    tables = tuple((kind, _table(ranks, kind, share)) for kind in kinds)
+    dtypes = sorted({kind.dtype for kind in kinds})
+    flops = []
+    for name in dtypes:
+        factor = torch.ones(_PRODUCT, _PRODUCT, dtype=getattr(torch, name), device=ranks.device)
+        elapsed = statistics.median(ranks.times(lambda f=factor: f @ f))  # type: ignore[misc]
+        flops.append((name, _rate(2 * _PRODUCT**3, elapsed)))
+    source = torch.ones(_COPIED_BYTES // 4, device=ranks.device)
+    target = torch.empty_like(source)
+    copying = statistics.median(ranks.times(lambda: target.copy_(source)))
+    small = torch.ones(16, device=ranks.device)
+    starting = statistics.median(ranks.times(lambda: small.add_(1)))
+    rates = Rates(tuple(flops), _rate(2 * _COPIED_BYTES, copying), round(starting * 1e9))
+    return Profile(place, tables, rates)
+
+
+def _rate(amount: int, seconds: float) -> int:
+    return max(round(amount / max(seconds, 1e-9)), 1)
+
+
+def _table(ranks: Ranks, kind: Kind, seconds: float) -> CostTable:
+    """The costs of one kind of collective, sizes growing until the time is over."""
+    dtype: torch.dtype = getattr(torch, kind.dtype)
+    sizes, medians, spent = [], [], 0.0
+    for size in table_sizes(2 * LARGEST_BYTES):
+        buffer = torch.zeros(size // dtype.itemsize, dtype=dtype, device=ranks.device)
+        times = ranks.times(
+            lambda b=buffer: ranks.reduce(b, _operation(kind))  # type: ignore[misc]
+        )
+        sizes.append(size)
+        medians.append(statistics.median(times))
+        # The same numbers on all ranks, which so stop together. The next size takes twice as long.
+        spent += sum(times) * (ROUNDS + 1) / ROUNDS
+        if spent + 2 * (ROUNDS + 1) * medians[-1] > seconds:
+            break
+    return CostTable.of(sizes, medians)

@@ -1,0 +1,167 @@
+"""A profile: what was measured where, as plain values that JSON keeps and ranks compare."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from fusion_passes.profile.tables import CostTable
+
+FORMAT: Final = 1
+"""Of the file. Another one is measured anew."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a profile holds: with anything else of this, collectives cost something else.
+
+    Attributes:
+        world_size: ranks of the process group.
+        hosts: of these ranks, sorted; each once.
+        backend: of the process group for the device: ``"gloo"``.
+        device: ``"cpu"``, or the card's name; of several, each once.
+        interfaces: what the environment says about the network's interfaces; the same of these.
+        torch: its version.
+    """
+
+    world_size: int
+    hosts: tuple[str, ...]
+    backend: str
+    device: str
+    interfaces: str
+    torch: str
+
+    def digest(self) -> str:
+        """Equal for equal places; 16 hexadecimal digits."""
+        return _digest(json.dumps(asdict(self), sort_keys=True))
+
+    def __str__(self) -> str:
+        hosts = self.hosts[0] if len(self.hosts) == 1 else f"{len(self.hosts)} hosts"
+        return f"{self.world_size} ranks on {hosts}, {self.backend} on {self.device}"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of collective.
+
+    Attributes:
+        dtype: in which gradients are sent, without ``torch.``.
+        reduce_op: ``"sum"`` or ``"avg"``.
+        mode: ``"concat"`` or ``"coalesced"``.
+    """
+
+    dtype: str
+    reduce_op: str
+    mode: str = "concat"
+
+    def __str__(self) -> str:
+        return f"{self.reduce_op} of {self.dtype}, {self.mode}"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a rank computes, while the others compute too; the slowest rank's.
+
+    Attributes:
+        flops: operations a second of matrix products, by dtype without ``torch.``.
+        bytes_per_s: that generated kernels read and write.
+        kernel_ns: of any kernel, at least.
+    """
+
+    flops: tuple[tuple[str, int], ...]
+    bytes_per_s: int
+    kernel_ns: int
+
+    def flops_of(self, dtype: str) -> int:
+        """Operations a second in a dtype; in the first one that was measured, if not in this."""
+        return dict(self.flops).get(dtype, self.flops[0][1])
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What collectives and compute cost in a place.
+
+    Attributes:
+        place: where.
+        tables: by kind of collective.
+        rates: of compute.
+    """
+
+    place: Place
+    tables: tuple[tuple[Kind, CostTable], ...]
+    rates: Rates
+
+    def __post_init__(self) -> None:
+        # Equal profiles have equal texts.
+        tables = tuple(sorted(self.tables, key=lambda item: str(item[0])))
+        object.__setattr__(self, "tables", tables)
+
+    def table(self, kind: Kind) -> CostTable:
+        """The costs of a kind of collective; where it was not measured, of the next one that was:
+        with another operation, else in another dtype."""
+        tables = dict(self.tables)
+        if kind in tables:
+            return tables[kind]
+
+        def distance(item: Kind) -> tuple[bool, bool, bool, str]:
+            others = item.mode != kind.mode, item.dtype != kind.dtype
+            return (*others, item.reduce_op != kind.reduce_op, str(item))
+
+        return tables[min(tables, key=distance)]
+
+    def missing(self, kinds: Iterable[Kind]) -> tuple[Kind, ...]:
+        """Those of some kinds that were not measured, sorted."""
+        measured = {kind for kind, _ in self.tables}
+        return tuple(sorted(set(kinds) - measured, key=str))
+
+    def with_tables_of(self, other: Profile) -> Profile:
+        """This profile with what another one of the place has measured beside it."""
+        tables = dict(other.tables) | dict(self.tables)
+        flops = dict(other.rates.flops) | dict(self.rates.flops)
+        rates = replace(self.rates, flops=tuple(sorted(flops.items())))
+        return replace(self, tables=tuple(tables.items()), rates=rates)
+
+    def digest(self) -> str:
+        """Equal for equal profiles; 16 hexadecimal digits."""
+        return _digest(self.to_json())
+
+    def to_json(self) -> str:
+        """The profile as text; :meth:`from_json` reads it."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """The profile that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: the text is none, or not whole, or of another format; it says what is wrong.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            if data["format"] != FORMAT:
+                raise ValueError(f"its format is {data['format']}, not {FORMAT}")
+            place = {**data["place"], "hosts": tuple(data["place"]["hosts"])}
+            tables = [
+                (
+                    Kind(**kind),
+                    CostTable(
+                        tuple(table["num_bytes"]), tuple(table["times_ns"]), table["tensor_ns"]
+                    ),
+                )
+                for kind, table in data["tables"]
+            ]
+            flops = tuple((str(name), int(value)) for name, value in data["rates"]["flops"])
+            rates = Rates(**{**data["rates"], "flops": flops})
+            profile = Profile(Place(**place), tuple(tables), rates)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"it is no profile: {type(error).__name__} {error}") from error
+        if not tables or not flops or min(rates.bytes_per_s, *(value for _, value in flops)) <= 0:
+            raise ValueError("it has no table, or a rate that is not greater than 0")
+        return profile
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,73 @@
+"""Which graph has reduced the gradients of the backwards of this process, and why that one."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias
+
+from fusion_passes.state import Lifetime, process_state
+
+ReducedIn: TypeAlias = Literal["aot_autograd", "compiled_autograd", "none"]
+
+
+@dataclass(frozen=True)
+class BackwardReport:
+    """Backwards whose gradients were reduced in the same way.
+
+    Attributes:
+        modules: the DDP modules, by number of construction on their group and by class.
+        reduced_in: ``"aot_autograd"``: the backward that was compiled with the forward;
+            ``"compiled_autograd"``: a graph that compiled autograd has traced from the whole
+            backward; ``"none"``: no graph, but by hand when the backward had ended.
+        because: why not in the first of these; empty for that one.
+        count: how many there were.
+    """
+
+    modules: tuple[str, ...]
+    reduced_in: ReducedIn
+    because: str
+    count: int
+
+
+@dataclass
+class Backwards:
+    """What is known of the backwards that were to be averaged.
+
+    Attributes:
+        after: called after each backward. ``None`` if nobody wants to know.
+        first_ended_s: when the first one that reduced gradients had ended, as of
+            ``time.monotonic()``.
+    """
+
+    after: Callable[[], None] | None = None
+    first_ended_s: float | None = None
+    _counts: Counter[tuple[tuple[str, ...], ReducedIn, str]] = field(default_factory=Counter)
+
+    def note(self, modules: tuple[str, ...], reduced_in: ReducedIn, because: str = "") -> None:
+        """Note a backward; see :class:`BackwardReport`."""
+        self._counts[modules, reduced_in, because] += 1
+
+    def ended(self) -> None:
+        """A backward has ended, and what it was to average is averaged."""
+        if self.first_ended_s is None and self._counts:
+            self.first_ended_s = time.monotonic()
+        if self.after is not None:
+            self.after()
+
+    def reports(self) -> tuple[BackwardReport, ...]:
+        """In the order in which the first of each kind ran."""
+        return tuple(BackwardReport(*key, count) for key, count in self._counts.items())
+
+    def reset(self) -> None:
+        vars(self).update(vars(Backwards()))
+
+
+backwards: Final = process_state.keep(
+    Backwards(),
+    "how many backwards each kind of graph has reduced, and who is called after one",
+    Lifetime.PROCESS,
+    reset=Backwards.reset,
+)

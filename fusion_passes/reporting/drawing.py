@@ -1,0 +1,139 @@
+"""Writes a timeline as a page, a picture or a trace."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from fusion_passes.reporting.spans import LANES, Span
+from fusion_passes.reporting.timeline import RankSteps, Timeline
+from fusion_passes.reporting.trace import EXPOSED, chrome_trace, exposed_spans
+
+COLORS: Final = (
+    ("compute", "#2e7d32"),
+    ("launch", "#1f6fb4"),
+    ("wait", "#c0392b"),
+    ("network", "#b8860b"),
+    ("exposed", "#d81b60"),
+)
+
+_DATA: Final = "/*TIMELINE*/null"
+"""Where the page has its data."""
+
+
+def write_timeline(timeline: Timeline, path: str | Path) -> None:
+    """Write a timeline in the form that a file's name asks for: ``.html``, a page that shows it in
+    any browser, one file that loads nothing; ``.json``, a trace for https://ui.perfetto.dev;
+    ``.png``, a picture of the last step.
+
+    Raises:
+        ModuleNotFoundError: a picture needs matplotlib: ``pip install fusion_passes[explain]``.
+        ValueError: the name ends with something else.
+    """
+    path = Path(path)
+    if path.suffix not in FORMS:
+        raise ValueError(
+            f"path must end with one of {', '.join(FORMS)}, but is {str(path)!r}. Its end says "
+            "what is written: a page, a trace for Perfetto, or a picture."
+        )
+    FORMS[path.suffix](timeline, path)
+
+
+def _write_page(timeline: Timeline, path: Path) -> None:
+    template = (resources.files("fusion_passes.reporting") / "timeline.html").read_text("utf-8")
+    # Text of the user's stands in it: nothing in it may end the script.
+    data = json.dumps(_page_data(timeline), separators=(",", ":")).replace("</", "<\\/")
+    path.write_text(template.replace(_DATA, data, 1), encoding="utf-8")
+
+
+def _write_trace(timeline: Timeline, path: Path) -> None:
+    path.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
+
+
+def _write_picture(timeline: Timeline, path: Path) -> None:
+    # Without a display, and without a window's state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 0.28 * (len(LANES) + 1) * len(timeline.ranks) + 0.9))
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    names: list[str] = []
+    colors = dict(COLORS)
+    windows = [(item, (0.0, *item.ends_s)[-2], item.ends_s[-1]) for item in timeline.ranks]
+    first = min(item.start_s + begin for item, begin, _ in windows)
+    last = max(item.start_s + end for item, _, end in windows)
+    for item, begin, end in windows:
+        for track, spans in _tracks(item).items():
+            bars = [
+                ((item.start_s + s.start_s - first) * 1e3, (s.end_s - s.start_s) * 1e3)
+                for s in spans
+                if s.end_s > begin and s.start_s < end
+            ]
+            place = (len(names) - 0.4, 0.8)
+            axes.broken_barh(bars, place, color=colors[track], edgecolor="white", linewidth=0.3)
+            names.append(f"rank {item.rank}, {track}")
+    axes.set_xlim(0, (last - first) * 1e3)
+    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel(
+        "ms from the start of the last recorded step, by the clock of rank 0", fontsize=8
+    )
+    axes.tick_params(axis="x", labelsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+FORMS: Final = MappingProxyType(
+    {".html": _write_page, ".json": _write_trace, ".png": _write_picture}
+)
+"""What writes a file, by the end of its name."""
+
+
+def _tracks(item: RankSteps) -> dict[str, list[Span]]:
+    """What a rank did, by lane, and what of it was exposed."""
+    tracks: dict[str, list[Span]] = {lane: [] for lane in LANES}
+    for span in item.spans:
+        tracks[span.lane].append(span)
+    return tracks | {EXPOSED: [span for _, span in exposed_spans(item)]}
+
+
+def _page_data(timeline: Timeline) -> dict[str, Any]:
+    """What the page's script reads: times in microseconds, names by number."""
+    names: dict[str, int] = {}
+
+    def rows(spans: Any, offset_s: float) -> list[list[float]]:
+        return [
+            [
+                round((offset_s + s.start_s) * 1e6, 1),
+                round((s.end_s - s.start_s) * 1e6, 1),
+                names.setdefault(s.name, len(names)),
+            ]
+            for s in sorted(spans, key=lambda span: span.start_s)
+        ]
+
+    ranks = []
+    for item in timeline.ranks:
+        lanes = {track: rows(spans, item.start_s) for track, spans in _tracks(item).items()}
+        ranks.append(
+            {
+                "rank": item.rank,
+                "place": item.place,
+                "clockErrorUs": round(item.clock_error_s * 1e6, 1),
+                "startUs": round(item.start_s * 1e6, 1),
+                "endsUs": [round((item.start_s + end) * 1e6, 1) for end in item.ends_s],
+                "lanes": lanes,
+                "times": vars(item.times()),
+            }
+        )
+    return {
+        "ranks": ranks,
+        "names": list(names),
+        "parameters": {name: list(items) for name, items in timeline.buckets.items()},
+        "plainStepS": timeline.plain_step_s,
+        "missing": list(timeline.missing),
+        "colors": dict(COLORS),
+    }

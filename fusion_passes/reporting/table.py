@@ -1,0 +1,89 @@
+"""A report as a table for a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from types import MappingProxyType
+from typing import Final
+
+from fusion_passes.reporting.records import BucketReport, FusionReport
+
+SCALED: Final = MappingProxyType(
+    {
+        "none": "not scaled",
+        "collective": "averaged by the collective",
+        "hook": "given to its communication hook",
+        "store": "scaled where stored",
+        "bucket": "scaled in the bucket",
+        "result": "scaled after the wait",
+    }
+)
+
+
+def format_report(report: FusionReport, *, width: int = 100) -> str:
+    """The report as plain text.
+
+    Args:
+        report: what was done to one graph.
+        width: columns of the terminal; longer lists of names are folded.
+    """
+    source = "from the FX graph cache" if report.from_cache else "compiled here"
+    title = (
+        f"ddp_fusion {report.mode}: {report.collectives_before} collectives traced, "
+        f"{report.collectives_after} launched a step ({source}, plan {report.digest})"
+    )
+    lines = [title]
+    for sentence in report.decision:
+        lines += _hang("buckets: ", sentence, width)
+    if report.buckets:
+        lines.append(f"{'bucket':>6}  {'size':>9}  {'cap':>9}  {'gradients':>9}  what")
+    for index, bucket in enumerate(report.buckets):
+        cap = format_bytes(bucket.cap_bytes) if bucket.cap_bytes else "none"
+        head = (
+            f"{index:>6}  {format_bytes(bucket.num_bytes):>9}  {cap:>9}"
+            f"  {len(bucket.parameters):>9}  "
+        )
+        lines += _hang(head, _contents(bucket), width)
+        for names, reason in _copies(bucket):
+            lines += _hang(" " * len(head), f"copied: {names}: {reason}", width)
+        if bucket.overlapped < bucket.following:
+            lines += _hang(" " * len(head), f"waited for {bucket.waited}", width)
+        if bucket.note:
+            lines += _hang(" " * len(head), bucket.note, width)
+    for rejection in report.rejections:
+        lines += _hang("left alone: ", f"{rejection.collective}: {rejection.reason}", width)
+    return "\n".join(lines)
+
+
+def format_bytes(count: int) -> str:
+    """``512 B``, ``1.5 KiB``, ``25.0 MiB``, ``1.0 GiB``."""
+    if count < 1024:
+        return f"{count} B"
+    value = float(count)
+    for unit in ("KiB", "MiB"):
+        value /= 1024
+        if value < 1024:
+            return f"{value:.1f} {unit}"
+    return f"{value / 1024:.1f} GiB"
+
+
+def _contents(bucket: BucketReport) -> str:
+    sent = ""
+    if bucket.sent_bytes != bucket.num_bytes:
+        sent = f" sent as {format_bytes(bucket.sent_bytes)}"
+    where = f"{bucket.dtype}{sent}, {SCALED[bucket.scaling]}, {bucket.module}"
+    return f"{where}, group {bucket.group}: {', '.join(bucket.parameters)}"
+
+
+def _copies(bucket: BucketReport) -> list[tuple[str, str]]:
+    """The gradients that are copied, by reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in bucket.copied:
+        names.setdefault(reason, []).append(name)
+    return [(", ".join(group), reason) for reason, group in names.items()]
+
+
+def _hang(head: str, text: str, width: int) -> list[str]:
+    room = max(width - len(head), 20)
+    first, *rest = textwrap.wrap(text, room, break_long_words=False) or [""]
+    return [head + first, *(" " * len(head) + line for line in rest)]

@@ -1,0 +1,197 @@
+"""Steps of all ranks as they ran, and what they say of each bucket."""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fusion_passes.reporting.spans import RankTimeline, Span, without
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """When a bucket was on its way: medians over the recorded steps, in seconds from the start of a
+    step.
+
+    Attributes:
+        launched_s: its launch begins.
+        started_s: the network begins with it.
+        ended_s: the network is done with it.
+        waited_s: the wait for it begins; ``None`` where no wait was seen.
+        resumed_s: the rank goes on after that wait; on a GPU, the host does.
+        exposed_s: seconds in which the network is busy with it and the rank does not compute. What
+            several buckets are to blame for is the first one's: they sum up to the exposed time.
+    """
+
+    launched_s: float
+    started_s: float
+    ended_s: float
+    waited_s: float | None
+    resumed_s: float | None
+    exposed_s: float
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Where the time of a step goes: medians over the recorded steps, in seconds.
+
+    Attributes:
+        step_s: of the step, with the profiler's own time.
+        compute_s: the rank computes.
+        network_s: the network is busy.
+        hidden_s: both.
+        exposed_s: the network is busy and the rank does not compute.
+    """
+
+    step_s: float
+    compute_s: float
+    network_s: float
+    hidden_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """What one rank did in some steps, one after the other. A step ends where a backward has ended
+    that has completed the gradients of a module, and so begins with the optimizer's step.
+
+    Attributes:
+        rank: its number.
+        place: host and process.
+        start_s: when the first step began, in seconds since it did on rank 0.
+        clock_error_s: how far that may be off at most.
+        ends_s: when each step ended, in seconds since the first began.
+        spans: what it did, in seconds since the first step began.
+    """
+
+    rank: int
+    place: str
+    start_s: float
+    clock_error_s: float
+    ends_s: tuple[float, ...]
+    spans: tuple[Span, ...]
+
+    def steps(self) -> Iterator[RankTimeline]:
+        """Each step by itself, from 0 on. What goes on at its ends is cut off there."""
+        for begin, end in zip((0.0, *self.ends_s), self.ends_s, strict=False):
+            inside = (span for span in self.spans if span.start_s < end and span.end_s > begin)
+            cut = tuple(
+                Span(s.lane, s.name, max(s.start_s, begin) - begin, min(s.end_s, end) - begin)
+                for s in inside
+            )
+            yield RankTimeline(end - begin, cut)
+
+    def times(self) -> StepTimes:
+        """Where the time goes."""
+        rows = [
+            (step.seconds, step.busy_s("compute"), step.busy_s("network"), step.hidden_s())
+            for step in self.steps()
+        ]
+        columns = (*zip(*rows, strict=True), [network - hidden for _, _, network, hidden in rows])
+        return StepTimes(*map(statistics.median, columns))
+
+    def bucket_times(self, names: Iterable[str]) -> dict[str, BucketTimes]:
+        """The times of those of these buckets that were sent in some step, in the order of their
+        launches."""
+        wanted = frozenset(names)
+        seen: dict[str, list[BucketTimes]] = {}
+        for step in self.steps():
+            for name, times in _buckets_of(step, wanted):
+                seen.setdefault(name, []).append(times)
+        found = {name: _median(times) for name, times in seen.items()}
+        return dict(sorted(found.items(), key=lambda item: item[1].launched_s))
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Some steps of all ranks, by one clock.
+
+    Attributes:
+        ranks: by number; ranks that have not answered are missing.
+        buckets: the parameters of each bucket, by its name.
+        plain_step_s: seconds of a step before the recording, without a profiler.
+        missing: numbers of the ranks that have not answered.
+    """
+
+    ranks: tuple[RankSteps, ...]
+    buckets: Mapping[str, tuple[str, ...]]
+    plain_step_s: float
+    missing: tuple[int, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Timeline:
+        """The timeline of these plain values."""
+        return Timeline(
+            tuple(map(rank_from_json, data["ranks"])),
+            {name: tuple(parameters) for name, parameters in data["buckets"].items()},
+            data["plain_step_s"],
+            tuple(data["missing"]),
+        )
+
+
+def rank_from_json(data: Mapping[str, Any]) -> RankSteps:
+    """The steps of a rank out of plain values."""
+    spans = tuple(Span(**span) for span in data["spans"])
+    return RankSteps(**{**data, "ends_s": tuple(data["ends_s"]), "spans": spans})
+
+
+def exposed_of(step: RankTimeline) -> list[tuple[Span, list[tuple[float, float]]]]:
+    """What is on the network in a step, in order, each with the times in which it is there, nothing
+    that began before it is, and the rank does not compute."""
+    sent = sorted((s for s in step.spans if s.lane == "network"), key=lambda span: span.start_s)
+    computing = [(span.start_s, span.end_s) for span in step.spans if span.lane == "compute"]
+    begun = 0.0
+    parts = []
+    for span in sent:
+        parts.append((max(span.start_s, begun), max(span.end_s, begun)))
+        begun = max(begun, span.end_s)
+    starts = [start for start, _ in parts]
+    found: list[tuple[Span, list[tuple[float, float]]]] = [(span, []) for span in sent]
+    for low, high in without(parts, computing):
+        at = max(bisect.bisect_right(starts, low) - 1, 0)
+        while at < len(parts) and starts[at] < high:  # The times of several can touch.
+            begin, end = max(low, starts[at]), min(high, parts[at][1])
+            if begin < end:
+                found[at][1].append((begin, end))
+            at += 1
+    return found
+
+
+def _buckets_of(step: RankTimeline, wanted: frozenset[str]) -> Iterator[tuple[str, BucketTimes]]:
+    launched: dict[str, float] = {}
+    waited: dict[str, tuple[float, float]] = {}
+    for span in step.spans:
+        if span.lane == "launch":
+            launched.setdefault(span.name, span.start_s)
+        elif span.lane == "wait":  # A coalesced bucket has a wait for each gradient.
+            first, _ = waited.get(span.name, (span.start_s, 0.0))
+            waited[span.name] = first, span.end_s
+    for span, exposed in exposed_of(step):
+        if span.name in wanted:
+            since, until = waited.get(span.name, (None, None))
+            yield (
+                span.name,
+                BucketTimes(
+                    launched.get(span.name, span.start_s),
+                    span.start_s,
+                    span.end_s,
+                    since,
+                    until,
+                    sum(end - start for start, end in exposed),
+                ),
+            )
+
+
+def _median(times: Sequence[BucketTimes]) -> BucketTimes:
+    def middle(name: str) -> Any:
+        known = [value for item in times if (value := getattr(item, name)) is not None]
+        return statistics.median(known) if known else None
+
+    return BucketTimes(**{name: middle(name) for name in BucketTimes.__dataclass_fields__})

@@ -1,0 +1,86 @@
+"""Process groups that stand for another one under a name, and do its all-reduces otherwise: how a
+communication hook takes the place of a collective in a compiled graph. Checked on torch 2.11.0,
+2.13.0 and 2.15.0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# What a work's future is: torch.futures.Future, the public one, is derived from it.
+from torch._C import Future
+
+# What a process group gives back for a collective; it has no public name.
+from torch._C._distributed_c10d import Work
+
+from fusion_passes.torch_private import ProcessGroup
+
+AnyFuture: TypeAlias = Future
+"""The class of all futures of torch."""
+
+Launch: TypeAlias = Callable[[Sequence[Tensor]], Callable[[], None]]
+"""Starts what becomes of some tensors, and returns what waits for it: when that has returned, the
+tensors hold the results. It can be called several times."""
+
+
+def seen_by_autograd() -> Any:
+    """A context in which tensors count what is written to them, as where no graph runs: a compiled
+    graph can run where they do not."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.ADInplaceOrView, torch._C.DispatchKey.AutogradOther):
+        excluded = excluded.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    return torch._C._ForceDispatchKeyGuard(included, excluded)
+
+
+class StandInGroup(dist.ProcessGroup):
+    """A process group in the place of another one. Operators find a group by its name: where one of
+    the group's names stands for this object, what is launched under that name comes here.
+
+    What is no all-reduce (a forward broadcasts buffers under the same name) is done by the group.
+
+    Args:
+        group: for which it stands; ``named_group`` afterwards.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
+        self.named_group: ProcessGroup = getattr(group, "named_group", group)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
+        return self.named_group.broadcast(tensors, opts)
+
+
+class HookedGroup(StandInGroup):
+    """A process group whose all-reduces are calls of a function.
+
+    Args:
+        group: for which it stands.
+        launch: is given the tensors of each all-reduce, whatever its operation.
+    """
+
+    def __init__(self, group: ProcessGroup, launch: Launch) -> None:
+        super().__init__(group)
+        self._launch = launch
+
+    def allreduce(self, tensors: Any, _: Any = None) -> Work:  # type: ignore[override]
+        return _Launched(self._launch(tensors))
+
+    def allreduce_coalesced(self, tensors: Any, _: Any = None) -> Work:
+        return _Launched(self._launch(tensors))
+
+
+class _Launched(Work):
+    """What was launched, and can be waited for."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self._wait = wait
+
+    def wait(self, *_: Any) -> bool:
+        self._wait()
+        return True

@@ -1,0 +1,281 @@
+"""Generates a graph's code for an H100 on a machine without a GPU, and compiles its kernels.
+
+Inductor asks torch and Triton about the card; stand-ins answer. What they have answered stays in
+caches all over torch, so all of this happens in a process of its own::
+
+    with CardCompiler() as compiler:
+        generated = compiler.generate(backward, [tensor(64, 32), tensor(32)])
+        print(generated.code)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Final
+from unittest import mock
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fusion_passes.config import FusionConfig
+from fusion_passes.lowering.pack import register_lowerings
+from fusion_passes.passes.pipeline import run_pipeline
+from fusion_passes.reductions.owners import Owner
+from fusion_passes.torch_private import FakeTensorMode
+from testing.cuda_calls import read_kernels
+from testing.fake_world import fake_world
+from testing.graphs import TensorSpec, caps
+
+WORLD_SIZE: Final = 4
+BACKEND_OF: Final = {"cards": "nccl", "hosts": "gloo"}
+"""Over what a DDP module reduces; each is named after its process group here."""
+
+_H100: Final = SimpleNamespace(
+    name="NVIDIA H100",
+    major=9,
+    minor=0,
+    total_memory=80 << 30,
+    multi_processor_count=132,
+    regs_per_multiprocessor=64 << 10,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    warp_size=32,
+    shared_memory_per_block=48 << 10,
+    shared_memory_per_block_optin=227 << 10,
+    shared_memory_per_multiprocessor=228 << 10,
+    L2_cache_size=50 << 20,
+)
+
+
+def why_not() -> str | None:
+    """Why no code for a card can be generated here; ``None`` if it can."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA"
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "Triton is not installed"
+    return None
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What became of a graph.
+
+    Attributes:
+        code: the wrapper and its kernels, as Inductor writes them.
+        copies: for each bucket the reasons why gradients are copied into it, by number.
+        ptx: what each Triton kernel was compiled to, by name.
+    """
+
+    code: str
+    copies: tuple[Mapping[int, str], ...]
+    ptx: Mapping[str, str]
+
+
+class CardCompiler:
+    """The process in which the stand-ins answer.
+
+    It calls the functions that it is given, so each must be one of a module.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_hide_real_cards)
+
+    def __enter__(self) -> CardCompiler:
+        self._pool.submit(os.getpid).result()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+    def generate(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[TensorSpec],
+        *,
+        fused: bool = True,
+        fastest: str = "",
+        **settings: Any,
+    ) -> Generated:
+        """The code of a tensor function for an H100.
+
+        Args:
+            function: a backward that calls :func:`testing.graphs.reduce`.
+            inputs: for it, on the CPU; the graph is moved to the card once it is traced.
+            fused: whether the package's passes run on it.
+            fastest: part of the name of the kind of kernels that ``max_autotune`` is to find the
+                fastest: there is no card to measure them on.
+            settings: of ``torch._inductor.config``; a dot in a name is written as two underscores.
+        """
+        named = {name.replace("__", "."): value for name, value in settings.items()}
+        return self._pool.submit(_generate, function, inputs, fused, fastest, named).result()
+
+
+# --- In the process of its own -----------------------------------------------------------------
+
+
+def _hide_real_cards() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def _generate(
+    function: Callable[..., Any],
+    inputs: Sequence[TensorSpec],
+    fused: bool,
+    fastest: str,
+    settings: Mapping[str, Any],
+) -> Generated:
+    import torch._inductor.config as inductor_config
+
+    copies: list[Mapping[int, str]] = []
+    register_lowerings(lambda _, reasons: copies.append(dict(reasons)))
+    if fused:
+        settings = {"post_grad_custom_post_pass": _fuse, **settings}
+    # Nothing is launched, and choices of an earlier graph must not come back from a cache.
+    settings = {"use_static_triton_launcher": False, "autotune_local_cache": False, **settings}
+    with fake_world(WORLD_SIZE), inductor_config.patch(settings):
+        module, mode = _trace_on_card(function, inputs)
+        with _on_h100(), _autotuned(fastest):
+            code = _lower(module, mode)
+            ptx = {} if inductor_config.cpp_wrapper else _compile(read_kernels(code))
+    return Generated(code, tuple(copies), ptx)
+
+
+def _fuse(graph: fx.Graph) -> None:
+    run_pipeline(graph, FusionConfig(), _owner_of, caps())
+
+
+def _owner_of(group_name: str) -> Owner | None:
+    module, _, parameter = group_name.partition("#")
+    if module not in BACKEND_OF:
+        return None
+    return Owner(module, module, module.upper(), parameter, BACKEND_OF[module], WORLD_SIZE, 0)
+
+
+def _trace_on_card(
+    function: Callable[..., Any], inputs: Sequence[TensorSpec]
+) -> tuple[fx.GraphModule, FakeTensorMode]:
+    """The graph of a function on fake CUDA tensors. Autograd wants a stream of the card, so the
+    function is traced on the CPU, and its graph on the card."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    card = torch.device("cuda", 0)
+    with FakeTensorMode() as mode:
+        fake = [spec.fake() for spec in inputs]
+        module = make_fx(function)(*fake)
+        for node in module.graph.nodes:
+            if "device" in node.kwargs:
+                node.kwargs = {**node.kwargs, "device": card}
+        module.recompile()
+        moved = [
+            torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=card)
+            for value in fake
+        ]
+        module = make_fx(module, decomposition_table=select_decomp_table())(*moved)
+    module.graph.eliminate_dead_code()
+    return module, mode
+
+
+def _lower(module: fx.GraphModule, mode: FakeTensorMode) -> str:
+    """What Inductor makes of a graph, from its post-grad passes on."""
+    import torch._inductor.config as inductor_config
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    with V.set_fake_mode(mode), DebugContext():
+        view_to_reshape(module)
+        post_grad_passes(module, is_inference=False)
+        in_cpp = inductor_config.cpp_wrapper
+        graph = GraphLowering(module, example_inputs=inputs, cpp_wrapper=in_cpp)
+        with V.set_graph_handler(graph):
+            graph.run(*inputs)
+            wrapper, _ = graph.codegen()
+    return str(wrapper.value)
+
+
+def _compile(kernels: Mapping[str, str]) -> dict[str, str]:
+    """PTX of Triton kernels, each with the first of the configurations that Inductor would try;
+    ``triton.compile`` assembles it too."""
+    from torch._inductor.codecache import PyCodeCache
+
+    ptx = {}
+    for name, source in kernels.items():
+        autotuner = getattr(PyCodeCache.load(source), name)
+        compiled = autotuner._precompile_config(autotuner.configs[0])
+        ptx[name] = compiled.kernel.asm["ptx"]
+    return ptx
+
+
+# --- Stand-ins -----------------------------------------------------------------------------------
+
+
+class _Driver:
+    """Triton's driver of the card."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+@contextlib.contextmanager
+def _on_h100() -> Iterator[None]:
+    """Torch and Triton answer as if there were the card. What they keep of the answers stays."""
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor.runtime import triton_helpers
+    from triton.runtime.driver import driver
+
+    def properties(_: Any = None) -> Any:
+        return _H100
+
+    answers = [
+        (torch.cuda, {"is_available": lambda: True, "device_count": lambda: 1}),
+        (torch.cuda, {"current_device": lambda: 0, "get_device_properties": properties}),
+        (torch.cuda, {"get_device_capability": lambda _=None: (_H100.major, _H100.minor)}),
+        (CudaInterface, {"get_device_properties": staticmethod(properties)}),
+        (CudaInterface.Worker, {"get_device_properties": staticmethod(properties)}),
+        (triton_helpers, {"set_driver_to_gpu": lambda: None}),
+        (driver, {"_active": _Driver()}),
+    ]
+    with contextlib.ExitStack() as stack:
+        for place, replaced in answers:
+            stack.enter_context(mock.patch.multiple(place, **replaced))
+        yield
+
+
+@contextlib.contextmanager
+def _autotuned(fastest: str) -> Iterator[None]:
+    """Choices are timed by the names of their kinds, and fusing them always pays."""
+    from torch._inductor.codegen.triton import TritonScheduling
+    from torch._inductor.select_algorithm import AlgorithmSelectorCache
+
+    def benchmark(choices: Sequence[Any]) -> dict[Any, float]:
+        return {choice: 2.0 - (fastest in type(choice).__name__) for choice in choices}
+
+    replaced = {
+        "make_benchmark_fn": lambda *_, **__: benchmark,
+        "make_precompile_fn": lambda *_, **__: dict,
+    }
+    with (
+        mock.patch.multiple(AlgorithmSelectorCache, **replaced),
+        mock.patch.object(TritonScheduling, "benchmark_codegened_module", return_value=(1.0, "")),
+    ):
+        yield

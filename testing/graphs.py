@@ -1,0 +1,456 @@
+"""Small graphs traced from tensor code, and a runner for what must be true of every rewrite.
+
+A test writes a backward as a tensor function. It is traced under a fake mode into the form in which
+Inductor's post-grad passes meet it::
+
+    def backward(x, y):
+        return reduce(torch.neg(x), "a"), reduce(torch.neg(y), "b")
+
+    check(backward, [tensor(2, 3), tensor(4)], concat())
+
+Group names say whose a reduction is: ``ddp0`` and ``ddp1`` are DDP modules on the process group
+``world``, ``ddp2`` is one on the process group ``pairs``, ``ddp3`` one on ``cards``, over NCCL,
+``ddp4`` one on ``others``, over a backend that is not known, and every other name is no module's.
+"""
+
+from __future__ import annotations
+
+import string
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fusion_passes.agreement.launches import LaunchList
+from fusion_passes.config import FusionConfig, FusionMode
+from fusion_passes.graph.collectives import (
+    ALL_REDUCE,
+    ALL_REDUCE_COALESCED,
+    ALL_REDUCE_IN_PLACE,
+    WAIT,
+    all_reduce,
+    is_launch,
+    is_pinned,
+)
+from fusion_passes.graph.operators import AGREE
+from fusion_passes.graph.text import graph_text
+from fusion_passes.passes.coalesced import FuseByCoalescing
+from fusion_passes.passes.concat import FuseByConcat
+from fusion_passes.passes.pin import PinOrder
+from fusion_passes.passes.pipeline import run_pipeline
+from fusion_passes.passes.place import PlaceReductions
+from fusion_passes.passes.verify import GraphFacts, graph_facts, verify
+from fusion_passes.plan.buckets import BucketPlan
+from fusion_passes.plan.caps import BucketCaps
+from fusion_passes.plan.placement import plan_placement
+from fusion_passes.plan.planner import (
+    DEFAULT_OPTIONS,
+    CapsOf,
+    PlanOptions,
+    ProfileOf,
+    no_profile,
+    plan_buckets,
+)
+from fusion_passes.reductions.find import FoundReductions, find_gradient_reductions
+from fusion_passes.reductions.owners import DdpGroups, Owner
+from fusion_passes.torch_private import FakeTensorMode
+from testing.fake_world import fake_world
+
+WORLD_SIZE = 4
+AVERAGED_OVER = 2
+"""World size of the DDP modules, which is what :func:`reduce` divides by."""
+
+PROCESS_GROUP_OF = {
+    "ddp0": "world",
+    "ddp1": "world",
+    "ddp2": "pairs",
+    "ddp3": "cards",
+    "ddp4": "others",
+}
+BACKEND_OF = {"world": "gloo", "pairs": "gloo", "cards": "nccl", "others": "unknown"}
+
+Backward = Callable[..., Any]
+Rewrite = Callable[[fx.Graph], bool]
+RewriteFor = Callable[[fx.Graph], Rewrite]
+"""Makes the pass for a graph: some passes take a plan of it."""
+
+
+# --- What graphs are made of -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """An input of a traced function."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    stride: tuple[int, ...] | None
+
+    def fake(self) -> Tensor:
+        """To be called under a fake mode."""
+        if self.stride is not None:
+            return torch.empty_strided(
+                self.shape, self.stride, dtype=self.dtype, device=self.device
+            )
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+def tensor(
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    stride: tuple[int, ...] | None = None,
+) -> TensorSpec:
+    return TensorSpec(shape, dtype, device, stride)
+
+
+def trace(
+    function: Backward, inputs: Sequence[TensorSpec], *, symbolic: bool = False
+) -> fx.GraphModule:
+    """The post-grad graph of a tensor function, in the module that it belongs to."""
+    if symbolic:
+        real = [torch.empty(spec.shape, dtype=spec.dtype) for spec in inputs]
+        module = make_fx(function, tracing_mode="symbolic")(*real)
+    else:
+        with FakeTensorMode():
+            fake = [spec.fake() for spec in inputs]
+        module = make_fx(function)(*fake)
+    for node in module.graph.nodes:
+        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            node.target = torch.ops.aten.reshape.default
+    return module
+
+
+def reduce(
+    gradient: Tensor,
+    parameter: str,
+    *,
+    module: str = "ddp0",
+    op: str = "sum",
+    divide: float | None = 2,
+    multiply: float | None = None,
+) -> Tensor:
+    """What DDP's hook traces for a gradient, waited for: the new ``.grad`` where there was none."""
+    return all_reduce(scaled(gradient, divide, multiply), op, f"{module}#{parameter}")
+
+
+def reduce_into(grad: Tensor, gradient: Tensor, parameter: str, **options: Any) -> Tensor:
+    """The same with an existing ``.grad``, which is an input of the graph."""
+    return grad.copy_(reduce(torch.add(grad, gradient), parameter, **options))
+
+
+def reduce_as(gradient: Tensor, parameter: str, dtype: torch.dtype) -> Tensor:
+    """The same with a hook that sends another dtype: a cast before and one after."""
+    small = cast(gradient, dtype)
+    return cast(reduce(small, parameter), gradient.dtype)
+
+
+def reduce_relaid(gradient: Tensor, parameter: str) -> Tensor:
+    """The same for a gradient that is not contiguous: a change of layout follows the wait."""
+    return torch.ops.aten.copy.default(gradient, reduce(gradient, parameter))
+
+
+def scaled(gradient: Tensor, divide: float | None, multiply: float | None = None) -> Tensor:
+    if multiply is not None:
+        return torch.mul(gradient, multiply)
+    return gradient if divide is None else torch.div(gradient, divide)
+
+
+def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A cast as Inductor's decompositions leave it."""
+    return torch.ops.prims.convert_element_type.default(value, dtype)
+
+
+def owner_of(group_name: str) -> Owner | None:
+    """As :data:`fusion_passes.reductions.owners.OwnerOf`, for the names of this file."""
+    module, _, parameter = group_name.partition("#")
+    process_group = PROCESS_GROUP_OF.get(module)
+    if process_group is None:
+        return None
+    backend = BACKEND_OF[process_group]
+    return Owner(
+        module,
+        process_group,
+        module.upper(),
+        parameter or "?",
+        backend,
+        AVERAGED_OVER,
+        _number(parameter),
+    )
+
+
+def groups_of(graph: fx.Graph) -> DdpGroups:
+    """The graph's names that :func:`owner_of` knows."""
+    return DdpGroups.of(graph, owner_of)
+
+
+def find(graph: fx.Graph) -> FoundReductions:
+    """The gradient reductions of a graph with names of this file."""
+    return find_gradient_reductions(graph, groups_of(graph))
+
+
+def _number(parameter: str) -> int:
+    """3 for ``w3`` and for ``d``."""
+    digits = parameter.lstrip(string.ascii_letters + "_")
+    return int(digits) if digits.isdigit() else ord(parameter[:1] or "a") - ord("a")
+
+
+def caps(cap: int = 1 << 40, first: int | None = None, hold: int = 1 << 40) -> CapsOf:
+    """The same caps in bytes for every module."""
+    return lambda group_name: BucketCaps(cap if first is None else first, cap, hold)
+
+
+def plan_of(
+    graph: fx.Graph, caps_of: CapsOf | None = None, options: PlanOptions = DEFAULT_OPTIONS
+) -> BucketPlan:
+    found = find(graph)
+    return plan_buckets(graph, found.reductions, caps_of or caps(), found.rejections, options)
+
+
+# --- The passes, made for a graph --------------------------------------------------------------
+
+
+def concat(caps_of: CapsOf | None = None, **options: Any) -> RewriteFor:
+    return lambda graph: FuseByConcat(*_plan_arguments(graph, caps_of, options))
+
+
+def coalesced(caps_of: CapsOf | None = None, **options: Any) -> RewriteFor:
+    return lambda graph: FuseByCoalescing(*_plan_arguments(graph, caps_of, options))
+
+
+def place() -> RewriteFor:
+    return lambda graph: PlaceReductions(plan_placement(graph, groups_of(graph)))
+
+
+def pin() -> RewriteFor:
+    return lambda graph: PinOrder(groups_of(graph))
+
+
+def pipeline(
+    mode: FusionMode = "concat",
+    caps_of: CapsOf | None = None,
+    agreed: LaunchList | None = None,
+    profile_of: ProfileOf = no_profile,
+) -> RewriteFor:
+    """All passes, as one: it returns whether the graph's text changed.
+
+    Args:
+        mode: of the fusion.
+        caps_of: the caps.
+        agreed: what the ranks have agreed on for the gradients of its parameters.
+        profile_of: what collectives cost.
+    """
+
+    def agreed_of(_: str, parameters: Collection[int]) -> LaunchList | None:
+        return agreed if agreed is not None and agreed.parameters == set(parameters) else None
+
+    def run(graph: fx.Graph) -> bool:
+        before = graph_text(graph)
+        config = FusionConfig(mode=mode)
+        limits = caps_of or caps()
+        run_pipeline(graph, config, owner_of, limits, agreed_of, profile_of=profile_of)
+        return graph_text(graph) != before
+
+    return lambda graph: run
+
+
+def chain(*rewrites: RewriteFor) -> RewriteFor:
+    """Passes after one another; each is made for what the one before has left."""
+
+    def run(graph: fx.Graph) -> bool:
+        changed = [rewrite_for(graph)(graph) for rewrite_for in rewrites]
+        return any(changed)
+
+    return lambda graph: run
+
+
+def _plan_arguments(
+    graph: fx.Graph, caps_of: CapsOf | None, options: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    plan = plan_of(graph, caps_of, PlanOptions(**options))
+    return plan.buckets, tuple(rejection.node for rejection in plan.rejections)
+
+
+# --- The runner --------------------------------------------------------------------------------
+
+
+def check(
+    function: Backward,
+    inputs: Sequence[TensorSpec],
+    rewrite_for: RewriteFor,
+    *,
+    runs_twice: bool = True,
+) -> str:
+    """Runs a pass on the graph of a function and gives the text of what it leaves.
+
+    Asserts what holds for every pass and every graph: it tells the truth about change, the
+    invariants hold, a second run changes nothing, the numbers are bitwise those of the graph as it
+    was traced, and the text is the same on the first and on the last rank.
+
+    Args:
+        function: tensor code of the graph.
+        inputs: for the function.
+        rewrite_for: makes the pass for the graph.
+        runs_twice: whether to try the second run.
+    """
+    first, last = (
+        _check_on(rank, function, inputs, rewrite_for, runs_twice) for rank in (0, WORLD_SIZE - 1)
+    )
+    assert first == last, "ranks disagree"
+    return first
+
+
+def check_unchanged(
+    function: Backward, inputs: Sequence[TensorSpec], rewrite_for: RewriteFor
+) -> None:
+    """As :func:`check`, for a graph that the pass must leave alone."""
+    assert check(function, inputs, rewrite_for) == graph_text(trace(function, inputs).graph)
+
+
+def _check_on(
+    rank: int,
+    function: Backward,
+    inputs: Sequence[TensorSpec],
+    rewrite_for: RewriteFor,
+    runs_twice: bool,
+) -> str:
+    with fake_world(WORLD_SIZE, rank):
+        module = trace(function, inputs)
+        graph = module.graph
+        before, numbers = graph_text(graph), execute(module)
+        facts = graph_facts(graph, groups_of(graph))
+        changed = rewrite_for(graph)(graph)
+        after = graph_text(graph)
+        assert changed == (before != after), f"returned {changed}, which is not what it did"
+        facts = _verify_rewritten(graph, facts)
+        assert_same_numbers(numbers, execute(module))
+        if runs_twice:
+            changed = rewrite_for(graph)(graph)
+            assert graph_text(graph) == after, "a second run changed the graph"
+            assert not changed, "a second run said that it changed the graph"
+            verify(graph, facts, groups_of(graph))
+    return after
+
+
+def _verify_rewritten(graph: fx.Graph, before: GraphFacts) -> GraphFacts:
+    """The invariants, but that another operation or dtype may reduce the same elements."""
+    after = graph_facts(graph, groups_of(graph))
+    assert _elements(after) == _elements(before)
+    return verify(graph, replace(before, reduced=after.reduced), groups_of(graph))
+
+
+def _elements(facts: GraphFacts) -> Counter[str]:
+    """Elements that are reduced, by the DDP module's group."""
+    elements: Counter[str] = Counter()
+    for (group, _, _), count in facts.reduced.items():
+        elements[group] += count
+    return +elements
+
+
+def assert_same_numbers(expected: Sequence[Any], actual: Sequence[Any]) -> None:
+    """Bitwise, with dtype and strides."""
+    assert len(expected) == len(actual)
+    for index, (one, other) in enumerate(zip(expected, actual, strict=True)):
+        assert (one.dtype, one.stride()) == (other.dtype, other.stride()), f"value {index}"
+        assert torch.equal(one, other), f"value {index}: {one} became {other}"
+
+
+# --- Real numbers ------------------------------------------------------------------------------
+
+
+def execute(module: fx.GraphModule) -> list[Tensor]:
+    """Runs a graph on CPU tensors that depend on nothing but the inputs' shapes.
+
+    Collectives are played: each process group and reduce op has a function of its own, and what a
+    collective gives is NaN until it is waited for.
+
+    Returns:
+        The outputs, and then the inputs as the graph leaves them.
+    """
+    inputs = [
+        _real_input(index, node.meta["val"])
+        for index, node in enumerate(module.graph.find_nodes(op="placeholder"))
+    ]
+    outputs = _Player(module, {}).run(*inputs)
+    values = outputs if isinstance(outputs, list | tuple) else [outputs]
+    return [value.clone() for value in values if isinstance(value, Tensor)] + inputs
+
+
+def _real_input(index: int, fake: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(index)
+    values = torch.randn(fake.shape, dtype=torch.float64, generator=generator)
+    if fake.is_complex():
+        values = torch.complex(values, values.flip(0) if values.dim() else -values)
+    real = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
+    return real.copy_(values)
+
+
+class _Player(fx.Interpreter):
+    """Runs a graph with played collectives."""
+
+    def __init__(self, module: fx.GraphModule, pending: dict[int, tuple[Tensor, Tensor]]) -> None:
+        super().__init__(module)
+        self._pending = pending
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if is_pinned(n):
+            _, subgraph, *inputs = args
+            return _Player(subgraph, self._pending).run(*inputs)
+        if n.target is WAIT:
+            return self._wait(args[0])
+        if n.target in (ALL_REDUCE, ALL_REDUCE_IN_PLACE):
+            result = _reduced(args[0], args[1], args[2])
+            return self._launch(args[0] if n.target is ALL_REDUCE_IN_PLACE else None, result)
+        if n.target is ALL_REDUCE_COALESCED:
+            return [self._launch(None, _reduced(item, args[1], args[2])) for item in args[0]]
+        if n.target is AGREE:
+            return None  # The groups of these graphs do not exist.
+        if is_launch(n):
+            shape = n.meta["val"].shape
+            return self._launch(None, torch.full(shape, args[0].sum(), dtype=args[0].dtype))
+        return n.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _launch(self, into: Tensor | None, result: Tensor) -> Tensor:
+        result = result.clone(memory_format=torch.contiguous_format)
+        target = torch.empty_like(result) if into is None else into
+        target.fill_(float("nan"))
+        self._pending[id(target)] = (target, result)
+        return target
+
+    def _wait(self, target: Tensor) -> Tensor:
+        _, result = self._pending.pop(id(target), (target, target))
+        return target.copy_(result)
+
+
+def _reduced(value: Tensor, reduce_op: Any, group_name: str) -> Tensor:
+    """Elementwise, so that it can be compared whatever is beside it, and by powers of two, so that
+    what is scaled or cast before or after is the same in every bit."""
+    owner = owner_of(group_name)
+    if reduce_op == "avg":
+        value, reduce_op = value / AVERAGED_OVER, "sum"
+    label = zlib.crc32(f"{owner.group_name if owner else group_name} {reduce_op}".encode())
+    return value * (2.0 ** (label % 7 + 1) * (-1) ** (label // 7))
+
+
+# --- For tests that look at the order of a graph -----------------------------------------------
+
+
+def assert_topological(graph: fx.Graph) -> None:
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        assert all(source in seen for source in node.all_input_nodes), f"{node.name} is too early"
+        seen.add(node)
+
+
+def names_of(graph: fx.Graph, *targets: object) -> list[str]:
+    """Names of the nodes with one of the targets, in graph order."""
+    return [node.name for node in graph.nodes if node.target in targets]

@@ -1,0 +1,391 @@
+"""Runs a function in real Gloo processes, one a rank.
+
+A :class:`RankPool` keeps its processes from job to job, and all are forked from one that has
+imported torch and Inductor, because that takes a process several seconds. What one job could leave
+to the next is undone between them: each job has a process group of its own, starts from a reset
+Dynamo, a package that has forgotten all, and a fixed seed, and fails if it leaves torch's
+configuration changed. A job that fails or hangs costs the pool its processes: the next job gets new
+ones.
+
+A rank is a session of its own, so that ending it ends the compilers that it started, and it ends
+itself when its parent is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import faulthandler
+import gc
+import importlib
+import multiprocessing
+import multiprocessing.context
+import os
+import pickle
+import queue
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+# Torch is imported in functions only: who asks for ranks need not have it.
+
+JOB_SECONDS = 240.0
+"""For one job: a cold compile takes up to 90 s on two busy cores, and a job has a few."""
+
+GRACE_SECONDS = 2.0
+"""How long the other ranks may take to fail too, once one has: their tracebacks help."""
+
+END_SECONDS = 10.0
+"""How long an idle rank may take to end."""
+
+LAST_WORDS = 4000
+"""Characters of what a rank has written to stderr that are shown when it died."""
+
+
+PRELOADED = (
+    "torch",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "torch._dynamo.compiled_autograd",
+    "torch._inductor.compile_fx",
+    "torch._inductor.codegen.cpp",
+    "torch._inductor.codegen.wrapper",
+)
+"""What is imported before ranks are forked: modules that start no thread. The package itself is not
+among them, nor what tests import."""
+
+
+def fork_server_pid() -> int | None:
+    """The process that ranks are forked from, once there is one."""
+    pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return pid
+
+
+class RankError(RuntimeError):
+    """A job failed; the text holds what is known of every rank."""
+
+
+class RankPool:
+    """``world_size`` processes that run jobs together.
+
+    Use it as a context manager, or call :meth:`close`.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._ranks: list[_Rank] = []
+        self._directory: Path | None = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> set[int]:
+        """The processes that are alive now."""
+        return {rank.process.pid for rank in self._ranks if rank.process.pid is not None}
+
+    def run(
+        self, function: Callable[..., Any], *, timeout_s: float = JOB_SECONDS, **kwargs: Any
+    ) -> list[Any]:
+        """Calls ``function(**kwargs)`` on every rank, inside a Gloo process group.
+
+        Args:
+            function: of a module's top level, as are the callables in ``kwargs``.
+            timeout_s: for the whole job.
+            kwargs: anything that can be pickled.
+
+        Returns:
+            What the function returned on each rank, in rank order: anything that ``torch.save``
+            takes.
+
+        Raises:
+            RankError: a rank raised, died, or was not done in time. All ranks are killed.
+        """
+        import torch
+
+        self._start()
+        assert self._directory is not None
+        directory = Path(tempfile.mkdtemp(prefix="job-", dir=self._directory))
+        job = pickle.dumps((str(directory), function, kwargs))
+        try:
+            for rank in self._ranks:
+                rank.send(job)
+            self._await(timeout_s)
+            return [
+                torch.load(directory / f"{rank}.pt", weights_only=False)
+                for rank in range(self.world_size)
+            ]
+        except BaseException:
+            self._kill()
+            raise
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def close(self) -> None:
+        """Ends the processes and removes their files."""
+        for rank in self._ranks:
+            rank.connection.close()  # A rank ends when its connection does.
+        deadline = time.monotonic() + END_SECONDS
+        for rank in self._ranks:
+            rank.process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def _start(self) -> None:
+        if self._ranks:
+            return
+        if self._directory is None:
+            self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._ranks = [
+            _Rank(rank, self.world_size, self._directory) for rank in range(self.world_size)
+        ]
+
+    def _await(self, timeout_s: float) -> None:
+        """Returns once every rank is done; raises as soon as it is known that one never will be."""
+        deadline = time.monotonic() + timeout_s
+        fate = f"not done after {timeout_s:g} s"
+        running = list(self._ranks)
+        failures: dict[int, str] = {}
+        while running and (left := deadline - time.monotonic()) > 0:
+            ready = set(wait([source for rank in running for source in rank.sources], left))
+            done = [rank for rank in running if ready.intersection(rank.sources)]
+            running = [rank for rank in running if rank not in done]
+            news = {rank.number: failure for rank in done if (failure := rank.receive())}
+            if news and not failures:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                fate = "still running, killed because another rank failed"
+            failures |= news
+        failures |= {rank.number: f"{fate}; its stack:\n{rank.dump_stack()}" for rank in running}
+        if failures:
+            texts = [f"rank {number}: {failures[number]}" for number in sorted(failures)]
+            raise RankError("\n\n".join(["no result of these ranks", *texts]))
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+        self._ranks = []
+
+
+class _Rank:
+    """One process, as its parent sees it."""
+
+    def __init__(self, number: int, world_size: int, directory: Path) -> None:
+        self.number = number
+        self.stack_file = directory / f"stack-{number}.txt"
+        self.errors_file = directory / f"errors-{number}.txt"
+        context = _fork_server()
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(
+            target=_serve,
+            args=(number, world_size, theirs, self.stack_file, self.errors_file),
+            daemon=True,
+        )
+        self.process.start()
+        theirs.close()
+
+    @property
+    def sources(self) -> tuple[Any, Any]:
+        """What becomes ready when the rank is done or dead."""
+        return self.connection, self.process.sentinel
+
+    def send(self, job: bytes) -> None:
+        try:
+            self.connection.send_bytes(job)
+        except OSError as error:
+            self.process.join(1)
+            raise RankError(f"rank {self.number} {self._death('between two jobs')}") from error
+
+    def receive(self) -> str | None:
+        """``None`` if the job went well, else what went wrong."""
+        try:
+            failure: str | None = self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join(1)
+            return self._death("in a job")
+        return failure
+
+    def _death(self, when: str) -> str:
+        """How it ended, with its last words: what a C++ thread that aborts says, and where."""
+        texts = [f"died {when} with exit code {self.process.exitcode}"]
+        for what, file in (("its stack", self.stack_file), ("its errors", self.errors_file)):
+            words = file.read_text(errors="replace").strip() if file.exists() else ""
+            texts += [f"{what}:\n{words[-LAST_WORDS:]}"] if words else []
+        return "; ".join(texts)
+
+    def dump_stack(self) -> str:
+        """Where its threads are now."""
+        if self.process.is_alive() and self.process.pid is not None and self.stack_file.exists():
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(0.3)
+        return self.stack_file.read_text() if self.stack_file.exists() else "not known"
+
+    def kill(self) -> None:
+        """Ends the process and what it has started."""
+        pid = self.process.pid
+        self.connection.close()
+        if self.process.is_alive() and pid is not None:
+            try:
+                os.killpg(pid, signal.SIGKILL)
+            except ProcessLookupError:  # It was killed before it could become a session.
+                self.process.kill()
+        self.process.join()
+
+
+def _fork_server() -> multiprocessing.context.ForkServerContext:
+    """Makes processes by forking one that has imported :data:`PRELOADED`."""
+    context = multiprocessing.get_context("forkserver")
+    if fork_server_pid() is None:
+        context.set_forkserver_preload(list(PRELOADED))
+        threads = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"  # Read when torch is imported.
+        try:
+            forkserver.ensure_running()
+        finally:
+            if threads is None:
+                del os.environ["OMP_NUM_THREADS"]
+            else:
+                os.environ["OMP_NUM_THREADS"] = threads
+    return context
+
+
+def _serve(
+    rank: int, world_size: int, connection: Connection, stack_file: Path, errors_file: Path
+) -> None:
+    """Main function of a rank: runs jobs until its parent closes the connection."""
+    os.setsid()
+    # In append mode, so that emptying the file between jobs leaves no gap.
+    os.dup2(os.open(errors_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
+    # Runs last at exit. What would follow frees all of torch piece by piece, for seconds.
+    atexit.register(os._exit, 0)
+    with stack_file.open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        faulthandler.enable(file, all_threads=True)
+        jobs: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        busy = threading.Event()
+        threading.Thread(target=_receive, args=(connection, jobs, busy), daemon=True).start()
+
+        import torch
+
+        torch.set_num_threads(1)
+        while (job := jobs.get()) is not None:
+            os.truncate(errors_file, 0)
+            outcome = _run_job(rank, world_size, job)
+            busy.clear()
+            connection.send(outcome)
+
+
+def _receive(
+    connection: Connection, jobs: queue.SimpleQueue[bytes | None], busy: threading.Event
+) -> None:
+    """Reads jobs, and ends a rank whose parent is gone, also in the middle of a job."""
+    while True:
+        try:
+            job = connection.recv_bytes()
+        except (EOFError, OSError):
+            if busy.is_set():
+                os.killpg(0, signal.SIGKILL)
+            jobs.put(None)
+            return
+        busy.set()
+        jobs.put(job)
+
+
+def _run_job(rank: int, world_size: int, job: bytes) -> str | None:
+    """Runs a job and saves its result; returns the traceback of a job that fails."""
+    import torch
+
+    try:
+        directory, function, kwargs = pickle.loads(job)
+        result = _run_isolated(rank, world_size, Path(directory), function, kwargs)
+        torch.save(result, Path(directory) / f"{rank}.pt")
+    except BaseException:  # noqa: BLE001  Whatever it is, the parent has to know.
+        return traceback.format_exc()
+    return None
+
+
+def _run_isolated(
+    rank: int, world_size: int, directory: Path, function: Callable[..., Any], kwargs: Any
+) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    settings = TorchSettings()
+    torch._dynamo.reset()
+    if "fusion_passes" in sys.modules:
+        from fusion_passes.state import process_state
+
+        process_state.reset()
+    torch.manual_seed(0)
+    random.seed(0)
+    store = dist.FileStore(str(directory / "store"), world_size)
+    timeout = timedelta(seconds=JOB_SECONDS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    result = function(**kwargs)
+    gc.collect()  # DDP modules end before their process group does.
+    ended = list(dist.distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
+    _ended_groups[:] = ended
+    changed = settings.restore()
+    assert not changed, f"the job left these settings changed: {changed}"
+    return result
+
+
+_ended_groups: list[Any] = []
+"""The groups of the job before. A callback of torch's powerSGD_hook holds its group, and a thread
+of Gloo frees it some time after the collective: if that is the last reference, the thread joins
+itself, and the process aborts ("Resource deadlock avoided"; 5 of 130 jobs of eager DDP with that
+hook, torch 2.15 on a busy machine; none of 165 with this)."""
+
+
+CONFIG_MODULES = ("torch._inductor.config", "torch._dynamo.config", "torch._functorch.config")
+"""What a job or a test may set, but must set back."""
+
+
+class TorchSettings:
+    """The settings of torch's config modules at one moment."""
+
+    def __init__(self) -> None:
+        self._values = {name: self._read(name) for name in CONFIG_MODULES}
+
+    def restore(self) -> dict[str, Any]:
+        """Sets back what has changed since.
+
+        Returns:
+            The changed values by name, such as ``torch._dynamo.config.compiled_autograd``.
+        """
+        changed = {}
+        for name, before in self._values.items():
+            config, now = importlib.import_module(name), self._read(name)
+            for setting, value in before.items():
+                if now[setting] is not value and now[setting] != value:
+                    changed[f"{name}.{setting}"] = now[setting]
+                    setattr(config, setting, value)
+        return changed
+
+    @staticmethod
+    def _read(module_name: str) -> dict[str, Any]:
+        # The modules' own get_config_copy() copies deeply: no object would equal its copy.
+        config: Any = importlib.import_module(module_name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # Some settings are deprecated.
+            values = {name: getattr(config, name) for name in config._config}
+        return {
+            name: copy.copy(value) if isinstance(value, (list, dict, set)) else value
+            for name, value in values.items()
+        }

@@ -1,0 +1,203 @@
+"""``ddp_fusion = "auto"`` on real processes: gradients, profiles, and ranks that differ or fail."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache
+from torch.nn.parallel import DistributedDataParallel
+
+import fusion_passes
+from fusion_passes import FusionWarning
+from fusion_passes.plan.planner import NO_PROFILE
+from fusion_passes.profile import agree, files, measure
+from fusion_passes.profile.tables import CostTable
+from fusion_passes.state import process_state
+from testing.fake_world import fake_world, two_layers
+from testing.processes import RankError
+
+RUN = Callable[..., list[Any]]
+
+
+def _chain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+
+
+def _inputs() -> Tensor:
+    return torch.randn(3, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+@contextlib.contextmanager
+def _profiles():
+    """Profiles of this rank alone, and quick measurements; what was measured is counted. What
+    decides are costs that are given: those of a busy machine can make any bucket the best."""
+    calls: list[int] = []
+    original, before = agree.measure, os.environ.get(files.DIRECTORY_VARIABLE)
+    root = Path(tempfile.mkdtemp())
+    directory = root / "profiles"
+    directory.mkdir()
+    os.environ[files.DIRECTORY_VARIABLE] = str(directory)
+
+    def quick(ranks, place, kinds, _):
+        calls.append(len(kinds))
+        profile = original(ranks, place, kinds, 0.05)
+        tables = [
+            (kind, CostTable((1024, 2**20), (100_000, 200_000))) for kind, _ in profile.tables
+        ]
+        return replace(profile, tables=tuple(tables))
+
+    agree.measure = quick
+    try:
+        yield directory, calls
+    finally:
+        agree.measure = original
+        os.environ.pop(files.DIRECTORY_VARIABLE)
+        if before is not None:
+            os.environ[files.DIRECTORY_VARIABLE] = before
+        shutil.rmtree(root)
+
+
+def _train(flag: object, **options: Any) -> list[Tensor]:
+    """Gradients after two steps."""
+    with inductor_config.patch(ddp_fusion=flag):
+        ddp = DistributedDataParallel(_chain(), **options)
+        step = ddp if flag is None else torch.compile(ddp)
+        for _ in range(2):
+            step(_inputs()).square().sum().backward()
+    return [parameter.grad.clone() for parameter in ddp.parameters()]
+
+
+def _start_again(directory: Path) -> None:
+    """As new processes would: compiled graphs and profiles are on disk only, and modules are
+    numbered from zero, since the process group is another."""
+    gc.collect()
+    torch._dynamo.reset()
+    process_state.reset()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    path = [f"{tempfile.mkdtemp(dir=directory.parent)}/store"]
+    dist.broadcast_object_list(path)
+    dist.destroy_process_group()
+    store = dist.FileStore(path[0], world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+def trained() -> dict[str, Any]:
+    """A cold start, a warm one, one with a rank that has lost its files, and one with a cap."""
+    said: dict[str, Any] = {"eager": _train(None)}
+    with _profiles() as (directory, calls), fresh_cache():
+        said["cold"] = _train("auto")
+        said["measured"] = len(calls)
+        said["report"] = fusion_passes.format_report(fusion_passes.reports()[0])
+        said["digests"] = [report.digest for report in fusion_passes.reports()]
+        said["decision"] = fusion_passes.reports()[0].decision
+        _start_again(directory)
+        torch._dynamo.utils.counters.clear()
+        said["warm"] = _train("auto")
+        said["misses"] = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"]
+        said["cached decision"] = fusion_passes.reports()[0].decision
+        if dist.get_rank() == 1:
+            for path in directory.iterdir():
+                path.write_text("{")
+        _start_again(directory)
+        said["cold rank"] = _train("auto")
+        said["measured in all"] = len(calls)
+        (path,) = directory.iterdir()
+        said["file"] = path.read_text()
+        _start_again(directory)
+        config = fusion_passes.FusionConfig(mode="auto", bucket_cap_mb=300 / 2**20)
+        said["capped"] = _train(config)
+        said["capped report"] = fusion_passes.reports()[0]
+    return said
+
+
+def test_it_trains_as_eager_ddp_and_measures_once(run_on_ranks: RUN) -> None:
+    one, other = run_on_ranks(2, trained)
+    for rank in (one, other):
+        for start in ("cold", "warm", "cold rank", "capped"):
+            for ours, theirs in zip(rank[start], rank["eager"], strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+        assert (rank["measured"], rank["measured in all"]) == (1, 1)
+        assert rank["misses"] == 0, "a profile that was found again hits the caches"
+        assert rank["cached decision"] == rank["decision"]
+        assert "ddp_fusion auto: 8 collectives traced" in rank["report"]
+        assert "chosen from profile" in rank["decision"][0]
+        assert all(b.num_bytes <= 1024 for b in rank["capped report"].buckets)
+        assert rank["capped report"].decision[1].startswith("your bucket cap costs")
+    assert one["digests"] == other["digests"]
+    assert one["file"] == other["file"]
+
+
+def failing(case: str, directory: str) -> None:
+    """Writes the error of a rank where another one differs or fails in a start."""
+    rank = dist.get_rank()
+    flag = "concat" if case == "flag" and rank == 1 else "auto"
+    originals = agree.WAIT_SECONDS, torch.__version__, measure.Ranks.times
+    agree.WAIT_SECONDS = 3.0
+    if rank == 1 and case in ("dies", "raises"):
+        measure.Ranks.times = _die if case == "dies" else _raise
+    if rank == 1 and case == "torch":
+        torch.__version__ = "0.1"
+    said = "trained"
+    try:
+        with _profiles():
+            _train(flag)
+    except Exception as error:  # noqa: BLE001 - the test looks at its text
+        said = f"{type(error).__name__}: {error}"
+    finally:
+        agree.WAIT_SECONDS, torch.__version__, measure.Ranks.times = originals
+        (Path(directory) / str(rank)).write_text(said)
+
+
+def _die(*_: object) -> None:
+    os._exit(3)
+
+
+def _raise(*_: object) -> None:
+    raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize(
+    ("case", "texts"),
+    [
+        ("raises", ["has failed on rank 1: out of memory"] * 2),
+        ("torch", [" on rank 0, and '0.1' on rank 1"] * 2),
+        ("flag", ["ranks [1] have not come within 3 s"] * 2),
+        ("dies", ["another rank has probably died"]),
+    ],
+)
+def test_a_rank_that_differs_or_fails_is_an_error_on_all(
+    run_on_ranks: RUN, tmp_path: Path, case: str, texts: list[str]
+) -> None:
+    with pytest.raises(RankError) if case == "dies" else contextlib.nullcontext():
+        run_on_ranks(2, failing, case=case, directory=str(tmp_path))
+    said = [path.read_text() for path in sorted(tmp_path.iterdir())]
+    for expected, text in zip(texts, said, strict=True):
+        assert expected in text
+
+
+def test_a_module_of_another_flag_is_fused_by_caps_with_a_warning() -> None:
+    with fake_world():
+        with inductor_config.patch(ddp_fusion="concat"):
+            ddp = DistributedDataParallel(two_layers())
+        with inductor_config.patch(ddp_fusion="auto"), pytest.warns(FusionWarning) as said:
+            torch.compile(ddp)(torch.ones(2, 4)).sum().backward()
+        texts = [str(item.message) for item in said if item.category is FusionWarning]
+        assert len(texts) == 1
+        assert "the buckets of DDP 0 (Sequential) are filled up to caps" in texts[0]
+        (report,) = fusion_passes.reports()
+        assert report.decision == (NO_PROFILE,)
+        assert report.collectives_after == 1

@@ -1,0 +1,197 @@
+"""Recording the steps of a training, and the report with what was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+import fusion_passes
+from fusion_passes import FusionConfig
+from fusion_passes.ddp.naming import named_buckets
+from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.schema import json_schema
+from fusion_passes.torch_private.profiling import has_named_group
+from testing.fake_world import fake_world, two_layers
+
+RUN = Callable[..., list[Any]]
+ROOT = Path(__file__).parent.parent.parent
+
+
+def _train(mode: str, steps: int) -> Callable[[], None]:
+    """A training of three buckets; makes ``steps`` steps, and returns one to make."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, 32) for _ in range(3)]
+    model = nn.Sequential(nn.BatchNorm1d(32, affine=False), *layers)  # It has buffers.
+    ddp = DistributedDataParallel(model, bucket_cap_mb=4100 / 2**20)
+    call = torch.compile(ddp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        call(torch.ones(4, 32) + dist.get_rank()).square().sum().backward()
+        optimizer.step()
+
+    for _ in range(steps):
+        step()
+    return step
+
+
+def record(mode: str) -> dict[str, Any]:
+    """Record steps, and say what was found on this rank."""
+    with inductor_config.patch(ddp_fusion=mode):
+        step = _train(mode, 1)
+        recording = fusion_passes.record_steps(2, plain_steps=2)
+        for _ in range(7):
+            step()
+        text = fusion_passes.report().to_json()
+        timeline = recording.timeline
+        assert timeline is not None, recording.problem
+        gradients = [float(p.grad.sum()) for p in _parameters(step)]
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            step()
+        step()
+        (name,) = (n.rpartition(" bucket ")[0] for n in list(named_buckets())[:1])
+        return {
+            "report": json.loads(text),
+            "scalars": fusion_passes.report().scalars(),
+            "ranks": [item.rank for item in timeline.ranks],
+            "errors": [item.clock_error_s for item in timeline.ranks],
+            "starts": [item.start_s for item in timeline.ranks],
+            "steps": [len(item.ends_s) for item in timeline.ranks],
+            "profiled": {e.name for e in seen.events() if e.name.startswith("ddp_fusion")},
+            "is named": has_named_group("0/ddp0"),
+            "gradients": gradients,
+            "label": name,
+        }
+
+
+def _parameters(step: Any) -> list[nn.Parameter]:
+    (optimizer,) = (
+        cell.cell_contents
+        for cell in step.__closure__
+        if isinstance(cell.cell_contents, torch.optim.Optimizer)
+    )
+    return optimizer.param_groups[0]["params"]
+
+
+@pytest.mark.parametrize("mode", ["concat", pytest.param("coalesced", marks=pytest.mark.nightly)])
+def test_steps_of_all_ranks_are_recorded(run_on_ranks: RUN, mode: str) -> None:
+    first, second = run_on_ranks(2, record, mode=mode)
+    assert (first["ranks"], second["ranks"]) == ([0, 1], [1]), "rank 0 has all"
+    assert first["steps"] == [2, 2]
+    assert first["starts"][0] == 0.0
+    assert 0 < first["errors"][1] < 1, "half of a question and its answer"
+    assert first["gradients"] == second["gradients"]
+    for found in (first, second):
+        (graph,) = found["report"]["graphs"]
+        buckets = graph["buckets"]
+        assert [item["name"] for item in buckets] == [
+            f"{found['label']} bucket {n}" for n in range(3)
+        ]
+        for item in buckets:
+            times = item["times"]
+            assert times["launched_s"] < times["started_s"] < times["ended_s"]
+            assert times["waited_s"] < times["resumed_s"]
+            assert times["ended_s"] < found["report"]["totals"]["steps"]["step_s"]
+            assert 0 <= times["exposed_s"] <= times["resumed_s"] - times["launched_s"]
+        assert found["profiled"] == {
+            f"ddp_fusion: {found['label']} bucket {n} {what}"
+            for n in range(3)
+            for what in ("launch", "wait")
+        }
+        assert not found["is named"], "no profiler, no names"
+        assert found["scalars"]["ddp_fusion/collectives_after"] == 3
+        assert 0 <= found["scalars"]["ddp_fusion/overlap"] <= 1
+        jsonschema.validate(found["report"], json_schema())
+
+
+def test_the_schema_that_is_documented_is_the_reports() -> None:
+    documented = json.loads((ROOT / "docs" / "report.schema.json").read_text())
+    assert documented == json_schema(), "python -m fusion_passes.reporting.schema"
+    assert not [
+        name
+        for name in documented["properties"]
+        if "description" not in _property(documented, name)
+    ]
+
+
+def _property(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = schema["properties"][name]
+    return found
+
+
+def test_a_report_without_a_flag_says_that_nothing_was_done() -> None:
+    found = fusion_passes.report()
+    assert (found.flag, found.graphs, found.backwards, found.advice) == (None, (), (), "")
+    assert (found.timeline, found.totals.steps) == (None, None)
+    jsonschema.validate(json.loads(found.to_json()), json_schema())
+    wrong = json.loads(found.to_json()) | {"unheard of": 1}
+    with pytest.raises(jsonschema.ValidationError, match="unheard of"):
+        jsonschema.validate(wrong, json_schema())
+
+
+def test_a_profile_of_the_users_own_is_left_alone() -> None:
+    with fake_world(), inductor_config.patch(ddp_fusion="concat"):
+        torch._dynamo.reset()
+        ddp = DistributedDataParallel(two_layers())
+        call = torch.compile(ddp)
+        recording = fusion_passes.record_steps(1, plain_steps=0, gather=False)
+        with profile(activities=[ProfilerActivity.CPU]):
+            for _ in range(3):
+                call(torch.ones(2, 4)).sum().backward()
+        assert recording.timeline is None
+        assert "runs a profiler" in recording.problem
+        assert backwards.after is None
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": -1}, {"plain_steps": -1}])
+def test_wrong_numbers_are_refused(wrong: dict[str, int]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name} must be a whole number.*but is {value}"):
+        fusion_passes.record_steps(**wrong)
+    assert backwards.after is None
+
+
+def test_a_recording_must_end_before_the_next() -> None:
+    fusion_passes.record_steps(1)
+    with pytest.raises(ValueError, match="still on their way"):
+        fusion_passes.record_steps(1)
+
+
+# --- Which graph ---------------------------------------------------------------------------------
+
+
+def _kinds(flag: Any, **options: Any) -> list[tuple[str, str]]:
+    with fake_world(), inductor_config.patch(ddp_fusion=flag):
+        torch._dynamo.reset()  # Tests share the model's class.
+        ddp = DistributedDataParallel(two_layers(), **options)
+        torch.compile(ddp)(torch.ones(2, 4)).sum().backward()
+        return [(item.reduced_in, item.because) for item in fusion_passes.report().backwards]
+
+
+@pytest.mark.parametrize(
+    ("flag", "options", "because"),
+    [
+        (FusionConfig(backward_graph="compiled_autograd"), {}, "backward_graph is"),
+        (FusionConfig(scaling="store"), {}, "scaling='store' scales"),
+        ("concat", {"static_graph": True}, "static_graph lets"),
+    ],
+)
+def test_the_report_says_which_graph_and_why(
+    flag: Any, options: dict[str, Any], because: str
+) -> None:
+    ((reduced_in, said),) = _kinds(flag, **options)
+    assert reduced_in == "compiled_autograd"
+    assert said.startswith(because)

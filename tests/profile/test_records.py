@@ -1,0 +1,124 @@
+"""Profiles: their text, their files, and which of them can be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fusion_passes.profile import files
+from fusion_passes.profile.records import Kind, Place, Profile, Rates
+from fusion_passes.profile.tables import CostTable
+
+PLACE = Place(2, ("a", "b"), "gloo", "cpu", "", "2.13.0")
+FLOAT, HALF = Kind("float32", "avg"), Kind("float16", "sum")
+TABLE = CostTable((1024, 2048), (10, 20))
+RATES = Rates((("float32", 10**12),), 10**10, 1000)
+PROFILE = Profile(PLACE, ((FLOAT, TABLE),), RATES)
+
+
+@pytest.fixture(autouse=True)
+def _directory(tmp_path, monkeypatch):
+    monkeypatch.setenv(files.DIRECTORY_VARIABLE, str(tmp_path / "profiles"))
+
+
+def test_a_profile_comes_back_as_it_was_stored() -> None:
+    assert files.load(PLACE) is None
+    path = files.store(PROFILE)
+    assert path == files.path_of(PLACE)
+    loaded = files.load(PLACE)
+    assert loaded == PROFILE
+    assert loaded.digest() == PROFILE.digest()
+    assert list(path.parent.iterdir()) == [path], "nothing is left beside it"
+
+
+@pytest.mark.parametrize(
+    "field", ["world_size", "hosts", "backend", "device", "interfaces", "torch"]
+)
+def test_what_holds_elsewhere_is_another_file(field) -> None:
+    files.store(PROFILE)
+    values = {"world_size": 3, "hosts": ("a",)}
+    assert files.load(replace(PLACE, **{field: values.get(field, "other")})) is None
+
+
+def test_a_file_of_another_place_is_not_used(caplog) -> None:
+    files.store(PROFILE)
+    other = replace(PLACE, hosts=("c",))
+    files.path_of(PLACE).rename(files.path_of(other))
+    assert files.load(other) is None
+    assert "is one of 2 ranks on 2 hosts, gloo on cpu, and is measured anew" in caplog.text
+
+
+def damaged(edit) -> str:
+    data = json.loads(PROFILE.to_json())
+    edit(data)
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        PROFILE.to_json()[:-20],
+        damaged(lambda data: data.update(format=0)),
+        damaged(lambda data: data.update(tables=[])),
+        damaged(lambda data: data["tables"][0][1].update(times_ns=[20, 10])),
+        damaged(lambda data: data["rates"].update(bytes_per_s=0)),
+        damaged(lambda data: data["place"].pop("hosts")),
+    ],
+)
+def test_what_is_not_whole_is_measured_anew(text, caplog) -> None:
+    path = files.store(PROFILE)
+    path.write_text(text)
+    assert files.load(PLACE) is None
+    assert f"The profile {path} cannot be used" in caplog.text
+
+
+def test_two_writers_leave_one_whole_profile() -> None:
+    big = replace(PROFILE, tables=tuple((Kind(f"d{n}", "sum"), TABLE) for n in range(200)))
+    both = [PROFILE, big]
+
+    def write(profile: Profile) -> None:
+        for _ in range(50):
+            files.store(profile)
+
+    threads = [threading.Thread(target=write, args=(profile,)) for profile in both]
+    for thread in threads:
+        thread.start()
+    files.store(PROFILE)
+    while any(thread.is_alive() for thread in threads):
+        assert files.load(PLACE) in both
+    for thread in threads:
+        thread.join()
+
+
+def test_a_directory_that_cannot_be_written_is_said(tmp_path, monkeypatch, caplog) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(files.DIRECTORY_VARIABLE, str(tmp_path / "file"))
+    assert files.store(PROFILE) is None
+    assert files.DIRECTORY_VARIABLE in caplog.text
+
+
+def test_profiles_lie_in_the_users_cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv(files.DIRECTORY_VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert files.directory() == tmp_path / "fusion_passes"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert files.directory() == Path(os.environ["HOME"]) / ".cache" / "fusion_passes"
+
+
+def test_costs_that_were_not_measured_are_those_of_the_next_kind() -> None:
+    profile = replace(PROFILE, tables=((FLOAT, TABLE), (HALF, CostTable((1,), (1,)))))
+    assert profile.table(FLOAT) is TABLE
+    assert profile.table(Kind("float32", "sum")) is TABLE
+    assert profile.table(Kind("float16", "avg")).times_ns == (1,)
+    assert profile.table(Kind("bfloat16", "avg")) is TABLE
+    assert profile.missing([FLOAT, Kind("float32", "sum")]) == (Kind("float32", "sum"),)
+    assert PROFILE.with_tables_of(profile).missing([FLOAT, HALF]) == ()
+    assert RATES.flops_of("float32") == RATES.flops_of("bfloat16") == 10**12

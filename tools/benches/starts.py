@@ -1,0 +1,178 @@
+"""Measures what a start and a step cost beside the same model without DDP.
+
+Each start is a process of its own on one rank, with an Inductor cache of its method's own: empty at
+the first start (cold), filled by it at the others (warm). Prints a Markdown table of CPU seconds of
+that process over those without DDP, which ran in the same round: on a busy machine, wall time says
+little.
+
+    python tools/bench.py starts                          # the table
+    python tools/bench.py starts --model gpt2 mlp         # of some models
+    python tools/bench.py starts --size tiny --starts 1   # quickly
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tqdm import tqdm
+
+from benches.results import Origin, keep, page, parser_of, table
+from workloads.models import MAKERS, SIZES, subject
+
+METHODS: Final = ("no DDP", "DDPOptimizer", "concat", "concat, traced")
+FLAGS: Final = {"concat": "aot_autograd", "concat, traced": "compiled_autograd"}
+"""By method, the value of ``FusionConfig.backward_graph``."""
+
+WARM_UP_STEPS: Final = 5
+SECONDS_OF_STEPS: Final = 3.0
+LIMIT_SECONDS: Final = 900
+"""Of one start; the longest cold one takes some 150 s on two cores."""
+
+BENCH: Final = Path(__file__).resolve().parent.parent / "bench.py"
+
+Round = dict[str, dict[str, float]]
+"""By method, CPU seconds by figure."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line; returns its exit status."""
+    options = _options(arguments)
+    if options.method:
+        print(json.dumps(measure(options.model[0], options.size, options.method)))
+        return 0
+    origin = Origin.here("starts", arguments)
+    cells = {
+        model: [_round(model, options) for _ in range(options.rounds)]
+        for model in tqdm(options.model, desc="models")
+    }
+    keep(options.output, "starts", origin, {"cells": cells}, as_markdown(cells, origin))
+    return 0
+
+
+def as_markdown(cells: dict[str, list[Round]], origin: Origin) -> str:
+    """The table, with what is needed to read and to repeat it."""
+    rows = [
+        [model, figure, *_cells(rounds, figure)]
+        for model, rounds in cells.items()
+        for figure in ("cold", "warm", "step")
+    ]
+    meaning = "CPU seconds of one rank over those without DDP: median over rounds."
+    shown = table(["model", "", *METHODS[1:]], rows, words=2)
+    return page("A start and a step", origin, meaning, shown)
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", nargs="+", default=["gpt2"], metavar="NAME", choices=[*MAKERS])
+    parser.add_argument("--size", default="small", choices=[*SIZES])
+    parser.add_argument("--rounds", type=int, default=1, help="how often all is repeated")
+    parser.add_argument("--starts", type=int, default=2, help="warm starts of a method and round")
+    parser.add_argument("--method", choices=METHODS, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def _round(model: str, options: argparse.Namespace) -> Round:
+    """For each method the CPU seconds of its cold start, its warm starts' median, and a step."""
+    found = {}
+    for method in METHODS:
+        with tempfile.TemporaryDirectory(prefix="bench-starts-") as cache:
+            cold, *warm = [
+                _start(model, options.size, method, cache) for _ in range(1 + options.starts)
+            ]
+        found[method] = {
+            "cold": cold["start"],
+            "warm": statistics.median(said["start"] for said in warm),
+            "step": min(said["step"] for said in warm),
+        }
+    return found
+
+
+def _start(model: str, size: str, method: str, cache: str) -> dict[str, float]:
+    command = [sys.executable, str(BENCH), "starts"]
+    command += ["--model", model, "--size", size, "--method", method]
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": cache,
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # Other processes' seconds would not be counted.
+        "OMP_NUM_THREADS": "1",
+    }
+    said = subprocess.run(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=True,
+    )
+    seconds: dict[str, float] = json.loads(said.stdout.splitlines()[-1])
+    return seconds
+
+
+def _cells(rounds: Sequence[Round], figure: str) -> list[str]:
+    ratios = {
+        method: [found[method][figure] / found["no DDP"][figure] for found in rounds]
+        for method in METHODS[1:]
+    }
+    return [f"{statistics.median(values):.2f}" for values in ratios.values()]
+
+
+def measure(model: str, size: str, method: str) -> dict[str, float]:
+    """Start a training in this process.
+
+    Args:
+        model: one of :data:`workloads.models.MAKERS`.
+        size: one of :data:`workloads.models.SIZES`.
+        method: one of :data:`METHODS`.
+
+    Returns:
+        CPU seconds: ``"start"``, from the wrapping to the end of the first backward, and
+        ``"step"``, of one forward and backward, the fastest of many.
+    """
+    import torch
+    import torch._inductor.config
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    made = subject(model, SIZES[size])
+    module, batch = made.build(), made.batch(0)
+    begin = time.process_time()
+    wrapped: Any = module
+    if method != "no DDP":
+        if method in FLAGS:
+            import fusion_passes
+
+            graph: Any = FLAGS[method]
+            flag = fusion_passes.FusionConfig(backward_graph=graph)
+            torch._inductor.config.ddp_fusion = flag  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        wrapped = DistributedDataParallel(module)
+    compiled = torch.compile(wrapped)
+
+    def step() -> float:
+        start = time.process_time()
+        module.zero_grad()
+        compiled(*batch).backward()
+        return time.process_time() - start
+
+    step()
+    started = time.process_time() - begin
+    for _ in range(WARM_UP_STEPS):
+        step()
+    end, steps = time.monotonic() + SECONDS_OF_STEPS, []
+    while time.monotonic() < end:
+        steps.append(step())
+    if method != "no DDP":
+        dist.destroy_process_group()
+    return {"start": started, "step": min(steps)}
