@@ -49,7 +49,9 @@ class StandInGroup(dist.ProcessGroup):
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
-        self.named_group: ProcessGroup = getattr(group, "named_group", group)
+        self.named_group: ProcessGroup = (
+            group.named_group if isinstance(group, StandInGroup) else group
+        )
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
         return self.named_group.broadcast(tensors, opts)
