@@ -230,10 +230,22 @@ def _moved() -> Any:
     return ddp
 
 
+def _hooked() -> Any:
+    ddp = _managed()
+    ddp.register_comm_hook(None, lambda state, bucket: None)
+    return ddp
+
+
 def _handed_over() -> Any:
     ddp = _managed()
+    ddp._register_buffer_comm_hook(None, lambda state, buffers: None)
+    return ddp
 
-    ddp.register_comm_hook(None, lambda state, bucket: None)
+
+def _joining() -> Any:
+    ddp = DistributedDataParallel(two_layers())
+    with ddp.join(divide_by_initial_world_size=False):
+        ddp(torch.ones(2, 4))  # A fake group counts nobody, so there is no backward.
     return ddp
 
 
@@ -273,7 +285,9 @@ KINDS = (
     _managed,
     _copied,
     _moved,
+    _hooked,
     _handed_over,
+    _joining,
     _unfused,
     _late,
     _of_another_backend,

@@ -24,9 +24,9 @@ from fusion_passes.agreement.protocol import participants
 from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.aot_obstacles import HOOKS, OTHERS_USED, has_hooks, obstacle_in_module
 from fusion_passes.ddp.engine_calls import edges_by_region
+from fusion_passes.ddp.expecting import EXPECTED, LOCAL
 from fusion_passes.ddp.managed_module import PARAMETER_MARK
 from fusion_passes.ddp.modules import registry
-from fusion_passes.ddp.rounds import EXPECTED, LOCAL
 from fusion_passes.ddp.turns import is_main_thread
 from fusion_passes.ddp.unused import has_used_others
 from fusion_passes.flag import active_config

@@ -22,8 +22,15 @@ def prepare_buffers(ddp: DistributedDataParallel, group_name: str) -> None:
     setattr(ddp, BUFFERS_IN, group_name if has_buffers else None)
 
 
-def broadcast_buffers(ddp: DistributedDataParallel, group_name: str) -> None:
-    """Give every rank the buffers of rank 0, with one collective for each dtype and device."""
+def sends_buffers(ddp: DistributedDataParallel) -> bool:
+    """Whether the ranks get buffers before the next forward."""
+    is_synced: bool = ddp.require_forward_param_sync and ddp.broadcast_buffers
+    return is_synced and getattr(ddp, BUFFERS_IN) is not None
+
+
+def broadcast_buffers(ddp: DistributedDataParallel, source: int = 0) -> None:
+    """Give every rank the buffers of one, with one collective for each dtype and device."""
+    group_name = getattr(ddp, BUFFERS_IN)
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for name, buffer in ddp.module.named_buffers():
         if name not in ddp.parameters_to_ignore:
@@ -31,7 +38,7 @@ def broadcast_buffers(ddp: DistributedDataParallel, group_name: str) -> None:
     with torch.no_grad():
         for buffers in kinds.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            flat = broadcast(flat, 0, group_name)
+            flat = broadcast(flat, source, group_name)
             pieces = flat.split([buffer.numel() for buffer in buffers])
             for buffer, piece in zip(buffers, pieces, strict=True):
                 # A forward may have saved it for its backward: in eager mode, autograd sees no

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.ddp.buffers import BUFFERS_IN, broadcast_buffers
-from fusion_passes.ddp.rounds import note_forward
+from fusion_passes.ddp.buffers import BUFFERS_IN, broadcast_buffers, sends_buffers
+from fusion_passes.ddp.expecting import note_forward
+from fusion_passes.ddp.joining import begin_step
 from fusion_passes.ddp.unfinished import UNFINISHED, refuse_unfinished
 from fusion_passes.torch_private import begin_no_graph, disable_dynamo, tree_map_only
+from fusion_passes.torch_private.ddp import is_joining
 
 RANGE: Final = "DistributedDataParallel.forward"
 """Eager DDP's name for its forward in a profile."""
@@ -42,9 +44,10 @@ class ManagedForward(DistributedDataParallel):
         """Broadcast buffers, and move inputs to the module's device."""
         if torch.is_grad_enabled() and getattr(self, UNFINISHED) is not None:
             _refuse(self)
-        group_name = getattr(self, BUFFERS_IN)
-        if group_name and self.require_forward_param_sync and self.broadcast_buffers:
-            broadcast_buffers(self, group_name)
+        if is_joining(self):
+            _begin_step(self)
+        elif sends_buffers(self):
+            broadcast_buffers(self)
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             return tree_map_only(Tensor, lambda tensor: tensor.to(device), (inputs, kwargs))
@@ -67,4 +70,5 @@ def _untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
+_begin_step = disable_dynamo(begin_step)
 _refuse = disable_dynamo(refuse_unfinished)

@@ -174,7 +174,6 @@ class _Call:
                 "A communication hook must return a torch.futures.Future of a tensor, and "
                 f"{_name(caller.hook)} returned {type(self.future).__name__}."
             )
-        self._is_done = False
 
     def finish(self) -> None:
         """Wait for the result, and store it in the bucket.
@@ -182,9 +181,6 @@ class _Call:
         Raises:
             RuntimeError: the result has another size, or the hook has changed parameters.
         """
-        if self._is_done:
-            return
-        self._is_done = True
         value = self.future.wait()
         result: Tensor = value[0] if isinstance(value, list | tuple) else value
         self._check(result)

@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from fusion_passes.ddp.comm_hooks import is_hooked, sent_as
+from fusion_passes.ddp.expecting import EXPECTED, LOCAL
 from fusion_passes.ddp.managed_module import ManagedModule
 from fusion_passes.ddp.modules import registry
-from fusion_passes.ddp.rounds import EXPECTED, LOCAL, note_eager, warn_local
+from fusion_passes.ddp.rounds import note_eager, warn_local
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state

@@ -8,149 +8,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.agreement.launches import LATE, Collective, LaunchList
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.config import FusionConfig
-from fusion_passes.ddp.comm_hooks import sent_as
-from fusion_passes.ddp.managed_module import ManagedModule
+from fusion_passes.ddp.by_hand import Job
 from fusion_passes.ddp.modules import registry
-from fusion_passes.ddp.unused import flags_like, write_averages
+from fusion_passes.ddp.unused import write_averages
 from fusion_passes.flag import active_config
-from fusion_passes.graph.collectives import ALL_REDUCE, ALL_REDUCE_COALESCED, WAIT
-from fusion_passes.graph.scaling import NO_SCALING, Scaling, scaled
 from fusion_passes.plan.caps import bucket_caps
-from fusion_passes.plan.layout import as_it_lies, lay_out
-from fusion_passes.plan.scaling import (
-    REDUCE_DTYPE_OF,
-    BucketScaling,
-    choose_scaling,
-    scaling_as_agreed,
-)
-from fusion_passes.reductions.find import ReductionKey, dtype_name
-from fusion_passes.torch_private.ddp import parameters_of
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A DDP module with gradients that are still to be reduced."""
-
-    ddp: DistributedDataParallel
-    module: ManagedModule
-    participant: Participant
-
-    def count_unused(self) -> None:
-        """Count as zero, in a static graph, what other ranks have used and this one has not."""
-        for number in sorted(self.participant.unused):
-            parameter = parameters_of(self.ddp)[number]
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            self.participant.received.add(number)  # It has not come.
-            self.participant.late[number] = False
-
-    @property
-    def own_use(self) -> frozenset[int]:
-        """The parameters whose gradients this rank has, and must get the average of."""
-        usage, received = self.participant.usage, self.participant.received
-        return usage.own_use(received) if usage is not None else frozenset(received)
-
-    @property
-    def numbers(self) -> frozenset[int]:
-        """What is still to be sent."""
-        usage, kind = self.participant.usage, self.participant.kind
-        left = frozenset(self.participant.late)
-        return left if usage is None else left | usage.sent.get(kind, frozenset()) | {usage.flags}
-
-    def like(self, number: int) -> Tensor:
-        """A tensor as what is sent under a number."""
-        if self.participant.usage is not None and number == self.participant.usage.flags:
-            return flags_like(self.ddp, self.module)
-        return parameters_of(self.ddp)[number]
-
-    def launch(self, item: Collective, mode: str) -> _Launched:
-        gradients = [self._gradient(number) for number in item.parameters]
-        scaling = self._scaling_of(item)
-        sent = [
-            self._to_send(gradient, number, item, scaling.before)
-            for gradient, number in zip(gradients, item.parameters, strict=True)
-        ]
-        pieces, offsets = _launch(sent, scaling, mode, self.module.group_name)
-        return _Launched(self, item, scaling.after, gradients, pieces, offsets)
-
-    def _scaling_of(self, item: Collective) -> BucketScaling:
-        key = _key_of(self, self.like(item.parameters[0]), FusionConfig())
-        return scaling_as_agreed(key, item.divided, "auto", folds=False)
-
-    def _gradient(self, number: int) -> Tensor:
-        like, usage = self.like(number), self.participant.usage
-        if usage is not None and number == usage.flags:
-            return like.copy_(torch.tensor(usage.flags_of(self.own_use)))
-        if like.grad is None:
-            assert usage is not None, "its hook has run"
-            return torch.zeros_like(like)
-        detached: Tensor = like.grad.detach()
-        return detached
-
-    def _to_send(self, gradient: Tensor, number: int, item: Collective, scaling: Scaling) -> Tensor:
-        """The gradient's elements in the order in which all ranks send them, in a dtype and scale
-        that the collective expects."""
-        is_divided = self.participant.late.get(number, False)
-        left = scaling.without(_average(self) if is_divided else NO_SCALING)
-        gradient = scaled(gradient, left.kind, left.value)
-        flat = as_it_lies(gradient, self.module.strides_of(number))
-        dtype: torch.dtype = getattr(torch, item.dtype)
-        real: Tensor = torch.view_as_real(flat) if flat.is_complex() else flat
-        cast: Tensor = real.to(dtype.to_real())
-        return cast
-
-
-@dataclass(frozen=True)
-class _Launched:
-    """A collective that was launched and not waited for.
-
-    Attributes:
-        scaling: what the results are scaled by.
-        pieces: what it gives: the bucket, or the tensors one by one.
-        offsets: where each gradient lies in the bucket, if there is one.
-    """
-
-    job: _Job
-    item: Collective
-    scaling: Scaling
-    gradients: list[Tensor]
-    pieces: list[Tensor]
-    offsets: list[int] | None
-
-    def finish(self) -> None:
-        """Wait, and give the gradients their new values."""
-        results = [WAIT(piece) for piece in self.pieces]
-        for index, gradient in enumerate(self.gradients):
-            number = self.item.parameters[index]
-            if self.offsets is None:
-                result = results[index].reshape(-1)
-            else:
-                count = gradient.numel() * (2 if gradient.is_complex() else 1)
-                offset = self.offsets[index]
-                result = results[0][offset : offset + count] if count else results[0][:0]
-            average = self._average(gradient, result, self.job.module.strides_of(number))
-            usage = self.job.participant.usage
-            if usage is not None and number not in self.job.own_use:
-                usage.averages[number] = average.clone()
-            else:
-                gradient.copy_(average)
-            self.job.participant.late.pop(number, None)
-
-    def _average(self, gradient: Tensor, result: Tensor, strides: tuple[int, ...]) -> Tensor:
-        result = result.to(gradient.dtype.to_real())
-        result = scaled(result, self.scaling.kind, self.scaling.value)
-        if gradient.is_complex():
-            result = torch.view_as_complex(result.reshape(-1, 2))
-        return result.as_strided(gradient.shape, strides, result.storage_offset())
+from fusion_passes.plan.scaling import choose_scaling
+from fusion_passes.reductions.find import dtype_name
 
 
 def reduce_late(participants: Iterable[Participant]) -> None:
@@ -167,7 +37,7 @@ def reduce_late(participants: Iterable[Participant]) -> None:
             registry.rejoin(participant.module)
             participant.is_local = False  # The round's next backward settles anew.
         if ddp is not None:
-            jobs.append(_Job(ddp, registry.module_of(ddp), participant))
+            jobs.append(Job(ddp, registry.module_of(ddp), participant))
     with torch.no_grad():
         left = [job for job in jobs if _is_left(job) or _lacks_use(job)]
         while left:
@@ -177,19 +47,40 @@ def reduce_late(participants: Iterable[Participant]) -> None:
             _reduce_new(job)
 
 
-def _is_left(job: _Job) -> bool:
+def reduce_without_inputs(participant: Participant) -> None:
+    """Take part, with zeros, in what the other ranks reduce in a round: this one has run out of
+    inputs. Its gradients stay as they are.
+
+    Raises:
+        RanksDisagreeError: as :func:`reduce_late`.
+    """
+    ddp = registry.ddp_of(participant.module)
+    assert ddp is not None, "it calls this"
+    module, usage = registry.module_of(ddp), participant.usage
+    job = Job(ddp, module, participant, has_inputs=False)
+    if usage is None:
+        participant.late |= dict.fromkeys(module.trained, False)
+    else:
+        usage.pending.clear()
+    with torch.no_grad():
+        while _is_left(job):
+            _run(_next_lists([job]))
+        _reduce_new(job)
+
+
+def _is_left(job: Job) -> bool:
     if job.participant.usage is not None:
         return job.participant.has_sent_nothing
     return bool(job.participant.late)
 
 
-def _lacks_use(job: _Job) -> bool:
+def _lacks_use(job: Job) -> bool:
     return bool(job.participant.unused) or job.participant.is_sharing
 
 
-def _reduce_new(job: _Job) -> None:
+def _reduce_new(job: Job) -> None:
     """Reduce what some rank has used and none has sent, which all ranks read in the flags; give
-    the parameters that this rank has not used what the others have."""
+    the parameters that this rank has not used what the others have, unless it has no inputs."""
     participant, usage = job.participant, job.participant.usage
     if usage is None or not usage.must_read(participant.kind, job.own_use):
         return
@@ -199,10 +90,11 @@ def _reduce_new(job: _Job) -> None:
         _run([(job, _planned(job, new))])
         usage.sent[participant.kind] |= new
         usage.is_new = participant.needs_replanning = True
-    write_averages(participant, usage.averages)
+    if job.has_inputs:
+        write_averages(participant, usage.averages)
 
 
-def _next_lists(jobs: Sequence[_Job]) -> list[tuple[_Job, LaunchList]]:
+def _next_lists(jobs: Sequence[Job]) -> list[tuple[Job, LaunchList]]:
     """What to run next: all that is known, else one list for which the ranks must meet. Others may
     reach that meeting only once what is known has been run."""
     known = [job for job in jobs if job.participant.position < len(job.participant.agreed)] or jobs[
@@ -211,19 +103,19 @@ def _next_lists(jobs: Sequence[_Job]) -> list[tuple[_Job, LaunchList]]:
     return [(job, job.participant.next_late(functools.partial(_plan_left, job))) for job in known]
 
 
-def _run(lists: Sequence[tuple[_Job, LaunchList]]) -> None:
+def _run(lists: Sequence[tuple[Job, LaunchList]]) -> None:
     ordered = [(job, item, mine.mode) for job, mine in lists for item in mine.collectives]
     ordered.sort(key=lambda entry: entry[1].place)
     for launched in [job.launch(item, mode) for job, item, mode in ordered]:
         launched.finish()
 
 
-def _plan_left(job: _Job) -> LaunchList:
+def _plan_left(job: Job) -> LaunchList:
     job.count_unused()
     return _planned(job, job.numbers)
 
 
-def _planned(job: _Job, numbers: Iterable[int]) -> LaunchList:
+def _planned(job: Job, numbers: Iterable[int]) -> LaunchList:
     """Gradients in buckets that only depend on what ranks cannot differ in: last parameters first,
     as DDP does before it has seen a backward."""
     config = active_config() or FusionConfig()
@@ -232,7 +124,7 @@ def _planned(job: _Job, numbers: Iterable[int]) -> LaunchList:
     open_at: dict[tuple[object, ...], int] = {}
     for number in sorted(numbers, reverse=True):
         parameter = job.like(number)
-        key = _key_of(job, parameter, config)
+        key = job.key_of(parameter, config)
         kind = (key.dtype, key.reduce_dtype, key.device)
         index = open_at.get(kind)
         if index is None:
@@ -250,47 +142,3 @@ def _planned(job: _Job, numbers: Iterable[int]) -> LaunchList:
         if size >= cap_bytes:
             del open_at[kind]
     return LaunchList(LATE, tuple(item for item, _ in buckets))
-
-
-def _key_of(job: _Job, parameter: Tensor, config: FusionConfig) -> ReductionKey:
-    dtype = parameter.dtype
-    reduce_dtype = sent_as(job.ddp) or REDUCE_DTYPE_OF[config.reduce_dtype] or dtype
-    if (
-        job.module.calls_hook
-        or not dtype.is_floating_point
-        or dtype.itemsize <= reduce_dtype.itemsize
-    ):
-        reduce_dtype = dtype
-    return ReductionKey(
-        "all_reduce",
-        job.module.group_name,
-        "sum",
-        dtype,
-        reduce_dtype,
-        parameter.device,
-        _average(job),
-    )
-
-
-def _average(job: _Job) -> Scaling:
-    """What makes the average of a sum over all ranks; a communication hook does that itself."""
-    return NO_SCALING if job.module.calls_hook else Scaling("div", job.module.world_size)
-
-
-def _launch(
-    sent: list[Tensor], scaling: BucketScaling, mode: str, group_name: str
-) -> tuple[list[Tensor], list[int] | None]:
-    operation, in_order = scaling.reduce_op, scaling.method == "hook"
-    if mode == "coalesced":
-        return ALL_REDUCE_COALESCED(sent, operation, group_name), None
-    if not any(tensor.numel() for tensor in sent):
-        return [ALL_REDUCE(tensor, operation, group_name) for tensor in sent], None
-    filled = [index for index, tensor in enumerate(sent) if tensor.numel()]
-    numels = [sent[index].numel() for index in filled]
-    places = lay_out(numels, [(1,)] * len(filled), sent[0].element_size(), in_order)
-    bucket = torch.empty(sum(numels), dtype=sent[0].dtype, device=sent[0].device)
-    offsets = [0] * len(sent)
-    for index, place in zip(filled, places, strict=True):
-        offsets[index] = place.offset
-        bucket[place.offset : place.offset + sent[index].numel()] = sent[index].reshape(-1)
-    return [ALL_REDUCE(bucket, operation, group_name)], offsets

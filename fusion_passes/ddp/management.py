@@ -35,6 +35,7 @@ from fusion_passes.ddp.exiting import pause_at_exit
 from fusion_passes.ddp.forward import ManagedForward
 from fusion_passes.ddp.hook_buckets import HookCaller
 from fusion_passes.ddp.hooks import remove_hooks, replace_hooks
+from fusion_passes.ddp.joining import get_buffers, reduce_zeros
 from fusion_passes.ddp.logging_data import run_time_fields
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.own_reducer import warn_own_reducer
@@ -53,6 +54,7 @@ from fusion_passes.torch_private.ddp import (
     set_static_graph,
     update_process_group,
 )
+from fusion_passes.torch_private.stand_ins import HookedGroup
 
 
 class ManagedDDP(ManagedForward):
@@ -76,7 +78,8 @@ class ManagedDDP(ManagedForward):
         note_comm_hook(self, hook, state)
         set_hooked(self, True)
         name = registry.module_of(self).group_name
-        registry.set_hook(self, HookCaller(name, weakref.ref(self), hook, state).launch)
+        caller = HookCaller(name, weakref.ref(self), hook, state)
+        registry.set_hooked(self, functools.partial(HookedGroup, launch=caller.launch))
         clear_backward_cache()
         aot_backwards.left_to_compiled_autograd.add(self)
 
@@ -104,10 +107,20 @@ class ManagedDDP(ManagedForward):
             self._ddp_fusion_joins = True
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """Hand the module over to DDP's own reducer."""
-        if self.__dict__.get("_ddp_fusion_joins", True):
-            hand_over(self, "it joins ranks with uneven inputs")
+        """As DDP; hand a module with a static graph over to DDP's own reducer: what the graph is,
+        a rank without inputs cannot know."""
+        if self.static_graph and self.__dict__.get("_ddp_fusion_joins", True):
+            hand_over(self, "it joins ranks with uneven inputs, and has static_graph=True")
         return DistributedDataParallel.join_hook(self, **kwargs)
+
+    def _check_and_sync_module_buffers(self) -> None:
+        get_buffers(self)
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        reduce_zeros(self)
+
+    def _match_unused_params_allreduce(self) -> None:
+        """Nothing is left to do: what was used travels with the gradients."""
 
     def _update_process_group(self, new_process_group: Any) -> None:
         update_process_group(self, new_process_group)

@@ -47,12 +47,11 @@ from fusion_passes.torch_private import (
     unregister_process_group,
 )
 from fusion_passes.torch_private.ddp import parameters_of
-from fusion_passes.torch_private.stand_ins import HookedGroup, Launch
+from fusion_passes.torch_private.stand_ins import MakeStandIn, StandInGroup
 
 _numbers: Final = process_state.keep(
     weakref.WeakKeyDictionary[dist.ProcessGroup, "itertools.count[int]"](),
-    "the number of the next module on each process group; a reset keeps it, since the store of the "
-    "group knows the others",
+    "the number of the next module on each process group; kept, since the group's store knows it",
     Lifetime.GROUP,
     reset=lambda _: None,
 )
@@ -60,13 +59,13 @@ _numbers: Final = process_state.keep(
 
 @dataclass
 class _Entry:
-    """A managed module of the registry, what takes it out again, and what does the work of its
-    collectives if it has a communication hook."""
+    """A managed module of the registry, what takes it out again, and the group that does its
+    collectives otherwise than its process group would, if there is one, with what makes it."""
 
     module: ManagedModule
     remove: weakref.finalize[Any, Any]
-    launch: Launch | None = None
-    stand_in: HookedGroup | None = None
+    make_stand_in: MakeStandIn | None = None
+    stand_in: StandInGroup | None = None
 
 
 @dataclass
@@ -158,23 +157,27 @@ class Registry:
         self._modules[old.group_name] = entry.module
         self._moved.add(old.group_name)
         self._meet_under(ddp, old.group_name, str(self._number_on(group)))
-        if entry.launch is not None:
-            entry.stand_in = HookedGroup(group, entry.launch)
-        self.rejoin(old.group_name)
+        self.set_stand_in(ddp, entry.make_stand_in)
         return (old.backend, old.world_size) != (entry.module.backend, entry.module.world_size)
 
     def set_profile(self, ddp: DistributedDataParallel, profile: Profile) -> None:
         """Note what collectives cost between a module's ranks."""
         self._renew(ddp, replace(self.module_of(ddp), profile=profile))
 
-    def set_hook(self, ddp: DistributedDataParallel, launch: Launch) -> None:
-        """Let a function do what a module's collectives do. The ranks agree anew."""
+    def set_hooked(self, ddp: DistributedDataParallel, make: MakeStandIn) -> None:
+        """Let a group call a communication hook in the place of a module's collectives. The ranks
+        agree anew."""
         module = replace(self.module_of(ddp), calls_hook=True)
         self._renew(ddp, module)
-        self._entries[ddp].launch = launch
-        self._entries[ddp].stand_in = HookedGroup(ddp.process_group, launch)
         participants[module.group_name].history.clear()
-        self.rejoin(module.group_name)
+        self.set_stand_in(ddp, make)
+
+    def set_stand_in(self, ddp: DistributedDataParallel, make: MakeStandIn | None) -> None:
+        """Let a module's collectives be done by another group, or by its process group again."""
+        entry = self._entries[ddp]
+        entry.make_stand_in = make
+        entry.stand_in = make(ddp.process_group) if make is not None else None
+        self.rejoin(entry.module.group_name)
 
     def _renew(self, ddp: DistributedDataParallel, module: ManagedModule) -> None:
         self._entries[ddp].remove.detach()

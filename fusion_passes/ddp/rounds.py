@@ -13,15 +13,15 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any, Final, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, TypeAlias
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.protocol import participants
-from fusion_passes.ddp.late import reduce_late
+from fusion_passes.ddp.expecting import EXPECTED, LOCAL, ReducerOfManaged
+from fusion_passes.ddp.late import reduce_late, reduce_without_inputs
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.unfinished import FORGOTTEN, UNFINISHED, unfinished
 from fusion_passes.reporting.warnings import warn_once
@@ -29,12 +29,6 @@ from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import clear_backward_cache
 from fusion_passes.torch_private.autograd import after_backward
 from fusion_passes.torch_private.ddp import parameters_of
-
-EXPECTED: Final = "_ddp_fusion_expected"
-"""Attribute of a managed module: whether the next gradients are averaged."""
-
-LOCAL: Final = "_ddp_fusion_local"
-"""Attribute: whether the last forward ran under ``no_sync``."""
 
 _Expected: TypeAlias = weakref.WeakKeyDictionary[DistributedDataParallel, frozenset[int]]
 
@@ -53,36 +47,6 @@ _parameters: Final = process_state.keep(
     Lifetime.MODULE,
     reset=_forget,
 )
-
-
-def note_forward(ddp: Any) -> None:
-    """Note after a forward whether gradients are to be averaged now. Stores constants and reads
-    none of them, so that a traced forward needs no guard on them."""
-    if torch.is_grad_enabled():
-        if ddp.require_backward_grad_sync:
-            setattr(ddp, EXPECTED, True)
-            setattr(ddp, LOCAL, False)
-        else:
-            setattr(ddp, LOCAL, True)
-
-
-class ReducerOfManaged:
-    """Stands for the C++ reducer of a managed module, which does nothing.
-
-    ``torch.distributed.pipelining`` runs all forwards under ``no_sync``, and calls
-    ``prepare_for_backward`` before the backward that is to be averaged.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = weakref.ref(ddp)
-        self._reducer: Any = ddp.reducer
-
-    def prepare_for_backward(self, outputs: Any) -> None:
-        self._reducer.prepare_for_backward(outputs)
-        setattr(self._ddp(), EXPECTED, True)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reducer, name)
 
 
 def watch(ddp: DistributedDataParallel) -> None:
@@ -192,8 +156,28 @@ def end_backward() -> None:
     reduce_late(active)
     for participant in active:
         _end_if_complete(participant, own_use[participant.module])
-    if any(participant.needs_replanning for participant in active):
-        for participant in active:
+    _plan_anew(active)
+
+
+def end_without_inputs(name: str) -> None:
+    """In the place of a backward that this rank has no inputs for: takes part, with zeros, in what
+    the others reduce for a module.
+
+    Args:
+        name: the module's for its group.
+
+    Raises:
+        RanksDisagreeError: as :func:`fusion_passes.ddp.late.reduce_without_inputs`.
+    """
+    participant = participants[name]
+    reduce_without_inputs(participant)
+    participant.end_round()
+    _plan_anew([participant])
+
+
+def _plan_anew(participants: Sequence[Participant]) -> None:
+    if any(participant.needs_replanning for participant in participants):
+        for participant in participants:
             participant.needs_replanning = False
         clear_backward_cache()
 

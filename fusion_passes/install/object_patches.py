@@ -38,7 +38,22 @@ IN_OBJECTS: Final = (
         "The Python reducer would ignore it, so DDP's own reducer takes over.",
     ),
     _in_module("join", "With enable=False it calls join_hook too, which must know that."),
-    _in_module("join_hook", "The Python reducer cannot join ranks: DDP's own takes over."),
+    _in_module(
+        "join_hook",
+        "Nobody tells a rank without inputs what a static graph is: DDP's own reducer takes over.",
+    ),
+    _in_module(
+        "_check_and_sync_module_buffers",
+        "A rank without inputs takes part in the broadcast of the others' forward.",
+    ),
+    _in_module(
+        "_match_all_reduce_for_bwd_pass",
+        "A rank without inputs takes part in what the others' backward reduces.",
+    ),
+    _in_module(
+        "_match_unused_params_allreduce",
+        "Which parameters were used travels with the gradients, and needs no collective.",
+    ),
     _in_module(
         "_update_process_group",
         "The module's names for its group follow it, and graphs for another number of ranks are "

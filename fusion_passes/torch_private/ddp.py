@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Final, NoReturn
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 # What register_comm_hook does beside noting the hook; its reducer can come later here.
@@ -111,6 +112,26 @@ def register_with_reducer(ddp: DistributedDataParallel, hook: Any, state: object
         _register_builtin_comm_hook(ddp.reducer, hook)
     else:
         _register_comm_hook(ddp.reducer, state, hook)
+
+
+def common_rank(ddp: DistributedDataParallel, *, is_candidate: bool) -> int:
+    """The highest of the module's ranks that say that they are candidates: a collective."""
+    return int(ddp._find_common_rank(dist.get_rank(ddp.process_group), is_candidate))
+
+
+def tell_joined(ddp: DistributedDataParallel) -> None:
+    """Tell ranks that have run out of inputs whether this step is averaged: a collective."""
+    ddp._check_global_requires_backward_grad_sync(is_joined_rank=False)
+
+
+def is_joining(ddp: DistributedDataParallel) -> bool:
+    """Whether ranks may run out of inputs: from the first ``join`` on, as in DDP."""
+    return bool(ddp._join_config.enable)
+
+
+def divides_by_initial_size(ddp: DistributedDataParallel) -> bool:
+    """Whether gradients are divided by the number of all ranks, also of those without inputs."""
+    return bool(getattr(ddp, "_divide_by_initial_world_size", True))
 
 
 def raise_as_ddp(ddp: DistributedDataParallel, kind: type[Exception], text: str) -> NoReturn:

@@ -24,7 +24,7 @@ AnyFuture: TypeAlias = Future
 
 Launch: TypeAlias = Callable[[Sequence[Tensor]], Callable[[], None]]
 """Starts what becomes of some tensors, and returns what waits for it: when that has returned, the
-tensors hold the results. It can be called several times."""
+tensors hold the results."""
 
 
 def seen_by_autograd() -> Any:
@@ -57,6 +57,10 @@ class StandInGroup(dist.ProcessGroup):
         return self.named_group.broadcast(tensors, opts)
 
 
+MakeStandIn: TypeAlias = Callable[[ProcessGroup], StandInGroup]
+"""Makes a group that stands for another one."""
+
+
 class HookedGroup(StandInGroup):
     """A process group whose all-reduces are calls of a function.
 
@@ -76,13 +80,45 @@ class HookedGroup(StandInGroup):
         return _Launched(self._launch(tensors))
 
 
+class AverageOfSome(StandInGroup):
+    """A process group that makes averages over all ranks those over some of them: the others have
+    given zeros.
+
+    Args:
+        group: for which it stands.
+        count: says how many ranks count, ``None`` where all do; is asked for each all-reduce when
+            that is waited for.
+    """
+
+    def __init__(self, group: ProcessGroup, count: Callable[[], float | None]) -> None:
+        super().__init__(group)
+        self._count = count
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
+        return self._scaled(self.named_group.allreduce(tensors, opts), tensors)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
+        return self._scaled(self.named_group.allreduce_coalesced(tensors, opts), tensors)
+
+    def _scaled(self, work: Work, tensors: list[Tensor]) -> Work:
+        def wait() -> None:
+            work.wait()
+            count = self._count()
+            if count is not None and count != self.size():
+                torch._foreach_mul_(tensors, self.size() / count)
+
+        return _Launched(wait)
+
+
 class _Launched(Work):
-    """What was launched, and can be waited for."""
+    """What was launched, and can be waited for: the first time does it."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         super().__init__()
-        self._wait = wait
+        self._wait: Callable[[], None] | None = wait
 
     def wait(self, *_: Any) -> bool:
-        self._wait()
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
         return True

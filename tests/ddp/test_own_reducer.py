@@ -34,7 +34,6 @@ def run(run_on_ranks: RUN, scenario: Scenario, ranks: int = 2) -> list[Outcome]:
         (scenarios.delayed_reductions, "it was given delay_all_reduce_named_params=..."),
         (scenarios.sparse_gradients, "'0' is a Embedding(sparse=True)"),
         (scenarios.buffer_hook, "a hook of yours synchronises its buffers"),
-        (scenarios.uneven_inputs, "it joins ranks with uneven inputs"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

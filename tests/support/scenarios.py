@@ -197,18 +197,6 @@ def buffer_hook(wrap: Compile) -> Values:
     return train(ddp, wrap)
 
 
-def uneven_inputs(wrap: Compile) -> Values:
-    ddp = DistributedDataParallel(models.mlp())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
-    compiled = wrap(ddp)
-    with ddp.join():
-        for step in range(2 + dist.get_rank()):
-            optimizer.zero_grad()
-            compiled(batch(step)).sum().backward()
-            optimizer.step()
-    return state(ddp)
-
-
 def disabled_join(wrap: Compile) -> Values:
     ddp = DistributedDataParallel(models.mlp())
     with ddp.join(enable=False):

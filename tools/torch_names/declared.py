@@ -47,6 +47,7 @@ _DDP: Final = "torch.nn.parallel.distributed"
 WRITTEN_IN: Final[Mapping[str, str]] = {
     # Attributes that torch gives to objects of other classes.
     "_ddp_params_and_buffers_to_ignore": _DDP,
+    "_divide_by_initial_world_size": _DDP,
     "_in_backward_optimizers": "torch.distributed.optim.apply_optimizer_in_backward",
     "_is_flat_param": "torch.distributed.fsdp._flat_param",
     "_st_info": "torch.distributed.tensor.parallel.ddp",
