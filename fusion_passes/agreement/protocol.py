@@ -107,7 +107,7 @@ def agreed_lists() -> tuple[str, ...]:
     ]
     for participant in participants.values():
         if participant.usage is not None:
-            sent = sorted(participant.usage.sent.get(participant.kind, ()))
+            sent = sorted(participant.usage.sent_in(participant.kind))
             reached = sorted(participant.usage.reached)
             sends = f"{number_runs(sent)}, reaches {number_runs(reached)}"
             texts.append(f"{participant.module} sends {sends}")

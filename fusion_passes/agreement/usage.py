@@ -29,7 +29,10 @@ class Usage:
         has_gradient: whether a parameter has one now, by its number.
         reached: those that the backward which runs reaches on this rank.
         pending: those that this rank has used since the last round, in backwards that stayed on it.
-        sent: what the ranks send, flags included, by kind of round; nothing before they have met.
+        sends_all: whether the ranks send all of ``trained`` from the first round on: a
+            communication hook is to see the same buckets in each step.
+        sent: what the ranks send, flags included, by kind of round, where it is not all: nothing
+            before they have met.
         averages: of parameters that this rank has sent zeros for, as a graph has left them.
         used: those that some rank has used in this round; ``None`` as long as that is not known.
         is_in_parts: whether a traced backward was cut into several graphs.
@@ -41,11 +44,18 @@ class Usage:
     has_gradient: Callable[[int], bool]
     reached: frozenset[int] = frozenset()
     pending: set[int] = field(default_factory=set)
+    sends_all: bool = False
     sent: dict[str, frozenset[int]] = field(default_factory=dict)
     averages: dict[int, Tensor] = field(default_factory=dict)
     used: frozenset[int] | None = None
     is_in_parts: bool = False
     is_new: bool = False
+
+    def sent_in(self, kind: str) -> frozenset[int]:
+        """What the ranks send in a kind of round, as far as that is known."""
+        if self.sends_all:
+            return frozenset((*self.trained, self.flags))
+        return self.sent.get(kind, frozenset())
 
     def refuses(self, launches: LaunchList) -> bool:
         """Whether the gradients that a graph would send are not those that this rank has to.
@@ -99,7 +109,7 @@ class Usage:
         """Whether the flags say what this rank cannot know: not where it has used all parameters,
         and the ranks send all of them."""
         every = frozenset(self.trained)
-        return not (every <= own_use and every <= self.sent.get(kind, frozenset()))
+        return not (every <= own_use and every <= self.sent_in(kind))
 
     def end_round(self) -> bool:
         """All gradients of the round have been reduced.

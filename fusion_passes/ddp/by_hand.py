@@ -59,7 +59,7 @@ class Job:
         """What is still to be sent."""
         usage, kind = self.participant.usage, self.participant.kind
         left = frozenset(self.participant.late)
-        return left if usage is None else left | usage.sent.get(kind, frozenset()) | {usage.flags}
+        return left if usage is None else left | usage.sent_in(kind) | {usage.flags}
 
     def like(self, number: int) -> Tensor:
         """A tensor as what is sent under a number."""
@@ -67,23 +67,24 @@ class Job:
             return flags_like(self.ddp, self.module)
         return parameters_of(self.ddp)[number]
 
-    @property
-    def average(self) -> Scaling:
-        """What makes the average of a sum over all ranks; a communication hook does that itself."""
-        return NO_SCALING if self.module.calls_hook else Scaling("div", self.module.world_size)
-
-    def key_of(self, parameter: Tensor, config: FusionConfig) -> ReductionKey:
-        """What gradients have in common that may share a bucket."""
-        dtype = parameter.dtype
+    def key_of(self, number: int, config: FusionConfig) -> ReductionKey:
+        """What is sent under a number has in common with what may share its bucket."""
+        like = self.like(number)
+        dtype, calls_hook = like.dtype, self.module.owner(number).calls_hook
         reduce_dtype = sent_as(self.ddp) or REDUCE_DTYPE_OF[config.reduce_dtype] or dtype
-        if (
-            self.module.calls_hook
-            or not dtype.is_floating_point
-            or dtype.itemsize <= reduce_dtype.itemsize
-        ):
+        if calls_hook or not dtype.is_floating_point or dtype.itemsize <= reduce_dtype.itemsize:
             reduce_dtype = dtype
-        name, device = self.module.group_name, parameter.device
-        return ReductionKey("all_reduce", name, "sum", dtype, reduce_dtype, device, self.average)
+        return ReductionKey(
+            "all_reduce",
+            self.module.group_name,
+            "sum",
+            dtype,
+            reduce_dtype,
+            like.device,
+            # A communication hook makes the average itself.
+            NO_SCALING if calls_hook else Scaling("div", self.module.world_size),
+            calls_hook,
+        )
 
     def launch(self, item: Collective, mode: str) -> Launched:
         """Pack gradients and launch their collective, in a mode of :class:`LaunchList`."""
@@ -97,7 +98,7 @@ class Job:
         return Launched(self, item, scaling.after, gradients, pieces, offsets)
 
     def _scaling_of(self, item: Collective) -> BucketScaling:
-        key = self.key_of(self.like(item.parameters[0]), FusionConfig())
+        key = self.key_of(item.parameters[0], FusionConfig())
         return scaling_as_agreed(key, item.divided, "auto", folds=False)
 
     def _gradient(self, number: int) -> Tensor:
@@ -114,7 +115,8 @@ class Job:
         """The gradient's elements in the order in which all ranks send them, in a dtype and scale
         that the collective expects."""
         is_divided = self.participant.late.get(number, False)
-        left = scaling.without(self.average if is_divided else NO_SCALING)
+        average = self.key_of(number, FusionConfig()).scaling
+        left = scaling.without(average if is_divided else NO_SCALING)
         gradient = scaled(gradient, left.kind, left.value)
         flat = as_it_lies(gradient, self.module.strides_of(number))
         dtype: torch.dtype = getattr(torch, item.dtype)

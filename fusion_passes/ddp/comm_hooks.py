@@ -95,10 +95,9 @@ def why_not_on_buckets(ddp: DistributedDataParallel, hook: Any) -> str:
             f"its communication hook {name} steps an optimizer while a compiled backward may still "
             "read the parameters. To fuse, step the optimizer after the backward"
         )
-    if ddp.find_unused_parameters or ddp.static_graph:
-        option = "static_graph" if ddp.static_graph else "find_unused_parameters"
+    if ddp.static_graph:
         return (
-            f"it has {option}=True and communication hook {name}, which is to be given all "
+            f"it has static_graph=True and communication hook {name}, which is to be given all "
             "gradients in each step. To fuse, construct it without the option"
         )
     if any(dtensor_spec(parameter) is not None for parameter in parameters_of(ddp)):

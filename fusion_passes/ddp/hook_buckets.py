@@ -8,6 +8,7 @@ what the bucket's gradients become.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -100,14 +101,15 @@ class HookCaller:
     _previous: AnyFuture[Any] | None = field(default=None, repr=False)
 
     @disable_dynamo
-    def launch(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+    def launch(self, tensors: Sequence[Tensor]) -> Callable[[], None] | None:
         """Call the hook with the next bucket.
 
         Args:
             tensors: the bucket, or its gradients one by one.
 
         Returns:
-            What waits for its result and stores it in ``tensors``.
+            What waits for its result and stores it in ``tensors``; ``None`` if these are not for
+            the hook: which parameters were used is added up as it is.
 
         Raises:
             RuntimeError: it runs in a capture of a CUDA graph, or what it returns is no future.
@@ -117,6 +119,8 @@ class HookCaller:
             return lambda: None
         _refuse_capture(flat[0])
         index, item, is_last = self._next()
+        if item.divided != "hook":
+            return None
         ddp = self.ddp()
         assert ddp is not None, "its gradients are reduced"
         numbered = parameters_of(ddp)
@@ -143,19 +147,22 @@ class HookCaller:
         assert ddp is not None, "its gradients are reduced"
         parameters = parameters_of(ddp)
         lists = [
-            [
-                item
-                for item in launches.collectives
-                if any(parameters[n].numel() for n in item.parameters)
-            ]
+            [item for item in launches.collectives if _has_elements(item, parameters)]
             for launches in now.agreed[: now.position]
         ]
         item = lists[-1][self._count]
         self._count += 1
-        sent = {number for items in lists for each in items for number in each.parameters}
+        sent = {n for items in lists for each in items for n in each.parameters}
         trained = {n for n, p in enumerate(parameters) if p.requires_grad and p.numel()}
-        is_last = self._count == len(lists[-1]) and trained <= sent
-        return sum(map(len, lists[:-1])) + self._count - 1, item, is_last
+        left = any(each.divided == "hook" for each in lists[-1][self._count :])
+        before = [*itertools.chain(*lists[:-1]), *lists[-1][: self._count - 1]]
+        index = sum(each.divided == "hook" for each in before)
+        return index, item, not left and trained <= sent
+
+
+def _has_elements(item: Collective, parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether a collective sends any: it is not called a hook for, if it is one of gradients."""
+    return item.divided != "hook" or any(parameters[n].numel() for n in item.parameters)
 
 
 class _Call:

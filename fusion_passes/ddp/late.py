@@ -85,7 +85,7 @@ def _reduce_new(job: Job) -> None:
     if usage is None or not usage.must_read(participant.kind, job.own_use):
         return
     usage.read(usage.averages.pop(usage.flags))
-    new = (usage.used or frozenset()) - usage.sent[participant.kind]
+    new = (usage.used or frozenset()) - usage.sent_in(participant.kind)
     if new:
         _run([(job, _planned(job, new))])
         usage.sent[participant.kind] |= new
@@ -124,8 +124,8 @@ def _planned(job: Job, numbers: Iterable[int]) -> LaunchList:
     open_at: dict[tuple[object, ...], int] = {}
     for number in sorted(numbers, reverse=True):
         parameter = job.like(number)
-        key = job.key_of(parameter, config)
-        kind = (key.dtype, key.reduce_dtype, key.device)
+        key = job.key_of(number, config)
+        kind = (key.dtype, key.reduce_dtype, key.device, key.calls_hook)
         index = open_at.get(kind)
         if index is None:
             owner = registry.owner_of(job.module.name_for(number))

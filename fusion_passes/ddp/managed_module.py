@@ -99,7 +99,7 @@ class ManagedModule:
             self.world_size,
             number if number is not None else -1,
             self.strides_of(number) if number is not None else None,
-            self.calls_hook,
+            self.calls_hook and number != self.flags,
         )
 
     def strides_of(self, number: int) -> tuple[int, ...]:

@@ -78,6 +78,9 @@ class ManagedDDP(ManagedForward):
         note_comm_hook(self, hook, state)
         set_hooked(self, True)
         name = registry.module_of(self).group_name
+        usage = participants[name].usage
+        if usage is not None:
+            usage.sends_all = True
         caller = HookCaller(name, weakref.ref(self), hook, state)
         registry.set_hooked(self, functools.partial(HookedGroup, launch=caller.launch))
         clear_backward_cache()

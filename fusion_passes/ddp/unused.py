@@ -42,10 +42,9 @@ def beside(group_name: str, *, in_aot: bool) -> SentBeside | None:
     if ddp is None or participant is None or participant.usage is None:
         return None
     usage, module = participant.usage, registry.module_of(ddp)
-    numbers = usage.sent.get(participant.kind, frozenset()) - {usage.flags}
+    numbers = usage.sent_in(participant.kind) - {usage.flags}
     parameters = parameters_of(ddp)
     return SentBeside(
-        module.world_size,
         usage.trained,
         _sent(ddp, module, usage.flags, flags_like(ddp, module)),
         None if in_aot else usage.reached,
@@ -63,8 +62,9 @@ def _sent(ddp: DistributedDataParallel, module: ManagedModule, number: int, valu
     smaller = sent_as(ddp)
     is_cast = smaller is not None and value.dtype.itemsize > smaller.itemsize
     reduce_dtype = smaller if is_cast and value.is_floating_point() else None
-    name = module.name_for(number)
-    return Sent(name, tuple(value.shape), value.dtype, reduce_dtype or value.dtype)
+    divisor = 1 if module.owner(number).calls_hook else module.world_size
+    name, shape = module.name_for(number), tuple(value.shape)
+    return Sent(name, shape, value.dtype, reduce_dtype or value.dtype, divisor)
 
 
 def note_reach(outputs: Sequence[Any]) -> list[Participant]:

@@ -267,7 +267,7 @@ def _in_reduce_dtype(
     key = reduction.key
     if (
         reduce_dtype is None
-        or reduction.owner.calls_hook
+        or key.calls_hook
         or not key.dtype.is_floating_point
         or key.reduce_dtype != key.dtype
         or key.dtype.itemsize <= reduce_dtype.itemsize

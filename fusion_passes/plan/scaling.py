@@ -116,7 +116,7 @@ def choose_scaling(
         option: what the user asks for.
         folds: whether each gradient is stored by a kernel that can scale it.
     """
-    if owner.calls_hook:  # What was traced is a scaling of the model's own.
+    if key.calls_hook:  # What was traced is a scaling of the model's own.
         return BucketScaling("hook", "sum", key.scaling)
     if _is_unscaled(key):
         return BucketScaling("none", key.reduce_op, NO_SCALING)

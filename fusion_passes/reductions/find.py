@@ -52,6 +52,7 @@ class ReductionKey:
         dtype: of the gradients, before and after.
         reduce_dtype: in which they are sent.
         scaling: what they are scaled by before they are summed, as it was traced.
+        calls_hook: whether a communication hook is called in the place of the collective.
     """
 
     kind: Literal["all_reduce"]
@@ -61,6 +62,7 @@ class ReductionKey:
     reduce_dtype: torch.dtype
     device: torch.device
     scaling: Scaling
+    calls_hook: bool = False
 
     def __str__(self) -> str:
         dtype = dtype_name(self.dtype)
@@ -187,6 +189,7 @@ def _reduction(node: fx.Node, call: AllReduce, owner: Owner, position: int) -> G
             node.meta["val"].dtype,
             value.device,
             scaling,
+            owner.calls_hook,
         ),
         num_bytes=value.numel() * value.element_size(),
         position=position,

@@ -46,12 +46,15 @@ class Sent:
         name: the group name for its reduction.
         dtype: of the gradient.
         reduce_dtype: in which DDP's hook would send it.
+        divisor: what DDP's hook would divide it by: the number of ranks; 1 where a communication
+            hook makes the average.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     reduce_dtype: torch.dtype
+    divisor: int
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,6 @@ class SentBeside:
     """What a graph sends for a DDP module beside the gradients that it has.
 
     Attributes:
-        world_size: number of ranks.
         trained: numbers of the parameters that have a flag each, in order.
         flags: under which they are sent.
         reached: numbers of the parameters that the backward reaches which is compiled; ``None``
@@ -67,7 +69,6 @@ class SentBeside:
         absent: what the ranks send, by number: zeros where the graph has no gradient.
     """
 
-    world_size: int
     trained: tuple[int, ...]
     flags: Sent
     reached: frozenset[int] | None
@@ -109,7 +110,7 @@ def _send(
     values = [_full([(len(list(run)), v) for v, run in itertools.groupby(flags)], beside.flags)]
     values += [_full([(sent.shape, False)], sent) for sent in absent.values()]
     results = [
-        _reduce(before, like, value, sent, beside.world_size)
+        _reduce(before, like, value, sent)
         for value, sent in zip(values, [beside.flags, *absent.values()], strict=True)
     ]
     if len(present) < len(beside.trained):
@@ -131,14 +132,14 @@ def _full(runs: Iterable[tuple[int | tuple[int, ...], bool]], sent: Sent) -> Cal
     return make
 
 
-def _reduce(
-    before: fx.Node, like: fx.Node, make: Callable[[], Tensor], sent: Sent, world_size: int
-) -> fx.Node:
+def _reduce(before: fx.Node, like: fx.Node, make: Callable[[], Tensor], sent: Sent) -> fx.Node:
     """Write a reduction as DDP's hook does; the node of its result."""
 
     def reduce(_: list[Tensor]) -> list[Tensor]:
         value = _cast(make(), sent.reduce_dtype)
-        return [_cast(WAIT(ALL_REDUCE(value / world_size, "sum", sent.name)), sent.dtype)]
+        if sent.divisor != 1:
+            value = value / sent.divisor
+        return [_cast(WAIT(ALL_REDUCE(value, "sum", sent.name)), sent.dtype)]
 
     (result,), nodes = record(before, reduce, [like])
     for node in nodes:

@@ -22,9 +22,9 @@ from fusion_passes.torch_private import ProcessGroup
 AnyFuture: TypeAlias = Future
 """The class of all futures of torch."""
 
-Launch: TypeAlias = Callable[[Sequence[Tensor]], Callable[[], None]]
+Launch: TypeAlias = Callable[[Sequence[Tensor]], Callable[[], None] | None]
 """Starts what becomes of some tensors, and returns what waits for it: when that has returned, the
-tensors hold the results."""
+tensors hold the results. ``None`` if they are to be reduced as they are."""
 
 
 def seen_by_autograd() -> Any:
@@ -66,18 +66,21 @@ class HookedGroup(StandInGroup):
 
     Args:
         group: for which it stands.
-        launch: is given the tensors of each all-reduce, whatever its operation.
+        launch: is given the tensors of each all-reduce, whatever its operation; the group does
+            those that it leaves alone.
     """
 
     def __init__(self, group: ProcessGroup, launch: Launch) -> None:
         super().__init__(group)
         self._launch = launch
 
-    def allreduce(self, tensors: Any, _: Any = None) -> Work:  # type: ignore[override]
-        return _Launched(self._launch(tensors))
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
+        wait = self._launch(tensors)
+        return _Launched(wait) if wait else self.named_group.allreduce(tensors, opts)
 
-    def allreduce_coalesced(self, tensors: Any, _: Any = None) -> Work:
-        return _Launched(self._launch(tensors))
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
+        wait = self._launch(tensors)
+        return _Launched(wait) if wait else self.named_group.allreduce_coalesced(tensors, opts)
 
 
 class AverageOfSome(StandInGroup):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import pytest
@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from testing import models
 from testing.equality import tensor_difference
+from tests.ddp.test_unused import Branches
 from tests.support.scenarios import Counting
 
 RUN = Callable[..., list[Any]]
@@ -103,6 +104,7 @@ class Case:
         sizes: of the batches, in turn.
         unset_from: the step before which the flag is unset.
         options: of DDP.
+        takes: the branches that each rank takes, step by step, of :class:`Branches`.
     """
 
     hook: str = "summing"
@@ -115,6 +117,7 @@ class Case:
     unset_from: int = 100
     autocast: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    takes: Sequence[Sequence[str]] = ()
 
 
 @dataclass
@@ -146,9 +149,9 @@ def train(case: Case, flag: str | None) -> Training:
         ddp.register_comm_hook(state, hook)
         call = torch.compile(ddp) if flag and case.style == "forward" else ddp
 
-        def step(x: Tensor) -> None:
+        def step(x: Tensor, *takes: str) -> None:
             with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
-                loss = call(x).sum()
+                loss = call(x, *takes).sum()
             loss.backward()
 
         if flag and case.style == "step":
@@ -172,13 +175,17 @@ def train(case: Case, flag: str | None) -> Training:
     return training
 
 
-def _step(case: Case, ddp: Any, step: Callable[[Tensor], None], number: int) -> None:
+def _step(case: Case, ddp: Any, step: Callable[..., None], number: int) -> None:
     generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
     size = case.sizes[number % len(case.sizes)]
     x = torch.randint(-1, 2, (size, models.WIDTH), generator=generator).float()
     torch.manual_seed(number)
     with ddp.no_sync() if number in case.local else contextlib.nullcontext():
-        step(x)
+        if case.takes:
+            takes = case.takes[number % len(case.takes)]
+            step(x, takes[dist.get_rank() % len(takes)])
+        else:
+            step(x)
 
 
 def _copy(value: Tensor | None) -> Tensor | None:
@@ -189,12 +196,19 @@ def train_both_ways(case: Case, flag: str) -> tuple[Training, Training]:
     return train(case, flag), train(case, None)
 
 
+def _in_dtype_of(gradient: Tensor | None, eager: Tensor | None) -> Tensor | None:
+    """Eager DDP leaves a parameter that this rank has not used the hook's result as it is, in the
+    compressed dtype; ours has the parameter's."""
+    return eager.to(gradient.dtype) if gradient is not None and eager is not None else eager
+
+
 def check(run_on_ranks: RUN, case: Case, flag: str = "concat", ranks: int = 2) -> list[Training]:
     """What came of the case on each rank under the flag, with the gradients of eager DDP."""
     results = run_on_ranks(ranks, train_both_ways, case=case, flag=flag)
     for ours, eager in results:
         for step, (have, want) in enumerate(zip(ours.gradients, eager.gradients, strict=True)):
-            for name, value in want.items():
+            for name, gradient in want.items():
+                value = _in_dtype_of(have[name], gradient) if case.takes else gradient
                 difference = tensor_difference(have[name], value, ROUNDS.get(case.hook, 0.0))
                 assert not difference, f"step {step}, {name}: {difference}"
         assert [len(calls) for calls in eager.seen] == [len(calls) for calls in ours.seen] or (
@@ -245,6 +259,54 @@ def test_loops(run_on_ranks: RUN, name: str) -> None:
         assert len(training.told) == expected, training.told
         assert training.buckets
         assert name != "several buckets" or len(training.buckets[0]) > 1
+
+
+UNUSED = Case(
+    model=Branches,
+    options={"find_unused_parameters": True},
+    takes=[["ab", "ab"], ["a", "b"], ["b", "a"], ["c", "c"], ["a", "a"], ["", "b"]],
+    steps=6,
+)
+
+
+@pytest.mark.each_torch
+@pytest.mark.parametrize("flag", ["concat", "coalesced"])
+@pytest.mark.parametrize("hook", ["summing", "fp16", "another group"])
+def test_unused_parameters(run_on_ranks: RUN, hook: str, flag: str) -> None:
+    for training in check(run_on_ranks, replace(UNUSED, hook=hook), flag):
+        assert training.told == []
+        assert sorted(training.buckets[0]) == [1, 10], "which were used is sent beside the hook"
+        gradients = [g for step in training.gradients for g in step.values() if g is not None]
+        assert {gradient.dtype for gradient in gradients} == {torch.float32}
+
+
+UNUSED_LOOPS = {
+    "step": replace(UNUSED, style="step"),
+    "no_sync": replace(UNUSED, local=(1, 3)),
+    "gradients of zeros": replace(UNUSED, zero=True),
+    "several buckets": replace(UNUSED, options={**UNUSED.options, "bucket_cap_mb": 0.0003}),
+    "all": replace(UNUSED, takes=[["abc"]]),
+}
+
+
+@pytest.mark.parametrize("name", UNUSED_LOOPS)
+def test_loops_with_unused_parameters(run_on_ranks: RUN, name: str) -> None:
+    for training in check(run_on_ranks, UNUSED_LOOPS[name]):
+        assert training.told == []
+        assert training.buckets
+
+
+def test_power_sgd_with_unused_parameters(run_on_ranks: RUN) -> None:
+    """Its products depend on the order of a bucket's gradients, which is not eager DDP's here. It
+    makes NaN of a gradient that is zero on all ranks, and of that parameter's later ones."""
+    case = replace(UNUSED, hook="power", takes=[["a", "bc"], ["abc", "c"], ["bc", "a"]])
+    first, second = run_on_ranks(2, train, case=case, flag="concat")
+    assert first.told == second.told == []
+    for ours, other in zip(first.gradients, second.gradients, strict=True):
+        for name, value in ours.items():
+            assert value is not None
+            assert value.isfinite().all()
+            assert tensor_difference(value, other[name], 0.0) is None
 
 
 @pytest.mark.each_torch

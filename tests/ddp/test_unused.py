@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import pytest
@@ -84,7 +85,7 @@ CASES = {
 class Branches(nn.Module):
     """Exact. Takes the branches that it is told to take."""
 
-    def __init__(self, dtypes: dict[str, torch.dtype]) -> None:
+    def __init__(self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> None:
         super().__init__()
         self.first, self.a, self.b, self.c, self.last = (
             nn.Linear(models.WIDTH, models.WIDTH) for _ in range(5)

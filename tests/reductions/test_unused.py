@@ -20,9 +20,9 @@ def beside(
 ) -> SentBeside:
     """Of a module of three trained parameters, a, b and c, of four elements each."""
     names = {0: "ddp0#a", 1: "ddp0#b", 2: "ddp0#c"}
-    sent = {number: Sent(names[number], (4,), FP32, reduce_dtype) for number in absent}
-    flags = Sent("ddp0#d", (3,), FP32, reduce_dtype)
-    return SentBeside(2, (0, 1, 2), flags, reached, sent)
+    sent = {number: Sent(names[number], (4,), FP32, reduce_dtype, 2) for number in absent}
+    flags = Sent("ddp0#d", (3,), FP32, reduce_dtype, 2)
+    return SentBeside((0, 1, 2), flags, reached, sent)
 
 
 def a_alone(x):

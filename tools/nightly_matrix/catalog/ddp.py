@@ -99,4 +99,9 @@ HOOKS = [
     on_two("hook-noop", "`noop_hook`", "hooks:noop_hook"),
     on_two("hook-powersgd", "`powerSGD_hook`", "hooks:power_sgd_hook", tolerance_eps=ROUNDS_EPS),
     on_two("hook-users", "a communication hook of the user's own", "hooks:users_hook"),
+    on_two(
+        "hook-users-unused",
+        "a communication hook of the user's own, `find_unused_parameters`",
+        "unused:with_users_hook",
+    ),
 ]

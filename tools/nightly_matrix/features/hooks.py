@@ -132,7 +132,7 @@ def power_sgd_hook(run: Run) -> None:
     _train_with_hook(run, powerSGD_hook.powerSGD_hook, state, steps=5)
 
 
-def _users_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def summing_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Sum instead of averaging."""
     work: Any = dist.all_reduce(bucket.buffer(), group=state, async_op=True)
     summed: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
@@ -141,4 +141,4 @@ def _users_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Ten
 
 def users_hook(run: Run) -> None:
     """A hook of the user's own."""
-    _train_with_hook(run, _users_hook, dist.group.WORLD)
+    _train_with_hook(run, summing_hook, dist.group.WORLD)

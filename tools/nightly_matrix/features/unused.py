@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nightly_matrix.features.hooks import summing_hook
 from nightly_matrix.run import Run
 from nightly_matrix.training import Loop, train
 
@@ -29,18 +30,25 @@ class Branches(nn.Module):
 
 
 def _train_branches(
-    run: Run, skips: Callable[[int], bool], loop: Loop | None = None, **options: Any
+    run: Run,
+    skips: Callable[[int], bool],
+    loop: Loop | None = None,
+    hook: Callable[..., Any] | None = None,
+    **options: Any,
 ) -> None:
     """Train :class:`Branches`, leaving out the layer in the steps where ``skips`` says so."""
     model = Branches(run.mlp())
     loop = loop or Loop()
+    ddp = run.ddp(model, **options)
+    if hook is not None:
+        ddp.register_comm_hook(dist.group.WORLD, hook)
 
     def choose(step: int) -> None:
         model.skips = skips(step)
 
     train(
         run,
-        run.ddp(model, **options),
+        ddp,
         Loop(style=loop.style, steps=4, zero=loop.zero, before_step=choose),
     )
 
@@ -72,6 +80,17 @@ def on_changing_ranks(run: Run) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     _train_branches(
         run, lambda step: step == 3 or step % ranks == rank, find_unused_parameters=True
+    )
+
+
+def with_users_hook(run: Run) -> None:
+    """As :func:`on_changing_ranks`, with a communication hook of the user's own."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    _train_branches(
+        run,
+        lambda step: step == 3 or step % ranks == rank,
+        hook=summing_hook,
+        find_unused_parameters=True,
     )
 
 
