@@ -92,8 +92,8 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "late-division-forgotten",
-        "ddp/late.py",
-        "left = scaling.without(_average(self) if is_divided else NO_SCALING)",
+        "ddp/by_hand.py",
+        "left = scaling.without(average if is_divided else NO_SCALING)",
         "left = scaling",
         (
             "tests/equality/test_like_eager_ddp.py::test_ends_as_with_eager_ddp[batches_of_one-concat]",
@@ -203,7 +203,7 @@ MUTATIONS: Final = (
     # What ranks do together, and what is remembered.
     Mutation(
         "no-sync-ignored",
-        "ddp/rounds.py",
+        "ddp/expecting.py",
         "        if ddp.require_backward_grad_sync:\n            setattr(ddp, EXPECTED, True)\n",
         "        if True:\n            setattr(ddp, EXPECTED, True)\n",
         ("tests/equality/test_eager_ddp.py::test_no_sync[concat-outside]",),
