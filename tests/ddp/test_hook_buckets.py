@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from testing import models
 from testing.equality import tensor_difference
 from tests.ddp.test_unused import Branches
+from tests.support.modes import in_turn
 from tests.support.scenarios import Counting
 
 RUN = Callable[..., list[Any]]
@@ -221,16 +222,26 @@ def check(run_on_ranks: RUN, case: Case, flag: str = "concat", ranks: int = 2) -
     return [ours for ours, _ in results]
 
 
-@pytest.mark.each_torch
-@pytest.mark.parametrize("hook", HOOKS)
+BY_NIGHT = ("noop", "bf16", "fp16 power")
+ON_EACH_TORCH = ("summing", "power")
+"""Other hooks are called alike."""
+
+
+def _marks(hook: str) -> list[Any]:
+    return [
+        *([pytest.mark.nightly] if hook in BY_NIGHT else []),
+        *([pytest.mark.each_torch] if hook in ON_EACH_TORCH else []),
+    ]
+
+
+@pytest.mark.parametrize("hook", [pytest.param(hook, marks=_marks(hook)) for hook in HOOKS])
 def test_gradients_are_those_of_eager_ddp(run_on_ranks: RUN, hook: str) -> None:
     for training in check(run_on_ranks, Case(hook)):
         assert training.told == []
         assert training.buckets == [[6]]
 
 
-@pytest.mark.each_torch
-@pytest.mark.parametrize("hook", ["summing", "power"])
+@pytest.mark.parametrize("hook", ["summing", pytest.param("power", marks=pytest.mark.nightly)])
 def test_coalesced(run_on_ranks: RUN, hook: str) -> None:
     for training in check(run_on_ranks, Case(hook, style="step"), "coalesced"):
         assert training.told == []
@@ -269,9 +280,10 @@ UNUSED = Case(
 )
 
 
-@pytest.mark.each_torch
-@pytest.mark.parametrize("flag", ["concat", "coalesced"])
-@pytest.mark.parametrize("hook", ["summing", "fp16", "another group"])
+@pytest.mark.parametrize(
+    ("hook", "flag"),
+    in_turn({hook: hook for hook in ("summing", "fp16", "another group")}, ["summing"]),
+)
 def test_unused_parameters(run_on_ranks: RUN, hook: str, flag: str) -> None:
     for training in check(run_on_ranks, replace(UNUSED, hook=hook), flag):
         assert training.told == []
@@ -309,8 +321,9 @@ def test_power_sgd_with_unused_parameters(run_on_ranks: RUN) -> None:
             assert tensor_difference(value, other[name], 0.0) is None
 
 
-@pytest.mark.each_torch
-@pytest.mark.parametrize("flag", ["concat", "coalesced"])
+@pytest.mark.parametrize(
+    "flag", [pytest.param("concat", marks=pytest.mark.each_torch), "coalesced"]
+)
 def test_parameters_of_several_kinds(run_on_ranks: RUN, flag: str) -> None:
     for training in check(run_on_ranks, Case(model=Wide), flag):
         assert [sorted(buckets) for buckets in training.buckets] == [[1, 1, 3]]

@@ -20,6 +20,7 @@ from fusion_passes.agreement import participant
 from testing import models
 from testing.equality import tensor_difference
 from tests.support import scenarios
+from tests.support.modes import in_turn
 from tests.support.scenarios import Compile, Values
 
 RUN = Callable[..., list[Any]]
@@ -135,11 +136,10 @@ def compare(outcomes: Sequence[scenarios.Outcome]) -> None:
             assert not difference, f"rank {rank}, {name}: {difference}"
 
 
-@pytest.mark.parametrize("mode", ["concat", "coalesced"])
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.each_torch
-def test_as_eager_ddp(run_on_ranks: RUN, name: str, mode: str) -> None:
-    case = CASES[name]
+@pytest.mark.parametrize(
+    ("case", "mode"), in_turn(CASES, each_torch=["some have more", "buffers", "unused parameters"])
+)
+def test_as_eager_ddp(run_on_ranks: RUN, case: Uneven, mode: str) -> None:
     outcomes = run_on_ranks(2, scenarios.run_both_ways, scenario=case, flag=mode)
     compare(outcomes)
     for outcome in outcomes:

@@ -45,18 +45,17 @@ def test_handed_over(run_on_ranks: RUN, scenario: Scenario, words: str) -> None:
         assert outcome.fused == set()
 
 
-@pytest.mark.each_torch
 @pytest.mark.parametrize(
     "scenario",
     [
         scenarios.unused_in_a_static_graph,
         scenarios.disabled_join,
         scenarios.caps_in_a_list,
-        scenarios.copied,
-        scenarios.saved_and_loaded,
+        pytest.param(scenarios.copied, marks=pytest.mark.each_torch),
+        pytest.param(scenarios.saved_and_loaded, marks=pytest.mark.each_torch),
         scenarios.state_dict_of_another,
         scenarios.second_module_over_the_same_model,
-        scenarios.hooks_of_users,
+        pytest.param(scenarios.hooks_of_users, marks=pytest.mark.each_torch),
     ],
     ids=lambda scenario: scenario.__name__,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from fusion_passes import FusionWarning
 from fusion_passes.state import process_state
 from fuzzing.threads import run_at_once
+from tests.support.modes import in_turn
 
 RUN = Callable[..., list[Any]]
 
@@ -470,24 +471,25 @@ ON_EACH_TORCH = (
 """What stands on torch's private parts most; other cases are of the package's own logic."""
 
 
-def _in_both_modes() -> Iterator[Any]:
-    """Each case in one mode; in the other one by night."""
-    for number, case in enumerate(CASES):
-        for mode in ("concat", "coalesced"):
-            is_now = (mode == "concat") == (number % 2 == 0)
-            marks = [] if is_now else [pytest.mark.nightly]
-            if case in ON_EACH_TORCH:
-                marks.append(pytest.mark.each_torch)
-            if case is two_forwards and torch.__version__ < "2.13":
-                marks.append(pytest.mark.skip(reason="eager DDP of this torch raises here"))
-            if case is two_threads and torch.__version__ < "2.13":
-                # Seen once in three runs; docs/support.md.
-                reason = "torch 2.11 can crash where one thread is traced while another one runs"
-                marks.append(pytest.mark.skip(reason=reason))
-            yield pytest.param(case, mode, marks=marks, id=f"{case.__name__}-{mode}")
+# Seen once in three runs; docs/support.md.
+_CRASH = "torch 2.11 can crash where one thread is traced while another one runs"
+
+NOT_ON_OLDEST = {
+    two_forwards: "eager DDP of this torch raises here",
+    two_threads: _CRASH,
+}
 
 
-@pytest.mark.parametrize(("case", "mode"), list(_in_both_modes()))
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    in_turn(
+        {case.__name__: case for case in CASES},
+        each_torch=[case.__name__ for case in ON_EACH_TORCH],
+        skipped={case.__name__: why for case, why in NOT_ON_OLDEST.items()}
+        if torch.__version__ < "2.13"
+        else {},
+    ),
+)
 def test_ends_as_with_eager_ddp(
     run_on_ranks: RUN, case: Callable[[Compile], list[Any]], mode: str
 ) -> None:
