@@ -8,6 +8,7 @@ ranks, else over Gloo. docs/works.json keeps what the cells are known to become;
     python tools/nightly.py                           # the whole matrix
     python tools/nightly.py --quick                   # a few cells
     python tools/nightly.py --select 'ddp-2/*/bf16/*' --list
+    python tools/nightly.py --graph compiled_autograd # the other graph that can reduce
     python tools/nightly.py --resume DIRECTORY        # what is left of a run
     python tools/nightly.py --keep                    # writes docs/works.json and docs/works.md
     python tools/nightly.py --page                    # writes docs/works.md from docs/works.json
@@ -35,6 +36,7 @@ from nightly_matrix.table import Table, read_table
 CATALOG = "nightly_matrix.catalog"
 KEPT = ROOT / "docs" / "works.json"
 TIMEOUT_S = 240.0
+GRAPHS = ("auto", "compiled_autograd", "aot_autograd")
 INTERRUPTED = 130
 """Exit status, as a shell's."""
 
@@ -84,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--list", action="store_true", help="print the names of the cells, run nothing")
     add("--timeout", type=_positive, default=TIMEOUT_S, help=f"s for each cell ({TIMEOUT_S:g})")
     add("--jobs", type=int, default=1, help="cells at a time (1); one keeps 2 to 4 cores busy")
+    add("--graph", choices=GRAPHS, default=GRAPHS[0], help="FusionConfig.backward_graph (auto)")
     add("--output", type=Path, help="directory for results and pages (nightly-DATE-TIME)")
     add("--resume", type=Path, metavar="DIRECTORY", help="of a run: do what is left of it")
     add("--keep", action="store_true", help="write the results into the kept table")
@@ -101,6 +104,11 @@ def _positive(text: str) -> float:
 def _run(matrix: Matrix, cells: list[Cell], chosen: list[Cell], options: argparse.Namespace) -> int:
     if options.jobs < 1:
         raise ValueError(f"--jobs must be at least 1, but is {options.jobs}")
+    if options.keep and options.graph != GRAPHS[0]:
+        raise ValueError(
+            f"--keep: the kept table is of --graph {GRAPHS[0]}, but this is {options.graph}. "
+            "Leave one of them out"
+        )
     if options.resume and not options.resume.is_dir():
         raise ValueError(f"--resume {options.resume}: there is no such directory")
     output = options.resume or options.output or Path(time.strftime("nightly-%Y%m%d-%H%M%S"))
@@ -158,6 +166,7 @@ def _run_rest(
         run_cells(
             rest,
             catalog=matrix.catalog,
+            graph=options.graph,
             logs=output / "logs",
             timeout_s=options.timeout,
             jobs=options.jobs,

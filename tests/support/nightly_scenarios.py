@@ -32,7 +32,9 @@ def _record(run: Run, value: float) -> None:
 def is_told(run: Run) -> None:
     _record(run, 1.0)
     if run.is_fused:
-        warnings.warn("Not fused, because it is fake. Do without.", FusionWarning, stacklevel=1)
+        graph = torch._inductor.config.ddp_fusion.backward_graph
+        words = f"Not fused, because it is fake and has {graph}. Do without."
+        warnings.warn(words, FusionWarning, stacklevel=1)
 
 
 def is_silent(run: Run) -> None:

@@ -88,6 +88,13 @@ def test_a_pattern_that_matches_nothing_is_refused(capsys: pytest.CaptureFixture
     assert "'nothing' matches none of" in capsys.readouterr().err
 
 
+def test_the_kept_table_is_of_one_graph(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as end:
+        nightly.main(["--keep", "--graph", "compiled_autograd"], matrix_in(tmp_path))
+    assert end.value.code == 2
+    assert "the kept table is of --graph auto" in capsys.readouterr().err
+
+
 def test_list(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert nightly.main(["--list", "--quick"], matrix_in(tmp_path)) == 0
     assert capsys.readouterr().out.split() == [
@@ -258,7 +265,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     }
     (directory / "works.json").write_text(Table("2.13.0", entries).to_json())
     chosen = [f"--select=fake/concat/fp32/{name}" for name in KINDS_OF_FAKES]
-    arguments = [*chosen, "--jobs=2", "--output", str(directory)]
+    arguments = [*chosen, "--jobs=2", "--graph=compiled_autograd", "--output", str(directory)]
     return nightly.main(arguments, matrix_in(directory)), directory
 
 
@@ -274,7 +281,9 @@ def test_each_cell_gets_its_outcome(run: tuple[int, Path]) -> None:
     kinds = {name.split("/")[-1]: result.outcome.kind for name, result in results.items()}
     assert kinds == KINDS_OF_FAKES
     words = {name.split("/")[-1]: result.outcome.words for name, result in results.items()}
-    assert words["is-told"] == "Not fused, because it is fake. Do without."
+    assert (
+        words["is-told"] == "Not fused, because it is fake and has compiled_autograd. Do without."
+    )
     assert "differs by" in words["differs"]
     assert words["raises"] == "RuntimeError: this one names no flag"
     assert "on ranks [1] only" in words["refuses-on-one-rank"]

@@ -39,13 +39,14 @@ class CellProcesses:
     Args:
         cell: what runs.
         catalog: module whose ``SCENARIOS`` the cell is from.
+        graph: which graph is to reduce gradients, ``FusionConfig.backward_graph``.
         log: file for what the processes print.
         cache: directory of compiled kernels, of this and other cells.
         timeout_s: for the cell.
     """
 
     def __init__(
-        self, cell: Cell, *, catalog: str, log: Path, cache: Path, timeout_s: float
+        self, cell: Cell, *, catalog: str, graph: str, log: Path, cache: Path, timeout_s: float
     ) -> None:
         self.cell = cell
         self._log = log
@@ -57,7 +58,7 @@ class CellProcesses:
         deadline = self._start + max(1.0, timeout_s - STACKS_S)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={cell.scenario.ranks}", "--module", WORKER]
-        command += [catalog, cell.name, str(self._directory), str(deadline)]
+        command += [catalog, cell.name, graph, str(self._directory), str(deadline)]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command,
@@ -101,6 +102,7 @@ def run_cells(
     cells: Sequence[Cell],
     *,
     catalog: str,
+    graph: str,
     logs: Path,
     timeout_s: float,
     jobs: int,
@@ -112,6 +114,7 @@ def run_cells(
     Args:
         cells: in this order.
         catalog: module whose ``SCENARIOS`` they are from.
+        graph: which graph is to reduce gradients, ``FusionConfig.backward_graph``.
         logs: directory for what they print.
         timeout_s: for each cell.
         jobs: how many run at a time.
@@ -124,8 +127,14 @@ def run_cells(
         def start(cell: Cell) -> CellProcesses:
             on_start(cell)
             log = logs / f"{cell.file_name}.log"
-            options = {"log": log, "cache": Path(cache)}
-            return CellProcesses(cell, catalog=catalog, timeout_s=timeout_s, **options)
+            return CellProcesses(
+                cell,
+                catalog=catalog,
+                graph=graph,
+                log=log,
+                cache=Path(cache),
+                timeout_s=timeout_s,
+            )
 
         run_side_by_side(cells, start, on_result, jobs=jobs)
 

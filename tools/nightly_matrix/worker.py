@@ -1,7 +1,7 @@
 """One rank of a cell, started by ``torchrun``: trains with eager DDP and under the flag, compares,
 and tells.
 
-    torchrun ... --module nightly_matrix.worker CATALOG CELL DIRECTORY SECONDS
+    torchrun ... --module nightly_matrix.worker CATALOG CELL GRAPH DIRECTORY SECONDS
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch._inductor.config
 import torch.distributed as dist
 
 import fusion_passes
+from fusion_passes import FusionConfig
 from nightly_matrix.cells import Cell, Scenario, cells_of
 from nightly_matrix.comparing import differences
 from nightly_matrix.ranks import Failure, RankReport, report_path
@@ -38,7 +39,7 @@ it in a collective is to find out by itself, as in a program that catches its er
 
 def main(arguments: list[str]) -> int:
     """Run this rank's part of a cell; 0 whatever has become of it, if it is told."""
-    catalog, name, directory, deadline = arguments
+    catalog, name, graph, directory, deadline = arguments
     # Says where it hangs; and a rank whose launcher is gone does not stay behind.
     left_s = max(0.1, float(deadline) - time.monotonic())
     faulthandler.dump_traceback_later(left_s, exit=True)
@@ -46,7 +47,8 @@ def main(arguments: list[str]) -> int:
     (cell,) = [cell for cell in cells_of(scenarios) if cell.name == name]
     torch.set_num_threads(1)
     device = _join_group(cell)
-    report = train_both(cell.scenario, cell.dtype, cell.mode, device)
+    flag = FusionConfig(mode=cell.mode, backward_graph=graph)  # type: ignore[arg-type]
+    report = train_both(cell.scenario, cell.dtype, flag, device)
     report.write(Path(directory))
     _stay_for_others(cell, Path(directory))
     sys.stdout.flush()
