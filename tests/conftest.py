@@ -43,6 +43,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Tests of a group must run in one process: what they share takes long to make."""
+    config = session.config
+    if hasattr(config, "workerinput") and config.getoption("loadgroup", default=False):
+        for item in session.items:
+            if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
+                raise pytest.UsageError(
+                    f"pytest-xdist does not keep the group of {item.nodeid} together under pytest "
+                    f"{pytest.__version__}. Install what setup.py asks for."
+                )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Gives the session an Inductor cache of its own, shared by all of its processes.
 

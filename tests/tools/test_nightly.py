@@ -291,6 +291,8 @@ def test_each_cell_gets_its_outcome(run: tuple[int, Path]) -> None:
     assert "and has a second line" in details["raises"]
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("fake cells")
 def test_a_cell_that_got_worse_fails_the_run(
     run: tuple[int, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
