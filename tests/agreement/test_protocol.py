@@ -260,7 +260,12 @@ def leaves_out_a_layer(mode: str, from_step: int, is_traced: bool) -> str:
 
 @pytest.mark.parametrize("from_step", [0, 2])
 @pytest.mark.parametrize(
-    ("mode", "is_traced"), [("concat", True), ("coalesced", True), ("concat", False)]
+    ("mode", "is_traced"),
+    [
+        ("concat", True),
+        pytest.param("coalesced", True, marks=pytest.mark.nightly),
+        ("concat", False),
+    ],
 )
 @pytest.mark.filterwarnings("ignore::fusion_passes.FusionWarning")
 def test_a_parameter_without_a_gradient_on_one_rank_is_an_error_on_all(

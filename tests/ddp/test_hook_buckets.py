@@ -301,7 +301,15 @@ UNUSED_LOOPS = {
 }
 
 
-@pytest.mark.parametrize("name", UNUSED_LOOPS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step",
+        "no_sync",
+        "several buckets",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gradients of zeros", "all")),
+    ],
+)
 def test_loops_with_unused_parameters(run_on_ranks: RUN, name: str) -> None:
     for training in check(run_on_ranks, UNUSED_LOOPS[name]):
         assert training.told == []
