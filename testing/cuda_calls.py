@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeGuard
 
 _KERNEL: Final = re.compile(
     r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)'''", re.MULTILINE | re.DOTALL
@@ -91,8 +91,10 @@ class _Reader:
             return
         called = ast.unparse(value.func)
         if called == "empty_strided_cuda":
+            assert target is not None
             self._allocate(target, value)
         elif called == "reinterpret_tensor":
+            assert target is not None
             self._names[target.id] = self._render(value)
         elif called.endswith(".run"):
             self._launch(called.removesuffix(".run"), value)
@@ -100,6 +102,7 @@ class _Reader:
             self._call_library(target, called, value)
 
     def finish(self, statement: ast.Return) -> None:
+        assert isinstance(statement.value, ast.Tuple)
         results = [self._render(value) for value in statement.value.elts]
         self.lines.append(f"return {', '.join(results)}")
 
@@ -107,7 +110,8 @@ class _Reader:
         name = self._names.setdefault(target.id, "")
         if name in self._buckets:
             shape, _, dtype = call.args
-            numbers = ", ".join(str(size.value) for size in shape.elts)
+            assert isinstance(shape, ast.Tuple)
+            numbers = ", ".join(ast.unparse(size) for size in shape.elts)
             self.lines.append(f"{name} = empty({numbers}, {ast.unparse(dtype)})")
 
     def _launch(self, kernel: str, call: ast.Call) -> None:
@@ -165,5 +169,5 @@ def _is_tensor(value: ast.expr) -> bool:
     return isinstance(value, ast.Name | ast.Call | ast.Subscript)
 
 
-def _is_text(value: ast.expr) -> bool:
+def _is_text(value: ast.expr) -> TypeGuard[ast.Constant]:
     return isinstance(value, ast.Constant) and isinstance(value.value, str)

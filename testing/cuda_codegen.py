@@ -246,7 +246,7 @@ def _on_h100() -> Iterator[None]:
     def properties(_: Any = None) -> Any:
         return _H100
 
-    answers = [
+    answers: list[tuple[Any, dict[str, Any]]] = [
         (torch.cuda, {"is_available": lambda: True, "device_count": lambda: 1}),
         (torch.cuda, {"current_device": lambda: 0, "get_device_properties": properties}),
         (torch.cuda, {"get_device_capability": lambda _=None: (_H100.major, _H100.minor)}),
@@ -270,7 +270,7 @@ def _autotuned(fastest: str) -> Iterator[None]:
     def benchmark(choices: Sequence[Any]) -> dict[Any, float]:
         return {choice: 2.0 - (fastest in type(choice).__name__) for choice in choices}
 
-    replaced = {
+    replaced: dict[str, Any] = {
         "make_benchmark_fn": lambda *_, **__: benchmark,
         "make_precompile_fn": lambda *_, **__: dict,
     }

@@ -21,7 +21,7 @@ def fake_world(world_size: int = 2, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def two_layers(width: int = 4) -> nn.Module:
+def two_layers(width: int = 4) -> nn.Sequential:
     """Four gradients: the smallest module whose fusion is worth looking at."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from testing.models import Batch, Loss, linear_loss, whole_rows
 
 Way = Literal["fused", "eager", "by hand", "eager in double"]
+Style = Literal["inside", "outside"]
 
 
 @dataclass
@@ -90,7 +91,7 @@ class Recipe:
     build: Build
     loss: Loss = linear_loss
     data: Callable[[Generator, int], Batch] = whole_rows
-    style: Literal["inside", "outside"] = "inside"
+    style: Style = "inside"
     steps: int = 3
     batch_sizes: tuple[int, ...] = (4,)
     micro_batches: int = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ def test_options_are_frozen_named_and_compared_by_value() -> None:
     with pytest.raises(FrozenInstanceError):
         config.mode = "concat"  # type: ignore[misc]
     with pytest.raises(TypeError):
-        FusionConfig("concat")  # type: ignore[misc]
+        FusionConfig("concat")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("value", [None, FusionConfig(), FusionConfig(mode="coalesced")])
@@ -58,13 +59,13 @@ def test_a_wrong_mode_names_the_field() -> None:
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("value", [0.001, 1, 25, 1e6])
-def test_sizes_that_are_taken(name: str, value: float) -> None:
+def test_sizes_that_are_taken(name: str, value: Any) -> None:
     assert getattr(FusionConfig(**{name: value}), name) == value
 
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), True, "25", [1]])
-def test_sizes_that_are_refused(name: str, value: object) -> None:
+def test_sizes_that_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"FusionConfig\.{name} must be .* MiB"):
         FusionConfig(**{name: value})
 

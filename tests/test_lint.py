@@ -20,3 +20,12 @@ def test_the_hooks_of_a_commit_run_the_commands_of_make_lint() -> None:
     )
     assert hooks.count("entry:") == hooks.count("language: system") == len(commands)
     assert hooks.count("pass_filenames: false") == len(commands), "they check all files"
+
+
+def test_types_are_checked_everywhere() -> None:
+    settings = (ROOT / "pyproject.toml").read_text()
+    files = re.search(r"^files = \[(.*)\]$", settings, re.MULTILINE)
+    assert files is not None
+    checked = set(re.findall(r'"(\w+)"', files[1]))
+    assert checked == {"fusion_passes", "examples", "testing", "tools", "tests"}
+    assert "ignore_errors" not in settings

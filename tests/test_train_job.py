@@ -36,7 +36,9 @@ def environment(**extra: str) -> dict[str, str]:
     }
 
 
-def run_example(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+def run_example(
+    *arguments: str, launcher: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *launcher, str(SCRIPT), *arguments],
         env=environment(),

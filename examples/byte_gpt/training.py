@@ -222,7 +222,7 @@ def _fused_training(
     rank: Rank,
 ) -> list[GradientDifference]:
     """Train the model and compare the gradients of the first ``len(expected)`` steps."""
-    inductor_config.ddp_fusion = options.fusion  # type: ignore[attr-defined]  # fusion_passes' own
+    inductor_config.ddp_fusion = options.fusion
     backward = _compiled_backward(_wrap(model, options, rank), options.style)
     optimizer = _optimizer(model)
     differences = []

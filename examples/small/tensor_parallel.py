@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes  # noqa: F401  It adds the flag.
 
-torch._inductor.config.ddp_fusion = "concat"  # type: ignore[attr-defined]
+torch._inductor.config.ddp_fusion = "concat"
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 torch.manual_seed(mesh["dp"].get_local_rank())  # Ranks of one tp group see the same batch.

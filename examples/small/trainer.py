@@ -9,7 +9,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import fusion_passes
 
-torch._inductor.config.ddp_fusion = "concat"  # type: ignore[attr-defined]
+torch._inductor.config.ddp_fusion = "concat"
 
 
 class Autoencoder(nn.Module):

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes  # noqa: F401  It adds the flag.
 
-torch._inductor.config.ddp_fusion = "concat"  # type: ignore[attr-defined]
+torch._inductor.config.ddp_fusion = "concat"
 dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())  # DDP gives all ranks the parameters of rank 0.
 

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> None:
             "pip install 'fusion_passes[explain]'"
         )
     if ENVIRONMENT_VARIABLE not in os.environ:
-        inductor_config.ddp_fusion = options.flag  # type: ignore[attr-defined]
+        inductor_config.ddp_fusion = options.flag
     explained = _Explained(options, record_steps(options.steps, plain_steps=options.plain_steps))
     backwards.after = explained.after_backward
     atexit.register(explained.show)

@@ -15,7 +15,7 @@ from fusion_passes.torch_private import ConfigEntry, OpOverload, inductor_config
 
 def inductor_entries() -> dict[str, ConfigEntry]:
     """The entries of ``torch._inductor.config``, by name."""
-    entries: dict[str, ConfigEntry] = inductor_config._config  # type: ignore[attr-defined]
+    entries: dict[str, ConfigEntry] = inductor_config._config
     return entries
 
 

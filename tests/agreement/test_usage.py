@@ -42,7 +42,7 @@ def test_flags_are_written_and_read() -> None:
     known = usage({0})
     assert known.flags_of({3, 0}) == [1.0, 0.0, 1.0]
     known.read(torch.tensor([0.5, 0.0, 0.25]))
-    assert known.used == {0, 3}
+    assert known.used == frozenset({0, 3})
     known.read(torch.tensor([True, False, False]))
     assert known.used == {0}
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def _profiles():
     """Profiles of this rank alone, and quick measurements; what was measured is counted. What
     decides are costs that are given: those of a busy machine can make any bucket the best."""
     calls: list[int] = []
-    original, before = agree.measure, os.environ.get(files.DIRECTORY_VARIABLE)
+    original, before = measure.measure, os.environ.get(files.DIRECTORY_VARIABLE)
     root = Path(tempfile.mkdtemp())
     directory = root / "profiles"
     directory.mkdir()
@@ -60,11 +61,10 @@ def _profiles():
         ]
         return replace(profile, tables=tuple(tables))
 
-    agree.measure = quick
     try:
-        yield directory, calls
+        with mock.patch.object(agree, "measure", quick):
+            yield directory, calls
     finally:
-        agree.measure = original
         os.environ.pop(files.DIRECTORY_VARIABLE)
         if before is not None:
             os.environ[files.DIRECTORY_VARIABLE] = before
@@ -145,20 +145,22 @@ def failing(case: str, directory: str) -> None:
     """Writes the error of a rank where another one differs or fails in a start."""
     rank = dist.get_rank()
     flag = "concat" if case == "flag" and rank == 1 else "auto"
-    originals = agree.WAIT_SECONDS, torch.__version__, measure.Ranks.times
-    agree.WAIT_SECONDS = 3.0
+    changes: list[Any] = [mock.patch.object(agree, "WAIT_SECONDS", 3.0)]
     if rank == 1 and case in ("dies", "raises"):
-        measure.Ranks.times = _die if case == "dies" else _raise
+        failure = _die if case == "dies" else _raise
+        changes.append(mock.patch.object(measure.Ranks, "times", failure))
     if rank == 1 and case == "torch":
-        torch.__version__ = "0.1"
+        changes.append(mock.patch.object(torch, "__version__", "0.1"))
     said = "trained"
     try:
-        with _profiles():
+        with contextlib.ExitStack() as stack:
+            for change in changes:
+                stack.enter_context(change)
+            stack.enter_context(_profiles())
             _train(flag)
     except Exception as error:  # noqa: BLE001 - the test looks at its text
         said = f"{type(error).__name__}: {error}"
     finally:
-        agree.WAIT_SECONDS, torch.__version__, measure.Ranks.times = originals
         (Path(directory) / str(rank)).write_text(said)
 
 

@@ -105,7 +105,7 @@ def test_reduce_dtype_after_a_hook_contradicts_it(ddp: DistributedDataParallel) 
 
 def test_what_is_no_hook_changes_nothing(ddp: DistributedDataParallel) -> None:
     with pytest.raises(TypeError, match="must be callable"):
-        ddp.register_comm_hook(None, [])
+        ddp.register_comm_hook(None, [])  # type: ignore[arg-type]
     assert ddp._use_python_reducer
     ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     assert sent_as(ddp) == torch.float16

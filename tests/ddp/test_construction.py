@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ import torch._dynamo
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusion_passes import FusionConfig, FusionWarning
@@ -33,7 +34,7 @@ def _world() -> Iterator[None]:
 
 
 def test_refuses_mixed_precision() -> None:
-    options = MixedPrecision(param_dtype=torch.bfloat16)
+    options = _MixedPrecision(param_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"mixed_precision=\.\.\.\).*autocast.*ddp_fusion = None"):
         DistributedDataParallel(two_layers(), mixed_precision=options)
     assert not len(registry), "nothing was changed before the refusal"
@@ -71,7 +72,7 @@ def test_refuses_optimizers_in_the_backward(late: bool) -> None:
         step()
 
 
-def _delayed(model: nn.Sequential) -> dict[str, object]:
+def _delayed(model: nn.Sequential) -> dict[str, Any]:
     return {
         "delay_all_reduce_named_params": [("0.weight", model[0].weight)],
         "param_to_hook_all_reduce": model[1].weight,
@@ -85,7 +86,7 @@ def test_leaves_to_ddps_reducer_what_the_python_reducer_ignores() -> None:
         ddp = DistributedDataParallel(model, **_delayed(model))
     assert not ddp._use_python_reducer
     assert not len(registry)
-    assert registry.is_unfused(model[1].weight)
+    assert registry.is_unfused(model.get_parameter("1.weight"))
 
 
 def test_forgets_what_ddps_reducer_has_trained() -> None:

@@ -6,7 +6,8 @@ One process with a Gloo group of one rank, beside eager DDP.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fusion_passes import FusionConfig
+from fusion_passes.config import FusionMode
 from fusion_passes.ddp.donation import _with_own_memory
 
 Losses = tuple[Tensor, Tensor]
@@ -58,13 +60,17 @@ def _x(factor: float = 1) -> Tensor:
     return factor * torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
 
 
+def _sum(losses: Iterable[Tensor]) -> Any:
+    return sum(losses)
+
+
 def once(model: Callable[[Tensor], Losses], ddp: nn.Module) -> None:
     first, second = model(_x())
     (first + second).backward()
 
 
 def retained(model: Callable[[Tensor], Losses], ddp: nn.Module) -> None:
-    loss = sum(model(_x()))
+    loss = _sum(model(_x()))
     for keep in (True, True, False):
         loss.backward(retain_graph=keep)
 
@@ -77,24 +83,24 @@ def one_loss_after_the_other(model: Callable[[Tensor], Losses], ddp: nn.Module) 
 
 def two_forwards(model: Callable[[Tensor], Losses], ddp: nn.Module) -> None:
     losses = [*model(_x()), *model(_x(2))]
-    sum(losses).backward()
+    _sum(losses).backward()
 
 
 def a_part_at_a_time(model: Callable[[Tensor], Losses], ddp: nn.Module) -> None:
-    loss = sum(model(_x()))
-    layers = ddp.module
+    loss = _sum(model(_x()))
+    layers: Any = ddp.module
     loss.backward(retain_graph=True, inputs=list(layers.c.parameters()))
     loss.backward(inputs=[*layers.a.parameters(), *layers.b.parameters()])
 
 
 def saved_elsewhere(model: Callable[[Tensor], Losses], ddp: nn.Module) -> None:
     with torch.autograd.graph.save_on_cpu():
-        loss = sum(model(_x()))
+        loss = _sum(model(_x()))
     loss.backward()
 
 
 def computed_again(model: Callable[[Tensor], Losses], ddp: nn.Module) -> None:
-    sum(checkpoint(model, _x(), use_reentrant=False)).backward()
+    _sum(checkpoint(model, _x(), use_reentrant=False)).backward()
 
 
 STEPS = (
@@ -143,13 +149,13 @@ def _overwritten(backward: Callable[[], object]) -> int:
     return len(re.findall(r" = (?!buf)\w+; del .*# reuse", codes[-1]))
 
 
-def _traced(mode: str) -> FusionConfig:
+def _traced(mode: FusionMode) -> FusionConfig:
     """Where compiled autograd traces backwards, the package says what may be overwritten.
     AOTAutograd says it itself."""
     return FusionConfig(mode=mode, backward_graph="compiled_autograd")
 
 
-def _backward(flag: str | None) -> Callable[[], object]:
+def _backward(flag: FusionMode | None) -> Callable[[], object]:
     inductor_config.ddp_fusion = _traced(flag) if flag else None
     model = torch.compile(DistributedDataParallel(Mixing()) if flag else Mixing())
     loss = sum(model(_x()))
@@ -158,7 +164,7 @@ def _backward(flag: str | None) -> Callable[[], object]:
 
 @pytest.mark.each_torch
 @pytest.mark.parametrize("flag", ["concat", "coalesced"])
-def test_backward_overwrites_what_one_without_ddp_does(flag: str) -> None:
+def test_backward_overwrites_what_one_without_ddp_does(flag: FusionMode) -> None:
     assert _overwritten(_backward(flag)) == _overwritten(_backward(None)) == 1
 
 
@@ -196,7 +202,7 @@ def test_what_a_users_hook_has_packed_is_not_overwritten() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = sum(model(_x()))
+        loss = _sum(model(_x()))
     loss.backward()
     assert len(packed) >= 5
     assert all(torch.equal(now, then) for now, then in packed)

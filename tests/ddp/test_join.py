@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.agreement import participant
+from fusion_passes.agreement.rendezvous import meet
 from testing import models
 from testing.equality import tensor_difference
 from tests.support import scenarios
@@ -91,7 +92,7 @@ class Uneven:
         run(x, **branches)
 
 
-def halve_and_sum(_: object, bucket):  # type: ignore[no-untyped-def]
+def halve_and_sum(_: object, bucket):
     """A communication hook that is no average over all ranks."""
     work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
     assert work is not None
@@ -185,7 +186,7 @@ def test_nothing_is_agreed_on_anew(run_on_ranks: RUN) -> None:
 
 def meetings_in_steps() -> list[int]:
     """How often the ranks meet, in each step and in those without inputs."""
-    meet, count, counts = participant.meet, 0, []
+    count, counts = 0, []
 
     def counting(*args: Any) -> Any:
         nonlocal count

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes
 from fusion_passes import FusionConfig, FusionReport, FusionWarning
 from fusion_passes.ddp import late, rounds
+from fusion_passes.ddp.late import reduce_late
 from fusion_passes.install import switch
 from fusion_passes.reporting.journal import journal
 from testing.fake_world import fake_world, two_layers
@@ -41,7 +42,7 @@ def _world() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def _managed(flag: object = "concat", **options: object) -> DistributedDataParallel:
+def _managed(flag: object = "concat", **options: Any) -> DistributedDataParallel:
     inductor_config.ddp_fusion = flag
     return DistributedDataParallel(two_layers(), **options)
 
@@ -68,13 +69,13 @@ def test_no_thread_waits_for_other_ranks_inside_of_its_backward(
 ) -> None:
     """Untraced backwards hold up a thread that is to be traced. If one of them waited for another
     rank's collective, whose thread is held up in the same way, neither would end."""
-    ddp, traced, reduce_late = _managed(), threading.Event(), rounds.reduce_late
+    ddp, traced = _managed(), threading.Event()
 
     def trace() -> None:
         with switch._runner._turns.traced():
             traced.set()
 
-    def reduce(participants: object) -> None:
+    def reduce(participants: Any) -> None:
         threading.Thread(target=trace, daemon=True).start()
         seen.append(traced.wait(5))
         reduce_late(participants)
@@ -156,7 +157,12 @@ def test_flag_that_is_set_in_one_thread_and_used_in_another() -> None:
     ddp = _managed()
     compiled = torch.compile(ddp)
     thread = threading.Thread(target=lambda: compiled(_inputs()).sum().backward())
-    said = _said(lambda: (thread.start(), thread.join()))
+
+    def run() -> None:
+        thread.start()
+        thread.join()
+
+    said = _said(run)
     assert said == []
     assert _only_report().collectives_after == 1
 
@@ -194,7 +200,7 @@ def test_dynamic_shapes_from_the_cache() -> None:
     """A second start takes forward and backward from AOTAutograd's cache."""
     inductor_config.ddp_fusion = "concat"
     ddp = DistributedDataParallel(_Halved())
-    seen = []
+    seen: list[list[Any]] = []
     with fresh_cache():
         for _ in range(2):
             torch._dynamo.reset()
@@ -221,7 +227,7 @@ def test_option_of_one_compile_chooses_the_fusion_of_a_backward_inside() -> None
     def step(x: Tensor) -> None:
         ddp(x).sum().backward()
 
-    options = {"ddp_fusion": FusionConfig(mode="coalesced", bucket_cap_mb=1e-6)}
+    options: dict[str, Any] = {"ddp_fusion": FusionConfig(mode="coalesced", bucket_cap_mb=1e-6)}
     compiled = torch.compile(step, options=options)
     said = _said(lambda: compiled(_inputs()))
     assert _only_report().mode == "coalesced"
@@ -326,7 +332,8 @@ def test_create_graph_is_warned_about() -> None:
 
 def test_compile_without_fusion_is_warned_about() -> None:
     ddp = _managed()
-    compiled = torch.compile(ddp, options={"ddp_fusion": None})
+    options: dict[str, Any] = {"ddp_fusion": None}
+    compiled = torch.compile(ddp, options=options)
     said = _said(lambda: compiled(_inputs()).sum().backward())
     assert len(said) == 1
     assert "4 gradients of DDP 0 (Sequential)" in said[0]

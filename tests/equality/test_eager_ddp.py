@@ -29,9 +29,10 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig, FusionReport
+from fusion_passes.config import FusionMode
 from testing import models
 from testing.equality import assert_same_runs, tensor_difference
-from testing.training import Recipe, Record, Site, Way, in_ddp, train_all_ways
+from testing.training import Recipe, Record, Site, Style, Way, in_ddp, train_all_ways
 
 RUN = Callable[..., list[Any]]
 
@@ -108,7 +109,7 @@ def assert_fused(
 
 @pytest.mark.each_torch
 @ALL_LOOPS
-def test_mlp(run_on_ranks: RUN, mode: str, style: str) -> None:
+def test_mlp(run_on_ranks: RUN, mode: str, style: Style) -> None:
     recipe = Recipe(in_ddp(models.mlp), style=style)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
     assert_fused(fused, before=6, after=1)
@@ -125,7 +126,7 @@ def test_mlp(run_on_ranks: RUN, mode: str, style: str) -> None:
     ],
 )
 def test_convolutions_with_batch_norm(
-    run_on_ranks: RUN, mode: str, style: str, training: bool
+    run_on_ranks: RUN, mode: str, style: Style, training: bool
 ) -> None:
     recipe = Recipe(
         in_ddp(models.ConvNet),
@@ -144,7 +145,7 @@ def test_convolutions_with_batch_norm(
 
 @loops("coalesced-outside")
 def test_convolutions_with_weights_in_channels_last(
-    run_on_ranks: RUN, mode: str, style: str
+    run_on_ranks: RUN, mode: str, style: Style
 ) -> None:
     recipe = Recipe(
         in_ddp(functools.partial(models.ConvNet, channels_last=True)),
@@ -160,7 +161,7 @@ def test_convolutions_with_weights_in_channels_last(
 
 
 @loops("concat-outside", each_torch="concat-outside")
-def test_transformer(run_on_ranks: RUN, mode: str, style: str) -> None:
+def test_transformer(run_on_ranks: RUN, mode: str, style: Style) -> None:
     recipe = Recipe(
         in_ddp(models.gpt2),
         loss=models.language_loss,
@@ -175,7 +176,7 @@ def test_transformer(run_on_ranks: RUN, mode: str, style: str) -> None:
 
 
 @loops("concat-outside")
-def test_tied_weights(run_on_ranks: RUN, mode: str, style: str) -> None:
+def test_tied_weights(run_on_ranks: RUN, mode: str, style: Style) -> None:
     recipe = Recipe(in_ddp(models.Tied), style=style)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
     assert_fused(fused, before=5, after=1)
@@ -183,7 +184,7 @@ def test_tied_weights(run_on_ranks: RUN, mode: str, style: str) -> None:
 
 
 @loops("coalesced-outside")
-def test_frozen_parameters(run_on_ranks: RUN, mode: str, style: str) -> None:
+def test_frozen_parameters(run_on_ranks: RUN, mode: str, style: Style) -> None:
     recipe = Recipe(in_ddp(models.partly_frozen), style=style)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
     assert_fused(fused, before=4, after=1)
@@ -191,7 +192,7 @@ def test_frozen_parameters(run_on_ranks: RUN, mode: str, style: str) -> None:
 
 
 @loops("concat-inside")
-def test_activation_checkpointing(run_on_ranks: RUN, mode: str, style: str) -> None:
+def test_activation_checkpointing(run_on_ranks: RUN, mode: str, style: Style) -> None:
     recipe = Recipe(in_ddp(models.Checkpointed), style=style)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
     assert_fused(fused, before=6, after=1)
@@ -202,7 +203,7 @@ def test_activation_checkpointing(run_on_ranks: RUN, mode: str, style: str) -> N
 
 
 @loops("concat-inside", "coalesced-outside")
-def test_several_buckets(run_on_ranks: RUN, mode: str, style: str) -> None:
+def test_several_buckets(run_on_ranks: RUN, mode: FusionMode, style: Style) -> None:
     cap_bytes = 300
     flag = FusionConfig(
         mode=mode, bucket_cap_mb=cap_bytes / 2**20, first_bucket_cap_mb=cap_bytes / 2**20
@@ -232,7 +233,7 @@ def build_with_two_caps(site: Site) -> nn.Module:
 
 
 @loops("concat-inside")
-def test_two_modules_with_different_caps(run_on_ranks: RUN, mode: str, style: str) -> None:
+def test_two_modules_with_different_caps(run_on_ranks: RUN, mode: str, style: Style) -> None:
     recipe = Recipe(build_with_two_caps, style=style)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
     for record in fused:
@@ -266,7 +267,7 @@ def build_over_two_groups(site: Site) -> nn.Module:
 
 
 @loops("coalesced-outside")
-def test_four_ranks(run_on_ranks: RUN, mode: str, style: str) -> None:
+def test_four_ranks(run_on_ranks: RUN, mode: str, style: Style) -> None:
     recipe = Recipe(in_ddp(models.mlp), style=style)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager", ranks=4)
     assert_fused(fused, before=6, after=1)
@@ -274,7 +275,7 @@ def test_four_ranks(run_on_ranks: RUN, mode: str, style: str) -> None:
 
 
 @loops("concat-outside")
-def test_two_modules_over_different_groups(run_on_ranks: RUN, mode: str, style: str) -> None:
+def test_two_modules_over_different_groups(run_on_ranks: RUN, mode: str, style: Style) -> None:
     recipe = Recipe(build_over_two_groups, style=style, groups=PAIRS)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager", ranks=4)
     assert_fused(fused, before=8, after=2)
@@ -300,6 +301,7 @@ def build_with_users_hook(site: Site) -> nn.Module:
 
 def average_gradient(parameter: nn.Parameter, *, group: ProcessGroup) -> None:
     """Line by line what DDP's own hook does, which is why it is easily taken for one."""
+    assert parameter.grad is not None
     gradient = parameter.grad / group.size()
     gradient = functional_collectives.all_reduce(gradient, "sum", group)
     parameter.grad.copy_(gradient)
@@ -307,7 +309,7 @@ def average_gradient(parameter: nn.Parameter, *, group: ProcessGroup) -> None:
 
 @loops("concat-inside")
 def test_users_hook_over_another_group_is_left_alone(
-    run_on_ranks: RUN, mode: str, style: str
+    run_on_ranks: RUN, mode: FusionMode, style: Style
 ) -> None:
     recipe = Recipe(build_with_users_hook, style=style, groups={"rows": PAIRS["rows"]})
     # Only compiled autograd traces a user's hook.
@@ -327,7 +329,13 @@ def test_users_hook_over_another_group_is_left_alone(
 
 def _gradients(records: list[Record], name: str) -> list[torch.Tensor]:
     """After the first backward, on each rank."""
-    return [record.backwards[0].gradients[name] for record in records]
+    return [_of_backward(record, 0, name) for record in records]
+
+
+def _of_backward(record: Record, index: int, name: str) -> torch.Tensor:
+    gradient = record.backwards[index].gradients[name]
+    assert gradient is not None
+    return gradient
 
 
 def _equals(tensors: list[torch.Tensor], pair: tuple[int, int]) -> bool:
@@ -338,19 +346,21 @@ def _equals(tensors: list[torch.Tensor], pair: tuple[int, int]) -> bool:
 
 
 @loops("coalesced-inside", "concat-outside", each_torch="concat-outside")
-def test_no_sync(run_on_ranks: RUN, mode: str, style: str) -> None:
+def test_no_sync(run_on_ranks: RUN, mode: str, style: Style) -> None:
     recipe = Recipe(in_ddp(models.mlp), style=style, steps=2, micro_batches=3, no_sync=True)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
     for records in (fused, eager):
         for index, backward in enumerate(records[0].backwards):
-            ranks = [record.backwards[index].gradients["0.weight"] for record in records]
+            ranks = [_of_backward(record, index, "0.weight") for record in records]
             assert _equals(ranks, (0, 1)) == backward.synced == (index % 3 == 2)
     assert_fused(fused, before=6, after=1)
     assert_same_runs(fused, eager)
 
 
 @loops("concat-outside")
-def test_accumulation_with_a_reduction_each_time(run_on_ranks: RUN, mode: str, style: str) -> None:
+def test_accumulation_with_a_reduction_each_time(
+    run_on_ranks: RUN, mode: str, style: Style
+) -> None:
     recipe = Recipe(in_ddp(models.mlp), style=style, micro_batches=2)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
     assert_fused(fused, before=6, after=1)
@@ -358,7 +368,7 @@ def test_accumulation_with_a_reduction_each_time(run_on_ranks: RUN, mode: str, s
 
 
 @loops("coalesced-outside")
-def test_zero_grad_that_keeps_gradients(run_on_ranks: RUN, mode: str, style: str) -> None:
+def test_zero_grad_that_keeps_gradients(run_on_ranks: RUN, mode: str, style: Style) -> None:
     recipe = Recipe(in_ddp(models.mlp), style=style, set_to_none=False)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
     assert_fused(fused, before=6, after=1)
@@ -366,7 +376,7 @@ def test_zero_grad_that_keeps_gradients(run_on_ranks: RUN, mode: str, style: str
 
 
 @loops("concat-outside")
-def test_autocast(run_on_ranks: RUN, mode: str, style: str) -> None:
+def test_autocast(run_on_ranks: RUN, mode: str, style: Style) -> None:
     recipe = Recipe(in_ddp(models.mlp), loss=models.autocast_loss, style=style)
     fused, eager, by_hand = train(run_on_ranks, recipe, mode, "fused", "eager", "by hand")
     assert_fused(fused, before=6, after=1)
@@ -396,7 +406,7 @@ def test_autocast(run_on_ranks: RUN, mode: str, style: str) -> None:
     ],
 )
 def test_dynamic_batch_size(
-    run_on_ranks: RUN, mode: str, style: str, dynamic: bool | None, mark: bool
+    run_on_ranks: RUN, mode: str, style: Style, dynamic: bool | None, mark: bool
 ) -> None:
     recipe = Recipe(
         in_ddp(models.mlp),
@@ -417,7 +427,9 @@ def turn_negative(model: nn.Module, step: int) -> None:
 
 
 @loops("concat-outside")
-def test_recompilation_in_the_middle_of_training(run_on_ranks: RUN, mode: str, style: str) -> None:
+def test_recompilation_in_the_middle_of_training(
+    run_on_ranks: RUN, mode: str, style: Style
+) -> None:
     recipe = Recipe(in_ddp(models.Switched), style=style, before_step=turn_negative)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
     assert_fused(fused, before=6, after=1, graphs=2)
@@ -428,7 +440,7 @@ def test_recompilation_in_the_middle_of_training(run_on_ranks: RUN, mode: str, s
 
 
 @loops("coalesced-outside", each_torch="coalesced-outside")
-def test_two_dtypes_in_one_module(run_on_ranks: RUN, mode: str, style: str) -> None:
+def test_two_dtypes_in_one_module(run_on_ranks: RUN, mode: str, style: Style) -> None:
     recipe = Recipe(in_ddp(models.TwoDtypes), style=style)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
     assert_fused(fused, before=8, after=2)
@@ -449,7 +461,7 @@ def test_two_dtypes_in_one_module(run_on_ranks: RUN, mode: str, style: str) -> N
     ],
     ids=str,
 )
-def test_dtypes(run_on_ranks: RUN, mode: str, style: str, dtype: torch.dtype) -> None:
+def test_dtypes(run_on_ranks: RUN, mode: str, style: Style, dtype: torch.dtype) -> None:
     recipe = Recipe(
         in_ddp(functools.partial(models.mlp, depth=2, dtype=dtype)),
         data=functools.partial(models.whole_rows, dtype=dtype),
@@ -473,7 +485,7 @@ def test_dtypes(run_on_ranks: RUN, mode: str, style: str, dtype: torch.dtype) ->
     ],
     ids=lambda value: {True: "new", False: "kept"}.get(value, value),
 )
-def test_layouts(run_on_ranks: RUN, mode: str, style: str, set_to_none: bool) -> None:
+def test_layouts(run_on_ranks: RUN, mode: str, style: Style, set_to_none: bool) -> None:
     recipe = Recipe(in_ddp(models.Layouts), style=style, set_to_none=set_to_none)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
     gradients = fused[0].backwards[0].gradients
@@ -488,7 +500,7 @@ def test_layouts(run_on_ranks: RUN, mode: str, style: str, set_to_none: bool) ->
 
 
 @loops("concat-outside")
-def test_scalars_and_empty_parameters(run_on_ranks: RUN, mode: str, style: str) -> None:
+def test_scalars_and_empty_parameters(run_on_ranks: RUN, mode: str, style: Style) -> None:
     recipe = Recipe(in_ddp(models.Shapes), style=style)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
     assert_fused(fused, before=5, after=1)
@@ -496,7 +508,7 @@ def test_scalars_and_empty_parameters(run_on_ranks: RUN, mode: str, style: str) 
 
 
 @loops("concat-outside")
-def test_complex(run_on_ranks: RUN, mode: str, style: str) -> None:
+def test_complex(run_on_ranks: RUN, mode: str, style: Style) -> None:
     recipe = Recipe(in_ddp(models.Complex), style=style)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
     assert_fused(fused, before=4, after=2)
@@ -525,7 +537,9 @@ def test_exact_models_round_nothing(run_on_ranks: RUN, recipe: Recipe) -> None:
 
 
 def _in_single(record: Record) -> Record:
-    for values in (record.parameters, *(backward.gradients for backward in record.backwards)):
+    gradients = (backward.gradients for backward in record.backwards)
+    kept: list[dict[str, Any]] = [record.parameters, *gradients]
+    for values in kept:
         for name, value in values.items():
             single = value.float()
             assert torch.equal(single.double(), value), f"{name} has more bits than fp32"

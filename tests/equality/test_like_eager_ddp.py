@@ -80,7 +80,8 @@ def subclasses(compiled: Compile) -> list[Any]:
             seen += [output.detach(), *_gradients(ddp)]
         assert isinstance(ddp, kind)
         assert type(ddp).__name__ == kind.__name__
-    assert {"allreduce_hook", "pre"} <= set(ddp.calls)
+    calls: Any = ddp.calls
+    assert {"allreduce_hook", "pre"} <= set(calls)
     return seen
 
 
@@ -220,7 +221,7 @@ def batches_of_one(compiled: Compile) -> list[Any]:
     return seen
 
 
-class _Heads(nn.Module):
+class _TwoDeepHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -232,7 +233,7 @@ class _Heads(nn.Module):
 
 def backwards_of_one_round(compiled: Compile) -> list[Any]:
     """Each reaches its part of the parameters, and on one rank with another plan."""
-    ddp, seen = DistributedDataParallel(_Heads()), []
+    ddp, seen = DistributedDataParallel(_TwoDeepHeads()), []
     for step in range(4):
         ddp.zero_grad()
         rows = 1 if dist.get_rank() == 1 and step % 3 == 0 else 4

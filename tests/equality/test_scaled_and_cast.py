@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from fusion_passes import FusionConfig
+from fusion_passes.config import FusionMode, ReduceDtype, ScalingOption
 from testing import models
 from testing.equality import assert_same_runs
-from testing.training import Recipe, Record, Site, Way, in_ddp, train_all_ways
+from testing.training import Recipe, Record, Site, Style, Way, in_ddp, train_all_ways
 
 RUN = Callable[..., list[Any]]
 
@@ -68,7 +69,7 @@ def sent_and_stored(records: list[Record]) -> set[tuple[int, int]]:
     ids=lambda value: {True: "new", False: "kept"}.get(value, value),
 )
 def test_every_way_of_scaling_is_eager_ddps_on_two_ranks(
-    run_on_ranks: RUN, mode: str, scaling: str, set_to_none: bool
+    run_on_ranks: RUN, mode: FusionMode, scaling: ScalingOption, set_to_none: bool
 ) -> None:
     recipe = Recipe(in_ddp(models.mlp), set_to_none=set_to_none, style="outside")
     flag = FusionConfig(mode=mode, scaling=scaling)
@@ -81,7 +82,9 @@ def test_every_way_of_scaling_is_eager_ddps_on_two_ranks(
     ("mode", "scaling"),
     [("concat", "collective"), ("concat", "store"), ("concat", "bucket"), ("coalesced", "auto")],
 )
-def test_three_ranks_round_and_no_more(run_on_ranks: RUN, mode: str, scaling: str) -> None:
+def test_three_ranks_round_and_no_more(
+    run_on_ranks: RUN, mode: FusionMode, scaling: ScalingOption
+) -> None:
     """One over three has no end in binary: each way rounds it in another place."""
     recipe = Recipe(in_ddp(models.mlp), steps=1, style="outside")
     flag = FusionConfig(mode=mode, scaling=scaling)
@@ -141,7 +144,7 @@ def renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def build_with_hook(dtype: str | None, site: Site) -> nn.Module:
     """In DDP with the hook that sends ``dtype``: under the flag and in eager."""
-    module = site.ddp(models.mlp())
+    module: Any = site.ddp(models.mlp())
     is_eager = not module._use_python_reducer
     module.register_comm_hook(None, renamed(HOOKS[dtype]) if is_eager else HOOKS[dtype])
     return module
@@ -157,7 +160,7 @@ def build_with_hook(dtype: str | None, site: Site) -> nn.Module:
         ("concat", "inside", None),
     ],
 )
-def test_hooks(run_on_ranks: RUN, mode: str, style: str, dtype: str | None) -> None:
+def test_hooks(run_on_ranks: RUN, mode: str, style: Style, dtype: str | None) -> None:
     recipe = Recipe(functools.partial(build_with_hook, dtype), style=style)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
     assert fused[0].warnings == []
@@ -169,7 +172,7 @@ def test_hooks(run_on_ranks: RUN, mode: str, style: str, dtype: str | None) -> N
 
 def build_for_option(dtype: str, site: Site) -> nn.Module:
     """Plain DDP under the flag, whose option says what is sent; with the hook in eager."""
-    module = site.ddp(models.mlp())
+    module: Any = site.ddp(models.mlp())
     if not module._use_python_reducer:
         module.register_comm_hook(None, renamed(HOOKS[dtype]))
     return module
@@ -189,7 +192,9 @@ def build_for_option(dtype: str, site: Site) -> nn.Module:
     ],
     ids=lambda value: {True: "new", False: "kept"}.get(value, value),
 )
-def test_the_option(run_on_ranks: RUN, mode: str, dtype: str, set_to_none: bool) -> None:
+def test_the_option(
+    run_on_ranks: RUN, mode: FusionMode, dtype: ReduceDtype, set_to_none: bool
+) -> None:
     build = functools.partial(build_for_option, dtype)
     recipe = Recipe(build, set_to_none=set_to_none, style="outside")
     flag = FusionConfig(mode=mode, reduce_dtype=dtype)
@@ -201,7 +206,7 @@ def test_the_option(run_on_ranks: RUN, mode: str, dtype: str, set_to_none: bool)
 
 
 @pytest.mark.parametrize("scaling", ["collective", "store", "bucket"])
-def test_the_option_with_every_way_of_scaling(run_on_ranks: RUN, scaling: str) -> None:
+def test_the_option_with_every_way_of_scaling(run_on_ranks: RUN, scaling: ScalingOption) -> None:
     recipe = Recipe(functools.partial(build_for_option, "bf16"), style="outside")
     flag = FusionConfig(scaling=scaling, reduce_dtype="bf16")
     fused, eager = train(run_on_ranks, recipe, flag, "fused", "eager")
@@ -210,7 +215,7 @@ def test_the_option_with_every_way_of_scaling(run_on_ranks: RUN, scaling: str) -
 
 
 @MODES
-def test_what_is_small_already_is_sent_as_it_is(run_on_ranks: RUN, mode: str) -> None:
+def test_what_is_small_already_is_sent_as_it_is(run_on_ranks: RUN, mode: FusionMode) -> None:
     recipe = Recipe(in_ddp(models.TwoDtypes), style="outside")
     flag = FusionConfig(mode=mode, reduce_dtype="fp16")
     (fused,) = train(run_on_ranks, recipe, flag, "fused")

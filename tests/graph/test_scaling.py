@@ -8,6 +8,7 @@ import torch
 from fusion_passes.graph.scaling import (
     NO_SCALING,
     Scaling,
+    ScalingKind,
     scaled,
     scaled_together,
     store_scaled,
@@ -25,7 +26,7 @@ def test_nothing_to_scale_by_gives_the_tensors_themselves() -> None:
 
 @pytest.mark.parametrize("value", [1e20, 2.0**-70, 3.0])
 @pytest.mark.parametrize("kind", ["div", "mul"])
-def test_scaling_is_that_of_the_graph_for_any_number(kind: str, value: float) -> None:
+def test_scaling_is_that_of_the_graph_for_any_number(kind: ScalingKind, value: float) -> None:
     operation = torch.div if kind == "div" else torch.mul
     expected = [operation(tensor, value) for tensor in (ONE, TWO)]
     assert torch.equal(scaled(TWO, kind, value), expected[1])

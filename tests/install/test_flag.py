@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ import torch._inductor.config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.nn.parallel import DistributedDataParallel
 
-import fusion_passes
 from fusion_passes import FusionConfig, FusionWarning
+from fusion_passes.agreement import protocol
 from fusion_passes.install.changes import value_of
 from fusion_passes.install.pass_slot import pass_list
 from fusion_passes.install.patch import Span
@@ -68,7 +69,7 @@ def test_refuses_a_wrong_value_and_keeps_the_old_one(value: object) -> None:
 
 
 @pytest.mark.parametrize("value", ["Auto", "concatenate", 25])
-def test_refuses_a_wrong_option_of_one_compile(value: object) -> None:
+def test_refuses_a_wrong_option_of_one_compile(value: Any) -> None:
     with pytest.raises(ValueError, match=r"torch.compile\(options=.*'concat', 'coalesced'"):
         torch.compile(lambda x: x, options={"ddp_fusion": value})
 
@@ -108,7 +109,7 @@ def test_unsetting_leaves_torch_as_it_was() -> None:
 
 
 def test_what_others_have_put_around_a_replacement_stays() -> None:
-    autograd = torch._dynamo.compiled_autograd
+    autograd: Any = torch._dynamo.compiled_autograd
     before = autograd.AutogradCompilerInstance
     inductor_config.ddp_fusion = "concat"
     theirs = type("Theirs", (autograd.AutogradCompilerInstance,), {})
@@ -124,7 +125,7 @@ def test_what_others_have_put_around_a_replacement_works_with_the_flag_unset() -
         inductor_config.ddp_fusion = "concat"
         ours = torch.autograd._engine_run_backward
 
-        def theirs(*args: object, **kwargs: object) -> object:
+        def theirs(*args: Any, **kwargs: Any) -> Any:
             calls.append(args)
             return ours(*args, **kwargs)
 
@@ -149,11 +150,11 @@ def test_modules_that_are_gone_leave_nothing_behind() -> None:
         for _ in range(3):
             module = DistributedDataParallel(two_layers())
             module(torch.ones(2, 4)).sum().backward()
-            assert len(fusion_passes.agreement.protocol.participants) == 1
+            assert len(protocol.participants) == 1
             del module
             torch._dynamo.reset()  # Compiled code can keep what it was traced with.
             gc.collect()
-            assert not fusion_passes.agreement.protocol.participants
+            assert not protocol.participants
         inductor_config.ddp_fusion = None
 
 

@@ -59,4 +59,5 @@ def test_gradients_are_those_of_the_module(mode: str) -> None:
     # What the fake process group sums is this rank's share alone.
     plain(x).square().mean().backward()
     for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        assert theirs.grad is not None
         torch.testing.assert_close(mine.grad, theirs.grad / WORLD_SIZE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -39,11 +40,11 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = (
+        query, key, value = (
             part.view(*x.shape[:2], 4, WIDTH // 4).transpose(1, 2)
             for part in self.qkv(self.norm_1(x)).chunk(3, -1)
         )
-        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
         return x + self.down(nn.functional.gelu(self.up(self.norm_2(x))))
 
@@ -92,7 +93,7 @@ def backwards(request: pytest.FixtureRequest) -> Backwards:
 
 def _unplaced(report: fusion_passes.FusionReport) -> list[fusion_passes.BucketReport]:
     """The buckets without what the nodes around them are called in one graph."""
-    nowhere = {"launched": "", "waited": "", "overlapped": 0, "following": 0}
+    nowhere: dict[str, Any] = {"launched": "", "waited": "", "overlapped": 0, "following": 0}
     return [replace(bucket, **nowhere) for bucket in report.buckets]
 
 
@@ -193,7 +194,7 @@ def test_results_arrive_in_the_gradients(backwards: Backwards) -> None:
     assert arrived <= backwards.fresh[-1].reads, "fresh gradients are the results themselves"
 
     existing = backwards.existing
-    gradients = set()
+    gradients: set[str] = set()
     for index in indices(existing, "wait"):
         for result in existing[index].reads:
             copies = [call for call in existing[index + 1 :] if result in call.reads]

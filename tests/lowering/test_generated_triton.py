@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -271,7 +272,7 @@ def test_max_autotune_stores_in_the_bucket(
     its_name = "benchmark_template_fusion"
     if not hasattr(inductor_config, its_name):  # Older than torch 2.15.
         its_name = "benchmark_epilogue_fusion"
-    settings = {
+    settings: dict[str, Any] = {
         "max_autotune": True,
         "max_autotune_gemm_backends": "ATEN,TRITON",
         its_name: fuses_late,
@@ -295,7 +296,7 @@ def test_max_autotune_stores_in_the_bucket(
     reason="needs a GPU: this torch times kernels while it writes their C++ wrapper",
 )
 def test_the_cpp_wrapper_stores_in_the_bucket(compiler: CardCompiler) -> None:
-    settings = {"cpp_wrapper": True, "triton__autotune_at_compile_time": False}
+    settings: dict[str, Any] = {"cpp_wrapper": True, "triton__autotune_at_compile_time": False}
     generated = compiler.generate(step_on_cards, block_inputs(), **settings)
     assert generated.copies == ({},)
     places = re.findall(r"auto (buf\d+) = .*reinterpret_tensor_wrapper.*// alias", generated.code)
@@ -308,7 +309,7 @@ def test_the_cpp_wrapper_stores_in_the_bucket(compiler: CardCompiler) -> None:
 
 def test_ranks_agree_in_front_of_each_replay_of_a_cuda_graph(compiler: CardCompiler) -> None:
     """``mode="reduce-overhead"``: what Python does is not recorded, so the graph is cut there."""
-    settings = {"triton__cudagraphs": True}
+    settings: dict[str, Any] = {"triton__cudagraphs": True}
     code = compiler.generate(step_on_cards, block_inputs(), **settings).code
     recorded = code[code.index("def partition_0(") : code.index("class Runner")]
     before, behind = recorded.split("def partition_1(")

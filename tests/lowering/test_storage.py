@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes import FusionConfig
+from fusion_passes.config import FusionMode
 from fusion_passes.reporting.journal import journal
 from storage.code import Traffic, read_traffic
 from testing.fake_world import fake_world
@@ -39,11 +40,11 @@ class Block(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        heads = (
+        query, key, value = (
             part.view(*x.shape[:2], 2, WIDTH // 2).transpose(1, 2)
             for part in self.qkv(self.norm(x)).chunk(3, -1)
         )
-        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
         return x + self.down(nn.functional.gelu(self.up(x)))
 
@@ -214,7 +215,7 @@ return what was given
 @pytest.mark.slow
 @pytest.mark.each_torch
 @pytest.mark.parametrize("mode", ["concat", "coalesced"])
-def test_no_byte_is_moved_but_by_the_kernels_that_compute_it(mode: str) -> None:
+def test_no_byte_is_moved_but_by_the_kernels_that_compute_it(mode: FusionMode) -> None:
     flag = FusionConfig(mode=mode, scaling="collective")
     traffic = read_traffic(generate(Block(), TOKENS, flag))
     plain = read_traffic(generate_plain(Block(), TOKENS))

@@ -18,7 +18,7 @@ from torch._dynamo.utils import compilation_time_metrics
 from torch._logging._internal import trace_log
 
 from fusion_passes.agreement.launches import Collective, LaunchList
-from fusion_passes.config import FUSION_MODES, FusionConfig
+from fusion_passes.config import FUSION_MODES, FusionConfig, FusionMode
 from fusion_passes.graph.collectives import ALL_REDUCE, WAIT, all_reduce, is_launch, is_pinned
 from fusion_passes.graph.text import graph_text
 from fusion_passes.passes import pipeline as pipeline_module
@@ -315,7 +315,7 @@ return cos
 
 
 @pytest.mark.parametrize("mode", FUSION_MODES)
-def test_a_second_run_changes_nothing(mode: str) -> None:
+def test_a_second_run_changes_nothing(mode: FusionMode) -> None:
     """Two kernels stand behind the first bucket."""
 
     def backward(x):
@@ -335,7 +335,7 @@ def test_a_second_run_changes_nothing(mode: str) -> None:
     ],
 )
 @pytest.mark.parametrize("mode", FUSION_MODES)
-def test_graphs_that_are_none_of_its_business(mode: str, backward: Backward) -> None:
+def test_graphs_that_are_none_of_its_business(mode: FusionMode, backward: Backward) -> None:
     check_unchanged(backward, [tensor(2, 2)], pipeline(mode))
 
 
@@ -346,14 +346,14 @@ def test_the_plan_of_a_graph_without_reductions_keeps_the_reasons() -> None:
     assert [rejection.node.name for rejection in plan.rejections] == ["all_reduce"]
 
 
-def _run(module: fx.GraphModule, mode: str = "concat") -> BucketPlan:
+def _run(module: fx.GraphModule, mode: FusionMode = "concat") -> BucketPlan:
     return run_pipeline(module.graph, FusionConfig(mode=mode), owner_of, caps())
 
 
 @pytest.mark.parametrize(
     ("mode", "fuse"), [("concat", FuseByConcat), ("coalesced", FuseByCoalescing)]
 )
-def test_the_mode_chooses_the_pass(mode: str, fuse: type) -> None:
+def test_the_mode_chooses_the_pass(mode: FusionMode, fuse: type) -> None:
     plan = BucketPlan((), ())
     assert isinstance(passes_that_fuse(FusionConfig(mode=mode), plan, DdpGroups({}))[0], fuse)
 

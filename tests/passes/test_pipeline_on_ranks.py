@@ -159,6 +159,7 @@ def _differences(
 
 @contextmanager
 def _names_registered() -> Iterator[None]:
+    assert dist.group.WORLD is not None
     for name in NAMES:
         register_process_group(name, dist.group.WORLD)
     try:

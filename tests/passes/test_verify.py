@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -32,12 +33,12 @@ def _node(graph: fx.Graph, name: str) -> fx.Node:
 
 
 def _return_other_values(graph: fx.Graph) -> None:
-    output = graph.output_node()
+    output: Any = graph.output_node()
     output.args = (tuple(reversed(output.args[0])),)
 
 
 def _return_fewer_values(graph: fx.Graph) -> None:
-    output = graph.output_node()
+    output: Any = graph.output_node()
     output.args = (output.args[0][:2],)
 
 
@@ -75,7 +76,7 @@ def _drop_the_foreign_one(graph: fx.Graph) -> None:
 
 
 def _do_not_wait(graph: fx.Graph) -> None:
-    wait = _node(graph, "wait_tensor")
+    wait: Any = _node(graph, "wait_tensor")
     wait.replace_all_uses_with(wait.args[0])
     graph.erase_node(wait)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fusion_passes.config import FusionConfig
@@ -63,7 +65,7 @@ LISTED = ModuleCaps(3 * MIB, 3 * MIB, (MIB, 3 * MIB, 2 * MIB))
     ],
 )
 def test_options_go_before_the_module(
-    options: dict[str, float], module: ModuleCaps, first_mb: int, cap_mb: int
+    options: dict[str, Any], module: ModuleCaps, first_mb: int, cap_mb: int
 ) -> None:
     caps = bucket_caps(FusionConfig(**options), module)
     hold_bytes = HOLD_CAPS * max(first_mb, cap_mb) * MIB
@@ -85,7 +87,7 @@ def test_options_go_before_the_module(
     ],
 )
 def test_each_bucket_of_a_list_has_its_cap(
-    options: dict[str, float], module: ModuleCaps, sizes_mb: list[int]
+    options: dict[str, Any], module: ModuleCaps, sizes_mb: list[int]
 ) -> None:
     caps = bucket_caps(FusionConfig(**options), module)
     assert [caps.of_bucket(index) for index in range(4)] == [size * MIB for size in sizes_mb]
@@ -102,7 +104,7 @@ def test_each_bucket_of_a_list_has_its_cap(
     ],
 )
 def test_the_memory_bound_is_four_caps_unless_it_is_set(
-    options: dict[str, float], module: ModuleCaps, hold_mb: int
+    options: dict[str, Any], module: ModuleCaps, hold_mb: int
 ) -> None:
     assert bucket_caps(FusionConfig(**options), module).hold_bytes == hold_mb * MIB
 
@@ -122,7 +124,7 @@ GIVEN = given_caps(3 * MIB, (2 * MIB, 4 * MIB))
     ],
 )
 def test_what_the_user_sets_bounds_buckets_that_are_chosen_from_measurement(
-    options: dict[str, float],
+    options: dict[str, Any],
     module: ModuleCaps,
     most_mb: int | None,
     first_mb: int | None,

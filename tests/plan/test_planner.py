@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -310,9 +311,10 @@ _GRADIENTS = st.lists(
 _CAPS = st.tuples(*[st.sampled_from([1, 16, 32, 1000])] * 3)
 
 
-def _random_backward(gradients: list[tuple]) -> Backward:
+def _random_backward(gradients: list[tuple[Any, ...]]) -> Backward:
     def backward(*inputs):
-        results, others = [], []
+        results: list[Any] = []
+        others: list[Any] = []
         for index, (_, module, dtype, back, other) in enumerate(gradients):
             gradient = torch.neg(inputs[index])
             if back is not None and back < len(results):
@@ -327,13 +329,15 @@ def _random_backward(gradients: list[tuple]) -> Backward:
     return backward
 
 
-def _random_inputs(gradients: list[tuple]) -> list[TensorSpec]:
+def _random_inputs(gradients: list[tuple[Any, ...]]) -> list[TensorSpec]:
     return [tensor(size, dtype=dtype) for size, _, dtype, _, _ in gradients]
 
 
 @settings(max_examples=25, derandomize=True, deadline=None, database=None)
 @given(_GRADIENTS, _CAPS)
-def test_invariants_of_every_plan(gradients: list[tuple], limits: tuple[int, int, int]) -> None:
+def test_invariants_of_every_plan(
+    gradients: list[tuple[Any, ...]], limits: tuple[int, int, int]
+) -> None:
     caps_of = caps(*limits)
     plan = _plan(_random_backward(gradients), *_random_inputs(gradients), caps_of=caps_of)
     placed = [member for bucket in plan.buckets for member in bucket.members]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ def scaling_of(
     product: bool = False,
     option: ScalingOption = "auto",
     reduce_dtype: torch.dtype | None = None,
-    **traced: float | None,
+    **traced: Any,
 ) -> BucketScaling:
     """The decision for a bucket of two gradients, one of them a matrix product if asked for."""
 
@@ -96,7 +98,7 @@ def test_the_user_may_let_gloo_average() -> None:
 @pytest.mark.parametrize("option", ["auto", "collective"])
 @pytest.mark.parametrize("traced", [{"divide": 3}, {"divide": None, "multiply": 0.5}], ids=str)
 def test_what_is_no_average_over_the_group_is_not_left_to_the_collective(
-    option: ScalingOption, traced: dict[str, float | None]
+    option: ScalingOption, traced: dict[str, Any]
 ) -> None:
     assert scaling_of(NCCL, option=option, **traced).method == "store"
     assert scaling_of(NCCL, option=option, product=True, **traced).method == "bucket"

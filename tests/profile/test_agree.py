@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ class Group:
         self.local = threading.local()
         monkeypatch.setattr(files, "directory", lambda: self.local.directory)
         monkeypatch.setattr(agree, "measure", self.measure)
-        monkeypatch.setattr(agree.socket, "gethostname", lambda: self.local.host)
+        monkeypatch.setattr(socket, "gethostname", lambda: self.local.host)
         self.number = 0
 
     def measure(self, _, place, kinds, __):
@@ -45,7 +47,8 @@ class Group:
         def rank_runs(rank: int) -> None:
             self.local.directory, self.local.host = self.kept[rank], f"host{rank}"
             meeting = Meeting(rank, 3, timedelta(seconds=timeout), self.store)
-            where = Where(None, torch.device("cpu"))
+            nobody: Any = None
+            where = Where(nobody, torch.device("cpu"))
             try:
                 wants = Wanted(backend(rank), tuple(wanted(rank)))
                 results[rank] = agree_on_profile(meeting, where, wants, str(self.number))
@@ -143,12 +146,10 @@ def test_a_rank_that_does_not_come_is_named(group) -> None:
 
 
 def test_a_rank_that_fails_while_measuring_is_named_on_all(group, monkeypatch) -> None:
-    measured = agree.measure
-
     def fail(*arguments):
         if group.local.host == "host1":
             raise RuntimeError("out of memory")
-        return measured(*arguments)
+        return group.measure(*arguments)
 
     monkeypatch.setattr(agree, "measure", fail)
     results = group.run()

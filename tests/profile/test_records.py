@@ -7,6 +7,7 @@ import os
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_a_profile_comes_back_as_it_was_stored() -> None:
 )
 def test_what_holds_elsewhere_is_another_file(field) -> None:
     files.store(PROFILE)
-    values = {"world_size": 3, "hosts": ("a",)}
+    values: dict[str, Any] = {"world_size": 3, "hosts": ("a",)}
     assert files.load(replace(PLACE, **{field: values.get(field, "other")})) is None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import pytest
 import torch
 import torch._dynamo
 import torch._inductor.config as inductor_config
@@ -19,10 +20,12 @@ def test_torch_logs_takes_the_packages_name() -> None:
     assert state.log_qname_to_level["fusion_passes"] == logging.DEBUG
 
 
-def test_tlparse_gets_the_graph_before_and_after_the_plan_and_the_report() -> None:
+def test_tlparse_gets_the_graph_before_and_after_the_plan_and_the_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
+    monkeypatch.setattr(handler, "emit", records.append)
     log = logging.getLogger("torch.__trace")
     log.addHandler(handler)
     try:

@@ -23,7 +23,7 @@ from testing.fake_world import fake_world, two_layers
 
 def main(flag: str, bucket_cap_mb: float, version: str | None) -> None:
     if version:
-        inductor_pass.__version__ = version
+        vars(inductor_pass)["__version__"] = version
     inductor_config.ddp_fusion = (
         fusion_passes.FusionConfig(bucket_cap_mb=float(flag)) if flag[0].isdigit() else flag
     )

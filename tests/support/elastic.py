@@ -29,7 +29,7 @@ def train(directory: Path, way: str, dies_in: int) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     if way != "eager":
-        torch._inductor.config.ddp_fusion = way  # type: ignore[attr-defined]
+        torch._inductor.config.ddp_fusion = way
     ddp = DistributedDataParallel(models.mlp())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5, momentum=0.5)
     step, checkpoint = 0, directory / CHECKPOINT

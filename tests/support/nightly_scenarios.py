@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ PID_FILE = "NIGHTLY_TEST_PID_FILE"
 """Environment variable: where :func:`hangs` writes which process it has started."""
 
 
-def _scenario(feature: str, *, ranks: int = 1, **options: object) -> Scenario:
+def _scenario(feature: str, *, ranks: int = 1, **options: Any) -> Scenario:
     target = f"{__name__}:{feature.replace('-', '_')}"
     return Scenario("fake", feature, f"what {feature}", target, ranks=ranks, **options)
 

@@ -110,7 +110,7 @@ def _copy(value: Tensor | None) -> Tensor | None:
 def _step(parameters: Mapping[str, nn.Parameter]) -> None:
     for parameter in parameters.values():
         if parameter.grad is not None:
-            parameter.sub_(_copy(parameter.grad).sgn())  # type: ignore[union-attr]
+            parameter.sub_(_copy(parameter.grad).sgn())
 
 
 class Branches(nn.Module):
@@ -132,6 +132,8 @@ class Branches(nn.Module):
 
 class Counting(nn.Module):
     """Exact, with a buffer that is another on each rank."""
+
+    count: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,7 +341,7 @@ def hooks_of_users(wrap: Compile) -> Values:
 
         return hook
 
-    weight = model[2].weight
+    weight = model.get_parameter("2.weight")
     weight.register_post_accumulate_grad_hook(note("early"))
     ddp = DistributedDataParallel(model)
     weight.register_hook(note("gradient"))

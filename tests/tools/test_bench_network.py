@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterator
 
 import pytest
 
@@ -150,7 +151,7 @@ def test_who_is_not_root_is_warned() -> None:
 
 
 @pytest.fixture
-def real_network() -> ShapedNetwork:
+def real_network() -> Iterator[ShapedNetwork]:
     try:
         check_allowed()
         with shaped_network(2) as network:

@@ -191,7 +191,7 @@ def test_what_is_not_asked_for(tmp_path: Path, source: str) -> None:
 
 def test_a_private_attribute_of_something_unknown_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text("def f(x): x._held")
-    kinds = dict(reversed(line) for line in check(tmp_path, "2.13"))
+    kinds = {text: kind for kind, text in check(tmp_path, "2.13")}
     unknown = [text for text, kind in kinds.items() if kind == UNKNOWN]
     assert len(unknown) == 1
     assert unknown[0].startswith("_held   in example.py:1 f: annotate what has it")
@@ -209,7 +209,7 @@ def test_what_is_declared_and_needed_by_no_code_is_an_error(tmp_path: Path) -> N
 def test_names_of_some_versions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, kind: str
 ) -> None:
-    monkeypatch.setitem(VERSIONS, "torch._never", ("2.13", ""))  # type: ignore[index]
+    monkeypatch.setitem(VERSIONS, "torch._never", ("2.13", ""))
     (tmp_path / "example.py").write_text("import torch\ntorch._never")
     kinds = {text.split()[0]: kind for kind, text in check(tmp_path, version)}
     assert kinds["torch._never"] == kind

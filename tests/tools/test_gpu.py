@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 from bench_steps import processes as bench_processes
 from bench_steps.rows import Checked
 from fusion_passes import config
-from gpu_checks import copies, pages, plan, processes, starts, steps, subjects
+from gpu_checks import copies, pages, plan, starts, steps, subjects
 from gpu_checks.machine import Machine, machine
 from gpu_checks.parts import DTYPES, PARTS, PROBE, REDUCE_DTYPES, SCALINGS, Check, Part, choose
 from gpu_checks.results import Result, Row, read_result
@@ -231,7 +232,7 @@ def test_trainings_are_judged_one_by_one(tmp_path: Path) -> None:
 def test_without_time_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_ask_machine", lambda *_: replace(ONE_GPU, device="cpu"))
     clock = iter([0.0, *[1000.0] * 100])
-    monkeypatch.setattr(gpu.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     status, page = _run(tmp_path, "--only", "is-right")
     assert status == 1
     assert "0 of 1 parts are as they must be. Not run: is-right." in page
@@ -245,7 +246,8 @@ def test_results_of_other_code_or_torch_are_not_kept(tmp_path: Path) -> None:
     assert kept.is_right
     assert kept.rows[0].figures == {"s": 1.0}
     assert read_result(tmp_path, "starts", ONE_GPU.key) is None
-    for other in ({"code": "other"}, {"torch": "2.14.0"}, {"name": "another GPU"}):
+    others: list[dict[str, Any]] = [{"code": "other"}, {"torch": "2.14.0"}, {"name": "another GPU"}]
+    for other in others:
         assert read_result(tmp_path, "copies", replace(ONE_GPU, **other).key) is None
 
 
@@ -318,7 +320,7 @@ def test_ranks_know_which_gpus_are_theirs(
 
     for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(processes.subprocess, "Popen", Rank)
+    monkeypatch.setattr(subprocess, "Popen", Rank)
     part = next(part for part in PARTS if part.ranks == 2)
     begun = _session(where, tmp_path)._start(part)
     assert begun is not None
@@ -410,7 +412,7 @@ def test_copies_are_compiled_compared_and_timed(
     assert [row.title for row in rows] == ["plain copy", "cast and scaled", "written"]
     assert all(row.is_right for row in rows)
     assert rows[0].figures["of the copy"] == 1.0
-    assert all(row.figures["GB/s"] > 0 for row in rows)
+    assert all((row.figures["GB/s"] or 0) > 0 for row in rows)
 
 
 @pytest.mark.parametrize("kernel", copies.KERNELS, ids=lambda kernel: kernel.title)

@@ -21,7 +21,7 @@ import pytest
 
 from nightly_matrix import pages
 from nightly_matrix.cells import Cell, Scenario, cells_of, select
-from nightly_matrix.outcomes import KINDS, Outcome, is_worse, judge, tidy
+from nightly_matrix.outcomes import KINDS, Kind, Outcome, is_worse, judge, tidy
 from nightly_matrix.ranks import Failure, RankReport, read_reports
 from nightly_matrix.results import Result, ResultFile
 from nightly_matrix.table import Entry, Table, read_table
@@ -178,7 +178,7 @@ def test_reports_of_ranks_come_back_as_they_were(tmp_path: Path) -> None:
 # The kept table
 
 
-def result(cell: str, kind: str, torch: str = "2.13.0") -> Result:
+def result(cell: str, kind: Kind, torch: str = "2.13.0") -> Result:
     return Result(cell, Outcome(kind, f"words of {cell}"), 1.0, torch)
 
 

@@ -260,7 +260,8 @@ def _is_there(group: int) -> bool:
 def test_torch_s_tests_run(tmp_path: Path) -> None:
     """One without DDP's backward and one that trains, which is fused."""
     output = tmp_path / "results.json"
-    command = [sys.executable, TOOL, "--models", "as-is", "--mode", "coalesced", "--output", output]
+    command = [sys.executable, str(TOOL), "--models", "as-is", "--mode", "coalesced"]
+    command += ["--output", str(output)]
     command += ["--select", "test_grads_same_across_ranks_with_no_sync"]
     command += ["--select", "test_DistributedDataParallel_requires_grad"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)

@@ -155,7 +155,7 @@ def measure(model: str, size: str, method: str) -> dict[str, float]:
 
             graph: Any = FLAGS[method]
             flag = fusion_passes.FusionConfig(backward_graph=graph)
-            torch._inductor.config.ddp_fusion = flag  # type: ignore[attr-defined]
+            torch._inductor.config.ddp_fusion = flag
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         wrapped = DistributedDataParallel(module)
     compiled = torch.compile(wrapped)

@@ -139,7 +139,7 @@ def configure(way: Way) -> None:
     if way.is_ours:
         import fusion_passes  # noqa: F401  Adds the flag; the others run without the package.
 
-        inductor_config.ddp_fusion = way.fusion  # type: ignore[attr-defined]
+        inductor_config.ddp_fusion = way.fusion
     elif way.reducer == "python":
         torch._dynamo.config.optimize_ddp = "python_reducer"
 
@@ -153,7 +153,7 @@ def configure_after_ddp(way: Way, cap_mb: float | None) -> None:
     if way.passes:
         inductor_config._fuse_ddp_communication_passes = [way.passes, "schedule_comm_wait"]
         if cap_mb is not None:
-            inductor_config._fuse_ddp_bucket_size = cap_mb  # type: ignore[assignment]
+            inductor_config._fuse_ddp_bucket_size = cap_mb
     if way.bucketing:
         inductor_config.bucket_all_reduces_fx = "all"
         if cap_mb is not None:
