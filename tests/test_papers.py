@@ -26,7 +26,7 @@ NOW: Final = [
 MAX_README_LINES: Final = 120
 
 LINK: Final = re.compile(r"\]\((?![a-z]+:)([^)\s]*)\)")
-FOLDERS: Final = r"(?:fusion_passes|tests|tools|examples|docs|\.ci|\.github)"
+FOLDERS: Final = r"(?:fusion_passes|testing|tests|tools|examples|docs|\.ci|\.github)"
 PATH: Final = re.compile(rf"(?<![\w./~-])({FOLDERS}/[\w./*-]*[\w/*])(?:::(\w+))?")
 PYTHON_FILE: Final = re.compile(r"(?<![\w./-])([\w/]+\.py)\b")
 CODE: Final = re.compile(r"`([^`\n]+)`")
