@@ -17,6 +17,7 @@ import torch
 from byte_gpt import training
 from byte_gpt.gradient_check import TOLERANCE, compare_gradients
 from byte_gpt.options import parse_options
+from testing.sessions import marked
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "train_gpt.py"
@@ -102,28 +103,16 @@ def test_interrupt_ends_all_processes(tmp_path):
         assert "Traceback" not in errors
         assert wait_for_end_of(mark, seconds=10) == []
     finally:
-        for process in marked(mark):
+        for process in marked(MARK, mark):
             os.kill(process, signal.SIGKILL)
 
 
 def wait_for_end_of(mark: str, *, seconds: float) -> list[int]:
     """Processes with the mark that are still there after ``seconds``."""
     end = time.monotonic() + seconds
-    while (processes := marked(mark)) and time.monotonic() < end:
+    while (processes := list(marked(MARK, mark))) and time.monotonic() < end:
         time.sleep(0.1)
     return processes
-
-
-def marked(mark: str) -> list[int]:
-    """Ids of the processes that were started with the mark in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"{MARK}={mark}\0".encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:  # ended meanwhile, or somebody else's
-            continue
-    return found
 
 
 GRADIENT = {"weight": torch.tensor([4.0, -2.0, 0.5]), "bias": torch.tensor([0.0, 1.0])}

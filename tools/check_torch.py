@@ -14,13 +14,13 @@ it (tools/torch_names/declared.py says what the code does not).
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
+from command_line import parser_of
 from torch_names import declared
 from torch_names.lookups import Found
 from torch_names.package import read_package
@@ -36,9 +36,7 @@ OK, NOT_HERE, GONE, UNKNOWN, STALE = "ok", "-", "GONE", "UNKNOWN", "STALE"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what was found; 1 if a name is gone."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--quiet", action="store_true", help="print only what is wrong")
     parser.add_argument("--page", action="store_true", help="print docs/patches.md, check nothing")
     options = parser.parse_args(arguments)

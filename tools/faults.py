@@ -22,14 +22,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from command_line import parser_of
 from fault_runs.catalog import SCENARIOS
 from fault_runs.running import Runner, Verdict
 from fault_runs.scenarios import MODES, PEERS, Scenario, Way, select
 from fault_runs.table import as_markdown, lines_of
-from interrupting import terminated_as_interrupted
-
-INTERRUPTED = 130
-"""Exit status, as a shell's."""
+from interrupting import INTERRUPTED, terminated_as_interrupted
 
 QUICK_REPEATS = 3
 
@@ -83,9 +81,7 @@ def _run(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--select", action="append", default=[], metavar="GLOB", help="scenarios by name")
     add("--mode", choices=MODES, help="one mode of the flag (both)")

@@ -26,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
+from command_line import parser_of  # noqa: E402
 from fuzzing.case import Case, from_json, to_json  # noqa: E402
 from fuzzing.drawing import draw  # noqa: E402
 from fuzzing.environment import prepare  # noqa: E402
@@ -48,9 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--seeds", type=_seeds, default=range(100), metavar="FIRST:END", help="(0:100)")
     add("--slice", type=_slice, default=(1, 1), metavar="N/M", help="the Nth of M parts of them")

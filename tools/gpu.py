@@ -32,13 +32,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from command_line import parser_of
 from gpu_checks import pages
 from gpu_checks.machine import Machine
 from gpu_checks.parts import Part, choose
 from gpu_checks.processes import PartProcesses, run_parts
 from gpu_checks.results import Result, read_result
 from gpu_checks.sites import Site
-from interrupting import terminated_as_interrupted
+from interrupting import INTERRUPTED, terminated_as_interrupted
 from nightly_matrix.processes import ROOT, environment
 
 CATALOG: Final = "gpu_checks.parts"
@@ -48,9 +49,6 @@ LEAST_S: Final = 20.0
 
 ANSWER_S: Final = 120.0
 """At most, until torch says what it runs on."""
-
-INTERRUPTED: Final = 130
-"""Exit status, as a shell's."""
 
 
 def main(arguments: Sequence[str] | None = None, catalog: str = CATALOG) -> int:
@@ -79,9 +77,7 @@ def main(arguments: Sequence[str] | None = None, catalog: str = CATALOG) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--only", action="append", default=[], metavar="PART", help="this part; can be repeated")
     add("--again", action="store_true", help="also what has ended well before")

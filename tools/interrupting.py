@@ -6,6 +6,10 @@ import contextlib
 import signal
 from collections.abc import Iterator
 from types import FrameType
+from typing import Final
+
+INTERRUPTED: Final = 130
+"""Exit status of a run that was interrupted, as a shell's."""
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ The breaks take about ten minutes on two cores that others use too; the unbroken
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -25,6 +24,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from command_line import parser_of
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PACKAGE: Final = "fusion_passes"
@@ -241,9 +242,7 @@ MUTATIONS: Final = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the mutations; 1 where one survived."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="some of them (all)")
     parser.add_argument("--list", action="store_true", help="print them, and run nothing")
     parser.add_argument(

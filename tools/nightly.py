@@ -26,7 +26,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from interrupting import terminated_as_interrupted
+from command_line import parser_of
+from interrupting import INTERRUPTED, terminated_as_interrupted
 from nightly_matrix import pages
 from nightly_matrix.cells import Cell, cells_of, select
 from nightly_matrix.processes import ROOT, run_cells, torch_version
@@ -37,8 +38,6 @@ CATALOG = "nightly_matrix.catalog"
 KEPT = ROOT / "docs" / "works.json"
 TIMEOUT_S = 240.0
 GRAPHS = ("auto", "compiled_autograd", "aot_autograd")
-INTERRUPTED = 130
-"""Exit status, as a shell's."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,7 @@ def main(arguments: Sequence[str] | None = None, matrix: Matrix | None = None) -
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--select", action="append", default=[], metavar="PATTERN", help="cells, or a part's name")
     add("--quick", action="store_true", help="a selection that takes less than 3 minutes")

@@ -11,7 +11,6 @@ tests/test_imports.py holds the budgets, and that imports point one way.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import io
 import statistics
@@ -23,6 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from command_line import parser_of
 
 ROOT: Final = Path(__file__).parent.parent
 NAME: Final = "fusion_passes"
@@ -50,9 +51,7 @@ class Room:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables, or write the drawing."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--commit", help="of a commit instead of the files in the checkout")
     parser.add_argument(
         "--draw", type=Path, metavar="FILE", help="write the rooms as SVG instead of the tables"

@@ -25,7 +25,8 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from interrupting import terminated_as_interrupted
+from command_line import parser_of
+from interrupting import INTERRUPTED, terminated_as_interrupted
 from nightly_matrix.processes import ROOT, torch_version
 from torch_tests_run.comparing import (
     MODELS,
@@ -46,8 +47,6 @@ from torch_tests_run.source import TorchTest, ddp_tests, source_path
 
 KNOWN = Path(__file__).parent / "torch_tests_run" / "known.json"
 TIMEOUT_S = 300.0
-INTERRUPTED = 130
-"""Exit status, as a shell's."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,9 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--select", action="append", default=[], metavar="PATTERN", help="tests, by name")
     add("--mode", action="append", choices=MODES[1:], help="of the flag (both)")

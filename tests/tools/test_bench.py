@@ -21,6 +21,7 @@ from benches import steps as bench
 from benches.results import Origin, keep, page, read_json, table
 from fusion_passes.profile.tables import table_sizes
 from fusion_passes.reporting.spans import timeline_of
+from interrupting import INTERRUPTED
 from workloads.ways import TRACED
 
 MIB = 2**20
@@ -278,7 +279,7 @@ def test_an_interrupted_run_writes_what_there_is(
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(bench, "Measuring", Interrupted)
-    assert bench.main(["--quick", "--output", str(tmp_path)]) == bench.INTERRUPTED
+    assert bench.main(["--quick", "--output", str(tmp_path)]) == INTERRUPTED
     assert [cell.rate for cell in Run.read(tmp_path / "steps.json").cells] == ["1gbit"]
     assert "## mlp, 1gbit" in capsys.readouterr().out
     assert (tmp_path / "steps.png").exists()

@@ -19,6 +19,7 @@ from xml.etree import ElementTree
 import nightly
 import pytest
 
+from interrupting import INTERRUPTED
 from nightly_matrix import pages
 from nightly_matrix.cells import Cell, Scenario, cells_of, select
 from nightly_matrix.outcomes import KINDS, Kind, Outcome, is_worse, judge, tidy
@@ -389,7 +390,7 @@ def test_an_interrupted_run_ends_its_processes(number: signal.Signals, tmp_path:
             time.sleep(0.1)
         time.sleep(0.2)
         process.send_signal(number)
-        assert process.wait(20) == nightly.INTERRUPTED
+        assert process.wait(20) == INTERRUPTED
     finally:
         process.kill()
         process.wait()

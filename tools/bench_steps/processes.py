@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_steps.rows import Assignment, Row
+from testing.sessions import kill_session, start_session
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WORKER = "bench_steps.rank"
@@ -144,9 +144,7 @@ class RowProcesses:
     def kill(self) -> None:
         """Kill the ranks, and what they have started: each is a session of its own."""
         for rank in self._ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(rank.process.pid, signal.SIGKILL)
-            rank.process.wait()
+            kill_session(rank.process)
             rank.connection.close()
         self._ranks.clear()
 
@@ -172,16 +170,9 @@ class RowProcesses:
         log.parent.mkdir(exist_ok=True)
         command = [*place.prefixes[rank], sys.executable, "-m", WORKER]
         command += [assignment.to_json(), str(theirs.fileno())]
-        with log.open("ab") as output, theirs:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=self._environment(),
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        with theirs:
+            variables, kept = self._environment(), [theirs.fileno()]
+            process = start_session(command, log, variables, appends=True, pass_fds=kept)
         return _Rank(process, Connection(ours.detach()), log)
 
     def _environment(self) -> dict[str, str]:

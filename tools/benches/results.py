@@ -15,6 +15,8 @@ from typing import Any, Final
 
 import torch
 
+import command_line
+
 FORMAT: Final = 1
 """Of the JSON files; another one is not read."""
 
@@ -109,9 +111,7 @@ def read_json(path: Path, part: str) -> tuple[Origin, dict[str, Any]]:
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
     """A part's command line, with the options that all parts have."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser_of(description)
     parser.add_argument("--output", type=Path, metavar="DIR", help="keep the figures and the page")
     return parser
 

@@ -43,14 +43,14 @@ from bench_steps.progress import Progress
 from bench_steps.rows import CAPS_MB
 from bench_steps.run import PART, Run
 from benches.results import Origin
+from command_line import parser_of
+from interrupting import INTERRUPTED
 from workloads.models import MAKERS, SIZES, subject
 from workloads.ways import EAGER, OURS, PLAIN, WAYS
 
 ROUNDS = 9
 ROUND_S = 1.0
 TIMEOUT_S = 180.0
-INTERRUPTED = 130
-"""Exit status, as a shell's."""
 
 RESULTS = f"{PART}.json"
 
@@ -70,9 +70,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     models = ", ".join(MAKERS)
     add("--model", nargs="+", metavar="NAME", help=f"of {models}, or module:factory (all of ours)")

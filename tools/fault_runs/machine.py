@@ -9,18 +9,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from testing import sessions
+
 MARK = "FAULT_RUN"
 """Environment variable by which the processes of a run are known, whoever their parent is."""
 
 
 def marked(mark: str) -> Iterator[int]:
-    """Processes of a run that still run; those that have ended and wait for their parent do not
-    have an environment any more."""
-    wanted = f"{MARK}={mark}".encode()
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if wanted in path.read_bytes().split(b"\0"):
-                yield int(path.parent.name)
+    """Processes of a run that still run."""
+    return sessions.marked(MARK, mark)
 
 
 def command_of(pid: int) -> str:

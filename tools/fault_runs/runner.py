@@ -15,6 +15,7 @@ from pathlib import Path
 from fault_runs import records
 from fault_runs.machine import MARK, command_of, free_port, marked
 from fault_runs.scenarios import MODES, Fault, Scenario, Way
+from testing.sessions import start_session
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -126,26 +127,14 @@ class RunProcesses:
         variables = self._environment(number) | {k: str(v) for k, v in places.items()}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         command = [sys.executable, "-m", "fault_runs.rank", *self._arguments(rank.directory)]
-        return self._spawn(command, rank.directory / f"rank-{number}.log", variables)
+        return start_session(command, rank.directory / f"rank-{number}.log", variables)
 
     def _start_torchrun(self, directory: Path) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={self.scenario.ranks}", *self.scenario.launcher_options]
         command += ["--module", "fault_runs.rank", *self._arguments(directory)]
-        self._launcher = self._spawn(command, directory / "launcher.log", self._environment(-1))
-
-    def _spawn(
-        self, command: list[str], log: Path, variables: dict[str, str]
-    ) -> subprocess.Popen[bytes]:
-        with log.open("wb") as output:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=variables,
-                start_new_session=True,
-            )
+        log = directory / "launcher.log"
+        self._launcher = start_session(command, log, self._environment(-1))
 
     def _arguments(self, directory: Path) -> list[str]:
         values = {

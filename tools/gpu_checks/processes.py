@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,8 +17,9 @@ from gpu_checks.parts import Part
 from gpu_checks.results import Result, Row
 from gpu_checks.sites import ROWS, SITE, Site
 from nightly_matrix.outcomes import judge
-from nightly_matrix.processes import STACKS_S, environment, kill_marked, tail
+from nightly_matrix.processes import MARK, STACKS_S, environment, tail
 from nightly_matrix.ranks import read_reports
+from testing.sessions import kill_marked, kill_session, start_session
 
 WORKER = "gpu_checks.worker"
 POLL_S = 0.1
@@ -64,15 +62,7 @@ class PartProcesses:
         elif self.part.ranks > self._machine.count:
             variables["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
         command = [sys.executable, "-m", WORKER, self.part.name, str(self._directory), str(rank)]
-        with self._logs[rank].open("wb") as output:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=variables,
-                start_new_session=True,
-            )
+        return start_session(command, self._logs[rank], variables)
 
     def poll(self) -> Result | None:
         """The result, once the part is done or its time is over."""
@@ -101,10 +91,8 @@ class PartProcesses:
 
     def _kill(self) -> None:
         for rank in self._ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(rank.pid, signal.SIGKILL)
-            rank.wait()
-        kill_marked(str(self._directory))
+            kill_session(rank)
+        kill_marked(MARK, str(self._directory))
 
     def _last_words(self, codes: Sequence[int | None]) -> str:
         """Of the first rank that failed."""

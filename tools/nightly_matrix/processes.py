@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nightly_matrix.cells import Cell
 from nightly_matrix.outcomes import judge
 from nightly_matrix.ranks import read_reports
 from nightly_matrix.results import Result
+from testing.sessions import kill_marked, kill_session, start_session
 from testing.side_by_side import run_side_by_side
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -30,7 +28,6 @@ STACKS_S = 5.0
 """How long before the launcher is killed the ranks say where they hang, and end."""
 
 TAIL_LINES = 60
-POLL_S = 0.1
 
 
 class CellProcesses:
@@ -59,15 +56,7 @@ class CellProcesses:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={cell.scenario.ranks}", "--module", WORKER]
         command += [catalog, cell.name, graph, str(self._directory), str(deadline)]
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment(self._mark, cache),
-                start_new_session=True,
-            )
+        self._process = start_session(command, log, environment(self._mark, cache))
 
     def poll(self) -> Result | None:
         """The result, once the cell is done or its time is over."""
@@ -87,10 +76,9 @@ class CellProcesses:
 
     def end(self) -> None:
         """Kill what still runs: the launcher, the ranks, and what these have started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        kill_marked(self._mark)
+        kill_session(self._process)
+        # The ranks are sessions of their own.
+        kill_marked(MARK, self._mark)
 
     def discard(self) -> None:
         """End the cell without a result."""
@@ -150,7 +138,7 @@ def environment(mark: str, cache: Path) -> dict[str, str]:
     Kernels are shared between cells, for time; graphs are not: each cell runs the passes.
 
     Args:
-        mark: by which :func:`kill_marked` knows the processes.
+        mark: by which :func:`testing.sessions.kill_marked` knows the processes.
         cache: directory of compiled kernels.
     """
     variables = {
@@ -166,25 +154,6 @@ def environment(mark: str, cache: Path) -> dict[str, str]:
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
     }
-
-
-def kill_marked(mark: str) -> None:
-    """Kill the processes that were started with a mark, and wait until none is left."""
-    while pids := list(_marked(mark)):
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(POLL_S)
-
-
-def _marked(mark: str) -> Iterator[int]:
-    """Processes of a cell that still run, as far as the system tells: the ranks are sessions of
-    their own, so that killing the launcher's does not reach them."""
-    wanted = f"{MARK}={mark}".encode()
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if wanted in path.read_bytes().split(b"\0"):
-                yield int(path.parent.name)
 
 
 def tail(log: Path) -> str:
