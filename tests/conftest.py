@@ -16,9 +16,14 @@ import pytest
 
 from testing.processes import RankPool, TorchSettings, fork_server_pid
 
-EACH_TORCH = frozenset({"graph", "reductions", "passes", "lowering", "install"})
-"""Folders whose tests depend on torch's version, but for slow ones; those, and tests of other
-folders, are marked by themselves."""
+EACH_TORCH = frozenset(
+    {
+        *("graph", "reductions", "passes", "lowering", "install"),
+        *("test_comm_hooks.py", "test_construction.py", "test_forward.py"),
+    }
+)
+"""Folders and files whose tests depend on torch's version, but for slow ones; those, and tests of
+others, are marked by themselves."""
 
 FLAG_VARIABLE = "FUSION_PASSES_DDP_FUSION"
 
@@ -35,7 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "run_on_ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
-        if item.path.parent.name in EACH_TORCH and not item.get_closest_marker("slow"):
+        is_there = not EACH_TORCH.isdisjoint((item.path.parent.name, item.path.name))
+        if is_there and not item.get_closest_marker("slow"):
             item.add_marker("each_torch")
     if not config.getoption("--nightly"):
         left_out = [item for item in items if item.get_closest_marker("nightly")]

@@ -19,8 +19,6 @@ from fusion_passes.ddp.comm_hooks import is_hooked, sent_as
 from testing import models
 from testing.fake_world import fake_world, two_layers
 
-pytestmark = pytest.mark.each_torch
-
 RUN = Callable[..., list[Any]]
 
 
@@ -215,7 +213,12 @@ def train_wrongly(hook: Callable[..., Any]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("hook", WRONG, ids=lambda hook: hook.__name__)
+def _wrong() -> list[Any]:
+    on_each = {failing_later: [pytest.mark.each_torch]}
+    return [pytest.param(h, marks=on_each.get(h, []), id=h.__name__) for h in WRONG]
+
+
+@pytest.mark.parametrize("hook", _wrong())
 def test_errors_reach_the_user(run_on_ranks: RUN, hook: Callable[..., Any]) -> None:
     for errors in run_on_ranks(2, train_wrongly, hook=hook):
         assert WRONG[hook] in errors[0]
@@ -253,6 +256,7 @@ def register_in_turn() -> list[int]:
     return [*counts, len(late)]
 
 
+@pytest.mark.each_torch
 def test_hooks_that_come_late_or_stay(run_on_ranks: RUN) -> None:
     for counts in run_on_ranks(2, register_in_turn):
         assert counts == [1, 1, 2]

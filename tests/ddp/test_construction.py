@@ -23,8 +23,6 @@ from fusion_passes.install.inductor_pass import caps_of
 from fusion_passes.plan.caps import MIB, BucketCaps, ModuleCaps
 from testing.fake_world import fake_world, two_layers
 
-pytestmark = pytest.mark.each_torch
-
 
 @pytest.fixture(autouse=True)
 def _world() -> Iterator[None]:

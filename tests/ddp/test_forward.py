@@ -16,8 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from testing.fake_world import fake_world, two_layers
 
-pytestmark = pytest.mark.each_torch
-
 RANGE = "DistributedDataParallel.forward"
 
 
