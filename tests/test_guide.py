@@ -92,6 +92,19 @@ def test_every_message_is_explained() -> None:
     assert len(messages()) > 20
 
 
+def test_every_entry_is_a_message_of_the_package() -> None:
+    """None is left of a text that has changed or gone."""
+    nodes = [
+        node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+    ]
+    said = " | ".join(plain(part) for node in nodes for part in fragments(node))
+    titles = re.findall(r"^### (.+)$", (GUIDE / "messages.md").read_text(), re.MULTILINE)
+    longest = [
+        max(map(str.strip, re.split(r"\bX\b|%s|[:,] ", plain(title))), key=len) for title in titles
+    ]
+    assert [part for part in longest if part.strip(".") not in said] == []
+
+
 def test_each_message_has_a_cause_and_a_remedy() -> None:
     sections = re.split(r"^### ", (GUIDE / "messages.md").read_text(), flags=re.MULTILINE)[1:]
     assert len(sections) > 20

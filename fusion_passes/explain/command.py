@@ -15,7 +15,7 @@ from typing import Final
 
 import torch.distributed as dist
 
-from fusion_passes.config import ENVIRONMENT_VARIABLE
+from fusion_passes.config import ENVIRONMENT_VARIABLE, FUSION_MODES
 from fusion_passes.explain.api import report
 from fusion_passes.explain.compiling import saying_what_compiles
 from fusion_passes.explain.recording import Recording, record_steps
@@ -28,6 +28,7 @@ Runs a training script as it is, with gradients fused, and shows after some step
 buckets, warnings, times. Under torchrun:
 
     torchrun --nproc-per-node=2 -m fusion_passes.explain SCRIPT [ARGS...]
+    torchrun --nproc-per-node=2 -m fusion_passes.explain -m MODULE [ARGS...]
 """
 
 
@@ -90,10 +91,13 @@ def main(arguments: Sequence[str]) -> None:
     explained = _Explained(options, record_steps(options.steps, plain_steps=options.plain_steps))
     backwards.after = explained.after_backward
     atexit.register(explained.show)
-    sys.argv = [str(options.script), *options.arguments]
-    sys.path[0] = str(options.script.parent)
+    sys.argv = [options.script, *options.arguments]
     with saying_what_compiles(_say):
-        runpy.run_path(str(options.script), run_name="__main__")
+        if options.module:
+            runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(options.script).parent)
+            runpy.run_path(options.script, run_name="__main__")
 
 
 def _say(text: str) -> None:
@@ -109,7 +113,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--flag", choices=("concat", "coalesced"), default="concat",
+    add("--flag", choices=FUSION_MODES, default="concat",
         help="value of ddp_fusion, unless the script or the environment sets it")  # fmt: skip
     add("--steps", type=_at_least(1), default=3, help="steps to record (3)")
     add("--plain-steps", type=_at_least(0), default=3,
@@ -119,16 +123,17 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         help="write the steps of all ranks: as a page (.html), a trace for Perfetto (.json) or a "
         "picture (.png); can be given again")  # fmt: skip
     add("--stop", action="store_true", help="end the script once the report is there")
-    add("script", type=_script, metavar="SCRIPT")
+    add("-m", "--module", action="store_true",
+        help="SCRIPT is the name of a module, as for python -m")  # fmt: skip
+    add("script", metavar="SCRIPT")
     add("arguments", nargs=argparse.REMAINDER, metavar="ARGS")
-    return parser.parse_args(arguments)
-
-
-def _script(text: str) -> Path:
-    path = Path(text)
-    if not path.is_file():
-        raise argparse.ArgumentTypeError(f"SCRIPT must be a Python file, but {text!r} is none")
-    return path
+    options = parser.parse_args(arguments)
+    if not options.module and not Path(options.script).is_file():
+        parser.error(
+            f"SCRIPT must be a Python file, but {options.script!r} is none. To run a module, give "
+            "its name after -m."
+        )
+    return options
 
 
 def _timeline(text: str) -> Path:

@@ -17,6 +17,8 @@ from fusion_passes.agreement.protocol import participants
 from fusion_passes.ddp.naming import named_buckets
 from fusion_passes.explain.ranks import Gathering
 from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.document import graph_documents, predictions
+from fusion_passes.reporting.journal import journal
 from fusion_passes.reporting.profile import new_profiler, read_profile
 from fusion_passes.reporting.timeline import RankSteps, Timeline
 from fusion_passes.state import Lifetime, process_state
@@ -100,7 +102,9 @@ class Recording:
         # In the order of the ranks; each by the clock of rank 0.
         ranks, missing = Gathering(mine).run() if self._gather else ((mine,), ())
         plain = statistics.median(self._plain) if self._plain else 0.0
-        self.timeline = Timeline(ranks, named_buckets(), plain, missing)
+        names = named_buckets()
+        predicted = predictions(graph_documents(journal.reports(), names, {}))
+        self.timeline = Timeline(ranks, names, plain, missing, predicted)
 
     def _stop(self, problem: str) -> None:
         self.problem = problem

@@ -43,6 +43,8 @@ def show(report: Report, console: Console) -> None:
         console.print("ddp_fusion: no graph with gradient reductions was compiled.")
     for graph in report.graphs:
         console.print(_buckets(graph))
+        for sentence in graph.decision:
+            console.print(Text(f"buckets: {sentence}"))
         hidden = len(graph.buckets) - MOST_ROWS
         if hidden > 0:
             console.print(f"and {hidden} buckets more, which the JSON has")
@@ -58,6 +60,7 @@ def _buckets(graph: GraphDocument) -> Table:
     source = "from the FX graph cache" if graph.from_cache else "compiled here"
     times = f", {graph.compiled} times" if graph.compiled > 1 else ""
     timed = any(bucket.times is not None for bucket in graph.buckets)
+    shift_s = _shift_s(graph)
     table = Table(
         title=f"ddp_fusion {graph.mode}: {graph.collectives_before} collectives traced, "
         f"{graph.collectives_after} launched a step ({source}{times}, plan {graph.digest})",
@@ -72,11 +75,13 @@ def _buckets(graph: GraphDocument) -> Table:
     table.add_column("what was done", ratio=3, overflow="fold")
     if timed:
         table.add_column("sent, ms", justify="right", no_wrap=True)
+        if shift_s is not None:
+            table.add_column("predicted", justify="right", no_wrap=True)
         table.add_column("exposed", justify="right", no_wrap=True)
     for number, bucket in enumerate(graph.buckets[:MOST_ROWS]):
         cells = [str(number), *_plan(bucket)]
         if timed:
-            cells += _times(bucket)
+            cells += _times(bucket, shift_s)
         table.add_row(*map(Text, cells))
     return table
 
@@ -101,13 +106,31 @@ def _plan(bucket: BucketDocument) -> Iterator[str]:
     yield "\n".join([*how, *([plan.note] if plan.note else [])])
 
 
-def _times(bucket: BucketDocument) -> Iterator[str]:
-    times = bucket.times
-    if times is None:
-        yield from ("", "")
-    else:
-        yield f"{times.started_s * 1e3:.1f} to {times.ended_s * 1e3:.1f}"
-        yield f"{times.exposed_s * 1e3:.1f}"
+def _shift_s(graph: GraphDocument) -> float | None:
+    """What makes times of a step from predictions, which count from the start of a graph: the first
+    bucket is predicted where it was. ``None`` where nothing was predicted or nothing measured."""
+    for bucket in graph.buckets:
+        if bucket.times is not None and bucket.plan.predicted_start_s is not None:
+            return bucket.times.started_s - bucket.plan.predicted_start_s
+    return None
+
+
+def _times(bucket: BucketDocument, shift_s: float | None) -> Iterator[str]:
+    """When the network was busy with a bucket, when it was expected to be if that is known, and
+    what of it was exposed."""
+    times, plan = bucket.times, bucket.plan
+    yield "" if times is None else _interval(times.started_s, times.ended_s)
+    if shift_s is not None:
+        start_s, end_s = plan.predicted_start_s, plan.predicted_end_s
+        if start_s is None or end_s is None:
+            yield ""
+        else:
+            yield _interval(start_s + shift_s, end_s + shift_s)
+    yield "" if times is None else f"{times.exposed_s * 1e3:.1f}"
+
+
+def _interval(start_s: float, end_s: float) -> str:
+    return f"{start_s * 1e3:.1f} to {end_s * 1e3:.1f}"
 
 
 def _backwards(report: Report) -> Iterator[str]:

@@ -18,6 +18,19 @@ from fusion_passes.reductions.producers import source_of
 
 
 @dataclass(frozen=True)
+class PredictedTimes:
+    """When a bucket is sent by a profile's costs, in nanoseconds from the start of its graph.
+
+    Attributes:
+        start_ns: its last gradient is ready, and the network is free.
+        end_ns: its collective is done.
+    """
+
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
 class Bucket:
     """Reductions that are fused into one collective.
 
@@ -28,6 +41,8 @@ class Bucket:
         scaling: where its gradients are scaled.
         ready: the last reduction that must be ready before the bucket is launched: of a member, or
             of a bucket that is launched before.
+        predicted: when it is sent; ``None`` where it was not chosen from measured costs. No part
+            of the plan's digest.
     """
 
     key: ReductionKey
@@ -35,6 +50,7 @@ class Bucket:
     cap_bytes: int
     scaling: BucketScaling
     ready: GradientReduction
+    predicted: PredictedTimes | None = None
 
     @property
     def num_bytes(self) -> int:

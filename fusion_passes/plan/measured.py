@@ -16,10 +16,11 @@ from itertools import accumulate
 from torch import fx
 
 from fusion_passes.config import ScalingOption
+from fusion_passes.plan.buckets import PredictedTimes
 from fusion_passes.plan.caps import BucketCaps, measured_hold_bytes
 from fusion_passes.plan.optimum import Queue, Run
 from fusion_passes.plan.scaling import choose_scaling
-from fusion_passes.plan.sharing import Runs, Slot, best_of, last_end
+from fusion_passes.plan.sharing import Runs, Slot, best_of, last_end, times_of
 from fusion_passes.profile.records import Kind, Profile
 from fusion_passes.reductions.find import GradientReduction, dtype_name
 
@@ -145,7 +146,9 @@ class Given:
         return earliest
 
 
-def choose_members(given: Given, fixed: Sequence[Members]) -> tuple[list[Members], Decision]:
+def choose_members(
+    given: Given, fixed: Sequence[Members]
+) -> tuple[list[tuple[Members, PredictedTimes]], Decision]:
     """Choose which gradients share a bucket.
 
     Args:
@@ -153,7 +156,7 @@ def choose_members(given: Given, fixed: Sequence[Members]) -> tuple[list[Members
         fixed: the buckets that fixed caps give.
 
     Returns:
-        The members of each bucket, in no order, and the decision.
+        The members of each bucket and when it is sent, in no order, and the decision.
     """
     kinds = given.kinds()
     slots = [given.slot(members) for members in kinds]
@@ -172,9 +175,10 @@ def choose_members(given: Given, fixed: Sequence[Members]) -> tuple[list[Members
         last_end(free, best_of(free, filled)) if is_capped else None,
         len(slots),
     )
+    sent = {(n, begin): PredictedTimes(*times) for n, begin, *times in times_of(slots, runs)}
     chosen = [
-        members[run.begin : run.end]
-        for members, mine in zip(kinds, runs, strict=True)
+        (members[run.begin : run.end], sent[number, run.begin])
+        for number, (members, mine) in enumerate(zip(kinds, runs, strict=True))
         for run in mine
     ]
     return chosen, decision

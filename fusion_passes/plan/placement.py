@@ -64,7 +64,7 @@ class Placement:
             return "after the collective before it on its process group"
         if self.after is None:
             return "at the start: it sends inputs of the graph"
-        return f"after {self.after.name}, the last that it sends"
+        return f"after {self.after.name}, its last gradient"
 
     def why_waited(self) -> str:
         """Where it is waited for, for people; empty if nowhere."""

@@ -199,8 +199,11 @@ def _choose(
         dict(zip(profiles, known, strict=True)),
         options.scaling,
     )
-    members, decision = choose_members(given, [bucket.members for bucket in filled])
-    buckets = [_bucket(mine, caps_of(mine[0].key.group_name), options) for mine in members]
+    chosen, decision = choose_members(given, [bucket.members for bucket in filled])
+    buckets = [
+        replace(_bucket(mine, caps_of(mine[0].key.group_name), options), predicted=predicted)
+        for mine, predicted in chosen
+    ]
     return buckets, decision.lines()
 
 

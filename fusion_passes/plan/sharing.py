@@ -9,7 +9,7 @@ be the best. One kind alone gets the best buckets that there are, those of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
@@ -67,7 +67,13 @@ def best_of(slots: Sequence[Slot], given: Runs | None) -> Runs:
 
 
 def last_end(slots: Sequence[Slot], runs: Runs) -> int:
-    """When the last collective ends, launched in the order of their last gradients."""
+    """When the last collective ends."""
+    return max((end for *_, end in times_of(slots, runs)), default=0)
+
+
+def times_of(slots: Sequence[Slot], runs: Runs) -> Iterator[tuple[int, int, int, int]]:
+    """When each bucket is sent, in nanoseconds: the number of its slot, of its first gradient, its
+    start and its end. They are launched in the order of their last gradients."""
     launches = sorted(
         (slot.positions[run.end - 1], number, run.begin)
         for number, slot in enumerate(slots)
@@ -77,8 +83,9 @@ def last_end(slots: Sequence[Slot], runs: Runs) -> int:
     free = 0
     for _, number, begin in launches:
         slot, run = slots[number], by_begin[number][begin]
-        free = max(free, slot.queue.ready_ns[run.end - 1]) + slot.cost(run)
-    return free
+        start = max(free, slot.queue.ready_ns[run.end - 1])
+        free = start + slot.cost(run)
+        yield number, begin, start, free
 
 
 def _cut_together(slots: Sequence[Slot]) -> Runs:

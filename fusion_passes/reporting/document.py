@@ -45,6 +45,7 @@ class GraphDocument:
         compiled: how many graphs with this plan the process has compiled or loaded.
         collectives_before: launches in the graph as it was traced, others than DDP's included.
         collectives_after: launches in the graph as it runs.
+        decision: in the mode ``"auto"``, why these buckets were chosen; one sentence each.
         buckets: in the order of their launches.
         left_alone: the collectives that are not DDP's, in graph order.
     """
@@ -55,6 +56,7 @@ class GraphDocument:
     compiled: int
     collectives_before: int
     collectives_after: int
+    decision: tuple[str, ...]
     buckets: tuple[BucketDocument, ...]
     left_alone: tuple[RejectionReport, ...]
 
@@ -195,11 +197,29 @@ def graph_documents(
             len(earlier) + 1,
             last.collectives_before,
             last.collectives_after,
+            last.decision,
             tuple(map(document, last.buckets)),
             last.rejections,
         )
         for *earlier, last in by_plan.values()
     )
+
+
+def predictions(
+    graphs: Iterable[GraphDocument],
+) -> tuple[dict[str, tuple[float, float]], ...]:
+    """When each graph's buckets were expected on the network, by name, in seconds from its start;
+    without the graphs of which nothing was predicted."""
+    found = []
+    for graph in graphs:
+        times = {
+            bucket.name: (bucket.plan.predicted_start_s, bucket.plan.predicted_end_s)
+            for bucket in graph.buckets
+            if bucket.name
+        }
+        known = {n: (a, b) for n, (a, b) in times.items() if a is not None and b is not None}
+        found += [known] if known else []
+    return tuple(found)
 
 
 def _name_of(bucket: BucketReport, names: Mapping[str, tuple[str, ...]]) -> str:

@@ -10,15 +10,22 @@ from typing import Any, Final
 
 from fusion_passes.reporting.spans import LANES, Span
 from fusion_passes.reporting.timeline import RankSteps, Timeline
-from fusion_passes.reporting.trace import EXPOSED, chrome_trace, exposed_spans
+from fusion_passes.reporting.trace import EXPOSED, PREDICTED, chrome_trace, exposed_spans
 
 COLORS: Final = (
     ("compute", "#2e7d32"),
     ("launch", "#1f6fb4"),
     ("wait", "#c0392b"),
     ("network", "#b8860b"),
+    ("predicted", "#7a6fb0"),
     ("exposed", "#d81b60"),
 )
+
+_LABELLED: Final = 0.012
+"""Share of a picture's width from which a bar has the number of its bucket."""
+
+_WITH_EDGES: Final = 100
+"""A lane of a picture with fewer bars shows the edges between them."""
 
 _DATA: Final = "/*TIMELINE*/null"
 """Where the page has its data."""
@@ -58,7 +65,8 @@ def _write_picture(timeline: Timeline, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 0.28 * (len(LANES) + 1) * len(timeline.ranks) + 0.9))
+    lanes = len(LANES) + 1 + bool(timeline.predicted)
+    figure = Figure(figsize=(11, 0.28 * lanes * len(timeline.ranks) + 1.1))
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     names: list[str] = []
@@ -67,14 +75,19 @@ def _write_picture(timeline: Timeline, path: Path) -> None:
     first = min(item.start_s + begin for item, begin, _ in windows)
     last = max(item.start_s + end for item, _, end in windows)
     for item, begin, end in windows:
-        for track, spans in _tracks(item).items():
+        if names:
+            axes.axhline(len(names) - 0.5, color="#888888", linewidth=0.6)
+        for track, spans in _tracks(timeline, item).items():
+            shown = [s for s in spans if s.end_s > begin and s.start_s < end]
             bars = [
                 ((item.start_s + s.start_s - first) * 1e3, (s.end_s - s.start_s) * 1e3)
-                for s in spans
-                if s.end_s > begin and s.start_s < end
+                for s in shown
             ]
-            place = (len(names) - 0.4, 0.8)
-            axes.broken_barh(bars, place, color=colors[track], edgecolor="white", linewidth=0.3)
+            _draw_lane(axes, len(names), bars, colors[track])
+            for (left, wide), span in zip(bars, shown, strict=True):
+                if span.name in timeline.buckets and wide > _LABELLED * (last - first) * 1e3:
+                    number = span.name.rpartition(" bucket ")[2]
+                    _write_on_bar(axes, left + wide / 2, len(names), number)
             names.append(f"rank {item.rank}, {track}")
     axes.set_xlim(0, (last - first) * 1e3)
     axes.set_yticks(range(len(names)), names, fontsize=7)
@@ -83,8 +96,30 @@ def _write_picture(timeline: Timeline, path: Path) -> None:
         "ms from the start of the last recorded step, by the clock of rank 0", fontsize=8
     )
     axes.tick_params(axis="x", labelsize=8)
+    _title(axes, timeline.ranks[0])
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+
+
+def _draw_lane(axes: Any, row: int, bars: list[tuple[float, float]], color: str) -> None:
+    # Of many bars, white edges would be all that is seen.
+    edge = "white" if len(bars) < _WITH_EDGES else color
+    axes.broken_barh(bars, (row - 0.4, 0.8), color=color, edgecolor=edge, linewidth=0.3)
+
+
+def _write_on_bar(axes: Any, at: float, row: int, text: str) -> None:
+    axes.text(at, row, text, color="white", fontsize=7, ha="center", va="center")
+
+
+def _title(axes: Any, item: RankSteps) -> None:
+    times = item.times()
+    axes.set_title(
+        f"a step of rank {item.rank}: {times.step_s * 1e3:.1f} ms; network busy for "
+        f"{times.network_s * 1e3:.1f} ms, {times.exposed_s * 1e3:.1f} ms of it exposed; "
+        "numbers are those of buckets",
+        fontsize=8,
+        loc="left",
+    )
 
 
 FORMS: Final = MappingProxyType(
@@ -93,12 +128,17 @@ FORMS: Final = MappingProxyType(
 """What writes a file, by the end of its name."""
 
 
-def _tracks(item: RankSteps) -> dict[str, list[Span]]:
-    """What a rank did, by lane, and what of it was exposed."""
-    tracks: dict[str, list[Span]] = {lane: [] for lane in LANES}
-    for span in item.spans:
-        tracks[span.lane].append(span)
-    return tracks | {EXPOSED: [span for _, span in exposed_spans(item)]}
+def _tracks(timeline: Timeline, item: RankSteps) -> dict[str, list[Span]]:
+    """What a rank did, by lane from above, with what was predicted of the network, if anything was,
+    and what of it was exposed."""
+    predicted = list(timeline.predicted_spans(item))
+    tracks: dict[str, list[Span]] = {}
+    for lane in LANES:
+        tracks[lane] = [span for span in item.spans if span.lane == lane]
+        if lane == "network":
+            tracks |= {PREDICTED: predicted} if predicted else {}
+            tracks[EXPOSED] = [span for _, span in exposed_spans(item)]
+    return tracks
 
 
 def _page_data(timeline: Timeline) -> dict[str, Any]:
@@ -117,7 +157,9 @@ def _page_data(timeline: Timeline) -> dict[str, Any]:
 
     ranks = []
     for item in timeline.ranks:
-        lanes = {track: rows(spans, item.start_s) for track, spans in _tracks(item).items()}
+        lanes = {
+            track: rows(spans, item.start_s) for track, spans in _tracks(timeline, item).items()
+        }
         ranks.append(
             {
                 "rank": item.rank,

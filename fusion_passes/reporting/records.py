@@ -36,6 +36,9 @@ class BucketReport:
             launch and wait.
         following: library kernels that follow the launch: where more than ``overlapped``,
             something in the graph reads the result before the end.
+        predicted_start_s: when ``"auto"`` expects the network to begin with it, in seconds from the
+            start of the compiled backward; ``None`` in other modes.
+        predicted_end_s: when it expects the network to be done with it; likewise.
     """
 
     module: str
@@ -52,6 +55,8 @@ class BucketReport:
     waited: str = ""
     overlapped: int = 0
     following: int = 0
+    predicted_start_s: float | None = None
+    predicted_end_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,8 @@ def _report_bucket(bucket: Bucket, placement: Placement | None, mode: str) -> Bu
         waited=placement.why_waited() if placement else "",
         overlapped=placement.overlapped if placement else 0,
         following=placement.following if placement else 0,
+        predicted_start_s=bucket.predicted.start_ns / 1e9 if bucket.predicted else None,
+        predicted_end_s=bucket.predicted.end_ns / 1e9 if bucket.predicted else None,
     )
 
 

@@ -114,12 +114,36 @@ class Timeline:
         buckets: the parameters of each bucket, by its name.
         plain_step_s: seconds of a step before the recording, without a profiler.
         missing: numbers of the ranks that have not answered.
+        predicted: for each graph whose buckets were chosen from measured costs, when the network
+            was expected to begin and to end with each, by its name: seconds from the graph's start.
     """
 
     ranks: tuple[RankSteps, ...]
     buckets: Mapping[str, tuple[str, ...]]
     plain_step_s: float
     missing: tuple[int, ...] = ()
+    predicted: tuple[Mapping[str, tuple[float, float]], ...] = ()
+
+    def predicted_spans(self, item: RankSteps) -> Iterator[Span]:
+        """When the network was expected to be busy with each bucket, in the steps of a rank.
+
+        A prediction counts from the start of a graph, which no profile shows, so that of each
+        graph begins where the network began with the first of its buckets.
+        """
+        begin = 0.0
+        for step, end in zip(item.steps(), item.ends_s, strict=True):
+            sent = [span for span in step.spans if span.lane == "network"]
+            for graph in self.predicted:
+                first = min(
+                    (span for span in sent if span.name in graph),
+                    key=lambda span: span.start_s,
+                    default=None,
+                )
+                if first is not None:
+                    shift = begin + first.start_s - graph[first.name][0]
+                    for name, (start_s, end_s) in graph.items():
+                        yield Span("network", name, shift + start_s, shift + end_s)
+            begin = end
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -133,6 +157,10 @@ class Timeline:
             {name: tuple(parameters) for name, parameters in data["buckets"].items()},
             data["plain_step_s"],
             tuple(data["missing"]),
+            tuple(
+                {name: (start_s, end_s) for name, (start_s, end_s) in graph.items()}
+                for graph in data["predicted"]
+            ),
         )
 
 

@@ -9,8 +9,9 @@ from fusion_passes.reporting.spans import LANES, Span
 from fusion_passes.reporting.timeline import RankSteps, Timeline, exposed_of
 
 EXPOSED: Final = "exposed"
+PREDICTED: Final = "predicted"
 STEP: Final = "step"
-TRACKS: Final = (STEP, *LANES, EXPOSED)
+TRACKS: Final = (STEP, *LANES, PREDICTED, EXPOSED)
 """The tracks of each rank, from above. A rank is a process of the trace, and a track a thread."""
 
 
@@ -22,10 +23,13 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
         name = {"name": f"rank {item.rank} ({item.place})"}
         events.append({"ph": "M", "name": "process_name", "pid": item.rank, "args": name})
         for number, track in enumerate(TRACKS):
+            if track == PREDICTED and not timeline.predicted:
+                continue
             where = {"ph": "M", "pid": item.rank, "tid": number}
             events.append({**where, "name": "thread_name", "args": {"name": track}})
             events.append({**where, "name": "thread_sort_index", "args": {"sort_index": number}})
-        for track, span in (*_steps(item), *_of_lanes(item), *exposed_spans(item)):
+        predicted = [(PREDICTED, span) for span in timeline.predicted_spans(item)]
+        for track, span in (*_steps(item), *_of_lanes(item), *predicted, *exposed_spans(item)):
             args: dict[str, Any] = {}
             if span.name in timeline.buckets:
                 args = {"parameters": list(timeline.buckets[span.name])}

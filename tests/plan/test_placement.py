@@ -37,7 +37,7 @@ def test_what_only_the_output_reads_is_waited_for_at_the_end() -> None:
         return reduce(torch.mm(x, y), "a"), torch.mm(y, x)
 
     (placement,) = _placements(backward, tensor(2, 2), tensor(2, 2))
-    assert _why(placement) == ("after mm, the last that it sends", "at the end")
+    assert _why(placement) == ("after mm, its last gradient", "at the end")
     assert (placement.overlapped, placement.following) == (1, 1)
 
 
