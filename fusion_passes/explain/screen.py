@@ -154,6 +154,7 @@ def _totals(report: Report) -> Iterator[str]:
         )
     of = "allocated on the GPU" if totals.peak_memory_of == "cuda" else "of the process"
     yield (
+        f"{totals.collectives_before} collectives traced, {totals.collectives_after} launched; "
         f"{format_bytes(totals.num_bytes)} of gradients, {format_bytes(totals.sent_bytes)} sent, "
         f"{totals.copied_gradients} gradients copied; peak memory {of}: "
         f"{format_bytes(totals.peak_memory_bytes)}"

@@ -30,7 +30,8 @@ IN_OBJECTS: Final = (
     _in_module("_post_forward", f"{_FORWARD} It notes which backward is to be averaged."),
     _in_module(
         "register_comm_hook",
-        "Hooks that average are fused; others need DDP's own reducer, which takes over then.",
+        "Hooks that average become collectives, others are called with each bucket; with some "
+        "options these need DDP's own reducer, which takes over then.",
     ),
     _in_module("_register_builtin_comm_hook", "As register_comm_hook; all of these average."),
     _in_module(
