@@ -87,14 +87,14 @@ def agree_on_profile(meeting: Meeting, group: Where, wanted: Wanted, key: str) -
         RuntimeError: a rank has not come in time, or has failed, or the ranks differ in what no
             profile can hold for: their backend or version of torch.
     """
-    talk = _Talk(meeting, key)
-    place, kinds = talk.where(group.device, wanted)
+    rendezvous = _Rendezvous(meeting, key)
+    place, kinds = rendezvous.where(group.device, wanted)
     found = load(place)
-    profile = talk.kept(found, is_enough=found is not None and not found.missing(kinds))
+    profile = rendezvous.kept(found, is_enough=found is not None and not found.missing(kinds))
     if profile is None or profile.missing(kinds):
-        measured = _measured(talk, group, place, kinds)
+        measured = _measured(rendezvous, group, place, kinds)
         profile = measured if profile is None else measured.with_tables_of(profile)
-        talk.compare_measured(profile)
+        rendezvous.compare_measured(profile)
     if profile != found:
         store(profile)
     return profile
@@ -112,25 +112,29 @@ def measure_profile(
         key: in the store, not used before; the same on all ranks.
         seconds: for all tables together.
     """
-    talk = _Talk(meeting, key)
-    place, kinds = talk.where(group.device, wanted)
-    profile = _measured(talk, group, place, kinds, seconds)
-    talk.compare_measured(profile)
+    rendezvous = _Rendezvous(meeting, key)
+    place, kinds = rendezvous.where(group.device, wanted)
+    profile = _measured(rendezvous, group, place, kinds, seconds)
+    rendezvous.compare_measured(profile)
     store(profile)
     return profile
 
 
 def _measured(
-    talk: _Talk, group: Where, place: Place, kinds: Sequence[Kind], seconds: float = SECONDS
+    rendezvous: _Rendezvous,
+    group: Where,
+    place: Place,
+    kinds: Sequence[Kind],
+    seconds: float = SECONDS,
 ) -> Profile:
-    says = talk.meeting.rank == 0
+    says = rendezvous.meeting.rank == 0
     if says:
         line = f"fusion_passes: measuring all-reduces of {place}, for at most about {seconds:g} s"
         print(line, file=sys.stderr, flush=True)
     try:
-        profile = measure(group.ranks(talk.timeout), place, kinds, seconds)
+        profile = measure(group.ranks(rendezvous.timeout), place, kinds, seconds)
     except RuntimeError as error:
-        raise talk.failed(error) from error
+        raise rendezvous.failed(error) from error
     if not says:
         return profile
     for kind, table in profile.tables:
@@ -140,8 +144,8 @@ def _measured(
 
 
 @dataclass
-class _Talk:
-    """What the ranks say to each other over the store."""
+class _Rendezvous:
+    """Where the ranks compare what they know, over the store."""
 
     meeting: Meeting
     key: str

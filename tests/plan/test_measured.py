@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from dataclasses import replace
@@ -128,6 +129,18 @@ def test_the_decision_is_said_with_predicted_times() -> None:
     assert said.startswith("chosen from profile ")
     assert "(2 ranks on host, gloo on cpu)" in said
     assert "the last all-reduce ends 1.00 ms later" in said
+
+
+def test_each_bucket_says_when_it_is_expected_on_the_network() -> None:
+    made = plan(profile(1000, 10), *WIDTHS)
+    times = [bucket.predicted for bucket in made.buckets]
+    assert len(times) > 1
+    costs = [item.end_ns - item.start_ns for item in times]
+    assert costs == [1000 + 10 * bucket.sent_bytes // 1024 for bucket in made.buckets]
+    assert all(a.end_ns <= b.start_ns for a, b in itertools.pairwise(times)), "one after the other"
+    assert plan(None, *WIDTHS).buckets[0].predicted is None
+    unpredicted = tuple(dataclasses.replace(bucket, predicted=None) for bucket in made.buckets)
+    assert dataclasses.replace(made, buckets=unpredicted).digest() == made.digest()
 
 
 def test_kinds_that_share_the_network_are_planned_together() -> None:

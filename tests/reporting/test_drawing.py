@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -51,6 +52,25 @@ def test_the_page_is_one_file_that_loads_nothing(tmp_path: Path) -> None:
     start, long, name = second["lanes"]["network"][1]
     assert (start, long, shown["names"][name]) == (6000.0, 5000.0, "DDP 0 (Net) bucket 1")
     assert shown["parameters"]["DDP 0 (Net) bucket 1"] == [f"{MARKUP}1", "bias"]
+
+
+def test_what_was_predicted_is_beside_what_was_measured(tmp_path: Path) -> None:
+    """From where the network began with the first bucket, on each rank."""
+    first, second = timeline().buckets
+    predicted = {first: (0.5, 0.501), second: (0.504, 0.507)}
+    for item in (one := dataclasses.replace(timeline(), predicted=(predicted,))).ranks:
+        shown = [
+            (s.name, round(s.start_s, 6), round(s.end_s, 6)) for s in one.predicted_spans(item)
+        ]
+        assert shown == [(first, 0.0, 0.001), (second, 0.004, 0.007)]
+    assert Timeline.from_json(json.loads(json.dumps(one.to_json()))) == one
+    for name in ("page.html", "trace.json", "picture.png"):
+        write_timeline(one, tmp_path / name)
+    (data,) = re.findall(r"const data = (\{.*\});\n", (tmp_path / "page.html").read_text())
+    lane = json.loads(data)["ranks"][1]["lanes"]["predicted"]
+    assert [row[:2] for row in lane] == [[1000.0, 1000.0], [5000.0, 3000.0]], "by rank 0's clock"
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event.get("cat") == "predicted" for event in events) == 4
 
 
 def test_the_trace_has_a_process_for_each_rank_and_a_track_for_each_lane(tmp_path: Path) -> None:
