@@ -41,7 +41,7 @@ IN_OBJECTS: Final = (
     _in_module("join", "With enable=False it calls join_hook too, which must know that."),
     _in_module(
         "join_hook",
-        "A rank without inputs cannot learn what a static graph uses: DDP's own reducer takes over.",
+        "A rank without inputs cannot know what a static graph uses: DDP's own reducer is used.",
     ),
     _in_module(
         "_check_and_sync_module_buffers",
