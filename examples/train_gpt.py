@@ -1,6 +1,6 @@
 """Trains a small GPT with DDP's gradient all-reduces fused, and shows what the fusion did.
 
-    python examples/train_gpt.py [--fusion concat|coalesced|none] [--style inside|outside] ...
+    python examples/train_gpt.py [--fusion concat|coalesced|auto|none] [--style inside|outside] ...
 
 starts two processes over Gloo, or one a GPU over NCCL where there is CUDA. So does
 

@@ -22,11 +22,11 @@ class Corpus:
 
     Attributes:
         train: ``uint8[n]``, trained on.
-        pinned_out: ``uint8[m]``, only to measure the loss.
+        held_out: ``uint8[m]``, only to measure the loss.
     """
 
     train: Tensor
-    pinned_out: Tensor
+    held_out: Tensor
 
     def batch(
         self, *, seed: int, step: int, rank: int, world_size: int, batch: int, context: int
@@ -43,10 +43,10 @@ class Corpus:
         starts = torch.randint(text.numel() - context, (batch,), generator=generator)
         return _pieces(text, starts, context)
 
-    def pinned_out_batch(self, *, batch: int, context: int) -> tuple[Tensor, Tensor]:
+    def held_out_batch(self, *, batch: int, context: int) -> tuple[Tensor, Tensor]:
         """Pieces spread evenly over the held-out text, the same at every call and rank."""
-        starts = torch.linspace(0, self.pinned_out.numel() - context - 1, batch).long()
-        return _pieces(self.pinned_out, starts, context)
+        starts = torch.linspace(0, self.held_out.numel() - context - 1, batch).long()
+        return _pieces(self.held_out, starts, context)
 
 
 def standard_library(*, context: int) -> Corpus:
@@ -57,15 +57,15 @@ def standard_library(*, context: int) -> Corpus:
     """
     folder = Path(sysconfig.get_path("stdlib"))
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
-    pinned_out = int(len(text) * HELD_OUT_SHARE)
-    if pinned_out <= context:
+    held_out = int(len(text) * HELD_OUT_SHARE)
+    if held_out <= context:
         raise ValueError(
-            f"--context must be below {pinned_out:,}, which is {HELD_OUT_SHARE:.0%} of the "
+            f"--context must be below {held_out:,}, which is {HELD_OUT_SHARE:.0%} of the "
             f"{len(text):,} bytes of Python's standard library in {folder}, but is {context:,}. "
             "Use a smaller --context, or a Python that comes with its sources."
         )
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return Corpus(train=data[:-pinned_out], pinned_out=data[-pinned_out:])
+    return Corpus(train=data[:-held_out], held_out=data[-held_out:])
 
 
 def _pieces(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--fusion",
-        choices=("concat", "coalesced", "none"),
+        choices=("concat", "coalesced", "auto", "none"),
         default="concat",
         help="value of torch._inductor.config.ddp_fusion",
     )

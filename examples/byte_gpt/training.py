@@ -246,7 +246,7 @@ class _Progress:
     def __init__(self, options: Options, rank: Rank) -> None:
         self._step_tokens = options.batch * options.context * rank.world_size
         self._steps = 0
-        self._start = self._told = time.perf_counter()
+        self._start = self._shown_at = time.perf_counter()
         self._bar = tqdm(
             total=options.steps,
             desc="compiling",
@@ -268,8 +268,8 @@ class _Progress:
         """Show what the first step waits for."""
         # A log gets a line now and then, a terminal one that counts.
         self._bar.set_description(what, refresh=sys.stderr.isatty())
-        if not sys.stderr.isatty() and time.perf_counter() - self._told > LOG_SECONDS:
-            self._told = time.perf_counter()
+        if not sys.stderr.isatty() and time.perf_counter() - self._shown_at > LOG_SECONDS:
+            self._shown_at = time.perf_counter()
             if not self._bar.disable:
                 self._bar.write(what, file=sys.stderr)
 
@@ -289,7 +289,7 @@ class _Progress:
 @torch.no_grad()
 def _held_out_loss(model: nn.Module, options: Options, corpus: Corpus, rank: Rank) -> float:
     """Nats a byte on text that no rank trains on, without compiling."""
-    inputs, targets = corpus.pinned_out_batch(batch=HELD_OUT_BATCH, context=options.context)
+    inputs, targets = corpus.held_out_batch(batch=HELD_OUT_BATCH, context=options.context)
     loss: Tensor = model(inputs.to(rank.device), targets.to(rank.device))
     return loss.item()
 

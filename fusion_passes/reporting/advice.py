@@ -48,7 +48,12 @@ def _worst(steps: StepTimes, buckets: Sequence[BucketDocument]) -> str:
     worst, times = max(timed, key=lambda pair: pair[1].exposed_s)
     share = times.exposed_s / steps.exposed_s
     if share < MOST:
-        return "raise or lower bucket_cap_mb, and compare the steps."
+        if any(item.plan.predicted_end_s is not None for item in buckets):
+            return "no bucket has most of it. Compare the steps with those of fixed caps."
+        return (
+            'no bucket has most of it. Try ddp_fusion = "auto", which measures the network, or '
+            "another bucket_cap_mb, and compare the steps."
+        )
     names = worst.plan.parameters
     last = "the last bucket" if worst is timed[-1][0] else _called(worst)
     held = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

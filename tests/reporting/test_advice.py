@@ -1,0 +1,50 @@
+"""What is worth trying: one line, from what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fusion_passes import BucketReport
+from fusion_passes.reporting.advice import advice
+from fusion_passes.reporting.document import BucketDocument
+from fusion_passes.reporting.timeline import BucketTimes, StepTimes
+
+STEPS = StepTimes(step_s=1.0, compute_s=0.8, network_s=0.5, hidden_s=0.3, exposed_s=0.2)
+
+
+def bucket(number: int, exposed_s: float, *parameters: str, **changes: object) -> BucketDocument:
+    plan = BucketReport("DDP 0 (Net)", "0", "float32", 8, 8, 8, "collective", parameters)
+    times = BucketTimes(0.0, 0.0, 0.0, None, None, exposed_s)
+    changed = dataclasses.replace(plan, **changes)  # type: ignore[arg-type]
+    return BucketDocument(f"DDP 0 (Net) bucket {number}", changed, times)
+
+
+def test_nothing_is_said_where_nothing_was_measured_or_is_to_be_gained() -> None:
+    assert advice(None, ()) == ""
+    assert advice(dataclasses.replace(STEPS, exposed_s=0.049), ()) == ""
+    assert advice(dataclasses.replace(STEPS, exposed_s=0.051), ()) != ""
+
+
+def test_a_network_that_is_busy_for_longer_than_the_rank_computes_needs_less_to_send() -> None:
+    said = advice(dataclasses.replace(STEPS, network_s=0.9), [bucket(0, 0.2, "w")])
+    assert said.startswith("20% of a step is exposed communication: the network is busy for 900.0")
+    assert 'reduce_dtype="bf16"' in said
+
+
+def test_a_bucket_that_is_waited_for_early_is_named_with_what_reads_it() -> None:
+    early = bucket(1, 0.2, "w", waited="early, because norm reads it", overlapped=1, following=2)
+    assert "bucket 1 is waited for early, because norm reads it" in advice(STEPS, [early])
+
+
+def test_the_bucket_that_is_most_of_the_exposed_time_is_named_with_what_it_holds() -> None:
+    said = advice(STEPS, [bucket(0, 0.076, "head"), bucket(1, 0.124, "embedding")])
+    assert "the last bucket has 62% of that: it holds embedding. It is a single gradient" in said
+    said = advice(STEPS, [bucket(0, 0.124, "head", "bias"), bucket(1, 0.076, "embedding")])
+    assert "bucket 0 has 62% of that: it holds head and 1 more. A lower bucket_cap_mb" in said
+
+
+def test_where_no_bucket_stands_out_it_is_the_choice_of_buckets() -> None:
+    even = [bucket(number, 0.05, f"w{number}") for number in range(4)]
+    assert 'Try ddp_fusion = "auto"' in advice(STEPS, even)
+    chosen = [bucket(number, 0.05, f"w{number}", predicted_end_s=1.0) for number in range(4)]
+    assert "fixed caps" in advice(STEPS, chosen)
