@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fusion_passes.config import ENVIRONMENT_VARIABLE, FUSION_MODES
 from fusion_passes.explain.api import report
 from fusion_passes.explain.compiling import saying_what_compiles
-from fusion_passes.explain.recording import Recording, record_steps
+from fusion_passes.explain.recording import ENDED, Recording, record_steps
 from fusion_passes.reporting.backwards import backwards
 from fusion_passes.reporting.drawing import FORMS
 from fusion_passes.torch_private import inductor_config
@@ -59,7 +59,7 @@ class _Explained:
 
         show(found, console_for(sys.stderr))
         if found.timeline is None:
-            why = self.recording.problem or "the script ended before its steps were recorded"
+            why = self.recording.problem or ENDED
             print(f"Nothing was measured: {why}.", file=sys.stderr)
         if options.json is not None:
             options.json.write_text(found.to_json() + "\n", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
@@ -22,9 +23,13 @@ from fusion_passes.reporting.journal import journal
 from fusion_passes.reporting.profile import new_profiler, read_profile
 from fusion_passes.reporting.timeline import RankSteps, Timeline
 from fusion_passes.state import Lifetime, process_state
+from fusion_passes.torch_private.compile_times import seconds_by_name
 from fusion_passes.torch_private.profiling import is_profiling
 
 log = logging.getLogger(__name__)
+
+ENDED: Final = "the script ended before its steps were recorded"
+"""Why there is no timeline."""
 
 
 class Recording:
@@ -48,7 +53,8 @@ class Recording:
         self._gather = gather
         self._rounds = _rounds()
         self._last_ns = 0
-        self._plain: list[float] = []
+        self._plain: list[tuple[float, bool]] = []
+        self._compile_s = _compile_s()
         self._ends: list[int] = []
         self._profiler: profile | None = None
 
@@ -65,14 +71,16 @@ class Recording:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.time_ns()
+        compile_s = _compile_s()
         if self._profiler is not None:
             self._ends.append(now)
             if len(self._ends) > self._wanted:
                 self._finish(self._profiler)
         elif self._last_ns and len(self._plain) < self._plain_wanted:
-            self._plain.append((now - self._last_ns) / 1e9)
+            self._plain.append(((now - self._last_ns) / 1e9, compile_s > self._compile_s))
         if self._profiler is None and len(self._plain) >= self._plain_wanted:
             self._start()
+        self._compile_s = compile_s
         self._last_ns = time.time_ns()
 
     def _start(self) -> None:
@@ -83,10 +91,13 @@ class Recording:
             return
         self._profiler = new_profiler()
         self._profiler.start()
+        # A process that ends under a profiler can end with a segmentation fault.
+        atexit.register(self.abandon)
 
     def _finish(self, profiler: profile) -> None:
         profiler.stop()
         self._profiler = None
+        atexit.unregister(self.abandon)
         backwards.after = None
         begin, ends = self._ends[0], self._ends[1:]
         host_computes = not torch.cuda.is_available()
@@ -101,15 +112,32 @@ class Recording:
         )
         # In the order of the ranks; each by the clock of rank 0.
         ranks, missing = Gathering(mine).run() if self._gather else ((mine,), ())
-        plain = statistics.median(self._plain) if self._plain else 0.0
+        # As many are timed on each rank, whichever of them compile: what follows is the same step.
+        seconds = [seconds for seconds, has_compiled in self._plain if not has_compiled]
+        plain = statistics.median(seconds) if seconds else 0.0
         names = named_buckets()
         predicted = predictions(graph_documents(journal.reports(), names, {}))
         self.timeline = Timeline(ranks, names, plain, missing, predicted)
+
+    def abandon(self) -> None:
+        """Record no more, if the steps are not recorded yet."""
+        if self.is_done:
+            return
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+        self.problem = ENDED
+        backwards.after = None
 
     def _stop(self, problem: str) -> None:
         self.problem = problem
         backwards.after = None
         log.warning("No steps are recorded: %s", problem)
+
+
+def _compile_s() -> float:
+    """More than before if anything was compiled since."""
+    return sum(seconds_by_name().values())
 
 
 def _rounds() -> int:
@@ -124,6 +152,8 @@ class Recordings:
         self.last: Recording | None = None
 
     def reset(self) -> None:
+        if self.last is not None:
+            self.last.abandon()
         self.last = None
 
 
@@ -141,8 +171,8 @@ def record_steps(steps: int = 3, *, plain_steps: int = 3, gather: bool = True) -
 
     Args:
         steps: how many are recorded with torch's profiler.
-        plain_steps: how many are timed before that, without it; the first one of all may compile,
-            and is not among them. Compare the two for what the profiler costs.
+        plain_steps: how many are timed before that, without it; those in which torch compiles do
+            not count. Compare the two for what the profiler costs.
         gather: whether rank 0 gets the steps of all ranks, over the store of the default process
             group. Each rank waits for that, a minute at most.
 

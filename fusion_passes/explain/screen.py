@@ -138,7 +138,8 @@ def _backwards(report: Report) -> Iterator[str]:
     for item in report.backwards:
         because = f", because {item.because}" if item.because else ""
         modules = ", ".join(item.modules)
-        yield f"{item.count} backwards of {modules}: reduced {words[item.reduced_in]}{because}"
+        backwards = "backward" if item.count == 1 else "backwards"
+        yield f"{item.count} {backwards} of {modules}: reduced {words[item.reduced_in]}{because}"
 
 
 def _totals(report: Report) -> Iterator[str]:
@@ -153,12 +154,13 @@ def _totals(report: Report) -> Iterator[str]:
             f"({steps.exposed_s / steps.step_s:.1%} of the step) exposed"
         )
     of = "allocated on the GPU" if totals.peak_memory_of == "cuda" else "of the process"
-    yield (
+    sent = (
         f"{totals.collectives_before} collectives traced, {totals.collectives_after} launched; "
         f"{format_bytes(totals.num_bytes)} of gradients, {format_bytes(totals.sent_bytes)} sent, "
-        f"{totals.copied_gradients} gradients copied; peak memory {of}: "
-        f"{format_bytes(totals.peak_memory_bytes)}"
+        f"{totals.copied_gradients} gradients copied; "
     )
+    peak = f"peak memory {of}: {format_bytes(totals.peak_memory_bytes)}"
+    yield f"{sent if report.graphs else ''}{peak}"
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in totals.startup_s.items())
     first = totals.first_backward_s
     until = f"first backward after {first:.1f} s; " if first is not None else ""

@@ -54,7 +54,8 @@ def _worst(steps: StepTimes, buckets: Sequence[BucketDocument]) -> str:
             'no bucket has most of it. Try ddp_fusion = "auto", which measures the network, or '
             "another bucket_cap_mb, and compare the steps."
         )
-    names = worst.plan.parameters
+    # What is in parentheses is no parameter.
+    names = [name for name in worst.plan.parameters if not name.startswith("(")]
     last = "the last bucket" if worst is timed[-1][0] else _called(worst)
     held = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     remedy = (

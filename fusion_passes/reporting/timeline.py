@@ -112,7 +112,8 @@ class Timeline:
     Attributes:
         ranks: by number; ranks that have not answered are missing.
         buckets: the parameters of each bucket, by its name.
-        plain_step_s: seconds of a step before the recording, without a profiler.
+        plain_step_s: seconds of a step before the recording, without a profiler; 0 where none was
+            timed, or torch compiled in all of them.
         missing: numbers of the ranks that have not answered.
         predicted: for each graph whose buckets were chosen from measured costs, when the network
             was expected to begin and to end with each, by its name: seconds from the graph's start.

@@ -66,10 +66,9 @@ def test_a_script_is_run_as_it_is_and_explained(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 def test_what_is_known_is_shown_where_the_script_ends_too_soon(tmp_path: Path) -> None:
-    done = explain(tmp_path, steps=2)
-    assert done.returncode == 0, done.stderr
+    done = explain(tmp_path, steps=6)
+    assert done.returncode == 0, "it ends under the profiler, which must not crash: " + done.stderr
     assert "1 launched a step" in done.stderr
     assert "the script ended before its steps were recorded" in done.stderr
 
