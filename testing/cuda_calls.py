@@ -1,7 +1,7 @@
 """Reads a generated wrapper for CUDA: its calls as short lines that can be compared.
 
 A buffer has the name of its memory: ``bucket`` where a collective reduces it, an input's name, or
-``t`` with a number. A place is ``bucket[offset: shape]``. What is behind ``->`` is written::
+``t`` with a number. A place is ``bucket[offset: shape]``. What follows ``->`` is written::
 
     triton_per(x, bias) -> t0, bucket[0: 256]
     mm(t0.T, x) -> bucket[256: 256, 64]
@@ -28,7 +28,7 @@ def read_kernels(code: str) -> dict[str, str]:
 
 
 def kernel_body(source: str) -> str:
-    """A kernel without what is told to the heuristics about it.
+    """A kernel without its arguments for the heuristics.
 
     Hints for the cache are left out, which only some versions of torch give.
     """
@@ -134,8 +134,8 @@ class _Reader:
         self._add(name, reads, writes)
 
     def _add(self, name: str, reads: Sequence[str], writes: Sequence[str]) -> None:
-        behind = f" -> {', '.join(writes)}" if writes else ""
-        self.lines.append(f"{name}({', '.join(reads)}){behind}")
+        written = f" -> {', '.join(writes)}" if writes else ""
+        self.lines.append(f"{name}({', '.join(reads)}){written}")
 
     def _write(self, value: ast.expr) -> str:
         if isinstance(value, ast.Name) and not self._names.get(value.id):

@@ -78,7 +78,7 @@ class Recipe:
         batch_sizes: of the steps, in turn.
         micro_batches: backwards in a step; all but the last under ``no_sync`` if that is set.
         no_sync: see ``micro_batches``.
-        set_to_none: what ``zero_grad`` is told.
+        set_to_none: as for ``zero_grad``.
         training: whether the model is in train mode.
         dynamic: of ``torch.compile``.
         mark_dynamic: whether the batch's first dimension is marked as dynamic.
@@ -107,7 +107,7 @@ class Recipe:
 
 @dataclass
 class BackwardRecord:
-    """What one backward left behind.
+    """What one backward has left.
 
     Attributes:
         gradients: ``.grad`` by the parameter's name; clones, with their strides.

@@ -80,7 +80,7 @@ def schema(operator: OpOverload) -> torch.FunctionSchema:
 
 
 def move_to_end(graph: fx.Graph, node: fx.Node) -> None:
-    """Move a node behind all others, the output among them. Their order is not checked."""
+    """Move a node after all others, the output among them. Their order is not checked."""
     graph._root.prepend(node)
 
 

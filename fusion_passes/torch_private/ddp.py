@@ -50,7 +50,7 @@ def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
 
 
 def ignored_by_ddp(model: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters and buffers of a model that DDP is told to leave alone."""
+    """Names of the parameters and buffers of a model that DDP is to ignore."""
     return tuple(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
 
 

@@ -21,6 +21,7 @@ from fusion_passes.plan.ready import ready_times
 from fusion_passes.plan.sharing import Slot, best_of, last_end
 from fusion_passes.profile.records import Kind, Place, Profile, Rates
 from fusion_passes.profile.tables import CostTable
+from fusion_passes.reporting.records import report_plan
 from testing.graphs import (
     caps,
     cast,
@@ -139,6 +140,10 @@ def test_each_bucket_says_when_it_is_expected_on_the_network() -> None:
     assert costs == [1000 + 10 * bucket.sent_bytes // 1024 for bucket in made.buckets]
     assert all(a.end_ns <= b.start_ns for a, b in itertools.pairwise(times)), "one after the other"
     assert plan(None, *WIDTHS).buckets[0].predicted is None
+    reported = report_plan(made, "auto").buckets
+    assert [(item.predicted_start_s, item.predicted_end_s) for item in reported] == [
+        (item.start_ns / 1e9, item.end_ns / 1e9) for item in times
+    ]
     unpredicted = tuple(dataclasses.replace(bucket, predicted=None) for bucket in made.buckets)
     assert dataclasses.replace(made, buckets=unpredicted).digest() == made.digest()
 
