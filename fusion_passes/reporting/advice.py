@@ -11,6 +11,9 @@ from fusion_passes.reporting.timeline import StepTimes
 NEGLIGIBLE: Final = 0.05
 """Share of a step: with less exposed communication there is nothing to gain beyond noise."""
 
+SMALL_BYTES: Final = 2**19
+"""A bucket of fewer bytes takes a network's latency, mostly."""
+
 MOST: Final = 0.5
 """Share of the exposed time from which one bucket is what matters."""
 
@@ -58,11 +61,15 @@ def _worst(steps: StepTimes, buckets: Sequence[BucketDocument]) -> str:
     names = [name for name in worst.plan.parameters if not name.startswith("(")]
     last = "the last bucket" if worst is timed[-1][0] else _called(worst)
     held = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-    remedy = (
-        "It is a single gradient, which no cap makes smaller: reduce_dtype does."
-        if len(names) == 1
-        else "A lower bucket_cap_mb launches a part of it sooner."
-    )
+    if worst.plan.num_bytes < SMALL_BYTES:
+        remedy = (
+            "That is the latency of a message, which no cap makes shorter: a larger batch, or "
+            "no_sync, sends fewer."
+        )
+    elif len(names) == 1:
+        remedy = "It is a single gradient, which no cap makes smaller: reduce_dtype does."
+    else:
+        remedy = "A lower bucket_cap_mb launches a part of it sooner."
     return f"{last} has {share:.0%} of that: it holds {held}. {remedy}"
 
 

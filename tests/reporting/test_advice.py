@@ -13,7 +13,7 @@ STEPS = StepTimes(step_s=1.0, compute_s=0.8, network_s=0.5, hidden_s=0.3, expose
 
 
 def bucket(number: int, exposed_s: float, *parameters: str, **changes: object) -> BucketDocument:
-    plan = BucketReport("DDP 0 (Net)", "0", "float32", 8, 8, 8, "collective", parameters)
+    plan = BucketReport("DDP 0 (Net)", "0", "float32", 2**20, 2**20, 0, "collective", parameters)
     times = BucketTimes(0.0, 0.0, 0.0, None, None, exposed_s)
     changed = dataclasses.replace(plan, **changes)  # type: ignore[arg-type]
     return BucketDocument(f"DDP 0 (Net) bucket {number}", changed, times)
@@ -43,6 +43,12 @@ def test_the_bucket_that_is_most_of_the_exposed_time_is_named_with_what_it_holds
         STEPS, [bucket(0, 0.124, "(flags)", "head", "bias"), bucket(1, 0.076, "embedding")]
     )
     assert "bucket 0 has 62% of that: it holds head and 1 more. A lower bucket_cap_mb" in said
+
+
+def test_a_small_bucket_takes_what_a_message_takes() -> None:
+    said = advice(STEPS, [bucket(0, 0.2, "head", "bias", num_bytes=2**19 - 1)])
+    assert "the latency of a message" in said
+    assert "the latency" not in advice(STEPS, [bucket(0, 0.2, "head", "bias", num_bytes=2**19)])
 
 
 def test_where_no_bucket_stands_out_it_is_the_choice_of_buckets() -> None:
