@@ -162,6 +162,23 @@ def test_options_are_explained() -> None:
         assert f"    {field.name}: " in str(FusionConfig.__doc__)
 
 
+def test_what_the_process_remembers_is_in_the_architecture() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    kept = {
+        (_label(path), node.targets[0].id if isinstance(node, ast.Assign) else node.target.id)
+        for path in (ROOT / "fusion_passes").rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and isinstance(node.value, ast.Call)
+        and ast.unparse(node.value.func) == "process_state.keep"
+    }
+    assert len(kept) > 20
+    missing = {
+        (path, name) for path, name in kept if f"`{path}`" not in page or f"`{name}`" not in page
+    }
+    assert missing == set()
+
+
 def test_passes_are_explained() -> None:
     page = (ROOT / "docs" / "passes.md").read_text()
     options = (ROOT / "docs" / "options.md").read_text()

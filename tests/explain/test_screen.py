@@ -54,7 +54,11 @@ TIMES = {
 def shown(names: dict[str, tuple[str, ...]], times: dict[str, BucketTimes]) -> str:
     graphs = graph_documents([GRAPH], names, times)
     report = dataclasses.replace(
-        fusion_passes.report(), graphs=graphs, warnings=("look here",), advice="try this"
+        fusion_passes.report(),
+        graphs=graphs,
+        backwards=(),
+        warnings=("look here",),
+        advice="try this",
     )
     file = io.StringIO()
     show(report, console_for(file))
@@ -80,6 +84,18 @@ def test_without_recorded_steps_there_are_no_times() -> None:
     text = shown(NAMES, {})
     assert "sent, ms" not in text
     assert "predicted" not in text
+
+
+def test_where_no_backward_ran_that_is_all_there_is_to_say() -> None:
+    file = io.StringIO()
+    nothing = dataclasses.replace(
+        fusion_passes.report(), graphs=(), backwards=(), warnings=("look here",)
+    )
+    show(nothing, console_for(file))
+    assert [line.strip() for line in file.getvalue().splitlines()] == [
+        "warning look here",
+        "ddp_fusion: no backward of a DDP module has run under the flag.",
+    ]
 
 
 def test_predictions_have_the_names_of_buckets_that_ran() -> None:
