@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from fusion_passes.reporting.spans import LANES, Span
@@ -12,7 +12,8 @@ EXPOSED: Final = "exposed"
 PREDICTED: Final = "predicted"
 STEP: Final = "step"
 TRACKS: Final = (STEP, *LANES, PREDICTED, EXPOSED)
-"""The tracks of each rank, from above. A rank is a process of the trace, and a track a thread."""
+"""The tracks of each rank, from above. A rank is a process of the trace, and a track a thread, or
+several where its spans overlap."""
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
@@ -22,30 +23,52 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     for item in timeline.ranks:
         name = {"name": f"rank {item.rank} ({item.place})"}
         events.append({"ph": "M", "name": "process_name", "pid": item.rank, "args": name})
-        for number, track in enumerate(TRACKS):
-            if track == PREDICTED and not timeline.predicted:
-                continue
-            where = {"ph": "M", "pid": item.rank, "tid": number}
-            events.append({**where, "name": "thread_name", "args": {"name": track}})
-            events.append({**where, "name": "thread_sort_index", "args": {"sort_index": number}})
         predicted = [(PREDICTED, span) for span in timeline.predicted_spans(item)]
-        for track, span in (*_steps(item), *_of_lanes(item), *predicted, *exposed_spans(item)):
-            args: dict[str, Any] = {}
-            if span.name in timeline.buckets:
-                args = {"parameters": list(timeline.buckets[span.name])}
-            events.append(
-                {
-                    "ph": "X",
-                    "name": span.name,
-                    "cat": track,
-                    "pid": item.rank,
-                    "tid": TRACKS.index(track),
-                    "ts": (item.start_s + span.start_s) * 1e6,
-                    "dur": (span.end_s - span.start_s) * 1e6,
-                    "args": args,
-                }
-            )
+        spans = [*_steps(item), *_of_lanes(item), *predicted, *exposed_spans(item)]
+        rows = [
+            (track, number, row)
+            for track in TRACKS
+            for number, row in enumerate(_rows([span for other, span in spans if other == track]))
+        ]
+        for tid, (track, number, row) in enumerate(rows):
+            where = {"pid": item.rank, "tid": tid}
+            label = f"{track} {number + 1}" if number else track
+            events += [
+                {"ph": "M", **where, "name": "thread_name", "args": {"name": label}},
+                {"ph": "M", **where, "name": "thread_sort_index", "args": {"sort_index": tid}},
+            ]
+            events += [
+                {"ph": "X", **where, "cat": track, **_event(timeline, item, span)} for span in row
+            ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _rows(spans: Iterable[Span]) -> list[list[Span]]:
+    """Rows without overlap; none without spans.
+
+    What Perfetto shows of a thread must be nested, and a backend can have several buckets on the
+    network at once.
+    """
+    rows: list[list[Span]] = [[]]
+    for span in sorted(spans, key=lambda span: span.start_s):
+        free = (row for row in rows if not row or row[-1].end_s <= span.start_s)
+        row = next(free, None)
+        if row is None:
+            rows.append([span])
+        else:
+            row.append(span)
+    return rows if rows[0] else []
+
+
+def _event(timeline: Timeline, item: RankSteps, span: Span) -> dict[str, Any]:
+    parameters = timeline.buckets.get(span.name)
+    begin, end = (round((item.start_s + at) * 1e6, 3) for at in (span.start_s, span.end_s))
+    return {
+        "name": span.name,
+        "ts": begin,
+        "dur": round(end - begin, 3),
+        "args": {} if parameters is None else {"parameters": list(parameters)},
+    }
 
 
 def _steps(item: RankSteps) -> Iterator[tuple[str, Span]]:

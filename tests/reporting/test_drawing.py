@@ -93,6 +93,20 @@ def test_the_trace_has_a_process_for_each_rank_and_a_track_for_each_lane(tmp_pat
     assert {event["ph"] for event in events} == {"M", "X"}
 
 
+def test_buckets_that_are_sent_at_once_have_rows_of_their_own_in_the_trace(tmp_path: Path) -> None:
+    """Perfetto shows of a thread only what is nested."""
+    first, second = timeline().buckets
+    spans = [Span("network", first, 0.0, 0.005), Span("network", second, 0.002, 0.007)]
+    spans.append(Span("network", first, 0.005, 0.006))
+    one = timeline(ranks=1)
+    rank = dataclasses.replace(one.ranks[0], spans=tuple(spans))
+    write_timeline(dataclasses.replace(one, ranks=(rank,)), tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    shown = [(names[e["tid"]], e["ts"]) for e in events if e.get("cat") == "network"]
+    assert shown == [("network", 0.0), ("network", 5000.0), ("network 2", 2000.0)]
+
+
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
     write_timeline(timeline(), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
