@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import sys
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -13,7 +12,6 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 import fusion_passes
 from byte_gpt.corpus import Corpus, standard_library
@@ -25,6 +23,7 @@ from byte_gpt.gradient_check import (
     worst_over_ranks,
 )
 from byte_gpt.model import GPT
+from byte_gpt.progress import Progress
 from fusion_passes.explain.compiling import saying_what_compiles
 from fusion_passes.explain.screen import console_for, show
 
@@ -43,9 +42,6 @@ LEARNING_RATE: Final = 1e-3
 
 HELD_OUT_BATCH: Final = 16
 """Sequences of held-out text on which the loss is measured before and after."""
-
-LOG_SECONDS: Final = 10.0
-"""Between two lines of progress where it goes to a log."""
 
 Backward: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 """Runs forward and backward on inputs and targets, and returns the loss."""
@@ -137,7 +133,7 @@ def _describe(options: Options, rank: Rank, corpus: Corpus, model: nn.Module) ->
     where = torch.cuda.get_device_name() if rank.device.type == "cuda" else "CPU"
     rank.say(
         f"torch {torch.__version__}, {rank.world_size} processes over {dist.get_backend()}, "
-        f"{where}, {torch.get_num_threads()} threads each\n"
+        f"{where}, threads of each: {torch.get_num_threads()}\n"
         f"GPT with {count:,} parameters on {corpus.train.numel():,} bytes of Python's standard "
         f"library\nddp_fusion = {options.fusion!r}, loss.backward() {options.style} the compiled "
         "function"
@@ -226,7 +222,11 @@ def _fused_training(
     backward = _compiled_backward(_wrap(model, options, rank), options.style)
     optimizer = _optimizer(model)
     differences = []
-    with _Progress(options, rank) as progress, saying_what_compiles(progress.wait_for, 1.0):
+    step_tokens = options.batch * options.context * rank.world_size
+    with (
+        Progress(options.steps, step_tokens, rank.index == 0) as progress,
+        saying_what_compiles(progress.wait_for, 1.0),
+    ):
         for step in range(options.steps):
             if step == len(expected) and options.fusion is not None:
                 fusion_passes.record_steps(2, plain_steps=1)
@@ -238,52 +238,6 @@ def _fused_training(
             optimizer.step()
             progress.advance(loss.item())
     return differences
-
-
-class _Progress:
-    """A progress bar on the first rank, with its loss and the tokens of all ranks a second."""
-
-    def __init__(self, options: Options, rank: Rank) -> None:
-        self._step_tokens = options.batch * options.context * rank.world_size
-        self._steps = 0
-        self._start = self._shown_at = time.perf_counter()
-        self._bar = tqdm(
-            total=options.steps,
-            desc="compiling",
-            unit="step",
-            disable=rank.index != 0,
-            # Without tqdm's own rate, which counts the time of compiling.
-            bar_format="{desc}|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
-            # A log gets a line now and then, a terminal a bar that moves.
-            mininterval=0.2 if sys.stderr.isatty() else LOG_SECONDS,
-        )
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def wait_for(self, what: str) -> None:
-        """Show what the first step waits for."""
-        # A log gets a line now and then, a terminal one that counts.
-        self._bar.set_description(what, refresh=sys.stderr.isatty())
-        if not sys.stderr.isatty() and time.perf_counter() - self._shown_at > LOG_SECONDS:
-            self._shown_at = time.perf_counter()
-            if not self._bar.disable:
-                self._bar.write(what, file=sys.stderr)
-
-    def advance(self, loss: float) -> None:
-        """Count a step. The rate leaves the first one out, in which everything compiles."""
-        now = time.perf_counter()
-        if self._steps == 0:
-            self._start = now
-            self._bar.set_description("training", refresh=False)
-        rate = self._steps * self._step_tokens / (now - self._start) if self._steps else 0.0
-        self._steps += 1
-        speed = f", {rate:,.0f} tokens/s" if rate else ""
-        self._bar.set_postfix_str(f"loss {loss:.3f}{speed}", refresh=False)
-        self._bar.update()
 
 
 @torch.no_grad()
