@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import importlib.util
 import os
 import runpy
 import sys
@@ -61,10 +62,17 @@ class _Explained:
         if found.timeline is None:
             why = self.recording.problem or ENDED
             print(f"Nothing was measured: {why}.", file=sys.stderr)
-        if options.json is not None:
-            options.json.write_text(found.to_json() + "\n", encoding="utf-8")
-        for path in options.timeline if found.timeline is not None else ():
-            found.write_timeline(path)
+        timelines = options.timeline if found.timeline is not None else ()
+        try:
+            if options.json is not None:
+                options.json.write_text(found.to_json() + "\n", encoding="utf-8")
+            for path in timelines:
+                found.write_timeline(path)
+        except OSError as error:  # The training goes on.
+            print(f"ddp_fusion: not written: {error}", file=sys.stderr)
+            return
+        for path in (*([options.json] if options.json else []), *timelines):
+            print(f"ddp_fusion: written: {path}", file=sys.stderr)
 
     def _stop(self) -> None:
         """End the script here, on all ranks at the same step."""
@@ -79,13 +87,9 @@ class _Explained:
 def main(arguments: Sequence[str]) -> None:
     """Run the command."""
     options = _options(arguments)
-    try:
-        import rich  # noqa: F401  Before the script has run for minutes.
-    except ModuleNotFoundError:
-        sys.exit(
-            "fusion_passes.explain shows tables by rich, which is not installed: "
-            "pip install 'fusion_passes[explain]'"
-        )
+    _need("rich", "shows tables")  # Before the script has run for minutes.
+    if any(path.suffix == ".png" for path in options.timeline):
+        _need("matplotlib", "draws pictures")
     if ENVIRONMENT_VARIABLE not in os.environ:
         inductor_config.ddp_fusion = options.flag
     explained = _Explained(options, record_steps(options.steps, plain_steps=options.plain_steps))
@@ -96,8 +100,17 @@ def main(arguments: Sequence[str]) -> None:
         if options.module:
             runpy.run_module(options.script, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = str(Path(options.script).parent)
-            runpy.run_path(options.script, run_name="__main__")
+            # As Python does: a script can change its directory and import from its old one.
+            sys.path[0] = str(Path(options.script).resolve().parent)
+            runpy.run_path(str(Path(options.script).absolute()), run_name="__main__")
+
+
+def _need(package: str, what_for: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        sys.exit(
+            f"fusion_passes.explain {what_for} by {package}, which is not installed: "
+            "pip install 'fusion_passes[explain]'"
+        )
 
 
 def _say(text: str) -> None:
@@ -118,7 +131,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=_at_least(1), default=3, help="steps to record (3)")
     add("--plain-steps", type=_at_least(0), default=3,
         help="steps to time before that, without a profiler (3)")  # fmt: skip
-    add("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    add("--json", type=_output, metavar="FILE", help="write the report as JSON")
     add("--timeline", type=_timeline, metavar="FILE", action="append", default=[],
         help="write the steps of all ranks: as a page (.html), a trace for Perfetto (.json) or a "
         "picture (.png); can be given again")  # fmt: skip
@@ -136,12 +149,22 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def _output(text: str) -> Path:
+    """Where a file is going to be written, wherever the script goes meanwhile."""
+    path = Path(text).absolute()
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"must be in a folder that is there, but is {text!r}. Make the folder first"
+        )
+    return path
+
+
 def _timeline(text: str) -> Path:
     if Path(text).suffix not in FORMS:
         raise argparse.ArgumentTypeError(
             f"must end with one of {', '.join(FORMS)}, but is {text!r}"
         )
-    return Path(text)
+    return _output(text)
 
 
 def _at_least(least: int) -> Callable[[str], int]:

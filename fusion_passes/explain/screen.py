@@ -40,7 +40,9 @@ def show(report: Report, console: Console) -> None:
     for text in report.warnings:
         console.print(Text.assemble(("warning ", "bold yellow"), text))
     if not report.graphs and not report.backwards:
-        console.print("ddp_fusion: no backward of a DDP module has run under the flag.")
+        console.print(
+            "ddp_fusion: no backward of a DDP module has run under the flag in this process."
+        )
         return
     if not report.graphs:
         console.print("ddp_fusion: no graph with gradient reductions was compiled.")

@@ -52,6 +52,7 @@ def explain(folder: Path, *options: str, steps: int = 12) -> subprocess.Complete
 def test_a_script_is_run_as_it_is_and_explained(tmp_path: Path) -> None:
     page, trace, report = (tmp_path / name for name in ("a.html", "a.json", "report.json"))
     options = [f"--timeline={page}", f"--timeline={trace}", f"--json={report}"]
+    options.append(f"--timeline={tmp_path}/a.png")
     done = explain(tmp_path, "--flag=coalesced", "--steps=2", *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "the script ends ['--its-own'] __main__\n"
@@ -61,6 +62,8 @@ def test_a_script_is_run_as_it_is_and_explained(tmp_path: Path) -> None:
     jsonschema.validate(found, json_schema())
     assert found["flag"]["mode"] == "coalesced"
     assert found["graphs"][0]["buckets"][0]["times"]["ended_s"] > 0
+    assert f"written: {report}" in done.stderr
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert page.read_text().startswith("<!doctype html>")
     assert json.loads(trace.read_text())["traceEvents"]
 
@@ -77,6 +80,7 @@ def test_what_is_known_is_shown_where_the_script_ends_too_soon(tmp_path: Path) -
     ("options", "said"),
     [
         (["--steps=0"], "at least 1, but is '0'"),
+        (["--json=/not/there/report.json"], "in a folder that is there, but is '/not/there/rep"),
         (["--timeline=a.svg"], "must end with one of .html, .json, .png, but is 'a.svg'"),
     ],
 )

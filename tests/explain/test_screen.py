@@ -94,7 +94,7 @@ def test_where_no_backward_ran_that_is_all_there_is_to_say() -> None:
     show(nothing, console_for(file))
     assert [line.strip() for line in file.getvalue().splitlines()] == [
         "warning look here",
-        "ddp_fusion: no backward of a DDP module has run under the flag.",
+        "ddp_fusion: no backward of a DDP module has run under the flag in this process.",
     ]
 
 
