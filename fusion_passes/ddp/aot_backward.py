@@ -11,120 +11,27 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.protocol import participants
 from fusion_passes.config import FusionConfig
-from fusion_passes.ddp.aot_obstacles import HOOKS, OTHERS_USED, has_hooks, obstacle_in_module
+from fusion_passes.ddp.aot_obstacles import HOOKS, OTHERS_USED, has_hooks
 from fusion_passes.ddp.engine_calls import edges_by_region
 from fusion_passes.ddp.expecting import EXPECTED, LOCAL
+from fusion_passes.ddp.kept import adding_kept, obstacle_in_kept
 from fusion_passes.ddp.managed_module import PARAMETER_MARK
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.turns import is_main_thread
 from fusion_passes.ddp.unused import has_used_others
 from fusion_passes.flag import active_config
-from fusion_passes.reductions.insert import ReducedInput
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private.autograd import compiled_forward, is_tensor_subclass
-from fusion_passes.torch_private.ddp import parameters_of
-
-
-@dataclass(frozen=True)
-class ReducedInputs:
-    """The parameters of DDP modules among the inputs of a forward that is being compiled.
-
-    Attributes:
-        inputs: those whose gradients are reduced in its backward.
-        num_inputs: of the forward.
-    """
-
-    inputs: tuple[ReducedInput, ...]
-    num_inputs: int
-
-
-def _forget(compiled: ContextVar[ReducedInputs | None]) -> None:
-    compiled.set(None)
-
-
-_compiling: Final = process_state.keep(
-    ContextVar[ReducedInputs | None]("reduced inputs", default=None),
-    "the parameters whose gradients the backward reduces that is being compiled",
-    Lifetime.CALL,
-    reset=_forget,
-)
-
-
-def reduced_inputs() -> ReducedInputs | None:
-    """Those of the forward that is being compiled; ``None`` where its backward reduces nothing."""
-    return _compiling.get()
-
-
-@contextlib.contextmanager
-def compiling(inputs: ReducedInputs) -> Iterator[None]:
-    """Around the compile of a forward whose backward is to reduce gradients."""
-    token = _compiling.set(inputs)
-    try:
-        yield
-    finally:
-        _compiling.reset(token)
-
-
-def find_reduced_inputs(
-    graph: fx.Graph, inputs: Sequence[Any], config: FusionConfig
-) -> ReducedInputs | None:
-    """Find the parameters whose gradients the backward of a forward can reduce.
-
-    Args:
-        graph: of the forward, as Dynamo has traced it.
-        inputs: what it was traced with.
-        config: the options.
-
-    Returns:
-        ``None`` if there are none. All trainable parameters of a module must be inputs: a module
-        whose forward is cut into several graphs is left to compiled autograd, which makes one
-        backward of them.
-    """
-    if len(graph.find_nodes(op="placeholder")) != len(inputs) or any(
-        map(is_tensor_subclass, inputs)
-    ):
-        return None
-    index_of = {id(value): index for index, value in enumerate(inputs) if isinstance(value, Tensor)}
-    found: list[ReducedInput] = []
-    for ddp in registry.modules():
-        trained = {n: p for n, p in enumerate(parameters_of(ddp)) if p.requires_grad}
-        present = [number for number in trained if id(trained[number]) in index_of]
-        if not present:
-            continue
-        module = registry.module_of(ddp)
-        in_parts = len(present) < len(trained) and module.flag_dtype is None
-        obstacle = _IN_PARTS if in_parts else obstacle_in_module(ddp, trained.values(), config)
-        obstacle = obstacle or aot_backwards.refusal(ddp)
-        aot_backwards.obstacles[ddp] = obstacle
-        if obstacle:
-            return None
-        found += [
-            ReducedInput(
-                index_of[id(parameter)],
-                module.name_for(number),
-                module.world_size,
-                tuple(parameter.shape),
-                module.strides[number],
-            )
-            for number, parameter in trained.items()
-            if number in present
-        ]
-    if not found or len({item.index for item in found}) < len(found):
-        return None
-    known = ReducedInputs(tuple(sorted(found, key=lambda item: item.index)), len(inputs))
-    aot_backwards.prepared.add(_key([(item.index, item.name) for item in known.inputs], config))
-    return known
+from fusion_passes.torch_private.autograd import compiled_forward
 
 
 def _key(inputs: Sequence[tuple[int, str]], config: FusionConfig) -> object:
@@ -139,6 +46,19 @@ def _module_name(group_name: str) -> str:
     return group_name.partition(PARAMETER_MARK)[0]
 
 
+def _kept_of(module: str, edges: Iterable[tuple[int, nn.Parameter]]) -> dict[int, Tensor]:
+    """The gradients of a module that there are already, by their parameters' numbers: nothing where
+    this rank alone is the average, so that autograd adds what comes."""
+    if registry.module(module).world_size == 1:
+        return {}
+    kept: dict[int, Tensor] = {}
+    for _, parameter in edges:
+        name, _, number = (registry.name_of(parameter) or "").partition(PARAMETER_MARK)
+        if name == module and parameter.grad is not None:
+            kept[int(number)] = parameter.grad
+    return kept
+
+
 @dataclass(frozen=True)
 class Averaged:
     """What a backward averages by itself.
@@ -146,17 +66,18 @@ class Averaged:
     Attributes:
         participants: the modules.
         forwards: the compiled forwards that it is the backward of.
+        kept: for each module, by its parameters' numbers, the gradients that there are already.
         why_not: why there are none, for people; what follows "because".
     """
 
     participants: tuple[Participant, ...] = ()
     forwards: tuple[Any, ...] = ()
+    kept: tuple[Mapping[int, Tensor], ...] = ()
     why_not: str = ""
 
 
 NONE_AVERAGED: Final = Averaged()
 
-_IN_PARTS: Final = "its forward is compiled in several parts, none of which has all its parameters"
 _REPLANNED: Final = "the graph of its forward does not launch what the ranks have agreed on"
 _NOT_COMPILED: Final = (
     "no forward was compiled for just its parameters, with these options and groups: a part of it "
@@ -185,6 +106,15 @@ class AotBackwards:
     )
     _without: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
+    def prepare(self, inputs: Sequence[tuple[int, str]], config: FusionConfig) -> None:
+        """Note that a forward is compiled whose backward reduces gradients.
+
+        Args:
+            inputs: which of its inputs are parameters, and the group names of their gradients.
+            config: the options.
+        """
+        self.prepared.add(_key(inputs, config))
+
     def forget(self) -> None:
         """The flag has changed: what is compiled now is compiled anew."""
         self.left_to_compiled_autograd.clear()
@@ -211,6 +141,7 @@ class AotBackwards:
         if not regions or None in regions:
             return Averaged(why_not="gradients come from what is not compiled")
         modules: list[str] = []
+        kept: list[Mapping[int, Tensor]] = []
         for region, edges in regions.items():
             found, why_not = self._modules_of(region, edges, config)
             if not why_not and not set(found).isdisjoint(modules):
@@ -218,9 +149,11 @@ class AotBackwards:
             if why_not:
                 return Averaged(why_not=why_not)
             modules += found
+            kept += [_kept_of(module, edges) for module in found]
         return Averaged(
             tuple(participants[module] for module in modules),
             tuple(compiled_forward(region) for region in regions),
+            tuple(kept),
         )
 
     def _modules_of(
@@ -236,11 +169,10 @@ class AotBackwards:
             return modules, self._known_obstacle(map(registry.ddp_of, modules))
         if compiled_forward(region) in self._without:
             return modules, "its gradients are not what the compiled backward returns"
-        if any(parameter.grad is not None for _, parameter in edges):
-            return modules, "there are gradients already, which are averaged with the new ones"
         if any(has_hooks(parameter) for _, parameter in edges):
             return modules, HOOKS
-        return modules, next(filter(None, map(self._why_not_now, modules)), "")
+        why_not = obstacle_in_kept([parameter for _, parameter in edges], modules)
+        return modules, why_not or next(filter(None, map(self._why_not_now, modules)), "")
 
     def refusal(self, ddp: DistributedDataParallel) -> str:
         """Why a module is left to compiled autograd for good; empty if it is not."""
@@ -278,18 +210,27 @@ class AotBackwards:
         for participant in averaged.participants:
             participant.is_averaged = True
         try:
-            yield
-            for participant in averaged.participants:
-                if not participant.announced:
-                    # Its backward was compiled without reductions.
-                    self._without.update(averaged.forwards)
-                ddp = registry.ddp_of(participant.module)
-                if participant.needs_replanning and ddp is not None:
-                    self.left_to_compiled_autograd.add(ddp)
+            with contextlib.ExitStack() as stack:
+                for participant, kept in zip(averaged.participants, averaged.kept, strict=True):
+                    ddp = registry.ddp_of(participant.module)
+                    if kept and ddp is not None:
+                        stack.enter_context(adding_kept(ddp, participant, kept))
+                yield
+            self._learn(averaged)
         finally:
             for participant in averaged.participants:
                 participant.is_averaged = False
                 participant.announced.clear()
+
+    def _learn(self, averaged: Averaged) -> None:
+        """Note which forwards are left to compiled autograd from now on."""
+        for participant in averaged.participants:
+            if not participant.announced:
+                # Its backward was compiled without reductions.
+                self._without.update(averaged.forwards)
+            ddp = registry.ddp_of(participant.module)
+            if participant.needs_replanning and ddp is not None:
+                self.left_to_compiled_autograd.add(ddp)
 
 
 aot_backwards: Final = process_state.keep(

@@ -28,6 +28,12 @@ def obstacle_in_module(
         parameters: those that it trains.
         config: the options.
     """
+    obstacle = obstacle_in_options(ddp, config)
+    return obstacle or next(filter(None, (_obstacle(ddp, item) for item in parameters)), "")
+
+
+def obstacle_in_options(ddp: DistributedDataParallel, config: FusionConfig) -> str:
+    """As :func:`obstacle_in_module`, whatever the parameters are."""
     if config.scaling not in ("auto", "collective"):
         return f"scaling={config.scaling!r} scales gradients outside of the collective"
     if config.reduce_dtype is not None:
@@ -38,7 +44,7 @@ def obstacle_in_module(
         return "a communication hook sends gradients in another dtype"
     if ddp.static_graph:
         return "static_graph lets ranks use other parameters than the graph has"
-    return next(filter(None, (_obstacle(ddp, parameter) for parameter in parameters)), "")
+    return ""
 
 
 def _obstacle(ddp: DistributedDataParallel, parameter: nn.Parameter) -> str:
@@ -53,6 +59,8 @@ def _obstacle(ddp: DistributedDataParallel, parameter: nn.Parameter) -> str:
         return HOOKS
     return ""
 
+
+IN_PARTS: Final = "its forward is compiled in several parts, none of which has all its parameters"
 
 OTHERS_USED: Final = (
     "backwards that stayed on this rank have used parameters which this one does not reach"

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fusion_passes.ddp.comm_hooks import is_hooked, sent_as
 from fusion_passes.ddp.expecting import EXPECTED, LOCAL
+from fusion_passes.ddp.kept import note_arrived
 from fusion_passes.ddp.managed_module import ManagedModule
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.rounds import note_eager, warn_local
@@ -163,6 +164,7 @@ def _reduce_gradient(
             local_while_tracing(name)
         return
     if not torch.compiler.is_dynamo_compiling():
+        note_arrived(module, number)
         if note_eager(module, number) and not traced_hooks.untraced_is_warned:
             _warn_eager(name)
         return

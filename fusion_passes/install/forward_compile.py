@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fusion_passes.ddp.aot_backward import compiling, find_reduced_inputs
+from fusion_passes.ddp.aot_forward import compiling, find_reduced_inputs
 from fusion_passes.ddp.turns import is_main_thread
 from fusion_passes.flag import active_config
 from fusion_passes.install.changes import patched_setting

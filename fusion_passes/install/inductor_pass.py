@@ -14,7 +14,7 @@ from torch import fx
 from fusion_passes.agreement.launches import LaunchList
 from fusion_passes.agreement.protocol import agreed_list, agreed_lists
 from fusion_passes.config import FusionConfig
-from fusion_passes.ddp.aot_backward import reduced_inputs
+from fusion_passes.ddp.aot_forward import reduced_inputs
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.unfused import warn_without_profile
 from fusion_passes.ddp.unused import any_may_lack, beside

@@ -83,6 +83,28 @@ class HookedGroup(StandInGroup):
         return _Launched(wait) if wait else self.named_group.allreduce_coalesced(tensors, opts)
 
 
+class PreparingGroup(StandInGroup):
+    """A process group whose all-reduces begin with a call of a function, which may change the
+    tensors.
+
+    Args:
+        group: does what follows; may be a stand-in itself.
+        prepare: is given the tensors of each all-reduce.
+    """
+
+    def __init__(self, group: ProcessGroup, prepare: Callable[[Sequence[Tensor]], None]) -> None:
+        super().__init__(group)
+        self._group, self._prepare = group, prepare
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
+        self._prepare(tensors)
+        return self._group.allreduce(tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
+        self._prepare(tensors)
+        return self._group.allreduce_coalesced(tensors, opts)
+
+
 class AverageOfSome(StandInGroup):
     """A process group that makes averages over all ranks those over some of them: the others have
     given zeros.

@@ -189,18 +189,62 @@ def with_the_flag_unset(compiled: Compile) -> list[Any]:
     return seen + _steps(call, ddp, 1)
 
 
+def gradients_kept(compiled: Compile) -> list[Any]:
+    """They are averaged with what comes, in the tensors that ``.grad`` was, as in eager DDP: what
+    was accumulated, in a layout of its own; what some ranks and parameters have; zeros."""
+    ddp = DistributedDataParallel(_chain(), bucket_cap_mb=2e-4)
+    call, seen = compiled(ddp), []
+    parameters = list(ddp.parameters())
+    for step in range(6):
+        with ddp.no_sync() if step in (0, 2) else torch.enable_grad():
+            if step == 1:
+                weight = parameters[0]
+                weight.grad = weight.grad.t().contiguous().t()
+            if step == 4:
+                ddp.zero_grad(set_to_none=False)
+            if step == 5 and dist.get_rank() == 0:
+                parameters[1].grad = None
+            before = [parameter.grad for parameter in parameters]
+            call(_inputs(step)).square().sum().backward()
+        kept = zip(parameters, before, strict=True)
+        assert all(old is None or old is parameter.grad for parameter, old in kept)
+        seen += _gradients(ddp)
+    return seen
+
+
+def a_backward_fails(compiled: Compile) -> list[Any]:
+    """Before and behind the graph that averages: gradients that there are stay the same tensors."""
+    ddp = DistributedDataParallel(_chain())
+    call = compiled(ddp)
+    seen = _steps(call, ddp, 1)
+    before = [parameter.grad for parameter in ddp.parameters()]
+    for fails_behind in (False, True):
+        x = _inputs(1).requires_grad_()
+        y = call(2 * x) if fails_behind else call(x)
+        (x if fails_behind else y).register_hook(_fail)
+        with pytest.raises(RuntimeError, match="a hook fails"):
+            y.square().sum().backward()
+        kept = zip(ddp.parameters(), before, strict=True)
+        assert all(old is parameter.grad for parameter, old in kept)
+    return seen + _steps(call, ddp, 2)
+
+
+def _fail(gradient: Tensor) -> None:
+    raise RuntimeError("a hook fails")
+
+
 # --- Traced by compiled autograd -----------------------------------------------------------------
 
 
-def gradients_kept(compiled: Compile) -> list[Any]:
-    """They are averaged with what comes, as in eager DDP."""
+def kept_of_another_kind(compiled: Compile) -> list[Any]:
+    """On one rank a gradient that there is belongs to a graph of autograd."""
     ddp = DistributedDataParallel(_chain())
-    call, seen = compiled(ddp), []
-    for step in range(4):
-        with ddp.no_sync() if step % 2 == 0 else torch.enable_grad():
-            call(_inputs(step)).square().sum().backward()
-        seen += _gradients(ddp)
-    return seen
+    call = compiled(ddp)
+    seen = _steps(call, ddp, 1)
+    if dist.get_rank() == 0:
+        ddp.module[0].weight.grad = torch.ones(8, 4, requires_grad=True) * 2
+    call(_inputs(1)).square().sum().backward()
+    return seen + [gradient.detach() for gradient in _gradients(ddp)]
 
 
 def _clamp(parameter: nn.Parameter) -> None:
@@ -356,9 +400,11 @@ IN_AOT_AUTOGRAD: Final = (
     with_optimizer_and_scaler,
     local_gradients,
     with_the_flag_unset,
+    gradients_kept,
+    a_backward_fails,
 )
 TRACED: Final = (
-    gradients_kept,
+    kept_of_another_kind,
     hooks_of_users,
     hooks_on_one_rank,
     with_another_flag,

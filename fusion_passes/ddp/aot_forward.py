@@ -1,0 +1,111 @@
+"""Which parameters of DDP modules are reduced in the backward that is compiled with a forward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import Tensor, fx
+
+from fusion_passes.config import FusionConfig
+from fusion_passes.ddp.aot_backward import aot_backwards
+from fusion_passes.ddp.aot_obstacles import IN_PARTS, obstacle_in_module
+from fusion_passes.ddp.modules import registry
+from fusion_passes.reductions.insert import ReducedInput
+from fusion_passes.state import Lifetime, process_state
+from fusion_passes.torch_private.autograd import is_tensor_subclass
+from fusion_passes.torch_private.ddp import parameters_of
+
+
+@dataclass(frozen=True)
+class ReducedInputs:
+    """The parameters of DDP modules among the inputs of a forward that is being compiled.
+
+    Attributes:
+        inputs: those whose gradients are reduced in its backward.
+        num_inputs: of the forward.
+    """
+
+    inputs: tuple[ReducedInput, ...]
+    num_inputs: int
+
+
+def _forget(compiled: ContextVar[ReducedInputs | None]) -> None:
+    compiled.set(None)
+
+
+_compiling: Final = process_state.keep(
+    ContextVar[ReducedInputs | None]("reduced inputs", default=None),
+    "the parameters whose gradients the backward reduces that is being compiled",
+    Lifetime.CALL,
+    reset=_forget,
+)
+
+
+def reduced_inputs() -> ReducedInputs | None:
+    """Those of the forward that is being compiled; ``None`` where its backward reduces nothing."""
+    return _compiling.get()
+
+
+@contextlib.contextmanager
+def compiling(inputs: ReducedInputs) -> Iterator[None]:
+    """Around the compile of a forward whose backward is to reduce gradients."""
+    token = _compiling.set(inputs)
+    try:
+        yield
+    finally:
+        _compiling.reset(token)
+
+
+def find_reduced_inputs(
+    graph: fx.Graph, inputs: Sequence[Any], config: FusionConfig
+) -> ReducedInputs | None:
+    """Find the parameters whose gradients the backward of a forward can reduce.
+
+    Args:
+        graph: of the forward, as Dynamo has traced it.
+        inputs: what it was traced with.
+        config: the options.
+
+    Returns:
+        ``None`` if there are none. All trainable parameters of a module must be inputs: a module
+        whose forward is cut into several graphs is left to compiled autograd, which makes one
+        backward of them.
+    """
+    if len(graph.find_nodes(op="placeholder")) != len(inputs) or any(
+        map(is_tensor_subclass, inputs)
+    ):
+        return None
+    index_of = {id(value): index for index, value in enumerate(inputs) if isinstance(value, Tensor)}
+    found: list[ReducedInput] = []
+    for ddp in registry.modules():
+        trained = {n: p for n, p in enumerate(parameters_of(ddp)) if p.requires_grad}
+        present = [number for number in trained if id(trained[number]) in index_of]
+        if not present:
+            continue
+        module = registry.module_of(ddp)
+        in_parts = len(present) < len(trained) and module.flag_dtype is None
+        obstacle = IN_PARTS if in_parts else obstacle_in_module(ddp, trained.values(), config)
+        obstacle = obstacle or aot_backwards.refusal(ddp)
+        aot_backwards.obstacles[ddp] = obstacle
+        if obstacle:
+            return None
+        found += [
+            ReducedInput(
+                index_of[id(parameter)],
+                module.name_for(number),
+                module.world_size,
+                tuple(parameter.shape),
+                module.strides[number],
+            )
+            for number, parameter in trained.items()
+            if number in present
+        ]
+    if not found or len({item.index for item in found}) < len(found):
+        return None
+    known = ReducedInputs(tuple(sorted(found, key=lambda item: item.index)), len(inputs))
+    aot_backwards.prepare([(item.index, item.name) for item in known.inputs], config)
+    return known

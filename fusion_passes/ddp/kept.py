@@ -1,0 +1,223 @@
+"""Gradients that there are already when a backward is averaged by the graph that was compiled with
+its forward: what was accumulated before, or zeros.
+
+Eager DDP averages the sum of what there is and what comes. The graph only knows what comes. So
+while it runs, its module's name stands for a group whose all-reduce first adds what there is to the
+bucket. ``.grad`` is taken away for as long, or the average would be added to it once more, and is
+given the average when all gradients have come: the same tensor as before, as with eager DDP.
+
+A rank does this on its own: the others only see the collectives that they expect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fusion_passes.agreement.launches import Collective
+from fusion_passes.agreement.participant import Participant
+from fusion_passes.agreement.protocol import participants
+from fusion_passes.ddp.managed_module import ManagedModule, let_stand_for
+from fusion_passes.ddp.modules import registry
+from fusion_passes.plan.layout import as_it_lies, lay_out
+from fusion_passes.reductions.hook_pattern import is_dense
+from fusion_passes.state import Lifetime, process_state
+from fusion_passes.torch_private import disable_dynamo
+from fusion_passes.torch_private.ddp import parameters_of
+from fusion_passes.torch_private.stand_ins import PreparingGroup
+
+
+def obstacle_in_kept(parameters: Iterable[nn.Parameter], modules: Iterable[str]) -> str:
+    """Why the gradients that there are already cannot be added to what a graph sends; empty if
+    they can, or there are none.
+
+    Args:
+        parameters: that a backward reaches.
+        modules: the names of theirs.
+    """
+    kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if not kept:
+        return ""
+    if any(participants[module].usage is not None for module in modules):
+        return "there are gradients already, and find_unused_parameters is set"
+    filled = [gradient for _, gradient in kept if gradient.numel()]
+    if len({gradient.data_ptr() for gradient in filled}) < len(filled) or not all(
+        _can_be_added(*pair) for pair in kept
+    ):
+        return "there are gradients already that differ in kind from what comes"
+    return ""
+
+
+def _can_be_added(parameter: nn.Parameter, gradient: Tensor) -> bool:
+    """Whether a gradient can be added to another one where it lies, and then be overwritten."""
+    return (
+        type(gradient) is Tensor
+        and gradient.layout is torch.strided
+        and (gradient.dtype, gradient.device) == (parameter.dtype, parameter.device)
+        and not (gradient.requires_grad or gradient.is_inference() or gradient.is_neg())
+        and is_dense(gradient)
+    )
+
+
+@dataclass
+class KeptGradients:
+    """The gradients of a module that there are already in a backward.
+
+    Attributes:
+        participant: the module.
+        module: the same.
+        parameters: all of it.
+        kept: what ``.grad`` of some of them is, by their numbers.
+        added: the numbers of those that have been added to what is sent.
+        away: those of them that ``.grad`` is not at present.
+        coming: those of these whose average has yet to come.
+    """
+
+    participant: Participant
+    module: ManagedModule
+    parameters: Sequence[nn.Parameter]
+    kept: Mapping[int, Tensor]
+    added: set[int] = field(default_factory=set)
+    away: set[int] = field(default_factory=set)
+    coming: set[int] = field(default_factory=set)
+    _launched: int = 0
+
+    @disable_dynamo
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Add what there is to what is about to be reduced, and take ``.grad`` away.
+
+        Args:
+            tensors: the next bucket, or its gradients one by one.
+        """
+        flat = [as_it_lies(tensor, tensor.stride()).reshape(-1) for tensor in tensors]
+        if not any(piece.numel() for piece in flat):
+            return
+        found = [
+            (number, piece, as_it_lies(self.kept[number], self.module.strides_of(number)))
+            for number, piece in self._pieces(flat)
+            if number in self.kept
+        ]
+        if not found:
+            return
+        with torch.no_grad():
+            pieces = [piece for _, piece, _ in found]
+            torch._foreach_add_(pieces, [kept.reshape(-1) for _, _, kept in found])
+        for number, _, _ in found:
+            self.added.add(number)
+            self.away.add(number)
+            self.parameters[number].grad = None
+        self.coming = set(self.away)
+
+    def _pieces(self, flat: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Each gradient of the bucket that is launched next, as it lies there."""
+        numbers = [n for n in self._next().parameters if self.parameters[n].numel()]
+        numels = [self.parameters[number].numel() for number in numbers]
+        if len(flat) > 1 or len(numels) == 1:
+            yield from zip(numbers, (piece for piece in flat if piece.numel()), strict=True)
+            return
+        places = lay_out(numels, [(1,)] * len(numels), flat[0].element_size())
+        for number, numel, place in zip(numbers, numels, places, strict=True):
+            yield number, flat[0][place.offset : place.offset + numel]
+
+    def _next(self) -> Collective:
+        """What is launched next of what this graph has announced."""
+        launches = self.participant.agreed[self.participant.position - 1]
+        item = [item for item in launches.collectives if self._has_elements(item)][self._launched]
+        self._launched += 1
+        return item
+
+    def _has_elements(self, item: Collective) -> bool:
+        return any(self.parameters[number].numel() for number in item.parameters)
+
+    def arrived(self, number: int) -> None:
+        """Note that a parameter has got its average; when all have, ``.grad`` is as it was, with
+        the averages in it."""
+        if number in self.coming:
+            self.coming.discard(number)
+            if not self.coming:
+                self.give_back()
+
+    def give_back(self) -> None:
+        """Let ``.grad`` be the tensors again that it was, with the averages of what has come."""
+        back, averages = [], []
+        for number in sorted(self.away):
+            kept, average = self.kept[number], self.parameters[number].grad
+            if average is not None:
+                back.append(kept)
+                averages.append(average)
+            self.parameters[number].grad = kept
+        if back:
+            with torch.no_grad():
+                torch._foreach_copy_(back, averages)
+        self.away.clear()
+        self.coming.clear()
+
+    def check(self) -> None:
+        """Raise if an average has been added to what there was.
+
+        Raises:
+            RuntimeError: the graph has reduced gradients under another name.
+        """
+        reduced = self.participant.announced.intersection(self.kept)
+        missing = {n for n in reduced - self.added if self.parameters[n].numel()}
+        if missing and not self.participant.is_local:
+            names = ", ".join(self.module.parameters[number] for number in sorted(missing))
+            raise RuntimeError(
+                f"A backward of {self.module.label} has reduced the gradients of {names} without "
+                "those that there were already. This is a bug of fusion_passes, please report it. "
+                "FusionConfig(backward_graph='compiled_autograd') is another way to reduce them."
+            )
+
+
+kept_gradients: Final = process_state.keep(
+    dict[str, KeptGradients](),
+    "the gradients that there are already in the backward that runs, by module",
+    Lifetime.CALL,
+    reset=dict.clear,
+)
+
+
+def note_arrived(module: str, number: int) -> None:
+    """Note that a parameter has got a gradient in the backward that runs.
+
+    Args:
+        module: the DDP module's name for its group.
+        number: the parameter's.
+    """
+    found = kept_gradients.get(module)
+    if found is not None:
+        found.arrived(number)
+
+
+@contextlib.contextmanager
+def adding_kept(
+    ddp: DistributedDataParallel, participant: Participant, kept: Mapping[int, Tensor]
+) -> Iterator[None]:
+    """Around a backward that a graph averages: what it reduces for the module is added to the
+    gradients that there are already.
+
+    Args:
+        ddp: the module.
+        participant: the same.
+        kept: by the parameters' numbers.
+    """
+    module = registry.module_of(ddp)
+    mine = KeptGradients(participant, module, parameters_of(ddp), kept)
+    group, names = registry.group_of(ddp), [module.group_name]
+    adding = PreparingGroup(group, mine.add)
+    let_stand_for(names, adding)
+    kept_gradients[module.group_name] = mine
+    try:
+        yield
+        mine.check()
+    finally:
+        del kept_gradients[module.group_name]
+        mine.give_back()
+        if not participant.is_local:  # Else it stays so until the backward has ended.
+            let_stand_for(names, group)
