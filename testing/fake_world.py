@@ -21,6 +21,16 @@ def fake_world(world_size: int = 2, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """Default process group of this process alone, over Gloo, which averages."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def two_layers(width: int = 4) -> nn.Sequential:
     """Four gradients: the smallest module whose fusion is worth looking at."""
     torch.manual_seed(0)

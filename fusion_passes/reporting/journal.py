@@ -3,7 +3,8 @@
 A graph that comes from Inductor's FX graph cache was compiled by another process, so no pass runs
 here. This process learns of it from two things: Inductor stores with a graph what its compile
 added to the counters and adds it again on a hit, so a counter carries the report's fingerprint; and
-the report itself lies under that in Inductor's cache directory.
+the report itself lies under that in Inductor's cache directory. It also travels with the graph that
+``torch.compiler.save_cache_artifacts()`` saves.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import ddp_graph_log
 from fusion_passes.torch_private.inductor import (
     cache_directory,
+    carried_text,
+    carry_text,
     inductor_counters,
     trace_artifact,
 )
@@ -28,6 +31,9 @@ from fusion_passes.torch_private.inductor import (
 log = logging.getLogger(__name__)
 
 COUNTER_PREFIX: Final = "ddp_fusion_plan:"
+
+_CARRIED: Final = "ddp_fusion_report_"
+"""How the name of a report begins that travels with saved graphs."""
 
 
 @dataclass
@@ -135,6 +141,7 @@ def _path(digest: str) -> Path:
 
 def _store(report: FusionReport) -> None:
     path = _path(report.fingerprint())
+    carry_text(_CARRIED + report.fingerprint(), report.to_json())
     try:
         write_whole(path, report.to_json())
     except OSError as error:
@@ -143,7 +150,11 @@ def _store(report: FusionReport) -> None:
 
 def _load(digest: str) -> FusionReport | None:
     try:
-        return FusionReport.from_json(_path(digest).read_text())
+        path = _path(digest)
+        text = None if path.exists() else carried_text(_CARRIED + digest)
+        report = FusionReport.from_json(path.read_text() if text is None else text)
+        carry_text(_CARRIED + digest, report.to_json())  # It may be saved from here, too.
+        return report
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         log.warning(
             "A fused graph came from the FX graph cache, but its report (plan %s) is not in %s: "
