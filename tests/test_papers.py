@@ -165,7 +165,10 @@ def test_options_are_explained() -> None:
 def test_what_the_process_remembers_is_in_the_architecture() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     kept = {
-        (_label(path), node.targets[0].id if isinstance(node, ast.Assign) else node.target.id)
+        (
+            _label(path),
+            ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target),
+        )
         for path in (ROOT / "fusion_passes").rglob("*.py")
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.Assign | ast.AnnAssign)

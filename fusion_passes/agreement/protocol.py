@@ -38,12 +38,21 @@ from fusion_passes.agreement.rendezvous import (
     texts_of,
 )
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import stand_for_local
+from fusion_passes.torch_private import local_process_group, stand_for_local
+from fusion_passes.torch_private.stand_ins import redirect
 
 participants: Final = process_state.keep(
     dict[str, Participant](),
     "the managed modules among those of the other ranks, by their names for their groups",
     Lifetime.MODULE,
+    reset=dict.clear,
+)
+
+
+borrowed: Final = process_state.keep(
+    dict[str, str](),
+    "names of modules that stand for others' in the backward that runs",
+    Lifetime.CALL,
     reset=dict.clear,
 )
 
@@ -64,9 +73,11 @@ def announce(module: str, text: str, is_optional: bool = False) -> None:
         text: a :class:`LaunchList`'s.
         is_optional: whether the graph also runs in backwards that are not averaged.
     """
-    participant = participants.get(module)
+    participant = participants.get(borrowed.get(module, module))
     if participant is not None:
         participant.announce(LaunchList.decode(text), is_optional)
+        if participant.is_local and module in borrowed:
+            redirect(module, local_process_group())
     elif is_optional:
         # The graph has outlived its module, and runs for another over the same parameters.
         stand_for_local(module)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,6 +28,7 @@ from fusion_passes.ddp.expecting import EXPECTED, LOCAL
 from fusion_passes.ddp.kept import adding_kept, obstacle_in_kept
 from fusion_passes.ddp.managed_module import PARAMETER_MARK
 from fusion_passes.ddp.modules import registry
+from fusion_passes.ddp.prepared import NOT_COMPILED, SHARED, Described, PreparedForwards, borrowing
 from fusion_passes.ddp.turns import is_main_thread
 from fusion_passes.ddp.unused import has_used_others
 from fusion_passes.flag import active_config
@@ -34,25 +36,26 @@ from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.autograd import compiled_forward
 
 
-def _key(inputs: Sequence[tuple[int, str]], config: FusionConfig) -> object:
-    """What must be now as it was when a forward was compiled, for its backward to be used: the
-    parameters among its inputs, the options, and the groups, whose size can be in the graph."""
-    modules = dict.fromkeys(_module_name(name) for _, name in inputs)
-    groups = [(registry.module(m).backend, registry.module(m).world_size) for m in modules]
-    return config, tuple(inputs), tuple(groups)
+def _named(edge: tuple[int, nn.Parameter]) -> tuple[int, str]:
+    """The place of a parameter among a forward's inputs, and the group name of its gradient."""
+    return edge[0], registry.name_of(edge[1]) or ""
 
 
-def _module_name(group_name: str) -> str:
-    return group_name.partition(PARAMETER_MARK)[0]
+def _several(described: Sequence[Described], reached: Sequence[str]) -> str:
+    """Why a backward through these forwards gives no module all gradients at once, or not under
+    names of its own; empty if it does."""
+    if len(set(reached)) < len(reached):
+        return "its gradients come from several forwards"
+    return SHARED if len({item.key for item in described}) < len(described) else ""
 
 
-def _kept_of(module: str, edges: Iterable[tuple[int, nn.Parameter]]) -> dict[int, Tensor]:
+def _kept_of(module: str, parameters: Iterable[nn.Parameter]) -> dict[int, Tensor]:
     """The gradients of a module that there are already, by their parameters' numbers: nothing where
     this rank alone is the average, so that autograd adds what comes."""
     if registry.module(module).world_size == 1:
         return {}
     kept: dict[int, Tensor] = {}
-    for _, parameter in edges:
+    for parameter in parameters:
         name, _, number = (registry.name_of(parameter) or "").partition(PARAMETER_MARK)
         if name == module and parameter.grad is not None:
             kept[int(number)] = parameter.grad
@@ -67,22 +70,20 @@ class Averaged:
         participants: the modules.
         forwards: the compiled forwards that it is the backward of.
         kept: for each module, by its parameters' numbers, the gradients that there are already.
+        borrowed: names of other modules that its graphs may have, and whose they stand for.
         why_not: why there are none, for people; what follows "because".
     """
 
     participants: tuple[Participant, ...] = ()
     forwards: tuple[Any, ...] = ()
     kept: tuple[Mapping[int, Tensor], ...] = ()
+    borrowed: tuple[tuple[str, str], ...] = ()
     why_not: str = ""
 
 
 NONE_AVERAGED: Final = Averaged()
 
 _REPLANNED: Final = "the graph of its forward does not launch what the ranks have agreed on"
-_NOT_COMPILED: Final = (
-    "no forward was compiled for just its parameters, with these options and groups: a part of it "
-    "is not compiled, or another module shares the compiled forward"
-)
 
 
 @dataclass
@@ -90,14 +91,14 @@ class AotBackwards:
     """Decides which backwards are averaged by the graph that was compiled with their forward.
 
     Attributes:
-        prepared: for each forward that was compiled so, what its backward depends on.
+        prepared: the forwards that were compiled so.
         left_to_compiled_autograd: the modules whose graphs do not launch what the ranks have
             agreed on.
         obstacles: why the forward of a module was compiled without reductions the last time; empty
             where it was compiled with them.
     """
 
-    prepared: set[object] = field(default_factory=set)
+    prepared: PreparedForwards = field(default_factory=PreparedForwards)
     left_to_compiled_autograd: weakref.WeakSet[DistributedDataParallel] = field(
         default_factory=weakref.WeakSet
     )
@@ -105,15 +106,6 @@ class AotBackwards:
         default_factory=weakref.WeakKeyDictionary
     )
     _without: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-
-    def prepare(self, inputs: Sequence[tuple[int, str]], config: FusionConfig) -> None:
-        """Note that a forward is compiled whose backward reduces gradients.
-
-        Args:
-            inputs: which of its inputs are parameters, and the group names of their gradients.
-            config: the options.
-        """
-        self.prepared.add(_key(inputs, config))
 
     def forget(self) -> None:
         """The flag has changed: what is compiled now is compiled anew."""
@@ -136,51 +128,60 @@ class AotBackwards:
         if config.backward_graph == "compiled_autograd":
             return Averaged(why_not="backward_graph is 'compiled_autograd'")
         if not self.prepared:
-            return Averaged(why_not=self._known_obstacle(registry.modules()))
+            modules = [registry.module_of(ddp).group_name for ddp in registry.modules()]
+            return Averaged(why_not=self._known_obstacle(modules) or NOT_COMPILED)
         regions = edges_by_region(outputs)
         if not regions or None in regions:
             return Averaged(why_not="gradients come from what is not compiled")
-        modules: list[str] = []
+        every = [parameter for edges in regions.values() for _, parameter in edges]
+        if any(registry.name_of(parameter) is None for parameter in every):
+            return Averaged(why_not="two DDP modules share a parameter")
+        return self._averaged_of(regions, config)
+
+    def _averaged_of(
+        self, regions: Mapping[Any, Sequence[tuple[int, nn.Parameter]]], config: FusionConfig
+    ) -> Averaged:
+        described = [Described.of(map(_named, edges), config) for edges in regions.values()]
+        reached = [name for item in described for name in item.modules]
+        why_not, borrowed = _several(described, reached), dict[str, str]()
         kept: list[Mapping[int, Tensor]] = []
-        for region, edges in regions.items():
-            found, why_not = self._modules_of(region, edges, config)
-            if not why_not and not set(found).isdisjoint(modules):
-                why_not = "its gradients come from several forwards"
-            if why_not:
-                return Averaged(why_not=why_not)
-            modules += found
-            kept += [_kept_of(module, edges) for module in found]
+        for (region, edges), item in zip(regions.items(), described, strict=True):
+            names = self.prepared.names_for(item, reached)
+            if isinstance(names, str):
+                why_not = why_not or self._known_obstacle(item.modules) or names
+                break
+            borrowed |= names
+            parameters = [parameter for _, parameter in edges]
+            kept += [_kept_of(name, parameters) for name in item.modules]
+            why_not = why_not or self._why_not(region, parameters, item.modules)
+        if why_not:
+            return Averaged(why_not=why_not)
         return Averaged(
-            tuple(participants[module] for module in modules),
+            tuple(participants[name] for name in reached),
             tuple(compiled_forward(region) for region in regions),
             tuple(kept),
+            tuple(borrowed.items()),
         )
 
-    def _modules_of(
-        self, region: Any, edges: Sequence[tuple[int, nn.Parameter]], config: FusionConfig
-    ) -> tuple[list[str], str]:
-        """The modules that the backward of a compiled region averages, and why it must not do so;
-        empty if it may."""
-        names = [(index, registry.name_of(parameter) or "") for index, parameter in edges]
-        modules = list(dict.fromkeys(_module_name(name) for _, name in names))
-        if "" in modules:
-            return modules, "two DDP modules share a parameter"
-        if _key(names, config) not in self.prepared:
-            return modules, self._known_obstacle(map(registry.ddp_of, modules))
+    def _why_not(
+        self, region: Any, parameters: Sequence[nn.Parameter], modules: Sequence[str]
+    ) -> str:
+        """Why the backward of a compiled region must not average modules; empty if it may."""
         if compiled_forward(region) in self._without:
-            return modules, "its gradients are not what the compiled backward returns"
-        if any(has_hooks(parameter) for _, parameter in edges):
-            return modules, HOOKS
-        why_not = obstacle_in_kept([parameter for _, parameter in edges], modules)
-        return modules, why_not or next(filter(None, map(self._why_not_now, modules)), "")
+            return "its gradients are not what the compiled backward returns"
+        if any(map(has_hooks, parameters)):
+            return HOOKS
+        why_not = obstacle_in_kept(parameters, modules)
+        return why_not or next(filter(None, map(self._why_not_now, modules)), "")
 
     def refusal(self, ddp: DistributedDataParallel) -> str:
         """Why a module is left to compiled autograd for good; empty if it is not."""
         return _REPLANNED if ddp in self.left_to_compiled_autograd else ""
 
-    def _known_obstacle(self, modules: Iterable[DistributedDataParallel | None]) -> str:
-        known = (self.obstacles.get(ddp, "") for ddp in modules if ddp is not None)
-        return next(filter(None, known), _NOT_COMPILED)
+    def _known_obstacle(self, modules: Iterable[str]) -> str:
+        """Why the forward of one of these modules was compiled without reductions, if it was."""
+        known = [ddp for name in modules if (ddp := registry.ddp_of(name)) is not None]
+        return next(filter(None, (self.obstacles.get(ddp, "") for ddp in known)), "")
 
     def _why_not_now(self, name: str) -> str:
         """Why a module's next gradients cannot all come from one graph; empty if they can."""
@@ -211,10 +212,13 @@ class AotBackwards:
             participant.is_averaged = True
         try:
             with contextlib.ExitStack() as stack:
+                groups: dict[str, dist.ProcessGroup] = {}
                 for participant, kept in zip(averaged.participants, averaged.kept, strict=True):
                     ddp = registry.ddp_of(participant.module)
-                    if kept and ddp is not None:
-                        stack.enter_context(adding_kept(ddp, participant, kept))
+                    assert ddp is not None, "its backward runs"
+                    adding = adding_kept(ddp, participant, kept)
+                    groups[participant.module] = stack.enter_context(adding)
+                stack.enter_context(borrowing(dict(averaged.borrowed), groups))
                 yield
             self._learn(averaged)
         finally:

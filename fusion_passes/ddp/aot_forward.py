@@ -14,6 +14,7 @@ from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.aot_backward import aot_backwards
 from fusion_passes.ddp.aot_obstacles import IN_PARTS, obstacle_in_module
 from fusion_passes.ddp.modules import registry
+from fusion_passes.ddp.prepared import Described
 from fusion_passes.reductions.insert import ReducedInput
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.autograd import is_tensor_subclass
@@ -27,10 +28,13 @@ class ReducedInputs:
     Attributes:
         inputs: those whose gradients are reduced in its backward.
         num_inputs: of the forward.
+        needs_all: whether the backward must give all of them a gradient: ranks may use other
+            parameters of a static graph, which is seen after a backward, and from then on the same.
     """
 
     inputs: tuple[ReducedInput, ...]
     num_inputs: int
+    needs_all: bool = False
 
 
 def _forget(compiled: ContextVar[ReducedInputs | None]) -> None:
@@ -81,6 +85,7 @@ def find_reduced_inputs(
         return None
     index_of = {id(value): index for index, value in enumerate(inputs) if isinstance(value, Tensor)}
     found: list[ReducedInput] = []
+    needs_all = False
     for ddp in registry.modules():
         trained = {n: p for n, p in enumerate(parameters_of(ddp)) if p.requires_grad}
         present = [number for number in trained if id(trained[number]) in index_of]
@@ -93,6 +98,7 @@ def find_reduced_inputs(
         aot_backwards.obstacles[ddp] = obstacle
         if obstacle:
             return None
+        needs_all |= ddp.static_graph
         found += [
             ReducedInput(
                 index_of[id(parameter)],
@@ -106,6 +112,7 @@ def find_reduced_inputs(
         ]
     if not found or len({item.index for item in found}) < len(found):
         return None
-    known = ReducedInputs(tuple(sorted(found, key=lambda item: item.index)), len(inputs))
-    aot_backwards.prepare([(item.index, item.name) for item in known.inputs], config)
+    known = ReducedInputs(tuple(sorted(found, key=lambda i: i.index)), len(inputs), needs_all)
+    inputs_named = [(item.index, item.name) for item in known.inputs]
+    aot_backwards.prepared.add(Described.of(inputs_named, config))
     return known

@@ -28,12 +28,6 @@ def obstacle_in_module(
         parameters: those that it trains.
         config: the options.
     """
-    obstacle = obstacle_in_options(ddp, config)
-    return obstacle or next(filter(None, (_obstacle(ddp, item) for item in parameters)), "")
-
-
-def obstacle_in_options(ddp: DistributedDataParallel, config: FusionConfig) -> str:
-    """As :func:`obstacle_in_module`, whatever the parameters are."""
     if config.scaling not in ("auto", "collective"):
         return f"scaling={config.scaling!r} scales gradients outside of the collective"
     if config.reduce_dtype is not None:
@@ -42,9 +36,7 @@ def obstacle_in_options(ddp: DistributedDataParallel, config: FusionConfig) -> s
         return "a communication hook is called with each bucket"
     if sent_as(ddp) is not None:
         return "a communication hook sends gradients in another dtype"
-    if ddp.static_graph:
-        return "static_graph lets ranks use other parameters than the graph has"
-    return ""
+    return next(filter(None, (_obstacle(ddp, parameter) for parameter in parameters)), "")
 
 
 def _obstacle(ddp: DistributedDataParallel, parameter: nn.Parameter) -> str:

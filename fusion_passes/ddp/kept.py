@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -198,23 +199,25 @@ def note_arrived(module: str, number: int) -> None:
 @contextlib.contextmanager
 def adding_kept(
     ddp: DistributedDataParallel, participant: Participant, kept: Mapping[int, Tensor]
-) -> Iterator[None]:
+) -> Iterator[dist.ProcessGroup]:
     """Around a backward that a graph averages: what it reduces for the module is added to the
-    gradients that there are already.
+    gradients that there are already. Gives the group that the module's name stands for meanwhile.
 
     Args:
         ddp: the module.
         participant: the same.
         kept: by the parameters' numbers.
     """
-    module = registry.module_of(ddp)
+    module, group = registry.module_of(ddp), registry.group_of(ddp)
+    if not kept:
+        yield group
+        return
     mine = KeptGradients(participant, module, parameters_of(ddp), kept)
-    group, names = registry.group_of(ddp), [module.group_name]
-    adding = PreparingGroup(group, mine.add)
+    adding, names = PreparingGroup(group, mine.add), [module.group_name]
     let_stand_for(names, adding)
     kept_gradients[module.group_name] = mine
     try:
-        yield
+        yield adding
         mine.check()
     finally:
         del kept_gradients[module.group_name]

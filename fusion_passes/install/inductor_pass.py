@@ -14,7 +14,7 @@ from torch import fx
 from fusion_passes.agreement.launches import LaunchList
 from fusion_passes.agreement.protocol import agreed_list, agreed_lists
 from fusion_passes.config import FusionConfig
-from fusion_passes.ddp.aot_forward import reduced_inputs
+from fusion_passes.ddp.aot_forward import ReducedInputs, reduced_inputs
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.unfused import warn_without_profile
 from fusion_passes.ddp.unused import any_may_lack, beside
@@ -58,8 +58,7 @@ class DdpFusionPass(CustomGraphPass):
         inputs = reduced_inputs()
         in_aot = inputs is not None and is_aot_backward(graph)
         if inputs is not None and in_aot:
-            owner_of = registry.owner_of
-            if not insert_reductions(graph, inputs.inputs, inputs.num_inputs, owner_of):
+            if not _insert_reductions(graph, inputs):
                 return
             config = replace(config, scaling="collective")
         if any_may_lack():
@@ -99,6 +98,12 @@ class DdpFusionPass(CustomGraphPass):
         if is_compiling_backward():
             state.append(agreed_lists())
         return hashlib.sha256(repr(state).encode()).hexdigest()
+
+
+def _insert_reductions(graph: fx.Graph, of: ReducedInputs) -> bool:
+    """As :func:`fusion_passes.reductions.insert.insert_reductions`, for these inputs."""
+    owner_of, needs_all = registry.owner_of, of.needs_all
+    return insert_reductions(graph, of.inputs, of.num_inputs, owner_of, needs_all=needs_all)
 
 
 def _lower_collectives(graph: fx.Graph) -> None:

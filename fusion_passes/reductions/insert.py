@@ -45,7 +45,12 @@ def is_aot_backward(graph: fx.Graph) -> bool:
 
 
 def insert_reductions(
-    graph: fx.Graph, inputs: Sequence[ReducedInput], num_inputs: int, owner_of: OwnerOf
+    graph: fx.Graph,
+    inputs: Sequence[ReducedInput],
+    num_inputs: int,
+    owner_of: OwnerOf,
+    *,
+    needs_all: bool = False,
 ) -> bool:
     """Average the gradients of these inputs over the ranks.
 
@@ -54,10 +59,11 @@ def insert_reductions(
         inputs: whose gradients are averaged.
         num_inputs: of the forward.
         owner_of: says which collectives are DDP's.
+        needs_all: whether all of them must have a gradient.
 
     Returns:
-        Whether it was done: not where the outputs are not the gradients of the inputs alone, or a
-        gradient is none that can be reduced with others.
+        Whether it was done: not where the outputs are not the gradients of the inputs alone, a
+        gradient is none that can be reduced with others, or one is missing and must not.
     """
     output = graph.output_node()
     gradients: list[Any] = list(output.args[0])  # type: ignore[arg-type]
@@ -65,6 +71,8 @@ def insert_reductions(
         return False
     wanted = [(item, gradients[item.index]) for item in inputs]
     present = [(item, node) for item, node in wanted if node is not None]
+    if needs_all and len(present) < len(wanted):
+        return False
     if not present or not all(_can_be_reduced(node, item.shape) for item, node in present):
         return False
     before, added = output.args, []

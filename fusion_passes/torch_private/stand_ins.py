@@ -17,7 +17,12 @@ from torch._C import Future
 # What a process group gives back for a collective; it has no public name.
 from torch._C._distributed_c10d import Work
 
-from fusion_passes.torch_private import ProcessGroup
+from fusion_passes.torch_private import (
+    ProcessGroup,
+    register_process_group,
+    resolve_process_group,
+    unregister_process_group,
+)
 
 AnyFuture: TypeAlias = Future
 """The class of all futures of torch."""
@@ -147,3 +152,15 @@ class _Launched(Work):
         if wait is not None:
             wait()
         return True
+
+
+def redirect(name: str, group: ProcessGroup | None) -> None:
+    """Let a name stand for a group, whatever it stood for; for none, if there is no group."""
+    try:
+        resolve_process_group(name)
+    except RuntimeError:
+        pass
+    else:
+        unregister_process_group(name)
+    if group is not None:
+        register_process_group(name, group)

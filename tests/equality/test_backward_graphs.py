@@ -226,11 +226,51 @@ def a_backward_fails(compiled: Compile) -> list[Any]:
             y.square().sum().backward()
         kept = zip(ddp.parameters(), before, strict=True)
         assert all(old is parameter.grad for parameter, old in kept)
-    return seen + _steps(call, ddp, 2)
+    return seen  # Eager DDP cannot go on.
 
 
 def _fail(gradient: Tensor) -> None:
     raise RuntimeError("a hook fails")
+
+
+def second_instance(compiled: Compile) -> list[Any]:
+    """Dynamo has one graph for both, with the names of the first in its backward: they take turns,
+    on groups of their own, one of them accumulates, and the first is freed."""
+    groups = [dist.group.WORLD, dist.new_group()]
+    modules = [DistributedDataParallel(_chain(), process_group=group) for group in groups]
+    calls = [compiled(ddp) for ddp in modules]
+    seen = []
+    for number in (0, 1, 0, 1):
+        seen += _steps(calls[number], modules[number], 1)
+    for number in (0, 1):
+        with modules[number].no_sync() if number else torch.enable_grad():
+            calls[number](_inputs(7)).square().sum().backward()
+    calls[1](_inputs(8)).square().sum().backward()
+    seen += [*_gradients(modules[0]), *_gradients(modules[1])]
+    del calls[0], modules[0]
+    return seen + _steps(calls[0], modules[0], 2)
+
+
+class _Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.gate = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, opens: bool = True) -> Tensor:
+        y, gate = self.first(x), self.gate(x)
+        return y * gate.sigmoid() if opens else y * gate.detach()
+
+
+def static_graph(compiled: Compile) -> list[Any]:
+    """All parameters have gradients: what is promised of the graph says nothing more."""
+    ddp = DistributedDataParallel(_Gated(), static_graph=True)
+    call = compiled(ddp)
+    seen = _steps(call, ddp)
+    with ddp.no_sync():
+        call(_inputs(4)).square().sum().backward()
+    call(_inputs(5)).square().sum().backward()
+    return seen + _gradients(ddp)
 
 
 # --- Traced by compiled autograd -----------------------------------------------------------------
@@ -241,10 +281,25 @@ def kept_of_another_kind(compiled: Compile) -> list[Any]:
     ddp = DistributedDataParallel(_chain())
     call = compiled(ddp)
     seen = _steps(call, ddp, 1)
-    if dist.get_rank() == 0:
-        ddp.module[0].weight.grad = torch.ones(8, 4, requires_grad=True) * 2
-    call(_inputs(1)).square().sum().backward()
-    return seen + [gradient.detach() for gradient in _gradients(ddp)]
+    for step in range(2):
+        if dist.get_rank() == step:
+            ddp.module[0].weight.grad = torch.ones(8, 4, requires_grad=True) * 2
+        call(_inputs(step)).square().sum().backward()
+        seen += [gradient.detach() for gradient in _gradients(ddp)]
+    return seen
+
+
+def static_graph_without_some(compiled: Compile) -> list[Any]:
+    """One rank has no gradient of some parameters, which are inputs of its graph all the same."""
+    seen = []
+    for opens in (False, dist.get_rank() == 0):
+        ddp = DistributedDataParallel(_Gated(), static_graph=True)
+        call = compiled(ddp)
+        for step in range(4):
+            ddp.zero_grad()
+            call(_inputs(step), opens).square().sum().backward()
+            seen += _gradients(ddp)
+    return seen
 
 
 def _clamp(parameter: nn.Parameter) -> None:
@@ -336,12 +391,21 @@ def in_parts(compiled: Compile) -> list[Any]:
     return _steps(compiled(ddp), ddp)
 
 
-def second_instance(compiled: Compile) -> list[Any]:
-    """Dynamo has one graph for both, with the names of the first in its backward."""
+def instances_in_one_backward(compiled: Compile) -> list[Any]:
+    """Nothing in their graph says which of them it runs for."""
+    modules = [DistributedDataParallel(_chain()) for _ in range(2)]
+    first, second = (compiled(ddp) for ddp in modules)
     seen = []
-    for _ in range(2):
-        ddp = DistributedDataParallel(_chain())
-        seen += _steps(compiled(ddp), ddp, 2)
+    for step in range(3):
+        for ddp in modules:
+            ddp.zero_grad()
+        y, z = first(_inputs(step)).square().sum(), second(_inputs(step + 5)).exp().sum()
+        if step == 0:  # Of the first alone: its names are prepared.
+            y.backward()
+            z.backward()
+        else:
+            (y + 2 * z).backward()
+        seen += [*_gradients(modules[0]), *_gradients(modules[1])]
     return seen
 
 
@@ -402,6 +466,8 @@ IN_AOT_AUTOGRAD: Final = (
     with_the_flag_unset,
     gradients_kept,
     a_backward_fails,
+    second_instance,
+    static_graph,
 )
 TRACED: Final = (
     kept_of_another_kind,
@@ -413,7 +479,8 @@ TRACED: Final = (
     an_eager_part,
     some_inputs,
     in_parts,
-    second_instance,
+    instances_in_one_backward,
+    static_graph_without_some,
 )
 EITHER: Final = (over_the_same_weights, second_thread)
 

@@ -186,7 +186,7 @@ def _kinds(flag: Any, **options: Any) -> list[tuple[str, str]]:
     [
         (FusionConfig(backward_graph="compiled_autograd"), {}, "backward_graph is"),
         (FusionConfig(scaling="store"), {}, "scaling='store' scales"),
-        ("concat", {"static_graph": True}, "static_graph lets"),
+        ("concat", {}, "fake cannot average"),
     ],
 )
 def test_the_report_says_which_graph_and_why(
