@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes
 from fusion_passes import FusionConfig
 from fusion_passes.state import process_state
+from tests.support.modes import in_turn
 
 RUN = Callable[..., list[Any]]
 Compile = Callable[[Any], Any]
@@ -521,22 +522,32 @@ def compared(case: Callable[[Compile], list[Any]], mode: str, graph: str) -> See
     return Seen(counters["compiled_autograd"]["captures"], bool(reports) and fused)
 
 
-def _cases() -> list[Any]:
-    """Each case in one mode; in the other one by night."""
-    found: list[Any] = []
-    for number, case in enumerate((*IN_AOT_AUTOGRAD, *TRACED, *EITHER)):
-        for mode in ("concat", "coalesced"):
-            is_now = (mode == "concat") == (number % 2 == 0)
-            marks = [] if is_now else [pytest.mark.nightly]
-            if case is second_thread and torch.__version__ < "2.13":
-                reason = "torch 2.11 can crash where one thread is traced while another one runs"
-                marks.append(pytest.mark.skip(reason=reason))
-            found.append(pytest.param(case, mode, marks=marks, id=f"{case.__name__}-{mode}"))
-    return found
+ON_EACH_TORCH: Final = (
+    plain,
+    backward_inside,
+    tied,
+    rows_that_differ,
+    local_gradients,
+    gradients_kept,
+    second_instance,
+    static_graph,
+    hooks_of_users,
+    graph_retained,
+    in_parts,
+)
+"""What stands on torch's private parts most; other cases are of the package's own logic."""
+
+_CRASH: Final = "torch 2.11 can crash where one thread is traced while another one runs"
 
 
-@pytest.mark.each_torch
-@pytest.mark.parametrize(("case", "mode"), _cases())
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    in_turn(
+        {case.__name__: case for case in (*IN_AOT_AUTOGRAD, *TRACED, *EITHER)},
+        each_torch=[case.__name__ for case in ON_EACH_TORCH],
+        skipped={second_thread.__name__: _CRASH} if torch.__version__ < "2.13" else {},
+    ),
+)
 def test_gradients_are_those_of_eager_ddp(
     run_on_ranks: RUN, case: Callable[[Compile], list[Any]], mode: str
 ) -> None:
@@ -548,9 +559,7 @@ def test_gradients_are_those_of_eager_ddp(
         assert seen.fused or case in (several_buckets, some_inputs)
 
 
-@pytest.mark.parametrize(
-    "case", [plain, local_gradients, rows_that_differ], ids=lambda c: c.__name__
-)
+@pytest.mark.parametrize("case", [plain, local_gradients], ids=lambda c: c.__name__)
 def test_one_graph_can_be_chosen(run_on_ranks: RUN, case: Callable[[Compile], list[Any]]) -> None:
     for graph, traces in (("aot_autograd", False), ("compiled_autograd", True)):
         for seen in run_on_ranks(2, compared, case=case, mode="concat", graph=graph):
