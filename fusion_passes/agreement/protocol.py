@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import Tensor
@@ -55,6 +56,28 @@ borrowed: Final = process_state.keep(
     Lifetime.CALL,
     reset=dict.clear,
 )
+
+
+@dataclass
+class LaunchCounter:
+    """Counts the launches of a module in the list of the graph that runs.
+
+    Attributes:
+        module: the module's name for its group.
+    """
+
+    module: str
+    _list: tuple[object, ...] = ()
+    _count: int = 0
+
+    def next(self) -> int:
+        """The number of the launch that comes now, from 0 on."""
+        now = participants[self.module]
+        current = (now.rounds, now.failures, now.kind, now.position)
+        if current != self._list:
+            self._list, self._count = current, 0
+        self._count += 1
+        return self._count - 1
 
 
 def forget_histories() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.agreement.launches import Collective
-from fusion_passes.agreement.protocol import participants
+from fusion_passes.agreement.protocol import LaunchCounter, participants
 from fusion_passes.plan.layout import as_it_lies
 from fusion_passes.torch_private import disable_dynamo
 from fusion_passes.torch_private.ddp import parameters_of, version_of
@@ -96,9 +96,11 @@ class HookCaller:
     ddp: weakref.ref[DistributedDataParallel]
     hook: Callable[..., Any]
     state: object
-    _list: tuple[object, ...] = ()
-    _count: int = 0
     _previous: AnyFuture[Any] | None = field(default=None, repr=False)
+    _counter: LaunchCounter = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._counter = LaunchCounter(self.module)
 
     @disable_dynamo
     def launch(self, tensors: Sequence[Tensor]) -> Callable[[], None] | None:
@@ -139,10 +141,7 @@ class HookCaller:
     def _next(self) -> tuple[int, Collective, bool]:
         """The bucket that is launched next: its number in the round, what it is, and whether it is
         the last."""
-        now = participants[self.module]
-        current = (now.rounds, now.failures, now.kind, now.position)
-        if current != self._list:
-            self._list, self._count = current, 0
+        now, number = participants[self.module], self._counter.next()
         ddp = self.ddp()
         assert ddp is not None, "its gradients are reduced"
         parameters = parameters_of(ddp)
@@ -150,12 +149,11 @@ class HookCaller:
             [item for item in launches.collectives if _has_elements(item, parameters)]
             for launches in now.agreed[: now.position]
         ]
-        item = lists[-1][self._count]
-        self._count += 1
+        item = lists[-1][number]
         sent = {n for items in lists for each in items for n in each.parameters}
         trained = {n for n, p in enumerate(parameters) if p.requires_grad and p.numel()}
-        left = any(each.divided == "hook" for each in lists[-1][self._count :])
-        before = [*itertools.chain(*lists[:-1]), *lists[-1][: self._count - 1]]
+        left = any(each.divided == "hook" for each in lists[-1][number + 1 :])
+        before = [*itertools.chain(*lists[:-1]), *lists[-1][:number]]
         index = sum(each.divided == "hook" for each in before)
         return index, item, not left and trained <= sent
 

@@ -7,37 +7,31 @@ stands for the group itself, so that a step without a profiler runs what it alwa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
-from fusion_passes.agreement.protocol import participants
+from fusion_passes.agreement.protocol import LaunchCounter, participants
 from fusion_passes.ddp.modules import registry
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import register_process_group, unregister_process_group
 from fusion_passes.torch_private.profiling import NamedGroup, has_named_group, is_profiling
 
 
-@dataclass
 class _Launches:
     """The launches of a module, as they come.
 
-    Attributes:
+    Args:
         module: the module's name for its group.
     """
 
-    module: str
-    _list: tuple[object, ...] = ()
-    _count: int = 0
+    def __init__(self, module: str) -> None:
+        self._counter = LaunchCounter(module)
 
     def next_name(self) -> str:
         """The bucket that is launched next: ``DDP 0 (Net) bucket 3``, counted in the round."""
-        now = participants[self.module]
-        current = (now.rounds, now.failures, now.kind, now.position)
-        if current != self._list:
-            self._list, self._count = current, 0
-        before = sum(len(item.collectives) for item in now.agreed[: max(now.position - 1, 0)])
-        self._count += 1
-        return _name(self.module, before + self._count - 1)
+        module, number = self._counter.module, self._counter.next()
+        now = participants[module]
+        before = now.agreed[: max(now.position - 1, 0)]
+        return _name(module, number + sum(len(item.collectives) for item in before))
 
 
 class BucketNames:
