@@ -39,6 +39,7 @@ class Decision:
         fixed_end_ns: when it would end with the buckets of a fixed cap, as ``"concat"`` makes them.
         uncapped_end_ns: when it would end without the user's caps; ``None`` if there are none.
         kinds: of gradients that share the network.
+        taken_per_mille: what all-reduces take from the compute beside them.
     """
 
     profile: str
@@ -48,6 +49,7 @@ class Decision:
     fixed_end_ns: int
     uncapped_end_ns: int | None
     kinds: int
+    taken_per_mille: int
 
     def lines(self) -> tuple[str, ...]:
         """The decision for people."""
@@ -58,6 +60,9 @@ class Decision:
             f"last all-reduce ends {_ms(exposed)} later; in the buckets of 'concat', "
             f"{_ms(self.fixed_end_ns - self.compute_ns)} later"
         )
+        if self.taken_per_mille:
+            share = f"{self.taken_per_mille / 1000:.2f}"
+            chosen += f" (a second of all-reduces takes {share} s from the compute beside it)"
         said = [chosen]
         if self.uncapped_end_ns is not None:
             cost = self.end_ns - self.uncapped_end_ns
@@ -119,7 +124,14 @@ class Given:
         operation = choose_scaling(key, owner, self.scaling, folds=False).reduce_op
         kind = Kind(dtype_name(key.reduce_dtype.to_real()), operation)
         positions = tuple(member.position for member in members)
-        return Slot(positions, queue, self.profiles[key.group_name].table(kind))
+        return Slot(
+            positions, queue, self.profiles[key.group_name].table(kind), self._taken_per_mille
+        )
+
+    @property
+    def _taken_per_mille(self) -> int:
+        """The same for all, which share one network and one device."""
+        return self.profiles[self.reductions[0].key.group_name].rates.taken_per_mille
 
     def _earliest(self, members: Members, caps: BucketCaps) -> list[int]:
         """For each member, the first one that it may share a bucket with."""
@@ -174,6 +186,7 @@ def choose_members(
         last_end(slots, filled),
         last_end(free, best_of(free, filled)) if is_capped else None,
         len(slots),
+        profile.rates.taken_per_mille,
     )
     sent = {(n, begin): PredictedTimes(*times) for n, begin, *times in times_of(slots, runs)}
     chosen = [

@@ -118,14 +118,26 @@ def held_from(num_bytes: Sequence[int], hold_bytes: int) -> list[int]:
     ]
 
 
-def run_ends(queue: Queue, runs: Sequence[Run], tables: Sequence[CostTable]) -> list[int]:
-    """When the collective of each bucket ends, in nanoseconds."""
+def run_ends(
+    queue: Queue, runs: Sequence[Run], tables: Sequence[CostTable], taken_per_mille: int = 0
+) -> list[int]:
+    """When the collective of each bucket ends, in nanoseconds.
+
+    Args:
+        queue: the gradients.
+        runs: their buckets.
+        tables: what each costs.
+        taken_per_mille: what collectives take from the compute beside them, by which gradients are
+            ready later.
+    """
     ends: list[int] = []
-    free = 0
+    free = busy = 0
     for run in runs:
         size = sum(queue.num_bytes[run.begin : run.end])
         cost = tables[run.table].cost_ns(size, run.end - run.begin)
-        free = max(free, queue.ready_ns[run.end - 1]) + cost
+        ready = queue.ready_ns[run.end - 1] + taken_per_mille * busy // 1000
+        free = max(free, ready) + cost
+        busy += cost
         ends.append(free)
     return ends
 

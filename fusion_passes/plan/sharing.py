@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-from fusion_passes.plan.optimum import Queue, Run, best_runs
+from fusion_passes.plan.contended import best_runs_beside
+from fusion_passes.plan.optimum import Queue, Run
 from fusion_passes.profile.tables import CostTable
 
 _MERGED_AT_MOST: Final = 256
@@ -29,18 +30,20 @@ class Slot:
         positions: of each in the order in which all kinds become ready.
         queue: the same gradients, with when they are ready.
         table: what their collectives cost.
+        taken_per_mille: what collectives take from the compute beside them; the same in all slots.
     """
 
     positions: tuple[int, ...]
     queue: Queue
     table: CostTable
+    taken_per_mille: int = 0
 
     def cost(self, run: Run) -> int:
         size = sum(self.queue.num_bytes[run.begin : run.end])
         return self.table.cost_ns(size, run.end - run.begin)
 
     def best(self) -> list[Run]:
-        return list(best_runs(self.queue, [self.table]).runs)
+        return list(best_runs_beside(self.queue, [self.table], self.taken_per_mille).runs)
 
     def may_merge(self, one: Run, other: Run) -> bool:
         """Whether two neighbours may be one bucket."""
@@ -80,11 +83,13 @@ def times_of(slots: Sequence[Slot], runs: Runs) -> Iterator[tuple[int, int, int,
         for run in runs[number]
     )
     by_begin = [{run.begin: run for run in mine} for mine in runs]
-    free = 0
+    free = busy = 0
     for _, number, begin in launches:
         slot, run = slots[number], by_begin[number][begin]
-        start = max(free, slot.queue.ready_ns[run.end - 1])
-        free = start + slot.cost(run)
+        ready = slot.queue.ready_ns[run.end - 1] + slot.taken_per_mille * busy // 1000
+        start, cost = max(free, ready), slot.cost(run)
+        free = start + cost
+        busy += cost
         yield number, begin, start, free
 
 
@@ -100,7 +105,8 @@ def _cut_together(slots: Sequence[Slot]) -> Runs:
         tuple(accumulate((slots[n].queue.ready_ns[i] for _, n, i in order), max)),
         tuple(slots[n].queue.num_bytes[i] for _, n, i in order),
     )
-    edges = [run.end for run in best_runs(together, [largest.table]).runs]
+    best = best_runs_beside(together, [largest.table], largest.taken_per_mille)
+    edges = [run.end for run in best.runs]
     runs: Runs = [[] for _ in slots]
     begins = [0 for _ in slots]
     ends = [0 for _ in slots]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,9 @@ ROUNDS: Final = 5
 _PRODUCT: Final = 768
 """Rows and columns of the matrices that are multiplied: a layer of a small transformer."""
 _COPIED_BYTES: Final = 16 * 2**20
+
+_BESIDE_S: Final = 0.02
+"""An all-reduce beside which compute is measured takes at most this, if any does."""
 
 
 def _operation(kind: Kind) -> dist.ReduceOp.RedOpType:
@@ -59,7 +63,7 @@ class Ranks:
         run()
         measured = []
         for _ in range(rounds):
-            self._meet()
+            self.meet()
             begin = time.perf_counter()
             run()
             self._finish()
@@ -75,9 +79,19 @@ class Ranks:
         work = dist.all_reduce(tensor, operation, self.group, async_op=True)
         work.wait(self.timeout)
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
+        """Wait for all ranks, and for what their devices have to do."""
         self.reduce(torch.zeros(1, device=self.device), dist.ReduceOp.SUM)
         self._finish()
+
+    def computing(self, factor: torch.Tensor, count: int) -> float:
+        """Seconds of some matrix products, on this rank."""
+        begin = time.perf_counter()
+        for _ in range(count):
+            factor @ factor
+        if self.device.type != "cpu":  # And not for a collective, which has a stream of its own.
+            torch.accelerator.current_stream(self.device).synchronize()
+        return time.perf_counter() - begin
 
     def _finish(self) -> None:
         if self.device.type != "cpu":
@@ -106,8 +120,44 @@ def measure(ranks: Ranks, place: Place, kinds: Sequence[Kind], seconds: float = 
     copying = statistics.median(ranks.times(lambda: target.copy_(source)))
     small = torch.ones(16, device=ranks.device)
     starting = statistics.median(ranks.times(lambda: small.add_(1)))
-    rates = Rates(tuple(flops), _rate(2 * _COPIED_BYTES, copying), round(starting * 1e9))
+    taken = taken_per_mille(ranks, *tables[0])
+    rates = Rates(tuple(flops), _rate(2 * _COPIED_BYTES, copying), round(starting * 1e9), taken)
     return Profile(place, tables, rates)
+
+
+def taken_per_mille(ranks: Ranks, kind: Kind, costs: CostTable) -> int:
+    """Measure what all-reduces take from the compute beside them, as in :class:`Rates`.
+
+    Matrix products are timed alone and beside one all-reduce, which ends before they do even if
+    the two share a core. What they take longer, over what the all-reduce costs alone, is taken.
+
+    Args:
+        ranks: all of a process group; each must call this.
+        kind: of collectives.
+        costs: of these; the same on all ranks.
+    """
+    dtype: torch.dtype = getattr(torch, kind.dtype)
+    short = [size for size in costs.num_bytes if costs.cost_ns(size) <= _BESIDE_S * 1e9]
+    size = short[-1] if short else costs.num_bytes[0]
+    cost_s = max(costs.cost_ns(size), 1) / 1e9
+    factor = torch.ones(_PRODUCT, _PRODUCT, dtype=dtype, device=ranks.device)
+    product_s = max(statistics.median(ranks.times(lambda: factor @ factor)), 1e-9)
+    count = math.ceil(2 * min(cost_s, 2 * _BESIDE_S) / product_s)
+    buffer = torch.zeros(size // dtype.itemsize, dtype=dtype, device=ranks.device)
+    alone, beside = [], []
+    for _ in range(2 * ROUNDS + 1):
+        ranks.meet()
+        alone.append(ranks.computing(factor, count))
+        ranks.meet()
+        work = dist.all_reduce(buffer, _operation(kind), ranks.group, async_op=True)
+        beside.append(ranks.computing(factor, count))
+        work.wait(ranks.timeout)
+    # The first round warms up. Of each round the slowest rank counts, with both and without.
+    alone_s, beside_s = (
+        statistics.median(ranks.slowest(seconds[1:])) for seconds in (alone, beside)
+    )
+    taken = (beside_s - alone_s) / min(cost_s, beside_s)
+    return min(max(round(1000 * taken), 0), 1000)
 
 
 def _rate(amount: int, seconds: float) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from fusion_passes.profile.tables import CostTable
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Of the file. Another one is measured anew."""
 
 
@@ -69,11 +69,14 @@ class Rates:
         flops: operations a second of matrix products, by dtype without ``torch.``.
         bytes_per_s: that generated kernels read and write.
         kernel_ns: of any kernel, at least.
+        taken_per_mille: thousandths of a second of compute that a second of all-reduces takes from
+            it: a thread of Gloo takes cycles, NCCL takes multiprocessors. At most 1000.
     """
 
     flops: tuple[tuple[str, int], ...]
     bytes_per_s: int
     kernel_ns: int
+    taken_per_mille: int = 0
 
     def flops_of(self, dtype: str) -> int:
         """Operations a second in a dtype; in the first one that was measured, if not in this."""
@@ -160,6 +163,8 @@ class Profile:
             raise ValueError(f"it is no profile: {type(error).__name__} {error}") from error
         if not tables or not flops or min(rates.bytes_per_s, *(value for _, value in flops)) <= 0:
             raise ValueError("it has no table, or a rate that is not greater than 0")
+        if not 0 <= rates.taken_per_mille <= 1000:
+            raise ValueError("taken_per_mille is not from 0 to 1000")
         return profile
 
 

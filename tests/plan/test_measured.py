@@ -163,6 +163,22 @@ def test_kinds_that_share_the_network_are_planned_together() -> None:
     assert "gradients of 2 kinds share the network" in made.decision[-1]
 
 
+def test_what_all_reduces_take_from_compute_is_counted_and_said() -> None:
+    free = profile(100_000, 100)
+    taking = replace(free, rates=replace(RATES, taken_per_mille=900))
+    alone, beside = plan(free, *WIDTHS), plan(taking, *WIDTHS)
+    assert len(names(beside)) < len(names(alone))
+    assert "(a second of all-reduces takes 0.90 s from the compute beside it)" in beside.decision[0]
+    assert "takes" not in alone.decision[0]
+
+
+def test_kinds_that_share_the_network_take_from_each_others_compute() -> None:
+    costs = CostTable((1, 100), (100, 100))
+    one = Slot((0,), Queue((0,), (10,)), costs, 500)
+    other = Slot((1,), Queue((200,), (10,)), costs, 500)
+    assert last_end([one, other], [[Run(0, 1)], [Run(0, 1)]]) == 200 + 50 + 100
+
+
 def test_a_plan_from_measurement_is_carried_out() -> None:
     costs = profile(10**9, 0)
     backward, inputs = chain(8, 8, 8)

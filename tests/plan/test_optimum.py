@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusion_passes.plan.contended import best_runs_beside
 from fusion_passes.plan.optimum import Queue, Run, best_runs, run_ends
 from fusion_passes.profile.tables import CostTable
 
@@ -100,13 +101,58 @@ def test_without_a_table_it_is_refused() -> None:
 
 @pytest.mark.parametrize("latency", [0, 50_000])
 @pytest.mark.parametrize("rise", [0, 400])
-def test_ten_thousand_gradients_take_seconds_at_most(latency: int, rise: int) -> None:
+@pytest.mark.parametrize("taken", [0, 700])
+def test_ten_thousand_gradients_take_seconds_at_most(latency: int, rise: int, taken: int) -> None:
     count = 10_000
     sizes = tuple(4096 if i % 3 else 1_000_000 for i in range(count))
     steps = [4**n for n in range(5, 17)]
     table = CostTable(tuple(steps), tuple(latency + size // 2 for size in steps), 10)
     queue = Queue(tuple(rise * i for i in range(count)), sizes)
     begin = time.process_time()
-    best = best_runs(queue, [table, table])
+    best = best_runs_beside(queue, [table, table], taken)
     assert time.process_time() - begin < 5
     assert best.runs[-1].end == count
+
+
+# --- Beside compute ----------------------------------------------------------------------------
+
+
+def ends_beside(queue: Queue, costs: list[CostTable], taken: int) -> list[int]:
+    """The ends of all ways to cut the gradients, where compute advances slowly beside them: by
+    steps of time, in thousandths of a nanosecond."""
+    count, ends = len(queue.num_bytes), []
+    for cuts in itertools.product([False, True], repeat=count - 1):
+        edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), count]
+        if not all(is_allowed(queue, *edge) for edge in pairwise(edges)):
+            continue
+        clock = computed = 0
+        for begin, stop in pairwise(edges):
+            idle = max(1000 * queue.ready_ns[stop - 1] - computed, 0)
+            size = sum(queue.num_bytes[begin:stop])
+            cost = 1000 * min(table.cost_ns(size, stop - begin) for table in costs)
+            clock += idle + cost
+            computed += idle + cost * (1000 - taken) // 1000
+        ends.append(clock)
+    return ends
+
+
+@settings(max_examples=400, deadline=None)
+@given(queues(), st.lists(tables(), min_size=1, max_size=2), st.integers(0, 1000))
+def test_no_buckets_end_earlier_where_they_take_compute(queue, costs, taken) -> None:
+    best = best_runs_beside(queue, costs, taken)
+    least = min(ends_beside(queue, costs, taken)) / 1000
+    # Whole nanoseconds of lines between sizes: each bucket can be off by one.
+    assert least - 9 <= best.end_ns <= least * 1.001 + 2
+    assert run_ends(queue, best.runs, costs, taken)[-1] == best.end_ns
+    assert [run.begin for run in best.runs] == [0, *(run.end for run in best.runs)][:-1]
+    assert best.runs[-1].end == len(queue.num_bytes)
+    assert all(is_allowed(queue, run.begin, run.end) for run in best.runs)
+
+
+def test_what_takes_compute_is_sent_in_fewer_buckets() -> None:
+    # Beside free compute, the first bucket should leave early; beside compute that stops meanwhile,
+    # its latency only makes the rest later.
+    queue = Queue((0, 100, 200, 300), (100, 100, 100, 100))
+    costs = CostTable((100, 1000), (60, 150))
+    assert len(best_runs_beside(queue, [costs], 0).runs) > 1
+    assert best_runs_beside(queue, [costs], 1000).runs == (Run(0, 4),)

@@ -67,10 +67,11 @@ def damaged(edit) -> str:
         "{}",
         "[]",
         PROFILE.to_json()[:-20],
-        damaged(lambda data: data.update(format=0)),
+        damaged(lambda data: data.update(format=1)),
         damaged(lambda data: data.update(tables=[])),
         damaged(lambda data: data["tables"][0][1].update(times_ns=[20, 10])),
         damaged(lambda data: data["rates"].update(bytes_per_s=0)),
+        damaged(lambda data: data["rates"].update(taken_per_mille=1001)),
         damaged(lambda data: data["place"].pop("hosts")),
     ],
 )

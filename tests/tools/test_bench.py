@@ -89,10 +89,13 @@ def test_targets_compare_the_best_of_ours_with_the_best_of_torchs() -> None:
         "over the best of torch's ways": True,
         "the same, where compute and network are balanced": True,
         "over the lower bound": False,
+        "over the lower bound with contention": None,
         "CPU seconds over compute alone and network alone": True,
         "peak memory over compute alone": True,
         "warm start over compute alone": True,
     }
+    cell.note_taken([0.7, 1.0, 1.0])
+    assert by_words(cell)["over the lower bound with contention"] is False
     ours.ratios = [1.54, 1.54, 1.54]
     ours.peak_bytes, ours.warm_s = 103, 4.9
     met = by_words(cell)

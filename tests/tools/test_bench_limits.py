@@ -40,6 +40,13 @@ def test_a_step_is_never_shorter_than_its_compute() -> None:
     assert lower_bound(10.0, [1.0], [10], costs) == pytest.approx(10.1)
 
 
+def test_the_bound_with_contention_counts_what_compute_loses() -> None:
+    costs = CostTable.of((1, 100), (0.01, 1.0))
+    # The first ends at 1.5 and has taken a quarter of a second from what the second waits for.
+    assert lower_bound(2.0, [0.5, 1.0], [50, 50], costs) == pytest.approx(2.5)
+    assert lower_bound(2.0, [0.5, 1.0], [50, 50], costs, 0.5) == pytest.approx(2.75)
+
+
 def test_a_gradient_is_ready_when_it_is_on_the_last_rank() -> None:
     fast, slow = [[0.1, 0.4], [0.2, 0.4]], [[0.3, 0.3], [0.3, 0.3]]
     assert ready_shares([fast, slow], [[1.0, 1.0], [1.0, 1.0]]) == pytest.approx([0.3, 0.4])

@@ -5,17 +5,21 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from fusion_passes.plan.optimum import Queue, best_runs
+from fusion_passes.plan.contended import best_runs_beside
+from fusion_passes.plan.optimum import Queue
 from fusion_passes.profile.tables import CostTable
 
 
-def earliest_end(ready: Sequence[float], num_bytes: Sequence[int], costs: CostTable) -> float:
+def earliest_end(
+    ready: Sequence[float], num_bytes: Sequence[int], costs: CostTable, taken: float = 0.0
+) -> float:
     """When the last all-reduce can end at the earliest, in the best buckets that there are.
 
     Args:
         ready: seconds from the start of a step until each gradient is there.
         num_bytes: of each.
         costs: of an all-reduce.
+        taken: seconds of compute that a second of all-reduces takes from it, 0 to 1.
 
     Returns:
         Seconds from the start of the step; 0 without gradients.
@@ -25,7 +29,7 @@ def earliest_end(ready: Sequence[float], num_bytes: Sequence[int], costs: CostTa
         tuple(round(ready[index] * 1e9) for index in order),
         tuple(num_bytes[index] for index in order),
     )
-    return best_runs(queue, [costs]).end_ns / 1e9
+    return best_runs_beside(queue, [costs], round(1000 * taken)).end_ns / 1e9
 
 
 def ready_shares(
@@ -56,7 +60,11 @@ def _medians(steps: Sequence[Sequence[float]]) -> list[float]:
 
 
 def lower_bound(
-    compute_s: float, shares: Sequence[float], num_bytes: Sequence[int], costs: CostTable
+    compute_s: float,
+    shares: Sequence[float],
+    num_bytes: Sequence[int],
+    costs: CostTable,
+    taken: float = 0.0,
 ) -> float:
     """Seconds that a step takes at least: its compute, and the all-reduces that can hide in it.
 
@@ -65,6 +73,8 @@ def lower_bound(
         shares: when each gradient is ready, as a share of that.
         num_bytes: of each gradient.
         costs: of an all-reduce.
+        taken: as for :func:`earliest_end`. What it takes after the last gradient is ready is not
+            counted, so the bound is one.
     """
     ready = [share * compute_s for share in shares]
-    return max(compute_s, earliest_end(ready, num_bytes, costs))
+    return max(compute_s, earliest_end(ready, num_bytes, costs, taken))

@@ -241,6 +241,7 @@ class Measuring:
         limits = {item.result.row: item.result for item in alive[:2]}
         results = {row: start.without_figures() for row, start in (limits | starts).items()}
         tables: list[list[float]] = []
+        taken: list[float] = []
         probed: list[list[Stepped]] = []
         sizes = table_sizes(cell.total_bytes, 4)
         self._warm_up(alive, results)
@@ -255,6 +256,7 @@ class Measuring:
                     stepped = item.processes.ask("steps", item.steps)
                     if row == NETWORK:
                         tables.append(_table(item.processes.ask("table", sizes)))
+                        taken += item.processes.ask("taken", sizes, tables[-1])[:1]
                 except RowFailed as error:
                     result.reason = item.result.reason = str(error)
                     if row in (COMPUTE, NETWORK):
@@ -268,6 +270,7 @@ class Measuring:
                     probed.append(stepped)
         cell.add(results)
         cell.note_table(sizes, tables)
+        cell.note_taken(taken)
         cell.note_ready(probed)
 
     def _warm_up(self, alive: Sequence[_Alive], results: dict[Row, RowResult]) -> None:

@@ -29,6 +29,7 @@ COLUMNS = (
     "step over compute alone",
     "ms",
     "over lower bound",
+    "with contention",
     "best cap",
     "CPU",
     "peak memory",
@@ -41,7 +42,8 @@ LEGEND = """\
 All figures are of the same run, in which the ways took turns in each round. *Step*: forward and
 backward, without an optimizer; its time over that of compute alone (compiled, no DDP) in the same
 round, median and quartiles over the rounds. *Lower bound*: of a step with these ready times of
-gradients and these costs of all-reduces, in the best possible buckets. *Best cap*: the fastest of
+gradients and these costs of all-reduces, in the best possible buckets; *with contention*: where
+all-reduces also take from compute what matrix products lose beside one. *Best cap*: the fastest of
 the caps that were tried. *CPU*: CPU seconds of all ranks over those of compute alone and network
 alone. *Peak memory*: of a step, beyond parameters, over compute alone. *Cold* and *warm start*:
 wrapping in DDP and the first step, with an empty compiler cache and in a second process.
@@ -93,6 +95,10 @@ def _limits(cell: Cell) -> str:
         f"network alone {_milliseconds(network)} ms ({_number(share)} of compute alone{balanced})",
         f"lower bound {_number(bound)} of compute alone",
     ]
+    contended = bound_over_compute(cell, contended=True)
+    if contended is not None:
+        taken = f"a second of all-reduces takes {_number(cell.taken_s)} s of the compute beside it"
+        parts.append(f"with contention {_number(contended)} ({taken})")
     return "; ".join(parts) + "."
 
 
@@ -100,13 +106,14 @@ def _row(cell: Cell, result: RowResult, *, is_best: bool) -> str:
     name = f"**{result.row.label}**" if is_best else result.row.label
     if result.reason:
         return f"| {name} | failed |{' |' * (len(COLUMNS) - 2)}"
-    ratio, bound = Spread.of(result.ratios), bound_over_compute(cell)
+    ratio = Spread.of(result.ratios)
+    bounds = [bound_over_compute(cell, contended=contended) for contended in (False, True)]
     capped = best_cap(cell, result.row.way)
     cpu = cpu_over_limits(cell, result)
     values = [
         str(ratio),
         _milliseconds(result),
-        _number(ratio.middle / bound if bound else None),
+        *(_number(ratio.middle / bound if bound else None) for bound in bounds),
         _capped(capped),
         _number(cpu.middle if cpu else None),
         _number(peak_over_compute(cell, result)),

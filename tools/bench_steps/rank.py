@@ -206,6 +206,23 @@ class Rank:
         self._run = whole
         return found
 
+    def taken(self, sizes: tuple[int, ...], seconds: list[float]) -> float:
+        """Seconds of compute that a second of all-reduces takes from it; the same on all ranks.
+
+        Args:
+            sizes: in bytes.
+            seconds: of an all-reduce of each, on the slowest rank.
+        """
+        from fusion_passes.profile.measure import Ranks, taken_per_mille
+        from fusion_passes.profile.records import Kind
+        from fusion_passes.profile.tables import CostTable
+        from fusion_passes.torch_private.profiling import world_group
+
+        timeout = datetime.timedelta(seconds=self._assignment.timeout_s)
+        ranks = Ranks(world_group(), self._device, timeout)
+        kind = Kind(str(self._flat.dtype).removeprefix("torch."), "sum")
+        return taken_per_mille(ranks, kind, CostTable.of(sizes, seconds)) / 1000
+
     def timelines(self, count: int) -> list[Any]:
         """What this rank does when, in each of some steps: a ``RankTimeline`` for each."""
         from fusion_passes.reporting.profile import new_profiler, read_profile

@@ -81,6 +81,8 @@ class Cell:
         table_s: seconds of these.
         ready_shares: when each gradient is ready, as a share of a step of compute alone.
         ready_bytes: of these gradients.
+        taken_s: seconds of compute that a second of all-reduces takes from it; ``None``: not
+            measured.
     """
 
     model: str
@@ -92,6 +94,7 @@ class Cell:
     table_s: tuple[float, ...] = ()
     ready_shares: tuple[float, ...] = ()
     ready_bytes: tuple[int, ...] = ()
+    taken_s: float | None = None
 
     @property
     def name(self) -> str:
@@ -120,6 +123,11 @@ class Cell:
         medians = tuple(statistics.median(of_size) for of_size in zip(*rounds, strict=True))
         self.table_bytes, self.table_s = tuple(sizes), medians
 
+    def note_taken(self, rounds: Sequence[float]) -> None:
+        """Note what all-reduces take from the compute beside them, by round."""
+        if rounds:
+            self.taken_s = statistics.median(rounds)
+
     def note_ready(self, rounds: Sequence[Sequence[Stepped]]) -> None:
         """Note when gradients were ready, by round and rank."""
         if not rounds:
@@ -130,9 +138,15 @@ class Cell:
         self.ready_shares = tuple(ready_shares(moments, seconds))
         self.ready_bytes = rounds[0][0].ready_bytes
 
-    def lower_bound_s(self) -> float | None:
+    def lower_bound_s(self, *, contended: bool = False) -> float | None:
         """Seconds that no way can be faster than; ``None`` if it is not known: something of it was
-        not measured, or the backward is more than one graph."""
+        not measured, or the backward is more than one graph.
+
+        Args:
+            contended: whether all-reduces take from the compute beside them what was measured.
+        """
+        if contended and self.taken_s is None:
+            return None
         compute, network = self.find(COMPUTE), self.find(NETWORK)
         if not (compute and network and compute.seconds and network.seconds):
             return None
@@ -145,14 +159,19 @@ class Cell:
             (*self.table_s[: len(known)], statistics.median(network.seconds)),
         )
         middle = statistics.median(compute.seconds)
-        return lower_bound(middle, self.ready_shares, self.ready_bytes, costs)
+        taken = (self.taken_s or 0.0) if contended else 0.0
+        return lower_bound(middle, self.ready_shares, self.ready_bytes, costs, taken)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"lower_bound_s": self.lower_bound_s()}
+        bounds = {
+            "lower_bound_s": self.lower_bound_s(),
+            "contended_bound_s": self.lower_bound_s(contended=True),
+        }
+        return asdict(self) | bounds
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Cell:
-        values = {name: value for name, value in data.items() if name != "lower_bound_s"}
+        values = {name: value for name, value in data.items() if not name.endswith("_bound_s")}
         rows = [RowResult(**{**row, "row": Row(**row["row"])}) for row in values.pop("rows")]
         plain: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
