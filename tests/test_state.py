@@ -22,6 +22,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,11 +39,13 @@ import fusion_passes
 from fusion_passes.agreement.protocol import participants
 from fusion_passes.ddp import rounds
 from fusion_passes.ddp.aot_backward import aot_backwards
+from fusion_passes.ddp.launch_clock import launch_clock
 from fusion_passes.ddp.modules import registry
 from fusion_passes.install.changes import replaced, value_of
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, ProcessState, process_state
 from testing.fake_world import fake_world, two_layers
+from tests.profile.test_records import PROFILE
 
 MODULES = [
     importlib.import_module(found.name)
@@ -281,8 +284,16 @@ def _tensor_parallel() -> Any:
     return DistributedDataParallel(model, device_mesh=mesh["dp"])
 
 
+def _timed() -> Any:
+    ddp = DistributedDataParallel(two_layers())
+    registry.set_costs(ddp, PROFILE, None)
+    launch_clock.watch(ddp, PROFILE, Path("never written"))
+    return ddp
+
+
 KINDS = (
     _managed,
+    _timed,
     _copied,
     _moved,
     _hooked,

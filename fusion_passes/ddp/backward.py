@@ -18,6 +18,7 @@ from fusion_passes.ddp.autograd_graph import leaves_behind
 from fusion_passes.ddp.disagreement import shared_errors
 from fusion_passes.ddp.engine_calls import NOTHING, EngineCall, reach_of
 from fusion_passes.ddp.hooks import put_hooks_last, traced_hooks
+from fusion_passes.ddp.launch_clock import launch_clock
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.naming import bucket_names
 from fusion_passes.ddp.own_reducer import check_optimizers
@@ -151,18 +152,19 @@ class BackwardRunner:
             registry.check_new(check_optimizers)
         touched = reached if meets else lambda: ()
         self._note(averaged, call, reached if reach.managed else list, traced=traced)
-        with running(), rejoining(), shared_errors(touched, fail_backward):
+        timing = launch_clock.timing() if meets else contextlib.nullcontext()
+        with timing, running(), rejoining(), shared_errors(touched, fail_backward):
             with (
                 self._averaging(averaged),
                 self._running(traced, is_warned=reach.others or can_trace),
+                launch_clock.noting(),
             ):
                 result = engine(outputs, *args, **kw)
                 self._call_back()
             names = self._end(lacking)
         backwards.ended()
-        reports = self.journal.reports()[known:]
         if self.journal.unreadable == unreadable:  # Else the journal has said so.
-            self._warn(names, reports)
+            self._warn(names, self.journal.reports()[known:])
         return result
 
     def _end(self, lacking: Sequence[Participant]) -> tuple[str, ...]:

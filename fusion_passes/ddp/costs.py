@@ -15,11 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes.agreement.protocol import participants
 from fusion_passes.agreement.rendezvous import meeting_of
 from fusion_passes.config import FusionConfig
+from fusion_passes.ddp.launch_clock import launch_clock
 from fusion_passes.ddp.modules import registry
 from fusion_passes.plan.scaling import REDUCE_DTYPE_OF, can_average
-from fusion_passes.profile.agree import Wanted, Where, agree_on_profile
+from fusion_passes.profile.agree import Wanted, Where, agree_on_profile, agree_on_steps
 from fusion_passes.profile.known import known_profile, next_meeting, remember_profile
 from fusion_passes.profile.records import Kind
+from fusion_passes.profile.steps import load_steps, module_key, steps_path, store_steps
 from fusion_passes.reductions.find import dtype_name
 from fusion_passes.torch_private.ddp import parameters_of
 
@@ -32,7 +34,8 @@ def learn_costs(ddp: DistributedDataParallel, config: FusionConfig) -> None:
     if none of them knows. All ranks call this, when they construct the module.
 
     Raises:
-        RuntimeError: see :func:`fusion_passes.profile.agree.agree_on_profile`.
+        RuntimeError: see :func:`fusion_passes.profile.agree.agree_on_profile` and
+            :func:`fusion_passes.profile.agree.agree_on_steps`.
     """
     module, group = registry.module_of(ddp), ddp.process_group
     meeting = meeting_of(module.group_name)
@@ -40,18 +43,35 @@ def learn_costs(ddp: DistributedDataParallel, config: FusionConfig) -> None:
     if meeting is None or not kinds:
         return
     profile = known_profile(group)
-    if profile is None or profile.missing(kinds):
-        where = Where(group, parameters_of(ddp)[0].device)
-        try:
+    try:
+        if profile is None or profile.missing(kinds):
+            where = Where(group, parameters_of(ddp)[0].device)
             profile = agree_on_profile(
                 meeting, where, Wanted(module.backend, kinds), next_meeting(group)
             )
-        except RuntimeError as error:
-            # For ranks that have another flag, and come to their first backward.
-            participants[module.group_name].leave_word(str(error))
-            raise
-        remember_profile(group, profile)
-    registry.set_profile(ddp, profile)
+            remember_profile(group, profile)
+        path = steps_path(profile.place, _key_of(ddp))
+        found = load_steps(path)
+        steps = agree_on_steps(meeting, found, next_meeting(group))
+    except RuntimeError as error:
+        # For ranks that have another flag, and come to their first backward.
+        participants[module.group_name].leave_word(str(error))
+        raise
+    if steps is not None and steps != found:
+        store_steps(path, steps)
+    registry.set_costs(ddp, profile, steps)
+    launch_clock.watch(ddp, profile, path)
+
+
+def _key_of(ddp: DistributedDataParallel) -> str:
+    """Equal for modules of equal parameters."""
+    module, parameters = registry.module_of(ddp), parameters_of(ddp)
+    return module_key(
+        [
+            (module.parameters[number], parameters[number].shape, str(parameters[number].dtype))
+            for number in module.trained
+        ]
+    )
 
 
 def _kinds_of(ddp: DistributedDataParallel, config: FusionConfig, backend: str) -> tuple[Kind, ...]:

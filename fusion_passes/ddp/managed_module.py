@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 import torch
@@ -18,6 +18,7 @@ from fusion_passes.flag import active_config
 from fusion_passes.plan.caps import ModuleCaps, default_caps, given_caps
 from fusion_passes.profile.known import known_profile
 from fusion_passes.profile.records import Profile
+from fusion_passes.profile.steps import MeasuredSteps
 from fusion_passes.reductions.hook_pattern import is_dense
 from fusion_passes.reductions.owners import Owner
 from fusion_passes.torch_private import (
@@ -54,6 +55,7 @@ class ManagedModule:
             used.
         profile: what collectives and compute cost between its ranks; ``None`` if nobody knows.
         calls_hook: whether a communication hook is called in the place of its collectives.
+        steps: when its gradients were ready in steps of an earlier start; ``None`` if nobody knows.
     """
 
     group_name: str
@@ -68,6 +70,7 @@ class ManagedModule:
     flag_dtype: torch.dtype | None = None
     profile: Profile | None = None
     calls_hook: bool = False
+    steps: MeasuredSteps | None = None
 
     @property
     def flags(self) -> int:
@@ -100,6 +103,17 @@ class ManagedModule:
             number if number is not None else -1,
             self.strides_of(number) if number is not None else None,
             self.calls_hook and number != self.flags,
+        )
+
+    def moved_to(self, group: dist.ProcessGroup, device: torch.device) -> ManagedModule:
+        """The module on another process group; what was measured in steps holds for the old one."""
+        return replace(
+            self,
+            process_group=group.group_name,
+            backend=backend_name(group, device),
+            world_size=group.size(),
+            profile=known_profile(group),
+            steps=None,
         )
 
     def strides_of(self, number: int) -> tuple[int, ...]:

@@ -36,12 +36,11 @@ from fusion_passes.ddp.managed_module import (
     usage_of,
 )
 from fusion_passes.ddp.unfinished import refuse_changed
-from fusion_passes.profile.known import known_profile
 from fusion_passes.profile.records import Profile
+from fusion_passes.profile.steps import MeasuredSteps
 from fusion_passes.reductions.owners import Owner
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import (
-    backend_name,
     local_process_group,
     register_process_group,
     unregister_process_group,
@@ -147,22 +146,18 @@ class Registry:
         """
         entry, group = self._entries[ddp], ddp.process_group
         old = entry.module
-        entry.module = replace(
-            old,
-            process_group=group.group_name,
-            backend=backend_name(group, torch.device(ddp.device_type)),
-            world_size=group.size(),
-            profile=known_profile(group),
-        )
+        entry.module = old.moved_to(group, torch.device(ddp.device_type))
         self._modules[old.group_name] = entry.module
         self._moved.add(old.group_name)
         self._meet_under(ddp, old.group_name, str(self._number_on(group)))
         self.set_stand_in(ddp, entry.make_stand_in)
         return (old.backend, old.world_size) != (entry.module.backend, entry.module.world_size)
 
-    def set_profile(self, ddp: DistributedDataParallel, profile: Profile) -> None:
-        """Note what collectives cost between a module's ranks."""
-        self._renew(ddp, replace(self.module_of(ddp), profile=profile))
+    def set_costs(
+        self, ddp: DistributedDataParallel, profile: Profile, steps: MeasuredSteps | None
+    ) -> None:
+        """Note what collectives cost between a module's ranks, and what was measured in steps."""
+        self._renew(ddp, replace(self.module_of(ddp), profile=profile, steps=steps))
 
     def set_hooked(self, ddp: DistributedDataParallel, make: MakeStandIn) -> None:
         """Let a group call a communication hook in the place of a module's collectives. The ranks

@@ -71,6 +71,7 @@ class DdpFusionPass(CustomGraphPass):
             nothing_agreed if in_aot else functools.partial(_agreed_in, config.reduces_by),
             is_optional=in_aot,
             profile_of=lambda name: registry.module(name).profile,
+            steps_of=lambda name: registry.module(name).steps,
         )
         if in_aot and not all(bucket.scaling.is_by_collective for bucket in plan.buckets):
             raise BrokenInvariantError("a gradient that may stay on its rank is divided on it")

@@ -22,6 +22,7 @@ from fusion_passes.passes.place import PlaceReductions
 from fusion_passes.passes.verify import BrokenInvariantError, graph_facts, verify
 from fusion_passes.passes.write import WriteGradsTogether
 from fusion_passes.plan.buckets import BucketPlan
+from fusion_passes.plan.corrected import StepsOf, no_steps
 from fusion_passes.plan.placement import Placement, PlacementPlan, plan_placement
 from fusion_passes.plan.planner import (
     AgreedOf,
@@ -101,6 +102,7 @@ def run_pipeline(
     *,
     is_optional: bool = False,
     profile_of: ProfileOf = no_profile,
+    steps_of: StepsOf = no_steps,
 ) -> BucketPlan:
     """Fuse the gradient reductions of a graph.
 
@@ -112,6 +114,7 @@ def run_pipeline(
         agreed_of: what the ranks have agreed on.
         is_optional: whether the graph also runs in backwards that are not averaged.
         profile_of: what collectives of each DDP module cost, for the mode ``"auto"``.
+        steps_of: when gradients of each were ready in steps, for the same mode.
 
     Returns:
         The plan that was carried out; without buckets where the graph has no reduction of DDP.
@@ -124,6 +127,7 @@ def run_pipeline(
             config.scaling,
             REDUCE_DTYPE_OF[config.reduce_dtype],
             profile_of if config.mode == "auto" else None,
+            steps_of,
         )
         return _fuse(graph, config, owner_of, caps_of, agreed_of, is_optional, options)
 

@@ -29,7 +29,7 @@ Members = tuple[GradientReduction, ...]
 
 @dataclass(frozen=True)
 class Decision:
-    """Why buckets were chosen so, by the profile and the estimated ready times.
+    """Why buckets were chosen so, by the profile and the ready times.
 
     Attributes:
         profile: its digest.
@@ -40,6 +40,7 @@ class Decision:
         uncapped_end_ns: when it would end without the user's caps; ``None`` if there are none.
         kinds: of gradients that share the network.
         taken_per_mille: what all-reduces take from the compute beside them.
+        steps: in how many steps ready times were measured; 0 where they are estimates.
     """
 
     profile: str
@@ -50,13 +51,19 @@ class Decision:
     uncapped_end_ns: int | None
     kinds: int
     taken_per_mille: int
+    steps: int
 
     def lines(self) -> tuple[str, ...]:
         """The decision for people."""
         exposed = self.end_ns - self.compute_ns
+        how = (
+            f"were measured in {self.steps} steps of an earlier start"
+            if self.steps
+            else "are estimated from shapes"
+        )
         chosen = (
-            f"chosen from profile {self.profile} ({self.place}) and from ready times that are "
-            f"estimated from shapes: the last gradient is ready at {_ms(self.compute_ns)}, the "
+            f"chosen from profile {self.profile} ({self.place}) and from ready times that {how}: "
+            f"the last gradient is ready at {_ms(self.compute_ns)}, the "
             f"last all-reduce ends {_ms(exposed)} later; in the buckets of 'concat', "
             f"{_ms(self.fixed_end_ns - self.compute_ns)} later"
         )
@@ -86,20 +93,22 @@ class Given:
     Attributes:
         reductions: in graph order; at least one.
         levels: by launch: reductions of different levels never share a bucket.
-        ready_ns: for each node of the graph, when it has been computed.
+        ready_ns: when each gradient has been computed; never falling in the order of the graph.
         overwritten_at: index of the first node that overwrites a gradient.
         caps_of: the limits of a module's buckets, by its group name.
         profiles: what collectives cost, by a module's group name.
         scaling: what the user asks for, since a collective that averages may cost more.
+        steps: in how many steps ready times were measured; 0 where they are estimates.
     """
 
     reductions: Sequence[GradientReduction]
     levels: Mapping[fx.Node, int]
-    ready_ns: Sequence[int]
+    ready_ns: Mapping[GradientReduction, int]
     overwritten_at: Mapping[GradientReduction, float]
     caps_of: Callable[[str], BucketCaps]
     profiles: Mapping[str, Profile]
     scaling: ScalingOption
+    steps: int = 0
 
     def kinds(self) -> list[Members]:
         """The reductions that may share buckets: of one key and level."""
@@ -115,7 +124,7 @@ class Given:
         caps = self.caps_of(key.group_name)
         wide, narrow = key.dtype.itemsize, key.reduce_dtype.itemsize
         queue = Queue(
-            tuple(self.ready_ns[member.position] for member in members),
+            tuple(self.ready_ns[member] for member in members),
             tuple(member.num_bytes // wide * narrow for member in members),
             tuple(self._earliest(members, caps)),
             None if caps.most_bytes is None else caps.most_bytes // wide * narrow,
@@ -187,6 +196,7 @@ def choose_members(
         last_end(free, best_of(free, filled)) if is_capped else None,
         len(slots),
         profile.rates.taken_per_mille,
+        given.steps,
     )
     sent = {(n, begin): PredictedTimes(*times) for n, begin, *times in times_of(slots, runs)}
     chosen = [

@@ -26,6 +26,7 @@ from fusion_passes.graph.dependencies import reduction_levels, write_positions
 from fusion_passes.graph.kernels import is_library_kernel
 from fusion_passes.plan.buckets import Bucket, BucketPlan, buckets_as_agreed, folds
 from fusion_passes.plan.caps import ALONG_SHARE, BucketCaps
+from fusion_passes.plan.corrected import StepsOf, by_steps, no_steps
 from fusion_passes.plan.measured import Given, choose_members
 from fusion_passes.plan.ready import ready_times
 from fusion_passes.plan.scaling import choose_scaling
@@ -51,11 +52,13 @@ class PlanOptions:
             What a communication hook has cast already is sent as it is.
         profile_of: what collectives of the DDP module cost that owns a group name: buckets are
             chosen from that. ``None``: they are filled up to their caps.
+        steps_of: when its gradients were ready in steps of an earlier start.
     """
 
     scaling: ScalingOption = "auto"
     reduce_dtype: torch.dtype | None = None
     profile_of: ProfileOf | None = None
+    steps_of: StepsOf = no_steps
 
 
 DEFAULT_OPTIONS: Final = PlanOptions()
@@ -190,14 +193,17 @@ def _choose(
     known = [profile for profile in profiles.values() if profile is not None]
     if len(known) < len(profiles):
         return filled, (NO_PROFILE,)
+    estimates = ready_times(graph, known[0].rates, {node for r in reductions for node in r.nodes})
+    ready_ns, steps = by_steps(reductions, estimates, options.steps_of)
     given = Given(
         reductions,
         levels,
-        ready_times(graph, known[0].rates, {node for r in reductions for node in r.nodes}),
+        ready_ns,
         overwritten_at,
         caps_of,
         dict(zip(profiles, known, strict=True)),
         options.scaling,
+        steps,
     )
     chosen, decision = choose_members(given, [bucket.members for bucket in filled])
     buckets = [

@@ -29,6 +29,15 @@ from fusion_passes.agreement.rendezvous import (
 from fusion_passes.profile.files import load, path_of, store
 from fusion_passes.profile.measure import SECONDS, Ranks, measure
 from fusion_passes.profile.records import Kind, Place, Profile
+from fusion_passes.profile.steps import MeasuredSteps
+from fusion_passes.profile.verdicts import (
+    NOBODY,
+    all_equal,
+    first_text,
+    joined,
+    longest,
+    lowest_with_any,
+)
 from fusion_passes.torch_private import ProcessGroup
 
 log = logging.getLogger(__name__)
@@ -120,6 +129,23 @@ def measure_profile(
     return profile
 
 
+def agree_on_steps(meeting: Meeting, found: MeasuredSteps | None, key: str) -> MeasuredSteps | None:
+    """The measured steps of a module that the lowest rank has kept which has any; the same on all
+    ranks. Each of them must call this, at the same point.
+
+    Args:
+        meeting: of the ranks.
+        found: what this rank has kept.
+        key: in the store, not used before; the same on all ranks.
+
+    Raises:
+        RuntimeError: a rank has not come in time.
+    """
+    text = found.to_json() if found is not None else ""
+    agreed = _Rendezvous(meeting, key).exchange("steps", json.dumps(text), first_text)
+    return MeasuredSteps.from_json(agreed) if agreed != NOBODY else None
+
+
 def _measured(
     rendezvous: _Rendezvous,
     group: Where,
@@ -187,7 +213,7 @@ class _Rendezvous:
             },
             "kinds": [asdict(kind) for kind in wanted.kinds],
         }
-        verdict = json.loads(self._exchange("where", json.dumps(statement), _join))
+        verdict = json.loads(self.exchange("where", json.dumps(statement), joined))
         if "differ" in verdict:
             raise RuntimeError(
                 "torch._inductor.config.ddp_fusion = 'auto' needs one profile for all ranks, but "
@@ -201,15 +227,15 @@ class _Rendezvous:
         """The profile that a rank has found, which all take, one that is enough before others;
         ``None`` if none has any."""
         statement = [is_enough] if found is not None else []
-        rank = int(self._exchange("kept", json.dumps(statement), _first))
+        rank = int(self.exchange("kept", json.dumps(statement), lowest_with_any))
         if rank < 0:
             return None
         text = found.to_json() if found is not None and rank == self.meeting.rank else ""
-        return Profile.from_json(json.loads(self._exchange("text", json.dumps(text), _longest)))
+        return Profile.from_json(json.loads(self.exchange("text", json.dumps(text), longest)))
 
     def compare_measured(self, profile: Profile) -> None:
         """Compare what the ranks have measured together."""
-        verdict = self._exchange("measured", json.dumps(profile.digest()), _equal)
+        verdict = self.exchange("measured", json.dumps(profile.digest()), all_equal)
         if verdict.startswith("["):
             raise self._failure(verdict)
         if verdict != "true":
@@ -219,9 +245,14 @@ class _Rendezvous:
                 "backend's all-reduce: please report it, and set ddp_fusion = 'concat'."
             )
 
-    def _exchange(
+    def exchange(
         self, name: str, statement: str, compare: Callable[[Mapping[int, str]], str]
     ) -> str:
+        """The verdict on what all ranks say.
+
+        Raises:
+            RuntimeError: a rank has not come in time.
+        """
         timeout = self.timeout
         place = f"{self.key}/{name}"
         try:
@@ -246,38 +277,6 @@ class _Rendezvous:
                 "ddp_fusion: set it to 'auto' on all ranks."
             )
         return verdict
-
-
-def _join(said: Mapping[int, str]) -> str:
-    items = {rank: json.loads(said[rank]) for rank in sorted(said)}
-    first = items[min(items)]
-    for rank, item in items.items():
-        for name, value in item["same"].items():
-            if value != first["same"][name]:
-                differ = f"{name} is {first['same'][name]!r} on rank {min(items)}, and {value!r} "
-                return json.dumps({"differ": f"{differ}on rank {rank}"})
-    kinds = {json.dumps(kind, sort_keys=True) for item in items.values() for kind in item["kinds"]}
-    hosts = sorted({item["host"] for item in items.values()})
-    each = {
-        name: ", ".join(sorted({item["each"][name] for item in items.values()}))
-        for name in first["each"]
-    }
-    place = first["same"] | each
-    joined = {"place": place, "hosts": hosts, "kinds": [*map(json.loads, sorted(kinds))]}
-    return json.dumps(joined)
-
-
-def _first(said: Mapping[int, str]) -> str:
-    enough = {rank: kept[0] for rank, text in said.items() if (kept := json.loads(text))}
-    return str(min(enough, key=lambda rank: (not enough[rank], rank), default=-1))
-
-
-def _longest(said: Mapping[int, str]) -> str:
-    return max(said.values(), key=len)
-
-
-def _equal(said: Mapping[int, str]) -> str:
-    return json.dumps(len(set(said.values())) == 1)
 
 
 def device_name(device: torch.device) -> str:

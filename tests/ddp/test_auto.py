@@ -23,10 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes import FusionWarning
+from fusion_passes.ddp.launch_clock import STEPS
+from fusion_passes.ddp.modules import registry
 from fusion_passes.plan.planner import NO_PROFILE
 from fusion_passes.profile import agree, files, measure
+from fusion_passes.profile.steps import MeasuredSteps
 from fusion_passes.profile.tables import CostTable
 from fusion_passes.state import process_state
+from fusion_passes.torch_private import resolve_process_group
 from testing.fake_world import fake_world, two_layers
 from testing.processes import RankError
 
@@ -71,14 +75,27 @@ def _profiles():
         shutil.rmtree(root)
 
 
-def _train(flag: object, **options: Any) -> list[Tensor]:
-    """Gradients after two steps."""
+def _train(
+    flag: object, steps: int = 0, during: Callable[[str], object] | None = None, **options: Any
+) -> list[Tensor]:
+    """Gradients after two steps, added up; or after some, the last one's. In each, ``during`` is
+    given the class of what the module's name stands for in a backward."""
     with inductor_config.patch(ddp_fusion=flag):
         ddp = DistributedDataParallel(_chain(), **options)
         step = ddp if flag is None else torch.compile(ddp)
-        for _ in range(2):
-            step(_inputs()).square().sum().backward()
+        for _ in range(steps or 2):
+            if steps:
+                ddp.zero_grad()
+            loss = step(_inputs()).square().sum()
+            if during is not None:
+                loss.register_hook(lambda _: during(_group_of(ddp)))
+            loss.backward()
     return [parameter.grad.clone() for parameter in ddp.parameters()]
+
+
+def _group_of(ddp: DistributedDataParallel) -> str:
+    name = registry.module_of(ddp).group_name
+    return type(resolve_process_group(name)).__name__
 
 
 def _start_again(directory: Path) -> None:
@@ -115,7 +132,7 @@ def trained() -> dict[str, Any]:
         _start_again(directory)
         said["cold rank"] = _train("auto")
         said["measured in all"] = len(calls)
-        (path,) = directory.iterdir()
+        (path,) = directory.glob("*.json")
         said["file"] = path.read_text()
         _start_again(directory)
         config = fusion_passes.FusionConfig(mode="auto", bucket_cap_mb=300 / 2**20)
@@ -139,6 +156,44 @@ def test_it_trains_as_eager_ddp_and_measures_once(run_on_ranks: RUN) -> None:
         assert rank["capped report"].decision[1].startswith("your bucket cap costs")
     assert one["digests"] == other["digests"]
     assert one["file"] == other["file"]
+
+
+def measured() -> dict[str, Any]:
+    """A start whose steps are measured, and two that plan from them; rank 1 has lost its file."""
+    said: dict[str, Any] = {"eager": _train(None, steps=9), "groups": []}
+    with _profiles() as (directory, _), fresh_cache():
+        said["first"] = _train("auto", steps=2 + STEPS + 2, during=said["groups"].append)
+        said["estimated"] = fusion_passes.reports()[0].decision
+        dist.barrier()
+        said["kept"] = [path.read_text() for path in directory.glob("*.steps.json")]
+        for start in ("second", "third"):
+            _start_again(directory)
+            torch._dynamo.utils.counters.clear()
+            said[start] = _train("auto", steps=2)
+            (report,) = fusion_passes.reports()
+            said[f"{start} report"] = report
+            said["misses"] = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"]
+        said["shared"] = [path.read_text() for path in directory.glob("*.steps.json")]
+    return said
+
+
+def test_the_next_start_plans_from_measured_steps(run_on_ranks: RUN) -> None:
+    ranks = run_on_ranks(2, measured)
+    (text,) = [text for rank in ranks for text in rank["kept"]]
+    steps = MeasuredSteps.from_json(text)
+    assert sorted(number for bucket in steps.buckets for number in bucket) == list(range(8))
+    for rank in ranks:
+        for start in ("first", "second", "third"):
+            for ours, theirs in zip(rank[start], rank["eager"], strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+        assert "that are estimated from shapes" in rank["estimated"][0]
+        noted = [name == "PreparingGroup" for name in rank["groups"]]
+        assert noted == [False] * 2 + [True] * STEPS + [False] * 2
+        for start in ("second", "third"):
+            assert "measured in 5 steps of an earlier start" in rank[f"{start} report"].decision[0]
+        assert rank["shared"] == [text], "each rank keeps what all have agreed on"
+        assert rank["misses"] == 0, "a start that plans from the same hits the caches"
+    assert len({rank["second report"].digest for rank in ranks}) == 1
 
 
 def failing(case: str, directory: str) -> None:

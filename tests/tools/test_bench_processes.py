@@ -101,6 +101,8 @@ def test_the_quick_form_measures_and_writes(tmp_path: Path) -> None:
     assert sum(cell.ready_bytes) == cell.total_bytes
     bound = cell.lower_bound_s()
     assert bound is not None
-    assert cell.lower_bound_s(contended=True) >= bound
+    contended = cell.lower_bound_s(contended=True)
+    assert contended is not None
+    assert contended >= bound
     assert (tmp_path / "steps.png").exists()
     assert "| equal |" in (tmp_path / "steps.md").read_text()

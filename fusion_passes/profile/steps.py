@@ -1,0 +1,143 @@
+"""When gradients were ready in real steps of a module: plain values, and their files.
+
+A file is one of a module on a place: its key is made of the module's parameters. It is replaced
+where a later start has measured something else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Final
+
+from fusion_passes.profile.files import directory, write_whole
+from fusion_passes.profile.records import Place
+
+log = logging.getLogger(__name__)
+
+FORMAT: Final = 1
+"""Of the file. Another one is measured anew."""
+
+_CHANGED: Final = 2
+"""Ready times that differ by more than this factor are others: another batch, or another machine.
+On a machine with other work those of equal steps differ by up to a half, and a file that is
+replaced costs the next start its caches."""
+
+
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """When the gradients of a module were ready in real steps, bucket by bucket.
+
+    Attributes:
+        steps: how many were measured.
+        buckets: the numbers of the parameters of each, in the order of their launches.
+        ready_ns: when all gradients of each bucket were ready on all ranks, from the beginning of
+            the backward, less what all-reduces took from the compute; never less than for the one
+            before.
+    """
+
+    steps: int
+    buckets: tuple[tuple[int, ...], ...]
+    ready_ns: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.buckets or len(self.buckets) != len(self.ready_ns) or self.steps < 1:
+            raise ValueError("there is not one time for each bucket, or no step")
+        if list(self.ready_ns) != sorted(self.ready_ns) or self.ready_ns[0] < 0:
+            raise ValueError("a bucket is ready before the one before it")
+
+    def agrees_with(self, other: MeasuredSteps) -> bool:
+        """Whether another measurement, perhaps of other buckets, is the same but for noise: each of
+        its buckets was ready in about the time in which this one has its last gradient."""
+        of = {number: i for i, bucket in enumerate(self.buckets) for number in bucket}
+        for bucket, ready in zip(other.buckets, other.ready_ns, strict=True):
+            if not of.keys() >= set(bucket):
+                return False
+            last = max(of[number] for number in bucket)
+            before = self.ready_ns[last - 1] if last else 0
+            if not before <= ready * _CHANGED <= self.ready_ns[last] * _CHANGED**2:
+                return False
+        # A bucket that ends within one of these may be ready long before it, but not the last one.
+        return other.ready_ns[-1] * _CHANGED >= self.ready_ns[-1]
+
+    def to_json(self) -> str:
+        """As text; :meth:`from_json` reads it."""
+        values = {"steps": self.steps, "buckets": self.buckets, "ready_ns": self.ready_ns}
+        return json.dumps({"format": FORMAT, **values}, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> MeasuredSteps:
+        """What :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: the text is none, or not whole, or of another format; it says what is wrong.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            if data["format"] != FORMAT:
+                raise ValueError(f"its format is {data['format']}, not {FORMAT}")
+            buckets = tuple(tuple(map(int, bucket)) for bucket in data["buckets"])
+            return MeasuredSteps(int(data["steps"]), buckets, tuple(map(int, data["ready_ns"])))
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"it is none: {type(error).__name__} {error}") from error
+
+
+def slowest_ready(
+    launched_ns: Sequence[Sequence[int]], costs_ns: Sequence[int], taken_per_mille: int
+) -> tuple[int, ...]:
+    """When the gradients of each bucket would be ready if all-reduces took nothing from compute.
+
+    Args:
+        launched_ns: when each bucket was launched, by rank; each collective begins with the last.
+        costs_ns: what the collective of each costs.
+        taken_per_mille: what a collective takes from the compute beside it.
+    """
+    ready: list[int] = []
+    spans: list[tuple[int, int]] = []
+    launched = accumulate(map(max, zip(*launched_ns, strict=True)), max)
+    for moment, cost in zip(launched, costs_ns, strict=True):
+        busy = sum(max(min(end, moment) - begin, 0) for begin, end in spans)
+        ready.append(moment - taken_per_mille * busy // 1000)
+        begin = max(moment, spans[-1][1]) if spans else moment
+        spans.append((begin, begin + cost))
+    return tuple(accumulate(ready, max))
+
+
+def module_key(parameters: Sequence[tuple[str, Sequence[int], str]]) -> str:
+    """Equal for modules of equal parameters; 16 hexadecimal digits.
+
+    Args:
+        parameters: of each that is trained, its name, shape and dtype.
+    """
+    listed = [[name, list(shape), dtype] for name, shape, dtype in parameters]
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
+
+
+def steps_path(place: Place, key: str) -> Path:
+    """The file of a module's measured steps; see :func:`module_key`."""
+    return directory() / f"{place.digest()}-{key}.steps.json"
+
+
+def load_steps(path: Path) -> MeasuredSteps | None:
+    """What was measured; ``None`` where there is nothing that can be used, of which the log says
+    why."""
+    try:
+        return MeasuredSteps.from_json(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.warning("The measured steps %s cannot be used: %s", path, error)
+        return None
+
+
+def store_steps(path: Path, measured: MeasuredSteps) -> None:
+    """Keep what was measured; the log says if that cannot be."""
+    try:
+        write_whole(path, measured.to_json())
+    except OSError as error:
+        log.warning("Measured steps cannot be kept in %s: %s", path.parent, error)
