@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.agreement.launches import Collective, LaunchList
 from fusion_passes.agreement.participant import Participant
-from fusion_passes.agreement.protocol import participants
+from fusion_passes.agreement.protocol import borrowed, participants
 from fusion_passes.agreement.rendezvous import Meeting, asked, meeting_of
 from fusion_passes.ddp.managed_module import let_stand_for
 from fusion_passes.ddp.modules import registry
@@ -93,6 +93,7 @@ class _Watched:
             or participant.kind
             or participant.received
             or participant.is_local
+            or self.name in borrowed  # What is launched under it is another module's.
             or isinstance(registry.group_of(ddp), StandInGroup)
             or is_profiling()
         ):
