@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes import FusionWarning
+from fusion_passes.ddp import launch_clock
 from fusion_passes.ddp.launch_clock import STEPS
 from fusion_passes.ddp.modules import registry
 from fusion_passes.plan.planner import NO_PROFILE
@@ -31,6 +32,7 @@ from fusion_passes.profile.steps import MeasuredSteps
 from fusion_passes.profile.tables import CostTable
 from fusion_passes.state import process_state
 from fusion_passes.torch_private import resolve_process_group
+from fusion_passes.torch_private.stand_ins import PreparingGroup
 from testing.fake_world import fake_world, two_layers
 from testing.processes import RankError
 
@@ -76,20 +78,19 @@ def _profiles():
 
 
 def _train(
-    flag: object, steps: int = 0, during: Callable[[str], object] | None = None, **options: Any
+    flag: object, steps: int = 0, after: Callable[[str], object] | None = None, **options: Any
 ) -> list[Tensor]:
-    """Gradients after two steps, added up; or after some, the last one's. In each, ``during`` is
-    given the class of what the module's name stands for in a backward."""
+    """Gradients after two steps, added up; or after some, the last one's. After each,
+    ``after`` is given the class of what the module's name stands for."""
     with inductor_config.patch(ddp_fusion=flag):
         ddp = DistributedDataParallel(_chain(), **options)
         step = ddp if flag is None else torch.compile(ddp)
         for _ in range(steps or 2):
             if steps:
                 ddp.zero_grad()
-            loss = step(_inputs()).square().sum()
-            if during is not None:
-                loss.register_hook(lambda _: during(_group_of(ddp)))
-            loss.backward()
+            step(_inputs()).square().sum().backward()
+            if after is not None:
+                after(_group_of(ddp))
     return [parameter.grad.clone() for parameter in ddp.parameters()]
 
 
@@ -162,7 +163,9 @@ def measured() -> dict[str, Any]:
     """A start whose steps are measured, and two that plan from them; rank 1 has lost its file."""
     said: dict[str, Any] = {"eager": _train(None, steps=9), "groups": []}
     with _profiles() as (directory, _), fresh_cache():
-        said["first"] = _train("auto", steps=2 + STEPS + 2, during=said["groups"].append)
+        with mock.patch(f"{launch_clock.__name__}.PreparingGroup", wraps=PreparingGroup) as noting:
+            said["first"] = _train("auto", steps=2 + STEPS + 2, after=said["groups"].append)
+        said["noted"] = noting.call_count
         said["estimated"] = fusion_passes.reports()[0].decision
         dist.barrier()
         said["kept"] = [path.read_text() for path in directory.glob("*.steps.json")]
@@ -187,8 +190,8 @@ def test_the_next_start_plans_from_measured_steps(run_on_ranks: RUN) -> None:
             for ours, theirs in zip(rank[start], rank["eager"], strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
         assert "that are estimated from shapes" in rank["estimated"][0]
-        noted = [name == "PreparingGroup" for name in rank["groups"]]
-        assert noted == [False] * 2 + [True] * STEPS + [False] * 2
+        assert rank["noted"] == STEPS
+        assert set(rank["groups"]) == {"ProcessGroup"}, "what is not measured runs as ever"
         for start in ("second", "third"):
             assert "measured in 5 steps of an earlier start" in rank[f"{start} report"].decision[0]
         assert rank["shared"] == [text], "each rank keeps what all have agreed on"
