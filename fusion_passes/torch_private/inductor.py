@@ -137,6 +137,7 @@ def carry_text(name: str, text: str) -> None:
         name: by which :func:`carried_text` finds it, after they were loaded.
         text: whatever.
     """
+    import torch._inductor.codecache  # noqa: F401  It registers the type of artifact.
     from torch.compiler._cache import CacheArtifactManager
 
     # A load looks for kernels in what it takes for a compiled graph (torch 2.13).
