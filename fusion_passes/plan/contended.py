@@ -29,7 +29,7 @@ from typing import Final
 from fusion_passes.plan.optimum import Optimum, Queue, Run, best_runs, run_ends
 from fusion_passes.profile.tables import CostTable, Piece
 
-_TRIED_WORK: Final = 40_000
+_TRIED_WORK: Final = 100_000
 """How many gradients all deadlines together may have that are tried; two are, in any case."""
 
 

@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -204,9 +205,9 @@ def failing(case: str, directory: str) -> None:
     rank = dist.get_rank()
     flag = "concat" if case == "flag" and rank == 1 else "auto"
     changes: list[Any] = [mock.patch.object(agree, "WAIT_SECONDS", 3.0)]
-    if rank == 1 and case in ("dies", "raises"):
-        failure = _die if case == "dies" else _raise
-        changes.append(mock.patch.object(measure.Ranks, "times", failure))
+    failures = {"dies": _die, "raises": _raise, "stalls": _stall}
+    if rank == 1 and case in failures:
+        changes.append(mock.patch.object(measure.Ranks, "times", failures[case]))
     if rank == 1 and case == "torch":
         changes.append(mock.patch.object(torch, "__version__", "0.1"))
     said = "trained"
@@ -230,9 +231,18 @@ def _raise(*_: object) -> None:
     raise RuntimeError("out of memory")
 
 
+_times = measure.Ranks.times
+
+
+def _stall(ranks: measure.Ranks, *args: Any) -> list[float]:
+    time.sleep(5)
+    return _times(ranks, *args)
+
+
 @pytest.mark.parametrize(
     ("case", "texts"),
     [
+        ("stalls", ["has failed on rank 0: "] * 2),
         ("raises", ["has failed on rank 1: out of memory"] * 2),
         ("torch", [" on rank 0, and '0.1' on rank 1"] * 2),
         ("flag", ["ranks [1] have not come within 3 s"] * 2),
