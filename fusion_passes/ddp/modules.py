@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.agreement.participant import Participant
-from fusion_passes.agreement.protocol import participants
+from fusion_passes.agreement.protocol import borrowed, participants
 from fusion_passes.ddp.managed_module import (
     PARAMETER_MARK,
     ManagedModule,
@@ -115,7 +115,7 @@ class Registry:
         del self._modules[name]
         participants.pop(name, None)
         if dist.is_initialized():  # Destroying the groups has removed their names already.
-            for alias in module.names():
+            for alias in set(module.names()).difference(borrowed):  # A backward needs those.
                 unregister_process_group(alias)
 
     def check_new(self, check: Callable[[nn.Module], None]) -> None:

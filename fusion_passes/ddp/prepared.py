@@ -61,7 +61,8 @@ class Described:
 def _kind_of(name: str) -> object:
     """All that a graph, and whether it may be used, can depend on of a module, but for names."""
     module, ddp = registry.module(name), registry.ddp_of(name)
-    of_ddp = ddp and (ddp.static_graph, is_hooked(ddp), sent_as(ddp))
+    assert ddp is not None, "it is compiled, or has a backward"
+    of_ddp = (ddp.static_graph, is_hooked(ddp), sent_as(ddp))
     return (
         (module.backend, module.world_size, module.caps, module.strides, module.trained),
         (module.flag_dtype, module.profile, of_ddp),
