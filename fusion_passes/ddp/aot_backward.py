@@ -56,9 +56,10 @@ def _kept_of(module: str, parameters: Iterable[nn.Parameter]) -> dict[int, Tenso
         return {}
     kept: dict[int, Tensor] = {}
     for parameter in parameters:
-        name, _, number = (registry.name_of(parameter) or "").partition(PARAMETER_MARK)
-        if name == module and parameter.grad is not None:
-            kept[int(number)] = parameter.grad
+        if parameter.grad is not None:
+            name, _, number = (registry.name_of(parameter) or "").partition(PARAMETER_MARK)
+            if name == module:
+                kept[int(number)] = parameter.grad
     return kept
 
 
@@ -171,7 +172,7 @@ class AotBackwards:
             return "its gradients are not what the compiled backward returns"
         if any(map(has_hooks, parameters)):
             return HOOKS
-        why_not = obstacle_in_kept(parameters, modules)
+        why_not = obstacle_in_kept(parameters)
         return why_not or next(filter(None, map(self._why_not_now, modules)), "")
 
     def refusal(self, ddp: DistributedDataParallel) -> str:

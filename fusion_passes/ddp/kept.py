@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.agreement.launches import Collective
 from fusion_passes.agreement.participant import Participant
-from fusion_passes.agreement.protocol import participants
 from fusion_passes.ddp.managed_module import ManagedModule, let_stand_for
 from fusion_passes.ddp.modules import registry
 from fusion_passes.plan.layout import as_it_lies, lay_out
@@ -34,19 +33,10 @@ from fusion_passes.torch_private.ddp import parameters_of
 from fusion_passes.torch_private.stand_ins import PreparingGroup
 
 
-def obstacle_in_kept(parameters: Iterable[nn.Parameter], modules: Iterable[str]) -> str:
-    """Why the gradients that there are already cannot be added to what a graph sends; empty if
-    they can, or there are none.
-
-    Args:
-        parameters: that a backward reaches.
-        modules: the names of theirs.
-    """
+def obstacle_in_kept(parameters: Iterable[nn.Parameter]) -> str:
+    """Why the gradients that these parameters have already cannot be added to what a graph sends;
+    empty if they can, or there are none."""
     kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if not kept:
-        return ""
-    if any(participants[module].usage is not None for module in modules):
-        return "there are gradients already, and find_unused_parameters is set"
     filled = [gradient for _, gradient in kept if gradient.numel()]
     if len({gradient.data_ptr() for gradient in filled}) < len(filled) or not all(
         _can_be_added(*pair) for pair in kept
@@ -117,8 +107,8 @@ class KeptGradients:
 
     def _pieces(self, flat: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Each gradient of the bucket that is launched next, as it lies there."""
-        numbers = [n for n in self._next().parameters if self.parameters[n].numel()]
-        numels = [self.parameters[number].numel() for number in numbers]
+        numbers = [number for number in self._next().parameters if self._numel(number)]
+        numels = list(map(self._numel, numbers))
         if len(flat) > 1 or len(numels) == 1:
             yield from zip(numbers, (piece for piece in flat if piece.numel()), strict=True)
             return
@@ -134,7 +124,12 @@ class KeptGradients:
         return item
 
     def _has_elements(self, item: Collective) -> bool:
-        return any(self.parameters[number].numel() for number in item.parameters)
+        return any(map(self._numel, item.parameters))
+
+    def _numel(self, number: int) -> int:
+        """Count the elements of what is sent under a number."""
+        is_flags = number == self.module.flags
+        return len(self.module.trained) if is_flags else self.parameters[number].numel()
 
     def arrived(self, number: int) -> None:
         """Note that a parameter has got its average; when all have, ``.grad`` is as it was, with

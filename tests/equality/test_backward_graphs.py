@@ -213,6 +213,19 @@ def gradients_kept(compiled: Compile) -> list[Any]:
     return seen
 
 
+def gradients_kept_of_what_may_be_unused(compiled: Compile) -> list[Any]:
+    """The flags, which say what was used, lie in a bucket too, and nothing is added to them."""
+    ddp = DistributedDataParallel(_chain(), bucket_cap_mb=2e-4, find_unused_parameters=True)
+    call, seen = compiled(ddp), []
+    for step in range(4):
+        with ddp.no_sync() if step % 2 == 0 else torch.enable_grad():
+            call(_inputs(step)).square().sum().backward()
+        seen += _gradients(ddp)
+    ddp.zero_grad(set_to_none=False)
+    call(_inputs(4)).square().sum().backward()
+    return seen + _gradients(ddp)
+
+
 def a_backward_fails(compiled: Compile) -> list[Any]:
     """Before and behind the graph that averages: gradients that there are stay the same tensors."""
     ddp = DistributedDataParallel(_chain())
@@ -466,6 +479,7 @@ IN_AOT_AUTOGRAD: Final = (
     local_gradients,
     with_the_flag_unset,
     gradients_kept,
+    gradients_kept_of_what_may_be_unused,
     a_backward_fails,
     second_instance,
     static_graph,
