@@ -37,10 +37,10 @@ from fusion_passes.profile.records import Kind, Profile
 from fusion_passes.profile.steps import MeasuredSteps, slowest_ready, store_steps
 from fusion_passes.reductions.find import dtype_name
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import ProcessGroup, resolve_process_group
+from fusion_passes.torch_private import ProcessGroup
 from fusion_passes.torch_private.ddp import parameters_of
 from fusion_passes.torch_private.profiling import is_profiling
-from fusion_passes.torch_private.stand_ins import PreparingGroup, StandInGroup
+from fusion_passes.torch_private.stand_ins import PreparingGroup, StandInGroup, called_by
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class _Watched:
             return
         self.tried += 1
         # What the name stands for in this backward may itself add kept gradients to what is sent.
-        group = resolve_process_group(self.name)
+        group = called_by(self.name)
         # Torch's table of names keeps neither.
         self._groups = group, PreparingGroup(group, lambda _: self._note())
         let_stand_for([self.name], self._groups[1])

@@ -17,6 +17,9 @@ from torch._C import Future
 # What a process group gives back for a collective; it has no public name.
 from torch._C._distributed_c10d import Work
 
+# What a name stands for now.
+from torch.distributed.distributed_c10d import _resolve_process_group
+
 from fusion_passes.torch_private import (
     ProcessGroup,
     register_process_group,
@@ -152,6 +155,11 @@ class _Launched(Work):
         if wait is not None:
             wait()
         return True
+
+
+def called_by(name: str) -> ProcessGroup:
+    """What graphs call by a name: the group that it stands for, or what does that one's work."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def redirect(name: str, group: ProcessGroup | None) -> None:

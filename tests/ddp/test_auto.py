@@ -32,8 +32,7 @@ from fusion_passes.profile import agree, files, measure
 from fusion_passes.profile.steps import MeasuredSteps
 from fusion_passes.profile.tables import CostTable
 from fusion_passes.state import process_state
-from fusion_passes.torch_private import resolve_process_group
-from fusion_passes.torch_private.stand_ins import PreparingGroup
+from fusion_passes.torch_private.stand_ins import PreparingGroup, called_by
 from testing.fake_world import fake_world, two_layers
 from testing.processes import RankError
 
@@ -79,25 +78,30 @@ def _profiles():
 
 
 def _train(
-    flag: object, steps: int = 0, after: Callable[[str], object] | None = None, **options: Any
+    flag: object, steps: int = 2, after: Callable[[str], object] | None = None, **options: Any
 ) -> list[Tensor]:
-    """Gradients after two steps, added up; or after some, the last one's. After each,
-    ``after`` is given the class of what the module's name stands for."""
+    """Gradients after each of some steps, by default two, added up: each second step adds to what
+    the one before has left. After each, ``after`` is given the class of what the module's name
+    stands for."""
     with inductor_config.patch(ddp_fusion=flag):
         ddp = DistributedDataParallel(_chain(), **options)
         step = ddp if flag is None else torch.compile(ddp)
-        for _ in range(steps or 2):
-            if steps:
+        totals = [torch.zeros_like(parameter) for parameter in ddp.parameters()]
+        for number in range(steps):
+            if number % 2 == 0:
                 ddp.zero_grad()
             step(_inputs()).square().sum().backward()
+            for total, parameter in zip(totals, ddp.parameters(), strict=True):
+                assert parameter.grad is not None
+                total.add_(parameter.grad)
             if after is not None:
                 after(_group_of(ddp))
-    return [parameter.grad.clone() for parameter in ddp.parameters()]
+    return totals
 
 
 def _group_of(ddp: DistributedDataParallel) -> str:
     name = registry.module_of(ddp).group_name
-    return type(resolve_process_group(name)).__name__
+    return type(called_by(name)).__name__
 
 
 def _start_again(directory: Path) -> None:
@@ -162,7 +166,7 @@ def test_it_trains_as_eager_ddp_and_measures_once(run_on_ranks: RUN) -> None:
 
 def measured() -> dict[str, Any]:
     """A start whose steps are measured, and two that plan from them; rank 1 has lost its file."""
-    said: dict[str, Any] = {"eager": _train(None, steps=9), "groups": []}
+    said: dict[str, Any] = {"groups": [], "eager of 2": _train(None), "eager": _train(None, 9)}
     with _profiles() as (directory, _), fresh_cache():
         with mock.patch(f"{launch_clock.__name__}.PreparingGroup", wraps=PreparingGroup) as noting:
             said["first"] = _train("auto", steps=2 + STEPS + 2, after=said["groups"].append)
@@ -187,8 +191,8 @@ def test_the_next_start_plans_from_measured_steps(run_on_ranks: RUN) -> None:
     steps = MeasuredSteps.from_json(text)
     assert sorted(number for bucket in steps.buckets for number in bucket) == list(range(8))
     for rank in ranks:
-        for start in ("first", "second", "third"):
-            for ours, theirs in zip(rank[start], rank["eager"], strict=True):
+        for start, eager in (("first", ""), ("second", " of 2"), ("third", " of 2")):
+            for ours, theirs in zip(rank[start], rank[f"eager{eager}"], strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
         assert "that are estimated from shapes" in rank["estimated"][0]
         assert rank["noted"] == STEPS
