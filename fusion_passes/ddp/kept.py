@@ -37,12 +37,12 @@ def obstacle_in_kept(parameters: Iterable[nn.Parameter]) -> str:
     """Why the gradients that these parameters have already cannot be added to what a graph sends;
     empty if they can, or there are none."""
     kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    filled = [gradient for _, gradient in kept if gradient.numel()]
-    if len({gradient.data_ptr() for gradient in filled}) < len(filled) or not all(
-        _can_be_added(*pair) for pair in kept
-    ):
-        return "there are gradients already that differ in kind from what comes"
-    return ""
+    can_be_added = all(_can_be_added(*pair) for pair in kept)
+    # Two of them may be one tensor. What is no strided tensor may have no address.
+    places = [gradient.data_ptr() for _, gradient in kept if can_be_added and gradient.numel()]
+    if can_be_added and len(set(places)) == len(places):
+        return ""
+    return "there are gradients already that differ in kind from what comes"
 
 
 def _can_be_added(parameter: nn.Parameter, gradient: Tensor) -> bool:
