@@ -117,10 +117,12 @@ def test_a_message_is_found_in_its_parts() -> None:
     source = """
 def f(x):
     warn_once("topic", f"{x} is a text that is long enough to be one: "
-              f"{x} was given. And this is its longest part, which is told apart.")
+              f"{x} was given. And this is its longest part, which is warned apart.")
     raise ValueError("too short")
 """
-    assert list(texts(source)) == ["was given. And this is its longest part, which is told apart."]
+    assert list(texts(source)) == [
+        "was given. And this is its longest part, which is warned apart."
+    ]
 
 
 # --- Pages ---------------------------------------------------------------------------------------

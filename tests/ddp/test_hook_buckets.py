@@ -124,11 +124,11 @@ class Case:
 @dataclass
 class Training:
     """What came of a case on a rank: gradients after each step, what :func:`summing` was given in
-    each, what the user was told, and the numbers of gradients in the buckets of each report."""
+    each, the warnings, and the numbers of gradients in the buckets of each report."""
 
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
     seen: list[list[Any]] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
     buckets: list[list[int]] = field(default_factory=list)
 
 
@@ -168,7 +168,7 @@ def train(case: Case, flag: str | None) -> Training:
             if number not in case.local:
                 for parameter in ddp.parameters():
                     parameter.grad = torch.zeros_like(parameter) if case.zero else None
-    training.told = [
+    training.warned = [
         str(w.message) for w in caught if issubclass(w.category, fusion_passes.FusionWarning)
     ]
     reports = fusion_passes.reports()[known:]
@@ -237,14 +237,14 @@ def _marks(hook: str) -> list[Any]:
 @pytest.mark.parametrize("hook", [pytest.param(hook, marks=_marks(hook)) for hook in HOOKS])
 def test_gradients_are_those_of_eager_ddp(run_on_ranks: RUN, hook: str) -> None:
     for training in check(run_on_ranks, Case(hook)):
-        assert training.told == []
+        assert training.warned == []
         assert training.buckets == [[6]]
 
 
 @pytest.mark.parametrize("hook", ["summing", pytest.param("power", marks=pytest.mark.nightly)])
 def test_coalesced(run_on_ranks: RUN, hook: str) -> None:
     for training in check(run_on_ranks, Case(hook, style="step"), "coalesced"):
-        assert training.told == []
+        assert training.warned == []
         assert training.buckets == [[6]]
 
 
@@ -267,7 +267,7 @@ LOOPS = {
 def test_loops(run_on_ranks: RUN, name: str) -> None:
     for training in check(run_on_ranks, LOOPS[name]):
         expected = {"flag unset": 1}.get(name, 0)
-        assert len(training.told) == expected, training.told
+        assert len(training.warned) == expected, training.warned
         assert training.buckets
         assert name != "several buckets" or len(training.buckets[0]) > 1
 
@@ -286,7 +286,7 @@ UNUSED = Case(
 )
 def test_unused_parameters(run_on_ranks: RUN, hook: str, flag: str) -> None:
     for training in check(run_on_ranks, replace(UNUSED, hook=hook), flag):
-        assert training.told == []
+        assert training.warned == []
         assert sorted(training.buckets[0]) == [1, 10], "which were used is sent beside the hook"
         gradients = [g for step in training.gradients for g in step.values() if g is not None]
         assert {gradient.dtype for gradient in gradients} == {torch.float32}
@@ -312,7 +312,7 @@ UNUSED_LOOPS = {
 )
 def test_loops_with_unused_parameters(run_on_ranks: RUN, name: str) -> None:
     for training in check(run_on_ranks, UNUSED_LOOPS[name]):
-        assert training.told == []
+        assert training.warned == []
         assert training.buckets
 
 
@@ -321,7 +321,7 @@ def test_power_sgd_with_unused_parameters(run_on_ranks: RUN) -> None:
     makes NaN of a gradient that is zero on all ranks, and of that parameter's later ones."""
     case = replace(UNUSED, hook="power", takes=[["a", "bc"], ["abc", "c"], ["bc", "a"]])
     first, second = run_on_ranks(2, train, case=case, flag="concat")
-    assert first.told == second.told == []
+    assert first.warned == second.warned == []
     for ours, other in zip(first.gradients, second.gradients, strict=True):
         for name, value in ours.items():
             assert value is not None

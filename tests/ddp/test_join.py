@@ -144,7 +144,7 @@ def test_as_eager_ddp(run_on_ranks: RUN, case: Uneven, mode: str) -> None:
     outcomes = run_on_ranks(2, scenarios.run_both_ways, scenario=case, flag=mode)
     compare(outcomes)
     for outcome in outcomes:
-        assert outcome.told == []
+        assert outcome.warned == []
     with_inputs = [out for out, count in zip(outcomes, case.steps[0], strict=True) if count]
     for outcome in with_inputs:
         assert len(outcome.fused) >= TENSORS
@@ -211,9 +211,9 @@ def meetings_in_steps() -> list[int]:
 
 def test_an_error_where_one_runs_out_first(run_on_ranks: RUN) -> None:
     case = Uneven([[1, 3]], join={"throw_on_early_termination": True})
-    ended, told = run_on_ranks(2, words_of_error, case=case)
+    ended, warned = run_on_ranks(2, words_of_error, case=case)
     assert "Rank 0 exhausted all inputs" in ended
-    assert "at least one rank that exhausted inputs" in told
+    assert "at least one rank that exhausted inputs" in warned
 
 
 def words_of_error(case: Uneven) -> str:
@@ -267,8 +267,8 @@ def test_a_static_graph_is_handed_over(run_on_ranks: RUN) -> None:
     outcomes = run_on_ranks(2, scenarios.run_both_ways, scenario=case, flag="concat")
     compare(outcomes)
     for outcome in outcomes:
-        (told,) = outcome.told
-        assert "it joins ranks with uneven inputs, and has static_graph=True" in told
+        (warned,) = outcome.warned
+        assert "it joins ranks with uneven inputs, and has static_graph=True" in warned
 
 
 @dataclass(frozen=True)
@@ -297,5 +297,5 @@ def test_beside_another_joinable(run_on_ranks: RUN) -> None:
     outcomes = run_on_ranks(2, scenarios.run_both_ways, scenario=case, flag="concat")
     compare(outcomes)
     for outcome in outcomes:
-        assert outcome.told == []
+        assert outcome.warned == []
         assert len(outcome.fused) == TENSORS

@@ -1,4 +1,4 @@
-"""What the Python reducer lacks is trained by DDP's own reducer: right, and the user is told."""
+"""What the Python reducer lacks is trained by DDP's own reducer: right, and the user is warned."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def run(run_on_ranks: RUN, scenario: Scenario, ranks: int = 2) -> list[Outcome]:
 )
 def test_handed_over(run_on_ranks: RUN, scenario: Scenario, words: str) -> None:
     for outcome in run(run_on_ranks, scenario):
-        (told,) = outcome.told
-        assert "is trained by DDP's own reducer, as without ddp_fusion" in told
-        assert words in told
+        (warned,) = outcome.warned
+        assert "is trained by DDP's own reducer, as without ddp_fusion" in warned
+        assert words in warned
         assert outcome.fused == set()
 
 
@@ -61,26 +61,26 @@ def test_handed_over(run_on_ranks: RUN, scenario: Scenario, words: str) -> None:
 )
 def test_not_handed_over(run_on_ranks: RUN, scenario: Scenario) -> None:
     for outcome in run(run_on_ranks, scenario):
-        assert outcome.told == []
+        assert outcome.warned == []
         assert len(outcome.fused) == 6
 
 
 def test_another_process_group(run_on_ranks: RUN) -> None:
     for outcome in run(run_on_ranks, scenarios.another_process_group, ranks=4):
-        assert outcome.told == []
+        assert outcome.warned == []
         assert len(outcome.fused) == 6
 
 
 def test_the_forward_decides_which_backward_is_averaged(run_on_ranks: RUN) -> None:
     for outcome in run(run_on_ranks, scenarios.no_sync_around_a_forward_or_its_backward):
-        assert len(outcome.told) == 1
-        assert "stay on their rank, as with eager DDP: its forward has had its" in outcome.told[0]
+        assert len(outcome.warned) == 1
+        assert "stay on their rank, as with eager DDP: its forward has had its" in outcome.warned[0]
         assert len(outcome.fused) == 6
 
 
 def test_another_process_group_after_an_error(run_on_ranks: RUN) -> None:
     for outcome in run(run_on_ranks, scenarios.another_process_group_after_an_error):
-        assert outcome.told == []
+        assert outcome.warned == []
         assert len(outcome.fused) == 6
 
 
@@ -93,15 +93,17 @@ def test_a_backward_that_others_must_see_is_not_traced(
     run_on_ranks: RUN, scenario: Scenario
 ) -> None:
     for outcome in run(run_on_ranks, scenario):
-        told = "\n".join(outcome.told)
-        assert "A backward reaches parameters of a DDP module under ddp_fusion, and others" in told
-        assert told.count("are reduced when it has ended") == 1
+        warned = "\n".join(outcome.warned)
+        assert (
+            "A backward reaches parameters of a DDP module under ddp_fusion, and others" in warned
+        )
+        assert warned.count("are reduced when it has ended") == 1
 
 
 @pytest.mark.each_torch
 def test_one_module_of_each_kind(run_on_ranks: RUN) -> None:
     for outcome in run(run_on_ranks, scenarios.two_reducers_in_two_backwards):
-        assert len(outcome.told) == 1
+        assert len(outcome.warned) == 1
         assert outcome.fused == {
             f"{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")
         }

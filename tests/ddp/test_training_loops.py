@@ -1,4 +1,4 @@
-"""Every way of writing a training loop is fused, or the user is told why it is not.
+"""Every way of writing a training loop is fused, or the user is warned why it is not.
 
 One process with a fake group of two ranks: what is looked at is what was compiled and what was
 said. The numbers are looked at in ``test_eager_ddp_equality.py``.

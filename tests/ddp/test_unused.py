@@ -83,7 +83,7 @@ CASES = {
 
 
 class Branches(nn.Module):
-    """Exact. Takes the branches that it is told to take."""
+    """Exact. Takes the branches that it is asked to take."""
 
     def __init__(self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> None:
         super().__init__()
@@ -105,12 +105,12 @@ class Branches(nn.Module):
 
 @dataclass
 class Training:
-    """What came of a case on a rank: gradients after each step, what the user was told, how many
+    """What came of a case on a rank: gradients after each step, the warnings, how many
     collectives each step had, how many graphs have been compiled after it, how many backwards
     compiled autograd has traced, and the report's names for the buckets."""
 
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
     collectives: list[int] = field(default_factory=list)
     graphs: list[int] = field(default_factory=list)
     traced: int = 0
@@ -152,7 +152,7 @@ def train(case: Case, flag: str | None) -> Training:
         buckets = [bucket for graph in fusion_passes.report().graphs for bucket in graph.buckets]
         training.names = [bucket.name for bucket in buckets]
     training.traced = counters["compiled_autograd"]["captures"]
-    training.told = [
+    training.warned = [
         str(w.message) for w in caught if issubclass(w.category, fusion_passes.FusionWarning)
     ]
     return training
@@ -223,7 +223,7 @@ def test_all_cases_as_eager_ddp(run_on_ranks: RUN, name: str, mode: str) -> None
 def _check(run_on_ranks: RUN, name: str, mode: str) -> None:
     for eager, ours in run_on_ranks(2, _train_all, cases={name: CASES[name]}, modes=[None, mode]):
         assert_same(name, ours[name], eager[name])
-        assert ours[name].told == []
+        assert ours[name].warned == []
 
 
 @pytest.mark.nightly
@@ -278,9 +278,10 @@ def _train_in_parts(modes: Sequence[str | None]) -> list[Training]:
 def test_a_backward_in_several_graphs_is_reduced_when_it_has_ended(run_on_ranks: RUN) -> None:
     for eager, ours in run_on_ranks(2, _train_in_parts, modes=[None, "concat"]):
         assert_same("in parts", ours, eager)
-        (told,) = ours.told
+        (warned,) = ours.warned
         assert (
-            "it broke into several graphs, and with find_unused_parameters=True it must be" in told
+            "it broke into several graphs, and with find_unused_parameters=True it must be"
+            in warned
         )
 
 

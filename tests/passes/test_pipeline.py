@@ -409,7 +409,7 @@ def test_the_plan_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 _STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["compute", "kernel", "reduce", "use", "stranger"]),
+        st.sampled_from(["compute", "kernel", "reduce", "use", "foreign"]),
         st.integers(0, 5),
         st.sampled_from(["ddp0", "ddp1", "ddp2"]),
     ),
@@ -428,7 +428,7 @@ def _backward_of(steps: list[tuple[str, int, str]]) -> Backward:
                 values.append(torch.mm(value, y))
             elif kind == "reduce":
                 results.append(reduce(value, str(number), module=module))
-            elif kind == "stranger":
+            elif kind == "foreign":
                 name = "world" if pick % 2 else "other"
                 results.append(all_reduce(value, "sum", name))
             elif results:

@@ -248,7 +248,7 @@ def test_a_gradient_that_is_computed_like_a_scaling_stays() -> None:
     [
         pytest.param(lambda x: torch.neg(torch.abs(x)), id="no collective"),
         pytest.param(
-            lambda x: (all_reduce(torch.div(x, 2), "sum", "other"), torch.neg(x)), id="a stranger's"
+            lambda x: (all_reduce(torch.div(x, 2), "sum", "other"), torch.neg(x)), id="a other's"
         ),
         pytest.param(lambda x: torch.neg(reduce(x, "a")), id="placed already"),
     ],
@@ -299,8 +299,8 @@ def test_launches_on_two_groups_need_not() -> None:
 def test_another_launch_on_the_group_keeps_its_place_too() -> None:
     def backward(x):
         early = torch.neg(x)
-        stranger = all_reduce(torch.sin(x), "max", "world")
-        return stranger, reduce(early, "a")
+        other = all_reduce(torch.sin(x), "max", "world")
+        return other, reduce(early, "a")
 
     assert _issued(backward, tensor(4)) == ["world", "ddp0#a"]
 
@@ -308,8 +308,8 @@ def test_another_launch_on_the_group_keeps_its_place_too() -> None:
 def test_a_launch_of_others_on_another_group_does_not_bind() -> None:
     def backward(x):
         early = torch.neg(x)
-        stranger = all_reduce(torch.sin(x), "max", "other")
-        return stranger, reduce(early, "a")
+        other = all_reduce(torch.sin(x), "max", "other")
+        return other, reduce(early, "a")
 
     assert _issued(backward, tensor(4)) == ["ddp0#a", "other"]
 

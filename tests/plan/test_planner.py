@@ -57,8 +57,8 @@ def _names(plan: BucketPlan) -> list[list[str]]:
 
 def test_a_plan_says_what_it_does() -> None:
     def backward(x, y, z):
-        stranger = all_reduce(torch.div(z, 2), "sum", "world")
-        return reduce(x, "a"), reduce(y, "b"), stranger
+        other = all_reduce(torch.div(z, 2), "sum", "world")
+        return reduce(x, "a"), reduce(y, "b"), other
 
     plan = _plan(backward, tensor(4), tensor(2, 3), tensor(4), caps_of=caps(1000))
     assert_expected_inline(

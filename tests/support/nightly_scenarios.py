@@ -30,7 +30,7 @@ def _record(run: Run, value: float) -> None:
     run.backwards.append({"weight": torch.tensor([value])})
 
 
-def is_told(run: Run) -> None:
+def is_warned(run: Run) -> None:
     _record(run, 1.0)
     if run.is_fused:
         graph = torch._inductor.config.ddp_fusion.backward_graph
@@ -77,7 +77,7 @@ def hangs(run: Run) -> None:
 
 
 SCENARIOS = (
-    _scenario("is-told", quick=("concat", "coalesced")),
+    _scenario("is-warned", quick=("concat", "coalesced")),
     _scenario("is-silent"),
     _scenario("differs", dtypes=("fp32", "bf16")),
     _scenario("refuses", quick=("concat",)),

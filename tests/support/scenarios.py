@@ -37,13 +37,13 @@ class Outcome:
     Attributes:
         eager: the values without the flag, nothing compiled.
         flagged: the values under the flag, compiled.
-        told: what the user was told under the flag.
+        warned: what the user was warned of under the flag.
         fused: names of the parameters whose gradients were fused.
     """
 
     eager: Values
     flagged: Values
-    told: list[str]
+    warned: list[str]
     fused: set[str]
 
 
@@ -62,10 +62,10 @@ def run_both_ways(scenario: Scenario, flag: str) -> Outcome:
     ):
         warnings.simplefilter("always")
         flagged = scenario(torch.compile)
-    told = [str(w.message) for w in caught if issubclass(w.category, fusion_passes.FusionWarning)]
+    warned = [str(w.message) for w in caught if issubclass(w.category, fusion_passes.FusionWarning)]
     buckets = [bucket for report in fusion_passes.reports()[known:] for bucket in report.buckets]
     fused = {name for bucket in buckets for name in bucket.parameters}
-    return Outcome(eager, flagged, told, fused)
+    return Outcome(eager, flagged, warned, fused)
 
 
 def train(
@@ -114,7 +114,7 @@ def _step(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 class Branches(nn.Module):
-    """Exact. Each of its branches takes part if it is told to."""
+    """Exact. Each of its branches takes part if it is asked to."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ from tests.support.nightly_scenarios import PID_FILE
 CATALOG = nightly_scenarios.__name__
 ROOT = Path(nightly.__file__).parent.parent
 KINDS_OF_FAKES = {
-    "is-told": "equal, unfused",
+    "is-warned": "equal, unfused",
     "is-silent": "broken",
     "differs": "broken",
     "refuses": "refused",
@@ -73,7 +73,11 @@ def test_two_cells_of_one_name_are_refused() -> None:
     [
         (["fake/*/bf16/*"], False, ["fake/concat/bf16/differs", "fake/coalesced/bf16/differs"]),
         (["refuses"], False, ["fake/concat/fp32/refuses", "fake/coalesced/fp32/refuses"]),
-        (["refuses", "is-*"], True, ["concat/fp32/is-told", "coalesced/fp32/is-told", "refuses"]),
+        (
+            ["refuses", "is-*"],
+            True,
+            ["concat/fp32/is-warned", "coalesced/fp32/is-warned", "refuses"],
+        ),
     ],
 )
 def test_selection(patterns: list[str], quick: bool, names: list[str]) -> None:
@@ -99,8 +103,8 @@ def test_the_kept_table_is_of_one_graph(capsys: pytest.CaptureFixture[str], tmp_
 def test_list(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert nightly.main(["--list", "--quick"], matrix_in(tmp_path)) == 0
     assert capsys.readouterr().out.split() == [
-        "fake/concat/fp32/is-told",
-        "fake/coalesced/fp32/is-told",
+        "fake/concat/fp32/is-warned",
+        "fake/coalesced/fp32/is-warned",
         "fake/concat/fp32/refuses",
     ]
 
@@ -120,10 +124,10 @@ def failed(text: str, kind: str = "ValueError", backwards: int = 0) -> RankRepor
     ("reports", "kind", "words"),
     [
         ([FUSED, FUSED], "equal", ""),
-        ([RankReport(0, gradients=4, covered=4, before=4, after=4)], "broken", "nobody was told"),
+        ([RankReport(0, gradients=4, covered=4, before=4, after=4)], "broken", "nobody was warned"),
         ([RankReport(0, gradients=4, covered=3, before=3, after=1)], "broken", "3 of 4 gradients"),
-        ([FUSED, RankReport(1, told=("why",))], "equal, unfused", "why"),
-        ([RankReport(0, told=("why",)), RankReport(1)], "broken", r"told on ranks \[1\]"),
+        ([FUSED, RankReport(1, warned=("why",))], "equal, unfused", "why"),
+        ([RankReport(0, warned=("why",)), RankReport(1)], "broken", r"warned on ranks \[1\]"),
         ([RankReport(1, differences=("weight",))], "broken", "rank 1: weight"),
         ([failed("not while ddp_fusion is set")] * 2, "refused", "not while ddp_fusion is set"),
         ([failed("ddp_fusion", backwards=1)], "broken", "ValueError: ddp_fusion"),
@@ -166,7 +170,7 @@ def test_words_are_the_same_on_each_machine_and_in_each_run() -> None:
 
 
 def test_reports_of_ranks_come_back_as_they_were(tmp_path: Path) -> None:
-    reports = [RankReport(0, told=("a", "b")), failed("words")]
+    reports = [RankReport(0, warned=("a", "b")), failed("words")]
     for rank, report in enumerate(reports):
         RankReport(**{**vars(report), "rank": rank}).write(tmp_path)
     first, second, third = read_reports(tmp_path, 3)
@@ -260,7 +264,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     """The exit status and directory of a run of the fake cells that end by themselves."""
     directory = tmp_path_factory.mktemp("run")
     entries = {
-        "fake/concat/fp32/is-told": Entry("equal"),
+        "fake/concat/fp32/is-warned": Entry("equal"),
         "fake/concat/fp32/refuses": Entry("refused"),
         "fake/concat/fp32/raises": Entry("broken"),
     }
@@ -283,7 +287,7 @@ def test_each_cell_gets_its_outcome(run: tuple[int, Path]) -> None:
     assert kinds == KINDS_OF_FAKES
     words = {name.split("/")[-1]: result.outcome.words for name, result in results.items()}
     assert (
-        words["is-told"] == "Not fused, because it is fake and has compiled_autograd. Do without."
+        words["is-warned"] == "Not fused, because it is fake and has compiled_autograd. Do without."
     )
     assert "differs by" in words["differs"]
     assert words["raises"] == "RuntimeError: this one names no flag"
@@ -299,9 +303,9 @@ def test_a_cell_that_got_worse_fails_the_run(
 ) -> None:
     status, directory = run
     assert status == 1
-    arguments = ["--resume", str(directory), "--select=fake/concat/fp32/is-told"]
+    arguments = ["--resume", str(directory), "--select=fake/concat/fp32/is-warned"]
     assert nightly.main(arguments, matrix_in(directory)) == 1
-    assert "worse: fake/concat/fp32/is-told: equal, unfused, was equal" in capsys.readouterr().out
+    assert "worse: fake/concat/fp32/is-warned: equal, unfused, was equal" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -346,15 +350,15 @@ def test_a_run_is_taken_up_again(tmp_path: Path) -> None:
     """What is done is not run again; a torn line, and a result of another torch, do not count."""
     file = ResultFile(tmp_path)
     version = importlib.metadata.version("torch").partition("+")[0]
-    told, other = "fake/concat/fp32/is-told", "fake/coalesced/fp32/is-told"
-    file.append(result(told, "broken", version))
+    warned, other = "fake/concat/fp32/is-warned", "fake/coalesced/fp32/is-warned"
+    file.append(result(warned, "broken", version))
     file.append(result(other, "equal", "1.0"))
     with (tmp_path / "results.jsonl").open("a") as lines:
         lines.write('{"cell": "fake/coal')
-    arguments = ["--resume", str(tmp_path), "--select=is-told"]
+    arguments = ["--resume", str(tmp_path), "--select=is-warned"]
     assert nightly.main(arguments, matrix_in(tmp_path)) == 0
     kinds = {name: result.outcome.kind for name, result in results_in(tmp_path).items()}
-    assert kinds == {told: "broken", other: "equal, unfused"}
+    assert kinds == {warned: "broken", other: "equal, unfused"}
 
 
 @pytest.mark.slow

@@ -153,7 +153,7 @@ def _loops(mode: str, ranks: int, features: Iterable[str]) -> Part:
         checks += [Check(scenario, dtype, {"mode": mode}) for dtype in scenario.dtypes]
     synced = Scenario("gpu", "sync-bn", "`SyncBatchNorm`", f"{TARGETS}:synced_batch_norm", ranks)
     synced = replace(synced, tolerance_eps=ROUGH_EPS)
-    # Its collectives break the graph, and what is then left unfused is told.
+    # Its collectives break the graph, and what is then left unfused is warned of.
     unfused = ("equal, unfused",)
     flag = {"mode": mode}
     checks.append(Check(synced, "fp32", flag, needs_cuda=True, also_right=unfused))

@@ -28,11 +28,11 @@ class Outcome:
 
     Attributes:
         kind: ``equal``: trained as eager DDP does it, fused. ``equal, unfused``: trained as eager
-            DDP does it, and a warning has told that not all of it is fused. ``refused``: every
+            DDP does it, and a warning has said that not all of it is fused. ``refused``: every
             rank raised an error that names the flag, or that the ranks disagree on what they
             reduce, before the first step was done. ``broken``:
             all else.
-        words: what the user was told, or what is broken.
+        words: what the user was warned of, or what is broken.
         detail: for finding out why: tracebacks, the end of the log.
     """
 
@@ -105,16 +105,16 @@ def _judge_training(reports: Sequence[RankReport], log: str) -> Outcome:
     if differences:
         words = f"{len(differences)} differences from eager DDP, the first: {differences[0]}"
         return Outcome("broken", tidy(words), "\n".join([*differences[:40], "", log]))
-    told = list(dict.fromkeys(text for report in reports for text in report.told))
-    words = tidy(" ".join(told))
+    warned = list(dict.fromkeys(text for report in reports for text in report.warned))
+    words = tidy(" ".join(warned))
     if all(report.is_fused for report in reports):
         return Outcome("equal", words)
-    silent = [report.rank for report in reports if not report.is_fused and not report.told]
+    silent = [report.rank for report in reports if not report.is_fused and not report.warned]
     if not silent:
         return Outcome("equal, unfused", words)
     first = reports[silent[0]]
     words = (
-        f"equal, but not fused, and nobody was told on ranks {silent}: {first.covered} of "
+        f"equal, but not fused, and nobody was warned on ranks {silent}: {first.covered} of "
         f"{first.gradients} gradients in buckets, {first.after} collectives of {first.before}"
     )
     return Outcome("broken", words, log)

@@ -38,7 +38,7 @@ class RankReport:
         covered: how many of them are in buckets by what the package reports.
         before: collectives that were traced, in all graphs.
         after: collectives that are launched instead.
-        told: the texts of the package's warnings.
+        warned: the texts of the package's warnings.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class RankReport:
     covered: int = 0
     before: int = 0
     after: int = 0
-    told: tuple[str, ...] = field(default=())
+    warned: tuple[str, ...] = field(default=())
 
     @property
     def is_fused(self) -> bool:
@@ -81,6 +81,6 @@ def _read(path: Path) -> RankReport:
         failure = data[way]
         if failure is not None:
             data[way] = Failure(**{**failure, "kinds": tuple(failure["kinds"])})
-    for name in ("differences", "told"):
+    for name in ("differences", "warned"):
         data[name] = tuple(data[name])
     return RankReport(**data)

@@ -38,7 +38,7 @@ it in a collective is to find out by itself, as in a program that catches its er
 
 
 def main(arguments: list[str]) -> int:
-    """Run this rank's part of a cell; 0 whatever has become of it, if it is told."""
+    """Run this rank's part of a cell; 0 whatever has become of it, if it is written down."""
     catalog, name, graph, directory, deadline = arguments
     # Says where it hangs; and a rank whose launcher is gone does not stay behind.
     left_s = max(0.1, float(deadline) - time.monotonic())
@@ -92,10 +92,10 @@ def train_both(scenario: Scenario, dtype: str, flag: Any, device: torch.device) 
         eager_failure = _attempt(target, eager)
     fused = Run("fused", kind, device)
     before = len(fusion_passes.reports())
-    with torch._inductor.config.patch(ddp_fusion=flag), _noted_warnings() as told:
+    with torch._inductor.config.patch(ddp_fusion=flag), _noted_warnings() as warned:
         failure = _attempt(target, fused)
     if failure or eager_failure:
-        return RankReport(rank, eager_failure, failure, told=tuple(told))
+        return RankReport(rank, eager_failure, failure, warned=tuple(warned))
     reports = fusion_passes.reports()[before:]
     buckets = [bucket for report in reports for bucket in report.buckets]
     return RankReport(
@@ -105,7 +105,7 @@ def train_both(scenario: Scenario, dtype: str, flag: Any, device: torch.device) 
         covered=len({(b.group, b.module, name) for b in buckets for name in b.parameters}),
         before=sum(report.collectives_before for report in reports),
         after=sum(report.collectives_after for report in reports),
-        told=tuple(told),
+        warned=tuple(warned),
     )
 
 
