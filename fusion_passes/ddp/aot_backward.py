@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -22,9 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.protocol import participants
 from fusion_passes.config import FusionConfig
-from fusion_passes.ddp.aot_obstacles import HOOKS, OTHERS_USED, has_hooks
+from fusion_passes.ddp.aot_obstacles import HOOKS, IN_PARTS, OTHERS_USED, has_hooks
 from fusion_passes.ddp.engine_calls import edges_by_region
 from fusion_passes.ddp.expecting import EXPECTED, LOCAL
+from fusion_passes.ddp.in_flight import in_flight
 from fusion_passes.ddp.kept import adding_kept, obstacle_in_kept
 from fusion_passes.ddp.managed_module import PARAMETER_MARK
 from fusion_passes.ddp.modules import registry
@@ -34,6 +36,7 @@ from fusion_passes.ddp.unused import has_used_others
 from fusion_passes.flag import active_config
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.autograd import compiled_forward
+from fusion_passes.torch_private.ddp import parameters_of
 
 
 def _named(edge: tuple[int, nn.Parameter]) -> tuple[int, str]:
@@ -41,12 +44,29 @@ def _named(edge: tuple[int, nn.Parameter]) -> tuple[int, str]:
     return edge[0], registry.name_of(edge[1]) or ""
 
 
-def _several(described: Sequence[Described], reached: Sequence[str]) -> str:
-    """Why a backward through these forwards gives no module all gradients at once, or not under
-    names of its own; empty if it does."""
-    if len(set(reached)) < len(reached):
+def _in_parts(described: Sequence[Described], names: Sequence[str]) -> str:
+    """Why the backwards of several forwards do not give each module all of its gradients once, or
+    not under names of their own; empty if they do.
+
+    Args:
+        described: the forwards.
+        names: the group names of all gradients that they give.
+    """
+    if len(set(names)) < len(names):
         return "its gradients come from several forwards"
-    return SHARED if len({item.key for item in described}) < len(described) else ""
+    if len({item.key for item in described}) < len(described):
+        return SHARED
+    forwards_of = Counter(name for item in described for name in item.modules)
+    for name, forwards in forwards_of.items():
+        ddp, module = registry.ddp_of(name), registry.module(name)
+        assert ddp is not None, "it has a backward"
+        if module.flag_dtype is None:
+            trained = [n for n, p in enumerate(parameters_of(ddp)) if p.requires_grad]
+            if not {module.name_for(number) for number in trained}.issubset(names):
+                return "it does not reach all of its parameters"
+        elif forwards > 1:
+            return IN_PARTS
+    return ""
 
 
 def _kept_of(module: str, parameters: Iterable[nn.Parameter]) -> dict[int, Tensor]:
@@ -69,14 +89,15 @@ class Averaged:
 
     Attributes:
         participants: the modules.
-        forwards: the compiled forwards that it is the backward of.
+        forwards: the compiled forwards that it is the backward of, and the group names of the
+            gradients that it gives of each.
         kept: for each module, by its parameters' numbers, the gradients that there are already.
         borrowed: names of other modules that its graphs may have, and whose they stand for.
         why_not: why there are none, for people; what follows "because".
     """
 
     participants: tuple[Participant, ...] = ()
-    forwards: tuple[Any, ...] = ()
+    forwards: tuple[tuple[Any, frozenset[str]], ...] = ()
     kept: tuple[Mapping[int, Tensor], ...] = ()
     borrowed: tuple[tuple[str, str], ...] = ()
     why_not: str = ""
@@ -142,33 +163,34 @@ class AotBackwards:
     def _averaged_of(
         self, regions: Mapping[Any, Sequence[tuple[int, nn.Parameter]]], config: FusionConfig
     ) -> Averaged:
-        described = [Described.of(map(_named, edges), config) for edges in regions.values()]
-        reached = [name for item in described for name in item.modules]
-        why_not, borrowed = _several(described, reached), dict[str, str]()
-        kept: list[Mapping[int, Tensor]] = []
-        for (region, edges), item in zip(regions.items(), described, strict=True):
-            names = self.prepared.names_for(item, reached)
+        named = [list(map(_named, edges)) for edges in regions.values()]
+        described = [Described.of(inputs, config) for inputs in named]
+        modules = tuple(dict.fromkeys(name for item in described for name in item.modules))
+        why_not = _in_parts(described, [name for inputs in named for _, name in inputs])
+        borrowed: dict[str, str] = {}
+        for item in described:
+            names = self.prepared.names_for(item, modules)
             if isinstance(names, str):
                 why_not = why_not or self._known_obstacle(item.modules) or names
                 break
             borrowed |= names
-            parameters = [parameter for _, parameter in edges]
-            kept += [_kept_of(name, parameters) for name in item.modules]
-            why_not = why_not or self._why_not(region, parameters, item.modules)
+        parameters = [parameter for edges in regions.values() for _, parameter in edges]
+        forwards = [compiled_forward(region) for region in regions]
+        why_not = why_not or self._why_not(forwards, parameters, modules)
         if why_not:
             return Averaged(why_not=why_not)
         return Averaged(
-            tuple(participants[name] for name in reached),
-            tuple(compiled_forward(region) for region in regions),
-            tuple(kept),
+            tuple(participants[name] for name in modules),
+            tuple(zip(forwards, (frozenset(n for _, n in i) for i in named), strict=True)),
+            tuple(_kept_of(name, parameters) for name in modules),
             tuple(borrowed.items()),
         )
 
     def _why_not(
-        self, region: Any, parameters: Sequence[nn.Parameter], modules: Sequence[str]
+        self, forwards: Iterable[Any], parameters: Sequence[nn.Parameter], modules: Sequence[str]
     ) -> str:
-        """Why the backward of a compiled region must not average modules; empty if it may."""
-        if compiled_forward(region) in self._without:
+        """Why the backward of compiled forwards must not average modules; empty if it may."""
+        if not self._without.isdisjoint(forwards):
             return "its gradients are not what the compiled backward returns"
         if any(map(has_hooks, parameters)):
             return HOOKS
@@ -211,14 +233,18 @@ class AotBackwards:
         """Around a backward that averages these modules by itself."""
         for participant in averaged.participants:
             participant.is_averaged = True
+        is_in_flight = len(averaged.forwards) > 1
         try:
             with contextlib.ExitStack() as stack:
                 groups: dict[str, dist.ProcessGroup] = {}
                 for participant, kept in zip(averaged.participants, averaged.kept, strict=True):
                     ddp = registry.ddp_of(participant.module)
                     assert ddp is not None, "its backward runs"
-                    adding = adding_kept(ddp, participant, kept)
-                    groups[participant.module] = stack.enter_context(adding)
+                    adding = adding_kept(ddp, participant, kept, is_in_flight=is_in_flight)
+                    group = stack.enter_context(adding)
+                    if is_in_flight:
+                        group = stack.enter_context(in_flight(ddp, participant, group))
+                    groups[participant.module] = group
                 stack.enter_context(borrowing(dict(averaged.borrowed), groups))
                 yield
             self._learn(averaged)
@@ -229,13 +255,16 @@ class AotBackwards:
 
     def _learn(self, averaged: Averaged) -> None:
         """Note which forwards are left to compiled autograd from now on."""
+        announced = set()
         for participant in averaged.participants:
-            if not participant.announced:
-                # Its backward was compiled without reductions.
-                self._without.update(averaged.forwards)
+            module = registry.module(participant.module)
+            announced |= {module.name_for(number) for number in participant.announced}
             ddp = registry.ddp_of(participant.module)
             if participant.needs_replanning and ddp is not None:
                 self.left_to_compiled_autograd.add(ddp)
+        for forward, names in averaged.forwards:
+            if names.isdisjoint(announced):
+                self._without.add(forward)  # Its backward was compiled without reductions.
 
 
 aot_backwards: Final = process_state.keep(

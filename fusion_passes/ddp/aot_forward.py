@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.aot_backward import aot_backwards
-from fusion_passes.ddp.aot_obstacles import IN_PARTS, obstacle_in_module
+from fusion_passes.ddp.aot_obstacles import obstacle_in_module
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.prepared import Described
 from fusion_passes.reductions.insert import ReducedInput
@@ -75,9 +75,7 @@ def find_reduced_inputs(
         config: the options.
 
     Returns:
-        ``None`` if there are none. All trainable parameters of a module must be inputs: a module
-        whose forward is cut into several graphs is left to compiled autograd, which makes one
-        backward of them.
+        ``None`` if there are none.
     """
     if len(graph.find_nodes(op="placeholder")) != len(inputs) or any(
         map(is_tensor_subclass, inputs)
@@ -92,9 +90,7 @@ def find_reduced_inputs(
         if not present:
             continue
         module = registry.module_of(ddp)
-        in_parts = len(present) < len(trained) and module.flag_dtype is None
-        obstacle = IN_PARTS if in_parts else obstacle_in_module(ddp, trained.values(), config)
-        obstacle = obstacle or aot_backwards.refusal(ddp)
+        obstacle = obstacle_in_module(ddp, trained.values(), config) or aot_backwards.refusal(ddp)
         aot_backwards.obstacles[ddp] = obstacle
         if obstacle:
             return None

@@ -52,7 +52,10 @@ def _obstacle(ddp: DistributedDataParallel, parameter: nn.Parameter) -> str:
     return ""
 
 
-IN_PARTS: Final = "its forward is compiled in several parts, none of which has all its parameters"
+IN_PARTS: Final = (
+    "its forward is compiled in several parts, and with find_unused_parameters=True one graph must "
+    "say what is not used"
+)
 
 OTHERS_USED: Final = (
     "backwards that stayed on this rank have used parameters which this one does not reach"

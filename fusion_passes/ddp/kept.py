@@ -21,16 +21,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.agreement.launches import Collective
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.ddp.managed_module import ManagedModule, let_stand_for
 from fusion_passes.ddp.modules import registry
-from fusion_passes.plan.layout import as_it_lies, lay_out
+from fusion_passes.ddp.pieces import LaunchedPieces
+from fusion_passes.plan.layout import as_it_lies
 from fusion_passes.reductions.hook_pattern import is_dense
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import disable_dynamo
 from fusion_passes.torch_private.ddp import parameters_of
-from fusion_passes.torch_private.stand_ins import PreparingGroup
+from fusion_passes.torch_private.stand_ins import PreparingGroup, called_by
 
 
 def obstacle_in_kept(parameters: Iterable[nn.Parameter]) -> str:
@@ -61,23 +61,21 @@ class KeptGradients:
     """The gradients of a module that there are already in a backward.
 
     Attributes:
-        participant: the module.
-        module: the same.
-        parameters: all of it.
+        pieces: reads what the module launches.
         kept: what ``.grad`` of some of them is, by their numbers.
         added: the numbers of those that have been added to what is sent.
         away: those of them that ``.grad`` is not at present.
         coming: those of these whose average has yet to come.
+        is_in_flight: whether what comes is no average before the backward has ended
+            (:mod:`fusion_passes.ddp.in_flight`).
     """
 
-    participant: Participant
-    module: ManagedModule
-    parameters: Sequence[nn.Parameter]
+    pieces: LaunchedPieces
     kept: Mapping[int, Tensor]
+    is_in_flight: bool = False
     added: set[int] = field(default_factory=set)
     away: set[int] = field(default_factory=set)
     coming: set[int] = field(default_factory=set)
-    _launched: int = 0
 
     @disable_dynamo
     def add(self, tensors: Sequence[Tensor]) -> None:
@@ -86,12 +84,9 @@ class KeptGradients:
         Args:
             tensors: the next bucket, or its gradients one by one.
         """
-        flat = [as_it_lies(tensor, tensor.stride()).reshape(-1) for tensor in tensors]
-        if not any(piece.numel() for piece in flat):
-            return
         found = [
             (number, piece, as_it_lies(self.kept[number], self.module.strides_of(number)))
-            for number, piece in self._pieces(flat)
+            for number, piece in self.pieces.of(tensors)
             if number in self.kept
         ]
         if not found:
@@ -105,46 +100,32 @@ class KeptGradients:
             self.parameters[number].grad = None
         self.coming = set(self.away)
 
-    def _pieces(self, flat: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Each gradient of the bucket that is launched next, as it lies there."""
-        numbers = [number for number in self._next().parameters if self._numel(number)]
-        numels = list(map(self._numel, numbers))
-        if len(flat) > 1 or len(numels) == 1:
-            yield from zip(numbers, (piece for piece in flat if piece.numel()), strict=True)
-            return
-        places = lay_out(numels, [(1,)] * len(numels), flat[0].element_size())
-        for number, numel, place in zip(numbers, numels, places, strict=True):
-            yield number, flat[0][place.offset : place.offset + numel]
+    @property
+    def module(self) -> ManagedModule:
+        return self.pieces.module
 
-    def _next(self) -> Collective:
-        """What is launched next of what this graph has announced."""
-        launches = self.participant.agreed[self.participant.position - 1]
-        item = [item for item in launches.collectives if self._has_elements(item)][self._launched]
-        self._launched += 1
-        return item
-
-    def _has_elements(self, item: Collective) -> bool:
-        return any(map(self._numel, item.parameters))
-
-    def _numel(self, number: int) -> int:
-        """Count the elements of what is sent under a number."""
-        is_flags = number == self.module.flags
-        return len(self.module.trained) if is_flags else self.parameters[number].numel()
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        return self.pieces.parameters
 
     def arrived(self, number: int) -> None:
         """Note that a parameter has got its average; when all have, ``.grad`` is as it was, with
         the averages in it."""
         if number in self.coming:
             self.coming.discard(number)
-            if not self.coming:
+            if not self.coming and not self.is_in_flight:
                 self.give_back()
 
-    def give_back(self) -> None:
-        """Let ``.grad`` be the tensors again that it was, with the averages of what has come."""
+    def give_back(self, *, has_averages: bool = True) -> None:
+        """Let ``.grad`` be the tensors again that it was, with the averages of what has come.
+
+        Args:
+            has_averages: whether what has come is averages; it is dropped otherwise.
+        """
         back, averages = [], []
         for number in sorted(self.away):
             kept, average = self.kept[number], self.parameters[number].grad
-            if average is not None:
+            if has_averages and average is not None:
                 back.append(kept)
                 averages.append(average)
             self.parameters[number].grad = kept
@@ -160,9 +141,10 @@ class KeptGradients:
         Raises:
             RuntimeError: the graph has reduced gradients under another name.
         """
-        reduced = self.participant.announced.intersection(self.kept)
+        participant = self.pieces.participant
+        reduced = participant.announced.intersection(self.kept)
         missing = {n for n in reduced - self.added if self.parameters[n].numel()}
-        if missing and not self.participant.is_local:
+        if missing and not participant.is_local:
             names = ", ".join(self.module.parameters[number] for number in sorted(missing))
             raise RuntimeError(
                 f"A backward of {self.module.label} has reduced the gradients of {names} without "
@@ -191,9 +173,21 @@ def note_arrived(module: str, number: int) -> None:
         found.arrived(number)
 
 
+def give_back_kept(module: str, *, has_averages: bool) -> None:
+    """As :meth:`KeptGradients.give_back`, of a module, by its name for its group, if there are
+    some."""
+    found = kept_gradients.get(module)
+    if found is not None:
+        found.give_back(has_averages=has_averages)
+
+
 @contextlib.contextmanager
 def adding_kept(
-    ddp: DistributedDataParallel, participant: Participant, kept: Mapping[int, Tensor]
+    ddp: DistributedDataParallel,
+    participant: Participant,
+    kept: Mapping[int, Tensor],
+    *,
+    is_in_flight: bool = False,
 ) -> Iterator[dist.ProcessGroup]:
     """Around a backward that a graph averages: what it reduces for the module is added to the
     gradients that there are already. Gives the group that the module's name stands for meanwhile.
@@ -202,12 +196,14 @@ def adding_kept(
         ddp: the module.
         participant: the same.
         kept: by the parameters' numbers.
+        is_in_flight: whether what is sent is no average before the backward has ended.
     """
-    module, group = registry.module_of(ddp), registry.group_of(ddp)
+    module, group = registry.module_of(ddp), called_by(participant.module)
     if not kept:
         yield group
         return
-    mine = KeptGradients(participant, module, parameters_of(ddp), kept)
+    pieces = LaunchedPieces(participant, module, parameters_of(ddp))
+    mine = KeptGradients(pieces, kept, is_in_flight)
     adding, names = PreparingGroup(group, mine.add), [module.group_name]
     let_stand_for(names, adding)
     kept_gradients[module.group_name] = mine

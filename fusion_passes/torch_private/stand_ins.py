@@ -4,7 +4,7 @@ communication hook takes the place of a collective in a compiled graph. Checked 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -111,6 +111,44 @@ class PreparingGroup(StandInGroup):
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
         self._prepare(tensors)
         return self._group.allreduce_coalesced(tensors, opts)
+
+
+class PostponingGroup(StandInGroup):
+    """A process group whose all-reduces are waited for by somebody else than who launches them: for
+    that one, a wait returns at once.
+
+    Args:
+        group: does them; may be a stand-in itself.
+        note: is given the tensors of each all-reduce, and what waits for it.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, note: Callable[[Sequence[Tensor], Callable[[], None]], None]
+    ) -> None:
+        super().__init__(group)
+        self._group, self._note = group, note
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
+        aliases = _aliases(tensors)
+        return self._noted(aliases, self._group.allreduce(aliases, opts))
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
+        aliases = _aliases(tensors)
+        return self._noted(aliases, self._group.allreduce_coalesced(aliases, opts))
+
+    def _noted(self, tensors: Sequence[Tensor], work: Work) -> Work:
+        self._note(tensors, lambda: _wait_for(work))
+        return _Launched(lambda: None)
+
+
+def _aliases(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Other tensors of the same memory. Autograd copies a gradient that somebody else has, too,
+    such as a work that goes on; it does not look at the memory."""
+    return [tensor.detach() for tensor in tensors]
+
+
+def _wait_for(work: Work) -> None:
+    work.wait()
 
 
 class AverageOfSome(StandInGroup):

@@ -29,7 +29,7 @@ RUN = Callable[..., list[Any]]
 ROOT = Path(__file__).parent.parent.parent
 
 
-def _train(mode: str, steps: int) -> Callable[[], None]:
+def _train(mode: str, steps: int) -> Callable[..., None]:
     """A training of three buckets; makes ``steps`` steps, and returns one to make."""
     torch.manual_seed(0)
     layers = [nn.Linear(32, 32) for _ in range(3)]
@@ -38,8 +38,8 @@ def _train(mode: str, steps: int) -> Callable[[], None]:
     call = torch.compile(ddp)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 
-    def step() -> None:
-        optimizer.zero_grad()
+    def step(*, keeps_gradients: bool = False) -> None:
+        optimizer.zero_grad(set_to_none=not keeps_gradients)
         call(torch.ones(4, 32) + dist.get_rank()).square().sum().backward()
         optimizer.step()
 
@@ -60,7 +60,7 @@ def record(mode: str) -> dict[str, Any]:
         assert timeline is not None, recording.problem
         gradients = [float(p.grad.sum()) for p in _parameters(step)]
         with profile(activities=[ProfilerActivity.CPU]) as seen:
-            step()
+            step(keeps_gradients=True)
         step()
         (name,) = (n.rpartition(" bucket ")[0] for n in list(named_buckets())[:1])
         return {
