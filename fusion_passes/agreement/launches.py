@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
@@ -68,10 +68,30 @@ class LaunchList:
         calls_hook = any(item.divided == "hook" for item in self.collectives)
         return tuple(item.parameters for item in self.collectives) if calls_hook else ()
 
-    @property
-    def may_move(self) -> bool:
-        """Whether all ranks may come to launch the same buckets from elsewhere."""
-        return self.mode == LATE or bool(self.for_hook)
+    def may_become(self, other: LaunchList, *, all_are_sent: bool) -> bool:
+        """Whether ranks that have agreed on this list may all come to run another one in its place.
+
+        Args:
+            other: what one of them is about to launch.
+            all_are_sent: whether each rank sends zeros for what it lacks.
+        """
+        if self.for_hook != other.for_hook:
+            return False  # A hook may know the sizes that it has seen.
+        if self.parameters == other.parameters:  # The same buckets can be launched from elsewhere.
+            return self.mode == LATE or bool(self.for_hook)
+        return not all_are_sent
+
+    def renumbered(self, numbers: Mapping[int, int]) -> LaunchList:
+        """The same collectives of other parameters.
+
+        Args:
+            numbers: for each parameter's, the other one's.
+        """
+        items = (
+            replace(item, parameters=tuple(numbers[number] for number in item.parameters))
+            for item in self.collectives
+        )
+        return LaunchList(self.mode, tuple(items))
 
     def encode(self) -> str:
         """One line; :meth:`decode` reads it. ``"concat; avg float32 1-0; sum bfloat16 2"``."""

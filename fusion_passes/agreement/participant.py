@@ -100,43 +100,45 @@ class Participant:
         return (self.used or frozenset()) - self.received if not self.kind else frozenset()
 
     def receive(self, numbers: Iterable[int]) -> None:
-        """Note gradients that have come.
-
-        Raises:
-            RuntimeError: a static graph has changed.
-        """
+        """Note gradients that have come. Raises a RuntimeError where a static graph has changed."""
         self.thread, came = threading.get_ident(), frozenset(numbers)
         self.received |= came
         if self.own_use is not None and not self.kind and came - self.own_use:
             self.refuse(came - self.own_use)
 
-    def announce(self, launches: LaunchList, is_optional: bool = False) -> None:
+    def announce(self, launches: LaunchList | None, is_optional: bool = False) -> None:
         """Agree with the other ranks on a graph's launches, before its first one. When this
         returns, the graph may go on: its collectives match theirs, or stay on this rank.
 
         Args:
-            launches: what the graph is going to launch.
+            launches: what the graph is going to launch; ``None`` if nobody knows whose gradients
+                they are.
             is_optional: whether it also runs in backwards that it must not average.
 
         Raises:
             RanksDisagreeError: settings differ, a rank has failed, or some have not come within
                 the group's timeout.
         """
+        if launches is None or (is_optional and not self.is_averaged):
+            self.thread = threading.get_ident()
+            self._go_local()
+            return
         if is_optional:
-            if not self.is_averaged:
-                self.thread = threading.get_ident()
-                self._go_local()
-                return
             self.announced |= launches.parameters
         every = launches.parameters
         came = every if self.usage is None else every & self.usage.reached
         self.receive(came)
-        if not self.is_local:
-            self._settle(launches)
-        if self.is_local:
+        if not self.agrees_to(launches):
             for item in launches.collectives:
                 own = came.intersection(item.parameters)
                 self.late |= dict.fromkeys(own, item.divided in ("before", "after"))
+
+    def agrees_to(self, launches: LaunchList) -> bool:
+        """Agree on what is launched by hand while a backward goes on, of gradients that have come:
+        whether it is to be launched now. It is left to the end of the backward otherwise."""
+        if not self.is_local:
+            self._settle(launches)
+        return not self.is_local
 
     def _settle(self, launches: LaunchList) -> None:
         if self.usage is not None and self.usage.refuses(launches):
@@ -152,14 +154,10 @@ class Participant:
         expected = self.agreed[self.position]
         if expected == launches or meeting_of(self.module) is None:
             self._run(launches, launches)
-        elif expected.for_hook != launches.for_hook:
-            self._follow(launches)  # A hook may know the sizes that it has seen.
-        elif expected.parameters == launches.parameters and not expected.may_move:
-            self._follow(launches)
-        elif self.usage is not None and expected.parameters != launches.parameters:
-            self._follow(launches)  # The others send zeros for what it lacks, and it for theirs.
-        else:
+        elif expected.may_become(launches, all_are_sent=self.usage is not None):
             self._run(launches, self._changed(launches))
+        else:
+            self._follow(launches)
 
     def _run(self, launches: LaunchList, reference: LaunchList | None) -> None:
         """Go on with a graph that launches ``launches`` where all ranks are to run

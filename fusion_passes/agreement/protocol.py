@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from torch import Tensor
@@ -50,11 +50,38 @@ participants: Final = process_state.keep(
 )
 
 
+@dataclass
+class Borrowed:
+    """Names and numbers that stand for others' in the backward that runs.
+
+    Attributes:
+        names: of modules, in any of its graphs.
+        modules: whose each module's stands for, in the graph that runs.
+        parameters: likewise of parameters, by a module's name and a number; empty where each graph
+            has its own.
+    """
+
+    names: set[str] = field(default_factory=set)
+    modules: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[tuple[str, int], tuple[str, int]] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        vars(self).update(vars(Borrowed()))
+
+    def own(self, module: str, launches: LaunchList) -> LaunchList | None:
+        """The list with the numbers of the parameters for which the graph runs; ``None`` if it is
+        none of theirs."""
+        if not self.parameters:
+            return launches
+        own = {n: self.parameters.get((module, n), ("", -1))[1] for n in launches.parameters}
+        return None if -1 in own.values() else launches.renumbered(own)
+
+
 borrowed: Final = process_state.keep(
-    dict[str, str](),
-    "names of modules that stand for others' in the backward that runs",
+    Borrowed(),
+    "names and numbers that stand for others' in the backward that runs",
     Lifetime.CALL,
-    reset=dict.clear,
+    reset=Borrowed.reset,
 )
 
 
@@ -96,10 +123,11 @@ def announce(module: str, text: str, is_optional: bool = False) -> None:
         text: a :class:`LaunchList`'s.
         is_optional: whether the graph also runs in backwards that are not averaged.
     """
-    participant = participants.get(borrowed.get(module, module))
+    participant = participants.get(borrowed.modules.get(module, module))
+    launches = borrowed.own(module, LaunchList.decode(text))
     if participant is not None:
-        participant.announce(LaunchList.decode(text), is_optional)
-        if participant.is_local and module in borrowed:
+        participant.announce(launches, is_optional)
+        if participant.is_local and module in borrowed.names:
             redirect(module, local_process_group())
     elif is_optional:
         # The graph has outlived its module, and runs for another over the same parameters.

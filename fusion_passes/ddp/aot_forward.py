@@ -14,7 +14,7 @@ from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.aot_backward import aot_backwards
 from fusion_passes.ddp.aot_obstacles import obstacle_in_module
 from fusion_passes.ddp.modules import registry
-from fusion_passes.ddp.prepared import Described
+from fusion_passes.ddp.prepared import Described, numbered
 from fusion_passes.reductions.insert import ReducedInput
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.autograd import is_tensor_subclass
@@ -109,6 +109,6 @@ def find_reduced_inputs(
     if not found or len({item.index for item in found}) < len(found):
         return None
     known = ReducedInputs(tuple(sorted(found, key=lambda i: i.index)), len(inputs), needs_all)
-    inputs_named = [(item.index, item.name) for item in known.inputs]
-    aot_backwards.prepared.add(Described.of(inputs_named, config))
+    places = [(item.index, numbered(inputs[item.index])) for item in known.inputs]
+    aot_backwards.prepared.add(Described.of(places, config))
     return known

@@ -53,9 +53,11 @@ def _obstacle(ddp: DistributedDataParallel, parameter: nn.Parameter) -> str:
 
 
 IN_PARTS: Final = (
-    "its forward is compiled in several parts, and with find_unused_parameters=True one graph must "
+    "its forward is compiled in parts, and with find_unused_parameters=True one graph must "
     "say what is not used"
 )
+
+NOT_COMPILED_MOSTLY: Final = "most gradients come from what is not compiled"
 
 OTHERS_USED: Final = (
     "backwards that stayed on this rank have used parameters which this one does not reach"

@@ -13,8 +13,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.agreement.participant import Participant
-from fusion_passes.ddp.aot_backward import NONE_AVERAGED, Averaged, aot_backwards
+from fusion_passes.ddp.aot_backward import aot_backwards
 from fusion_passes.ddp.autograd_graph import leaves_behind
+from fusion_passes.ddp.averaged import NONE_AVERAGED, Averaged
 from fusion_passes.ddp.disagreement import shared_errors
 from fusion_passes.ddp.engine_calls import NOTHING, EngineCall, reach_of
 from fusion_passes.ddp.hooks import put_hooks_last, traced_hooks
@@ -187,7 +188,8 @@ class BackwardRunner:
     ) -> None:
         """Note, for the report, where the gradients of a backward are reduced."""
         if averaged.participants:
-            backwards.note(_labels(p.module for p in averaged.participants), "aot_autograd")
+            modules = _labels(p.module for p in averaged.participants)
+            backwards.note(modules, "aot_autograd", outside=averaged.outside)
         elif reached() and not aot_backwards.stays_local(reached()):
             if traced:
                 backwards.note(_labels(reached()), "compiled_autograd", averaged.why_not)

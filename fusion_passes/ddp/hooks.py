@@ -20,6 +20,7 @@ from fusion_passes.ddp.expecting import EXPECTED, LOCAL
 from fusion_passes.ddp.kept import note_arrived
 from fusion_passes.ddp.managed_module import ManagedModule
 from fusion_passes.ddp.modules import registry
+from fusion_passes.ddp.outside import note_outside
 from fusion_passes.ddp.rounds import note_eager, warn_local
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.reporting.warnings import warn_once
@@ -165,8 +166,10 @@ def _reduce_gradient(
         return
     if not torch.compiler.is_dynamo_compiling():
         note_arrived(module, number)
-        if note_eager(module, number) and not traced_hooks.untraced_is_warned:
-            _warn_eager(name)
+        if note_eager(module, number):
+            note_outside(module, number)
+            if not traced_hooks.untraced_is_warned:
+                _warn_eager(name)
         return
     name = group_name_while_tracing(name)
     if is_hooked(owner):  # Which divides, if that is what it wants.

@@ -89,9 +89,6 @@ def in_flight(
         group: what the name stands for otherwise.
     """
     module = registry.module_of(ddp)
-    if module.world_size == 1:  # Nothing is launched, and autograd adds to what there is.
-        yield group
-        return
     mine = _InFlight(LaunchedPieces(participant, module, parameters_of(ddp)))
     names, postponing = [module.group_name], PostponingGroup(group, mine.note)
     let_stand_for(names, postponing)

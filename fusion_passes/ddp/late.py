@@ -87,7 +87,7 @@ def _reduce_new(job: Job) -> None:
     usage.read(usage.averages.pop(usage.flags))
     new = (usage.used or frozenset()) - usage.sent_in(participant.kind)
     if new:
-        _run([(job, _planned(job, new))])
+        _run([(job, planned_by_hand(job, new))])
         usage.sent[participant.kind] |= new
         usage.is_new = participant.needs_replanning = True
     if job.has_inputs:
@@ -112,12 +112,17 @@ def _run(lists: Sequence[tuple[Job, LaunchList]]) -> None:
 
 def _plan_left(job: Job) -> LaunchList:
     job.count_unused()
-    return _planned(job, job.numbers)
+    return planned_by_hand(job, job.numbers)
 
 
-def _planned(job: Job, numbers: Iterable[int]) -> LaunchList:
-    """Gradients in buckets that only depend on what ranks cannot differ in: last parameters first,
-    as DDP does before it has seen a backward."""
+def planned_by_hand(job: Job, numbers: Iterable[int]) -> LaunchList:
+    """Put gradients in buckets that only depend on what ranks cannot differ in: last parameters
+    first, as DDP does before it has seen a backward.
+
+    Args:
+        job: the module.
+        numbers: of the parameters.
+    """
     config = active_config() or FusionConfig()
     cap_bytes = bucket_caps(config, job.module.caps).cap_bytes
     buckets: list[tuple[Collective, int]] = []

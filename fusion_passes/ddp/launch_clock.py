@@ -93,7 +93,7 @@ class _Watched:
             or participant.kind
             or participant.received
             or participant.is_local
-            or self.name in borrowed  # What is launched under it is another module's.
+            or self.name in borrowed.names  # What is launched under it is another module's.
             or isinstance(registry.group_of(ddp), StandInGroup)
             or is_profiling()
         ):

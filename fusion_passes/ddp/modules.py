@@ -115,7 +115,7 @@ class Registry:
         del self._modules[name]
         participants.pop(name, None)
         if dist.is_initialized():  # Destroying the groups has removed their names already.
-            for alias in set(module.names()).difference(borrowed):  # A backward needs those.
+            for alias in set(module.names()).difference(borrowed.names):  # A backward needs those.
                 unregister_process_group(alias)
 
     def check_new(self, check: Callable[[nn.Module], None]) -> None:

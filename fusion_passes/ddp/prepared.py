@@ -1,24 +1,28 @@
 """Which forwards were compiled with a backward that reduces gradients, and under whose names.
 
-Dynamo compiles one forward for all instances of a class whose parameters have the same shapes. The
-backward has the group names of the module for which that was done. For a backward of another
-instance, these names stand for its own: it borrows them.
+Dynamo compiles one forward for all instances of a class whose parameters have the same shapes: DDP
+modules, or the blocks of one. The backward has the names and numbers of those for which that was
+done. Where it runs for others, these stand for their own: they borrow them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 import torch.distributed as dist
+from torch import nn
 
-from fusion_passes.agreement.protocol import borrowed
+from fusion_passes.agreement.protocol import borrowed, participants
 from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.comm_hooks import is_hooked, sent_as
 from fusion_passes.ddp.managed_module import PARAMETER_MARK
 from fusion_passes.ddp.modules import registry
+from fusion_passes.torch_private import local_process_group
+from fusion_passes.torch_private.ddp import parameters_of
 from fusion_passes.torch_private.stand_ins import redirect
 
 NOT_COMPILED: Final = (
@@ -28,7 +32,10 @@ NOT_COMPILED: Final = (
 SHARED: Final = "two modules of this backward share a compiled forward"
 
 _BORROWED_AT_MOST: Final = 16
-"""Names of the latest modules only: each costs some microseconds in each backward."""
+"""Names of the latest forwards only: each costs some microseconds in each backward."""
+
+Numbered: TypeAlias = tuple[str, int]
+"""A parameter: its DDP module's name, and its number there."""
 
 
 @dataclass(frozen=True)
@@ -36,26 +43,54 @@ class Described:
     """What a compiled forward and its backward depend on.
 
     Attributes:
-        key: all but names: the parameters among its inputs, the options, and what is known of the
-            modules and their groups.
-        modules: the names of the modules, in the order in which the inputs have them.
+        key: all but names and numbers: the parameters among its inputs, the options, and what is
+            known of the modules and their groups.
+        parameters: in the order in which the inputs have them.
     """
 
     key: object
-    modules: tuple[str, ...]
+    parameters: tuple[Numbered, ...]
 
     @staticmethod
-    def of(inputs: Iterable[tuple[int, str]], config: FusionConfig) -> Described:
+    def of(inputs: Sequence[tuple[int, Numbered]], config: FusionConfig) -> Described:
         """Describe a forward.
 
         Args:
-            inputs: which of its inputs are parameters, and the group names of their gradients.
+            inputs: which of its inputs are parameters, and which ones.
             config: the options.
         """
-        named = [(index, *name.split(PARAMETER_MARK)) for index, name in inputs]
-        modules = tuple(dict.fromkeys(str(name) for _, name, _ in named))
-        places = tuple((index, modules.index(name), number) for index, name, number in named)
-        return Described((config, places, tuple(map(_kind_of, modules))), modules)
+        parameters = tuple(parameter for _, parameter in inputs)
+        modules = _modules_of(parameters)
+        places = tuple((index, modules.index(item[0]), _like(item)) for index, item in inputs)
+        return Described((config, places, tuple(map(_kind_of, modules))), parameters)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names of the modules, in the order in which the inputs have them."""
+        return _modules_of(self.parameters)
+
+
+def numbered(parameter: nn.Parameter) -> Numbered:
+    """A parameter that one managed module has."""
+    name = registry.name_of(parameter)
+    assert name is not None, "it is managed"
+    module, _, number = name.partition(PARAMETER_MARK)
+    return module, int(number)
+
+
+def _modules_of(parameters: Iterable[Numbered]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(module for module, _ in parameters))
+
+
+def _like(parameter: Numbered) -> object:
+    """What a graph depends on of a parameter; its number, where the ranks say which they use."""
+    name, number = parameter
+    module, ddp = registry.module(name), registry.ddp_of(name)
+    assert ddp is not None, "it is compiled, or has a backward"
+    if module.flag_dtype is not None:
+        return number
+    tensor = parameters_of(ddp)[number]
+    return tuple(tensor.shape), tensor.dtype, module.strides_of(number)
 
 
 def _kind_of(name: str) -> object:
@@ -69,64 +104,108 @@ def _kind_of(name: str) -> object:
     )
 
 
+@dataclass(frozen=True)
+class Lent:
+    """Whose parameters those in a graph stand for, when it runs.
+
+    Attributes:
+        parameters: by those in the graph.
+    """
+
+    parameters: Mapping[Numbered, Numbered]
+
+    @functools.cached_property
+    def modules(self) -> Mapping[str, str]:
+        """Whose names stand for each module's."""
+        return {theirs[0]: mine[0] for theirs, mine in self.parameters.items()}
+
+    @property
+    def is_own(self) -> bool:
+        """Whether each stands for itself."""
+        return all(theirs == mine for theirs, mine in self.parameters.items())
+
+
 @dataclass
 class PreparedForwards:
     """The forwards that were compiled so."""
 
-    _modules: dict[object, dict[tuple[str, ...], None]] = field(default_factory=dict)
+    _parameters: dict[object, dict[tuple[Numbered, ...], None]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self._modules)
+        return bool(self._parameters)
 
     def add(self, described: Described) -> None:
-        modules = self._modules.setdefault(described.key, {})
-        modules.pop(described.modules, None)
-        modules[described.modules] = None  # The latest last.
+        known = self._parameters.setdefault(described.key, {})
+        known.pop(described.parameters, None)
+        known[described.parameters] = None  # The latest last.
 
-    def names_for(self, described: Described, reached: Sequence[str]) -> dict[str, str] | str:
-        """Find the names that the backward of a forward may have.
+    def lent_to(self, described: Described, reached: Sequence[str]) -> Lent | str:
+        """Find what the backward of a forward may call its parameters.
 
         Args:
             described: the forward.
             reached: all modules that the backward which runs reaches.
 
         Returns:
-            The module of this forward that each name of another module stands for, or why the
-            backward cannot reduce them.
+            What each name and number that its graph may have stands for, or why the backward
+            cannot reduce them.
         """
-        known = self._modules.get(described.key)
+        known = self._parameters.get(described.key)
         if not known:
             return NOT_COMPILED
-        others = [names for names in known if names != described.modules]
-        own = set(described.modules)
-        if any(name in reached and name not in own for names in others for name in names):
-            return SHARED
-        is_own = described.modules in known
+        mine = described.parameters
         if any(registry.module(name).flag_dtype is not None for name in described.modules):
-            return {} if is_own else SHARED
-        found: dict[str, str] = {}
-        for names in others[-_BORROWED_AT_MOST:]:
-            if own.isdisjoint(names):
-                found |= dict(zip(names, described.modules, strict=True))
-        return found if found or is_own else SHARED
+            others = {name for other in known for name, _ in other}.difference(described.modules)
+            return SHARED if mine not in known or others.intersection(reached) else Lent({})
+        found = dict(zip(mine, mine, strict=True)) if mine in known else {}
+        for other in list(known)[-_BORROWED_AT_MOST:]:
+            lent = found | dict(zip(other, mine, strict=True))
+            if _is_consistent(lent, found):
+                found = lent
+        return Lent(found) if found else SHARED
+
+
+def _is_consistent(lent: Mapping[Numbered, Numbered], found: Mapping[Numbered, Numbered]) -> bool:
+    """Whether nothing stands for two parameters, nor a module for two."""
+    modules: dict[str, str] = {}
+    return all(
+        found.get(theirs, mine) == mine and modules.setdefault(theirs[0], mine[0]) == mine[0]
+        for theirs, mine in lent.items()
+    )
 
 
 @contextlib.contextmanager
-def borrowing(names: Mapping[str, str], groups: Mapping[str, dist.ProcessGroup]) -> Iterator[None]:
-    """Around a backward that may have the names of other modules: they stand for those that it
-    reaches.
+def borrowing(
+    lent: Sequence[tuple[Any, Lent]], groups: Mapping[str, dist.ProcessGroup]
+) -> Iterator[None]:
+    """Around a backward whose graphs may have the names and numbers of others.
 
     Args:
-        names: the module that each stands for.
-        groups: what the module's own name stands for.
+        lent: for the autograd node of each compiled forward, what those in its graph stand for.
+        groups: what the own names of the modules that the backward reaches stand for.
     """
-    for name, module in names.items():
-        redirect(name, groups[module])
-    borrowed.update(names)
+    if all(item.is_own for _, item in lent):
+        yield
+        return
+    names = {theirs for _, item in lent for theirs, mine in item.modules.items() if theirs != mine}
+    borrowed.names.update(names)
+    handles = [node.register_prehook(functools.partial(_lend, item, groups)) for node, item in lent]
     try:
         yield
     finally:
+        for handle in handles:
+            handle.remove()
+        borrowed.reset()
         for name in names:
-            del borrowed[name]
             owner = registry.ddp_of(name)  # Or the graph has outlived its module.
             redirect(name, None if owner is None else registry.group_of(owner))
+
+
+def _lend(item: Lent, groups: Mapping[str, dist.ProcessGroup], *_: object) -> None:
+    """Called before a graph runs: from now on, its names and numbers stand for what they shall."""
+    borrowed.parameters = item.parameters
+    borrowed.modules = item.modules
+    for theirs, mine in item.modules.items():
+        if theirs in borrowed.names:  # In this graph, or in the one before.
+            is_local = participants[mine].is_local
+            redirect(theirs, local_process_group() if is_local else groups[mine])

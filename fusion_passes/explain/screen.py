@@ -144,7 +144,9 @@ def _backwards(report: Report) -> Iterator[str]:
         because = f", because {item.because}" if item.because else ""
         modules = ", ".join(item.modules)
         backwards = "backward" if item.count == 1 else "backwards"
-        yield f"{item.count} {backwards} of {modules}: reduced {words[item.reduced_in]}{because}"
+        where = f"reduced {words[item.reduced_in]}{because}"
+        beside = f", {item.outside} gradients by hand" if item.outside else ""
+        yield f"{item.count} {backwards} of {modules}: {where}{beside}"
 
 
 def _totals(report: Report) -> Iterator[str]:

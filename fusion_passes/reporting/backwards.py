@@ -24,12 +24,15 @@ class BackwardReport:
             backward; ``"none"``: no graph, but by hand when the backward had ended.
         because: why not in the first of these; empty for that one.
         count: how many there were.
+        outside: how many gradients of each came from what is not compiled, and were reduced by
+            hand beside the graphs: each bucket when its last gradient was there.
     """
 
     modules: tuple[str, ...]
     reduced_in: ReducedIn
     because: str
     count: int
+    outside: int
 
 
 @dataclass
@@ -44,11 +47,17 @@ class Backwards:
 
     after: Callable[[], None] | None = None
     first_ended_s: float | None = None
-    _counts: Counter[tuple[tuple[str, ...], ReducedIn, str]] = field(default_factory=Counter)
+    _counts: Counter[tuple[tuple[str, ...], ReducedIn, str, int]] = field(default_factory=Counter)
 
-    def note(self, modules: tuple[str, ...], reduced_in: ReducedIn, because: str = "") -> None:
+    def note(
+        self,
+        modules: tuple[str, ...],
+        reduced_in: ReducedIn,
+        because: str = "",
+        outside: int = 0,
+    ) -> None:
         """Note a backward; see :class:`BackwardReport`."""
-        self._counts[modules, reduced_in, because] += 1
+        self._counts[modules, reduced_in, because, outside] += 1
 
     def ended(self) -> None:
         """A backward has ended, and what it was to average is averaged."""
@@ -59,7 +68,10 @@ class Backwards:
 
     def reports(self) -> tuple[BackwardReport, ...]:
         """In the order in which the first of each kind ran."""
-        return tuple(BackwardReport(*key, count) for key, count in self._counts.items())
+        return tuple(
+            BackwardReport(modules, reduced_in, because, count, outside)
+            for (modules, reduced_in, because, outside), count in self._counts.items()
+        )
 
     def reset(self) -> None:
         vars(self).update(vars(Backwards()))

@@ -63,7 +63,8 @@ class GraphDocument:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over all graphs, and what was measured.
+    """Sums over all graphs, and what was measured. A graph that runs for several blocks of a module
+    counts once.
 
     Attributes:
         collectives_before: launches as traced.

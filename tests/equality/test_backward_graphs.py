@@ -446,6 +446,64 @@ def some_inputs(compiled: Compile) -> list[Any]:
     return seen + _gradients(ddp)
 
 
+class _Blocks(nn.Module):
+    """Blocks between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(_Gated() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        for block in self.blocks:
+            y = block(y)
+        return self.last(y)
+
+
+def block_by_block(compiled: Compile) -> list[Any]:
+    """All blocks share a compiled forward. The layers around them are not compiled."""
+    model = _Blocks()
+    model.blocks = nn.ModuleList(map(compiled, model.blocks))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+    seen = _steps(ddp, ddp)
+    with ddp.no_sync():
+        ddp(_inputs(3)).square().sum().backward()
+        seen += _gradients(ddp)
+    ddp(_inputs(4)).square().sum().backward()
+    seen += _gradients(ddp)
+    ddp.zero_grad(set_to_none=False)
+    for rows in (5, 6 + dist.get_rank()):
+        ddp(_inputs(5, rows)).square().sum().backward()
+    return seen + _gradients(ddp)
+
+
+class _Outside(nn.Module):
+    """One of its layers is not compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self._not_compiled(self.first(x)))
+
+    @torch.compiler.disable
+    def _not_compiled(self, x: Tensor) -> Tensor:
+        return self.middle(x).relu()
+
+
+def breaks_in_a_loop(compiled: Compile) -> list[Any]:
+    """Dynamo leaves such a forward alone, and compiles what it calls."""
+    model = _Blocks()
+    for block in model.blocks:
+        block.register_forward_hook(lambda *args: _as_it_is(args[2]))
+    ddp = DistributedDataParallel(model)
+    return _steps(compiled(ddp), ddp)
+
+
 class _SharedByParts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -486,7 +544,7 @@ def parts_one_by_one(compiled: Compile) -> list[Any]:
 
 
 def instances_in_one_backward(compiled: Compile) -> list[Any]:
-    """Nothing in their graph says which of them it runs for."""
+    """Their graph has the names of the first, and runs for both."""
     modules = [DistributedDataParallel(_chain()) for _ in range(2)]
     first, second = (compiled(ddp) for ddp in modules)
     seen = []
@@ -566,6 +624,9 @@ IN_AOT_AUTOGRAD: Final = (
     in_parts,
     instances_in_parts,
     fails_in_parts,
+    block_by_block,
+    breaks_in_a_loop,
+    instances_in_one_backward,
 )
 TRACED: Final = (
     kept_of_another_kind,
@@ -578,7 +639,6 @@ TRACED: Final = (
     some_inputs,
     shared_by_parts,
     parts_one_by_one,
-    instances_in_one_backward,
     static_graph_without_some,
 )
 EITHER: Final = (over_the_same_weights, second_thread)
@@ -665,7 +725,7 @@ def test_one_graph_can_be_chosen(run_on_ranks: RUN, case: Callable[[Compile], li
             assert (seen.traced > 0) == traces
 
 
-def goes_on_beside_its_launches(mode: str) -> None:
+def goes_on_beside_its_launches(mode: str, has_outside: bool) -> None:
     """Rank 1 launches nothing before rank 0 has run all graphs, which launch the same."""
     others, word = dist.new_group(), torch.zeros(1)
 
@@ -675,10 +735,10 @@ def goes_on_beside_its_launches(mode: str) -> None:
     def tell(_: Tensor) -> None:
         dist.send(word, 1, others)
 
-    want = DistributedDataParallel(_InParts())
+    want = DistributedDataParallel(_Outside() if has_outside else _InParts())
     want(_inputs(2)).square().sum().backward()
     with inductor_config.patch(ddp_fusion=mode):
-        ddp = DistributedDataParallel(_InParts())
+        ddp = DistributedDataParallel(_Outside() if has_outside else _InParts())
         call = torch.compile(ddp)
         _steps(call, ddp, 2)  # The ranks meet in the first one.
         ddp.zero_grad()
@@ -694,11 +754,18 @@ def goes_on_beside_its_launches(mode: str) -> None:
     dist.destroy_process_group(others)
 
 
-@pytest.mark.parametrize("mode", ["concat", pytest.param("coalesced", marks=pytest.mark.nightly)])
-def test_a_graph_does_not_wait_for_what_the_one_before_has_launched(
-    run_on_ranks: RUN, mode: str
+@pytest.mark.parametrize(
+    ("mode", "has_outside"),
+    [
+        ("concat", False),
+        ("coalesced", True),
+        pytest.param("coalesced", False, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_graph_does_not_wait_for_what_was_launched_before(
+    run_on_ranks: RUN, mode: str, has_outside: bool
 ) -> None:
-    run_on_ranks(2, goes_on_beside_its_launches, mode=mode)
+    run_on_ranks(2, goes_on_beside_its_launches, mode=mode, has_outside=has_outside)
 
 
 def no_trace(**settings: Any) -> int:
