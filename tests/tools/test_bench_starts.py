@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import bench
 from benches import starts
@@ -20,8 +22,8 @@ def test_figures_are_over_those_without_ddp(
 ) -> None:
     asked: dict[tuple[str, str], int] = {}
 
-    def start(model: str, size: str, method: str, cache: str) -> dict[str, float]:
-        assert (model, size) == ("mlp", "tiny")
+    def start(model: str, options: Namespace, method: str, cache: str) -> dict[str, float]:
+        assert (model, options.size, options.by_block) == ("mlp", "tiny", False)
         number = asked[method, cache] = asked.get((method, cache), 0) + 1
         cost = 1.0 + starts.METHODS.index(method)
         return {"start": cost * (10.0 if number == 1 else 2.0), "step": cost / number}
@@ -36,6 +38,13 @@ def test_figures_are_over_those_without_ddp(
     assert (tmp_path / "starts.md").read_text() == said.removesuffix("\n")
     (kept,) = read_json(tmp_path / "starts.json", "starts")[1]["cells"]["mlp"]
     assert kept["no DDP"] == {"cold": 10.0, "warm": 2.0, "step": 0.25}
+
+
+def test_blocks_are_what_a_model_has_in_lists() -> None:
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    assert starts.blocks_of(nn.Sequential(nn.ModuleList(layers), nn.ReLU())) == layers
+    with pytest.raises(ValueError, match=r"--by-block needs a model .* Sequential is not"):
+        starts.blocks_of(nn.Sequential(*layers))
 
 
 @pytest.mark.nightly  # Eight processes, half of which compile all anew.

@@ -7,6 +7,7 @@ little.
 
     python tools/bench.py starts                          # the table
     python tools/bench.py starts --model gpt2 mlp         # of some models
+    python tools/bench.py starts --by-block               # blocks compiled, the rest not
     python tools/bench.py starts --size tiny --starts 1   # quickly
 """
 
@@ -22,12 +23,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from tqdm import tqdm
 
 from benches.results import Origin, keep, page, parser_of, table
 from workloads.models import MAKERS, SIZES, subject
+
+if TYPE_CHECKING:
+    from torch import nn
 
 METHODS: Final = ("no DDP", "DDPOptimizer", "concat", "concat, traced")
 FLAGS: Final = {"concat": "aot_autograd", "concat, traced": "compiled_autograd"}
@@ -48,7 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command line; returns its exit status."""
     options = _options(arguments)
     if options.method:
-        print(json.dumps(measure(options.model[0], options.size, options.method)))
+        (model,) = options.model
+        print(json.dumps(measure(model, options.size, options.method, options.by_block)))
         return 0
     origin = Origin.here("starts", arguments)
     cells = {
@@ -77,6 +82,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--size", default="small", choices=[*SIZES])
     parser.add_argument("--rounds", type=int, default=1, help="how often all is repeated")
     parser.add_argument("--starts", type=int, default=2, help="warm starts of a method and round")
+    parser.add_argument(
+        "--by-block",
+        action="store_true",
+        help="compile each block by itself (regional compilation), and not what is around them",
+    )
     parser.add_argument("--method", choices=METHODS, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -86,9 +96,7 @@ def _round(model: str, options: argparse.Namespace) -> Round:
     found = {}
     for method in METHODS:
         with tempfile.TemporaryDirectory(prefix="bench-starts-") as cache:
-            cold, *warm = [
-                _start(model, options.size, method, cache) for _ in range(1 + options.starts)
-            ]
+            cold, *warm = [_start(model, options, method, cache) for _ in range(1 + options.starts)]
         found[method] = {
             "cold": cold["start"],
             "warm": statistics.median(said["start"] for said in warm),
@@ -97,9 +105,10 @@ def _round(model: str, options: argparse.Namespace) -> Round:
     return found
 
 
-def _start(model: str, size: str, method: str, cache: str) -> dict[str, float]:
+def _start(model: str, options: argparse.Namespace, method: str, cache: str) -> dict[str, float]:
     command = [sys.executable, str(BENCH), "starts"]
-    command += ["--model", model, "--size", size, "--method", method]
+    command += ["--model", model, "--size", options.size, "--method", method]
+    command += ["--by-block"] if options.by_block else []
     environment = {
         **os.environ,
         "TORCHINDUCTOR_CACHE_DIR": cache,
@@ -126,13 +135,32 @@ def _cells(rounds: Sequence[Round], figure: str) -> list[str]:
     return [f"{statistics.median(values):.2f}" for values in ratios.values()]
 
 
-def measure(model: str, size: str, method: str) -> dict[str, float]:
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model: what it has in lists.
+
+    Raises:
+        ValueError: it has none.
+    """
+    import torch
+
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    blocks = [block for found in lists for block in found]
+    if not blocks:
+        raise ValueError(
+            f"--by-block needs a model whose blocks are in a list, which {type(model).__name__} is "
+            "not: choose gpt2, bert or llama"
+        )
+    return blocks
+
+
+def measure(model: str, size: str, method: str, by_block: bool) -> dict[str, float]:
     """Start a training in this process.
 
     Args:
         model: one of :data:`workloads.models.MAKERS`.
         size: one of :data:`workloads.models.SIZES`.
         method: one of :data:`METHODS`.
+        by_block: whether each block of the model is compiled by itself, and nothing else.
 
     Returns:
         CPU seconds: ``"start"``, from the wrapping to the end of the first backward, and
@@ -158,7 +186,9 @@ def measure(model: str, size: str, method: str) -> dict[str, float]:
             torch._inductor.config.ddp_fusion = flag
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         wrapped = DistributedDataParallel(module)
-    compiled = torch.compile(wrapped)
+    compiled = wrapped if by_block else torch.compile(wrapped)
+    for block in blocks_of(module) if by_block else ():
+        block.compile()
 
     def step() -> float:
         start = time.process_time()
