@@ -34,7 +34,7 @@ class RankReport:
         eager: why eager DDP could not be trained.
         fused: why it could not be trained under the flag.
         differences: where the two differ, in words.
-        gradients: how many parameters of DDP modules got a gradient that was to be averaged.
+        gradients: how many parameters of DDP modules got a dense gradient that was to be averaged.
         covered: how many of them are in buckets by what the package reports.
         before: collectives that were traced, in all graphs.
         after: collectives that are launched instead.

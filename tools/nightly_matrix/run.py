@@ -58,7 +58,8 @@ class Run:
 
     @property
     def gradients(self) -> int:
-        """How many parameters of DDP modules got gradients that were to be averaged."""
+        """How many parameters of DDP modules got dense gradients that were to be averaged: those
+        that buckets are for."""
         return len(self._averaged)
 
     def ddp(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -124,7 +125,9 @@ class Run:
                 self._averaged |= {
                     id(parameter)
                     for parameter in module._module_parameters
-                    if parameter.requires_grad and parameter.grad is not None
+                    if parameter.requires_grad
+                    and parameter.grad is not None
+                    and parameter.grad.layout is torch.strided
                 }
 
     def _parameters_of(self, model: nn.Module) -> Mapping[str, nn.Parameter]:
