@@ -20,7 +20,7 @@ from fusion_passes.explain.recording import Recording, record_steps
 from fusion_passes.install.switch import install_flag
 from fusion_passes.reporting.document import Report
 from fusion_passes.reporting.journal import journal
-from fusion_passes.reporting.records import BucketReport, FusionReport, RejectionReport
+from fusion_passes.reporting.records import BucketReport, FusionReport, RejectionReport, RowsReport
 from fusion_passes.reporting.table import format_report
 from fusion_passes.reporting.timeline import Timeline
 from fusion_passes.reporting.warnings import FusionWarning
@@ -35,6 +35,7 @@ __all__ = [
     "Recording",
     "RejectionReport",
     "Report",
+    "RowsReport",
     "Timeline",
     "__version__",
     "format_report",

@@ -253,7 +253,12 @@ def _joining() -> Any:
 
 
 def _unfused() -> Any:
-    return DistributedDataParallel(torch.nn.Embedding(4, 4, sparse=True))
+    model = two_layers()
+    return DistributedDataParallel(
+        model,
+        delay_all_reduce_named_params=[("0.weight", model[0].weight)],
+        param_to_hook_all_reduce=model[1].weight,
+    )
 
 
 def _late() -> Any:

@@ -17,18 +17,19 @@ from fusion_passes.state import Lifetime, process_state
 LATE: Final = "late"
 """The mode of collectives that no graph launches: they follow the backward, bucket by bucket."""
 
-Divided: TypeAlias = Literal["before", "by", "after", "hook"]
+Divided: TypeAlias = Literal["before", "by", "after", "hook", "rows"]
 """Where gradients are divided by the number of ranks: before the collective, by it, or after it;
-``"hook"`` where a communication hook does whatever it does in the place of the collective."""
+``"hook"`` where a communication hook does whatever it does in the place of the collective;
+``"rows"`` where sparse gradients are gathered as rows, divided before."""
 
 _OPERATIONS: Final[Mapping[Divided, str]] = MappingProxyType(
-    {"before": "sum", "by": "avg", "after": "sum/after", "hook": "hook"}
+    {"before": "sum", "by": "avg", "after": "sum/after", "hook": "hook", "rows": "rows"}
 )
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One all-reduce of a DDP module's gradients.
+    """One all-reduce of a DDP module's gradients, or one exchange of rows of sparse ones.
 
     Attributes:
         divided: where gradients are divided by the number of ranks.
@@ -61,6 +62,11 @@ class LaunchList:
     def parameters(self) -> frozenset[int]:
         """Numbers of all parameters whose gradients are reduced."""
         return frozenset(n for item in self.collectives for n in item.parameters)
+
+    @functools.cached_property
+    def buckets(self) -> tuple[Collective, ...]:
+        """The collectives that reduce a bucket: all but those that gather rows."""
+        return tuple(item for item in self.collectives if item.divided != "rows")
 
     @functools.cached_property
     def for_hook(self) -> tuple[tuple[int, ...], ...]:

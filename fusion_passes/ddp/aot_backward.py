@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes.agreement.protocol import participants
 from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.aot_obstacles import (
+    ALL_SPARSE,
     HOOKS,
     NOT_COMPILED_MOSTLY,
     OTHERS_USED,
@@ -49,6 +50,7 @@ from fusion_passes.ddp.prepared import (
     borrowing,
     numbered,
 )
+from fusion_passes.ddp.sparse import is_dense
 from fusion_passes.ddp.turns import is_main_thread
 from fusion_passes.ddp.unused import has_used_others
 from fusion_passes.flag import active_config
@@ -101,12 +103,14 @@ class AotBackwards:
             return Averaged(why_not="backward_graph is 'compiled_autograd'")
         if not self.prepared:
             modules = [registry.module_of(ddp).group_name for ddp in registry.modules()]
-            return Averaged(why_not=self._known_obstacle(modules) or NOT_COMPILED)
-        regions = edges_by_region(outputs)
+            is_dense_somewhere = any(registry.module(name).dense for name in modules)
+            why_not = NOT_COMPILED if is_dense_somewhere else ALL_SPARSE
+            return Averaged(why_not=self._known_obstacle(modules) or why_not)
+        regions = edges_by_region(outputs, is_dense)
         outside = regions.pop(None, [])
         every = [p for edges in (*regions.values(), outside) for _, p in edges]
         if not regions:
-            return Averaged(why_not=NOT_COMPILED_MOSTLY)
+            return Averaged(why_not=NOT_COMPILED_MOSTLY if every else ALL_SPARSE)
         if any(registry.name_of(parameter) is None for parameter in every):
             return Averaged(why_not="two DDP modules share a parameter")
         return self._averaged_of(regions, [numbered(parameter) for _, parameter in outside], config)

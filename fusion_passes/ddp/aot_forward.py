@@ -15,10 +15,10 @@ from fusion_passes.ddp.aot_backward import aot_backwards
 from fusion_passes.ddp.aot_obstacles import obstacle_in_module
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.prepared import Described, numbered
+from fusion_passes.ddp.sparse import dense_parameters
 from fusion_passes.reductions.insert import ReducedInput
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.autograd import is_tensor_subclass
-from fusion_passes.torch_private.ddp import parameters_of
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def find_reduced_inputs(
     found: list[ReducedInput] = []
     needs_all = False
     for ddp in registry.modules():
-        trained = {n: p for n, p in enumerate(parameters_of(ddp)) if p.requires_grad}
+        trained = dense_parameters(ddp)
         present = [number for number in trained if id(trained[number]) in index_of]
         if not present:
             continue

@@ -57,6 +57,8 @@ IN_PARTS: Final = (
     "say what is not used"
 )
 
+ALL_SPARSE: Final = "all its gradients are sparse"
+
 NOT_COMPILED_MOSTLY: Final = "most gradients come from what is not compiled"
 
 OTHERS_USED: Final = (

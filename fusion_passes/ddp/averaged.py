@@ -13,6 +13,7 @@ from fusion_passes.agreement.participant import Participant
 from fusion_passes.ddp.aot_obstacles import IN_PARTS, NOT_COMPILED_MOSTLY
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.prepared import Described, Lent, Numbered
+from fusion_passes.ddp.sparse import dense_parameters
 from fusion_passes.torch_private.ddp import parameters_of
 
 
@@ -97,7 +98,7 @@ def why_incomplete(described: Sequence[Described], outside: Sequence[Numbered]) 
     for name in dict.fromkeys(name for name, _ in (*inside, *outside)):
         ddp, module = registry.ddp_of(name), registry.module(name)
         assert ddp is not None, "it has a backward"
-        numel = {n: p.numel() for n, p in enumerate(parameters_of(ddp)) if p.requires_grad}
+        numel = {n: p.numel() for n, p in dense_parameters(ddp).items()}
         beside = sum(numel.get(number, 0) for of, number in outside if of == name)
         if not forwards_of[name] or 2 * beside > sum(numel.values()):
             return NOT_COMPILED_MOSTLY

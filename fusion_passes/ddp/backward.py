@@ -30,6 +30,7 @@ from fusion_passes.ddp.rounds import (
     rejoining,
     running,
 )
+from fusion_passes.ddp.sparse_backwards import apart
 from fusion_passes.ddp.starts import Starts
 from fusion_passes.ddp.tensor_parallel import can_be_traced
 from fusion_passes.ddp.turns import Turns
@@ -283,7 +284,7 @@ class BackwardRunner:
             self._compiler = rebuild() if rebuild is not None else torch.compile
         if dynamic is None:
             dynamic = not dynamo_config().assume_static_by_default
-        with tracing_backwards(self._compiler, dynamic):
+        with tracing_backwards(apart(self._compiler), dynamic):
             yield
 
 

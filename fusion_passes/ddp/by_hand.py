@@ -41,7 +41,7 @@ class Job:
         """Count as zero, in a static graph, what other ranks have used and this one has not."""
         for number in sorted(self.participant.unused):
             parameter = parameters_of(self.ddp)[number]
-            if parameter.grad is None:
+            if parameter.grad is None and number not in self.module.sparse:
                 parameter.grad = torch.zeros_like(parameter)
             self.participant.received.add(number)  # It has not come.
             self.participant.late[number] = False
@@ -59,7 +59,9 @@ class Job:
         """What is still to be sent."""
         usage, kind = self.participant.usage, self.participant.kind
         left = frozenset(self.participant.late)
-        return left if usage is None else left | usage.sent_in(kind) | {usage.flags}
+        if usage is None:
+            return left
+        return (left | usage.sent_in(kind) | {usage.flags}) - self.module.sparse
 
     def like(self, number: int) -> Tensor:
         """A tensor as what is sent under a number."""
@@ -108,6 +110,12 @@ class Job:
         if like.grad is None or not self.has_inputs:
             assert usage is not None or not self.has_inputs, "its hook has run"
             return torch.zeros_like(like)
+        if like.grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"{self.module.parameters[number]} of {self.module.label} has a gradient of layout "
+                f"{like.grad.layout}, which DDP reduces for nn.Embedding(sparse=True) and "
+                "nn.EmbeddingBag(sparse=True) only, as they were when it was constructed."
+            )
         detached: Tensor = like.grad.detach()
         return detached
 

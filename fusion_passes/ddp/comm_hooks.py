@@ -100,6 +100,11 @@ def why_not_on_buckets(ddp: DistributedDataParallel, hook: Any) -> str:
             f"it has static_graph=True and communication hook {name}, which is to be given all "
             "gradients in each step. To fuse, construct it without the option"
         )
+    if registry.module_of(ddp).sparse:
+        return (
+            f"it has sparse gradients and communication hook {name}, which is to be given them. To "
+            "fuse, construct its embeddings with sparse=False"
+        )
     if any(dtensor_spec(parameter) is not None for parameter in parameters_of(ddp)):
         return f"it has DTensors and communication hook {name}"
     return ""

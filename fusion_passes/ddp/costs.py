@@ -17,6 +17,7 @@ from fusion_passes.agreement.rendezvous import meeting_of
 from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.launch_clock import launch_clock
 from fusion_passes.ddp.modules import registry
+from fusion_passes.ddp.sparse import dense_parameters
 from fusion_passes.plan.scaling import REDUCE_DTYPE_OF, can_average
 from fusion_passes.profile.agree import Wanted, Where, agree_on_profile, agree_on_steps
 from fusion_passes.profile.known import known_profile, next_meeting, remember_profile
@@ -69,7 +70,7 @@ def _key_of(ddp: DistributedDataParallel) -> str:
     return module_key(
         [
             (module.parameters[number], parameters[number].shape, str(parameters[number].dtype))
-            for number in module.trained
+            for number in module.dense
         ]
     )
 
@@ -78,7 +79,7 @@ def _kinds_of(ddp: DistributedDataParallel, config: FusionConfig, backend: str) 
     """The kinds of collectives that can reduce the gradients of a module."""
     narrow = REDUCE_DTYPE_OF[config.reduce_dtype]
     dtypes = set()
-    for parameter in parameters_of(ddp):
+    for parameter in dense_parameters(ddp).values():
         dtype = parameter.dtype.to_real()
         is_sent_narrow = (
             narrow is not None and dtype.is_floating_point and dtype.itemsize > narrow.itemsize

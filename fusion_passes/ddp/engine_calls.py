@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -98,9 +98,16 @@ def reach_of(outputs: Sequence[Any]) -> Reach:
     return Reach(managed, others)
 
 
-def edges_by_region(outputs: Sequence[Any]) -> dict[Any, list[tuple[int, nn.Parameter]]]:
-    """The managed parameters in which a backward ends, with their places among the inputs of the
-    compiled forward that they come from; those that come from elsewhere under ``None``."""
+def edges_by_region(
+    outputs: Sequence[Any], counts: Callable[[nn.Parameter], bool]
+) -> dict[Any, list[tuple[int, nn.Parameter]]]:
+    """The parameters in which a backward ends, with their places among the inputs of the compiled
+    forward that they come from; those that come from elsewhere under ``None``.
+
+    Args:
+        outputs: tensors or gradient edges that the backward starts from.
+        counts: says which parameters are meant.
+    """
     pending = [
         getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs
     ]
@@ -116,6 +123,6 @@ def edges_by_region(outputs: Sequence[Any]) -> dict[Any, list[tuple[int, nn.Para
             variable = getattr(following, "variable", None)
             if variable is None:
                 pending.append(following)
-            elif registry.manages(variable):
+            elif counts(variable):
                 found.setdefault(region, []).append((index, variable))
     return found

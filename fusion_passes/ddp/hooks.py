@@ -25,7 +25,7 @@ from fusion_passes.ddp.rounds import note_eager, warn_local
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import assume_constant_result
+from fusion_passes.torch_private import assume_constant_result, disable_dynamo
 from fusion_passes.torch_private.autograd import hooks_after_accumulation
 from fusion_passes.torch_private.ddp import hooks_of_reducer, parameters_of
 
@@ -94,7 +94,7 @@ def replace_hooks(ddp: DistributedDataParallel, module: ManagedModule) -> None:
                 name=module.name_for(index),
                 module=module.group_name,
                 number=index,
-                world_size=module.world_size,
+                world_size=None if index in module.sparse else module.world_size,
                 group_name_while_tracing=group_name_while_tracing,
                 local_while_tracing=assume_constant_result(warn_local),
             )
@@ -147,7 +147,7 @@ def _reduce_gradient(
     name: str,
     module: str,
     number: int,
-    world_size: int,
+    world_size: int | None,
     group_name_while_tracing: Callable[[str], str],
     local_while_tracing: Callable[[str], str],
 ) -> None:
@@ -164,6 +164,9 @@ def _reduce_gradient(
         if owner.require_backward_grad_sync and not getattr(owner, LOCAL):
             local_while_tracing(name)
         return
+    if world_size is None:  # What is sparse is divided later.
+        _note_sparse(module, number)
+        return
     if not torch.compiler.is_dynamo_compiling():
         note_arrived(module, number)
         if note_eager(module, number):
@@ -178,6 +181,12 @@ def _reduce_gradient(
     dtype = sent_as(owner)
     gradient = parameter.grad if dtype is None else parameter.grad.to(dtype)
     parameter.grad.copy_(all_reduce(gradient / world_size, "sum", name))
+
+
+@disable_dynamo
+def _note_sparse(module: str, number: int) -> None:
+    """Have a sparse gradient averaged when the backward has ended: no graph can."""
+    note_eager(module, number)
 
 
 def _warn_eager(name: str) -> None:

@@ -14,8 +14,9 @@ import torch
 from fusion_passes.agreement.launches import LATE, Collective, LaunchList
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.config import FusionConfig
-from fusion_passes.ddp.by_hand import Job
+from fusion_passes.ddp.by_hand import Job, Launched
 from fusion_passes.ddp.modules import registry
+from fusion_passes.ddp.sparse import SentRows, group_by_dtype
 from fusion_passes.ddp.unused import write_averages
 from fusion_passes.flag import active_config
 from fusion_passes.plan.caps import bucket_caps
@@ -45,6 +46,7 @@ def reduce_late(participants: Iterable[Participant]) -> None:
             left = [job for job in left if _is_left(job)]
         for job in jobs:
             _reduce_new(job)
+            _reduce_rows(job)
 
 
 def reduce_without_inputs(participant: Participant) -> None:
@@ -66,6 +68,7 @@ def reduce_without_inputs(participant: Participant) -> None:
         while _is_left(job):
             _run(_next_lists([job]))
         _reduce_new(job)
+        _reduce_rows(job)
 
 
 def _is_left(job: Job) -> bool:
@@ -94,6 +97,13 @@ def _reduce_new(job: Job) -> None:
         write_averages(participant, usage.averages)
 
 
+def _reduce_rows(job: Job) -> None:
+    """Where ranks may use other parameters: average the sparse gradients of all tables. How many
+    rows each rank has of them says also who has used them, so there is nothing to agree on."""
+    if job.participant.usage is not None and job.module.sparse:
+        _run([(job, planned_by_hand(job, job.module.sparse))])
+
+
 def _next_lists(jobs: Sequence[Job]) -> list[tuple[Job, LaunchList]]:
     """What to run next: all that is known, else one list for which the ranks must meet. Others may
     reach that meeting only once what is known has been run."""
@@ -106,8 +116,12 @@ def _next_lists(jobs: Sequence[Job]) -> list[tuple[Job, LaunchList]]:
 def _run(lists: Sequence[tuple[Job, LaunchList]]) -> None:
     ordered = [(job, item, mine.mode) for job, mine in lists for item in mine.collectives]
     ordered.sort(key=lambda entry: entry[1].place)
-    for launched in [job.launch(item, mode) for job, item, mode in ordered]:
+    for launched in [_launch(job, item, mode) for job, item, mode in ordered]:
         launched.finish()
+
+
+def _launch(job: Job, item: Collective, mode: str) -> Launched | SentRows:
+    return SentRows.launch(job, item) if item.divided == "rows" else job.launch(item, mode)
 
 
 def _plan_left(job: Job) -> LaunchList:
@@ -127,7 +141,8 @@ def planned_by_hand(job: Job, numbers: Iterable[int]) -> LaunchList:
     cap_bytes = bucket_caps(config, job.module.caps).cap_bytes
     buckets: list[tuple[Collective, int]] = []
     open_at: dict[tuple[object, ...], int] = {}
-    for number in sorted(numbers, reverse=True):
+    sparse = job.module.sparse.intersection(numbers)
+    for number in sorted(frozenset(numbers) - sparse, reverse=True):
         parameter = job.like(number)
         key = job.key_of(number, config)
         kind = (key.dtype, key.reduce_dtype, key.device, key.calls_hook)
@@ -146,4 +161,7 @@ def planned_by_hand(job: Job, numbers: Iterable[int]) -> LaunchList:
         buckets[index] = Collective(item.divided, item.dtype, numbers, item.place), size
         if size >= cap_bytes:
             del open_at[kind]
-    return LaunchList(LATE, tuple(item for item, _ in buckets))
+    tables = sorted(sparse)
+    dtypes = [dtype_name(job.key_of(number, config).reduce_dtype) for number in tables]
+    rows = group_by_dtype(job, tables, dtypes, len(buckets))
+    return LaunchList(LATE, (*(item for item, _ in buckets), *rows))

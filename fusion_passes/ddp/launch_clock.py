@@ -156,8 +156,8 @@ def _between_ns(begin: int | torch.Event, end: int | torch.Event) -> int:
 
 
 def _launches_of(participant: Participant) -> str:
-    """What a round of a module launches, if one graph does all of it; else empty."""
-    lists = participant.history.get("", [])
+    """What a round of a module launches, if one graph does all of it but for rows; else empty."""
+    lists = [each for each in participant.history.get("", []) if each.buckets]
     return lists[0].encode() if len(lists) == 1 else ""
 
 

@@ -23,12 +23,15 @@ _MORE_TIMES: Final = (
 def run_time_fields(ddp: DistributedDataParallel) -> dict[str, Any]:
     """What DDP's reducer would have written into its logging data, as far as it is known here.
 
-    Times are not measured: 0, as DDP says where it has none yet.
+    Times are not measured: 0, as DDP says where it has none yet. Sparse gradients lie in no bucket,
+    and the flags that say what was used are none.
     """
-    participant = participants[registry.module_of(ddp).group_name]
+    module = registry.module_of(ddp)
+    participant = participants[module.group_name]
     rounds, lists = participant.rounds, participant.history.get("", [])
     parameters = parameters_of(ddp)
-    buckets = [item.parameters for launches in lists for item in launches.collectives]
+    items = [item for launches in lists for item in launches.buckets]
+    buckets = [tuple(n for n in item.parameters if n != module.flags) for item in items]
     sizes = [sum(parameters[number].nbytes for number in bucket) for bucket in buckets]
     order = [number for bucket in buckets for number in bucket]
     fields = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Final
 
@@ -56,6 +56,7 @@ class ManagedModule:
         profile: what collectives and compute cost between its ranks; ``None`` if nobody knows.
         calls_hook: whether a communication hook is called in the place of its collectives.
         steps: when its gradients were ready in steps of an earlier start; ``None`` if nobody knows.
+        sparse: numbers of the trained parameters whose gradients are sparse, and sent as rows.
     """
 
     group_name: str
@@ -71,6 +72,12 @@ class ManagedModule:
     profile: Profile | None = None
     calls_hook: bool = False
     steps: MeasuredSteps | None = None
+    sparse: frozenset[int] = frozenset()
+
+    @property
+    def dense(self) -> tuple[int, ...]:
+        """Numbers of the trained parameters whose gradients lie in buckets."""
+        return tuple(number for number in self.trained if number not in self.sparse)
 
     @property
     def flags(self) -> int:
@@ -142,14 +149,37 @@ def describe(ddp: DistributedDataParallel, number: int) -> ManagedModule:
         trained=tuple(n for n, p in enumerate(parameters_of(ddp)) if p.requires_grad),
         flag_dtype=_flag_dtype(ddp),
         profile=known_profile(group),
+        sparse=frozenset(n for n, _ in _numbered(ddp, are_sparse=True)),
     )
+
+
+def _numbered(
+    ddp: DistributedDataParallel, *, are_sparse: bool
+) -> list[tuple[int, torch.nn.Parameter]]:
+    """The trained parameters whose gradients are sparse, or those whose are not, by number."""
+    layers = embeddings_with_rows(ddp.module)
+    sparse = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+    return [
+        (number, parameter)
+        for number, parameter in enumerate(parameters_of(ddp))
+        if parameter.requires_grad and (id(parameter) in sparse) is are_sparse
+    ]
+
+
+def embeddings_with_rows(
+    model: torch.nn.Module,
+) -> Iterator[torch.nn.Embedding | torch.nn.EmbeddingBag]:
+    """The layers of a model whose gradients are sparse: those of which DDP expects that."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            yield module
 
 
 def _flag_dtype(ddp: DistributedDataParallel) -> torch.dtype | None:
     """That of a gradient, so that the flags find room in its bucket."""
     if not ddp.find_unused_parameters or ddp.static_graph:
         return None
-    dtypes = [p.dtype for p in parameters_of(ddp) if p.requires_grad]
+    dtypes = [parameter.dtype for _, parameter in _numbered(ddp, are_sparse=False)]
     real = [dtype for dtype in dtypes if dtype.is_floating_point]
     return real[0] if real else torch.float32
 
@@ -167,6 +197,7 @@ def settings_of(module: ManagedModule, may_lack: bool) -> str:
         "bucket_cap_mb of DistributedDataParallel": module.caps.in_mib(),
         "find_unused_parameters of DistributedDataParallel": may_lack,
         "a communication hook of DistributedDataParallel": module.calls_hook,
+        "embeddings with sparse=True": [module.parameters[n] for n in sorted(module.sparse)],
     }
     return json.dumps(settings)
 
@@ -189,7 +220,7 @@ def usage_of(ddp: DistributedDataParallel, module: ManagedModule) -> Usage | Non
         owner = ref()
         return owner is not None and parameters_of(owner)[number].grad is not None
 
-    return Usage(module.trained, module.flags, has_gradient)
+    return Usage(module.dense, module.flags, has_gradient)
 
 
 def group_name_of(group: dist.ProcessGroup, number: int) -> str:
@@ -200,7 +231,9 @@ def group_name_of(group: dist.ProcessGroup, number: int) -> str:
 def _caps_of(ddp: DistributedDataParallel) -> ModuleCaps:
     if not ddp.bucket_bytes_cap_default:
         return given_caps(int(ddp.bucket_bytes_cap), ddp.bucket_bytes_cap_list)
-    gradient_bytes = sum(parameter.nbytes for parameter in parameters_of(ddp))
+    rows = {number for number, _ in _numbered(ddp, are_sparse=True)}
+    sizes = [parameter.nbytes for parameter in parameters_of(ddp)]
+    gradient_bytes = sum(size for number, size in enumerate(sizes) if number not in rows)
     return default_caps(gradient_bytes, DEFAULT_FIRST_BUCKET_BYTES, ddp.bucket_bytes_cap)
 
 

@@ -11,6 +11,7 @@ from typing import Final
 
 from fusion_passes.agreement.protocol import LaunchCounter, participants
 from fusion_passes.ddp.modules import registry
+from fusion_passes.reporting.records import RowsReport
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import register_process_group, unregister_process_group
 from fusion_passes.torch_private.profiling import NamedGroup, has_named_group, is_profiling
@@ -31,7 +32,7 @@ class _Launches:
         module, number = self._counter.module, self._counter.next()
         now = participants[module]
         before = now.agreed[: max(now.position - 1, 0)]
-        return _name(module, number + sum(len(item.collectives) for item in before))
+        return _name(module, number + sum(len(item.buckets) for item in before))
 
 
 class BucketNames:
@@ -69,19 +70,44 @@ def named_buckets() -> dict[str, tuple[str, ...]]:
     for ddp in registry.modules():
         module = registry.module_of(ddp)
         lists = participants[module.group_name].history.get("", [])
-        items = [item for launches in lists for item in launches.collectives]
+        items = [item for launches in lists for item in launches.buckets]
         for number, item in enumerate(items):
             names = tuple(module.sent[index] for index in item.parameters)
             found[_name(module.group_name, number)] = names
     return found
 
 
+def named_rows() -> tuple[RowsReport, ...]:
+    """The sparse gradients that the ranks average as rows, for each module that has any."""
+    modules = [registry.module_of(ddp) for ddp in registry.modules()]
+    return tuple(
+        RowsReport(
+            rows_name(module.group_name),
+            module.label,
+            module.process_group,
+            tuple(module.parameters[number] for number in sorted(module.sparse)),
+        )
+        for module in modules
+        if module.sparse
+    )
+
+
+def rows_name(module: str) -> str:
+    """``DDP 0 (Net) rows``: what gathers the rows of a module's sparse gradients."""
+    return f"{_label(module)} rows"
+
+
 def _name(module: str, number: int) -> str:
-    """``DDP 0 (Net) bucket 3``, with the group where modules of several have that label."""
+    """``DDP 0 (Net) bucket 3``."""
+    return f"{_label(module)} bucket {number}"
+
+
+def _label(module: str) -> str:
+    """``DDP 0 (Net)``, with the group where modules of several have that label."""
     mine = registry.module(module)
     labels = [registry.module_of(ddp).label for ddp in registry.modules()]
     group = f" on group {mine.process_group}" if labels.count(mine.label) > 1 else ""
-    return f"{mine.label}{group} bucket {number}"
+    return f"{mine.label}{group}"
 
 
 bucket_names: Final = process_state.keep(

@@ -86,12 +86,6 @@ def reason_for_own_reducer(arguments: Mapping[str, Any]) -> str | None:
         if arguments.get(name):
             shown = repr(arguments[name]) if isinstance(arguments[name], bool) else "..."
             return f"it was given {name}={shown}. To fuse, {remedy}"
-    for name, submodule in arguments["module"].named_modules():
-        if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
-            return (
-                f"{name!r} is a {type(submodule).__name__}(sparse=True), whose gradient has no "
-                "fixed size. To fuse, construct it with sparse=False"
-            )
     return None
 
 

@@ -99,7 +99,7 @@ def _kind_of(name: str) -> object:
     assert ddp is not None, "it is compiled, or has a backward"
     of_ddp = (ddp.static_graph, is_hooked(ddp), sent_as(ddp))
     return (
-        (module.backend, module.world_size, module.caps, module.strides, module.trained),
+        (module.backend, module.world_size, module.caps, module.strides, module.dense),
         (module.flag_dtype, module.profile, of_ddp),
     )
 

@@ -55,7 +55,7 @@ def beside(group_name: str, *, in_aot: bool) -> SentBeside | None:
 def flags_like(ddp: DistributedDataParallel, module: ManagedModule) -> Tensor:
     """A tensor as the flags of a module are sent: a flag for each parameter that is trained."""
     device = parameters_of(ddp)[module.trained[0]].device
-    return torch.empty(len(module.trained), dtype=module.flag_dtype, device=device)
+    return torch.empty(len(module.dense), dtype=module.flag_dtype, device=device)
 
 
 def _sent(ddp: DistributedDataParallel, module: ManagedModule, number: int, value: Tensor) -> Sent:
@@ -83,9 +83,12 @@ def note_reach(outputs: Sequence[Any]) -> list[Participant]:
     for participant in lacking:
         ddp = registry.ddp_of(participant.module)
         parameters = parameters_of(ddp) if ddp is not None else ()
+        sparse = registry.module_of(ddp).sparse if ddp is not None else ()
         assert participant.usage is not None
         participant.usage.reached = frozenset(
-            number for number, parameter in enumerate(parameters) if id(parameter) in leaves
+            number
+            for number, parameter in enumerate(parameters)
+            if id(parameter) in leaves and number not in sparse
         )
     return [item for item in lacking if item.usage is not None and item.usage.reached]
 

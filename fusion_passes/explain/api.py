@@ -13,7 +13,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from fusion_passes.ddp.naming import named_buckets
+from fusion_passes.ddp.naming import named_buckets, named_rows
 from fusion_passes.explain.recording import recordings
 from fusion_passes.flag import active_config
 from fusion_passes.passes.pipeline import PASS_NAMES
@@ -59,6 +59,7 @@ def report() -> Report:
         warnings_so_far(),
         advice(steps, ran),
         graphs,
+        named_rows(),
         backwards.reports(),
         _totals(graphs, steps, timeline),
         timeline,

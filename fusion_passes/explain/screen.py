@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, TextIO
 
 from rich import box
@@ -55,7 +55,7 @@ def show(report: Report, console: Console) -> None:
             console.print(f"and {hidden} buckets more, which the JSON has")
         for item in graph.left_alone:
             console.print(Text(f"left alone: {item.collective}: {item.reason}"))
-    for line in (*_backwards(report), *_totals(report)):
+    for line in (*_rows(report), *_backwards(report), *_totals(report)):
         console.print(Text(line))
     if report.advice:
         console.print(Text.assemble(("advice ", "bold green"), report.advice))
@@ -94,9 +94,7 @@ def _buckets(graph: GraphDocument) -> Table:
 def _plan(bucket: BucketDocument) -> Iterator[str]:
     plan = bucket.plan
     yield format_bytes(plan.num_bytes)
-    names = ", ".join(plan.parameters[:MOST_NAMES])
-    more = len(plan.parameters) - MOST_NAMES
-    yield f"{len(plan.parameters)}: {names}" + (f" and {more} more" if more > 0 else "")
+    yield _shown_names(plan.parameters)
     sent = "" if plan.sent_bytes == plan.num_bytes else f" sent as {format_bytes(plan.sent_bytes)}"
     how = [f"{plan.dtype}{sent}, {SCALED[plan.scaling]}"]
     if plan.copied:
@@ -136,6 +134,21 @@ def _times(bucket: BucketDocument, shift_s: float | None) -> Iterator[str]:
 
 def _interval(start_s: float, end_s: float) -> str:
     return f"{start_s * 1e3:.1f} to {end_s * 1e3:.1f}"
+
+
+def _rows(report: Report) -> Iterator[str]:
+    for item in report.rows:
+        yield (
+            f"{item.name}: {_shown_names(item.parameters)}; sparse gradients, gathered when the "
+            "backward has ended"
+        )
+
+
+def _shown_names(parameters: Sequence[str]) -> str:
+    """``6: a, b, c, d and 2 more``."""
+    more = len(parameters) - MOST_NAMES
+    names = ", ".join(parameters[:MOST_NAMES])
+    return f"{len(parameters)}: {names}" + (f" and {more} more" if more > 0 else "")
 
 
 def _backwards(report: Report) -> Iterator[str]:

@@ -27,6 +27,7 @@ from fusion_passes.graph.collectives import (
     pinned_graph,
 )
 from fusion_passes.graph.operators import is_own
+from fusion_passes.graph.sparse import give_own_memory
 from fusion_passes.install.conflicts import check_conflicts
 from fusion_passes.lowering.pack import register_lowerings
 from fusion_passes.passes.pipeline import run_pipeline
@@ -54,6 +55,10 @@ class DdpFusionPass(CustomGraphPass):
         config = active_config()
         if config is None:
             return
+        self._fuse(graph, config)
+        give_own_memory(graph)
+
+    def _fuse(self, graph: fx.Graph, config: FusionConfig) -> None:
         _teach_inductor()
         inputs = reduced_inputs()
         in_aot = inputs is not None and is_aot_backward(graph)

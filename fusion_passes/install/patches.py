@@ -117,6 +117,14 @@ _IN_A_CALL: Final = (
         "when such a forward is compiled",
         "when that is done",
     ),
+    Patch(
+        "torch._inductor.fx_utils.get_storage",
+        "After a pass has changed a graph, Inductor compares the storages of what follows; a "
+        "sparse gradient has none, which would be an error.",
+        Span.CALL,
+        "when such a forward is compiled",
+        "when that is done",
+    ),
     _in_backward(
         f"{_AUTOGRAD}.compiled_autograd_enabled",
         "Compiled autograd is on for the backwards that reach a managed module, and only those.",
@@ -147,6 +155,13 @@ _FOR_GOOD: Final = (
     _for_good(
         "torch.ops.fusion_passes",
         "Fused graphs call operators of the package.",
+        "when the package is imported",
+        "nothing else calls them",
+        adds="the package's operators",
+    ),
+    _for_good(
+        "torch._library.simple_registry.singleton",
+        "Torch is to know what those of them give that make sparse tensors, without running them.",
         "when the package is imported",
         "nothing else calls them",
         adds="the package's operators",

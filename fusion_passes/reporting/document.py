@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from fusion_passes.reporting.backwards import BackwardReport
 from fusion_passes.reporting.drawing import write_timeline
-from fusion_passes.reporting.records import BucketReport, FusionReport, RejectionReport
+from fusion_passes.reporting.records import BucketReport, FusionReport, RejectionReport, RowsReport
 from fusion_passes.reporting.timeline import BucketTimes, StepTimes, Timeline
 
 SCHEMA: Final = "fusion_passes.report/1"
@@ -111,6 +111,7 @@ class Report:
         warnings: what the process has warned of.
         advice: one line on what is worth trying; empty if there is none.
         graphs: one for each plan, in the order in which the first was compiled.
+        rows: sparse gradients, of the modules that are there now.
         backwards: in which graph gradients were reduced, and why in that one.
         totals: sums, and what was measured.
         timeline: the steps that were recorded last, of all ranks on rank 0; ``None`` if there are
@@ -125,6 +126,7 @@ class Report:
     warnings: tuple[str, ...]
     advice: str
     graphs: tuple[GraphDocument, ...]
+    rows: tuple[RowsReport, ...]
     backwards: tuple[BackwardReport, ...]
     totals: Totals
     timeline: Timeline | None = field(repr=False, compare=False)

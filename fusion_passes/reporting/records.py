@@ -68,6 +68,24 @@ class RejectionReport:
 
 
 @dataclass(frozen=True)
+class RowsReport:
+    """Sparse gradients, which lie in no bucket: the ranks gather their rows when a backward has
+    ended.
+
+    Attributes:
+        name: in profiles and timelines: ``DDP 0 (Net) rows``.
+        module: the DDP module, by number of construction on its group and by class.
+        group: name of its process group.
+        parameters: the names of the tables.
+    """
+
+    name: str
+    module: str
+    group: str
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class FusionReport:
     """What was done to one compiled graph.
 

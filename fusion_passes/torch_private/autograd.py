@@ -79,6 +79,16 @@ def schema(operator: OpOverload) -> torch.FunctionSchema:
     return operator._schema
 
 
+def makers_of_sparse_gradients() -> tuple[OpOverload, OpOverload]:
+    """What makes the sparse gradients of ``nn.Embedding`` and of ``nn.EmbeddingBag`` in a post-grad
+    graph; with other arguments, what makes others."""
+    aten = torch.ops.aten
+    return (
+        aten._sparse_coo_tensor_with_dims_and_tensors.default,
+        aten._embedding_bag_backward.default,
+    )
+
+
 def move_to_end(graph: fx.Graph, node: fx.Node) -> None:
     """Move a node after all others, the output among them. Their order is not checked."""
     graph._root.prepend(node)

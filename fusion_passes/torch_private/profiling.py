@@ -3,6 +3,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -73,6 +74,13 @@ class _NamedWork(Work):
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
+
+
+def range_in_profile(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Around a call that has a name in a profile, if one is recorded."""
+    if not is_profiling():
+        return contextlib.nullcontext()
+    return torch.autograd.profiler.record_function(f"{PREFIX}{name}")
 
 
 def has_named_group(name: str) -> bool:

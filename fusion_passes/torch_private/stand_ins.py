@@ -171,12 +171,17 @@ class AverageOfSome(StandInGroup):
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
         return self._scaled(self.named_group.allreduce_coalesced(tensors, opts), tensors)
 
+    def divisor(self) -> float:
+        """How many ranks count."""
+        count = self._count()
+        return self.size() if count is None else count
+
     def _scaled(self, work: Work, tensors: list[Tensor]) -> Work:
         def wait() -> None:
             work.wait()
-            count = self._count()
-            if count is not None and count != self.size():
-                torch._foreach_mul_(tensors, self.size() / count)
+            divisor = self.divisor()
+            if divisor != self.size():
+                torch._foreach_mul_(tensors, self.size() / divisor)
 
         return _Launched(wait)
 

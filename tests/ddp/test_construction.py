@@ -100,11 +100,11 @@ def test_forgets_what_ddps_reducer_has_trained() -> None:
     assert registry.has_unfused == before
 
 
-def test_leaves_sparse_gradients_to_ddps_reducer() -> None:
-    model = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
-    with pytest.warns(FusionWarning, match=r"'0' is a Embedding\(sparse=True\)"):
-        DistributedDataParallel(model)
-    assert not len(registry)
+def test_sparse_gradients_count_in_no_bucket() -> None:
+    model = nn.Sequential(nn.Embedding(2**20, 4, sparse=True), nn.Linear(4, 4))
+    module = registry.module_of(DistributedDataParallel(model))
+    assert (set(module.sparse), module.dense) == ({0}, (1, 2))
+    assert module.caps == registry.module_of(DistributedDataParallel(nn.Linear(4, 4))).caps
 
 
 @pytest.mark.parametrize("mode", ["no_optimization", "ddp_optimizer", False])

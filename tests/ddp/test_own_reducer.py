@@ -32,7 +32,6 @@ def run(run_on_ranks: RUN, scenario: Scenario, ranks: int = 2) -> list[Outcome]:
     ("scenario", "words"),
     [
         (scenarios.delayed_reductions, "it was given delay_all_reduce_named_params=..."),
-        (scenarios.sparse_gradients, "'0' is a Embedding(sparse=True)"),
         (scenarios.buffer_hook, "a hook of yours synchronises its buffers"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",

@@ -6,7 +6,7 @@ import dataclasses
 import io
 
 import fusion_passes
-from fusion_passes import BucketReport, FusionReport, RejectionReport
+from fusion_passes import BucketReport, FusionReport, RejectionReport, RowsReport
 from fusion_passes.explain.screen import console_for, show
 from fusion_passes.reporting.document import graph_documents, predictions
 from fusion_passes.reporting.timeline import BucketTimes
@@ -56,6 +56,7 @@ def shown(names: dict[str, tuple[str, ...]], times: dict[str, BucketTimes]) -> s
     report = dataclasses.replace(
         fusion_passes.report(),
         graphs=graphs,
+        rows=(RowsReport("DDP 0 (Net) rows", "DDP 0 (Net)", "0", ("user.weight",)),),
         backwards=(),
         warnings=("look here",),
         advice="try this",
@@ -75,6 +76,7 @@ def test_each_bucket_has_its_plan_and_its_times() -> None:
     assert "launched after mm, its last gradient" in text
     assert "buckets: chosen from profile abc" in text
     assert "left alone: all_reduce_7: not DDP's" in text
+    assert "DDP 0 (Net) rows: 1: user.weight; sparse gradients, gathered" in text
     first, second = (line for line in lines if " to " in line)
     assert first.split()[-7:] == ["11.0", "to", "12.0", "11.0", "to", "13.0", "0.0"]
     assert second.split()[-7:] == ["15.0", "to", "19.0", "15.0", "to", "19.0", "1.5"]

@@ -182,13 +182,6 @@ def _train_delayed(wrap: Compile) -> Values:
     return train(ddp, wrap)
 
 
-def sparse_gradients(wrap: Compile) -> Values:
-    embedding = nn.Embedding(16, models.WIDTH, sparse=True)
-    model = models.fill_whole(nn.Sequential(embedding, nn.Linear(models.WIDTH, 2)))
-    ddp = DistributedDataParallel(model)
-    return train(ddp, wrap, lambda model, step: model(batch(step).long().abs()))
-
-
 def _sum_buffers(_: object, buffers: Mapping[str, Tensor]) -> list[torch.futures.Future[Any]]:
     return [dist.all_reduce(b, async_op=True).get_future() for b in buffers.values()]
 

@@ -1,0 +1,145 @@
+"""Sparse embeddings: what needs no other rank."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch._inductor import config as inductor_config
+from torch.nn.parallel import DistributedDataParallel
+
+import fusion_passes
+from fusion_passes import FusionWarning
+from fusion_passes.config import FusionMode
+from fusion_passes.ddp.sparse_backwards import apart
+from fusion_passes.graph.operators import DONATE
+from testing.fake_world import fake_world
+
+WIDTH = 4
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+class _Tied(nn.Module):
+    """Exact. A table that a dense layer uses too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 4, sparse=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.table(ids) @ self.table.weight
+        return out
+
+
+class _Called(nn.Module):
+    """Exact. A sparse gradient of which DDP knows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.weight, sparse=True)
+
+
+@pytest.mark.filterwarnings("ignore::fusion_passes.FusionWarning")
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (_Tied, "Expected variable to have sparse gradient: table.weight of DDP"),
+        (_Called, "weight of DDP .* has a gradient of layout torch.sparse_coo"),
+    ],
+)
+def test_what_eager_ddp_cannot_do_is_refused(kind: type[nn.Module], words: str) -> None:
+    with fake_world(2, 0), inductor_config.patch(ddp_fusion="concat"):
+        ddp = DistributedDataParallel(kind())
+        with pytest.raises(RuntimeError, match=words):
+            ddp(torch.arange(3)).sum().backward()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_communication_hook_is_given_sparse_gradients_by_ddps_own_reducer() -> None:
+    seen = list[torch.layout]()
+
+    def mine(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        seen.append(bucket.buffer().layout)
+        done = torch.futures.Future[Tensor]()
+        done.set_result(bucket.buffer())
+        return done
+
+    mine.__annotations__.clear()  # DDP takes no text for a type.
+    with inductor_config.patch(ddp_fusion="concat"):
+        ddp = DistributedDataParallel(_Towers())
+        words = "it has sparse gradients and communication hook .*mine, which is to be given them"
+        with pytest.warns(FusionWarning, match=words):
+            ddp.register_comm_hook(None, mine)
+        ddp(torch.arange(3)).sum().backward()
+    assert seen.count(torch.sparse_coo) == 2
+    assert torch.strided in seen
+
+
+class _Towers(nn.Module):
+    """Two tables, with a layer above each, in such an order that Inductor lets what it computes for
+    the first one overwrite the gradient of the second one, where it knows no better."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Embedding(10, WIDTH, sparse=True) for _ in range(2))
+        self.first_layer, self.next_layer, self.second_layer = (
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)
+        )
+        self.wide, self.last = nn.Linear(WIDTH, 400), nn.Linear(400, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first = self.next_layer(self.first_layer(self.first(ids)).sin())
+        both = self.second_layer(self.second(ids)) + first
+        out: Tensor = self.last(self.wide(both).sin().exp())
+        return out
+
+
+@pytest.mark.each_torch
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("mode", ["concat", pytest.param("coalesced", marks=pytest.mark.nightly)])
+def test_nothing_is_computed_where_a_gradient_lies(mode: FusionMode) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, ids = _Towers(), torch.randint(0, 10, (5, 3))
+    alone = copy.deepcopy(model)
+    alone(ids).square().sum().backward()
+    with inductor_config.patch(ddp_fusion=mode):
+        ddp = DistributedDataParallel(model)
+        torch.compile(ddp)(ids).square().sum().backward()
+    assert fusion_passes.report().backwards[-1].reduced_in == "aot_autograd"
+    for name, parameter in alone.named_parameters():
+        gradient, wanted = model.get_parameter(name).grad, parameter.grad
+        assert gradient is not None
+        assert wanted is not None
+        torch.testing.assert_close(gradient.to_dense(), wanted.to_dense(), msg=name)
+
+
+def test_what_rows_are_made_of_is_overwritten_by_nothing() -> None:
+    graph, compiled = fx.Graph(), list[fx.GraphModule]()
+    inputs = graph.placeholder("inputs")
+    ids, values, saved = (graph.call_function(operator.getitem, (inputs, n)) for n in range(3))
+    graph.call_function(DONATE, ([values, saved],))
+    makes_rows = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
+    graph.call_function(makes_rows, (1, 1, [4, 4], ids, values))
+    graph.output(graph.call_function(torch.relu, (saved,)))
+    apart(compiled.append)(fx.GraphModule(nn.Module(), graph))
+    (left,) = compiled
+    names = [getattr(node.target, "__name__", node.op) for node in left.graph.nodes]
+    assert names.index("relu") < names.index("run_sparse_gradients"), "at the end"
+    (donation,) = left.graph.find_nodes(op="call_function", target=DONATE)
+    assert [node.args[1] for node in donation.all_input_nodes] == [2]
