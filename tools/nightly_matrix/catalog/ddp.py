@@ -39,6 +39,12 @@ PARAMETERS = [
     on_two("frozen", "frozen parameters", "unused:frozen"),
     on_two("ignored", "ignored parameters", "reducer:ignored_parameters"),
     on_two("sparse", "`nn.Embedding(sparse=True)`", "reducer:sparse_embedding"),
+    on_two(
+        "sparse-accumulated",
+        "`nn.Embedding(sparse=True)`, gradients accumulated",
+        "reducer:sparse_accumulation",
+    ),
+    on_two("sparse-bag", "`nn.EmbeddingBag(sparse=True)`", "reducer:sparse_bag"),
     on_two("tied", "tied weights", "reducer:tied_weights"),
     on_two("layouts", "parameters that are not contiguous", "shapes:layouts"),
     on_two("scalars", "scalar and empty parameters", "shapes:scalars"),

@@ -74,24 +74,38 @@ def ignored_parameters(run: Run) -> None:
 class _Embedded(nn.Module):
     """Exact. A sparse embedding in front of a layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_bag: bool = False) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(16, models.WIDTH, sparse=True)
+        kind: Any = nn.EmbeddingBag if has_bag else nn.Embedding
+        options = {"mode": "sum"} if has_bag else {}
+        self.embedding = kind(16, models.WIDTH, sparse=True, **options)
         self.layer = nn.Linear(models.WIDTH, models.OUTPUTS)
         models.fill_whole(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(self.embedding(x.long().abs() % 16).sum(1))
+        embedded = self.embedding(x.long().abs() % 16)
+        out: Tensor = self.layer(embedded.sum(1) if embedded.dim() > 2 else embedded)
         return out
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
 
 
 def sparse_embedding(run: Run) -> None:
     """``nn.Embedding(sparse=True)``."""
+    train(run, run.ddp(_Embedded()), Loop(optimizer=_sgd, steps=2))
 
-    def sgd(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=1.0)
 
-    train(run, run.ddp(_Embedded()), Loop(optimizer=sgd, steps=2))
+def sparse_accumulation(run: Run) -> None:
+    """``nn.Embedding(sparse=True)``, with sparse gradients that are accumulated."""
+    loop = Loop(optimizer=_sgd, steps=2, micro_batches=2, no_sync=True)
+    train(run, run.ddp(_Embedded()), loop)
+
+
+def sparse_bag(run: Run) -> None:
+    """``nn.EmbeddingBag(sparse=True)``."""
+    train(run, run.ddp(_Embedded(has_bag=True)), Loop(optimizer=_sgd, steps=2))
 
 
 def tied_weights(run: Run) -> None:
