@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -142,10 +143,7 @@ class Profile:
         Raises:
             ValueError: the text is none, or not whole, or of another format; it says what is wrong.
         """
-        try:
-            data: dict[str, Any] = json.loads(text)
-            if data["format"] != FORMAT:
-                raise ValueError(f"its format is {data['format']}, not {FORMAT}")
+        with read_format(text, FORMAT) as data:
             place = {**data["place"], "hosts": tuple(data["place"]["hosts"])}
             tables = [
                 (
@@ -159,13 +157,31 @@ class Profile:
             flops = tuple((str(name), int(value)) for name, value in data["rates"]["flops"])
             rates = Rates(**{**data["rates"], "flops": flops})
             profile = Profile(Place(**place), tuple(tables), rates)
-        except (LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"it is no profile: {type(error).__name__} {error}") from error
         if not tables or not flops or min(rates.bytes_per_s, *(value for _, value in flops)) <= 0:
             raise ValueError("it has no table, or a rate that is not greater than 0")
         if not 0 <= rates.taken_per_mille <= 1000:
             raise ValueError("taken_per_mille is not from 0 to 1000")
         return profile
+
+
+@contextlib.contextmanager
+def read_format(text: str, wanted: int) -> Iterator[dict[str, Any]]:
+    """Read the object of a file, and what is in it.
+
+    Args:
+        text: of the file.
+        wanted: the format that it must have.
+
+    Raises:
+        ValueError: the text is none, or not whole, or of another format; it says what is wrong.
+    """
+    try:
+        data: dict[str, Any] = json.loads(text)
+        if data["format"] != wanted:
+            raise ValueError(f"its format is {data['format']}, not {wanted}")
+        yield data
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is none: {type(error).__name__} {error}") from error
 
 
 def _digest(text: str) -> str:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from fusion_passes.profile.files import directory, write_whole
-from fusion_passes.profile.records import Place
+from fusion_passes.profile.records import Place, read_format
 
 log = logging.getLogger(__name__)
 
@@ -77,14 +77,9 @@ class MeasuredSteps:
         Raises:
             ValueError: the text is none, or not whole, or of another format; it says what is wrong.
         """
-        try:
-            data: dict[str, Any] = json.loads(text)
-            if data["format"] != FORMAT:
-                raise ValueError(f"its format is {data['format']}, not {FORMAT}")
+        with read_format(text, FORMAT) as data:
             buckets = tuple(tuple(map(int, bucket)) for bucket in data["buckets"])
             return MeasuredSteps(int(data["steps"]), buckets, tuple(map(int, data["ready_ns"])))
-        except (LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"it is none: {type(error).__name__} {error}") from error
 
 
 def slowest_ready(
