@@ -61,9 +61,31 @@ PRELOADED = (
     "torch._inductor.compile_fx",
     "torch._inductor.codegen.cpp",
     "torch._inductor.codegen.wrapper",
+    # What the first compile of a process imports, as long as it takes to compile a small model.
+    "sympy.physics.units",
+    "sympy.tensor.tensor",
+    "torch._dynamo.backends.cudagraphs",
+    "torch._dynamo.backends.distributed",
+    "torch._dynamo.backends.inductor",
+    "torch._dynamo.repro.after_dynamo",
+    "torch._inductor.choices",
+    "torch._inductor.codegen.cpp_wrapper_gpu",
+    "torch._inductor.codegen.halide",
+    "torch._inductor.codegen.wrapper_fxir",
+    "torch._inductor.compiler_bisector",
+    "torch._inductor.fx_passes.efficient_conv_bn_eval",
+    "torch._inductor.fx_passes.fuse_attention",
+    "torch._inductor.fx_passes.mkldnn_fusion",
+    "torch._inductor.fx_passes.pad_mm",
+    "torch._inductor.fx_passes.quantization",
+    "torch._inductor.fx_passes.serialized_patterns.central_index",
+    "torch.distributed.tensor.experimental._attention",
+    "torch.distributed.tensor.parallel",
+    "torch.export._trace",
+    "torch.utils.cpp_extension",
 )
-"""What is imported before ranks are forked: modules that start no thread. The package itself is not
-among them, nor what tests import."""
+"""What is imported before ranks are forked: modules that start no thread. Those that a torch does
+not have are left out. The package itself is not among them, nor what tests import."""
 
 
 def fork_server_pid() -> int | None:
@@ -326,17 +348,17 @@ def _run_isolated(
     import torch.distributed as dist
 
     settings = TorchSettings()
-    torch._dynamo.reset()
-    if "fusion_passes" in sys.modules:
-        from fusion_passes.state import process_state
-
-        process_state.reset()
+    _forget()
+    # The collection below, and those within the job, look at what the job has made alone: looking
+    # at all that torch consists of takes a third of a second.
+    gc.freeze()
     torch.manual_seed(0)
     random.seed(0)
     store = dist.FileStore(str(directory / "store"), world_size)
     timeout = timedelta(seconds=JOB_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     result = function(**kwargs)
+    _forget()
     gc.collect()  # DDP modules end before their process group does.
     ended = list(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
@@ -344,6 +366,17 @@ def _run_isolated(
     changed = settings.restore()
     assert not changed, f"the job left these settings changed: {changed}"
     return result
+
+
+def _forget() -> None:
+    """Let torch's compiler and the package forget what was before."""
+    import torch
+
+    torch._dynamo.reset()
+    if "fusion_passes" in sys.modules:
+        from fusion_passes.state import process_state
+
+        process_state.reset()
 
 
 _ended_groups: list[Any] = []

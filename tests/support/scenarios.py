@@ -289,11 +289,12 @@ def another_process_group(wrap: Compile) -> Values:
 
 def another_process_group_after_an_error(wrap: Compile) -> Values:
     """Rank 1 stays out of a backward, and rank 0 gets an error. Both go on over a new group."""
-    ddp = DistributedDataParallel(
-        models.mlp(), process_group=dist.new_group(timeout=timedelta(seconds=20))
-    )
+    group = dist.new_group()
+    ddp = DistributedDataParallel(models.mlp(), process_group=group)
     values = {f"before {n}": v for n, v in train(ddp, wrap).items()}
     loss = wrap(ddp)(batch(0)).sum()
+    # From here on, for nothing is compiled any more.
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), group)
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
             loss.backward()

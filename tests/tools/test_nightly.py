@@ -367,11 +367,15 @@ def test_a_cell_that_hangs_is_ended_with_all_its_processes(
 ) -> None:
     pid_file = tmp_path / "pid"
     monkeypatch.setenv(PID_FILE, str(pid_file))
-    arguments = ["--select=fake/concat/*/hangs", "--timeout=60", "--output", str(tmp_path)]
-    assert nightly.main(arguments, matrix_in(tmp_path)) == 0
-    ((_, hung),) = results_in(tmp_path).items()
+    for seconds in (12, START_S):  # All of it passes; on busy cores the first is over too soon.
+        output = tmp_path / str(seconds)
+        arguments = ["--select=fake/concat/*/hangs", f"--timeout={seconds}", "--output", str(output)]
+        assert nightly.main(arguments, matrix_in(tmp_path)) == 0
+        if pid_file.exists():
+            break
+    ((_, hung),) = results_in(output).items()
     assert hung.outcome.kind == "broken"
-    assert hung.outcome.words == "no result of ranks [0]: not done after 60 s"
+    assert hung.outcome.words == f"no result of ranks [0]: not done after {seconds} s"
     assert "nightly_scenarios.py" in hung.outcome.detail, "the stack shows where it hangs"
     assert not _is_alive(int(pid_file.read_text()))
 
