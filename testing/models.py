@@ -185,8 +185,8 @@ class ConvNet(nn.Module):
         return self.head(self.features(x).relu().mean((2, 3)))
 
 
-def gpt2() -> nn.Module:
-    """Rounds. Two layers of GPT-2, with its tied embedding, and no dropout."""
+def gpt2(layers: int = 2) -> nn.Module:
+    """Rounds. Some layers of GPT-2, with its tied embedding, and no dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -195,7 +195,7 @@ def gpt2() -> nn.Module:
             vocab_size=VOCABULARY,
             n_positions=CONTEXT,
             n_embd=32,
-            n_layer=2,
+            n_layer=layers,
             n_head=2,
             resid_pdrop=0.0,
             embd_pdrop=0.0,

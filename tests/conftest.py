@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing.resource_tracker
 import os
 import shutil
@@ -50,7 +51,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Tests of a group must run in one process: what they share takes long to make."""
+    """Tests of a group must run in one process: what they share takes long to make.
+
+    What is there by now stays: the collections of tests need not look through all of torch.
+    """
+    gc.freeze()
     config = session.config
     if hasattr(config, "workerinput") and config.getoption("loadgroup", default=False):
         for item in session.items:
@@ -86,6 +91,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
     import torch._inductor.config
 
+    # As on ranks: models of a few rows are computed by one thread, and others only spin.
+    torch.set_num_threads(1)
     # Read from the environment when torch was imported, which was before this.
     torch._inductor.config.compile_threads = 1
     torch._inductor.config.cpp.vec_isa_ok = True

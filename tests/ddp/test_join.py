@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from fusion_passes.agreement.rendezvous import meet
 from testing import models
 from testing.equality import tensor_difference
 from tests.support import scenarios
-from tests.support.modes import in_turn
+from tests.support.modes import MODES, in_turn
 from tests.support.scenarios import Compile, Values
 
 RUN = Callable[..., list[Any]]
@@ -99,6 +99,12 @@ def halve_and_sum(_: object, bucket):
     return work.get_future().then(lambda future: future.value()[0])
 
 
+UNUSED = Uneven(
+    [[2, 5], [4, 2]],
+    model=scenarios.Branches,
+    ddp={"find_unused_parameters": True},
+    takes=[[(0,), ()], [(), (0,)]],
+)
 CASES = {
     "some have more": Uneven([[2, 4]]),
     "rank 0 has more": Uneven([[4, 1]]),
@@ -116,12 +122,10 @@ CASES = {
     "other graphs": Uneven([[2, 5]], sizes=(4, 1, 3)),
     "several buckets": Uneven([[2, 4]], ddp={"bucket_cap_mb": 0.0005}),
     "a communication hook": Uneven([[2, 4]], hook=halve_and_sum),
-    "unused parameters": Uneven(
-        [[2, 5], [4, 2]],
-        model=scenarios.Branches,
-        ddp={"find_unused_parameters": True},
-        takes=[[(0,), (1,)], [(), (0,)], [(0, 1), ()]],
-    ),
+    "unused parameters": UNUSED,
+}
+BY_NIGHT = {
+    "more unused parameters": replace(UNUSED, takes=[[(0,), (1,)], [(), (0,)], [(0, 1), ()]])
 }
 
 
@@ -138,7 +142,15 @@ def compare(outcomes: Sequence[scenarios.Outcome]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "mode"), in_turn(CASES, each_torch=["some have more", "buffers", "unused parameters"])
+    ("case", "mode"),
+    [
+        *in_turn(CASES, each_torch=["some have more", "buffers", "unused parameters"]),
+        *(
+            pytest.param(case, mode, marks=pytest.mark.nightly, id=f"{name}-{mode}")
+            for name, case in BY_NIGHT.items()
+            for mode in MODES
+        ),
+    ],
 )
 def test_as_eager_ddp(run_on_ranks: RUN, case: Uneven, mode: str) -> None:
     outcomes = run_on_ranks(2, scenarios.run_both_ways, scenario=case, flag=mode)

@@ -684,12 +684,10 @@ def compared(case: Callable[[Compile], list[Any]], mode: str, graph: str) -> See
 ON_EACH_TORCH: Final = (
     plain,
     backward_inside,
-    tied,
     rows_that_differ,
     local_gradients,
     gradients_kept,
     second_instance,
-    static_graph,
     hooks_of_users,
     graph_retained,
     in_parts,

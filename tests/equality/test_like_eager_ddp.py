@@ -464,10 +464,8 @@ ON_EACH_TORCH = (
     subclasses,
     several_graphs,
     unreached,
-    static_graph_that_changes,
     two_forwards,
     queued_callbacks,
-    complex_gradients,
 )
 """What stands on torch's private parts most; other cases are of the package's own logic."""
 

@@ -369,7 +369,12 @@ def test_a_cell_that_hangs_is_ended_with_all_its_processes(
     monkeypatch.setenv(PID_FILE, str(pid_file))
     for seconds in (12, START_S):  # All of it passes; on busy cores the first is over too soon.
         output = tmp_path / str(seconds)
-        arguments = ["--select=fake/concat/*/hangs", f"--timeout={seconds}", "--output", str(output)]
+        arguments = [
+            "--select=fake/concat/*/hangs",
+            f"--timeout={seconds}",
+            "--output",
+            str(output),
+        ]
         assert nightly.main(arguments, matrix_in(tmp_path)) == 0
         if pid_file.exists():
             break
