@@ -54,6 +54,11 @@ LAST_WORDS = 4000
 """Characters of what a rank has written to stderr that are shown when it died."""
 
 
+COLLECTED_AFTER = (50_000, 20, 100)
+"""For ``gc.set_threshold``: a compile makes objects by the hundred thousand, which mostly stay, and
+looks for garbage among them for a tenth of its time with Python's own thresholds."""
+
+
 PRELOADED = (
     "torch",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
@@ -305,6 +310,7 @@ def _serve(
         import torch
 
         torch.set_num_threads(1)
+        gc.set_threshold(*COLLECTED_AFTER)
         while (job := jobs.get()) is not None:
             os.truncate(errors_file, 0)
             outcome = _run_job(rank, world_size, job)

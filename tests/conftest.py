@@ -15,7 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from testing.processes import RankPool, TorchSettings, fork_server_pid
+from testing.processes import COLLECTED_AFTER, RankPool, TorchSettings, fork_server_pid
 
 EACH_TORCH = frozenset(
     {
@@ -56,6 +56,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     What is there by now stays: the collections of tests need not look through all of torch.
     """
     gc.freeze()
+    gc.set_threshold(*COLLECTED_AFTER)
     config = session.config
     if hasattr(config, "workerinput") and config.getoption("loadgroup", default=False):
         for item in session.items:

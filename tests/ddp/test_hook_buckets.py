@@ -351,6 +351,7 @@ def test_several_buckets_of_power_sgd(run_on_ranks: RUN) -> None:
             assert tensor_difference(value, other[name], 0.0) is None
 
 
+@pytest.mark.xdist_group("four ranks")
 def test_four_ranks(run_on_ranks: RUN) -> None:
     for hook in ("summing", "power"):
         check(run_on_ranks, Case(hook), ranks=4)

@@ -162,12 +162,14 @@ def test_as_eager_ddp(run_on_ranks: RUN, case: Uneven, mode: str) -> None:
         assert len(outcome.fused) >= TENSORS
 
 
+@pytest.mark.xdist_group("four ranks")
 @pytest.mark.parametrize("initial", [True, False])
 def test_four_ranks(run_on_ranks: RUN, initial: bool) -> None:
     case = Uneven([[1, 2, 4, 4]], join={"divide_by_initial_world_size": initial})
     compare(run_on_ranks(4, scenarios.run_both_ways, scenario=case, flag="concat"))
 
 
+@pytest.mark.xdist_group("four ranks")
 def test_the_divisor(run_on_ranks: RUN) -> None:
     outcomes = run_on_ranks(4, divided, initial=False)
     for rank, gradients in enumerate(outcomes):

@@ -41,6 +41,9 @@ from tests.support.tensor_parallel import (
 
 RUN = Callable[..., list[Any]]
 
+FOUR_RANKS = pytest.mark.xdist_group("four ranks")
+"""In one process: what ranks do for the first time with DTensors takes each of them seconds."""
+
 ROUNDING_EPS = 32.0
 """As in ``tests/equality/test_eager_ddp.py``."""
 
@@ -65,6 +68,7 @@ def assert_fused(runs: list[TensorParallelRecord], *, gradients: int) -> None:
         assert [backward.launches for backward in run.backwards] == [1] * len(run.backwards)
 
 
+@FOUR_RANKS
 @pytest.mark.parametrize(
     ("mode", "style", "sizes"),
     [
@@ -78,6 +82,7 @@ def test_columns_and_rows(run_on_ranks: RUN, mode: str, style: Any, sizes: tuple
     assert_fused(train(run_on_ranks, job, mode), gradients=10)
 
 
+@FOUR_RANKS
 @pytest.mark.parametrize(
     ("mode", "style"),
     [
@@ -102,6 +107,7 @@ UNTRACED = {
 }
 
 
+@FOUR_RANKS
 @pytest.mark.parametrize("case", UNTRACED)
 def test_untraced_backwards_are_right_and_warned_about(run_on_ranks: RUN, case: str) -> None:
     job, words = UNTRACED[case]

@@ -263,6 +263,7 @@ def build_over_two_groups(site: Site) -> nn.Module:
     )
 
 
+@pytest.mark.xdist_group("four ranks")
 @loops("coalesced-outside")
 def test_four_ranks(run_on_ranks: RUN, mode: str, style: Style) -> None:
     recipe = Recipe(in_ddp(models.mlp), style=style)
@@ -271,6 +272,7 @@ def test_four_ranks(run_on_ranks: RUN, mode: str, style: Style) -> None:
     assert_same_runs(fused, eager)
 
 
+@pytest.mark.xdist_group("four ranks")
 @loops("concat-outside")
 def test_two_modules_over_different_groups(run_on_ranks: RUN, mode: str, style: Style) -> None:
     recipe = Recipe(build_over_two_groups, style=style, groups=PAIRS)
@@ -304,6 +306,7 @@ def average_gradient(parameter: nn.Parameter, *, group: ProcessGroup) -> None:
     parameter.grad.copy_(gradient)
 
 
+@pytest.mark.xdist_group("four ranks")
 @loops("concat-inside")
 def test_users_hook_over_another_group_is_left_alone(
     run_on_ranks: RUN, mode: FusionMode, style: Style

@@ -78,6 +78,7 @@ def test_every_way_of_scaling_is_eager_ddps_on_two_ranks(
     assert_same_runs(fused, eager)
 
 
+@pytest.mark.xdist_group("three ranks")
 @pytest.mark.parametrize(
     ("mode", "scaling"),
     [("concat", "collective"), ("concat", "store"), ("concat", "bucket"), ("coalesced", "auto")],
