@@ -67,6 +67,7 @@ class Mutation:
 
 
 _PROTOCOL: Final = "tests/agreement/test_protocol.py"
+_GRAPHS: Final = "tests/equality/test_backward_graphs.py"
 
 MUTATIONS: Final = (
     # Sparse gradients.
@@ -90,7 +91,7 @@ MUTATIONS: Final = (
         "ddp/hooks.py",
         'all_reduce(gradient / world_size, "sum", name)',
         'all_reduce(gradient / (world_size + 1), "sum", name)',
-        ("tests/equality/test_eager_ddp.py::test_mlp[concat-inside]",),
+        (f"{_GRAPHS}::test_one_graph_can_be_chosen[plain]",),
     ),
     Mutation(
         "divided-twice",
@@ -112,8 +113,22 @@ MUTATIONS: Final = (
         "left = scaling.without(average if is_divided else NO_SCALING)",
         "left = scaling",
         (
-            "tests/equality/test_like_eager_ddp.py::test_ends_as_with_eager_ddp[batches_of_one-concat]",
+            "tests/equality/test_like_eager_ddp.py::test_ends_as_with_eager_ddp[other_branches-concat]",
         ),
+    ),
+    Mutation(
+        "read-while-in-flight",
+        "ddp/in_flight.py",
+        "if gradient is not None and gradient.data_ptr() != piece.data_ptr():",
+        "if gradient is None:",
+        (f"{_GRAPHS}::test_a_graph_does_not_wait_for_what_was_launched_before[concat-False]",),
+    ),
+    Mutation(
+        "borrowed-numbers-forgotten",
+        "ddp/prepared.py",
+        "borrowed.parameters = item.parameters",
+        "borrowed.parameters = {}",
+        (f"{_GRAPHS}::test_gradients_are_those_of_eager_ddp[block_by_block-coalesced]",),
     ),
     Mutation(
         "swapped-offset",

@@ -35,7 +35,7 @@ class ManagedForward(DistributedDataParallel):
         if torch.compiler.is_dynamo_compiling():  # Dynamo would warn of the range, and omit it.
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
-        with torch.autograd.profiler.record_function(RANGE):
+        with _untraced(torch.autograd.profiler.record_function, RANGE):
             inputs, kwargs = _untraced(self._pre_forward, *inputs, **kwargs)
             output = self._run_ddp_forward(*inputs, **kwargs)
             return _untraced(self._post_forward, output)

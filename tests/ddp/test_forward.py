@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,6 +42,16 @@ def _ranges(flag: str | None, kind: type[DistributedDataParallel], fullgraph: bo
             call(torch.ones(2, 4))
             call(torch.ones(2, 4))
     return [event.name for event in profiled.function_events].count(RANGE)
+
+
+def test_a_full_graph_is_the_first_thing_that_a_process_compiles() -> None:
+    """Nothing around the wrapped module is compiled, though it runs for the first time, as what
+    Python's typing has not seen before does in a generator."""
+    for forget in typing._cleanups:  # type: ignore[attr-defined]
+        forget()
+    with inductor_config.patch(ddp_fusion="concat"):
+        call = torch.compile(DistributedDataParallel(two_layers()), backend="eager", fullgraph=True)
+        call(torch.ones(2, 4))
 
 
 @pytest.mark.parametrize(
