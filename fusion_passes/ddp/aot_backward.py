@@ -111,7 +111,7 @@ class AotBackwards:
         every = [p for edges in (*regions.values(), outside) for _, p in edges]
         if not regions:
             return Averaged(why_not=NOT_COMPILED_MOSTLY if every else ALL_SPARSE)
-        if any(registry.name_of(parameter) is None for parameter in every):
+        if any(registry.numbered(parameter) is None for parameter in every):
             return Averaged(why_not="two DDP modules share a parameter")
         return self._averaged_of(regions, [numbered(parameter) for _, parameter in outside], config)
 

@@ -98,14 +98,16 @@ def why_incomplete(described: Sequence[Described], outside: Sequence[Numbered]) 
     for name in dict.fromkeys(name for name, _ in (*inside, *outside)):
         ddp, module = registry.ddp_of(name), registry.module(name)
         assert ddp is not None, "it has a backward"
-        numel = {n: p.numel() for n, p in dense_parameters(ddp).items()}
-        beside = sum(numel.get(number, 0) for of, number in outside if of == name)
-        if not forwards_of[name] or 2 * beside > sum(numel.values()):
+        trained = dense_parameters(ddp)
+        beside = sum(trained[n].numel() for of, n in outside if of == name and n in trained)
+        if not forwards_of[name] or (
+            beside and 2 * beside > sum(parameter.numel() for parameter in trained.values())
+        ):
             return NOT_COMPILED_MOSTLY
         if module.flag_dtype is not None:
             if beside or forwards_of[name] > 1:
                 return IN_PARTS
-        elif not {(name, number) for number in numel} <= every:
+        elif any((name, number) not in every for number in trained):
             return "it does not reach all of its parameters"
     return ""
 

@@ -50,6 +50,7 @@ class ManagedModule:
         caps: of its buckets: those that DDP was given, or ours for its gradients.
         strides: of each parameter, in which its gradient is sent; contiguous where the parameter
             is not dense, as in DDP.
+        kinds: of each parameter, what a graph depends on, as text: shape, dtype, and these strides.
         trained: numbers of the parameters that required a gradient at construction.
         flag_dtype: in which ranks send which parameters they have used; ``None`` where all must be
             used.
@@ -67,6 +68,7 @@ class ManagedModule:
     parameters: tuple[str, ...]
     caps: ModuleCaps
     strides: tuple[tuple[int, ...], ...]
+    kinds: tuple[str, ...] = ()
     trained: tuple[int, ...] = ()
     flag_dtype: torch.dtype | None = None
     profile: Profile | None = None
@@ -146,6 +148,7 @@ def describe(ddp: DistributedDataParallel, number: int) -> ManagedModule:
         parameters=tuple(names[id(parameter)] for parameter in parameters_of(ddp)),
         caps=_caps_of(ddp),
         strides=tuple(map(_strides_to_send, parameters_of(ddp))),
+        kinds=tuple(map(_kind_of, parameters_of(ddp))),
         trained=tuple(n for n, p in enumerate(parameters_of(ddp)) if p.requires_grad),
         flag_dtype=_flag_dtype(ddp),
         profile=known_profile(group),
@@ -235,6 +238,10 @@ def _caps_of(ddp: DistributedDataParallel) -> ModuleCaps:
     sizes = [parameter.nbytes for parameter in parameters_of(ddp)]
     gradient_bytes = sum(size for number, size in enumerate(sizes) if number not in rows)
     return default_caps(gradient_bytes, DEFAULT_FIRST_BUCKET_BYTES, ddp.bucket_bytes_cap)
+
+
+def _kind_of(parameter: Tensor) -> str:
+    return f"{tuple(parameter.shape)} {parameter.dtype} {_strides_to_send(parameter)}"
 
 
 def _strides_to_send(parameter: Tensor) -> tuple[int, ...]:

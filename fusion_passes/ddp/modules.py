@@ -79,7 +79,7 @@ class Registry:
     _entries: weakref.WeakKeyDictionary[DistributedDataParallel, _Entry] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    _names: dict[int, str] | None = None
+    _numbered: dict[int, tuple[str, int]] | None = None
 
     def add(self, ddp: DistributedDataParallel) -> ManagedModule:
         """Register a module that has been constructed, until it is freed."""
@@ -91,7 +91,7 @@ class Registry:
         for alias in module.names():
             register_process_group(alias, group)
         self._parameter_ids.update(map(id, parameters_of(ddp)))
-        self._names = None
+        self._numbered = None
         self._entries[ddp] = self._entry(ddp, module)
         self._unchecked.add(ddp)
         return module
@@ -108,7 +108,7 @@ class Registry:
 
     def _remove(self, name: str, module: ManagedModule, ids: list[int]) -> None:
         self._parameter_ids -= Counter(ids)
-        self._names = None
+        self._numbered = None
         if name not in self._moved and self._modules.get(name) is not module:
             return  # It outlived its process group, and a module of the next one has its names.
         self._moved.discard(name)
@@ -251,19 +251,17 @@ class Registry:
         """The managed modules, in the order of their construction."""
         return list(self._entries)
 
-    def name_of(self, parameter: nn.Parameter) -> str | None:
-        """The group name for the gradient of a parameter; ``None`` if no single managed module
-        reduces it."""
-        return self._names_of_parameters().get(id(parameter))
-
-    def _names_of_parameters(self) -> dict[int, str]:
-        if self._names is None:
-            self._names = {}
-            for ddp, entry in self._entries.items():
-                for number, parameter in enumerate(parameters_of(ddp)):
-                    if self.manages_once(parameter):
-                        self._names[id(parameter)] = entry.module.name_for(number)
-        return self._names
+    def numbered(self, parameter: nn.Parameter) -> tuple[str, int] | None:
+        """The name of the managed module that reduces a parameter's gradient, and the parameter's
+        number there; ``None`` if there is not just one."""
+        if self._numbered is None:
+            self._numbered = {
+                id(parameter): (entry.module.group_name, number)
+                for ddp, entry in self._entries.items()
+                for number, parameter in enumerate(parameters_of(ddp))
+                if self.manages_once(parameter)
+            }
+        return self._numbered.get(id(parameter))
 
     def module(self, group_name: str) -> ManagedModule:
         return self._modules[group_name]

@@ -19,10 +19,9 @@ from torch import nn
 from fusion_passes.agreement.protocol import borrowed, participants
 from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.comm_hooks import is_hooked, sent_as
-from fusion_passes.ddp.managed_module import PARAMETER_MARK
+from fusion_passes.ddp.managed_module import ManagedModule
 from fusion_passes.ddp.modules import registry
 from fusion_passes.torch_private import local_process_group
-from fusion_passes.torch_private.ddp import parameters_of
 from fusion_passes.torch_private.stand_ins import redirect
 
 NOT_COMPILED: Final = (
@@ -60,9 +59,13 @@ class Described:
             config: the options.
         """
         parameters = tuple(parameter for _, parameter in inputs)
-        modules = _modules_of(parameters)
-        places = tuple((index, modules.index(item[0]), _like(item)) for index, item in inputs)
-        return Described((config, places, tuple(map(_kind_of, modules))), parameters)
+        names = _modules_of(parameters)
+        place = {name: place for place, name in enumerate(names)}
+        modules = {name: registry.module(name) for name in names}
+        places = tuple(
+            (index, place[name], _like(modules[name], number)) for index, (name, number) in inputs
+        )
+        return Described((config, places, tuple(map(_kind_of, names))), parameters)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -72,25 +75,18 @@ class Described:
 
 def numbered(parameter: nn.Parameter) -> Numbered:
     """A parameter that one managed module has."""
-    name = registry.name_of(parameter)
-    assert name is not None, "it is managed"
-    module, _, number = name.partition(PARAMETER_MARK)
-    return module, int(number)
+    found = registry.numbered(parameter)
+    assert found is not None, "it is managed"
+    return found
 
 
 def _modules_of(parameters: Iterable[Numbered]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(module for module, _ in parameters))
 
 
-def _like(parameter: Numbered) -> object:
+def _like(module: ManagedModule, number: int) -> object:
     """What a graph depends on of a parameter; its number, where the ranks say which they use."""
-    name, number = parameter
-    module, ddp = registry.module(name), registry.ddp_of(name)
-    assert ddp is not None, "it is compiled, or has a backward"
-    if module.flag_dtype is not None:
-        return number
-    tensor = parameters_of(ddp)[number]
-    return tuple(tensor.shape), tensor.dtype, module.strides_of(number)
+    return number if module.flag_dtype is not None else module.kinds[number]
 
 
 def _kind_of(name: str) -> object:

@@ -36,11 +36,10 @@ _NO_GRADIENT: Final = -1
 
 def is_dense(parameter: nn.Parameter) -> bool:
     """Whether a managed module reduces the parameter's gradient in a bucket."""
-    name = registry.name_of(parameter)
-    owner = registry.owner_of(name) if name is not None else None
-    if owner is None:
+    numbered = registry.numbered(parameter)
+    if numbered is None:
         return registry.manages(parameter)
-    return owner.number not in registry.module(owner.group_name).sparse
+    return numbered[1] not in registry.module(numbered[0]).sparse
 
 
 def dense_parameters(ddp: DistributedDataParallel) -> dict[int, nn.Parameter]:
