@@ -1,4 +1,4 @@
-"""What the package costs and gains, beside what torch does: one bench of five parts.
+"""What the package costs and gains, beside what torch does: one bench of six parts.
 
     python tools/bench.py --quick      # training steps, in under 3 minutes, to see that it runs
     python tools/bench.py steps        # a training step under each method to reduce gradients
@@ -6,6 +6,7 @@
     python tools/bench.py passes       # the time that the passes take, up to 10,000 gradients
     python tools/bench.py scaling      # a bucket's collective, by where it is scaled
     python tools/bench.py starts       # a cold start, a warm start and a step, in CPU seconds
+    python tools/bench.py options      # a step with options of DDP, beside its own reducer
 
 Without a name it is the steps. ``python tools/bench.py PART --help`` lists the options of a part.
 Each prints its page; ``--output DIR`` keeps what was measured as ``DIR/PART.json`` and the page as
@@ -20,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 DEFAULT: Final = "steps"
-PARTS: Final = (DEFAULT, "storage", "passes", "scaling", "starts")
+PARTS: Final = (DEFAULT, "storage", "passes", "scaling", "starts", "options")
 """Each a module of :mod:`benches`, imported when it is asked for."""
 
 WRONG_USE: Final = 2

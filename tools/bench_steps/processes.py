@@ -47,6 +47,7 @@ class Place:
         timeout_s: for anything that ranks are asked.
         shares_kernels: whether all rows have one compiler cache. No row then starts as on a new
             machine, and none takes a compiled graph from it.
+        worker: the module that ranks run; by default :data:`WORKER`.
     """
 
     model: str
@@ -58,6 +59,7 @@ class Place:
     directory: Path
     timeout_s: float
     shares_kernels: bool = False
+    worker: str = ""
 
     @property
     def ranks(self) -> int:
@@ -168,7 +170,7 @@ class RowProcesses:
             / f"{place.model}-{self.row.label}-{rank}.log".replace(" ", "-").replace(":", ".")
         )
         log.parent.mkdir(exist_ok=True)
-        command = [*place.prefixes[rank], sys.executable, "-m", WORKER]
+        command = [*place.prefixes[rank], sys.executable, "-m", place.worker or WORKER]
         command += [assignment.to_json(), str(theirs.fileno())]
         with theirs:
             variables, kept = self._environment(), [theirs.fileno()]

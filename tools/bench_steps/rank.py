@@ -30,8 +30,13 @@ TABLE_BYTES = 2**20
 """Up to this size so many all-reduces are made: small ones vary more, and cost little."""
 
 
-def main(arguments: list[str]) -> int:
-    """Answer commands until ``end``; 1 after a command that failed, which is reported."""
+def main(arguments: list[str], kind: type[Rank] | None = None) -> int:
+    """Answer commands until ``end``; 1 after a command that failed, which is reported.
+
+    Args:
+        arguments: of the command line.
+        kind: the commands that there are; by default :class:`Rank`.
+    """
     assignment = Assignment.from_json(arguments[0])
     connection = Connection(int(arguments[1]))
     # A bench that is killed leaves no ranks behind, not even one that waits in a collective.
@@ -43,7 +48,7 @@ def main(arguments: list[str]) -> int:
     os.sched_setaffinity(0, assignment.cores)
     status = 0
     try:
-        rank = Rank(assignment, connection)
+        rank = (kind or Rank)(assignment, connection)
         connection.send(("done", None))
         while (command := connection.recv())[0] != "end":
             name, *values = command
