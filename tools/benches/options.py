@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from bench_steps.processes import Place, RowFailed, RowProcesses, cores_of
 from bench_steps.rows import Checked, Row
-from benches.results import Origin, keep, page, parser_of, table
+from benches.results import Origin, page, parser_of, table, write
 from workloads.models import MAKERS, SIZES
 from workloads.options import OPTIONS
 
@@ -77,14 +77,22 @@ def main(arguments: Sequence[str]) -> int:
     origin = Origin.here("options", arguments)
     cells: dict[str, dict[str, Found]] = {}
     for model in options.model:
+        rows = cells[model] = {}
         # Of all options: each method finds the kernels that it has compiled for another one.
         with tempfile.TemporaryDirectory(prefix="bench-options-") as directory:
             place = _place(model, options.size, Path(directory))
-            cells[model] = {
-                name: measure(name, place, options.rounds, options.steps)
-                for name in tqdm(options.option, desc=model)
-            }
-    keep(options.output, "options", origin, {"cells": cells}, as_markdown(cells, origin))
+            for name in tqdm(options.option, desc=model):
+                rows[name] = measure(name, place, options.rounds, options.steps)
+                # What there is so far, if the bench is ended.
+                if options.output is not None:
+                    write(
+                        options.output,
+                        "options",
+                        origin,
+                        {"cells": cells},
+                        as_markdown(cells, origin),
+                    )
+    print(as_markdown(cells, origin))
     return int(any(found.wrong for rows in cells.values() for found in rows.values()))
 
 

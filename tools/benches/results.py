@@ -122,9 +122,14 @@ def keep(
     """Print a page; with a directory, keep it there beside what was measured."""
     print(text)
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        write_json(output / f"{part}.json", part, origin, figures)
-        (output / f"{part}.md").write_text(text)
+        write(output, part, origin, figures, text)
+
+
+def write(output: Path, part: str, origin: Origin, figures: dict[str, Any], text: str) -> None:
+    """Keep a page in a directory, beside what was measured."""
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(output / f"{part}.json", part, origin, figures)
+    (output / f"{part}.md").write_text(text)
 
 
 def _plain(value: Any) -> Any:
