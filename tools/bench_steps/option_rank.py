@@ -36,8 +36,6 @@ class OptionRank(Rank):
         mine, self._option = self._assignment, OPTIONS[name]
         way = WAYS[mine.row.way]
         configure(way)
-        if not way.is_ours and not self._option.splits:
-            torch._dynamo.config.optimize_ddp = False
         made = subject(mine.model, SIZES[mine.size])
         torch.manual_seed(0)
         model = self._option.around(built(made, self._device))
@@ -47,7 +45,8 @@ class OptionRank(Rank):
             forward, steps = torch.compile(self._ddp), itertools.count()
 
             def step(*batch: torch.Tensor) -> None:
-                forward(*self._option.inputs(next(steps), mine.rank), *batch).backward()
+                loss = forward(*self._option.inputs(next(steps), mine.rank), *batch)
+                (self._option.scale * loss).backward()
 
             batch = tuple(tensor.to(self._device) for tensor in made.batch(mine.rank))
             self._training = Training(model, step, batch)

@@ -47,8 +47,8 @@ WORKER: Final = "bench_steps.option_rank"
 MEANING: Final = (
     f"{RANKS} ranks over Gloo. Seconds of a step (forward and backward, compiled) over those of "
     "DDP's own reducer with the same option, in the same round: median and quartiles over rounds. "
-    "*Over*: what `torch._dynamo.config.optimize_ddp` is for DDP's own reducer; DDPOptimizer is "
-    "torch's default. *Gradients*: of the last step, beside those of DDP's own reducer."
+    "*Gradients*: of the last step, beside those of DDP's own reducer, whose forward is compiled with "
+    "torch's default, DDPOptimizer."
 )
 
 
@@ -57,14 +57,12 @@ class Found:
     """What was measured of an option.
 
     Attributes:
-        peer: what the ratios are over.
         ratios: by method, one for each round.
         wrong: by method, why gradients differ, or why there is no figure; empty if all is well.
         warned: by method, what the package has warned of.
         errors: by method, the largest difference of a gradient, over its largest element.
     """
 
-    peer: str
     ratios: dict[str, list[float]] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
     warned: dict[str, list[str]] = field(default_factory=dict)
@@ -99,11 +97,11 @@ def main(arguments: Sequence[str]) -> int:
 def as_markdown(cells: dict[str, dict[str, Found]], origin: Origin) -> str:
     """The table, with what is needed to read and to repeat it."""
     rows = [
-        [model, name, found.peer, _verdict(found), *(_cell(found, way) for way in OURS)]
+        [model, name, _verdict(found), *(_cell(found, way) for way in OURS)]
         for model, by_option in cells.items()
         for name, found in by_option.items()
     ]
-    shown = table(["model", "option", "over", "gradients", *OURS], rows, words=4)
+    shown = table(["model", "option", "gradients", *OURS], rows, words=3)
     return page("Options of DDP", origin, MEANING, shown, *_notes(cells))
 
 
@@ -136,7 +134,7 @@ def measure(name: str, place: Place, rounds: int, steps: int) -> Found:
         rounds: blocks of each method.
         steps: of a block.
     """
-    found = Found(OPTIONS[name].peer)
+    found = Found()
     processes: dict[str, RowProcesses] = {}
     try:
         _start(name, place, found, processes)

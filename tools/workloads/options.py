@@ -19,8 +19,12 @@ SPARSE_WIDTH: Final = 64
 
 EQUAL: Final = 1e-3
 """Of an element, over the largest of its gradient: what adding in another order may give."""
+EQUAL_FP16: Final = 2e-3
 EQUAL_BF16: Final = 2e-2
-"""The same where sums are rounded to 8 bits."""
+"""The same where sums are rounded to 11 and to 8 bits."""
+
+FP16_SCALE: Final = 4096.0
+"""Of the loss where fp16 is sent, as a ``GradScaler`` does: gradients of a mean are subnormal."""
 
 ONE_BUCKET_MB: Final = 1000
 """More than the models have: of one bucket."""
@@ -93,9 +97,23 @@ Hook = tuple[Any, Callable[..., Any]]
 """A state, and a hook."""
 
 
+def power_sgd(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """PowerSGD from vectors of ones: random ones go by a gradient's place in its bucket, which
+    depends on when a method has it ready."""
+    if bucket.index() not in state.p_memory_dict:
+        shapes = [
+            gradient.flatten(1).shape for gradient in bucket.gradients() if gradient.dim() > 1
+        ]
+        rate = state.min_compression_rate
+        shapes = [shape for shape in shapes if sum(shape) * rate < shape.numel()]
+        state.p_memory_dict[bucket.index()] = torch.ones(sum(shape[0] for shape in shapes))
+        state.q_memory_dict[bucket.index()] = torch.ones(sum(shape[1] for shape in shapes))
+    return powerSGD_hook.powerSGD_hook(state, bucket)
+
+
 def _power_sgd() -> Hook:
     state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=FIRST_COMPRESSED)
-    return state, powerSGD_hook.powerSGD_hook
+    return state, power_sgd
 
 
 @dataclass(frozen=True)
@@ -108,8 +126,8 @@ class Option:
         around: what the model is put in.
         inputs: of what it is put in, by step and rank, before the model's batch.
         tolerance: of an element of a gradient, over the largest one.
+        scale: of the loss.
         joins: whether the ranks run out of inputs one after another, inside of ``join``.
-        splits: whether DDPOptimizer takes it; otherwise it is switched off beside DDP's reducer.
     """
 
     hook: Callable[[bool], Hook] | None = None
@@ -117,13 +135,8 @@ class Option:
     around: Callable[[nn.Module], nn.Module] = _model_alone
     inputs: Callable[[int, int], tuple[Any, ...]] = _no_inputs
     tolerance: float = EQUAL
+    scale: float = 1.0
     joins: bool = False
-    splits: bool = True
-
-    @property
-    def peer(self) -> str:
-        """What the figures are over, in words."""
-        return "DDPOptimizer" if self.splits else "`optimize_ddp = False`"
 
     def wrap(self, model: nn.Module, *, own_reducer: bool) -> DistributedDataParallel:
         """DDP with the option.
@@ -145,13 +158,17 @@ OPTIONS: Final = {
         ddp={"find_unused_parameters": True}, around=Branching, inputs=_branch
     ),
     "static_graph": Option(ddp={"static_graph": True}),
-    "fp16_compress_hook": Option(lambda _: (None, default_hooks.fp16_compress_hook)),
+    "fp16_compress_hook": Option(
+        lambda _: (None, default_hooks.fp16_compress_hook), tolerance=EQUAL_FP16, scale=FP16_SCALE
+    ),
     "bf16_compress_hook": Option(
         lambda own: (None, bf16_hook if own else default_hooks.bf16_compress_hook),
         tolerance=EQUAL_BF16,
     ),
     "fp16_compress_wrapper": Option(
-        lambda _: (dist.group.WORLD, default_hooks.fp16_compress_wrapper(users_hook))
+        lambda _: (dist.group.WORLD, default_hooks.fp16_compress_wrapper(users_hook)),
+        tolerance=EQUAL_FP16,
+        scale=FP16_SCALE,
     ),
     "powerSGD_hook": Option(lambda _: _power_sgd(), ddp={"bucket_cap_mb": ONE_BUCKET_MB}),
     "user's hook": Option(lambda _: (dist.group.WORLD, users_hook)),
