@@ -47,8 +47,8 @@ WORKER: Final = "bench_steps.option_rank"
 MEANING: Final = (
     f"{RANKS} ranks over Gloo. Seconds of a step (forward and backward, compiled) over those of "
     "DDP's own reducer with the same option, in the same round: median and quartiles over rounds. "
-    "*Gradients*: of the last step, beside those of DDP's own reducer, whose forward is compiled with "
-    "torch's default, DDPOptimizer."
+    "*Gradients*: of the last step, beside those of DDP's own reducer, whose forward is compiled "
+    "with torch's default, DDPOptimizer."
 )
 
 
