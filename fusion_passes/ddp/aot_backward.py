@@ -113,7 +113,9 @@ class AotBackwards:
             return Averaged(why_not=NOT_COMPILED_MOSTLY if every else ALL_SPARSE)
         if any(registry.numbered(parameter) is None for parameter in every):
             return Averaged(why_not="two DDP modules share a parameter")
-        return self._averaged_of(regions, [numbered(parameter) for _, parameter in outside], config)
+        # Autograd adds up what comes to a parameter from several places there.
+        others = tuple(dict.fromkeys(numbered(parameter) for _, parameter in outside))
+        return self._averaged_of(regions, others, config)
 
     def _averaged_of(
         self,

@@ -447,7 +447,7 @@ def some_inputs(compiled: Compile) -> list[Any]:
 
 
 class _Blocks(nn.Module):
-    """Blocks between layers."""
+    """Blocks between layers, the first of which has its weight in common with what comes last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -459,7 +459,7 @@ class _Blocks(nn.Module):
         y = self.first(x)
         for block in self.blocks:
             y = block(y)
-        return self.last(y)
+        return self.last(y) @ self.first.weight
 
 
 def block_by_block(compiled: Compile) -> list[Any]:
