@@ -78,13 +78,6 @@ MUTATIONS: Final = (
         "        pass",
         ("tests/ddp/test_sparse_on_one_rank.py::test_nothing_is_computed_where_a_gradient_lies",),
     ),
-    Mutation(
-        "sparse-storage",
-        "torch_private/inductor.py",
-        "get_storage(tensor) if torch._C._has_storage(tensor) else id(tensor)",
-        "get_storage(tensor)",
-        ("tests/ddp/test_sparse.py::test_as_eager_ddp",),
-    ),
     # What is sent, and by what it is divided.
     Mutation(
         "wrong-divisor",

@@ -4,7 +4,6 @@ forward may reduce the gradients of managed modules."""
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -14,9 +13,8 @@ from torch import fx
 from fusion_passes.ddp.aot_forward import compiling, find_reduced_inputs
 from fusion_passes.ddp.turns import is_main_thread
 from fusion_passes.flag import active_config
-from fusion_passes.install.changes import patched_setting, temporarily, value_of
+from fusion_passes.install.changes import patched_setting
 from fusion_passes.torch_private import inductor_config, is_compiling_backward
-from fusion_passes.torch_private.inductor import storage_or_itself
 
 INDUCTOR: Final = "torch._TorchCompileInductorWrapper"
 """Inductor, as a backend of ``torch.compile``."""
@@ -54,10 +52,8 @@ def compile_forward(
     if found is None:
         return original(compiler, model, inputs, *args, **kwargs)
     lowering = "torch._functorch.config.force_non_lazy_backward_lowering"
-    storage = "torch._inductor.fx_utils.get_storage"
-    stands_for = functools.partial(storage_or_itself, value_of(storage))
     fill_slot()
-    with compiling(found), patched_setting(lowering, True), temporarily(storage, stands_for):
+    with compiling(found), patched_setting(lowering, True):
         return original(compiler, model, inputs, *args, **kwargs)
 
 

@@ -117,14 +117,6 @@ _IN_A_CALL: Final = (
         "when such a forward is compiled",
         "when that is done",
     ),
-    Patch(
-        "torch._inductor.fx_utils.get_storage",
-        "After a pass has changed a graph, Inductor compares the storages of what follows; a "
-        "sparse gradient has none, which would be an error.",
-        Span.CALL,
-        "when such a forward is compiled",
-        "when that is done",
-    ),
     _in_backward(
         f"{_AUTOGRAD}.compiled_autograd_enabled",
         "Compiled autograd is on for the backwards that reach a managed module, and only those.",

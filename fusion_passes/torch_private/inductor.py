@@ -85,12 +85,6 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     )
 
 
-def storage_or_itself(get_storage: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int:
-    """What Inductor tells the memory of tensors apart by: the address of a tensor's storage, or of
-    the tensor itself where it has none, as a sparse one."""
-    return get_storage(tensor) if torch._C._has_storage(tensor) else id(tensor)
-
-
 def control_deps() -> Any:
     """The operator that runs a subgraph after other nodes: Inductor's scheduler keeps that order.
     Called as ``control_deps(nodes to follow, subgraph, *inputs of the subgraph)``."""
