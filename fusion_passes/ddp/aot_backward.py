@@ -50,7 +50,7 @@ from fusion_passes.ddp.prepared import (
     borrowing,
     numbered,
 )
-from fusion_passes.ddp.sparse import is_dense
+from fusion_passes.ddp.sparse import has_dense_gradient
 from fusion_passes.ddp.turns import is_main_thread
 from fusion_passes.ddp.unused import has_used_others
 from fusion_passes.flag import active_config
@@ -106,7 +106,7 @@ class AotBackwards:
             is_dense_somewhere = any(registry.module(name).dense for name in modules)
             why_not = NOT_COMPILED if is_dense_somewhere else ALL_SPARSE
             return Averaged(why_not=self._known_obstacle(modules) or why_not)
-        regions = edges_by_region(outputs, is_dense)
+        regions = edges_by_region(outputs, has_dense_gradient)
         outside = regions.pop(None, [])
         every = [p for edges in (*regions.values(), outside) for _, p in edges]
         if not regions:

@@ -34,7 +34,7 @@ _NO_GRADIENT: Final = -1
 """In the place of a number of rows: the rank has no gradient of the table."""
 
 
-def is_dense(parameter: nn.Parameter) -> bool:
+def has_dense_gradient(parameter: nn.Parameter) -> bool:
     """Whether a managed module reduces the parameter's gradient in a bucket."""
     numbered = registry.numbered(parameter)
     if numbered is None:
