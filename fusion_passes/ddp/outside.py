@@ -34,14 +34,15 @@ class _Buckets:
         self._job = job
         items = planned_by_hand(job, numbers).collectives
         lists = [LaunchList(LATE, (replace(item, place=0),)) for item in items]
-        self._left = [(launches, set(launches.parameters)) for launches in lists]
+        self._list_of = {number: item for item in lists for number in item.parameters}
+        self._missing = {item: len(item.parameters) for item in lists}
 
     def came(self, number: int) -> None:
-        for launches, left in self._left:
-            if number in left:
-                left.remove(number)
-                if not left:
-                    self._launch(launches)
+        launches = self._list_of.pop(number, None)
+        if launches is not None:
+            self._missing[launches] -= 1
+            if not self._missing[launches]:
+                self._launch(launches)
 
     def _launch(self, launches: LaunchList) -> None:
         participant = self._job.participant
