@@ -30,6 +30,9 @@ def sends_buffers(ddp: DistributedDataParallel) -> bool:
 
 def broadcast_buffers(ddp: DistributedDataParallel, source: int = 0) -> None:
     """Give every rank the buffers of one, with one collective for each dtype and device."""
+    is_traced = torch.compiler.is_dynamo_compiling()
+    if not is_traced and ddp.process_group.size() == 1:
+        return
     group_name = getattr(ddp, BUFFERS_IN)
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for name, buffer in ddp.module.named_buffers():
@@ -40,8 +43,13 @@ def broadcast_buffers(ddp: DistributedDataParallel, source: int = 0) -> None:
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             flat = broadcast(flat, source, group_name)
             pieces = flat.split([buffer.numel() for buffer in buffers])
-            for buffer, piece in zip(buffers, pieces, strict=True):
-                # A forward may have saved it for its backward: in eager mode, autograd sees no
-                # change of it, as with DDP's own broadcast.
-                target = buffer if torch.compiler.is_dynamo_compiling() else buffer.data
-                target.copy_(piece.view(buffer.shape))
+            shaped = [
+                piece.view(buffer.shape) for buffer, piece in zip(buffers, pieces, strict=True)
+            ]
+            if is_traced:
+                for buffer, piece in zip(buffers, shaped, strict=True):
+                    buffer.copy_(piece)
+            else:
+                # A forward may have saved one for its backward: autograd sees no change of it, as
+                # with DDP's own broadcast.
+                torch._foreach_copy_([buffer.data for buffer in buffers], shaped)

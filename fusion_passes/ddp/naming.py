@@ -7,8 +7,10 @@ stands for the group itself, so that a step without a profiler runs what it alwa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
+from fusion_passes.agreement.launches import Collective
 from fusion_passes.agreement.protocol import LaunchCounter, participants
 from fusion_passes.ddp.modules import registry
 from fusion_passes.reporting.records import RowsReport
@@ -69,12 +71,22 @@ def named_buckets() -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for ddp in registry.modules():
         module = registry.module_of(ddp)
-        lists = participants[module.group_name].history.get("", [])
-        items = [item for launches in lists for item in launches.buckets]
-        for number, item in enumerate(items):
-            names = tuple(module.sent[index] for index in item.parameters)
-            found[_name(module.group_name, number)] = names
+        for name, _, item in launched_buckets(module.group_name):
+            found[name] = tuple(module.sent[index] for index in item.parameters)
     return found
+
+
+def launched_buckets(module: str) -> Iterator[tuple[str, str, Collective]]:
+    """The name, the mode and the collective of each bucket of a module that the ranks have agreed
+    on, in the order of their launches.
+
+    Args:
+        module: the module's name for its group.
+    """
+    lists = participants[module].history.get("", [])
+    items = [(launches.mode, item) for launches in lists for item in launches.buckets]
+    for number, (mode, item) in enumerate(items):
+        yield _name(module, number), mode, item
 
 
 def named_rows() -> tuple[RowsReport, ...]:

@@ -6,7 +6,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Final
 
@@ -42,9 +42,10 @@ def report() -> Report:
     names = named_buckets()
     mine = next((item for item in timeline.ranks if item.rank == rank), None) if timeline else None
     steps = mine.times() if mine is not None else None
-    graphs = graph_documents(
-        journal.reports(), names, mine.bucket_times(names) if mine is not None else {}
-    )
+    times = mine.bucket_times(names) if mine is not None else {}
+    started_s = {name: item.started_s for name, item in times.items()}
+    predicted_s = timeline.predicted_times(started_s) if timeline is not None else {}
+    graphs = graph_documents(journal.reports(), names, times, predicted_s)
     ran = [bucket for graph in graphs for bucket in graph.buckets if bucket.name]
     return Report(
         SCHEMA,
@@ -61,18 +62,24 @@ def report() -> Report:
         graphs,
         named_rows(),
         backwards.reports(),
-        _totals(graphs, steps, timeline),
+        timeline.predicted_from if timeline is not None else "",
+        _totals(names, graphs, steps, timeline),
         timeline,
     )
 
 
 def _totals(
-    graphs: Sequence[GraphDocument], steps: StepTimes | None, timeline: Timeline | None
+    names: Mapping[str, Sequence[str]],
+    graphs: Sequence[GraphDocument],
+    steps: StepTimes | None,
+    timeline: Timeline | None,
 ) -> Totals:
     plans = [bucket.plan for graph in graphs for bucket in graph.buckets]
     peak, of = _peak_memory()
     first = backwards.first_ended_s
     return Totals(
+        sum(not name.startswith("(") for sent in names.values() for name in sent),
+        len(names),
         sum(graph.collectives_before for graph in graphs),
         sum(graph.collectives_after for graph in graphs),
         sum(plan.num_bytes for plan in plans),

@@ -16,9 +16,10 @@ from torch.profiler import profile
 
 from fusion_passes.agreement.protocol import participants
 from fusion_passes.ddp.naming import named_buckets
+from fusion_passes.explain.expected import PLANNED, by_profile, this_site
 from fusion_passes.explain.ranks import Gathering
 from fusion_passes.reporting.backwards import backwards
-from fusion_passes.reporting.document import graph_documents, predictions
+from fusion_passes.reporting.document import graph_documents, planned_times
 from fusion_passes.reporting.journal import journal
 from fusion_passes.reporting.profile import new_profiler, read_profile
 from fusion_passes.reporting.timeline import RankSteps, Timeline
@@ -109,6 +110,7 @@ class Recording:
             0.0,
             tuple((end - begin) / 1e9 for end in ends),
             whole.spans,
+            this_site(),
         )
         # In the order of the ranks; each by the clock of rank 0.
         ranks, missing = Gathering(mine).run() if self._gather else ((mine,), ())
@@ -116,8 +118,9 @@ class Recording:
         seconds = [seconds for seconds, has_compiled in self._plain if not has_compiled]
         plain = statistics.median(seconds) if seconds else 0.0
         names = named_buckets()
-        predicted = predictions(graph_documents(journal.reports(), names, {}))
-        self.timeline = Timeline(ranks, names, plain, missing, predicted)
+        planned = planned_times(graph_documents(journal.reports(), names, {}))
+        predicted, source = (planned, PLANNED) if planned else by_profile(mine, ranks)
+        self.timeline = Timeline(ranks, names, plain, missing, predicted, source)
 
     def abandon(self) -> None:
         """Record no more, if the steps are not recorded yet."""

@@ -55,7 +55,8 @@ def show(report: Report, console: Console) -> None:
             console.print(f"and {hidden} buckets more, which the JSON has")
         for item in graph.left_alone:
             console.print(Text(f"left alone: {item.collective}: {item.reason}"))
-    for line in (*_rows(report), *_backwards(report), *_totals(report)):
+    predicted = [f"predicted: {report.predicted_from}"] if report.predicted_from else []
+    for line in (*predicted, *_rows(report), *_backwards(report), *_totals(report)):
         console.print(Text(line))
     if report.advice:
         console.print(Text.assemble(("advice ", "bold green"), report.advice))
@@ -65,7 +66,7 @@ def _buckets(graph: GraphDocument) -> Table:
     source = "from the FX graph cache" if graph.from_cache else "compiled here"
     times = f", {graph.compiled} times" if graph.compiled > 1 else ""
     timed = any(bucket.times is not None for bucket in graph.buckets)
-    shift_s = _shift_s(graph)
+    predicted = any(bucket.predicted_s is not None for bucket in graph.buckets)
     table = Table(
         title=f"ddp_fusion {graph.mode}: {graph.collectives_before} collectives traced, "
         f"{graph.collectives_after} launched a step ({source}{times}, plan {graph.digest})",
@@ -80,13 +81,13 @@ def _buckets(graph: GraphDocument) -> Table:
     table.add_column("what was done", ratio=3, overflow="fold")
     if timed:
         table.add_column("sent, ms", justify="right", no_wrap=True)
-        if shift_s is not None:
+        if predicted:
             table.add_column("predicted", justify="right", no_wrap=True)
         table.add_column("exposed", justify="right", no_wrap=True)
     for number, bucket in enumerate(graph.buckets[:MOST_ROWS]):
         cells = [str(number), *_plan(bucket)]
         if timed:
-            cells += _times(bucket, shift_s)
+            cells += _times(bucket, predicted)
         table.add_row(*map(Text, cells))
     return table
 
@@ -109,26 +110,13 @@ def _plan(bucket: BucketDocument) -> Iterator[str]:
     yield "\n".join([*how, *([plan.note] if plan.note else [])])
 
 
-def _shift_s(graph: GraphDocument) -> float | None:
-    """What makes times of a step from predictions, which count from the start of a graph: the first
-    bucket is predicted where it was. ``None`` where nothing was predicted or nothing measured."""
-    for bucket in graph.buckets:
-        if bucket.times is not None and bucket.plan.predicted_start_s is not None:
-            return bucket.times.started_s - bucket.plan.predicted_start_s
-    return None
-
-
-def _times(bucket: BucketDocument, shift_s: float | None) -> Iterator[str]:
-    """When the network was busy with a bucket, when it was expected to be if that is known, and
-    what of it was exposed."""
-    times, plan = bucket.times, bucket.plan
+def _times(bucket: BucketDocument, predicted: bool) -> Iterator[str]:
+    """When the network was busy with a bucket, when it was expected to be if that is known of any,
+    and what of it was exposed."""
+    times = bucket.times
     yield "" if times is None else _interval(times.started_s, times.ended_s)
-    if shift_s is not None:
-        start_s, end_s = plan.predicted_start_s, plan.predicted_end_s
-        if start_s is None or end_s is None:
-            yield ""
-        else:
-            yield _interval(start_s + shift_s, end_s + shift_s)
+    if predicted:
+        yield "" if bucket.predicted_s is None else _interval(*bucket.predicted_s)
     yield "" if times is None else f"{times.exposed_s * 1e3:.1f}"
 
 
@@ -175,7 +163,7 @@ def _totals(report: Report) -> Iterator[str]:
         )
     of = "allocated on the GPU" if totals.peak_memory_of == "cuda" else "of the process"
     sent = (
-        f"{totals.collectives_before} collectives traced, {totals.collectives_after} launched; "
+        f"{totals.gradients} gradients in {totals.launches} all-reduces a step; "
         f"{format_bytes(totals.num_bytes)} of gradients, {format_bytes(totals.sent_bytes)} sent, "
         f"{totals.copied_gradients} gradients copied; "
     )

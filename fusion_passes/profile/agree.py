@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +27,7 @@ from fusion_passes.agreement.rendezvous import (
 from fusion_passes.profile.files import load, path_of, store
 from fusion_passes.profile.measure import SECONDS, Ranks, measure
 from fusion_passes.profile.records import Kind, Place, Profile
+from fusion_passes.profile.site import site_of
 from fusion_passes.profile.steps import MeasuredSteps
 from fusion_passes.profile.verdicts import (
     NOBODY,
@@ -48,8 +47,6 @@ Constructing a module has brought them here together."""
 
 STORE_SECONDS: Final = 5.0
 """How much longer the store may take to answer."""
-
-_INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE")
 
 
 @dataclass(frozen=True)
@@ -202,15 +199,8 @@ class _Rendezvous:
     def where(self, device: torch.device, wanted: Wanted) -> tuple[Place, tuple[Kind, ...]]:
         """The place of all ranks, and all that any of them needs."""
         statement = {
-            "host": socket.gethostname(),
+            "site": asdict(site_of(device)),
             "same": {"backend": wanted.backend, "torch": torch.__version__},
-            # Of hosts with other cards or names for their interfaces, each counts.
-            "each": {
-                "device": device_name(device),
-                "interfaces": " ".join(
-                    f"{name}={os.environ[name]}" for name in _INTERFACES if name in os.environ
-                ),
-            },
             "kinds": [asdict(kind) for kind in wanted.kinds],
         }
         verdict = json.loads(self.exchange("where", json.dumps(statement), joined))
@@ -220,8 +210,10 @@ class _Rendezvous:
                 f"they differ: {verdict['differ']}. Give all ranks the same, or set a fixed "
                 "ddp_fusion = 'concat'."
             )
-        place = Place(self.meeting.world_size, tuple(verdict["hosts"]), **verdict["place"])
-        return place, tuple(Kind(**kind) for kind in verdict["kinds"])
+        place = verdict["place"]
+        return Place(**{**place, "hosts": tuple(place["hosts"])}), tuple(
+            Kind(**kind) for kind in verdict["kinds"]
+        )
 
     def kept(self, found: Profile | None, is_enough: bool) -> Profile | None:
         """The profile that a rank has found, which all take, one that is enough before others;
@@ -277,10 +269,3 @@ class _Rendezvous:
                 "ddp_fusion: set it to 'auto' on all ranks."
             )
         return verdict
-
-
-def device_name(device: torch.device) -> str:
-    """What a device is called in a profile: ``"cpu"``, or the card's name."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return device.type

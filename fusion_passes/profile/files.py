@@ -33,17 +33,26 @@ def path_of(place: Place) -> Path:
 def load(place: Place) -> Profile | None:
     """The profile of a place; ``None`` where there is none that can be used: it is missing, not
     whole, or of another place. The log says which."""
-    path = path_of(place)
     try:
-        profile = Profile.from_json(path.read_text())
+        return look_up(place)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
+        path = path_of(place)
         log.warning("The profile %s cannot be used, and is measured anew: %s", path, error)
         return None
+
+
+def look_up(place: Place) -> Profile:
+    """The profile of a place.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+        ValueError: it is not whole, or of another place.
+    """
+    profile = Profile.from_json(path_of(place).read_text())
     if profile.place != place:
-        log.warning("The profile %s is one of %s, and is measured anew", path, profile.place)
-        return None
+        raise ValueError(f"it is one of {profile.place}")
     return profile
 
 

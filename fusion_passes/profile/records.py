@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -13,6 +13,25 @@ from fusion_passes.profile.tables import CostTable
 
 FORMAT: Final = 2
 """Of the file. Another one is measured anew."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where one rank is.
+
+    Attributes:
+        host: its name.
+        device: on which its gradients are: ``"cpu"``, or the card's name.
+        interfaces: what the environment says about the network's interfaces.
+    """
+
+    host: str
+    device: str
+    interfaces: str
+
+
+NOWHERE: Final = Site("", "", "")
+"""Where a rank is of which that does not matter."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +53,17 @@ class Place:
     device: str
     interfaces: str
     torch: str
+
+    @staticmethod
+    def of(sites: Sequence[Site], backend: str, torch: str) -> Place:
+        """The place of ranks that are at these sites."""
+
+        def each(name: str) -> tuple[str, ...]:
+            return tuple(sorted({getattr(site, name) for site in sites}))
+
+        # Of hosts with other cards or names for their interfaces, each counts.
+        device, interfaces = ", ".join(each("device")), ", ".join(each("interfaces"))
+        return Place(len(sites), each("host"), backend, device, interfaces, torch)
 
     def digest(self) -> str:
         """Equal for equal places; 16 hexadecimal digits."""

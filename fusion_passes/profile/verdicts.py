@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Final
+
+from fusion_passes.profile.records import Place, Site
 
 
 def joined(said: Mapping[int, str]) -> str:
@@ -18,14 +21,8 @@ def joined(said: Mapping[int, str]) -> str:
                 differ = f"{name} is {first['same'][name]!r} on rank {min(items)}, and {value!r} "
                 return json.dumps({"differ": f"{differ}on rank {rank}"})
     kinds = {json.dumps(kind, sort_keys=True) for item in items.values() for kind in item["kinds"]}
-    hosts = sorted({item["host"] for item in items.values()})
-    each = {
-        name: ", ".join(sorted({item["each"][name] for item in items.values()}))
-        for name in first["each"]
-    }
-    place = first["same"] | each
-    kinds_of_all = [*map(json.loads, sorted(kinds))]
-    return json.dumps({"place": place, "hosts": hosts, "kinds": kinds_of_all})
+    place = Place.of([Site(**item["site"]) for item in items.values()], **first["same"])
+    return json.dumps({"place": asdict(place), "kinds": [*map(json.loads, sorted(kinds))]})
 
 
 def lowest_with_any(said: Mapping[int, str]) -> str:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from fusion_passes.reporting.backwards import BackwardReport
@@ -27,11 +28,14 @@ class BucketDocument:
         name: in profiles and timelines: ``DDP 0 (Net) bucket 3``; empty if it never ran.
         plan: what was decided, and what became of it.
         times: in recorded steps, of this rank; ``None`` where none were recorded.
+        predicted_s: when the network was expected to begin and to be done with it, by the clock of
+            those steps; ``None`` where that is not known.
     """
 
     name: str
     plan: BucketReport
     times: BucketTimes | None
+    predicted_s: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,13 +67,15 @@ class GraphDocument:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over all graphs, and what was measured. A graph that runs for several blocks of a module
-    counts once.
+    """Sums, and what was measured.
 
     Attributes:
-        collectives_before: launches as traced.
-        collectives_after: launches as they run.
-        num_bytes: of the gradients in buckets.
+        gradients: how many a step has that are averaged in buckets, of all modules.
+        launches: how many all-reduces of buckets it launches for them.
+        collectives_before: launches as traced, of all graphs. Here and in the next ones, a graph
+            that runs for several blocks of a module counts once.
+        collectives_after: launches as they run, of all graphs.
+        num_bytes: of the gradients in buckets, of all graphs.
         sent_bytes: of what is sent for them.
         copied_gradients: how many gradients are copied into their bucket.
         steps: times of recorded steps, of this rank; ``None`` where none were recorded.
@@ -84,6 +90,8 @@ class Totals:
             whose gradients were reduced; ``None`` if there was none.
     """
 
+    gradients: int
+    launches: int
     collectives_before: int
     collectives_after: int
     num_bytes: int
@@ -113,6 +121,8 @@ class Report:
         graphs: one for each plan, in the order in which the first was compiled.
         rows: sparse gradients, of the modules that are there now.
         backwards: in which graph gradients were reduced, and why in that one.
+        predicted_from: from what it is known when the network was expected to be busy with buckets,
+            or why it is not; empty where no steps were recorded, or nothing is sent.
         totals: sums, and what was measured.
         timeline: the steps that were recorded last, of all ranks on rank 0; ``None`` if there are
             none. It is no part of the JSON.
@@ -128,6 +138,7 @@ class Report:
     graphs: tuple[GraphDocument, ...]
     rows: tuple[RowsReport, ...]
     backwards: tuple[BackwardReport, ...]
+    predicted_from: str
     totals: Totals
     timeline: Timeline | None = field(repr=False, compare=False)
 
@@ -154,6 +165,8 @@ class Report:
         Those that were not measured are missing."""
         totals = self.totals
         known: dict[str, float | None] = {
+            "gradients": totals.gradients,
+            "launches": totals.launches,
             "collectives_before": totals.collectives_before,
             "collectives_after": totals.collectives_after,
             "buckets": sum(len(graph.buckets) for graph in self.graphs),
@@ -176,6 +189,7 @@ def graph_documents(
     reports: Iterable[FusionReport],
     names: Mapping[str, tuple[str, ...]],
     times: Mapping[str, BucketTimes],
+    predicted_s: Mapping[str, tuple[float, float]] = MappingProxyType({}),
 ) -> tuple[GraphDocument, ...]:
     """The graphs of some reports, each plan once, with what was measured of their buckets.
 
@@ -183,6 +197,7 @@ def graph_documents(
         reports: in the order in which they were compiled.
         names: the parameters of each bucket that runs, by its name in profiles.
         times: when a bucket was on its way, by that name.
+        predicted_s: when it was expected to be, by that name and the same clock.
     """
     by_plan: dict[str, list[FusionReport]] = {}
     for report in reports:
@@ -190,7 +205,7 @@ def graph_documents(
 
     def document(bucket: BucketReport) -> BucketDocument:
         name = _name_of(bucket, names)
-        return BucketDocument(name, bucket, times.get(name))
+        return BucketDocument(name, bucket, times.get(name), predicted_s.get(name))
 
     return tuple(
         GraphDocument(
@@ -208,11 +223,11 @@ def graph_documents(
     )
 
 
-def predictions(
+def planned_times(
     graphs: Iterable[GraphDocument],
 ) -> tuple[dict[str, tuple[float, float]], ...]:
-    """When each graph's buckets were expected on the network, by name, in seconds from its start;
-    without the graphs of which nothing was predicted."""
+    """When each graph's buckets are sent by its plan, by name, in seconds from its start; without
+    the graphs whose plan does not say it."""
     found = []
     for graph in graphs:
         times = {

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fusion_passes.profile.records import NOWHERE, Site
 from fusion_passes.reporting.spans import RankTimeline, Span, without
 
 
@@ -61,6 +62,7 @@ class RankSteps:
     Attributes:
         rank: its number.
         place: host and process.
+        site: where that is, as a profile of the network knows it.
         start_s: when the first step began, in seconds since it did on rank 0.
         clock_error_s: how far that may be off at most.
         ends_s: when each step ended, in seconds since the first began.
@@ -73,6 +75,7 @@ class RankSteps:
     clock_error_s: float
     ends_s: tuple[float, ...]
     spans: tuple[Span, ...]
+    site: Site = NOWHERE
 
     def steps(self) -> Iterator[RankTimeline]:
         """Each step by itself, from 0 on. What goes on at its ends is cut off there."""
@@ -115,8 +118,9 @@ class Timeline:
         plain_step_s: seconds of a step before the recording, without a profiler; 0 where none was
             timed, or torch compiled in all of them.
         missing: numbers of the ranks that have not answered.
-        predicted: for each graph whose buckets were chosen from measured costs, when the network
-            was expected to begin and to end with each, by its name: seconds from the graph's start.
+        predicted: when the network was expected to begin and to end with some buckets, by their
+            names, in seconds from a start that they have in common.
+        predicted_from: from what that is known, or why it is not; one sentence.
     """
 
     ranks: tuple[RankSteps, ...]
@@ -124,27 +128,37 @@ class Timeline:
     plain_step_s: float
     missing: tuple[int, ...] = ()
     predicted: tuple[Mapping[str, tuple[float, float]], ...] = ()
+    predicted_from: str = ""
 
     def predicted_spans(self, item: RankSteps) -> Iterator[Span]:
-        """When the network was expected to be busy with each bucket, in the steps of a rank.
-
-        A prediction counts from the start of a graph, which no profile shows, so that of each
-        graph begins where the network began with the first of its buckets.
-        """
+        """When the network was expected to be busy with each bucket, in the steps of a rank."""
         begin = 0.0
         for step, end in zip(item.steps(), item.ends_s, strict=True):
-            sent = [span for span in step.spans if span.lane == "network"]
-            for graph in self.predicted:
-                first = min(
-                    (span for span in sent if span.name in graph),
-                    key=lambda span: span.start_s,
-                    default=None,
-                )
-                if first is not None:
-                    shift = begin + first.start_s - graph[first.name][0]
-                    for name, (start_s, end_s) in graph.items():
-                        yield Span("network", name, shift + start_s, shift + end_s)
+            sent = {s.name: s.start_s for s in reversed(step.spans) if s.lane == "network"}
+            for name, (start_s, end_s) in self.predicted_times(sent).items():
+                yield Span("network", name, begin + start_s, begin + end_s)
             begin = end
+
+    def predicted_times(self, started_s: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+        """When the network was expected to begin and to end with each bucket, by the clock of a
+        step.
+
+        Of those whose start is not known by that clock, as that of a graph is not, the first one is
+        put where the network began with it.
+
+        Args:
+            started_s: when the network began with each bucket, by its name.
+        """
+        found: dict[str, tuple[float, float]] = {}
+        for times in self.predicted:
+            sent = [name for name in times if name in started_s]
+            if sent:
+                first = min(sent, key=started_s.__getitem__)
+                shift = started_s[first] - times[first][0]
+                found |= {
+                    name: (shift + begin, shift + end) for name, (begin, end) in times.items()
+                }
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -162,13 +176,15 @@ class Timeline:
                 {name: (start_s, end_s) for name, (start_s, end_s) in graph.items()}
                 for graph in data["predicted"]
             ),
+            data["predicted_from"],
         )
 
 
 def rank_from_json(data: Mapping[str, Any]) -> RankSteps:
     """The steps of a rank out of plain values."""
     spans = tuple(Span(**span) for span in data["spans"])
-    return RankSteps(**{**data, "ends_s": tuple(data["ends_s"]), "spans": spans})
+    site = Site(**data["site"])
+    return RankSteps(**{**data, "ends_s": tuple(data["ends_s"]), "spans": spans, "site": site})
 
 
 def exposed_of(step: RankTimeline) -> list[tuple[Span, list[tuple[float, float]]]]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jsonschema
 import pytest
@@ -20,6 +24,11 @@ from torch.profiler import ProfilerActivity, profile
 import fusion_passes
 from fusion_passes import FusionConfig
 from fusion_passes.ddp.naming import named_buckets
+from fusion_passes.explain.expected import NOT_HERE
+from fusion_passes.profile import files
+from fusion_passes.profile.records import Kind, Place, Profile, Rates
+from fusion_passes.profile.site import site_of
+from fusion_passes.profile.tables import CostTable
 from fusion_passes.reporting.backwards import backwards
 from fusion_passes.reporting.schema import json_schema
 from fusion_passes.torch_private.profiling import has_named_group
@@ -48,9 +57,27 @@ def _train(mode: str, steps: int) -> Callable[..., None]:
     return step
 
 
+@contextlib.contextmanager
+def _known_network() -> Iterator[Profile]:
+    """A profile by which each all-reduce of two ranks here takes 2 ms, among this rank's."""
+    kinds = [Kind("float32", "avg", mode) for mode in ("concat", "coalesced")]
+    costs = CostTable((1024, 2**20), (2_000_000, 2_000_000))
+    profile = Profile(
+        Place.of([site_of(torch.device("cpu"))] * 2, "gloo", torch.__version__),
+        tuple((kind, costs) for kind in kinds),
+        Rates((("float32", 1),), 1, 1),
+    )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, {files.DIRECTORY_VARIABLE: folder}),
+    ):
+        files.store(profile)
+        yield profile
+
+
 def record(mode: str) -> dict[str, Any]:
     """Record steps, and say what was found on this rank."""
-    with inductor_config.patch(ddp_fusion=mode):
+    with inductor_config.patch(ddp_fusion=mode), _known_network() as known:
         step = _train(mode, 1)
         recording = fusion_passes.record_steps(2, plain_steps=2)
         for _ in range(7):
@@ -74,6 +101,7 @@ def record(mode: str) -> dict[str, Any]:
             "is named": has_named_group("0/ddp0"),
             "gradients": gradients,
             "label": name,
+            "profile": known.digest(),
         }
 
 
@@ -111,10 +139,28 @@ def test_steps_of_all_ranks_are_recorded(run_on_ranks: RUN, mode: str) -> None:
             for n in range(3)
             for what in ("launch", "wait")
         }
+        totals = found["report"]["totals"]
+        assert (totals["gradients"], totals["launches"]) == (6, 3)
         assert not found["is named"], "no profiler, no names"
         assert found["scalars"]["ddp_fusion/collectives_after"] == 3
         assert 0 <= found["scalars"]["ddp_fusion/overlap"] <= 1
         jsonschema.validate(found["report"], json_schema())
+    _check_predictions(first["report"], first["profile"])
+    assert second["report"]["predicted_from"] == NOT_HERE
+
+
+def _check_predictions(report: dict[str, Any], profile: str) -> None:
+    assert report["predicted_from"].startswith("from when buckets were launched")
+    assert profile in report["predicted_from"]
+    (graph,) = report["graphs"]
+    before = 0.0
+    for item in graph["buckets"]:
+        begin, end = item["predicted_s"]
+        assert end - begin == pytest.approx(0.002), "what the profile says"
+        assert begin >= before, "one after the other"
+        before = end
+    first = graph["buckets"][0]
+    assert first["predicted_s"][0] == pytest.approx(first["times"]["started_s"])
 
 
 def test_the_schema_that_is_documented_is_the_reports() -> None:

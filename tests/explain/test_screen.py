@@ -8,7 +8,7 @@ import io
 import fusion_passes
 from fusion_passes import BucketReport, FusionReport, RejectionReport, RowsReport
 from fusion_passes.explain.screen import console_for, show
-from fusion_passes.reporting.document import graph_documents, predictions
+from fusion_passes.reporting.document import graph_documents, planned_times
 from fusion_passes.reporting.timeline import BucketTimes
 
 PLAN = BucketReport(
@@ -45,6 +45,10 @@ GRAPH = FusionReport(
     decision=("chosen from profile abc",),
 )
 NAMES = {"DDP 0 (Net) bucket 0": PLAN.parameters, "DDP 0 (Net) bucket 1": ("body",)}
+PREDICTED = {
+    "DDP 0 (Net) bucket 0": (0.011, 0.013),
+    "DDP 0 (Net) bucket 1": (0.015, 0.019),
+}
 TIMES = {
     "DDP 0 (Net) bucket 0": BucketTimes(0.010, 0.011, 0.012, 0.018, 0.019, 0.0),
     "DDP 0 (Net) bucket 1": BucketTimes(0.014, 0.015, 0.019, 0.018, 0.019, 0.0015),
@@ -52,12 +56,13 @@ TIMES = {
 
 
 def shown(names: dict[str, tuple[str, ...]], times: dict[str, BucketTimes]) -> str:
-    graphs = graph_documents([GRAPH], names, times)
+    graphs = graph_documents([GRAPH], names, times, PREDICTED if times else {})
     report = dataclasses.replace(
         fusion_passes.report(),
         graphs=graphs,
         rows=(RowsReport("DDP 0 (Net) rows", "DDP 0 (Net)", "0", ("user.weight",)),),
         backwards=(),
+        predicted_from="by magic",
         warnings=("look here",),
         advice="try this",
     )
@@ -75,6 +80,7 @@ def test_each_bucket_has_its_plan_and_its_times() -> None:
     assert "1 copied: its reason" in text
     assert "launched after mm, its last gradient" in text
     assert "buckets: chosen from profile abc" in text
+    assert "predicted: by magic" in text
     assert "left alone: all_reduce_7: not DDP's" in text
     assert "DDP 0 (Net) rows: 1: user.weight; sparse gradients, gathered" in text
     first, second = (line for line in lines if " to " in line)
@@ -85,7 +91,7 @@ def test_each_bucket_has_its_plan_and_its_times() -> None:
 def test_without_recorded_steps_there_are_no_times() -> None:
     text = shown(NAMES, {})
     assert "sent, ms" not in text
-    assert "predicted" not in text
+    assert text.count("predicted") == 1, "the line below, and no column"
 
 
 def test_where_no_backward_ran_that_is_all_there_is_to_say() -> None:
@@ -100,11 +106,11 @@ def test_where_no_backward_ran_that_is_all_there_is_to_say() -> None:
     ]
 
 
-def test_predictions_have_the_names_of_buckets_that_ran() -> None:
-    assert predictions(graph_documents([GRAPH], NAMES, {})) == (
+def test_planned_times_have_the_names_of_buckets_that_ran() -> None:
+    assert planned_times(graph_documents([GRAPH], NAMES, {})) == (
         {"DDP 0 (Net) bucket 0": (0.001, 0.003), "DDP 0 (Net) bucket 1": (0.005, 0.009)},
     )
-    assert predictions(graph_documents([GRAPH], {}, {})) == ()
+    assert planned_times(graph_documents([GRAPH], {}, {})) == ()
     unplanned = dataclasses.replace(PLAN, predicted_start_s=None, predicted_end_s=None)
     graph = dataclasses.replace(GRAPH, buckets=(unplanned,))
-    assert predictions(graph_documents([graph], NAMES, {})) == ()
+    assert planned_times(graph_documents([graph], NAMES, {})) == ()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fusion_passes.agreement.rendezvous import Meeting
-from fusion_passes.profile import agree, files
+from fusion_passes.profile import agree, files, site
 from fusion_passes.profile.agree import Wanted, Where, agree_on_profile
 from fusion_passes.profile.records import Kind
 from tests.profile.test_records import FLOAT, PROFILE
@@ -130,11 +130,11 @@ def test_ranks_that_differ_are_refused_on_all(group) -> None:
 
 
 def test_hosts_may_have_other_cards_and_names_for_their_interfaces(group, monkeypatch) -> None:
-    monkeypatch.setattr(agree, "device_name", lambda _: f"card of {group.local.host[:-1]}")
+    monkeypatch.setattr(site, "device_name", lambda _: f"card of {group.local.host[:-1]}")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert group.same().place.device == "card of host"
     assert group.same().place.interfaces == "GLOO_SOCKET_IFNAME=eth0"
-    monkeypatch.setattr(agree, "device_name", lambda _: f"card of {group.local.host}")
+    monkeypatch.setattr(site, "device_name", lambda _: f"card of {group.local.host}")
     assert group.same().place.device == "card of host0, card of host1, card of host2"
 
 

@@ -51,7 +51,7 @@ def test_a_file_of_another_place_is_not_used(caplog) -> None:
     other = replace(PLACE, hosts=("c",))
     files.path_of(PLACE).rename(files.path_of(other))
     assert files.load(other) is None
-    assert "is one of 2 ranks on 2 hosts, gloo on cpu, and is measured anew" in caplog.text
+    assert "is measured anew: it is one of 2 ranks on 2 hosts, gloo on cpu" in caplog.text
 
 
 def damaged(edit) -> str:
