@@ -181,7 +181,7 @@ def owner_of(group_name: str) -> Owner | None:
         parameter or "?",
         backend,
         AVERAGED_OVER,
-        _number(parameter),
+        _number(parameter) if parameter else -1,
     )
 
 

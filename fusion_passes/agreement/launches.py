@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
@@ -16,6 +16,8 @@ from fusion_passes.state import Lifetime, process_state
 
 LATE: Final = "late"
 """The mode of collectives that no graph launches: they follow the backward, bucket by bucket."""
+
+_LATER: Final = "later "
 
 Divided: TypeAlias = Literal["before", "by", "after", "hook", "rows"]
 """Where gradients are divided by the number of ranks: before the collective, by it, or after it;
@@ -53,10 +55,13 @@ class LaunchList:
     Attributes:
         mode: ``"concat"`` or ``"coalesced"``; :data:`LATE` where no graph launches them.
         collectives: in the order of their launches.
+        later: gradients that the graph gives and does not launch, each by itself: they follow the
+            backward. No part of what ranks compare here: they do when it has ended.
     """
 
     mode: str
     collectives: tuple[Collective, ...]
+    later: tuple[Collective, ...] = field(default=(), compare=False)
 
     @functools.cached_property
     def parameters(self) -> frozenset[int]:
@@ -93,11 +98,14 @@ class LaunchList:
         Args:
             numbers: for each parameter's, the other one's.
         """
-        items = (
-            replace(item, parameters=tuple(numbers[number] for number in item.parameters))
-            for item in self.collectives
-        )
-        return LaunchList(self.mode, tuple(items))
+
+        def of_others(items: Iterable[Collective]) -> tuple[Collective, ...]:
+            return tuple(
+                replace(item, parameters=tuple(numbers[number] for number in item.parameters))
+                for item in items
+            )
+
+        return LaunchList(self.mode, of_others(self.collectives), of_others(self.later))
 
     def encode(self) -> str:
         """One line; :meth:`decode` reads it. ``"concat; avg float32 1-0; sum bfloat16 2"``."""
@@ -106,6 +114,10 @@ class LaunchList:
             place = f"@{item.place} " if item.place != index else ""
             numbers = number_runs(item.parameters)
             items.append(f"{place}{_OPERATIONS[item.divided]} {item.dtype} {numbers}")
+        items += [
+            f"{_LATER}{_OPERATIONS[item.divided]} {item.dtype} {number_runs(item.parameters)}"
+            for item in self.later
+        ]
         return "; ".join(items)
 
     @staticmethod
@@ -128,8 +140,12 @@ class LaunchList:
 def _decode(text: str) -> LaunchList:
     mode, *items = text.split("; ")
     divided: dict[str, Divided] = {name: key for key, name in _OPERATIONS.items()}
-    collectives = []
+    collectives, later = [], []
     for index, item in enumerate(items):
+        if item.startswith(_LATER):
+            operation, dtype, numbers = item.removeprefix(_LATER).split(" ")
+            later.append(Collective(divided[operation], dtype, tuple(numbers_in(numbers)), 0))
+            continue
         place, _, rest = item.rpartition(" ")[0].rpartition("@")[2].partition(" ")
         has_place = item.startswith("@")
         operation, dtype = (rest if has_place else item.rpartition(" ")[0]).split(" ")
@@ -141,7 +157,7 @@ def _decode(text: str) -> LaunchList:
                 int(place) if has_place else index,
             )
         )
-    return LaunchList(mode, tuple(collectives))
+    return LaunchList(mode, tuple(collectives), tuple(later))
 
 
 def number_runs(numbers: Iterable[int]) -> str:

@@ -125,13 +125,17 @@ class Participant:
             return
         if is_optional:
             self.announced |= launches.parameters
-        every = launches.parameters
-        came = every if self.usage is None else every & self.usage.reached
-        self.receive(came)
-        if not self.agrees_to(launches):
-            for item in launches.collectives:
-                own = came.intersection(item.parameters)
-                self.late |= dict.fromkeys(own, item.divided in ("before", "after"))
+        self.receive(self._reached(launches.parameters))
+        later = () if is_optional else launches.later  # There, hooks find out what has come.
+        if launches.collectives and not self.agrees_to(launches):
+            later += launches.collectives
+        for item in later:
+            own = self._reached(item.parameters)
+            self.receive(own)
+            self.late |= dict.fromkeys(own, item.divided in ("before", "after"))
+
+    def _reached(self, numbers: Iterable[int]) -> frozenset[int]:
+        return self.usage.reached.intersection(numbers) if self.usage else frozenset(numbers)
 
     def agrees_to(self, launches: LaunchList) -> bool:
         """Agree on what is launched by hand while a backward goes on, of gradients that have come:
@@ -227,16 +231,13 @@ class Participant:
             own = plan()
         expected = self.agreed[self.position]
         if not expected.parameters <= own.parameters:
-            error = self._contradiction(expected, own)
+            group = resolve_process_group(self.module)
+            texts = dict.fromkeys(range(group.size()), expected.encode())
+            error = RanksDisagreeError(self.module, texts | {group.rank(): own.encode()})
             self.leave_word("", error.collectives)
             raise error
         self.position += 1
         return expected
-
-    def _contradiction(self, expected: LaunchList, own: LaunchList) -> RanksDisagreeError:
-        group = resolve_process_group(self.module)
-        texts = dict.fromkeys(range(group.size()), expected.encode())
-        return RanksDisagreeError(self.module, texts | {group.rank(): own.encode()})
 
     def leave_word(self, reason: str, texts: Mapping[int, str] | None = None) -> None:
         """Leave word that this rank has failed, for ranks that wait for it, or will look why a

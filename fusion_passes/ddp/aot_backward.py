@@ -224,9 +224,11 @@ class AotBackwards:
         participant = item.participant
         ddp = registry.ddp_of(participant.module)
         assert ddp is not None, "its backward runs"
+        module = registry.module_of(ddp)
+        # A graph that lacks gradients reads what others have used, and cannot do that later.
+        is_in_flight = is_in_flight and module.flag_dtype is None
         adding = adding_kept(ddp, participant, item.kept, is_in_flight=is_in_flight)
         group = stack.enter_context(adding)
-        module = registry.module_of(ddp)
         if not is_in_flight or module.world_size == 1:  # Or autograd adds to what there is.
             return group
         group = stack.enter_context(in_flight(ddp, participant, group))

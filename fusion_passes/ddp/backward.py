@@ -148,7 +148,7 @@ class BackwardRunner:
         reached = functools.cache(lambda: registry.reached_by(leaves_behind(outputs)))
         can_trace = reach.managed and not call.creates_graph and not reach.others
         averaged = self._averaged_by_itself(outputs, call) if can_trace else NONE_AVERAGED
-        traced = can_trace and not averaged.participants and self._is_traced(outputs, reached)
+        traced = can_trace and not averaged.participants and self._is_traced(call, outputs, reached)
         meets = traced or bool(averaged.participants)
         if meets:
             registry.check_new(check_optimizers)
@@ -204,9 +204,12 @@ class BackwardRunner:
         elif reports:
             warn_others_reductions(reports)
 
-    def _is_traced(self, outputs: Sequence[Any], reached: Callable[[], Iterable[str]]) -> bool:
+    def _is_traced(
+        self, call: EngineCall, outputs: Sequence[Any], reached: Callable[[], Iterable[str]]
+    ) -> bool:
         return (
-            not aot_backwards.stays_local(reached())
+            # A backward that was compiled with its forward may use up what that has saved.
+            (call.keeps_graph or not aot_backwards.stays_local(reached()))
             and can_be_traced(outputs)
             and self._would_announce(reached)
         )

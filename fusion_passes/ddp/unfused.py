@@ -93,19 +93,21 @@ def _warn_missing(label: str, parameters: list[str], reports: Sequence[FusionRep
     rejections = [
         f"{item.collective}: {item.reason}" for report in reports for item in report.rejections
     ]
-    reason = (
-        f"they were left alone: {'; '.join(rejections[:3])}"
-        if rejections
-        else "no pass of fusion_passes has seen their graph: the backward was not compiled by "
-        "Inductor's default backend, this compile was given ddp_fusion=None or a "
-        "post_grad_custom_post_pass of its own, use_post_grad_passes is off (as in mode='lite'), "
-        "or TORCHINDUCTOR_DISABLED_PASSES names the pass"
-    )
+    what = f"{len(parameters)} gradients of {label} ({shown_list(parameters)})"
+    if rejections:
+        warn_once(
+            f"left {label}",
+            f"{what} are not fused, but reduced when the backward has ended, with no compute "
+            f"beside them: {'; '.join(rejections[:3])}.",
+        )
+        return
     warn_once(
         f"missing {label}",
-        f"{len(parameters)} gradients of {label} ({shown_list(parameters)}) are reduced one by "
-        f"one: {reason}. Use torch.compile's default backend and set "
-        "torch._inductor.config.ddp_fusion for all of the process.",
+        f"{what} are reduced one by one: no pass of fusion_passes has seen their graph: the "
+        "backward was not compiled by Inductor's default backend, this compile was given "
+        "ddp_fusion=None or a post_grad_custom_post_pass of its own, use_post_grad_passes is off "
+        "(as in mode='lite'), or TORCHINDUCTOR_DISABLED_PASSES names the pass. Use torch.compile's "
+        "default backend and set torch._inductor.config.ddp_fusion for all of the process.",
     )
 
 

@@ -101,7 +101,8 @@ class _Bucket:
         self._factor = factor
         self._at_store = "none" if in_bucket else scale
         self._in_bucket = scale if in_bucket else "none"
-        numel = sum(node.meta["val"].numel() for node in nodes)
+        # A gradient that was traced with symbols, before others have said what they are.
+        numel = sum(int(node.meta["val"].numel()) for node in nodes)
         layout = ir.FixedLayout(self._device, dtype, [numel], [1])
         self._kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
         self._box = ir.StorageBox(self._kernel)

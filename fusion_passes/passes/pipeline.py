@@ -17,6 +17,7 @@ from fusion_passes.passes.coalesced import FuseByCoalescing
 from fusion_passes.passes.concat import FuseByConcat
 from fusion_passes.passes.contract import GraphPass
 from fusion_passes.passes.erase import EraseDeadCode
+from fusion_passes.passes.later import ReduceLater
 from fusion_passes.passes.pin import PinOrder
 from fusion_passes.passes.place import PlaceReductions
 from fusion_passes.passes.verify import BrokenInvariantError, graph_facts, verify
@@ -49,6 +50,7 @@ PASS_NAMES: Final = tuple(
         WriteGradsTogether,
         PlaceReductions,
         AgreeBeforeLaunch,
+        ReduceLater,
         PinOrder,
     )
 )
@@ -89,6 +91,7 @@ def passes_that_order(
     return [
         PlaceReductions(placement),  # Needs the final launches; moves, but adds nothing.
         AgreeBeforeLaunch(texts, groups, is_optional),  # Before what is the first launch then.
+        ReduceLater.of(plan.rejections),  # Their ranks have said so before what was the first.
         PinOrder(groups),  # Last: it binds the order that it finds.
     ]
 
@@ -160,7 +163,7 @@ def _fuse(
     runner = _Runner(graph, groups)
     runner.run(passes_before_planning(groups))
     found = find_gradient_reductions(graph, groups)
-    if not found.reductions:
+    if not found.reductions and all(item.owner is None for item in found.rejections):
         return BucketPlan((), found.rejections)
     plan = plan_buckets(graph, found.reductions, caps_of, found.rejections, options, agreed_of)
     if not runner.run(passes_that_fuse(config, plan, groups)):

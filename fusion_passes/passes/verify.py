@@ -22,7 +22,7 @@ from fusion_passes.graph.collectives import (
 from fusion_passes.graph.operators import DONATE
 from fusion_passes.graph.text import value_text
 from fusion_passes.plan.buckets import Bucket
-from fusion_passes.reductions.owners import DdpGroups
+from fusion_passes.reductions.owners import DdpGroups, Owner
 
 
 class BrokenInvariantError(AssertionError):
@@ -79,15 +79,22 @@ def graph_facts(graph: fx.Graph, groups: DdpGroups) -> GraphFacts:
             continue
         if not _is_waited_for(node):
             unwaited.add(node.name)
-        for value in _tensors(node.meta["val"]):
-            key = (owner.group_name, str(_reduce_op(node)), value.dtype.to_real())
-            reduced[key] += value.numel() * (2 if value.is_complex() else 1)
+        reduced += reduced_by(node, owner)
     return GraphFacts(
         outputs,
         reduced,
         {name: tuple(nodes) for name, nodes in foreign.items()},
         frozenset(unwaited),
     )
+
+
+def reduced_by(launch: fx.Node, owner: Owner) -> Counter[tuple[str, str, torch.dtype]]:
+    """The elements that one collective of DDP's reduces, as :attr:`GraphFacts.reduced`."""
+    reduced: Counter[tuple[str, str, torch.dtype]] = Counter()
+    for value in _tensors(launch.meta["val"]):
+        key = (owner.group_name, str(_reduce_op(launch)), value.dtype.to_real())
+        reduced[key] += value.numel() * (2 if value.is_complex() else 1)
+    return reduced
 
 
 def verify(graph: fx.Graph, before: GraphFacts, groups: DdpGroups) -> GraphFacts:

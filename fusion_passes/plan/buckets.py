@@ -128,7 +128,14 @@ class BucketPlan:
                 )
             )
             queues[queue] += 1
-        return {name: LaunchList(mode, tuple(items)) for name, items in lists.items()}
+        later: dict[str, list[Collective]] = {}
+        for rejection in self.rejections:
+            if rejection.owner is not None:
+                later.setdefault(rejection.owner.group_name, []).append(rejection.later())
+        return {
+            name: LaunchList(mode, tuple(lists.get(name, ())), tuple(later.get(name, ())))
+            for name in (lists | later)
+        }
 
     def digest(self) -> str:
         """Equal for equal plans, in every process; 16 hexadecimal digits."""

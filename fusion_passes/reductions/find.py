@@ -22,6 +22,7 @@ from typing import Final, Literal
 import torch
 from torch import fx
 
+from fusion_passes.agreement.launches import Collective, Divided
 from fusion_passes.graph.collectives import (
     ALL_REDUCE,
     AllReduce,
@@ -110,13 +111,32 @@ class GradientReduction:
 
 @dataclass(frozen=True, eq=False)
 class Rejection:
-    """A collective that is left as it is, and why: a sentence for people."""
+    """A collective that is not fused.
+
+    Attributes:
+        node: its launch.
+        reason: why, for people.
+        owner: the DDP module and parameter whose gradient it reduces all the same; ``None`` for one
+            that is not DDP's.
+    """
 
     node: fx.Node
     reason: str
+    owner: Owner | None = None
 
     def __str__(self) -> str:
         return f"{self.node.name} ({self.node.target}): {self.reason}"
+
+    def later(self) -> Collective:
+        """What becomes of a gradient of DDP's that is not reduced in the graph: it is as it came
+        to the launch, where the hook of DDP's Python reducer has divided what is summed."""
+        call = decode_all_reduce(self.node)
+        assert call is not None, "else it is none of DDP's gradients"
+        assert self.owner is not None, "likewise"
+        divided: Divided = "by" if call.reduce_op == "avg" else "before"
+        dtype = dtype_name(call.tensor.meta["val"].dtype)
+        divided = "hook" if self.owner.calls_hook else divided
+        return Collective(divided, dtype, (self.owner.number,), 0)
 
 
 @dataclass(frozen=True)
@@ -143,8 +163,21 @@ def find_gradient_reductions(graph: fx.Graph, groups: DdpGroups) -> FoundReducti
         if isinstance(found, GradientReduction):
             reductions.append(found)
         else:
-            rejections.append(Rejection(node, found))
+            rejections.append(Rejection(node, found, _reduced_for(node, groups)))
     return FoundReductions(tuple(reductions), tuple(rejections))
+
+
+def _reduced_for(node: fx.Node, groups: DdpGroups) -> Owner | None:
+    """Whose gradient a collective reduces that cannot be fused; ``None`` for any other."""
+    call, owner = decode_all_reduce(node), groups.owner_of(node)
+    is_gradient = (
+        call is not None
+        and call.reduce_op in REDUCE_OPS
+        and call.tensor.target is not PACK
+        and owner is not None
+        and owner.number >= 0
+    )
+    return owner if is_gradient else None
 
 
 def _decode(node: fx.Node, position: int, groups: DdpGroups) -> GradientReduction | str:

@@ -69,5 +69,5 @@ def _strides_of_viewed(
         return stored.permute(sorted(range(len(order)), key=order.__getitem__)).stride()
     try:
         return stored.view(viewed.shape).stride()
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # The second one where Python's operators are called.
         return None

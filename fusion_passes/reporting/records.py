@@ -158,10 +158,10 @@ def report_plan(plan: BucketPlan, mode: str) -> FusionReport:
     reductions = sum(len(bucket.members) for bucket in plan.buckets)
     fused = sum(not bucket.is_empty for bucket in plan.buckets)
     unfused = sum(len(bucket.members) for bucket in plan.buckets if bucket.is_empty)
-    left_alone = len(plan.rejections)
+    left_alone = sum(item.owner is None for item in plan.rejections)
     return FusionReport(
         mode=mode,
-        collectives_before=reductions + left_alone,
+        collectives_before=reductions + len(plan.rejections),
         collectives_after=fused + unfused + left_alone,
         buckets=tuple(
             _report_bucket(bucket, placement, mode)

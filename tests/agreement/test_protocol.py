@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -52,12 +53,24 @@ def test_runs_of_numbers_are_short() -> None:
     assert number_runs([4, 5, 4]) == "4-5,4"
 
 
-@given(st.sampled_from(["concat", LATE]), st.lists(_COLLECTIVES).map(tuple))
+@given(
+    st.sampled_from(["concat", LATE]),
+    st.lists(_COLLECTIVES).map(tuple),
+    st.lists(_COLLECTIVES.map(lambda item: replace(item, place=0))).map(tuple),
+)
 def test_lists_are_read_as_they_were_written(
-    mode: str, collectives: tuple[Collective, ...]
+    mode: str, collectives: tuple[Collective, ...], later: tuple[Collective, ...]
 ) -> None:
-    launches = LaunchList(mode, collectives)
-    assert LaunchList.decode(launches.encode()) == launches
+    launches = LaunchList(mode, collectives, later)
+    read = LaunchList.decode(launches.encode())
+    assert (read, read.later) == (launches, later)
+
+
+def test_what_is_left_for_later_needs_no_agreement_in_the_graph() -> None:
+    items = [Collective("before", "float32", (3,), 0), Collective("by", "float32", (1,), 0)]
+    me = Participant("alone", "key")
+    me.announce(LaunchList("concat", (), tuple(items)))
+    assert (me.late, me.received, me.position) == ({3: True, 1: False}, {1, 3}, 0)
 
 
 def test_the_text_of_a_list() -> None:

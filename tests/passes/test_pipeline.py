@@ -214,7 +214,7 @@ def test_each_pass_leaves_its_graph_in_a_trace() -> None:
     graphs = [f"ddp_fusion_{i}_{name}" for i, name in enumerate(names)]
     assert list(records.texts) == [*graphs, "ddp_fusion_plan"]
     assert records.texts["ddp_fusion_0_traced"] == traced
-    assert records.texts["ddp_fusion_6_PinOrder"] == graph_text(module.graph)
+    assert records.texts["ddp_fusion_7_PinOrder"] == graph_text(module.graph)
 
 
 def _all_passes() -> list[GraphPass]:

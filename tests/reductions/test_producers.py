@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 
 from fusion_passes.reductions.producers import source_of
 from testing.graphs import Backward, TensorSpec, cast, find, reduce, tensor, trace
@@ -77,6 +80,19 @@ def test_what_repeats_elements_is_no_view_of_them() -> None:
         return reduce(_aten.expand.default(torch.neg(x), [2, 3]), "w")
 
     assert source(backward, tensor(3))[0] == "expand"
+
+
+def test_what_is_no_view_of_it_is_not_looked_behind() -> None:
+    """Also where torch calls Python's operators, whose errors are of another type."""
+
+    def backward(x):
+        return reduce(torch.reshape(torch.neg(x), [8, 2, 4, 1]).permute(1, 2, 0, 3), "w")
+
+    (reduction,) = find(trace(backward, [tensor(1, 8, 8)]).graph).reductions
+    relaid = replace(reduction, strides=(1, 16, 2, 16))
+    assert source_of(relaid).node.name == "view"
+    with enable_python_dispatcher():
+        assert source_of(relaid).node.name == "view"
 
 
 def test_an_input_can_be_the_source() -> None:

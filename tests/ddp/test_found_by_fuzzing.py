@@ -1,0 +1,126 @@
+"""Trainings that random ones have led to: each was an error, or wrong, where eager DDP is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fusion_passes
+from fusion_passes.config import FusionMode
+from testing.training import noted_warnings
+
+
+def _gradients(*modules: nn.Module) -> list[Tensor]:
+    """Copies of all that there are."""
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    return [p.grad.clone() for p in parameters if p.grad is not None]
+
+
+class Recurrent(nn.Module):
+    """A weight that is read in each of two time steps has a gradient from both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.RNN(4, 4, batch_first=True)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, _ = self.inner(x.view(x.shape[0], 2, 4))
+        result: Tensor = self.head(output.reshape(x.shape[0], 8))
+        return result
+
+
+def some_ranks_trace_symbols(compiles: bool) -> list[Tensor]:
+    """In a batch of two rows, ``dynamic=True`` takes the four columns of a kept gradient for twice
+    the rows, so that rank cannot fuse it. Of one row, the other rank can."""
+    ddp = DistributedDataParallel(Recurrent())
+
+    def backward(x: Tensor) -> None:
+        ddp(x).square().sum().backward()
+
+    step = torch.compile(backward, dynamic=True) if compiles else backward
+    found = []
+    for rows in (((1, 1), (1, 2)), ((1, 2), (4, 2))):
+        ddp.zero_grad()
+        first, second = rows[dist.get_rank()]
+        with ddp.no_sync():
+            step(torch.randn(first, 8))
+        step(torch.randn(second, 8))
+        found += _gradients(ddp)
+    return found
+
+
+def one_of_two_modules_may_lack_gradients(compiles: bool) -> list[Tensor]:
+    """They are in one backward, whose graphs launch before others are done."""
+    first = DistributedDataParallel(nn.Linear(8, 8))
+    second = DistributedDataParallel(Recurrent(), find_unused_parameters=True)
+    calls = [torch.compile(ddp) if compiles else ddp for ddp in (first, second)]
+    found = []
+    for _ in range(2):
+        for ddp in (first, second):
+            ddp.zero_grad()
+        calls[1](calls[0](torch.randn(3, 8))).square().sum().backward()
+        found += _gradients(first, second)
+    return found
+
+
+def a_graph_is_kept_under_no_sync(compiles: bool) -> list[Tensor]:
+    """What the forward has saved is needed a second time."""
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)))
+    call = torch.compile(ddp) if compiles else ddp
+    with ddp.no_sync():
+        loss = call(torch.randn(3, 8)).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    call(torch.randn(3, 8)).square().sum().backward()
+    return _gradients(ddp)
+
+
+CASES = (
+    some_ranks_trace_symbols,
+    one_of_two_modules_may_lack_gradients,
+    a_graph_is_kept_under_no_sync,
+)
+
+
+def train_both_ways(flag: FusionMode) -> list[tuple[list[Tensor], list[Tensor], list[str]]]:
+    """A job for every rank: of each case the gradients of eager DDP, those under the flag, and what
+    was told."""
+
+    def seeded(case: Callable[[bool], list[Tensor]], compiles: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(dist.get_rank())  # DDP gives all ranks the parameters of the first.
+        return case(compiles)
+
+    found = []
+    for case in CASES:
+        eager = seeded(case, compiles=False)
+        with (
+            inductor_config.patch(ddp_fusion=flag),
+            noted_warnings(fusion_passes.FusionWarning) as warned,
+        ):
+            fused = seeded(case, compiles=True)
+        found.append((eager, fused, warned))
+    return found
+
+
+@pytest.mark.parametrize("flag", ["concat", pytest.param("coalesced", marks=pytest.mark.nightly)])
+def test_gradients_are_those_of_eager_ddp(
+    run_on_ranks: Callable[..., Any], flag: FusionMode
+) -> None:
+    results = run_on_ranks(2, train_both_ways, flag=flag)
+    for rank, cases in enumerate(results):
+        for case, (eager, fused, _) in zip(CASES, cases, strict=True):
+            assert len(eager) == len(fused) > 0, case.__name__
+            for one, other in zip(eager, fused, strict=True):
+                torch.testing.assert_close(one, other, msg=f"{case.__name__} on rank {rank}")
+    _, (of_second, *_) = results
+    assert "symbolic" in " ".join(of_second[2]), "else the first case shows nothing"
