@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.protocol import borrowed, participants
+from fusion_passes.ddp.exiting import pause_for
 from fusion_passes.ddp.managed_module import (
     PARAMETER_MARK,
     ManagedModule,
@@ -114,7 +115,9 @@ class Registry:
         self._moved.discard(name)
         del self._modules[name]
         participants.pop(name, None)
-        if dist.is_initialized():  # Destroying the groups has removed their names already.
+        if not dist.is_initialized():  # Destroying the groups has removed their names already.
+            pause_for(module.backend)  # The last reference to its group may go with the module.
+        else:
             for alias in set(module.names()).difference(borrowed.names):  # A backward needs those.
                 unregister_process_group(alias)
 
