@@ -85,9 +85,9 @@ class Lookups:
     def _there(name: str) -> bool:
         path, _, last = name.rpartition(".")
         owner = values.find(path)
-        if owner is None:
-            return False
-        value = values.instance_of(path) if isinstance(owner.object, type) else owner
+        # A class that a function makes is found by its source alone.
+        is_class = owner is None or isinstance(owner.object, type)
+        value = values.instance_of(path) if is_class else owner
         return value is not None and values.attribute(value, last)[0]
 
     def attribute(self, value: Any, name: str) -> Any:
