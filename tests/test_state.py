@@ -292,7 +292,7 @@ def _tensor_parallel() -> Any:
 def _timed() -> Any:
     ddp = DistributedDataParallel(two_layers())
     registry.set_costs(ddp, PROFILE, None)
-    launch_clock.watch(ddp, PROFILE, Path("never written"))
+    launch_clock.watch(ddp, PROFILE, Path("never written"), None)
     return ddp
 
 

@@ -66,6 +66,7 @@ class Mutation:
         path.write_text(path.read_text().replace(self.text, self.replacement))
 
 
+_REPLANNED: Final = "tests/ddp/test_replanning.py::test_the_better_of_both_plans_stays"
 _PROTOCOL: Final = "tests/agreement/test_protocol.py"
 _GRAPHS: Final = "tests/equality/test_backward_graphs.py"
 
@@ -252,6 +253,20 @@ MUTATIONS: Final = (
         "            raise words from error\n        raise\n",
         "            raise words from error\n",
         (f"{_PROTOCOL}::test_a_failure_on_one_rank_is_an_error_on_the_others_at_once",),
+    ),
+    Mutation(
+        "second-plan-never-runs",
+        "torch_private/compiled_backward.py",
+        "        holder.compiled_bw = compiled\n",
+        "        pass\n",
+        (f"{_REPLANNED}[25000000-second]",),
+    ),
+    Mutation(
+        "slower-plan-kept",
+        "ddp/replanning.py",
+        "            if value / 1e9 < report.first_s:\n",
+        "            if value:\n",
+        (f"{_REPLANNED}[40000000-first]",),
     ),
     Mutation(
         "cache-key-without-caps",

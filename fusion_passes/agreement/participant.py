@@ -38,6 +38,7 @@ class Participant:
         position: how many of the history's lists this round has launched.
         meetings: how often the ranks have met in this round.
         rounds: how many rounds have ended.
+        meets_at: after so many, the ranks speak of their plan (``ddp/replanning.py``); -1: never.
         failures: how many have failed, as far as this rank has said or heard.
         is_averaged: whether the graph that was compiled with a forward averages its backward now.
         announced: numbers of the parameters that it has announced.
@@ -64,6 +65,7 @@ class Participant:
     position: int = 0
     meetings: int = 0
     rounds: int = 0
+    meets_at: int = -1
     failures: int = 0
     is_averaged: bool = False
     announced: set[int] = field(default_factory=set)
@@ -121,8 +123,7 @@ class Participant:
         """
         if launches is None or (is_optional and not self.is_averaged):
             self.thread = threading.get_ident()
-            self._go_local()
-            return
+            return self._go_local()
         if is_optional:
             self.announced |= launches.parameters
         self.receive(self._reached(launches.parameters))

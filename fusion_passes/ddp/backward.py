@@ -154,7 +154,7 @@ class BackwardRunner:
             registry.check_new(check_optimizers)
         touched = reached if meets else lambda: ()
         self._note(averaged, call, reached if reach.managed else list, traced=traced)
-        timing = launch_clock.timing() if meets else contextlib.nullcontext()
+        timing = launch_clock.timing(averaged) if meets else contextlib.nullcontext()
         with timing, running(), rejoining(), shared_errors(touched, fail_backward):
             with (
                 self._averaging(averaged),

@@ -60,8 +60,9 @@ def learn_costs(ddp: DistributedDataParallel, config: FusionConfig) -> None:
         raise
     if steps is not None and steps != found:
         store_steps(path, steps)
-    registry.set_costs(ddp, profile, steps)
-    launch_clock.watch(ddp, profile, path)
+    serves = steps is not None and steps.serves
+    registry.set_costs(ddp, profile, steps if serves else None)
+    launch_clock.watch(ddp, profile, path, steps)
 
 
 def _key_of(ddp: DistributedDataParallel) -> str:

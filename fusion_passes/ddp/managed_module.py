@@ -56,7 +56,7 @@ class ManagedModule:
             used.
         profile: what collectives and compute cost between its ranks; ``None`` if nobody knows.
         calls_hook: whether a communication hook is called in the place of its collectives.
-        steps: when its gradients were ready in steps of an earlier start; ``None`` if nobody knows.
+        steps: when its gradients were ready in steps that were measured; ``None`` if nobody knows.
         sparse: numbers of the trained parameters whose gradients are sparse, and sent as rows.
     """
 

@@ -22,6 +22,7 @@ from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.protocol import participants
 from fusion_passes.ddp.expecting import EXPECTED, LOCAL, ReducerOfManaged
 from fusion_passes.ddp.late import reduce_late, reduce_without_inputs
+from fusion_passes.ddp.launch_clock import launch_clock
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.unfinished import FORGOTTEN, UNFINISHED, unfinished
 from fusion_passes.reporting.warnings import warn_once
@@ -171,7 +172,7 @@ def end_without_inputs(name: str) -> None:
     """
     participant = participants[name]
     reduce_without_inputs(participant)
-    participant.end_round()
+    _end_round(participant)
     _plan_anew([participant])
 
 
@@ -225,11 +226,17 @@ def _end_if_complete(participant: Participant, own_use: frozenset[int]) -> None:
     if participant.usage is not None or participant.kind:
         missing = frozenset()
     if not missing:
-        participant.end_round()
+        _end_round(participant)
         setattr(ddp, EXPECTED, False)
     error = unfinished(ddp, registry.module_of(ddp), missing) if missing else None
     if getattr(ddp, UNFINISHED) != error:
         setattr(ddp, UNFINISHED, error)
+
+
+def _end_round(participant: Participant) -> None:
+    participant.end_round()
+    if participant.rounds == participant.meets_at:
+        launch_clock.meet_soon(participant)
 
 
 def fail_backward(touched: Iterable[str]) -> None:

@@ -21,6 +21,7 @@ from fusion_passes.reporting.advice import advice
 from fusion_passes.reporting.backwards import backwards
 from fusion_passes.reporting.document import SCHEMA, GraphDocument, Report, Totals, graph_documents
 from fusion_passes.reporting.journal import journal
+from fusion_passes.reporting.replans import replans
 from fusion_passes.reporting.startup import startup_seconds
 from fusion_passes.reporting.timeline import StepTimes, Timeline
 from fusion_passes.reporting.warnings import warnings_so_far
@@ -45,7 +46,9 @@ def report() -> Report:
     times = mine.bucket_times(names) if mine is not None else {}
     started_s = {name: item.started_s for name, item in times.items()}
     predicted_s = timeline.predicted_times(started_s) if timeline is not None else {}
-    graphs = graph_documents(journal.reports(), names, times, predicted_s)
+    tried = replans.reports()
+    dropped = {item.dropped_plan for item in tried}
+    graphs = graph_documents(journal.reports(), names, times, predicted_s, dropped)
     ran = [bucket for graph in graphs for bucket in graph.buckets if bucket.name]
     return Report(
         SCHEMA,
@@ -63,7 +66,8 @@ def report() -> Report:
         named_rows(),
         backwards.reports(),
         timeline.predicted_from if timeline is not None else "",
-        _totals(names, graphs, steps, timeline),
+        tried,
+        _totals(names, [graph for graph in graphs if graph.is_used], steps, timeline),
         timeline,
     )
 

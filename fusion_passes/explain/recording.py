@@ -22,6 +22,7 @@ from fusion_passes.reporting.backwards import backwards
 from fusion_passes.reporting.document import graph_documents, planned_times
 from fusion_passes.reporting.journal import journal
 from fusion_passes.reporting.profile import new_profiler, read_profile
+from fusion_passes.reporting.replans import replans
 from fusion_passes.reporting.timeline import RankSteps, Timeline
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.compile_times import seconds_by_name
@@ -118,7 +119,8 @@ class Recording:
         seconds = [seconds for seconds, has_compiled in self._plain if not has_compiled]
         plain = statistics.median(seconds) if seconds else 0.0
         names = named_buckets()
-        planned = planned_times(graph_documents(journal.reports(), names, {}))
+        dropped = {item.dropped_plan for item in replans.reports()}
+        planned = planned_times(graph_documents(journal.reports(), names, {}, dropped=dropped))
         predicted, source = (planned, PLANNED) if planned else by_profile(mine, ranks)
         self.timeline = Timeline(ranks, names, plain, missing, predicted, source)
 

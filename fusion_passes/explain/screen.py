@@ -56,7 +56,9 @@ def show(report: Report, console: Console) -> None:
         for item in graph.left_alone:
             console.print(Text(f"left alone: {item.collective}: {item.reason}"))
     predicted = [f"predicted: {report.predicted_from}"] if report.predicted_from else []
-    for line in (*predicted, *_rows(report), *_backwards(report), *_totals(report)):
+    replanned = [f"plan once more: {item.describe()}" for item in report.replans]
+    lines = (*predicted, *_rows(report), *_backwards(report), *replanned, *_totals(report))
+    for line in lines:
         console.print(Text(line))
     if report.advice:
         console.print(Text.assemble(("advice ", "bold green"), report.advice))
@@ -65,6 +67,7 @@ def show(report: Report, console: Console) -> None:
 def _buckets(graph: GraphDocument) -> Table:
     source = "from the FX graph cache" if graph.from_cache else "compiled here"
     times = f", {graph.compiled} times" if graph.compiled > 1 else ""
+    times += "" if graph.is_used else ", runs no more"
     timed = any(bucket.times is not None for bucket in graph.buckets)
     predicted = any(bucket.predicted_s is not None for bucket in graph.buckets)
     table = Table(

@@ -15,6 +15,7 @@ from fusion_passes.agreement.launches import LaunchList
 from fusion_passes.agreement.protocol import agreed_list, agreed_lists
 from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.aot_forward import ReducedInputs, reduced_inputs
+from fusion_passes.ddp.launch_clock import launch_clock
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.unfused import warn_without_profile
 from fusion_passes.ddp.unused import any_may_lack, beside
@@ -82,6 +83,9 @@ class DdpFusionPass(CustomGraphPass):
             raise BrokenInvariantError("a gradient that may stay on its rank is divided on it")
         if plan.buckets:
             check_conflicts()
+            if inputs is not None and in_aot:
+                names = {bucket.key.group_name for bucket in plan.buckets}
+                launch_clock.note_planned(names, inputs, plan.chosen_from)
         if NO_PROFILE in plan.decision:
             owners = [bucket.members[0].owner for bucket in plan.buckets]
             warn_without_profile(owner.module for owner in owners if owner.world_size > 1)

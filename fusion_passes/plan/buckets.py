@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from fusion_passes.agreement.launches import Collective, LaunchList
 from fusion_passes.config import ScalingOption
 from fusion_passes.graph.kernels import stores_unscaled
+from fusion_passes.plan.again import ChosenFrom
 from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.plan.placement import Placement
 from fusion_passes.plan.scaling import BucketScaling, scaling_as_agreed
@@ -78,12 +79,15 @@ class BucketPlan:
             one. Empty before the plan is carried out. No part of the digest: it follows from the
             graph, which may differ between ranks.
         decision: why these buckets were chosen, for people; empty where caps fill them.
+        chosen_from: from what they were, where they are those of one module and were chosen from
+            measured costs. No part of the digest.
     """
 
     buckets: tuple[Bucket, ...]
     rejections: tuple[Rejection, ...]
     placements: tuple[Placement | None, ...] = ()
     decision: tuple[str, ...] = ()
+    chosen_from: ChosenFrom | None = None
 
     def with_placements(self, by_name: Mapping[str, Sequence[Placement]]) -> BucketPlan:
         """The plan, with where its fused buckets have been placed.

@@ -16,6 +16,7 @@ from itertools import accumulate
 from torch import fx
 
 from fusion_passes.config import ScalingOption
+from fusion_passes.plan.again import ChosenFrom
 from fusion_passes.plan.buckets import PredictedTimes
 from fusion_passes.plan.caps import BucketCaps, measured_hold_bytes
 from fusion_passes.plan.optimum import Queue, Run
@@ -56,11 +57,7 @@ class Decision:
     def lines(self) -> tuple[str, ...]:
         """The decision for people."""
         exposed = self.end_ns - self.compute_ns
-        how = (
-            f"were measured in {self.steps} steps of an earlier start"
-            if self.steps
-            else "are estimated from shapes"
-        )
+        how = f"were measured in {self.steps} steps" if self.steps else "are estimated from shapes"
         chosen = (
             f"chosen from profile {self.profile} ({self.place}) and from ready times that {how}: "
             f"the last gradient is ready at {_ms(self.compute_ns)}, the "
@@ -141,6 +138,19 @@ class Given:
     def _taken_per_mille(self) -> int:
         """The same for all, which share one network and one device."""
         return self.profiles[self.reductions[0].key.group_name].rates.taken_per_mille
+
+    def chosen_from(self, estimates: Sequence[int]) -> ChosenFrom:
+        """What another measurement of ready times decides by.
+
+        Args:
+            estimates: for each node of the graph, when it has been computed.
+        """
+        kinds = self.kinds()
+        return ChosenFrom(
+            tuple(map(self.slot, kinds)),
+            tuple(tuple(member.owner.number for member in members) for members in kinds),
+            tuple(tuple(estimates[member.position] for member in members) for members in kinds),
+        )
 
     def _earliest(self, members: Members, caps: BucketCaps) -> list[int]:
         """For each member, the first one that it may share a bucket with."""

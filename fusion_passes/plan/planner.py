@@ -8,7 +8,6 @@ the gradients of a graph (:mod:`fusion_passes.agreement.protocol`), that is the 
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,12 +21,14 @@ from torch import fx
 from fusion_passes.agreement.launches import LaunchList
 from fusion_passes.config import ScalingOption
 from fusion_passes.graph.collectives import issue_order
-from fusion_passes.graph.dependencies import reduction_levels, write_positions
+from fusion_passes.graph.dependencies import reduction_levels
 from fusion_passes.graph.kernels import is_library_kernel
+from fusion_passes.plan.again import ChosenFrom
 from fusion_passes.plan.buckets import Bucket, BucketPlan, buckets_as_agreed, folds
 from fusion_passes.plan.caps import ALONG_SHARE, BucketCaps
 from fusion_passes.plan.corrected import StepsOf, by_steps, no_steps
 from fusion_passes.plan.measured import Given, choose_members
+from fusion_passes.plan.overwritten import overwritten_positions
 from fusion_passes.plan.ready import ready_times
 from fusion_passes.plan.scaling import choose_scaling
 from fusion_passes.profile.records import Profile
@@ -52,7 +53,7 @@ class PlanOptions:
             What a communication hook has cast already is sent as it is.
         profile_of: what collectives of the DDP module cost that owns a group name: buckets are
             chosen from that. ``None``: they are filled up to their caps.
-        steps_of: when its gradients were ready in steps of an earlier start.
+        steps_of: when its gradients were ready in steps that were measured.
     """
 
     scaling: ScalingOption = "auto"
@@ -149,7 +150,7 @@ def plan_buckets(
         agreed_of: what the ranks have agreed on.
     """
     reductions = [_in_reduce_dtype(reduction, options.reduce_dtype) for reduction in reductions]
-    overwritten_at = _overwritten_at(graph, reductions)
+    overwritten_at = overwritten_positions(graph, reductions)
     levels = reduction_levels(
         graph,
         {reduction.wait: reduction.start for reduction in reductions},
@@ -168,13 +169,17 @@ def plan_buckets(
     rest = [reduction for reduction in reductions if reduction not in done]
     filled = _fill(rest, levels, overwritten_at, kernels_before, caps_of, options)
     said: tuple[str, ...] = (AS_AGREED,) if done else ()
+    chosen_from = None
     if options.profile_of is None:
         said = ()
     elif rest:
-        filled, decision = _choose(graph, rest, levels, overwritten_at, caps_of, options, filled)
+        filled, decision, chosen_from = _choose(
+            graph, rest, levels, overwritten_at, caps_of, options, filled
+        )
         said = (*decision, *said)
     closed = sorted([*closed, *filled], key=lambda bucket: bucket.ready.position)
-    return BucketPlan(tuple(closed), tuple(rejections), decision=said)
+    chosen_from = None if done else chosen_from
+    return BucketPlan(tuple(closed), tuple(rejections), decision=said, chosen_from=chosen_from)
 
 
 def _choose(
@@ -185,14 +190,15 @@ def _choose(
     caps_of: CapsOf,
     options: PlanOptions,
     filled: list[Bucket],
-) -> tuple[list[Bucket], tuple[str, ...]]:
-    """Buckets that are chosen from measurement, ``filled`` where there is none; and why."""
+) -> tuple[list[Bucket], tuple[str, ...], ChosenFrom | None]:
+    """Buckets that are chosen from measurement, ``filled`` where there is none; why; and from what,
+    if they are of one module."""
     assert options.profile_of is not None, "else there is nothing to choose from"
     names = dict.fromkeys(reduction.key.group_name for reduction in reductions)
     profiles = {name: options.profile_of(name) for name in names}
     known = [profile for profile in profiles.values() if profile is not None]
     if len(known) < len(profiles):
-        return filled, (NO_PROFILE,)
+        return filled, (NO_PROFILE,), None
     estimates = ready_times(graph, known[0].rates, {node for r in reductions for node in r.nodes})
     ready_ns, steps = by_steps(reductions, estimates, options.steps_of)
     given = Given(
@@ -210,7 +216,8 @@ def _choose(
         replace(_bucket(mine, caps_of(mine[0].key.group_name), options), predicted=predicted)
         for mine, predicted in chosen
     ]
-    return buckets, decision.lines()
+    is_one = len(names) == 1
+    return buckets, decision.lines(), given.chosen_from(estimates) if is_one else None
 
 
 def _bucket(
@@ -283,16 +290,3 @@ def _in_reduce_dtype(
     ):
         return reduction
     return replace(reduction, key=replace(key, reduce_dtype=reduce_dtype))
-
-
-def _overwritten_at(
-    graph: fx.Graph, reductions: Sequence[GradientReduction]
-) -> dict[GradientReduction, float]:
-    """Index of the first node after a reduction's start that overwrites its gradient."""
-    base_of, writes = write_positions(graph)
-    found: dict[GradientReduction, float] = {}
-    for reduction in reductions:
-        positions = writes.get(base_of[reduction.gradient], [])
-        following = bisect.bisect(positions, reduction.position)
-        found[reduction] = positions[following] if following < len(positions) else math.inf
-    return found

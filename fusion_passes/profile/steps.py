@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Final
@@ -20,7 +20,7 @@ from fusion_passes.profile.records import Place, read_format
 
 log = logging.getLogger(__name__)
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Of the file. Another one is measured anew."""
 
 _CHANGED: Final = 2
@@ -39,11 +39,14 @@ class MeasuredSteps:
         ready_ns: when all gradients of each bucket were ready on all ranks, from the beginning of
             the backward, less what all-reduces took from the compute; never less than for the one
             before.
+        serves: whether a start plans from it: not where buckets that were planned from it have run,
+            and were slower than those before.
     """
 
     steps: int
     buckets: tuple[tuple[int, ...], ...]
     ready_ns: tuple[int, ...]
+    serves: bool = True
 
     def __post_init__(self) -> None:
         if not self.buckets or len(self.buckets) != len(self.ready_ns) or self.steps < 1:
@@ -67,8 +70,7 @@ class MeasuredSteps:
 
     def to_json(self) -> str:
         """As text; :meth:`from_json` reads it."""
-        values = {"steps": self.steps, "buckets": self.buckets, "ready_ns": self.ready_ns}
-        return json.dumps({"format": FORMAT, **values}, sort_keys=True)
+        return json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> MeasuredSteps:
@@ -79,7 +81,8 @@ class MeasuredSteps:
         """
         with read_format(text, FORMAT) as data:
             buckets = tuple(tuple(map(int, bucket)) for bucket in data["buckets"])
-            return MeasuredSteps(int(data["steps"]), buckets, tuple(map(int, data["ready_ns"])))
+            ready_ns = tuple(map(int, data["ready_ns"]))
+            return MeasuredSteps(int(data["steps"]), buckets, ready_ns, bool(data["serves"]))
 
 
 def slowest_ready(

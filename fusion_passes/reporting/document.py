@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +13,7 @@ from typing import Any, Final
 from fusion_passes.reporting.backwards import BackwardReport
 from fusion_passes.reporting.drawing import write_timeline
 from fusion_passes.reporting.records import BucketReport, FusionReport, RejectionReport, RowsReport
+from fusion_passes.reporting.replans import ReplanReport
 from fusion_passes.reporting.timeline import BucketTimes, StepTimes, Timeline
 
 SCHEMA: Final = "fusion_passes.report/1"
@@ -52,6 +53,7 @@ class GraphDocument:
         decision: in the mode ``"auto"``, why these buckets were chosen; one sentence each.
         buckets: in the order of their launches.
         left_alone: the collectives that are not DDP's, in graph order.
+        is_used: whether it runs: not where another plan of the same backward was kept.
     """
 
     mode: str
@@ -63,11 +65,12 @@ class GraphDocument:
     decision: tuple[str, ...]
     buckets: tuple[BucketDocument, ...]
     left_alone: tuple[RejectionReport, ...]
+    is_used: bool
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums, and what was measured.
+    """Sums over what is used, and what was measured.
 
     Attributes:
         gradients: how many a step has that are averaged in buckets, of all modules.
@@ -123,6 +126,7 @@ class Report:
         backwards: in which graph gradients were reduced, and why in that one.
         predicted_from: from what it is known when the network was expected to be busy with buckets,
             or why it is not; empty where no steps were recorded, or nothing is sent.
+        replans: what became of planning buckets once more from measured steps, by module.
         totals: sums, and what was measured.
         timeline: the steps that were recorded last, of all ranks on rank 0; ``None`` if there are
             none. It is no part of the JSON.
@@ -139,6 +143,7 @@ class Report:
     rows: tuple[RowsReport, ...]
     backwards: tuple[BackwardReport, ...]
     predicted_from: str
+    replans: tuple[ReplanReport, ...]
     totals: Totals
     timeline: Timeline | None = field(repr=False, compare=False)
 
@@ -169,7 +174,7 @@ class Report:
             "launches": totals.launches,
             "collectives_before": totals.collectives_before,
             "collectives_after": totals.collectives_after,
-            "buckets": sum(len(graph.buckets) for graph in self.graphs),
+            "buckets": sum(len(graph.buckets) for graph in self.graphs if graph.is_used),
             "sent_mib": totals.sent_bytes / 2**20,
             "copied_gradients": totals.copied_gradients,
             "peak_memory_mib": totals.peak_memory_bytes / 2**20,
@@ -190,6 +195,7 @@ def graph_documents(
     names: Mapping[str, tuple[str, ...]],
     times: Mapping[str, BucketTimes],
     predicted_s: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+    dropped: Collection[str] = (),
 ) -> tuple[GraphDocument, ...]:
     """The graphs of some reports, each plan once, with what was measured of their buckets.
 
@@ -198,6 +204,7 @@ def graph_documents(
         names: the parameters of each bucket that runs, by its name in profiles.
         times: when a bucket was on its way, by that name.
         predicted_s: when it was expected to be, by that name and the same clock.
+        dropped: digests of the plans in whose place another one was kept.
     """
     by_plan: dict[str, list[FusionReport]] = {}
     for report in reports:
@@ -218,6 +225,7 @@ def graph_documents(
             last.decision,
             tuple(map(document, last.buckets)),
             last.rejections,
+            last.digest not in dropped,
         )
         for *earlier, last in by_plan.values()
     )
@@ -227,9 +235,11 @@ def planned_times(
     graphs: Iterable[GraphDocument],
 ) -> tuple[dict[str, tuple[float, float]], ...]:
     """When each graph's buckets are sent by its plan, by name, in seconds from its start; without
-    the graphs whose plan does not say it."""
+    the graphs whose plan does not say it, or that run no more."""
     found = []
     for graph in graphs:
+        if not graph.is_used:
+            continue
         times = {
             bucket.name: (bucket.plan.predicted_start_s, bucket.plan.predicted_end_s)
             for bucket in graph.buckets

@@ -55,7 +55,7 @@ def test_buckets_follow_measured_steps_and_it_is_said() -> None:
     assert sorted(numbers) == [0, 1, 2, 3]
     assert "that are estimated from shapes" in plan().decision[0]
     late = plan(10**6, 2 * 10**6, 3 * 10**6, 4 * 10**6)
-    assert "that were measured in 5 steps of an earlier start" in late.decision[0]
+    assert "that were measured in 5 steps" in late.decision[0]
     assert (
         "the last gradient is ready at 4.00 ms, the last all-reduce ends 0.20 ms later"
         in " ".join(late.decision)

@@ -1,16 +1,16 @@
-"""Steps that were measured: their text, their files, what of them is noise, and who leaves them."""
+"""Steps that were measured: their text, their files, and what of them is noise."""
 
 from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from fusion_passes.agreement.rendezvous import Meeting
-from fusion_passes.ddp.launch_clock import leave
 from fusion_passes.profile import files
 from fusion_passes.profile.agree import agree_on_steps
 from fusion_passes.profile.steps import (
@@ -30,10 +30,11 @@ def test_what_was_measured_comes_back(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setenv(files.DIRECTORY_VARIABLE, str(tmp_path))
     path = steps_path(PLACE, module_key([("a", (2, 3), "torch.float32")]))
     assert load_steps(path) is None
-    store_steps(path, MEASURED)
-    assert load_steps(path) == MEASURED
+    for measured in (replace(MEASURED, serves=False), MEASURED):
+        store_steps(path, measured)
+        assert load_steps(path) == measured
     text = path.read_text()
-    for broken in ("", "{}", text[:-9], text.replace('"format": 1', '"format": 0')):
+    for broken in ("", "{}", text[:-9], text.replace('"format": 2', '"format": 1')):
         path.write_text(broken)
         assert load_steps(path) is None
         assert f"The measured steps {path} cannot be used" in caplog.text
@@ -88,14 +89,6 @@ def test_the_slowest_rank_counts_and_what_all_reduces_took_does_not() -> None:
 def meetings(count: int) -> list[Meeting]:
     store = dist.HashStore()
     return [Meeting(rank, count, timedelta(seconds=20), store) for rank in range(count)]
-
-
-def test_who_leaves_its_times_waits_for_nobody_and_the_last_gets_all() -> None:
-    first, second, last = meetings(3)
-    assert leave(first, "place", "a") == {}
-    assert leave(last, "place", "c") == {}
-    assert leave(second, "place", "b") == {0: "a", 1: "b", 2: "c"}
-    assert not any(first.store.check([f"place/{name}"]) for name in ("arrived", "0", "1", "2"))
 
 
 @pytest.mark.parametrize(

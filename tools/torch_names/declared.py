@@ -61,6 +61,9 @@ WRITTEN_IN: Final[Mapping[str, str]] = {
     "mixed_precision": _DDP,
     "param_to_hook_all_reduce": _DDP,
     "rebuild_ctx": "torch._dynamo.eval_frame",
+    # Attributes and variables that are looked up by name.
+    "_time_taken_ns": "torch._inductor.output_code",
+    "bw_compiler": _WRAPPERS,
     # Keys and names of other kinds.
     "compile_with_inductor": "torch.fx.passes.regional_inductor",
     "ddp_graphs": "torch._logging._registrations",
@@ -69,6 +72,9 @@ WRITTEN_IN: Final[Mapping[str, str]] = {
 """Names that stand in strings, and the module of torch whose source has them."""
 
 PARAMETERS: Final[Mapping[str, str]] = {
+    "_closed_over.forward": f"{_WRAPPERS}.CompiledFunction",
+    "compile_again.forward": f"{_WRAPPERS}.CompiledFunction",
+    "why_not_again.forward": f"{_WRAPPERS}.CompiledFunction",
     "make_readable.lazy_backward": f"{_WRAPPERS}.CachedAutogradLazyBackwardCompileInfo",
 }
 """What parameters of the package's functions take that are annotated ``Any``."""
