@@ -8,7 +8,8 @@ two ways of training must agree in every bit. The others (normalisation, softmax
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -125,6 +126,28 @@ class Layouts(nn.Module):
         features = self.conv(images).sum((2, 3))
         x = self.plain(F.linear(features, self.transposed))
         return x * self.permuted.sum((0, 1))
+
+
+class Branching(nn.Module):
+    """Exact. Takes the branches ``a``, ``b`` and ``c`` that it is asked to take; they may have
+    other dtypes."""
+
+    def __init__(
+        self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({}), outputs: int = WIDTH
+    ) -> None:
+        super().__init__()
+        self.first, self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.last = nn.Linear(WIDTH, outputs)
+        fill_whole(self)
+        for name, dtype in dtypes.items():
+            getattr(self, name).to(dtype)
+
+    def forward(self, x: Tensor, takes: str) -> Tensor:
+        x = self.first(x).relu()
+        for name in takes:
+            branch = getattr(self, name)
+            x = x + branch(x.to(branch.weight.dtype)).sign().to(x.dtype) * branch.weight.sum()
+        return self.last(x)
 
 
 class Shapes(nn.Module):

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from testing.models import Batch, Loss, linear_loss, whole_rows
+from testing.scenarios.loop import BySign
 
 Way = Literal["fused", "eager", "by hand", "eager in double"]
 Style = Literal["inside", "outside"]
@@ -76,13 +77,9 @@ class Recipe:
         style: the backward inside of a compiled step, or outside of a compiled model.
         steps: of the optimizer.
         batch_sizes: of the steps, in turn.
-        micro_batches: backwards in a step; all but the last under ``no_sync`` if that is set.
-        no_sync: see ``micro_batches``.
+        micro_batches: backwards in a step.
         set_to_none: as for ``zero_grad``.
         training: whether the model is in train mode.
-        dynamic: of ``torch.compile``.
-        mark_dynamic: whether the batch's first dimension is marked as dynamic.
-        before_step: changes the model before a step of some number.
         learning_rate: of SGD with momentum; ``None`` for exact models, whose parameters all move
             by one against the gradient's sign.
         groups: process groups by name, each as the lists of its ranks.
@@ -95,12 +92,8 @@ class Recipe:
     steps: int = 3
     batch_sizes: tuple[int, ...] = (4,)
     micro_batches: int = 1
-    no_sync: bool = False
     set_to_none: bool = True
     training: bool = True
-    dynamic: bool | None = None
-    mark_dynamic: bool = False
-    before_step: Callable[[nn.Module, int], None] | None = None
     learning_rate: float | None = None
     groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
@@ -112,12 +105,10 @@ class BackwardRecord:
     Attributes:
         gradients: ``.grad`` by the parameter's name; clones, with their strides.
         launches: collectives that Gloo was given since the last record, on all groups.
-        synced: whether gradients were to be averaged.
     """
 
     gradients: dict[str, Tensor | None]
     launches: int
-    synced: bool
 
 
 @dataclass
@@ -197,18 +188,14 @@ def _train(recipe: Recipe, site: Site, compiled: bool) -> Record:
     backwards = []
     launches = _Launches(site.groups)
     for step in range(recipe.steps):
-        if recipe.before_step is not None:
-            recipe.before_step(model, step)
         optimizer.zero_grad(set_to_none=recipe.set_to_none)
         for micro in range(recipe.micro_batches):
-            synced = not recipe.no_sync or micro == recipe.micro_batches - 1
             if not site.wraps_ddp:
                 _broadcast_by_hand(site)
-            with contextlib.nullcontext() if synced else _no_sync(site):
-                backward(_batch(recipe, step, micro, site.dtype))
-            if synced and not site.wraps_ddp:
+            backward(_batch(recipe, step, micro, site.dtype))
+            if not site.wraps_ddp:
                 _average_by_hand(site)
-            backwards.append(BackwardRecord(_gradients(model), launches.count(), synced))
+            backwards.append(BackwardRecord(_gradients(model), launches.count()))
         optimizer.step()
     return Record(
         backwards,
@@ -221,19 +208,8 @@ def _train(recipe: Recipe, site: Site, compiled: bool) -> Record:
 
 def _optimizer_of(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     if recipe.learning_rate is None:
-        return BySign(model.parameters(), {})
+        return BySign(model.parameters())
     return torch.optim.SGD(model.parameters(), lr=recipe.learning_rate, momentum=0.9)
-
-
-class BySign(torch.optim.Optimizer):
-    """Moves each parameter by one against its gradient's sign."""
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad.sgn())
 
 
 def _backward_of(recipe: Recipe, model: nn.Module, compiled: bool) -> Callable[[Batch], None]:
@@ -245,8 +221,8 @@ def _backward_of(recipe: Recipe, model: nn.Module, compiled: bool) -> Callable[[
     if not compiled:
         return step
     if recipe.style == "inside":
-        return torch.compile(step, dynamic=recipe.dynamic)
-    compiled_model = torch.compile(model, dynamic=recipe.dynamic)
+        return torch.compile(step)
+    compiled_model = torch.compile(model)
 
     def outside_step(batch: Batch) -> None:
         recipe.loss(compiled_model, batch).backward()
@@ -261,12 +237,6 @@ def _batch(recipe: Recipe, step: int, micro: int, dtype: torch.dtype | None) -> 
     batch = recipe.data(Generator().manual_seed(seed), size)
     if dtype is not None:
         batch = (batch[0].to(dtype), batch[1].to(dtype))
-    if recipe.mark_dynamic:
-        # Torch refuses a strict mark where the traced backward of an eager loss fixes a size.
-        inside = recipe.style == "inside"
-        mark = torch._dynamo.mark_dynamic if inside else torch._dynamo.maybe_mark_dynamic
-        for tensor in batch:
-            mark(tensor, 0)
     return batch
 
 
@@ -284,15 +254,6 @@ def _average_by_hand(site: Site) -> None:
                 average = parameter.grad / group.size()
                 dist.all_reduce(average, group=group)
                 parameter.grad.copy_(average)
-
-
-@contextlib.contextmanager
-def _no_sync(site: Site) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for module, _ in site.parts:
-            if isinstance(module, DistributedDataParallel):
-                stack.enter_context(module.no_sync())
-        yield
 
 
 class _Launches:

@@ -69,6 +69,7 @@ class Mutation:
 _REPLANNED: Final = "tests/ddp/test_replanning.py::test_the_better_of_both_plans_stays"
 _PROTOCOL: Final = "tests/agreement/test_protocol.py"
 _GRAPHS: Final = "tests/equality/test_backward_graphs.py"
+_SCENARIOS: Final = "tests/equality/test_scenarios.py"
 
 MUTATIONS: Final = (
     # Sparse gradients.
@@ -85,7 +86,7 @@ MUTATIONS: Final = (
         "ddp/hooks.py",
         'all_reduce(gradient / world_size, "sum", name)',
         'all_reduce(gradient / (world_size + 1), "sum", name)',
-        (f"{_GRAPHS}::test_one_graph_can_be_chosen[plain]",),
+        (f"{_SCENARIOS}::test_one_graph_can_be_chosen[plain]",),
     ),
     Mutation(
         "divided-twice",
@@ -106,9 +107,7 @@ MUTATIONS: Final = (
         "ddp/by_hand.py",
         "left = scaling.without(average if is_divided else NO_SCALING)",
         "left = scaling",
-        (
-            "tests/equality/test_like_eager_ddp.py::test_ends_as_with_eager_ddp[other_branches-concat]",
-        ),
+        (f"{_SCENARIOS}::test_trains_as_eager_ddp[other-orders-concat]",),
     ),
     Mutation(
         "read-while-in-flight",
@@ -122,7 +121,7 @@ MUTATIONS: Final = (
         "ddp/prepared.py",
         "borrowed.parameters = item.parameters",
         "borrowed.parameters = {}",
-        (f"{_GRAPHS}::test_gradients_are_those_of_eager_ddp[block_by_block-coalesced]",),
+        (f"{_SCENARIOS}::test_trains_as_eager_ddp[block-by-block-coalesced]",),
     ),
     Mutation(
         "swapped-offset",
@@ -231,14 +230,14 @@ MUTATIONS: Final = (
         "ddp/expecting.py",
         "        if ddp.require_backward_grad_sync:\n            setattr(ddp, EXPECTED, True)\n",
         "        if True:\n            setattr(ddp, EXPECTED, True)\n",
-        ("tests/equality/test_eager_ddp.py::test_no_sync[concat-outside]",),
+        (f"{_SCENARIOS}::test_trains_as_eager_ddp[no-sync-concat]",),
     ),
     Mutation(
         "hook-not-last",
         "ddp/backward.py",
         "        put_hooks_last()\n",
         "",
-        ("tests/ddp/test_own_reducer.py::test_not_handed_over[hooks_of_users]",),
+        (f"{_SCENARIOS}::test_trains_as_eager_ddp[hooks-in-order-concat]",),
     ),
     Mutation(
         "settings-not-compared",

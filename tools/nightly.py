@@ -34,7 +34,7 @@ from nightly_matrix.processes import ROOT, run_cells, torch_version
 from nightly_matrix.results import Result, ResultFile
 from nightly_matrix.table import Table, read_table
 
-CATALOG = "nightly_matrix.catalog"
+CATALOG = "testing.scenarios.catalog"
 KEPT = ROOT / "docs" / "works.json"
 TIMEOUT_S = 240.0
 GRAPHS = ("auto", "compiled_autograd", "aot_autograd")

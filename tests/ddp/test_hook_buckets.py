@@ -24,9 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from testing import models
 from testing.equality import tensor_difference
-from tests.ddp.test_unused import Branches
-from tests.support.modes import in_turn
-from tests.support.scenarios import Counting
+from testing.scenarios.features.buffers import Counting
 
 RUN = Callable[..., list[Any]]
 Hook = tuple[Any, Callable[..., Any]]
@@ -94,6 +92,10 @@ class Wide(nn.Module):
         return out
 
 
+def counting() -> nn.Module:
+    return Counting(models.mlp())
+
+
 @dataclass(frozen=True)
 class Case:
     """A training.
@@ -105,7 +107,7 @@ class Case:
         sizes: of the batches, in turn.
         unset_from: the step before which the flag is unset.
         options: of DDP.
-        takes: the branches that each rank takes, step by step, of :class:`Branches`.
+        takes: the branches that each rank takes, step by step, of ``Branching``.
     """
 
     hook: str = "summing"
@@ -259,7 +261,7 @@ LOOPS = {
     "flag unset": Case(unset_from=2),
     "frozen": Case(model=models.partly_frozen),
     "tied": Case(model=models.Tied),
-    "buffers": Case(model=Counting),
+    "buffers": Case(model=counting),
 }
 
 
@@ -273,7 +275,7 @@ def test_loops(run_on_ranks: RUN, name: str) -> None:
 
 
 UNUSED = Case(
-    model=Branches,
+    model=models.Branching,
     options={"find_unused_parameters": True},
     takes=[["ab", "ab"], ["a", "b"], ["b", "a"], ["c", "c"], ["a", "a"], ["", "b"]],
     steps=6,
@@ -284,7 +286,14 @@ IN_TURN = replace(UNUSED, takes=[["a", "b"], ["b", "a"], ["a", "a"], ["b", "b"]]
 
 @pytest.mark.parametrize(
     ("hook", "flag"),
-    in_turn({hook: hook for hook in ("summing", "fp16", "another group")}, ["another group"]),
+    [
+        ("summing", "concat"),
+        ("fp16", "coalesced"),
+        pytest.param("another group", "concat", marks=pytest.mark.each_torch),
+        pytest.param("summing", "coalesced", marks=pytest.mark.nightly),
+        pytest.param("fp16", "concat", marks=pytest.mark.nightly),
+        pytest.param("another group", "coalesced", marks=pytest.mark.nightly),
+    ],
 )
 def test_unused_parameters(run_on_ranks: RUN, hook: str, flag: str) -> None:
     case = UNUSED if hook == "summing" else IN_TURN

@@ -1,16 +1,12 @@
-"""DDP over one dimension of a mesh of 2 x 2 ranks, around a tensor-parallel model.
-
-Real processes: gradients of each step and the parameters in the end are eager DDP's on every rank,
-which are the local shards of tensor parallelism. Generated code: the collectives of tensor
-parallelism are those that were traced, in their order.
-"""
+"""DDP over one dimension of a mesh of 2 x 2 ranks, around a tensor-parallel model: the collectives
+of tensor parallelism are those that were traced, in their order, and the module keeps its
+parameters. The catalogue of scenarios has trainings beside eager DDP."""
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,96 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.install import inductor_pass
 from fusion_passes.plan.buckets import BucketPlan
-from testing.equality import assert_same_runs
 from testing.fake_world import fake_world
 from testing.models import WIDTH
-from tests.support.tensor_parallel import (
-    LENGTH,
-    FeedForward,
-    Job,
-    TensorParallelRecord,
-    columns_and_rows,
-    returning_dtensors,
-    sequences,
-    train_on_mesh,
-)
-
-RUN = Callable[..., list[Any]]
-
-FOUR_RANKS = pytest.mark.xdist_group("four ranks")
-"""In one process: what ranks do for the first time with DTensors takes each of them seconds."""
-
-ROUNDING_EPS = 32.0
-"""As in ``tests/equality/test_eager_ddp.py``."""
-
-
-def train(run_on_ranks: RUN, job: Job, mode: str) -> list[TensorParallelRecord]:
-    """Compares with eager DDP; returns the runs under the flag."""
-    results = run_on_ranks(4, train_on_mesh, job=job, flag=mode)
-    fused, eager = ([result[index] for result in results] for index in range(2))
-    tolerance = 0.0 if job.learning_rate is None else ROUNDING_EPS
-    assert_same_runs(fused, eager, tolerance_eps=tolerance)
-    assert [run.launches_of_tp for run in fused] == [run.launches_of_tp for run in eager]
-    return fused
-
-
-def assert_fused(runs: list[TensorParallelRecord], *, gradients: int) -> None:
-    for run in runs:
-        assert run.warnings == []
-        assert run.reports
-        for report in run.reports:
-            (bucket,) = report.buckets
-            assert len(bucket.parameters) == gradients
-        assert [backward.launches for backward in run.backwards] == [1] * len(run.backwards)
-
-
-@FOUR_RANKS
-@pytest.mark.parametrize(
-    ("mode", "style", "sizes"),
-    [
-        ("concat", "outside", (3, 5)),
-        pytest.param("coalesced", "inside", (3, 3), marks=pytest.mark.each_torch),
-    ],
-)
-def test_columns_and_rows(run_on_ranks: RUN, mode: str, style: Any, sizes: tuple[int, ...]) -> None:
-    """Even and uneven shards; batches of several sizes, and so of a symbolic one."""
-    job = Job(columns_and_rows, style, batch_sizes=sizes)
-    assert_fused(train(run_on_ranks, job, mode), gradients=10)
-
-
-@FOUR_RANKS
-@pytest.mark.parametrize(
-    ("mode", "style"),
-    [
-        ("concat", "inside"),
-        pytest.param("coalesced", "outside", marks=pytest.mark.nightly),
-    ],
-)
-def test_sequences(run_on_ranks: RUN, mode: str, style: Any) -> None:
-    job = Job(sequences, style, learning_rate=0.1)
-    assert_fused(train(run_on_ranks, job, mode), gradients=12)
-
-
-UNTRACED = {
-    "symbolic output": (
-        Job(returning_dtensors, "outside", batch_sizes=(3, 5)),
-        "a region compiled for symbolic sizes takes or returns DTensors",
-    ),
-    "eager forward": (
-        Job(columns_and_rows, "eager forward", options={"recomputed": True}),
-        "not all of its forward is compiled",
-    ),
-}
-
-
-@FOUR_RANKS
-@pytest.mark.parametrize("case", UNTRACED)
-def test_untraced_backwards_are_right_and_warned_about(run_on_ranks: RUN, case: str) -> None:
-    job, words = UNTRACED[case]
-    for run in train(run_on_ranks, job, "concat"):
-        assert any(words in text for text in run.warnings)
-        assert run.backwards[-1].launches == 1, "all in one bucket, after the backward"
-
+from testing.scenarios.features.tensor import LENGTH, FeedForward, columns_and_rows, sequences
 
 # --- Generated code ------------------------------------------------------------------------------
 
@@ -183,13 +92,13 @@ def test_module_keeps_its_parameters(ddp: DistributedDataParallel) -> None:
 
 
 def test_layers_read_dtensors(ddp: DistributedDataParallel) -> None:
-    up = ddp.module.uneven.up
+    up = ddp.module.block.up
     assert isinstance(up.weight, DTensor)
     assert up.weight.shape == (2 * WIDTH - 3, WIDTH)
     assert type(up._parameters["weight"]) is nn.Parameter
     assert (up._parameters["weight"].shape, up.bias.shape) == ((7, WIDTH), (13,))
     assert isinstance(up, nn.Linear)
-    assert type(up) is type(ddp.module.even.up) is not nn.Linear
+    assert type(up) is type(ddp.module.block.down) is not nn.Linear
     assert type(ddp.module.first) is nn.Linear
 
 
@@ -197,7 +106,7 @@ def test_copies_read_dtensors(ddp: DistributedDataParallel) -> None:
     model = copy.deepcopy(ddp.module)
     x = torch.ones(2, LENGTH, WIDTH)
     assert torch.equal(model(x), ddp.module(x))
-    assert model.even.up.weight.device_mesh is ddp.module.even.up.weight.device_mesh
+    assert model.block.up.weight.device_mesh is ddp.module.block.up.weight.device_mesh
 
 
 def test_modules_without_dtensors_stay_as_they_are(mesh: DeviceMesh) -> None:
@@ -213,7 +122,7 @@ def test_refuses_dtensors_without_their_mesh(mesh: DeviceMesh) -> None:
     with (
         inductor_config.patch(ddp_fusion="concat"),
         pytest.raises(
-            ValueError, match=r"'even\.up\.weight' is a DTensor.*device_mesh=mesh\['dp'\]"
+            ValueError, match=r"'block\.up\.weight' is a DTensor.*device_mesh=mesh\['dp'\]"
         ),
     ):
         DistributedDataParallel(model, process_group=group)

@@ -1,7 +1,7 @@
 """Every way of writing a training loop is fused, or the user is warned why it is not.
 
 One process with a fake group of two ranks: what is looked at is what was compiled and what was
-said. The numbers are looked at in ``test_eager_ddp_equality.py``.
+said. The numbers are looked at in ``tests/equality/``.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, Literal
 
 import pytest
@@ -84,27 +83,6 @@ CASES = {
 }
 
 
-class Branches(nn.Module):
-    """Exact. Takes the branches that it is asked to take."""
-
-    def __init__(self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> None:
-        super().__init__()
-        self.first, self.a, self.b, self.c, self.last = (
-            nn.Linear(models.WIDTH, models.WIDTH) for _ in range(5)
-        )
-        models.fill_whole(self)
-        for name, dtype in dtypes.items():
-            getattr(self, name).to(dtype)
-
-    def forward(self, x: Tensor, takes: str) -> Tensor:
-        x = self.first(x).relu()
-        for name in takes:
-            branch = getattr(self, name)
-            x = x + branch(x.to(branch.weight.dtype)).sign().to(x.dtype) * branch.weight.sum()
-        out: Tensor = self.last(x)
-        return out
-
-
 @dataclass
 class Training:
     """What came of a case on a rank: gradients after each step, the warnings, how many
@@ -131,7 +109,7 @@ def train(case: Case, flag: str | None) -> Training:
     with inductor_config.patch(ddp_fusion=flag), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ddp = DistributedDataParallel(
-            Branches(case.dtypes), find_unused_parameters=True, **case.options
+            models.Branching(case.dtypes), find_unused_parameters=True, **case.options
         )
         if case.hook is not None:
             ddp.register_comm_hook(None, case.hook)
@@ -264,15 +242,15 @@ def _unseen(gradient: Tensor) -> None:
 
 
 def _train_in_parts(modes: Sequence[str | None]) -> list[Training]:
-    original = Branches.forward
+    original = models.Branching.forward
 
-    def forward(model: Branches, x: Tensor, takes: str) -> Tensor:
+    def forward(model: models.Branching, x: Tensor, takes: str) -> Tensor:
         out = original(model, x.requires_grad_(), takes)
         out.register_hook(_unseen)
         return model.c(out.relu())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Branches, "forward", forward)
+        patch.setattr(models.Branching, "forward", forward)
         return [train(Case(CHANGING[:3], style="backward"), mode) for mode in modes]
 
 

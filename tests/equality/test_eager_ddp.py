@@ -18,7 +18,7 @@ PyTorch's own, and by nothing else, as the second rule shows. ``ROUNDING_EPS`` s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,22 +41,15 @@ EVERY_LOOP = ("concat-inside", "concat-outside", "coalesced-inside", "coalesced-
 """Modes and styles of loop."""
 
 
-def loops(*now: str, each_torch: Sequence[str] = ()) -> pytest.MarkDecorator:
-    """Modes and styles of loop; those that are not named are left to the nightly jobs.
-
-    Args:
-        now: what a check runs, as ``"concat-inside"``.
-        each_torch: which of them it runs on each torch.
-    """
+def loops(*now: str) -> pytest.MarkDecorator:
+    """Modes and styles of loop, as ``"concat-inside"``; those that are not named are left to the
+    nightly jobs."""
     return pytest.mark.parametrize(
         ("mode", "style"),
         [
             pytest.param(
                 *loop.split("-"),
-                marks=[
-                    *([] if loop in now else [pytest.mark.nightly]),
-                    *([pytest.mark.each_torch] if loop in each_torch else []),
-                ],
+                marks=[] if loop in now else [pytest.mark.nightly],
             )
             for loop in EVERY_LOOP
         ],
@@ -81,9 +74,7 @@ def train(
     return tuple([result[way] for result in results] for way in ways)
 
 
-def assert_fused(
-    records: list[Record], *, before: int, after: int, others: int = 0, graphs: int = 1
-) -> None:
+def assert_fused(records: list[Record], *, before: int, after: int, others: int = 0) -> None:
     """The run was fused on every rank, by what is reported and by what Gloo was given.
 
     Args:
@@ -91,21 +82,20 @@ def assert_fused(
         before: gradients' collectives in each graph as it was traced.
         after: collectives of each graph as it runs.
         others: collectives of a step that are not in the backward's graph: buffers.
-        graphs: how many backwards were compiled, at least.
     """
     for record in records:
         assert record.warnings == []
-        assert len(record.reports) >= graphs
+        assert record.reports
         for report in record.reports:
             assert (report.collectives_before, report.collectives_after) == (before, after)
         for backward in record.backwards:
-            assert backward.launches == others + (after if backward.synced else 0)
+            assert backward.launches == others + after
 
 
 # Models
 
 
-@loops(*EVERY_LOOP, each_torch=("concat-outside", "coalesced-inside"))
+@loops("concat-inside")
 def test_mlp(run_on_ranks: RUN, mode: str, style: Style) -> None:
     recipe = Recipe(in_ddp(models.mlp), style=style)
     fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
@@ -172,34 +162,10 @@ def test_transformer(run_on_ranks: RUN, mode: str, style: Style) -> None:
     assert_same_runs(fused, eager, tolerance_eps=ROUNDING_EPS)
 
 
-@loops("concat-outside")
-def test_tied_weights(run_on_ranks: RUN, mode: str, style: Style) -> None:
-    recipe = Recipe(in_ddp(models.Tied), style=style)
-    fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
-    assert_fused(fused, before=5, after=1)
-    assert_same_runs(fused, eager)
-
-
-@loops("coalesced-outside")
-def test_frozen_parameters(run_on_ranks: RUN, mode: str, style: Style) -> None:
-    recipe = Recipe(in_ddp(models.partly_frozen), style=style)
-    fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
-    assert_fused(fused, before=4, after=1)
-    assert_same_runs(fused, eager)
-
-
-@loops("concat-inside")
-def test_activation_checkpointing(run_on_ranks: RUN, mode: str, style: Style) -> None:
-    recipe = Recipe(in_ddp(models.Checkpointed), style=style)
-    fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
-    assert_fused(fused, before=6, after=1)
-    assert_same_runs(fused, eager)
-
-
 # Buckets
 
 
-@loops("concat-inside", "coalesced-outside")
+@loops("concat-inside")
 def test_several_buckets(run_on_ranks: RUN, mode: FusionMode, style: Style) -> None:
     cap_bytes = 300
     flag = FusionConfig(
@@ -252,39 +218,7 @@ def _caps_of_modules(report: FusionReport) -> dict[str, list[int]]:
 
 # Groups of ranks
 
-PAIRS = {"rows": ((0, 1), (2, 3)), "columns": ((0, 2), (1, 3))}
-
-
-def build_over_two_groups(site: Site) -> nn.Module:
-    return nn.Sequential(
-        site.ddp(models.mlp(2, models.WIDTH), group="rows"),
-        nn.ReLU(),
-        site.ddp(models.mlp(2), group="columns"),
-    )
-
-
-@pytest.mark.xdist_group("four ranks")
-@loops("coalesced-outside")
-def test_four_ranks(run_on_ranks: RUN, mode: str, style: Style) -> None:
-    recipe = Recipe(in_ddp(models.mlp), style=style)
-    fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager", ranks=4)
-    assert_fused(fused, before=6, after=1)
-    assert_same_runs(fused, eager)
-
-
-@pytest.mark.xdist_group("four ranks")
-@loops("concat-outside")
-def test_two_modules_over_different_groups(run_on_ranks: RUN, mode: str, style: Style) -> None:
-    recipe = Recipe(build_over_two_groups, style=style, groups=PAIRS)
-    fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager", ranks=4)
-    assert_fused(fused, before=8, after=2)
-    for record in fused:
-        assert len({bucket.group for bucket in record.reports[0].buckets}) == 2
-    first, second = _gradients(fused, "0.0.weight"), _gradients(fused, "2.0.weight")
-    # A gradient is the same within its group and not beyond it: no other group would do.
-    assert [_equals(first, pair) for pair in ((0, 1), (2, 3), (0, 2))] == [True, True, False]
-    assert [_equals(second, pair) for pair in ((0, 2), (1, 3), (0, 1))] == [True, True, False]
-    assert_same_runs(fused, eager)
+PAIRS = ((0, 1), (2, 3))
 
 
 def build_with_users_hook(site: Site) -> nn.Module:
@@ -311,7 +245,7 @@ def average_gradient(parameter: nn.Parameter, *, group: ProcessGroup) -> None:
 def test_users_hook_over_another_group_is_left_alone(
     run_on_ranks: RUN, mode: FusionMode, style: Style
 ) -> None:
-    recipe = Recipe(build_with_users_hook, style=style, groups={"rows": PAIRS["rows"]})
+    recipe = Recipe(build_with_users_hook, style=style, groups={"rows": PAIRS})
     # Only compiled autograd traces a user's hook.
     flag = FusionConfig(mode=mode, backward_graph="compiled_autograd")
     fused, eager = train(run_on_ranks, recipe, flag, "fused", "eager", ranks=4)
@@ -327,15 +261,9 @@ def test_users_hook_over_another_group_is_left_alone(
     assert_same_runs(fused, eager)
 
 
-def _gradients(records: list[Record], name: str) -> list[torch.Tensor]:
+def _gradients(records: list[Record], name: str) -> list[Any]:
     """After the first backward, on each rank."""
-    return [_of_backward(record, 0, name) for record in records]
-
-
-def _of_backward(record: Record, index: int, name: str) -> torch.Tensor:
-    gradient = record.backwards[index].gradients[name]
-    assert gradient is not None
-    return gradient
+    return [record.backwards[0].gradients[name] for record in records]
 
 
 def _equals(tensors: list[torch.Tensor], pair: tuple[int, int]) -> bool:
@@ -343,36 +271,6 @@ def _equals(tensors: list[torch.Tensor], pair: tuple[int, int]) -> bool:
 
 
 # Loops
-
-
-@loops("coalesced-inside", "concat-outside", each_torch=["concat-outside"])
-def test_no_sync(run_on_ranks: RUN, mode: str, style: Style) -> None:
-    recipe = Recipe(in_ddp(models.mlp), style=style, steps=2, micro_batches=3, no_sync=True)
-    fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
-    for records in (fused, eager):
-        for index, backward in enumerate(records[0].backwards):
-            ranks = [_of_backward(record, index, "0.weight") for record in records]
-            assert _equals(ranks, (0, 1)) == backward.synced == (index % 3 == 2)
-    assert_fused(fused, before=6, after=1)
-    assert_same_runs(fused, eager)
-
-
-@loops("concat-outside")
-def test_accumulation_with_a_reduction_each_time(
-    run_on_ranks: RUN, mode: str, style: Style
-) -> None:
-    recipe = Recipe(in_ddp(models.mlp), style=style, micro_batches=2)
-    fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
-    assert_fused(fused, before=6, after=1)
-    assert_same_runs(fused, eager)
-
-
-@loops("coalesced-outside")
-def test_zero_grad_that_keeps_gradients(run_on_ranks: RUN, mode: str, style: Style) -> None:
-    recipe = Recipe(in_ddp(models.mlp), style=style, set_to_none=False)
-    fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
-    assert_fused(fused, before=6, after=1)
-    assert_same_runs(fused, eager)
 
 
 @loops("concat-outside")
@@ -384,135 +282,6 @@ def test_autocast(run_on_ranks: RUN, mode: str, style: Style) -> None:
     # A compiled kernel sums a bias gradient in fp32, where eager rounds each step to bf16: half
     # a rounding in the gradient, and as much again in the bf16 copies of the trained weights.
     assert_same_runs(fused, eager, tolerance_eps=BF16_EPS)
-
-
-@pytest.mark.parametrize(
-    ("mode", "style", "dynamic", "mark"),
-    [
-        pytest.param("concat", "inside", None, False, marks=pytest.mark.each_torch),
-        pytest.param("coalesced", "outside", None, False, marks=pytest.mark.nightly),
-        pytest.param("coalesced", "inside", True, False, marks=pytest.mark.nightly),
-        ("concat", "outside", True, False),
-        pytest.param("concat", "inside", None, True, marks=pytest.mark.nightly),
-        ("coalesced", "outside", None, True),
-    ],
-    ids=[
-        "automatic inside",
-        "automatic outside",
-        "dynamic inside",
-        "dynamic outside",
-        "marked inside",
-        "marked outside",
-    ],
-)
-def test_dynamic_batch_size(
-    run_on_ranks: RUN, mode: str, style: Style, dynamic: bool | None, mark: bool
-) -> None:
-    recipe = Recipe(
-        in_ddp(models.mlp),
-        style=style,
-        steps=4,
-        batch_sizes=(2, 4, 3, 5),
-        dynamic=dynamic,
-        mark_dynamic=mark,
-    )
-    fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
-    assert_fused(fused, before=6, after=1)
-    assert_same_runs(fused, eager)
-
-
-def turn_negative(model: nn.Module, step: int) -> None:
-    """Changes what the forward computes, before the third step."""
-    getattr(model, "module", model).negative = step >= 2
-
-
-@loops("concat-outside")
-def test_recompilation_in_the_middle_of_training(
-    run_on_ranks: RUN, mode: str, style: Style
-) -> None:
-    recipe = Recipe(in_ddp(models.Switched), style=style, before_step=turn_negative)
-    fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
-    assert_fused(fused, before=6, after=1, graphs=2)
-    assert_same_runs(fused, eager)
-
-
-# Dtypes, shapes and layouts
-
-
-@loops("coalesced-outside", each_torch=["coalesced-outside"])
-def test_two_dtypes_in_one_module(run_on_ranks: RUN, mode: str, style: Style) -> None:
-    recipe = Recipe(in_ddp(models.TwoDtypes), style=style)
-    fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
-    assert_fused(fused, before=8, after=2)
-    dtypes = {bucket.dtype for bucket in fused[0].reports[0].buckets}
-    assert dtypes == {"float32", "bfloat16"}
-    assert_same_runs(fused, eager)
-
-
-@pytest.mark.parametrize(
-    ("mode", "style", "dtype"),
-    [
-        pytest.param("concat", "inside", torch.float16, marks=pytest.mark.nightly),
-        ("coalesced", "outside", torch.float16),
-        ("concat", "outside", torch.bfloat16),
-        pytest.param("coalesced", "inside", torch.bfloat16, marks=pytest.mark.nightly),
-        pytest.param("concat", "inside", torch.float64, marks=pytest.mark.nightly),
-        ("coalesced", "outside", torch.float64),
-    ],
-    ids=str,
-)
-def test_dtypes(run_on_ranks: RUN, mode: str, style: Style, dtype: torch.dtype) -> None:
-    recipe = Recipe(
-        in_ddp(functools.partial(models.mlp, depth=2, dtype=dtype)),
-        data=functools.partial(models.whole_rows, dtype=dtype),
-        style=style,
-    )
-    fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
-    assert_fused(fused, before=4, after=1)
-    assert fused[0].reports[0].buckets[0].dtype == str(dtype).removeprefix("torch.")
-    assert_same_runs(fused, eager)
-
-
-@pytest.mark.parametrize(
-    ("set_to_none", "mode", "style"),
-    [
-        pytest.param(True, "concat", "outside", marks=pytest.mark.nightly),
-        pytest.param(False, "concat", "outside", marks=pytest.mark.each_torch),
-        (True, "coalesced", "inside"),
-        pytest.param(False, "coalesced", "inside", marks=pytest.mark.nightly),
-        pytest.param(True, "concat", "inside", marks=pytest.mark.nightly),
-        pytest.param(False, "coalesced", "outside", marks=pytest.mark.nightly),
-    ],
-    ids=lambda value: {True: "new", False: "kept"}.get(value, value),
-)
-def test_layouts(run_on_ranks: RUN, mode: str, style: Style, set_to_none: bool) -> None:
-    recipe = Recipe(in_ddp(models.Layouts), style=style, set_to_none=set_to_none)
-    fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
-    gradients = fused[0].backwards[0].gradients
-    strides = {name: gradients[name].stride() for name in ("conv.weight", "transposed", "permuted")}
-    assert strides == {
-        "conv.weight": (18, 1, 6, 2),
-        "transposed": (1, models.OUTPUTS),
-        "permuted": (1, 8, 2),
-    }
-    assert_fused(fused, before=6, after=1)
-    assert_same_runs(fused, eager)
-
-
-@loops("concat-outside")
-def test_scalars_and_empty_parameters(run_on_ranks: RUN, mode: str, style: Style) -> None:
-    recipe = Recipe(in_ddp(models.Shapes), style=style)
-    fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
-    assert_fused(fused, before=5, after=1)
-    assert_same_runs(fused, eager)
-
-
-@loops("concat-outside")
-def test_complex(run_on_ranks: RUN, mode: str, style: Style) -> None:
-    recipe = Recipe(in_ddp(models.Complex), style=style)
-    fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
-    assert_fused(fused, before=4, after=2)
-    assert_same_runs(fused, eager)
 
 
 # What these tests stand on

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpu_checks.parts import Check, Part
 from gpu_checks.results import Row
-from nightly_matrix.cells import Scenario
+from testing.scenarios.entries import Scenario
 
 PID_FILE = "GPU_TEST_PID_FILE"
 """Environment variable: where :func:`hangs` writes which process it has started."""
@@ -59,7 +59,7 @@ PARTS = (
         "correctness",
         2,
         (
-            _check("a real one", "nightly_matrix.features.loops:plain"),
+            _check("a real one", "testing.scenarios.features.loops:plain"),
             _check("another result", "tests.support.nightly_scenarios:differs"),
             _check("one rank fails", "tests.support.nightly_scenarios:refuses_on_one_rank"),
             _check("after it", "tests.support.nightly_scenarios:is_silent"),

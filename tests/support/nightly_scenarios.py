@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from fusion_passes import FusionWarning
-from nightly_matrix.cells import Scenario
-from nightly_matrix.run import Run
+from testing.scenarios.entries import Scenario
+from testing.scenarios.run import Run
 
 PID_FILE = "NIGHTLY_TEST_PID_FILE"
 """Environment variable: where :func:`hangs` writes which process it has started."""

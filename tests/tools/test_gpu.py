@@ -24,7 +24,7 @@ from gpu_checks.machine import Machine, machine
 from gpu_checks.parts import DTYPES, PARTS, PROBE, REDUCE_DTYPES, SCALINGS, Check, Part, choose
 from gpu_checks.results import Result, Row, read_result
 from gpu_checks.sites import Site
-from nightly_matrix.cells import Scenario
+from testing.scenarios.entries import Scenario
 from tests.support import bench_ranks, gpu_parts
 
 CATALOG = gpu_parts.__name__
@@ -69,7 +69,7 @@ def test_a_broken_plan_is_found() -> None:
         check = Check(Scenario("gpu", "x", "x", target), "fp32", {"mode": "concat"} | flag)
         return Part("broken", "correctness", checks=(check,))
 
-    plain = "nightly_matrix.features.loops:plain"
+    plain = "testing.scenarios.features.loops:plain"
     plan.check_part(part(plain))
     with pytest.raises(ValueError, match="scaling"):
         plan.check_part(part(plain, scaling="twice"))

@@ -13,7 +13,9 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import nightly
@@ -21,11 +23,12 @@ import pytest
 
 from interrupting import INTERRUPTED
 from nightly_matrix import pages
-from nightly_matrix.cells import Cell, Scenario, cells_of, select
+from nightly_matrix.cells import Cell, cells_of, select
 from nightly_matrix.outcomes import KINDS, Kind, Outcome, is_worse, judge, tidy
-from nightly_matrix.ranks import Failure, RankReport, read_reports
 from nightly_matrix.results import Result, ResultFile
 from nightly_matrix.table import Entry, Table, read_table
+from testing.scenarios.entries import Scenario
+from testing.scenarios.ranks import Failure, RankReport, read_reports
 from tests.support import nightly_scenarios
 from tests.support.nightly_scenarios import PID_FILE
 
@@ -112,7 +115,11 @@ def test_list(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 # Outcomes
 
 ANY = Scenario("ddp-2", "any", "any", "module:function")
-FUSED = RankReport(0, gradients=4, covered=4, before=4, after=1)
+FUSED = RankReport(0, gradients=4, reduced_in=("aot_autograd",), before=4, after=1)
+
+
+def unfused(**changes: Any) -> RankReport:
+    return replace(FUSED, **changes)
 
 
 def failed(text: str, kind: str = "ValueError", backwards: int = 0) -> RankReport:
@@ -124,8 +131,10 @@ def failed(text: str, kind: str = "ValueError", backwards: int = 0) -> RankRepor
     ("reports", "kind", "words"),
     [
         ([FUSED, FUSED], "equal", ""),
-        ([RankReport(0, gradients=4, covered=4, before=4, after=4)], "broken", "nobody was warned"),
-        ([RankReport(0, gradients=4, covered=3, before=3, after=1)], "broken", "3 of 4 gradients"),
+        ([unfused(after=4)], "broken", "nobody was warned on .*: 4 collectives of 4 for 4"),
+        ([unfused(reduced_in=("aot_autograd", "none"))], "broken", "nobody was warned on .*'none'"),
+        ([unfused(reduced_in=())], "broken", "nobody was warned"),
+        ([unfused(rejected=("why",))], "broken", "nobody was warned on .*left alone: why"),
         ([FUSED, RankReport(1, warned=("why",))], "equal, unfused", "why"),
         ([RankReport(0, warned=("why",)), RankReport(1)], "broken", r"warned on ranks \[1\]"),
         ([RankReport(1, differences=("weight",))], "broken", "rank 1: weight"),
@@ -218,6 +227,18 @@ def test_the_kept_table_has_no_cell_that_there_is_not() -> None:
     assert set(read_table(nightly.KEPT).entries) <= {cell.name for cell in nightly.Matrix().cells()}
 
 
+def test_the_kept_table_is_what_the_catalog_says() -> None:
+    """Tests hold the package to the catalog, the matrix to the table."""
+    entries = read_table(nightly.KEPT).entries
+    for cell in nightly.Matrix().cells():
+        scenario, entry = cell.scenario, entries.get(cell.name)
+        if entry is not None and scenario.warns is not None:
+            assert entry.outcome == scenario.becomes, cell.name
+            assert all(words in entry.words for words in scenario.warns), cell.name
+            is_told = bool(scenario.warns) or scenario.becomes == "refused"
+            assert bool(entry.words) == is_told, cell.name
+
+
 def test_the_page_is_made_from_the_kept_table() -> None:
     cells, table = nightly.Matrix().cells(), read_table(nightly.KEPT)
     remedy = "run: python tools/nightly.py --page"
@@ -227,7 +248,7 @@ def test_the_page_is_made_from_the_kept_table() -> None:
 
 def test_every_cell_has_a_group_with_a_title() -> None:
     found = {cell.scenario.target.partition(":")[0] for cell in nightly.Matrix().cells()}
-    assert found == {f"nightly_matrix.features.{name}" for name in pages.GROUPS}
+    assert found == {f"testing.scenarios.features.{name}" for name in pages.GROUPS}
 
 
 def test_a_group_says_each_thing_once() -> None:

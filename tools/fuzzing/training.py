@@ -18,7 +18,7 @@ from fuzzing.blocks.base import TOKENS, WIDTH
 from fuzzing.case import Case
 from fuzzing.models import build
 from fuzzing.record import Record
-from fuzzing.threads import run_at_once
+from testing.threads import run_at_once
 
 Kind = Literal["eager", "fused", "control", "undivided"]
 """With eager DDP; under the flag; without the flag, compiled as under it; and so that DDPOptimizer

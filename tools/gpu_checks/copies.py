@@ -21,7 +21,7 @@ from fusion_passes.graph.operators import PACK, WIDEN
 from fusion_passes.lowering.pack import register_lowerings
 from gpu_checks.results import Row
 from gpu_checks.sites import Note, Site
-from nightly_matrix.run import DTYPES
+from testing.scenarios.run import DTYPES
 
 MIB: Final = 256
 """Of gradients: several times the largest cache of a GPU."""

@@ -9,7 +9,7 @@ from typing import Final
 from gpu_checks.machine import Machine
 from gpu_checks.parts import Part
 from gpu_checks.results import Result, Row
-from nightly_matrix.cells import MODES
+from testing.scenarios.entries import MODES
 
 TITLES: Final = {
     "copies": "Kernels that move gradients",

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
-from nightly_matrix.catalog import SCENARIOS
-from nightly_matrix.cells import MODES, Scenario
+from testing.scenarios.catalog import SCENARIOS
+from testing.scenarios.entries import MODES, Scenario
 
 TARGETS: Final = "gpu_checks.targets"
 
@@ -128,7 +128,7 @@ class Part:
 
 def _options(mode: str, ranks: int) -> Part:
     scalings = [name for name in SCALINGS if (mode, name) != ("coalesced", "bucket")]
-    plain = Scenario("gpu", "plain", "as it is", "nightly_matrix.features.loops:plain", ranks)
+    plain = Scenario("gpu", "plain", "as it is", "testing.scenarios.features.loops:plain", ranks)
     checks = [
         Check(plain, dtype, {"mode": mode, "scaling": scaling})
         for dtype in DTYPES

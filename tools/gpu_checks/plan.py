@@ -20,11 +20,11 @@ from fusion_passes import FusionConfig
 from gpu_checks import subjects
 from gpu_checks.copies import KERNELS, Packing, Widening
 from gpu_checks.parts import PARTS, PROBE, Check, Part
-from nightly_matrix.run import DTYPES, Run
-from nightly_matrix.worker import target_of
 from testing.cuda_backwards import block_inputs, step_into_grads, step_on_cards
 from testing.cuda_codegen import CardCompiler, why_not
 from testing.graphs import tensor
+from testing.scenarios.both_ways import target_of
+from testing.scenarios.run import DTYPES, Run
 from workloads.models import users_subject
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from gpu_checks.results import Result, Row
 from gpu_checks.sites import ROWS, SITE, Site
 from nightly_matrix.outcomes import judge
 from nightly_matrix.processes import MARK, STACKS_S, environment, tail
-from nightly_matrix.ranks import read_reports
+from testing.scenarios.ranks import read_reports
 from testing.sessions import kill_marked, kill_session, start_session
 
 WORKER = "gpu_checks.worker"

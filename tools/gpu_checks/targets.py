@@ -1,6 +1,6 @@
 """What is trained beside eager DDP that the nightly matrix has not, as it needs a GPU or an option.
 
-Each takes a :class:`nightly_matrix.run.Run`, as the features of the matrix do.
+Each takes a :class:`testing.scenarios.run.Run`, as the features of the matrix do.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from nightly_matrix.features.hooks import renamed
-from nightly_matrix.run import Run
-from nightly_matrix.training import Loop, train
 from testing import models
 from testing.models import Batch
+from testing.scenarios.features.hooks import renamed
+from testing.scenarios.loop import Loop, train
+from testing.scenarios.run import Run
 
 GRAPH_STEPS = 6
 """The first steps warm up and record; the others replay."""

@@ -123,7 +123,7 @@ def _run_check(check: Check, device: torch.device, directory: Path) -> bool:
     """Train both ways and write the report; whether both came to their end."""
     from fusion_passes import FusionConfig
     from fusion_passes.state import process_state
-    from nightly_matrix.worker import train_both
+    from testing.scenarios.both_ways import train_both
 
     # Each training begins as in a new process.
     gc.collect()

@@ -7,39 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-MODES = ("concat", "coalesced")
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """What is trained; a row of the table, for each dtype that it is trained in.
-
-    Attributes:
-        parallelism: how the ranks share the work; a word for selections.
-        feature: what is tried; a word for selections.
-        title: the same for people; Markdown.
-        target: the function that trains, as ``module:function``; it takes a
-            :class:`nightly_matrix.run.Run`.
-        ranks: processes.
-        dtypes: of the gradients, or of autocast where the target is about that.
-        tolerance_eps: what an element may differ by from eager DDP, in eps of its dtype and
-            of the largest element of its tensor; 0 for the same bits.
-        must_fail: eager DDP has nothing to compare with, and each rank must raise an error that
-            names ``ddp_fusion`` and this text. Empty: it is to be trained.
-        group_timeout_s: how long a collective may take.
-        quick: whether it belongs to the quick selection, in its first dtype; which modes.
-    """
-
-    parallelism: str
-    feature: str
-    title: str
-    target: str
-    ranks: int = 2
-    dtypes: tuple[str, ...] = ("fp32",)
-    tolerance_eps: float = 0.0
-    must_fail: str = ""
-    group_timeout_s: float = 60.0
-    quick: tuple[str, ...] = ()
+from testing.scenarios.entries import MODES, Scenario
 
 
 @dataclass(frozen=True)

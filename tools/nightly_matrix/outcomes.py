@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from nightly_matrix.cells import Scenario
-from nightly_matrix.ranks import Failure, RankReport
+from testing.scenarios.entries import Scenario
+from testing.scenarios.ranks import Failure, RankReport
 
 Kind = Literal["equal", "equal, unfused", "refused", "broken"]
 
@@ -114,8 +114,9 @@ def _judge_training(reports: Sequence[RankReport], log: str) -> Outcome:
         return Outcome("equal, unfused", words)
     first = reports[silent[0]]
     words = (
-        f"equal, but not fused, and nobody was warned on ranks {silent}: {first.covered} of "
-        f"{first.gradients} gradients in buckets, {first.after} collectives of {first.before}"
+        f"equal, but not fused, and nobody was warned on ranks {silent}: {first.after} collectives "
+        f"of {first.before} for {first.gradients} gradients, reduced in {list(first.reduced_in)}"
+        f"{', left alone: ' if first.rejected else ''}{'; '.join(first.rejected)}"
     )
     return Outcome("broken", words, log)
 

@@ -11,20 +11,26 @@ from dataclasses import dataclass
 from typing import Final
 from xml.etree import ElementTree
 
-from nightly_matrix.cells import MODES, Cell, Scenario
+from nightly_matrix.cells import Cell
 from nightly_matrix.outcomes import KINDS, is_worse
 from nightly_matrix.results import Result
 from nightly_matrix.table import Entry, Table
+from testing.scenarios.entries import MODES, Scenario
 
 GROUPS: Final[Mapping[str, str]] = {
     "loops": "Training loops",
+    "backwards": "Backwards and kept gradients",
+    "parts": "Models in several graphs",
     "groups": "Several DDP modules",
+    "instances": "Modules that share graphs, subclasses",
+    "ranks": "Ranks that differ, and errors",
     "tensor": "Tensor parallelism",
     "pipeline": "Pipeline parallelism",
     "sharded": "FSDP and HSDP",
     "unused": "Parameters without a gradient",
     "shapes": "Models, shapes and recompilation",
     "reducer": "Options and copies of a DDP module",
+    "joining": "Uneven inputs",
     "buffers": "Buffers",
     "precision": "Dtypes and mixed precision",
     "hooks": "Hooks",
@@ -120,7 +126,7 @@ def kept_page(cells: Sequence[Cell], table: Table) -> str:
 
 
 def _group(scenario: Scenario) -> str:
-    """``loops`` of ``nightly_matrix.features.loops:plain``."""
+    """``loops`` of ``testing.scenarios.features.loops:plain``."""
     return scenario.target.partition(":")[0].rpartition(".")[2]
 
 

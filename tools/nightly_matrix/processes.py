@@ -13,8 +13,8 @@ from pathlib import Path
 
 from nightly_matrix.cells import Cell
 from nightly_matrix.outcomes import judge
-from nightly_matrix.ranks import read_reports
 from nightly_matrix.results import Result
+from testing.scenarios.ranks import read_reports
 from testing.sessions import kill_marked, kill_session, start_session
 from testing.side_by_side import run_side_by_side
 

@@ -1,0 +1,109 @@
+"""What a backward is asked for, and what reaches it."""
+
+from __future__ import annotations
+
+from testing.scenarios.catalog.making import COALESCED, CONCAT, RUNS_EAGERLY, STAYS_LOCAL, on_two
+
+BACKWARDS = [
+    on_two(
+        "retain-graph",
+        "two backwards through one forward",
+        "backwards:backward_twice",
+        graph="compiled_autograd",
+        warns=STAYS_LOCAL,
+        tested=CONCAT,
+        each_torch=True,
+    ),
+    on_two(
+        "no-sync-elsewhere",
+        "`no_sync` around a forward or its backward alone",
+        "backwards:no_sync_elsewhere",
+        warns=STAYS_LOCAL,
+        tested=CONCAT,
+    ),
+    on_two(
+        "local-gradients",
+        "`no_sync`, then `torch.autograd.grad`",
+        "backwards:local_gradients",
+        graph="aot_autograd",
+        tested=COALESCED,
+        each_torch=True,
+    ),
+    on_two(
+        "backward-inputs",
+        "`backward(inputs=...)`",
+        "backwards:some_inputs",
+        graph="compiled_autograd",
+        tested=COALESCED,
+    ),
+    on_two(
+        "loss-reads-parameter",
+        "a loss that reads a parameter",
+        "backwards:loss_that_reads_a_parameter",
+        graph="compiled_autograd",
+        tested=CONCAT,
+    ),
+    on_two(
+        "flag-unset",
+        "the flag unset while training",
+        "backwards:flag_unset",
+        warns=RUNS_EAGERLY,
+        graph="aot_autograd",
+        tested=CONCAT,
+    ),
+    on_two(
+        "another-flag",
+        "another flag while training",
+        "backwards:another_flag",
+        graph="compiled_autograd",
+        tested=COALESCED,
+    ),
+    on_two(
+        "kept-tensors",
+        "gradients kept in tensors of their own, on some ranks",
+        "backwards:kept_gradients",
+        graph="aot_autograd",
+        tested=COALESCED,
+        each_torch=True,
+    ),
+    on_two(
+        "kept-unused",
+        "gradients kept with `find_unused_parameters`",
+        "backwards:kept_gradients_of_what_may_be_unused",
+        graph="aot_autograd",
+        tested=CONCAT,
+    ),
+    on_two(
+        "kept-in-graph",
+        "gradients kept that belong to a graph of autograd",
+        "backwards:kept_in_a_graph",
+        graph="compiled_autograd",
+        tested=CONCAT,
+    ),
+    on_two(
+        "several-outputs",
+        "a backward from each of several outputs",
+        "backwards:several_outputs",
+        tested=CONCAT,
+    ),
+    on_two(
+        "several-outputs-eager",
+        "the same after an eager forward, other batch sizes on one rank",
+        "backwards:backwards_of_one_round",
+        tested=COALESCED,
+    ),
+    on_two(
+        "failing",
+        "a backward that fails",
+        "backwards:failing",
+        graph="aot_autograd",
+        tested=COALESCED,
+    ),
+    on_two(
+        "queued-callbacks",
+        "callbacks at the end of the backward",
+        "backwards:queued_callbacks",
+        tested=COALESCED,
+        each_torch=True,
+    ),
+]

@@ -1,0 +1,249 @@
+"""Models in several graphs, modules that share some, and ranks that have others."""
+
+from __future__ import annotations
+
+from testing.scenarios.catalog.making import (
+    COALESCED,
+    CONCAT,
+    RUNS_EAGERLY,
+    TORCH_CRASHES,
+    on_four,
+    on_two,
+)
+
+PARTS = [
+    on_two("graph-break", "a graph break in the forward", "loops:graph_break"),
+    on_two(
+        "graph-break-inside",
+        "a graph break before the backward, backward inside",
+        "loops:graph_break_inside",
+    ),
+    on_two("partly-compiled", "a part of the model not compiled", "loops:partly_compiled"),
+    on_two(
+        "compiled-before",
+        "DDP around a compiled model",
+        "loops:compiled_before_ddp",
+        graph="aot_autograd",
+        tested=COALESCED,
+    ),
+    on_two("compiler-disable", "`torch.compiler.disable` on a layer", "loops:compiler_disable"),
+    on_two(
+        "in-parts",
+        "functions that are not compiled, and other layouts between them",
+        "parts:in_parts",
+        graph="aot_autograd",
+        tested=CONCAT,
+        each_torch=True,
+    ),
+    on_two(
+        "in-parts-failing",
+        "the same, and a hook behind the first part fails",
+        "parts:fails_in_parts",
+        graph="aot_autograd",
+        tested=CONCAT,
+    ),
+    on_two(
+        "in-parts-shared",
+        "a weight that two parts share",
+        "parts:shared_by_parts",
+        graph="compiled_autograd",
+        tested=CONCAT,
+    ),
+    on_two(
+        "in-parts-one-by-one",
+        "a backward for each part",
+        "parts:parts_one_by_one",
+        graph="compiled_autograd",
+        tested=COALESCED,
+    ),
+    on_two(
+        "block-by-block",
+        "blocks compiled alone, layers outside",
+        "parts:block_by_block",
+        graph="aot_autograd",
+        tested=COALESCED,
+    ),
+    on_two(
+        "breaks-in-a-loop",
+        "a graph break in a loop over blocks",
+        "parts:breaks_in_a_loop",
+        graph="aot_autograd",
+        tested=CONCAT,
+    ),
+    on_two(
+        "disabled-hook",
+        "`torch.compiler.disable` on a gradient hook, `no_sync`",
+        "parts:broken_backward",
+        tested=COALESCED,
+        each_torch=True,
+    ),
+]
+
+INSTANCES = [
+    on_two("two-modules", "two DDP modules in one step", "groups:two_modules"),
+    on_two("alternating", "two DDP modules in turn, as in a GAN", "groups:alternating"),
+    on_two(
+        "second-instance",
+        "a second module of the same class, on a group of its own",
+        "instances:second_instance",
+        graph="aot_autograd",
+        tested=CONCAT,
+        each_torch=True,
+    ),
+    on_two(
+        "instances-in-parts",
+        "two modules of one class, in several graphs",
+        "instances:instances_in_parts",
+        graph="aot_autograd",
+        tested=COALESCED,
+    ),
+    on_two(
+        "instances-in-one-backward",
+        "two modules of one class in one backward",
+        "instances:instances_in_one_backward",
+        graph="aot_autograd",
+        tested=COALESCED,
+    ),
+    on_two(
+        "same-weights",
+        "several DDP modules over the same weights, one after the other",
+        "instances:over_the_same_weights",
+        tested=COALESCED,
+    ),
+    on_two(
+        "threads",
+        "two modules, each trained in a thread",
+        "instances:threads",
+        warns=None,
+        tested=COALESCED,
+        fails_on_oldest=TORCH_CRASHES,
+    ),
+    on_two(
+        "bare-threads",
+        "the same in threads that see none of torch's options",
+        "instances:bare_threads",
+        warns=None,
+        tested=CONCAT,
+        fails_on_oldest=TORCH_CRASHES,
+    ),
+    on_two(
+        "subclass",
+        "a subclass of DDP",
+        "instances:subclass",
+        graph="aot_autograd",
+        tested=CONCAT,
+        each_torch=True,
+    ),
+    on_two(
+        "subclass-overriding",
+        "a subclass that overrides what DDP calls",
+        "instances:overriding_subclass",
+        tested=CONCAT,
+        each_torch=True,
+    ),
+    on_two("replicate", "`replicate`", "instances:replicated", tested=CONCAT),
+    on_two(
+        "two-reducers",
+        "a module that is fused, and one that is not, in one backward",
+        "instances:two_reducers_in_one_backward",
+        becomes="equal, unfused",
+        warns=("trained by DDP's own reducer", "are reduced when it has ended"),
+        tested=CONCAT,
+    ),
+    on_two(
+        "two-reducers-apart",
+        "the same in two backwards",
+        "instances:two_reducers_in_two_backwards",
+        warns=("trained by DDP's own reducer",),
+        tested=CONCAT,
+        each_torch=True,
+    ),
+]
+
+RANKS = [
+    on_two(
+        "batch-sizes",
+        "other batch sizes on each rank",
+        "ranks:batch_sizes",
+        tested=CONCAT,
+        each_torch=True,
+    ),
+    on_two(
+        "hooks-on-one-rank",
+        "a hook on one rank",
+        "ranks:hooks_on_one_rank",
+        graph="compiled_autograd",
+        tested=CONCAT,
+    ),
+    on_two(
+        "other-orders",
+        "the same layers in another order",
+        "ranks:other_orders",
+        # Where ranks' graphs differ and divide before they sum, what is done by hand must know.
+        options=(("scaling", "store"),),
+        tested=CONCAT,
+    ),
+    on_two(
+        "static-graph-without-some",
+        "`static_graph`, parameters without a gradient on one rank",
+        "ranks:static_graph_without_some",
+        graph="compiled_autograd",
+        tested=CONCAT,
+    ),
+    on_two(
+        "static-graph-sides",
+        "`static_graph`, other parameters on each rank, compiled at times",
+        "ranks:static_graph_of_sides",
+        warns=RUNS_EAGERLY,
+        tested=COALESCED,
+    ),
+    on_two(
+        "static-graph-changes",
+        "`static_graph` of a graph that changes: eager DDP's error",
+        "ranks:static_graph_that_changes",
+        warns=RUNS_EAGERLY,
+        tested=CONCAT,
+    ),
+    on_two(
+        "unreached",
+        "a parameter without a gradient on all ranks, no option: eager DDP's error",
+        "ranks:unreached",
+        tested=COALESCED,
+        each_torch=True,
+    ),
+    on_two(
+        "unreached-inside",
+        "the same with the backward inside",
+        "ranks:unreached_inside",
+        tested=CONCAT,
+    ),
+    on_two(
+        "swapped",
+        "a parameter replaced after DDP was constructed: eager DDP's error",
+        "ranks:swapped",
+        tested=COALESCED,
+    ),
+]
+
+GROUPS = [
+    on_four(
+        "groups",
+        "plain",
+        "two DDP modules over different groups",
+        "groups:two_groups",
+        launches=2,
+        tested=CONCAT,
+    ),
+    on_four(
+        "groups",
+        "backward-inside",
+        "two DDP modules over different groups, backward inside",
+        "groups:two_groups_inside",
+    ),
+    on_four(
+        "groups",
+        "no-sync",
+        "two DDP modules over different groups, `no_sync`",
+        "groups:two_groups_no_sync",
+    ),
+]

@@ -1,0 +1,93 @@
+"""``join``."""
+
+from __future__ import annotations
+
+from testing.scenarios.catalog.making import (
+    COALESCED,
+    CONCAT,
+    OWN_REDUCER,
+    THIRDS_EPS,
+    on_four,
+    on_two,
+)
+
+JOIN = [
+    on_two(
+        "join",
+        "`join` with uneven inputs",
+        "joining:some_have_more",
+        tested=CONCAT,
+        each_torch=True,
+    ),
+    on_two("join-rank-0", "`join`, rank 0 has more", "joining:rank_0_has_more", tested=COALESCED),
+    on_two(
+        "join-several-times",
+        "`join` several times, a rank without any inputs",
+        "joining:several_times",
+        tested=CONCAT,
+    ),
+    on_two(
+        "join-divided",
+        "`join(divide_by_initial_world_size=False)`",
+        "joining:divided",
+        tested=COALESCED,
+    ),
+    on_two(
+        "join-buffers",
+        "`join` and buffers",
+        "joining:with_buffers",
+        tested=CONCAT,
+        each_torch=True,
+    ),
+    on_two("join-no-sync", "`join` and `no_sync`", "joining:with_no_sync", tested=COALESCED),
+    on_two("join-inside", "`join`, backward inside", "joining:inside", tested=CONCAT),
+    on_two(
+        "join-batch-sizes",
+        "`join`, several batch sizes",
+        "joining:other_graphs",
+        tested=COALESCED,
+    ),
+    on_two("join-buckets", "`join`, several buckets", "joining:several_buckets", tested=CONCAT),
+    on_two(
+        "join-hook",
+        "`join`, a communication hook of the user's own",
+        "joining:with_a_hook",
+        tested=COALESCED,
+    ),
+    on_two(
+        "join-unused",
+        "`join`, `find_unused_parameters`",
+        "joining:with_unused",
+        tested=CONCAT,
+        each_torch=True,
+    ),
+    on_two(
+        "join-unused-more",
+        "`join`, `find_unused_parameters`, several branches",
+        "joining:with_more_unused",
+    ),
+    on_two(
+        "join-static-graph",
+        "`join`, `static_graph`",
+        "joining:with_a_static_graph",
+        becomes="equal, unfused",
+        warns=(f"{OWN_REDUCER} it joins ranks with uneven inputs, and has static_graph=True",),
+        tested=CONCAT,
+    ),
+    on_two(
+        "join-optimizer",
+        "`join` of a DDP module and `ZeroRedundancyOptimizer`",
+        "joining:beside_an_optimizer",
+        tested=CONCAT,
+    ),
+    on_two("join-disabled", "`join(enable=False)`", "joining:disabled", tested=CONCAT),
+    on_four("ddp-4", "join", "DDP on 4 ranks, `join`", "joining:some_have_more", tested=CONCAT),
+    on_four(
+        "ddp-4",
+        "join-divided",
+        "DDP on 4 ranks, `join(divide_by_initial_world_size=False)`",
+        "joining:divided",
+        tolerance_eps=THIRDS_EPS,
+        tested=CONCAT,
+    ),
+]

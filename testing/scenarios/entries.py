@@ -1,0 +1,68 @@
+"""What an entry of the catalogue says. Nothing here imports torch: a list must come at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+MODES: Final = ("concat", "coalesced")
+
+Graph = Literal["", "aot_autograd", "compiled_autograd"]
+Becomes = Literal["equal", "equal, unfused", "refused"]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is trained, how, and what must come of it; a row of the nightly matrix, for each dtype
+    that it is trained in.
+
+    Attributes:
+        parallelism: how the ranks share the work; a word for selections.
+        feature: what is tried; a word for selections.
+        title: the same for people; Markdown.
+        target: the function that trains, as ``module:function``; it takes a
+            :class:`testing.scenarios.run.Run`.
+        ranks: processes.
+        dtypes: of the gradients, or of autocast where the target is about that.
+        tolerance_eps: what an element may differ by from eager DDP, in eps of its dtype and
+            of the largest element of its tensor; 0 for the same bits.
+        becomes: as eager DDP and fused; as eager DDP, but not all of it fused; an error that names
+            the flag, on each rank.
+        graph: which of the two graphs reduces: AOTAutograd's backward, or one that compiled
+            autograd has traced; empty if it can be both. In the first dtype.
+        warns: a part of each text that each rank warns of. ``None`` if that depends on the time:
+            it may then be fused or not.
+        launches: collectives of DDP's groups in each backward that averages; 0 if that is not said.
+        leaves_unwaited: whether a backward fails, whose collectives nobody waits for then.
+        must_fail: eager DDP has nothing to compare with, and each rank must raise an error that
+            names ``ddp_fusion`` and this text. Empty: it is to be trained.
+        options: of ``FusionConfig``, by name, beside mode and graph.
+        group_timeout_s: how long a collective may take.
+        quick: whether it belongs to the quick selection of the matrix, in its first dtype; which
+            modes.
+        tested: in which modes a check trains it, as ``"concat"`` or, in another dtype than the
+            first, ``"concat/bf16"``; tests of nightly jobs train these dtypes in the other mode
+            too. Empty: only the matrix trains it.
+        each_torch: whether a check trains it on the oldest and the newest torch too.
+        fails_on_oldest: why torch 2.11 cannot train it.
+    """
+
+    parallelism: str
+    feature: str
+    title: str
+    target: str
+    ranks: int = 2
+    dtypes: tuple[str, ...] = ("fp32",)
+    tolerance_eps: float = 0.0
+    becomes: Becomes = "equal"
+    graph: Graph = ""
+    warns: tuple[str, ...] | None = ()
+    launches: int = 0
+    leaves_unwaited: bool = False
+    must_fail: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+    group_timeout_s: float = 60.0
+    quick: tuple[str, ...] = ()
+    tested: tuple[str, ...] = ()
+    each_torch: bool = False
+    fails_on_oldest: str = ""

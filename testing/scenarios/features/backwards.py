@@ -1,0 +1,271 @@
+"""What a backward is asked for, what gradients there are before it, and what reaches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._inductor.config
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fusion_passes import FusionConfig
+from testing.models import linear_loss
+from testing.scenarios.loop import BySign, backwards
+from testing.scenarios.run import Run, synced_if
+
+
+def backward_twice(run: Run) -> None:
+    """Two backwards through one forward, with ``retain_graph``."""
+    ddp = run.ddp(run.mlp())
+    forward = run.compile(ddp)
+    optimizer = BySign(ddp.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        inputs, factors = run.rows(step)
+        outputs = forward(inputs)
+        (outputs[:2] * factors[:2]).sum().backward(retain_graph=True)
+        run.note_backward(ddp)
+        (outputs[2:] * factors[2:]).sum().backward()
+        run.note_backward(ddp)
+        optimizer.step()
+    run.note_end(ddp)
+
+
+def no_sync_elsewhere(run: Run) -> None:
+    """``no_sync`` around two backwards alone, and around a forward alone: the forward decides. A
+    second backward through it is not averaged."""
+    ddp = run.ddp(run.mlp())
+    forward = run.compile(ddp)
+    optimizer = BySign(ddp.parameters())
+    for step in range(2):
+        optimizer.zero_grad()
+        with synced_if(ddp, False):
+            local = linear_loss(forward, run.rows(step, 0))
+        local.backward()
+        run.note_backward(ddp, synced=False)
+        averaged = linear_loss(forward, run.rows(step, 1, size=3))
+        with synced_if(ddp, False):
+            averaged.backward(retain_graph=True)
+        run.note_backward(ddp)
+        averaged.backward()
+        run.note_backward(ddp)
+        optimizer.step()
+    run.note_end(ddp)
+
+
+def local_gradients(run: Run) -> None:
+    """Under ``no_sync``, and by ``autograd.grad``: the graph reduces, but not in these."""
+    ddp = run.ddp(run.mlp(2))
+    forward = run.compile(ddp)
+    backwards(run, ddp, forward)
+    ddp.zero_grad()
+    for step in range(2):
+        with synced_if(ddp, False):
+            linear_loss(forward, run.rows(step)).backward()
+        run.note_backward(ddp, synced=False)
+    ddp.zero_grad()
+    note_grad(run, ddp, linear_loss(forward, run.rows(5)))
+    backwards(run, ddp, forward)
+
+
+def note_grad(run: Run, model: nn.Module, loss: Tensor, label: str = "") -> None:
+    """Compare what ``torch.autograd.grad`` gives."""
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    run.note_end(nn.Module(), **{f"{label}grad {n}": g for n, g in enumerate(gradients)})
+
+
+def some_inputs(run: Run) -> None:
+    """``backward(inputs=...)``, for one parameter and for the others."""
+    ddp = run.ddp(run.mlp(2))
+    forward = run.compile(ddp)
+    backwards(run, ddp, forward, 1)
+    ddp.zero_grad()
+    loss = linear_loss(forward, run.rows(1))
+    weight = ddp.module[0].weight
+    loss.backward(inputs=[weight], retain_graph=True)
+    loss.backward(inputs=[p for p in ddp.parameters() if p is not weight])
+    run.note_backward(ddp)
+
+
+def loss_that_reads_a_parameter(run: Run) -> None:
+    """A part of the loss, which is not compiled, reads a parameter."""
+    ddp = run.ddp(run.mlp(2))
+    forward = run.compile(ddp)
+    backwards(run, ddp, forward, 1)
+    ddp.zero_grad()
+    loss = linear_loss(forward, run.rows(1)) + ddp.module[0].weight.square().sum()
+    loss.backward()
+    run.note_backward(ddp)
+
+
+def flag_unset(run: Run) -> None:
+    """What was constructed and compiled under the flag goes on without it."""
+    ddp = run.ddp(run.mlp(2))
+    forward = run.compile(ddp)
+    backwards(run, ddp, forward, 1)
+    with torch._inductor.config.patch(ddp_fusion=None):
+        backwards(run, ddp, forward, 2, first=1)
+    backwards(run, ddp, forward, 1, first=3)
+
+
+def another_flag(run: Run) -> None:
+    """Another flag while it is trained: what was compiled is fused as the flag has said then."""
+    ddp = run.ddp(run.mlp(2))
+    forward = run.compile(ddp)
+    backwards(run, ddp, forward, 1)
+    other = FusionConfig(mode="coalesced", bucket_cap_mb=3) if run.is_fused else None
+    with torch._inductor.config.patch(ddp_fusion=other):
+        backwards(run, ddp, forward, 1, first=1)
+    backwards(run, ddp, forward, 1, first=2)
+
+
+# --- Gradients that there are --------------------------------------------------------------------
+
+
+def assert_kept(model: nn.Module, before: list[Tensor | None]) -> None:
+    """Gradients that there were are the same tensors still, as with eager DDP."""
+    kept = zip(model.parameters(), before, strict=True)
+    assert all(old is None or old is parameter.grad for parameter, old in kept)
+
+
+def gradients_of(model: nn.Module) -> list[Tensor | None]:
+    """As they are, not copied."""
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def kept_gradients(run: Run) -> None:
+    """They are averaged with what comes, in the tensors that ``.grad`` was: what was accumulated,
+    in a layout of its own; what some ranks and parameters have; zeros."""
+    ddp = run.ddp(run.mlp(2), bucket_cap_mb=2e-4)
+    forward = run.compile(ddp)
+    parameters: list[Any] = list(ddp.parameters())
+    for step in range(6):
+        if step == 1:
+            parameters[0].grad = parameters[0].grad.t().contiguous().t()
+        if step == 4:
+            ddp.zero_grad(set_to_none=False)
+        if step == 5 and dist.get_rank() == 0:
+            parameters[1].grad = None
+        before = gradients_of(ddp)
+        with synced_if(ddp, step not in (0, 2)):
+            linear_loss(forward, run.rows(step)).backward()
+        assert_kept(ddp, before)
+        run.note_backward(ddp, synced=step not in (0, 2))
+
+
+def kept_gradients_of_what_may_be_unused(run: Run) -> None:
+    """The flags, which say what was used, lie in a bucket too, and nothing is added to them."""
+    ddp = run.ddp(run.mlp(2), bucket_cap_mb=2e-4, find_unused_parameters=True)
+    forward = run.compile(ddp)
+    for step in range(4):
+        synced = step % 2 == 1
+        with synced_if(ddp, synced):
+            linear_loss(forward, run.rows(step)).backward()
+        run.note_backward(ddp, synced=synced)
+    ddp.zero_grad(set_to_none=False)
+    linear_loss(forward, run.rows(4)).backward()
+    run.note_backward(ddp)
+
+
+def kept_in_a_graph(run: Run) -> None:
+    """On one rank a gradient that there is belongs to a graph of autograd."""
+    ddp = run.ddp(run.mlp(2))
+    forward = run.compile(ddp)
+    backwards(run, ddp, forward, 1)
+    for step in range(2):
+        if dist.get_rank() == step:
+            ddp.module[0].weight.grad = (
+                torch.ones_like(ddp.module[0].weight, requires_grad=True) * 2
+            )
+        linear_loss(forward, run.rows(step)).backward()
+        run.note_backward(ddp)
+
+
+# --- Several outputs -----------------------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    """Exact. Two outputs, each of layers of its own."""
+
+    def __init__(self, run: Run, depth: int) -> None:
+        super().__init__()
+        self.left, self.right = run.mlp(depth), run.mlp(depth)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(x)
+
+
+def several_outputs(run: Run) -> None:
+    """A backward from each output."""
+    ddp = run.ddp(Heads(run, 1))
+    forward = run.compile(ddp)
+    for step in range(3):
+        ddp.zero_grad()
+        inputs, factors = run.rows(step)
+        left, right = forward(inputs)
+        (left * factors).sum().backward(retain_graph=True)
+        (right * factors).square().sum().backward()
+        run.note_backward(ddp)
+
+
+def backwards_of_one_round(run: Run) -> None:
+    """Nothing but the backward is compiled. Each reaches its part of the parameters, and on one
+    rank with another plan."""
+    ddp = run.ddp(Heads(run, 2))
+    for step in range(4):
+        ddp.zero_grad()
+        size = 1 if dist.get_rank() == 1 and step % 3 == 0 else 4
+        inputs, factors = run.rows(step, size=size)
+        for output in ddp(inputs):
+            (output * factors).sum().backward()
+        run.note_backward(ddp)
+
+
+# --- Backwards that fail -------------------------------------------------------------------------
+
+
+def must_raise(words: str, call: Callable[[], object]) -> None:
+    """Call what must raise an error with these words."""
+    text = "no error"
+    try:
+        call()
+    except RuntimeError as error:
+        text = str(error)
+    assert words in text.lower(), text
+
+
+def fail(_: Tensor) -> None:
+    """A hook."""
+    raise RuntimeError("a hook fails")
+
+
+def failing(run: Run) -> None:
+    """Before and behind the graph that averages: gradients that there are stay the same tensors.
+    Eager DDP cannot go on."""
+    ddp = run.ddp(run.mlp(2))
+    forward = run.compile(ddp)
+    backwards(run, ddp, forward, 1)
+    before = gradients_of(ddp)
+    for fails_behind in (False, True):
+        x = run.rows(1)[0].requires_grad_()
+        y = forward(2 * x) if fails_behind else forward(x)
+        (x if fails_behind else y).register_hook(fail)
+        must_raise("a hook fails", y.sum().backward)
+        assert_kept(ddp, before)
+
+
+def queued_callbacks(run: Run) -> None:
+    """A tensor's hook asks the engine for a call at the end of the backward."""
+    model, ran = run.mlp(), list[int]()
+
+    def hook(gradient: Tensor) -> Tensor:
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: ran.append(len(ran)))
+        return gradient
+
+    model[2].register_forward_hook(lambda _, __, output: output.register_hook(hook) and None)
+    ddp = run.ddp(model)
+    backwards(run, ddp, run.compile(ddp))
+    run.note("calls", ran)

@@ -1,0 +1,181 @@
+"""Hooks: of users on tensors and parameters, and DDP's communication hooks."""
+
+# No annotations from the future: DDP compares those of communication hooks with types.
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    powerSGD_hook,
+)
+
+from testing.models import Batch
+from testing.scenarios.loop import Loop, backwards, train
+from testing.scenarios.run import Run
+
+
+def tensor_hook(run: Run) -> None:
+    """On an output of the model: its gradient is doubled."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        outputs: Tensor = model(batch[0])
+        outputs.register_hook(lambda gradient: gradient * 2)
+        return (outputs * batch[1]).sum()
+
+    train(run, run.ddp(run.mlp()), Loop(loss=loss))
+
+
+def parameter_hook(run: Run) -> None:
+    """On a parameter: its gradient is doubled before it is averaged."""
+    model = run.mlp()
+    model.get_parameter("2.weight").register_hook(lambda gradient: gradient * 2)
+    train(run, run.ddp(model))
+
+
+def parameter_hook_inside(run: Run) -> None:
+    """As :func:`parameter_hook`, with the backward inside of the compiled function."""
+    model = run.mlp()
+    model.get_parameter("2.weight").register_hook(lambda gradient: gradient * 2)
+    train(run, run.ddp(model), Loop(style="inside"))
+
+
+def _double(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(2)
+
+
+def accumulation_hook(run: Run) -> None:
+    """``register_post_accumulate_grad_hook`` before DDP is constructed."""
+    model = run.mlp().to(run.device)
+    model.get_parameter("2.weight").register_post_accumulate_grad_hook(_double)
+    train(run, run.ddp(model))
+
+
+def accumulation_hook_behind(run: Run) -> None:
+    """``register_post_accumulate_grad_hook`` after DDP is constructed."""
+    ddp = run.ddp(run.mlp())
+    ddp.module.get_parameter("2.weight").register_post_accumulate_grad_hook(_double)
+    train(run, ddp)
+
+
+def hooks_that_come_and_go(run: Run) -> None:
+    """Hooks on parameters, put there and taken away between steps. They see the gradient of this
+    rank alone, and may change it."""
+    ddp = run.ddp(run.mlp(2))
+    forward = run.compile(ddp)
+    backwards(run, ddp, forward, 1)
+    weight, bias = ddp.module[0].weight, ddp.module[0].bias
+    handle = weight.register_hook(lambda gradient: gradient.clamp(-3, 3))
+    bias.register_post_accumulate_grad_hook(_double)
+    backwards(run, ddp, forward, 2, first=1)
+    handle.remove()
+    backwards(run, ddp, forward, 1, first=3)
+
+
+def hooks_in_order(run: Run) -> None:
+    """Hooks on gradients and on parameters, put there before DDP was constructed and after. What
+    they see is what eager DDP shows them."""
+    seen: dict[str, Tensor] = {}
+    model = run.mlp().to(run.device)
+
+    def note(label: str) -> Callable[[Any], None]:
+        def hook(value: Any) -> None:
+            gradient: Any = value.grad if isinstance(value, nn.Parameter) else value
+            seen[f"{label} {len(seen)}"] = gradient.detach().clone()
+
+        return hook
+
+    weight = model.get_parameter("2.weight")
+    weight.register_post_accumulate_grad_hook(note("early"))
+    ddp = run.ddp(model)
+    weight.register_hook(note("gradient"))
+    weight.register_hook(lambda gradient: 2 * gradient)
+    weight.register_post_accumulate_grad_hook(note("late"))
+    train(run, ddp)
+    run.note_end(nn.Module(), **seen)
+
+
+def module_hooks(run: Run) -> None:
+    """Full backward hooks and forward hooks on a layer."""
+    model = run.mlp()
+
+    def on_backward(_: nn.Module, gradients: Any, __: Any) -> Any:
+        return tuple(None if gradient is None else gradient * 2 for gradient in gradients)
+
+    model[2].register_full_backward_hook(on_backward)
+    model[2].register_forward_hook(lambda _, __, output: output * 2)
+    train(run, run.ddp(model))
+
+
+def renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Eager DDP refuses the name of the bf16 hook where there is no NCCL."""
+
+    def users_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        result: torch.futures.Future[Tensor] = hook(state, bucket)
+        return result
+
+    return users_hook
+
+
+def _train_with_hook(run: Run, hook: Callable[..., Any], state: Any = None, steps: int = 3) -> None:
+    ddp = run.ddp(run.mlp())
+    ddp.register_comm_hook(state, hook)
+    train(run, ddp, Loop(steps=steps))
+
+
+def allreduce_hook(run: Run) -> None:
+    """``default_hooks.allreduce_hook``."""
+    _train_with_hook(run, default_hooks.allreduce_hook)
+
+
+def builtin_hook(run: Run) -> None:
+    """``_register_builtin_comm_hook``: those of the C++ reducer."""
+    ddp = run.ddp(run.mlp())
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    train(run, ddp)
+
+
+def bf16_hook(run: Run) -> None:
+    """``default_hooks.bf16_compress_hook``."""
+    hook = default_hooks.bf16_compress_hook
+    _train_with_hook(run, hook if run.is_fused else renamed(hook))
+
+
+def fp16_hook(run: Run) -> None:
+    """``default_hooks.fp16_compress_hook``."""
+    _train_with_hook(run, default_hooks.fp16_compress_hook)
+
+
+def wrapped_hook(run: Run) -> None:
+    """``fp16_compress_wrapper`` around ``allreduce_hook``."""
+    hook = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
+    _train_with_hook(run, hook)
+
+
+def noop_hook(run: Run) -> None:
+    """``debugging_hooks.noop_hook``: gradients stay each rank's own."""
+    _train_with_hook(run, debugging_hooks.noop_hook)
+
+
+def power_sgd_hook(run: Run) -> None:
+    """``powerSGD_hook``, compressing from the third step on."""
+    state = powerSGD_hook.PowerSGDState(
+        process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2
+    )
+    _train_with_hook(run, powerSGD_hook.powerSGD_hook, state, steps=5)
+
+
+def summing_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Sum instead of averaging."""
+    work: Any = dist.all_reduce(bucket.buffer(), group=state, async_op=True)
+    summed: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
+    return summed
+
+
+def users_hook(run: Run) -> None:
+    """A hook of the user's own."""
+    _train_with_hook(run, summing_hook, dist.group.WORLD)

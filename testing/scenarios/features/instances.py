@@ -1,0 +1,201 @@
+"""DDP modules that share what was compiled, or a backward, and modules of other kinds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable import replicate
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from testing import models
+from testing.models import linear_loss
+from testing.scenarios.features.backwards import note_grad
+from testing.scenarios.features.parts import InParts
+from testing.scenarios.loop import backwards
+from testing.scenarios.run import Run, synced_if
+from testing.threads import run_at_once
+
+
+class _Scaled(DistributedDataParallel):
+    def forward(self, *args: Any) -> Any:
+        return 3 * super().forward(*args)
+
+
+class _Named(DistributedDataParallel):
+    """Overrides some of what a managed module has of its own, and calls DDP's by its name."""
+
+    calls: tuple[str, ...] = ()
+
+    def forward(self, *args: Any) -> Any:
+        return 3 * DistributedDataParallel.forward(self, *args)
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self.calls = (*self.calls, "pre")
+        return super()._pre_forward(*inputs, **kwargs)
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        self.calls = (*self.calls, hook.__name__)
+        super().register_comm_hook(state, hook)
+
+
+def subclass(run: Run) -> None:
+    """A class of the user's own."""
+    ddp = _Scaled(run.mlp(2))
+    run.manage(ddp)
+    backwards(run, ddp, run.compile(ddp))
+    assert isinstance(ddp, _Scaled)
+    run.note("name", type(ddp).__name__)
+
+
+def overriding_subclass(run: Run) -> None:
+    """One that overrides what a managed module has of its own; compiled, and as it is."""
+    ddp = _Named(run.mlp(2))
+    run.manage(ddp)
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    for number, forward in enumerate((run.compile(ddp), ddp)):
+        output = forward(run.rows(0)[0])
+        run.note_end(nn.Module(), **{f"output {number}": output})
+        backwards(run, ddp, forward, 1)
+    assert isinstance(ddp, _Named)
+    assert {"allreduce_hook", "pre"} <= set(ddp.calls)
+    run.note("name", type(ddp).__name__)
+
+
+def replicated(run: Run) -> None:
+    """``replicate``."""
+    model: Any = run.mlp().to(run.device)
+    replicate(model)
+    forward = run.compile(model)
+    backwards(run, model, forward, 1)
+    run.manage(replicate.state(model)._ddp)  # It was made by the first forward.
+    backwards(run, model, forward, 2, first=1)
+
+
+# --- Graphs in common ----------------------------------------------------------------------------
+
+
+def second_instance(run: Run) -> None:
+    """Dynamo has one graph for both, with the names of the first in its backward: they take turns,
+    on groups of their own, one of them accumulates, and the first is freed."""
+    groups = [dist.group.WORLD, dist.new_group()]
+    modules = [run.ddp(run.mlp(2), process_group=group) for group in groups]
+    calls = [run.compile(ddp) for ddp in modules]
+    for number in (0, 1, 0, 1):
+        backwards(run, modules[number], calls[number], 1)
+    for number in (0, 1):
+        with synced_if(modules[number], number == 0):
+            linear_loss(calls[number], run.rows(7)).backward()
+    linear_loss(calls[1], run.rows(8)).backward()
+    for ddp in modules:
+        run.note_backward(ddp)
+    del ddp, calls[0], modules[0]
+    backwards(run, modules[0], calls[0], 2)
+
+
+def instances_in_parts(run: Run) -> None:
+    """They share the graphs of each part, and take turns."""
+    modules = [run.ddp(InParts()) for _ in range(2)]
+    calls = [run.compile(ddp) for ddp in modules]
+    for number in (0, 1, 0, 1):
+        backwards(run, modules[number], calls[number], 1)
+
+
+def instances_in_one_backward(run: Run) -> None:
+    """Their graph has the names of the first, and runs for both."""
+    modules = [run.ddp(run.mlp(2)) for _ in range(2)]
+    first, second = (run.compile(ddp) for ddp in modules)
+    for step in range(3):
+        for ddp in modules:
+            ddp.zero_grad()
+        y = linear_loss(first, run.rows(step))
+        z = linear_loss(second, run.rows(step, 5))
+        if step == 0:  # Of the first alone: its names are prepared.
+            y.backward()
+            z.backward()
+        else:
+            (y + 2 * z).backward()
+        for ddp in modules:
+            run.note_backward(ddp)
+
+
+def over_the_same_weights(run: Run) -> None:
+    """The module whose names are in the graph is gone."""
+    model = run.mlp(2)
+    forward = run.compile(model)
+    for number in range(2):
+        ddp = run.ddp(model)
+        backwards(run, ddp, ddp.forward, 1)
+        del ddp
+        ddp = run.ddp(forward)
+        backwards(run, ddp, ddp, 1)
+        del ddp
+        note_grad(run, model, linear_loss(forward, run.rows(7)), f"{number}: ")
+
+
+def threads(run: Run) -> None:
+    """Two modules on groups of their own, each trained in a thread that sees the flag; one rank
+    starts them the other way round."""
+    _train_in_threads(run, run_at_once)
+
+
+def bare_threads(run: Run) -> None:
+    """The same in threads that do not see torch's options, from torch 2.13 on."""
+    with ThreadPoolExecutor(2) as pool:
+        _train_in_threads(
+            run, lambda functions: [f.result() for f in list(map(pool.submit, functions))]
+        )
+
+
+def _train_in_threads(run: Run, run_all: Callable[[Sequence[Callable[[], None]]], object]) -> None:
+    groups = [dist.new_group() for _ in range(2)]
+    modules = [
+        run.ddp(run.mlp(depth), process_group=group)
+        for depth, group in zip((3, 2), groups, strict=True)
+    ]
+    calls = [run.compile(ddp) for ddp in modules]
+
+    def train(number: int) -> None:
+        for step in range(3):
+            modules[number].zero_grad()
+            linear_loss(calls[number], run.rows(step, number)).backward()
+
+    order = (0, 1) if dist.get_rank() else (1, 0)
+    run_all([functools.partial(train, number) for number in order])
+    for ddp in modules:
+        run.note_backward(ddp)
+
+
+# --- Beside what is not fused --------------------------------------------------------------------
+
+
+def _of_own_reducer(run: Run) -> DistributedDataParallel:
+    """A module that DDP's own reducer trains; buckets are not for its gradients."""
+    ddp = DistributedDataParallel(models.mlp().to(run.device))
+    ddp._register_buffer_comm_hook(None, _nothing)
+    return ddp
+
+
+def _nothing(_: object, buffers: dict[str, Tensor]) -> list[torch.futures.Future[Any]]:
+    assert not buffers
+    return []
+
+
+def two_reducers_in_one_backward(run: Run) -> None:
+    """A module that can be fused, and one that DDP's own reducer trains."""
+    first, second = run.ddp(models.mlp(outputs=models.WIDTH)), _of_own_reducer(run)
+    both = nn.ModuleDict({"fused": first, "other": second})
+    calls = run.compile(first), run.compile(second)
+    backwards(run, both, lambda x: calls[1](calls[0](x)))
+
+
+def two_reducers_in_two_backwards(run: Run) -> None:
+    """The same, one after the other."""
+    for ddp in (_of_own_reducer(run), run.ddp(models.mlp())):
+        backwards(run, ddp, run.compile(ddp))

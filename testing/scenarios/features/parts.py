@@ -1,0 +1,210 @@
+"""Models in several graphs: what is cut, compiled in parts, or not compiled at all."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from testing.models import OUTPUTS, WIDTH, fill_whole, linear_loss
+from testing.scenarios.features.backwards import (
+    assert_kept,
+    fail,
+    gradients_of,
+    must_raise,
+    note_grad,
+)
+from testing.scenarios.loop import backwards
+from testing.scenarios.run import Run, synced_if
+
+
+@torch.compiler.disable
+def as_it_is(x: Tensor) -> Tensor:
+    """Not compiled."""
+    return x.relu()
+
+
+class InParts(nn.Module):
+    """Exact. Functions that are not compiled cut its forward in three. The weights in the middle
+    lie in another order than their gradients are computed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 36), nn.Linear(32, OUTPUTS)
+        self.middle = nn.Conv2d(2, 2, 3, bias=False)
+        fill_whole(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = as_it_is(self.first(x)).reshape(-1, 1, 6, 6).expand(-1, 2, 6, 6)
+        y = y.contiguous(memory_format=torch.channels_last)
+        return self.last(as_it_is(self.middle(y)).flatten(1))
+
+
+class Outside(nn.Module):
+    """Exact. One of its layers is not compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, OUTPUTS)
+        self.last = nn.Linear(OUTPUTS, OUTPUTS)
+        fill_whole(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self._not_compiled(self.first(x)))
+
+    @torch.compiler.disable
+    def _not_compiled(self, x: Tensor) -> Tensor:
+        return self.middle(x).relu()
+
+
+def in_parts(run: Run) -> None:
+    """Each graph launches its own part, and the next ones compute meanwhile."""
+    ddp = run.ddp(InParts(), bucket_cap_mb=2e-4)
+    forward = run.compile(ddp)
+    backwards(run, ddp, forward)
+    with synced_if(ddp, False):
+        linear_loss(forward, run.rows(3)).backward()
+    run.note_backward(ddp, synced=False)
+    before = gradients_of(ddp)
+    linear_loss(forward, run.rows(4)).backward()
+    assert_kept(ddp, before)
+    run.note_backward(ddp)
+    note_grad(run, ddp, linear_loss(forward, run.rows(5)))
+    backwards(run, ddp, forward, 1)
+
+
+def fails_in_parts(run: Run) -> None:
+    """A hook fails behind all graphs: gradients that there were stay the same tensors. Eager DDP
+    cannot go on."""
+    ddp = run.ddp(InParts())
+    forward = run.compile(ddp)
+    backwards(run, ddp, forward, 1)
+    before = gradients_of(ddp)
+    x = run.rows(1)[0].requires_grad_()
+    y = forward(2 * x)
+    x.register_hook(fail)
+    must_raise("a hook fails", y.square().sum().backward)
+    assert_kept(ddp, before)
+
+
+class Gated(nn.Module):
+    """Exact. Two layers beside each other, one of which may be left out of the backward."""
+
+    def __init__(self, outputs: int = WIDTH) -> None:
+        super().__init__()
+        self.first, self.gate = nn.Linear(WIDTH, outputs), nn.Linear(WIDTH, outputs)
+        fill_whole(self)
+
+    def forward(self, x: Tensor, opens: bool = True) -> Tensor:
+        y, gate = self.first(x), self.gate(x)
+        return y.relu() + (gate if opens else gate.detach())
+
+
+class _Blocks(nn.Module):
+    """Exact. Blocks between layers, the first of which has its weight in common with what comes
+    last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Gated() for _ in range(3))
+        fill_whole(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        for block in self.blocks:
+            y = block(y)
+        return (self.last(y) @ self.first.weight)[:, :OUTPUTS]
+
+
+def block_by_block(run: Run) -> None:
+    """All blocks share a compiled forward. The layers around them are not compiled."""
+    model = _Blocks()
+    model.blocks = nn.ModuleList(map(run.compile, model.blocks))
+    ddp = run.ddp(model, bucket_cap_mb=1e-4)
+    backwards(run, ddp, ddp)
+    with synced_if(ddp, False):
+        linear_loss(ddp, run.rows(3)).backward()
+    run.note_backward(ddp, synced=False)
+    linear_loss(ddp, run.rows(4)).backward()
+    run.note_backward(ddp)
+    ddp.zero_grad(set_to_none=False)
+    for size in (5, 6 + dist.get_rank()):
+        linear_loss(ddp, run.rows(5, size=size)).backward()
+    run.note_backward(ddp)
+
+
+def breaks_in_a_loop(run: Run) -> None:
+    """Dynamo leaves such a forward alone, and compiles what it calls."""
+    model = _Blocks()
+    for block in model.blocks:
+        block.register_forward_hook(lambda *args: as_it_is(args[2]))
+    ddp = run.ddp(model)
+    backwards(run, ddp, run.compile(ddp))
+
+
+class _SharedByParts(nn.Module):
+    """Exact. Two graphs use one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        fill_whole(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.second(as_it_is(self.first(x))) @ self.first.weight)[:, :OUTPUTS]
+
+
+def shared_by_parts(run: Run) -> None:
+    """A gradient comes from two graphs."""
+    ddp = run.ddp(_SharedByParts())
+    backwards(run, ddp, run.compile(ddp))
+
+
+class _ByParts(nn.Module):
+    """Exact. Two graphs, each with an output of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        fill_whole(self)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = as_it_is(self.first(x))
+        return y, self.second(y.detach())
+
+
+def parts_one_by_one(run: Run) -> None:
+    """A backward for each part: none of them gives all gradients."""
+    ddp = run.ddp(_ByParts())
+    forward = run.compile(ddp)
+    for step in range(3):
+        ddp.zero_grad()
+        for output in forward(run.rows(step)[0]):
+            output.square().sum().backward()
+        run.note_backward(ddp)
+
+
+def broken_backward(run: Run) -> None:
+    """A hook that is not traced cuts the backward in two graphs. Ranks accumulate other numbers of
+    micro-batches; in the store stays nothing of a step."""
+    model = run.mlp()
+    hook = torch.compiler.disable(lambda gradient: gradient * 2)
+    model[2].register_forward_hook(
+        torch.compiler.disable(lambda _, __, output: output.register_hook(hook) and None)
+    )
+    ddp = run.ddp(model)
+    forward = run.compile(ddp)
+    keys = []
+    for step in range(4):
+        ddp.zero_grad()
+        with synced_if(ddp, False):
+            for micro in range(1 + dist.get_rank()):
+                linear_loss(forward, run.rows(step, 1 + micro)).backward()
+        run.note_backward(ddp, synced=False)
+        linear_loss(forward, run.rows(step)).backward()
+        run.note_backward(ddp)
+        dist.barrier()
+        keys.append(dist.distributed_c10d._get_default_store().num_keys())
+        dist.barrier()  # A rank that has ended writes to the store, too.
+    run.note("keys of the last two steps", keys[-1] - keys[1])

@@ -1,0 +1,126 @@
+"""Pipelines whose stages are DDP modules, each over its own group: 2 stages on 2 ranks each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    SplitPoint,
+    build_stage,
+    pipeline,
+)
+
+from testing import models
+from testing.scenarios.loop import BySign
+from testing.scenarios.run import Run
+
+STAGES = 2
+MICRO_BATCHES = 4
+SIZE = 2 * MICRO_BATCHES
+
+
+class _Model(nn.Module):
+    """Exact. Two layers with a name each, for two stages."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        layers = models.mlp(3, dtype=run.dtype)
+        self.first = nn.Sequential(layers[0], layers[1])
+        self.second = nn.Sequential(layers[2], layers[3], layers[4])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x))
+        return out
+
+
+def _loss(output: Tensor, factors: Tensor) -> Tensor:
+    return (output * factors).sum()
+
+
+def _wrap(run: Run, part: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """A stage's module in DDP, compiled in place: a stage asks whether it is a DDP module."""
+    ddp = run.ddp(part, process_group=mesh["dp"].get_group())
+    if run.is_fused:
+        ddp.compile()
+    return ddp
+
+
+def _by_hand(run: Run, mesh: DeviceMesh) -> tuple[Any, nn.Module]:
+    index = mesh["pp"].get_local_rank()
+    model = _Model(run)
+    ddp = _wrap(run, model.first if index == 0 else model.second, mesh)
+    width = models.WIDTH if index == 0 else models.OUTPUTS
+    inputs, outputs = (
+        torch.empty(SIZE // MICRO_BATCHES, columns, dtype=run.dtype, device=run.device)
+        for columns in (models.WIDTH, width)
+    )
+    inputs.requires_grad_(index > 0)
+    outputs.requires_grad_()
+    # Where shapes are not given, torch 2.13 finds them with a backward through eager DDP, which
+    # fails in the step after that.
+    stage = PipelineStage(
+        ddp,
+        index,
+        STAGES,
+        run.device,
+        input_args=inputs,
+        output_args=outputs,
+        group=mesh["pp"].get_group(),
+    )
+    return stage, ddp
+
+
+def _traced(run: Run, mesh: DeviceMesh) -> tuple[Any, nn.Module]:
+    index = mesh["pp"].get_local_rank()
+    example = torch.zeros(SIZE // MICRO_BATCHES, models.WIDTH, dtype=run.dtype)
+    split = {"second": SplitPoint.BEGINNING}
+    pipe = pipeline(_Model(run), mb_args=(example,), split_spec=split)
+    part: Any = pipe.get_stage_module(index)
+    ddp: Any = _wrap(run, part, mesh)
+    ddp.graph = part.graph  # The stage asks its module for it.
+    group = mesh["pp"].get_group()
+    return build_stage(ddp, index, pipe.info(), run.device, group), ddp
+
+
+def _train(run: Run, make: Any, schedule_class: Any) -> None:
+    """The first stage gets the inputs and the last one the factors of its column's batch."""
+    mesh = run.mesh((STAGES, 2), ("pp", "dp"))
+    stage, ddp = make(run, mesh)
+    schedule = schedule_class(stage, n_microbatches=MICRO_BATCHES, loss_fn=_loss)
+    optimizer = BySign(ddp.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        inputs, factors = run.rows(step, seat=mesh["dp"].get_local_rank(), size=SIZE)
+        if stage.is_first:
+            schedule.step(inputs)
+        else:
+            schedule.step(target=factors)
+        run.note_backward(ddp)
+        optimizer.step()
+    run.note_end(ddp)
+
+
+def gpipe(run: Run) -> None:
+    """Stages made by hand, ``ScheduleGPipe``."""
+    _train(run, _by_hand, ScheduleGPipe)
+
+
+def one_forward_one_backward(run: Run) -> None:
+    """Stages made by hand, ``Schedule1F1B``."""
+    _train(run, _by_hand, Schedule1F1B)
+
+
+def traced_gpipe(run: Run) -> None:
+    """Stages cut by ``pipeline()``, ``ScheduleGPipe``."""
+    _train(run, _traced, ScheduleGPipe)
+
+
+def traced_one_forward_one_backward(run: Run) -> None:
+    """Stages cut by ``pipeline()``, ``Schedule1F1B``."""
+    _train(run, _traced, Schedule1F1B)

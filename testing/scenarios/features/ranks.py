@@ -1,0 +1,174 @@
+"""Ranks that do not do the same: batches, hooks, branches; and errors, which are eager DDP's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from testing.models import OUTPUTS, WIDTH, fill_whole, linear_loss
+from testing.scenarios.features.parts import Gated
+from testing.scenarios.loop import backwards
+from testing.scenarios.run import Run
+
+
+def batch_sizes(run: Run) -> None:
+    """Other batch sizes on each rank and in each step, down to one, from the first step on."""
+    ddp = run.ddp(run.mlp(2))
+    forward, other = run.compile(ddp), dist.get_rank() == 1
+    for step, size in enumerate((1 if other else 3, 3, 1 if other else 4, 1, 5 if other else 1)):
+        ddp.zero_grad()
+        linear_loss(forward, run.rows(step, size=size)).backward()
+        run.note_backward(ddp)
+
+
+def hooks_on_one_rank(run: Run) -> None:
+    """A hook on a parameter of one rank, another one in each step, and of none in some."""
+    ddp = run.ddp(run.mlp(2))
+    forward = run.compile(ddp)
+    for step in range(5):
+        handle = ddp.module[0].weight.register_hook(lambda gradient: 2 * gradient)
+        if dist.get_rank() != step % 2:
+            handle.remove()
+        backwards(run, ddp, forward, 1, first=step)
+        handle.remove()
+
+
+class _Orders(nn.Module):
+    """Exact. Its outer layers change places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        fill_whole(self)
+
+    def forward(self, x: Tensor, is_forward: bool) -> Tensor:
+        first, last = (self.a, self.c) if is_forward else (self.c, self.a)
+        return last(self.b(first(x).relu()).relu())[:, :OUTPUTS]
+
+
+def other_orders(run: Run) -> None:
+    """Ranks use the same parameters in another order."""
+    ddp = run.ddp(_Orders(), bucket_cap_mb=1e-4)
+    forward = run.compile(ddp)
+    for step in range(4):
+        is_forward = (dist.get_rank() + step) % 2 == 0
+        backwards(run, ddp, lambda x, turn=is_forward: forward(x, turn), 1, first=step)
+
+
+# --- Static graphs -------------------------------------------------------------------------------
+
+
+def static_graph_without_some(run: Run) -> None:
+    """One rank, or each, has no gradient of some parameters, which are inputs of its graph all the
+    same."""
+    for opens in (False, dist.get_rank() == 0):
+        ddp = run.ddp(Gated(OUTPUTS), static_graph=True)
+        forward = run.compile(ddp)
+        backwards(run, ddp, lambda x, forward=forward, opens=opens: forward(x, opens), 4)
+
+
+class _Sides(nn.Module):
+    """Exact. A linear layer, one of two sides, and a layer that no rank uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.nobodys = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.left, self.right = nn.Linear(WIDTH, OUTPUTS), nn.Linear(WIDTH, OUTPUTS)
+        fill_whole(self)
+
+    def forward(self, x: Tensor, side: int) -> Tensor:
+        x = self.first(x).relu()
+        sides = {0: [self.left], 1: [self.right], 2: [self.left, self.right]}
+        return sum((layer(x) for layer in sides[side]), torch.zeros(()))
+
+
+def static_graph_of_sides(run: Run) -> None:
+    """Ranks use other parameters of a static graph, or the same; traced and not."""
+    for rank in (dist.get_rank(), 0):
+        for stances in (["default"] * 3, ["force_eager"] * 3, ["force_eager", "default"] * 2):
+            ddp = run.ddp(_Sides(), static_graph=True)
+            forward = run.compile(ddp)
+            for step, stance in enumerate(stances):
+                ddp.zero_grad(set_to_none=step != 1)
+                inputs, factors = run.rows(step)
+                with torch.compiler.set_stance(stance):
+                    (forward(inputs, rank) * factors).sum().backward()
+                run.note_backward(ddp)
+
+
+# --- Errors --------------------------------------------------------------------------------------
+
+
+def _note_first_error(run: Run, label: str, step: Callable[[int], object]) -> None:
+    """Note in which of four steps there is an error, and what it is about. What eager DDP leaves in
+    gradients before it is not looked at."""
+    for number in range(4):
+        try:
+            step(number)
+        except RuntimeError as error:
+            run.note(label, [number, *_words_of(str(error))])
+            return
+        run.count_gradients()
+    run.note(label, "no error")
+
+
+def _words_of(text: str) -> list[str]:
+    start = "Expected to have finished reduction in the prior iteration"
+    indices = text.partition("did not receive grad for rank")[2]
+    is_unused = "indices" in text and indices
+    return [text[: len(start)], "unused" if is_unused else text.partition("set to True")[0]]
+
+
+def static_graph_that_changes(run: Run) -> None:
+    """It uses parameters that its first iteration has not used, or fewer; traced and not."""
+    for sides in ([0, 0, 1, 0], [0, 2, 0, 0], [2, 2, 0, 2]):
+        for stance in ("default", "force_eager"):
+            ddp = run.ddp(_Sides(), static_graph=True)
+
+            forward = run.compile(ddp)
+
+            def step(number: int, forward: Any = forward, sides: Any = sides) -> None:
+                forward(run.rows(0)[0], sides[number]).sum().backward()
+
+            with torch.compiler.set_stance(stance):
+                _note_first_error(run, f"{sides}, {stance}", step)
+
+
+class _Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def unreached(run: Run) -> None:
+    """A layer without a gradient on all ranks, and no option allows it."""
+    ddp = run.ddp(_Unused())
+    forward = run.compile(ddp)
+    _note_first_error(run, "error", lambda _: forward(run.rows(0)[0]).sum().backward())
+
+
+def unreached_inside(run: Run) -> None:
+    """The same with the backward inside of the compiled function."""
+    ddp = run.ddp(_Unused())
+
+    def step(x: Tensor) -> None:
+        ddp(x).sum().backward()
+
+    compiled = run.compile(step)
+    _note_first_error(run, "error", lambda _: compiled(run.rows(0)[0]))
+
+
+def swapped(run: Run) -> None:
+    """A parameter is replaced after DDP was constructed: it has no gradient that DDP knows of."""
+    model = run.mlp(2)
+    ddp = run.ddp(model)
+    model[0].weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    forward = run.compile(ddp)
+    _note_first_error(run, "error", lambda _: forward(run.rows(0)[0]).sum().backward())

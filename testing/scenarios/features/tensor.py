@@ -1,0 +1,214 @@
+"""DDP around a tensor-parallel model, on a mesh of 2 x 2 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+from testing import models
+from testing.models import WIDTH, Batch, fill_whole
+from testing.scenarios.features.buffers import sgd
+from testing.scenarios.loop import BySign, Loop, OptimizerOf, backward_of
+from testing.scenarios.run import Run, synced_if
+
+LENGTH = 4
+"""Of a sequence."""
+
+
+class FeedForward(nn.Module):
+    """Exact. Two layers; the hidden one is cut in two, evenly or not."""
+
+    def __init__(self, hidden: int = 2 * WIDTH, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, hidden, dtype=dtype)
+        self.down = nn.Linear(hidden, WIDTH, dtype=dtype)
+        fill_whole(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class Uneven(nn.Module):
+    """Exact. A layer that is not parallel, and a feed-forward that is cut unevenly, and can be
+    computed again in the backward."""
+
+    def __init__(self, *, recomputed: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.recomputed = recomputed
+        self.first = fill_whole(nn.Linear(WIDTH, WIDTH, dtype=dtype))
+        self.block = FeedForward(2 * WIDTH - 3, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return checkpoint(self.block, x, use_reentrant=False) if self.recomputed else self.block(x)
+
+
+class Normed(nn.Module):
+    """Rounds. Two feed-forwards, each behind a normalisation that works on a part of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential()
+        for _ in range(2):
+            block = nn.Sequential()
+            block.add_module("norm", nn.LayerNorm(WIDTH))
+            block.add_module("up", nn.Linear(WIDTH, 2 * WIDTH))
+            block.add_module("down", nn.Linear(2 * WIDTH, WIDTH))
+            self.blocks.append(block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def columns_and_rows(mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """:class:`Uneven`, cut by columns and by rows."""
+    # Cut unevenly, the local output would not tell the whole one's size.
+    plan = {
+        "block.up": ColwiseParallel(use_local_output=False),
+        "block.down": RowwiseParallel(),
+    }
+    return parallelize_module(Uneven(**options).to(mesh.device_type), mesh, plan)
+
+
+def sequences(mesh: DeviceMesh) -> nn.Module:
+    """:class:`Normed`, with sequence parallelism between its feed-forwards' layers."""
+    plan: dict[str, Any] = {}
+    for index in range(2):
+        name = f"blocks.{index}"
+        plan[name] = PrepareModuleInput(
+            input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),)
+        )
+        plan[f"{name}.norm"] = SequenceParallel()
+        plan[f"{name}.up"] = ColwiseParallel(input_layouts=Shard(1))
+        plan[f"{name}.down"] = RowwiseParallel()
+    return parallelize_module(Normed().to(mesh.device_type), mesh, plan)
+
+
+def _loss(model: nn.Module, batch: Batch) -> Tensor:
+    output = model(batch[0])
+    if isinstance(output, DTensor):
+        output = output.full_tensor()
+    return (output * batch[1]).sum()
+
+
+def _train(
+    run: Run,
+    build: Callable[[DeviceMesh], nn.Module],
+    loop: Loop,
+    optimizer_of: OptimizerOf = BySign,
+) -> None:
+    """Ranks of one row of the mesh share a batch. Collectives of tensor parallelism are as many as
+    with eager DDP."""
+    mesh = run.mesh((2, 2), ("dp", "tp"))
+    model = run.ddp(build(mesh["tp"]), device_mesh=mesh["dp"])
+    backward = backward_of(run, model, loop)
+    optimizer, group = optimizer_of(model.parameters()), mesh["dp"].get_group()
+    launched: list[int] = []
+    for step in range(loop.steps):
+        optimizer.zero_grad()
+        before = _launches_beside(group)
+        for micro in range(loop.micro_batches):
+            synced = not loop.no_sync or micro == loop.micro_batches - 1
+            with synced_if(model, synced):
+                backward(_batch_of(run, loop, step, micro, mesh["dp"].get_local_rank()))
+            run.note_backward(model, synced=synced)
+        launched.append(_launches_beside(group) - before)
+        optimizer.step()
+    run.note_end(model)
+    run.note("collectives of tensor parallelism", launched)
+
+
+def _launches_beside(ddps: Any) -> int:
+    """On all groups but DDP's: a DTensor may use those of an equal mesh that was there before."""
+    groups: Any = dist.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups if group is not ddps)
+
+
+def _batch_of(run: Run, loop: Loop, step: int, micro: int, seat: int) -> Batch:
+    draw = loop.draw or _whole(run.dtype)
+    size = loop.sizes[step % len(loop.sizes)]
+    return run.drawn(draw, step, micro, seat=seat, size=size)
+
+
+def _whole(dtype: torch.dtype) -> Callable[[torch.Generator, int], Batch]:
+    def draw(generator: torch.Generator, size: int) -> Batch:
+        shape = (2, size, LENGTH, WIDTH)
+        inputs, factors = torch.randint(-2, 3, shape, generator=generator).to(dtype)
+        return inputs, factors
+
+    return draw
+
+
+def _colwise_rowwise(run: Run, loop: Loop, **options: Any) -> None:
+    def build(mesh: DeviceMesh) -> nn.Module:
+        return columns_and_rows(mesh, dtype=run.dtype, **options)
+
+    _train(run, build, loop)
+
+
+def colwise_rowwise(run: Run) -> None:
+    """One layer cut by columns, the next by rows, unevenly; batches of several sizes, and so of a
+    symbolic one."""
+    _colwise_rowwise(run, Loop(loss=_loss, steps=2, sizes=(3, 5)))
+
+
+def colwise_rowwise_inside(run: Run) -> None:
+    """The same with the backward inside of the compiled function."""
+    _colwise_rowwise(run, Loop(loss=_loss, style="inside", steps=2))
+
+
+def colwise_rowwise_eager_forward(run: Run) -> None:
+    """The same with nothing compiled but the backward, in which a block is computed again."""
+    _colwise_rowwise(run, Loop(loss=_loss, style="as it is"), recomputed=True)
+
+
+def colwise_rowwise_compiled_before(run: Run) -> None:
+    """The same with DDP around the compiled model: what DDP does to its parameters is not in it."""
+
+    def build(mesh: DeviceMesh) -> nn.Module:
+        return run.compile(columns_and_rows(mesh, dtype=run.dtype))
+
+    _train(run, build, Loop(loss=_loss, style="as it is"))
+
+
+def colwise_rowwise_no_sync(run: Run) -> None:
+    """The same with accumulation."""
+    _colwise_rowwise(run, Loop(loss=_loss, steps=2, micro_batches=2, no_sync=True))
+
+
+def returning_dtensors(run: Run) -> None:
+    """The module returns a DTensor, and batches are of several sizes."""
+
+    def build(mesh: DeviceMesh) -> nn.Module:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel(use_local_output=False)}
+        return parallelize_module(FeedForward(dtype=run.dtype).to(run.device), mesh, plan)
+
+    _train(run, build, Loop(loss=_loss, steps=2, sizes=(3, 5)))
+
+
+def _real(generator: torch.Generator, size: int) -> Batch:
+    shape = (size, LENGTH, WIDTH)
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def sequence_parallel(run: Run) -> None:
+    """Norms work on a part of the sequence; the backward inside of the compiled function."""
+    loop = Loop(loss=models.square_loss, draw=_real, style="inside")
+    _train(run, sequences, loop, sgd(0.1, momentum=0.9))

@@ -1,0 +1,200 @@
+"""One training run on one rank: with eager DDP, or under the flag with ``torch.compile``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Generator, Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from testing import models
+from testing.models import Batch
+
+Way = Literal["eager", "fused"]
+T = TypeVar("T")
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Tensors = dict[str, Tensor | None]
+
+
+class Run:
+    """What a target trains with, and where it notes what is to be compared.
+
+    A target is called twice, with ``way = "eager"`` first. It must do the same both times, and
+    leave to this object what differs: :meth:`ddp` and :meth:`compile`.
+
+    Attributes:
+        way: which.
+        dtype: of the cell.
+        device: of this rank.
+        backwards: gradients after each backward, by the parameter's name.
+        end: what is compared beside them, by name.
+        others: the same, of what is no tensor.
+        launches: collectives of DDP's groups up to each backward since the one before, and whether
+            its gradients were to be averaged.
+    """
+
+    def __init__(self, way: Way, dtype: torch.dtype, device: torch.device) -> None:
+        self.way = way
+        self.dtype = dtype
+        self.device = device
+        self.backwards: list[Tensors] = []
+        self.end: Tensors = {}
+        self.others: dict[str, Any] = {}
+        self.launches: list[tuple[int, bool]] = []
+        self._groups: dict[int, Any] = {}
+        self._launched = 0
+        self._wrapped: list[weakref.ref[DistributedDataParallel]] = []
+        self._averaged: set[int] = set()
+        self._parameters: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    @property
+    def is_fused(self) -> bool:
+        return self.way == "fused"
+
+    @property
+    def gradients(self) -> int:
+        """How many parameters of DDP modules got dense gradients that were to be averaged: those
+        that buckets are for."""
+        return len(self._averaged)
+
+    def ddp(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
+        """``module`` on this rank's device, in DDP."""
+        wrapped = DistributedDataParallel(module.to(self.device), **options)
+        self.manage(wrapped)
+        # With tensor parallelism, torch's forward hooks put others in their places.
+        self._parameters[wrapped] = dict(wrapped.named_parameters())
+        return wrapped
+
+    def manage(self, module: DistributedDataParallel) -> None:
+        """Count the gradients of a module that :meth:`ddp` did not make."""
+        self._wrapped.append(weakref.ref(module))
+        self._groups[id(module.process_group)] = module.process_group
+        self._count_launches()  # Those of the constructor are no backward's.
+
+    def compile(self, target: T, **options: Any) -> T:
+        """``torch.compile`` under the flag, else nothing."""
+        if not self.is_fused:
+            return target
+        compiled: Any = torch.compile(target, **options)  # type: ignore[call-overload]
+        return compiled
+
+    def mlp(self, depth: int = 3, outputs: int = models.OUTPUTS) -> nn.Sequential:
+        """An exact model in the cell's dtype. In 16 bits, two layers stay exact, and no more."""
+        depth = depth if self.dtype == torch.float32 else min(depth, 2)
+        return models.mlp(depth, outputs, self.dtype)
+
+    def rows(self, step: int, micro: int = 0, *, seat: int | None = None, size: int = 4) -> Batch:
+        """A batch of whole numbers in the cell's dtype, for an exact model.
+
+        Args:
+            step: of the optimizer.
+            micro: backward of that step.
+            seat: ranks with the same number get the same batch; by default, each its own.
+            size: rows.
+        """
+        draw = functools.partial(models.whole_rows, dtype=self.dtype)
+        return self.drawn(draw, step, micro, seat=seat, size=size)
+
+    def drawn(
+        self, draw: Any, step: int, micro: int = 0, *, seat: int | None = None, size: int = 4
+    ) -> Batch:
+        """A batch that ``draw(generator, size)`` makes; see :meth:`rows`."""
+        seat = dist.get_rank() if seat is None else seat
+        generator = Generator().manual_seed((step * 100 + micro) * 100 + seat)
+        inputs, targets = draw(generator, size)
+        return inputs.to(self.device), targets.to(self.device)
+
+    def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+
+    def note_backward(self, model: nn.Module, *, synced: bool = True) -> None:
+        """Note the gradients of all parameters.
+
+        Args:
+            model: what was trained.
+            synced: whether gradients of DDP modules were to be averaged.
+        """
+        gradients = {name: parameter.grad for name, parameter in self._parameters_of(model).items()}
+        self.backwards.append(_detached(gradients))
+        self.launches.append((self._count_launches(), synced))
+        if synced:
+            self.count_gradients()
+
+    def count_gradients(self) -> None:
+        """Count those that there are of DDP modules, which were to be averaged."""
+        for reference in self._wrapped:
+            module = reference()
+            if module is not None:
+                self._averaged |= {
+                    id(parameter)
+                    for parameter in module._module_parameters
+                    if parameter.requires_grad
+                    and parameter.grad is not None
+                    and parameter.grad.layout is torch.strided
+                }
+
+    def _count_launches(self) -> int:
+        """Collectives since the last call; none can hide, for each backend numbers them."""
+        total = sum(group._get_sequence_number_for_group() for group in self._groups.values())
+        launched, self._launched = total - self._launched, total
+        return launched
+
+    def _parameters_of(self, model: nn.Module) -> Mapping[str, nn.Parameter]:
+        """By name: those that a DDP module was made with, where ``model`` is one."""
+        return self._parameters.get(model) or dict(model.named_parameters())
+
+    def note_end(self, model: nn.Module, **others: Any) -> None:
+        """Note parameters and buffers, and numbers or tensors beside them."""
+        self.end |= _detached(self._parameters_of(model))
+        self.end |= _detached(dict(model.named_buffers()))
+        self.end |= {
+            name: torch.as_tensor(value).detach().clone() for name, value in others.items()
+        }
+
+    def note(self, name: str, value: Any) -> None:
+        """Note a value that must equal eager DDP's: words of an error, a number."""
+        self.others[name] = value
+
+
+@contextlib.contextmanager
+def synced_if(model: nn.Module, synced: bool) -> Iterator[None]:
+    """``no_sync`` of the DDP modules in a model, unless ``synced``."""
+    with contextlib.ExitStack() as stack:
+        for module in () if synced else model.modules():
+            if isinstance(module, DistributedDataParallel):
+                stack.enter_context(module.no_sync())
+        yield
+
+
+def _detached(tensors: Mapping[str, Any]) -> Tensors:
+    return {
+        plain_name(name): None if tensor is None else _local(tensor.detach()).clone()
+        for name, tensor in tensors.items()
+    }
+
+
+def _local(tensor: Any) -> Tensor:
+    """This rank's part, dense."""
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    if getattr(tensor, "is_sparse", False):
+        tensor = tensor.to_dense()
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the levels that wrappers add."""
+    return name.replace("module.", "").replace("_orig_mod.", "")

@@ -1,0 +1,100 @@
+"""What the catalogue of scenarios says, on ranks: gradients of eager DDP, in the graph and with the
+warnings that each entry names.
+
+The nightly matrix runs over the same entries, each in processes of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nightly_matrix.outcomes import judge
+from testing.scenarios.both_ways import flag_of, train_both
+from testing.scenarios.catalog import SCENARIOS
+from testing.scenarios.entries import MODES, Scenario
+from testing.scenarios.ranks import RankReport
+
+RUN = Callable[..., list[Any]]
+
+
+def _cases() -> list[Any]:
+    """``(scenario, mode, dtype)`` of what a check trains, and by night of the other mode."""
+    found = []
+    for scenario in SCENARIOS:
+        now = {(mode, dtype or scenario.dtypes[0]) for mode, dtype in map(_parts, scenario.tested)}
+        for dtype in dict.fromkeys(dtype for _, dtype in sorted(now)):
+            for mode in MODES:
+                marks = _marks(scenario, is_now=(mode, dtype) in now)
+                name = _name_of(scenario, mode, dtype)
+                found.append(pytest.param(scenario, mode, dtype, marks=marks, id=name))
+    return found
+
+
+def _parts(tested: str) -> tuple[str, str]:
+    mode, _, dtype = tested.partition("/")
+    return mode, dtype
+
+
+def _marks(scenario: Scenario, *, is_now: bool) -> list[Any]:
+    why = scenario.fails_on_oldest
+    return [
+        *([] if is_now else [pytest.mark.nightly]),
+        *([pytest.mark.each_torch] if scenario.each_torch else []),
+        *([pytest.mark.xdist_group("four ranks")] if scenario.ranks == 4 else []),
+        *([pytest.mark.skip(reason=why)] if why and torch.__version__ < "2.13" else []),
+    ]
+
+
+def _name_of(scenario: Scenario, mode: str, dtype: str) -> str:
+    """``no-sync-concat``, ``groups/plain-concat``, ``plain-concat-bf16``."""
+    where = "" if scenario.parallelism == "ddp-2" else f"{scenario.parallelism}/"
+    name = f"{where}{scenario.feature}-{mode}"
+    return name if dtype == scenario.dtypes[0] else f"{name}-{dtype}"
+
+
+def train(scenario: Scenario, mode: str, dtype: str, graph: str = "auto") -> RankReport:
+    """A job for every rank."""
+    flag = flag_of(scenario, mode, graph)
+    report = train_both(scenario, dtype, flag, torch.device("cpu"))
+    for failure in filter(None, (report.eager, report.fused)):
+        # At once, for others wait for this rank.
+        assert scenario.must_fail, failure.trace
+    return report
+
+
+@pytest.mark.parametrize(("scenario", "mode", "dtype"), _cases())
+def test_trains_as_eager_ddp(run_on_ranks: RUN, scenario: Scenario, mode: str, dtype: str) -> None:
+    reports = run_on_ranks(scenario.ranks, train, scenario=scenario, mode=mode, dtype=dtype)
+    outcome = judge(scenario, reports, fate="", log="")
+    right = ("equal", "equal, unfused") if scenario.warns is None else (scenario.becomes,)
+    assert outcome.kind in right, f"{outcome.words}\n{outcome.detail}"
+    for report in reports:
+        assert report.unwaited == 0 or scenario.leaves_unwaited
+        assert not scenario.launches or report.launches == (scenario.launches,)
+        if scenario.graph and dtype == scenario.dtypes[0]:
+            assert (report.traced > 0) == (scenario.graph == "compiled_autograd")
+        if scenario.warns is not None:
+            _assert_warned(report, scenario.warns)
+
+
+def _assert_warned(report: RankReport, warns: tuple[str, ...]) -> None:
+    """All of it is said, nothing else, and nothing twice."""
+    assert all(any(words in text for text in report.warned) for words in warns), report.warned
+    assert all(any(words in text for words in warns) for text in report.warned), report.warned
+    assert len(set(report.warned)) == len(report.warned)
+
+
+@pytest.mark.parametrize("feature", ["plain", "local-gradients"])
+def test_one_graph_can_be_chosen(run_on_ranks: RUN, feature: str) -> None:
+    (scenario,) = [s for s in SCENARIOS if (s.parallelism, s.feature) == ("ddp-2", feature)]
+    for graph, traces in (("aot_autograd", False), ("compiled_autograd", True)):
+        reports = run_on_ranks(
+            2, train, scenario=scenario, mode="concat", dtype="fp32", graph=graph
+        )
+        assert judge(scenario, reports, fate="", log="").kind == "equal"
+        for report in reports:
+            assert (report.traced > 0) == traces
