@@ -28,7 +28,7 @@ def _cases() -> list[Any]:
         now = {(mode, dtype or scenario.dtypes[0]) for mode, dtype in map(_parts, scenario.tested)}
         for dtype in dict.fromkeys(dtype for _, dtype in sorted(now)):
             for mode in MODES:
-                marks = _marks(scenario, is_now=(mode, dtype) in now)
+                marks = _marks(scenario, dtype, is_now=(mode, dtype) in now)
                 name = _name_of(scenario, mode, dtype)
                 found.append(pytest.param(scenario, mode, dtype, marks=marks, id=name))
     return found
@@ -39,11 +39,12 @@ def _parts(tested: str) -> tuple[str, str]:
     return mode, dtype
 
 
-def _marks(scenario: Scenario, *, is_now: bool) -> list[Any]:
+def _marks(scenario: Scenario, dtype: str, *, is_now: bool) -> list[Any]:
     why = scenario.fails_on_oldest
+    on_each_torch = scenario.each_torch and dtype == scenario.dtypes[0]
     return [
         *([] if is_now else [pytest.mark.nightly]),
-        *([pytest.mark.each_torch] if scenario.each_torch else []),
+        *([pytest.mark.each_torch] if on_each_torch else []),
         *([pytest.mark.xdist_group("four ranks")] if scenario.ranks == 4 else []),
         *([pytest.mark.skip(reason=why)] if why and torch.__version__ < "2.13" else []),
     ]
