@@ -78,7 +78,6 @@ def hangs(run: Run) -> None:
 
 SCENARIOS = (
     _scenario("is-warned", quick=("concat", "coalesced")),
-    _scenario("is-silent"),
     _scenario("differs", dtypes=("fp32", "bf16")),
     _scenario("refuses", quick=("concat",)),
     _scenario("raises"),

@@ -9,6 +9,7 @@ from testing.scenarios.catalog.joining import JOIN
 from testing.scenarios.catalog.loops import LOOPS
 from testing.scenarios.catalog.numerics import OPTIMIZERS, PRECISION
 from testing.scenarios.catalog.parallelisms import PARALLELISMS
+from testing.scenarios.catalog.unused import UNUSED
 
 SCENARIOS = (
     *PARALLELISMS,
@@ -18,6 +19,7 @@ SCENARIOS = (
     *PARTS,
     *INSTANCES,
     *RANKS,
+    *UNUSED,
     *PARAMETERS,
     *OPTIONS,
     *JOIN,

@@ -13,38 +13,6 @@ from testing.scenarios.catalog.making import (
 )
 
 PARAMETERS = [
-    on_two(
-        "unused-never",
-        "`find_unused_parameters`, all used",
-        "unused:all_used",
-        quick=("concat",),
-    ),
-    on_two("unused-all", "`find_unused_parameters`, unused on all ranks", "unused:on_all_ranks"),
-    on_two(
-        "unused-all-kept",
-        "`find_unused_parameters`, unused at times, gradients kept",
-        "unused:on_all_ranks_kept",
-    ),
-    on_two("unused-some", "`find_unused_parameters`, unused on one rank", "unused:on_one_rank"),
-    on_two(
-        "unused-some-inside",
-        "`find_unused_parameters`, unused on one rank, backward inside",
-        "unused:on_one_rank_inside",
-    ),
-    on_two(
-        "unused-changing",
-        "`find_unused_parameters`, other ranks in each step",
-        "unused:on_changing_ranks",
-    ),
-    on_two("skip-unused", "`skip_all_reduce_unused_params`", "unused:skipped_reduction"),
-    on_two(
-        "missing-one",
-        "a parameter without a gradient on one rank, no option: an error that names it",
-        "unused:missing_on_one_rank",
-        must_fail="middle",
-        group_timeout_s=20,
-        becomes="refused",
-    ),
     on_two("frozen", "frozen parameters", "unused:frozen", launches=1, tested=COALESCED),
     on_two("ignored", "ignored parameters", "reducer:ignored_parameters"),
     on_two("sparse", "`nn.Embedding(sparse=True)`", "reducer:sparse_embedding"),

@@ -59,7 +59,6 @@ JOIN = [
         "`join`, `find_unused_parameters`",
         "joining:with_unused",
         tested=CONCAT,
-        each_torch=True,
     ),
     on_two(
         "join-unused-more",

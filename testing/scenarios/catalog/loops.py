@@ -23,7 +23,6 @@ LOOPS = [
         quick=("concat",),
         launches=1,
         tested=CONCAT,
-        each_torch=True,
     ),
     on_two(
         "no-sync-inside",

@@ -42,6 +42,12 @@ PARALLELISMS = [
     ),
     on_four(
         "ddp-4",
+        "unused-added",
+        "DDP on 4 ranks, `find_unused_parameters`, gradients added to",
+        "unused:added",
+    ),
+    on_four(
+        "ddp-4",
         "update-group",
         "DDP on 4 ranks, `_update_process_group`, other pairs and all",
         "reducer:another_group",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from testing.models import OUTPUTS, Batch, Branching
 from testing.scenarios.features.hooks import summing_hook
 from testing.scenarios.loop import Loop, train
-from testing.scenarios.run import Run
+from testing.scenarios.run import Run, synced_if
 
 
 class Branches(nn.Module):
@@ -117,3 +120,152 @@ def missing_on_one_rank(run: Run) -> None:
     """A gradient is missing on rank 1 from the start, and no option allows it."""
     rank = dist.get_rank()
     _train_branches(run, lambda _: rank == 1)
+
+
+# --- One of several branches ---------------------------------------------------------------------
+
+CHANGING = [
+    ["a", "b"],
+    ["b", "a"],
+    ["a", "a"],
+    ["b", "b"],
+    ["abc", "a"],
+    ["a", "c"],
+    ["c", "a"],
+    ["b", "b"],
+    ["a", "b"],
+    ["", "c"],
+]
+"""The branches that each rank takes, step by step."""
+
+
+def _train_branching(
+    run: Run,
+    takes: Sequence[Sequence[str]],
+    *,
+    style: Literal["outside", "inside", "as it is"] = "outside",
+    zero: Literal["none", "kept", "never"] = "none",
+    local: Sequence[int] = (),
+    model: nn.Module | None = None,
+    prepare: Callable[[Any], object] = lambda _: None,
+    **options: Any,
+) -> None:
+    """Train :class:`testing.models.Branching`.
+
+    Args:
+        run: where gradients are noted.
+        takes: the branches that each rank takes, step by step.
+        style: as of a :class:`Loop`.
+        zero: as of a :class:`Loop`.
+        local: the steps that run under ``no_sync``, after which gradients stay.
+        model: another one with branches.
+        prepare: called with the DDP module.
+        options: of DDP.
+    """
+    model = model or Branching(outputs=OUTPUTS)
+    ddp = run.ddp(model, find_unused_parameters=True, **options)
+    prepare(ddp)
+    forward = run.compile(ddp) if style == "outside" else ddp
+
+    def step(batch: Batch, branches: str) -> None:
+        (forward(batch[0], branches) * batch[1]).sum().backward()
+
+    backward = run.compile(step) if style == "inside" else step
+    for number, each in enumerate(takes):
+        synced = number not in local
+        with synced_if(ddp, synced):
+            backward(run.rows(number), each[dist.get_rank() % len(each)])
+        run.note_backward(ddp, synced=synced)
+        if synced and zero != "never":
+            ddp.zero_grad(set_to_none=zero == "none")
+
+
+def in_turn(run: Run) -> None:
+    """Ranks take one of two branches, the same or not."""
+    _train_branching(run, CHANGING[:4])
+
+
+def many_steps(run: Run) -> None:
+    """Each step has other branches on each rank."""
+    _train_branching(run, CHANGING)
+
+
+def changing_inside(run: Run) -> None:
+    """The same with the backward inside of the compiled function."""
+    _train_branching(run, CHANGING[:6], style="inside")
+
+
+def changing_eager_forward(run: Run) -> None:
+    """The same with nothing compiled but the backward."""
+    _train_branching(run, CHANGING[:6], style="as it is")
+
+
+def a_new_branch(run: Run) -> None:
+    """All ranks take another branch for some steps."""
+    _train_branching(run, [["a"], ["a"], ["c"], ["c"], ["c"], ["a"], ["a"]])
+
+
+def added(run: Run) -> None:
+    """Gradients are added to from step to step."""
+    takes = [["a", "b"], ["b", "a"], ["a"], ["b"], ["a", "b"]]
+    if dist.get_world_size() == 4:
+        takes = [["a", "b", "c", ""], ["", "a", "b", "c"], ["a", "a", "b", "b"], ["", "", "", "c"]]
+    _train_branching(run, takes, zero="never")
+
+
+def added_to_some(run: Run) -> None:
+    """The same where a branch comes late."""
+    _train_branching(run, [["a"], ["c", "b"], ["a", "b"], ["", "c"]], zero="never")
+
+
+def zeroed(run: Run) -> None:
+    """Gradients are set to zero and kept."""
+    takes = [["a", "b"], ["b", "a"], ["a"], ["c", "b"], ["a"]]
+    _train_branching(run, takes, zero="kept")
+
+
+def with_no_sync(run: Run) -> None:
+    """Some steps are under ``no_sync``, with branches of their own."""
+    takes = [["a", "b"], ["b"], ["a"], ["b"], ["a"], ["a"]]
+    _train_branching(run, takes, local=(0, 1, 3))
+
+
+def compressed(run: Run) -> None:
+    """With ``fp16_compress_hook``."""
+    hook = default_hooks.fp16_compress_hook
+    _train_branching(run, CHANGING[:6], prepare=lambda ddp: ddp.register_comm_hook(None, hook))
+
+
+def several_dtypes(run: Run) -> None:
+    """Branches of several dtypes."""
+    dtypes = {"b": torch.bfloat16, "c": torch.float64}
+    _train_branching(run, CHANGING[:6], model=Branching(dtypes, OUTPUTS))
+
+
+def in_a_static_graph(run: Run) -> None:
+    """With ``static_graph``, and another branch on each rank."""
+    _train_branching(run, [["a", "b"]] * 4, static_graph=True)
+
+
+def in_a_static_graph_later(run: Run) -> None:
+    """The same with ``_set_static_graph`` after DDP is constructed."""
+    _train_branching(run, [["a", "b"]] * 4, prepare=lambda ddp: ddp._set_static_graph())
+
+
+@torch.compiler.disable
+def _unseen(_: Tensor) -> None:
+    """A hook that breaks the graph of a backward."""
+
+
+class _BrokenBackward(Branching):
+    """Exact. Branches behind a hook that is not traced."""
+
+    def forward(self, x: Tensor, takes: str) -> Tensor:
+        out = super().forward(x.requires_grad_(), takes)
+        out.register_hook(_unseen)
+        return self.c(out.relu())[:, :OUTPUTS]
+
+
+def in_several_graphs(run: Run) -> None:
+    """A hook breaks the backward in several graphs."""
+    _train_branching(run, CHANGING[:3], style="as it is", model=_BrokenBackward())

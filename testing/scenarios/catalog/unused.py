@@ -1,0 +1,105 @@
+"""Parameters that take no part in a step."""
+
+from __future__ import annotations
+
+from testing.scenarios.catalog.making import COALESCED, CONCAT, on_two
+
+UNUSED = [
+    on_two(
+        "unused-never",
+        "`find_unused_parameters`, all used",
+        "unused:all_used",
+        quick=("concat",),
+    ),
+    on_two("unused-all", "`find_unused_parameters`, unused on all ranks", "unused:on_all_ranks"),
+    on_two(
+        "unused-all-kept",
+        "`find_unused_parameters`, unused at times, gradients kept",
+        "unused:on_all_ranks_kept",
+    ),
+    on_two("unused-some", "`find_unused_parameters`, unused on one rank", "unused:on_one_rank"),
+    on_two(
+        "unused-some-inside",
+        "`find_unused_parameters`, unused on one rank, backward inside",
+        "unused:on_one_rank_inside",
+    ),
+    on_two(
+        "unused-changing",
+        "`find_unused_parameters`, other ranks in each step",
+        "unused:on_changing_ranks",
+    ),
+    on_two(
+        "unused-in-turn",
+        "`find_unused_parameters`, one of two branches",
+        "unused:in_turn",
+        tested=CONCAT,
+        each_torch=True,
+    ),
+    on_two("unused-many", "`find_unused_parameters`, many branches", "unused:many_steps"),
+    on_two(
+        "unused-changing-inside",
+        "`find_unused_parameters`, other ranks in each step, backward inside",
+        "unused:changing_inside",
+    ),
+    on_two(
+        "unused-changing-eager",
+        "`find_unused_parameters`, other ranks in each step, nothing compiled but the backward",
+        "unused:changing_eager_forward",
+    ),
+    on_two(
+        "unused-new-branch",
+        "`find_unused_parameters`, another branch for a while",
+        "unused:a_new_branch",
+    ),
+    on_two(
+        "unused-added",
+        "`find_unused_parameters`, gradients added to from step to step",
+        "unused:added",
+        tested=COALESCED,
+        each_torch=True,
+    ),
+    on_two(
+        "unused-added-late",
+        "`find_unused_parameters`, gradients added to, a branch that comes late",
+        "unused:added_to_some",
+    ),
+    on_two(
+        "unused-zeroed", "`find_unused_parameters`, `zero_grad(set_to_none=False)`", "unused:zeroed"
+    ),
+    on_two(
+        "unused-no-sync",
+        "`find_unused_parameters`, `no_sync`",
+        "unused:with_no_sync",
+        tested=CONCAT,
+    ),
+    on_two(
+        "unused-hook-fp16", "`find_unused_parameters`, `fp16_compress_hook`", "unused:compressed"
+    ),
+    on_two("unused-dtypes", "`find_unused_parameters`, several dtypes", "unused:several_dtypes"),
+    on_two(
+        "unused-static-graph",
+        "`find_unused_parameters`, `static_graph`",
+        "unused:in_a_static_graph",
+    ),
+    on_two(
+        "unused-static-graph-later",
+        "`find_unused_parameters`, `_set_static_graph`",
+        "unused:in_a_static_graph_later",
+    ),
+    on_two(
+        "unused-several-graphs",
+        "`find_unused_parameters`, a backward in several graphs",
+        "unused:in_several_graphs",
+        warns=("it broke into several graphs, and with find_unused_parameters=True it must be",),
+        tested=CONCAT,
+    ),
+    on_two("skip-unused", "`skip_all_reduce_unused_params`", "unused:skipped_reduction"),
+    on_two(
+        "missing-one",
+        "a parameter without a gradient on one rank, no option: an error that names it",
+        "unused:missing_on_one_rank",
+        must_fail="middle",
+        group_timeout_s=20,
+        becomes="refused",
+    ),
+]
