@@ -118,12 +118,12 @@ class Participant:
             is_optional: whether it also runs in backwards that it must not average.
 
         Raises:
-            RanksDisagreeError: settings differ, a rank has failed, or some have not come within
-                the group's timeout.
+            RanksDisagreeError: settings differ, a rank has failed, or one has not come in time.
         """
         if launches is None or (is_optional and not self.is_averaged):
             self.thread = threading.get_ident()
-            return self._go_local()
+            self._go_local()
+            return
         if is_optional:
             self.announced |= launches.parameters
         self.receive(self._reached(launches.parameters))
