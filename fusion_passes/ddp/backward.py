@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.ddp.aot_backward import aot_backwards
+from fusion_passes.ddp.aot_obstacles import IN_PARTS
 from fusion_passes.ddp.autograd_graph import leaves_behind
 from fusion_passes.ddp.averaged import NONE_AVERAGED, Averaged
 from fusion_passes.ddp.disagreement import shared_errors
@@ -153,7 +154,6 @@ class BackwardRunner:
         if meets:
             registry.check_new(check_optimizers)
         touched = reached if meets else lambda: ()
-        self._note(averaged, call, reached if reach.managed else list, traced=traced)
         timing = launch_clock.timing(averaged) if meets else contextlib.nullcontext()
         with timing, running(), rejoining(), shared_errors(touched, fail_backward):
             with (
@@ -164,6 +164,7 @@ class BackwardRunner:
                 result = engine(outputs, *args, **kw)
                 self._call_back()
             names = self._end(lacking)
+        self._note(averaged, call, reached if reach.managed else list, lacking if traced else None)
         backwards.ended()
         if self.journal.unreadable == unreadable:  # Else the journal has said so.
             self._warn(names, self.journal.reports()[known:])
@@ -184,16 +185,18 @@ class BackwardRunner:
         averaged: Averaged,
         call: EngineCall,
         reached: Callable[[], list[str]],
-        *,
-        traced: bool,
+        traced: Sequence[Participant] | None,
     ) -> None:
-        """Note, for the report, where the gradients of a backward are reduced."""
+        """Note, for the report, where the gradients of a backward were reduced: ``traced`` has, of
+        one that was traced, the modules that may lack gradients."""
         if averaged.participants:
             modules = _labels(p.module for p in averaged.participants)
             backwards.note(modules, "aot_autograd", outside=averaged.outside)
         elif reached() and not aot_backwards.stays_local(reached()):
-            if traced:
+            if traced is not None and not modules_in_parts(traced):
                 backwards.note(_labels(reached()), "compiled_autograd", averaged.why_not)
+            elif traced is not None:
+                backwards.note(_labels(reached()), "none", IN_PARTS)
             else:
                 because = "create_graph is set" if call.creates_graph else "it cannot be traced"
                 backwards.note(_labels(reached()), "none", because)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.agreement.launches import Collective, LaunchList
+from fusion_passes.agreement.launches import LaunchList
 from fusion_passes.ddp.comm_hooks import is_hooked
 from fusion_passes.ddp.modules import registry
+from fusion_passes.ddp.priced import cost_ns
 from fusion_passes.ddp.watched import STEPS, PlannedGraph, Watched
 from fusion_passes.flag import active_config
-from fusion_passes.profile.records import Kind, Profile
+from fusion_passes.profile.records import Profile
 from fusion_passes.profile.steps import MeasuredSteps, slowest_ready
-from fusion_passes.reductions.find import dtype_name
 from fusion_passes.torch_private.compiled_backward import why_not_again
-from fusion_passes.torch_private.ddp import parameters_of
 
 
 def graph_of(ddp: DistributedDataParallel, item: Watched) -> tuple[PlannedGraph | None, str]:
@@ -82,16 +80,6 @@ def merged_steps(
         launched_ns: when, by rank.
     """
     collectives = LaunchList.decode(launches).collectives
-    costs = [_cost_ns(ddp, profile, one) for one in collectives]
+    costs = [cost_ns(ddp, profile, one) for one in collectives]
     times = slowest_ready(launched_ns, costs, profile.rates.taken_per_mille)
     return MeasuredSteps(STEPS, tuple(one.parameters for one in collectives), times).to_json()
-
-
-def _cost_ns(ddp: DistributedDataParallel, profile: Profile, sent: Collective) -> int:
-    """What an all-reduce of some parameters' gradients costs."""
-    dtype: torch.dtype = getattr(torch, sent.dtype)
-    parameters = parameters_of(ddp)
-    # A number beyond is that of what says which parameters were used: one element of each.
-    elements = [parameters[n].numel() if n < len(parameters) else n for n in sent.parameters]
-    kind = Kind(dtype_name(dtype.to_real()), "avg" if sent.divided == "by" else "sum")
-    return profile.table(kind).cost_ns(sum(elements) * dtype.itemsize)

@@ -6,7 +6,7 @@ was launched, and a profile of the network that somebody has measured says the r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.naming import launched_buckets
+from fusion_passes.ddp.priced import cost_ns
 from fusion_passes.profile.files import look_up
 from fusion_passes.profile.known import known_profile
-from fusion_passes.profile.records import Kind, Place, Profile, Site
+from fusion_passes.profile.records import Place, Profile, Site
 from fusion_passes.profile.site import site_of
-from fusion_passes.reductions.find import dtype_name
 from fusion_passes.reporting.timeline import RankSteps
 from fusion_passes.torch_private.ddp import parameters_of
 
@@ -67,7 +67,8 @@ def by_profile(mine: RankSteps, ranks: Sequence[RankSteps]) -> tuple[Times, str]
         if profile is None:
             return (), NO_PROFILE
         profiles[profile.digest()] = profile
-        costs_ns |= _costs_ns(ddp, profile)
+        for name, mode, sent in launched_buckets(module.group_name):
+            costs_ns[name] = cost_ns(ddp, profile, sent, one_by_one=mode == "coalesced")
     launched = {name: item.launched_s for name, item in mine.bucket_times(costs_ns).items()}
     found: dict[str, tuple[float, float]] = {}
     free_s = 0.0
@@ -88,21 +89,3 @@ def _kept(place: Place) -> Profile | None:
         return look_up(place)
     except (OSError, ValueError):  # Whoever needs it says what is wrong with it.
         return None
-
-
-def _costs_ns(ddp: DistributedDataParallel, profile: Profile) -> Iterator[tuple[str, int]]:
-    """What the all-reduce of each bucket of a module costs, by its name."""
-    module = registry.module_of(ddp)
-    numels = [parameter.numel() for parameter in parameters_of(ddp)]
-    numels.append(len(module.dense))  # Which parameters were used, under the number after theirs.
-    for name, mode, item in launched_buckets(module.group_name):
-        dtype: torch.dtype = getattr(torch, item.dtype)
-        num_bytes = sum(numels[number] for number in item.parameters) * dtype.itemsize
-        is_coalesced = mode == "coalesced"
-        kind = Kind(
-            dtype_name(dtype.to_real()),
-            "avg" if item.divided == "by" else "sum",
-            "coalesced" if is_coalesced else "concat",
-        )
-        tensors = len(item.parameters) if is_coalesced else 1
-        yield name, profile.table(kind).cost_ns(num_bytes, tensors)

@@ -90,6 +90,7 @@ UNUSED = [
         "unused-several-graphs",
         "`find_unused_parameters`, a backward in several graphs",
         "unused:in_several_graphs",
+        becomes="equal, unfused",
         warns=("it broke into several graphs, and with find_unused_parameters=True it must be",),
         tested=CONCAT,
     ),
