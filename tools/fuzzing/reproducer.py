@@ -128,7 +128,9 @@ def _without_docstrings(node: ast.stmt) -> ast.stmt:
 
 def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, set[str]]]:
     """One line for each name; none for what the script defines."""
-    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("fuzzing", "testing.threads", "__future")):
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+        ("fuzzing", "testing.threads", "__future")
+    ):
         return
     for alias in node.names:
         one = (
