@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
@@ -18,11 +19,18 @@ several where its spans overlap."""
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """The timeline in Chrome's trace event format: complete events, in microseconds from the start
-    of the first step on rank 0."""
+    of the first step on rank 0, or from what is before: Perfetto drops what begins before zero."""
     events: list[dict[str, Any]] = []
+    # Perfetto takes zero for the idle process, a thread of its process's number for the main one,
+    # and a number for one thread, whatever its process.
+    threads = itertools.count(max((item.rank for item in timeline.ranks), default=0) + 2)
     for item in timeline.ranks:
-        name = {"name": f"rank {item.rank} ({item.place})"}
-        events.append({"ph": "M", "name": "process_name", "pid": item.rank, "args": name})
+        pid, name = item.rank + 1, {"name": f"rank {item.rank} ({item.place})"}
+        order = {"sort_index": item.rank}
+        events += [
+            {"ph": "M", "name": "process_name", "pid": pid, "args": name},
+            {"ph": "M", "name": "process_sort_index", "pid": pid, "args": order},
+        ]
         predicted = [(PREDICTED, span) for span in timeline.predicted_spans(item)]
         spans = [*_steps(item), *_of_lanes(item), *predicted, *exposed_spans(item)]
         rows = [
@@ -30,16 +38,20 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
             for track in TRACKS
             for number, row in enumerate(_rows([span for other, span in spans if other == track]))
         ]
-        for tid, (track, number, row) in enumerate(rows):
-            where = {"pid": item.rank, "tid": tid}
+        for index, (track, number, row) in enumerate(rows):
+            where = {"pid": pid, "tid": next(threads)}
             label = f"{track} {number + 1}" if number else track
             events += [
                 {"ph": "M", **where, "name": "thread_name", "args": {"name": label}},
-                {"ph": "M", **where, "name": "thread_sort_index", "args": {"sort_index": tid}},
+                {"ph": "M", **where, "name": "thread_sort_index", "args": {"sort_index": index}},
             ]
             events += [
                 {"ph": "X", **where, "cat": track, **_event(timeline, item, span)} for span in row
             ]
+    timed = [event for event in events if "ts" in event]
+    first = min(0.0, *(event["ts"] for event in timed))
+    for event in timed:
+        event["ts"] = round(event["ts"] - first, 3)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -84,13 +84,18 @@ def test_the_trace_has_a_process_for_each_rank_and_a_track_for_each_lane(tmp_pat
     shown = [
         (tracks[event["pid"], event["tid"]], event["name"], event["ts"], event["dur"])
         for event in events
-        if event["ph"] == "X" and event["pid"] == 1
+        if event["ph"] == "X" and event["pid"] == 2
     ]
     assert ("network", "DDP 0 (Net) bucket 1", 6000.0, 5000.0) in [
         (*item[:2], *(round(value, 3) for value in item[2:])) for item in shown
     ]
     assert {track for track, *_ in shown} == {"step", *LANES, "exposed"}
     assert {event["ph"] for event in events} == {"M", "X"}
+    # What Perfetto gives a meaning of its own, or takes for one.
+    processes, threads = {event["pid"] for event in events}, [tid for _, tid in tracks]
+    assert len(set(threads)) == len(threads)
+    assert not {0, *processes}.intersection(threads)
+    assert 0 not in processes
 
 
 def test_buckets_that_are_sent_at_once_have_rows_of_their_own_in_the_trace(tmp_path: Path) -> None:
@@ -105,6 +110,16 @@ def test_buckets_that_are_sent_at_once_have_rows_of_their_own_in_the_trace(tmp_p
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     shown = [(names[e["tid"]], e["ts"]) for e in events if e.get("cat") == "network"]
     assert shown == [("network", 0.0), ("network", 5000.0), ("network 2", 2000.0)]
+
+
+def test_a_trace_begins_at_zero_though_a_rank_began_before_the_first(tmp_path: Path) -> None:
+    """Perfetto drops what begins before zero: a step of that rank was missing."""
+    one = timeline()
+    early = dataclasses.replace(one.ranks[1], start_s=-0.002)
+    write_timeline(dataclasses.replace(one, ranks=(one.ranks[0], early)), tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    steps = {e["pid"]: (e["ts"], e["dur"]) for e in events if e.get("cat") == "step"}
+    assert steps == {1: (2000.0, 10000.0), 2: (0.0, 10000.0)}
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
