@@ -112,12 +112,8 @@ class LaunchList:
         items = [self.mode]
         for index, item in enumerate(self.collectives):
             place = f"@{item.place} " if item.place != index else ""
-            numbers = number_runs(item.parameters)
-            items.append(f"{place}{_OPERATIONS[item.divided]} {item.dtype} {numbers}")
-        items += [
-            f"{_LATER}{_OPERATIONS[item.divided]} {item.dtype} {number_runs(item.parameters)}"
-            for item in self.later
-        ]
+            items.append(f"{place}{_text_of(item)}")
+        items += [f"{_LATER}{_text_of(item)}" for item in self.later]
         return "; ".join(items)
 
     @staticmethod
@@ -139,25 +135,27 @@ class LaunchList:
 @process_state.once("decoded launch lists", Lifetime.PROCESS, max_results=256)
 def _decode(text: str) -> LaunchList:
     mode, *items = text.split("; ")
-    divided: dict[str, Divided] = {name: key for key, name in _OPERATIONS.items()}
     collectives, later = [], []
     for index, item in enumerate(items):
         if item.startswith(_LATER):
-            operation, dtype, numbers = item.removeprefix(_LATER).split(" ")
-            later.append(Collective(divided[operation], dtype, tuple(numbers_in(numbers)), 0))
-            continue
-        place, _, rest = item.rpartition(" ")[0].rpartition("@")[2].partition(" ")
-        has_place = item.startswith("@")
-        operation, dtype = (rest if has_place else item.rpartition(" ")[0]).split(" ")
-        collectives.append(
-            Collective(
-                divided[operation],
-                dtype,
-                tuple(numbers_in(item.rpartition(" ")[2])),
-                int(place) if has_place else index,
-            )
-        )
+            later.append(_read(item.removeprefix(_LATER), 0))
+        elif item.startswith("@"):
+            place, _, rest = item[1:].partition(" ")
+            collectives.append(_read(rest, int(place)))
+        else:
+            collectives.append(_read(item, index))
     return LaunchList(mode, tuple(collectives), tuple(later))
+
+
+def _text_of(item: Collective) -> str:
+    return f"{_OPERATIONS[item.divided]} {item.dtype} {number_runs(item.parameters)}"
+
+
+def _read(text: str, place: int) -> Collective:
+    """The collective of which :func:`_text_of` made a text."""
+    operation, dtype, numbers = text.split(" ")
+    divided: dict[str, Divided] = {name: key for key, name in _OPERATIONS.items()}
+    return Collective(divided[operation], dtype, tuple(numbers_in(numbers)), place)
 
 
 def number_runs(numbers: Iterable[int]) -> str:
