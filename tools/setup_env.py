@@ -158,6 +158,8 @@ def become(environment: Path, command: "list[str]") -> None:
     """Replace this process by the command, so that signals and exit code are the command's."""
     variables = dict(os.environ, VIRTUAL_ENV=str(environment))
     variables.pop("PYTHONHOME", None)
+    # Else each process compiles the package's modules anew, which no user of an installed one does.
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
     variables["PATH"] = os.pathsep.join([str(environment / "bin"), variables.get("PATH", "")])
     sys.stdout.flush()
     os.execvpe(command[0], command, variables)

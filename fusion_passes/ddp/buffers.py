@@ -46,10 +46,6 @@ def broadcast_buffers(ddp: DistributedDataParallel, source: int = 0) -> None:
             shaped = [
                 piece.view(buffer.shape) for buffer, piece in zip(buffers, pieces, strict=True)
             ]
-            if is_traced:
-                for buffer, piece in zip(buffers, shaped, strict=True):
-                    buffer.copy_(piece)
-            else:
-                # A forward may have saved one for its backward: autograd sees no change of it, as
-                # with DDP's own broadcast.
-                torch._foreach_copy_([buffer.data for buffer in buffers], shaped)
+            # A forward may have saved one for its backward: autograd sees no change of it, as with
+            # DDP's own broadcast.
+            torch._foreach_copy_([buffer.data for buffer in buffers], shaped)

@@ -16,7 +16,11 @@ import torch
 from torch import Tensor, fx
 
 from fusion_passes.torch_private import OpOverload
-from fusion_passes.torch_private.autograd import makers_of_sparse_gradients, schema
+from fusion_passes.torch_private.autograd import (
+    makers_of_sparse_gradients,
+    register_fake,
+    schema,
+)
 
 _library: Final = torch.library.Library("fusion_passes", "FRAGMENT")
 
@@ -32,7 +36,7 @@ def _of_own_memory(maker: OpOverload, name: str) -> Any:
         return made.clone()
 
     _library.impl(name, make, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fusion_passes::{name}", maker, lib=_library)
+    register_fake(_library, name, maker)
     return getattr(torch.ops.fusion_passes, name).default
 
 

@@ -84,15 +84,29 @@ def a_graph_is_kept_under_no_sync(compiles: bool) -> list[Tensor]:
     return _gradients(ddp)
 
 
+def forwards_that_change_buffers_share_a_backward(compiles: bool) -> list[Tensor]:
+    """The first forward has saved the buffers that the second one gets from another rank."""
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(8, 4, bias=False), nn.BatchNorm1d(4)))
+
+    def backward(x: Tensor) -> None:
+        (ddp(x) * ddp(x.square())).exp().sum().backward()
+
+    step = torch.compile(backward) if compiles else backward
+    for _ in range(2):
+        step(torch.randn(3, 8))
+    return [*_gradients(ddp), *[buffer.clone() for buffer in ddp.buffers()]]
+
+
 CASES = (
     some_ranks_trace_symbols,
     one_of_two_modules_may_lack_gradients,
     a_graph_is_kept_under_no_sync,
+    forwards_that_change_buffers_share_a_backward,
 )
 
 
 def train_both_ways(flag: FusionMode) -> list[tuple[list[Tensor], list[Tensor], list[str]]]:
-    """A job for every rank: of each case the gradients of eager DDP, those under the flag, and what
+    """A job for every rank: of each case what eager DDP gives, what comes under the flag, and what
     was told."""
 
     def seeded(case: Callable[[bool], list[Tensor]], compiles: bool) -> list[Tensor]:

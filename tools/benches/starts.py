@@ -14,6 +14,7 @@ little.
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import statistics
@@ -43,6 +44,7 @@ LIMIT_SECONDS: Final = 900
 """Of one start; the longest cold one takes some 150 s on two cores."""
 
 BENCH: Final = Path(__file__).resolve().parent.parent / "bench.py"
+PACKAGE: Final = BENCH.parent.parent / "fusion_passes"
 
 Round = dict[str, dict[str, float]]
 """By method, CPU seconds by figure."""
@@ -55,6 +57,8 @@ def main(arguments: Sequence[str]) -> int:
         (model,) = options.model
         print(json.dumps(measure(model, options.size, options.method, options.by_block)))
         return 0
+    # An installed package has its bytecode, a checkout may have none.
+    compileall.compile_dir(PACKAGE, quiet=1)
     origin = Origin.here("starts", arguments)
     cells = {
         model: [_round(model, options) for _ in range(options.rounds)]
