@@ -17,6 +17,9 @@ from fusion_passes.state import Lifetime, process_state
 LATE: Final = "late"
 """The mode of collectives that no graph launches: they follow the backward, bucket by bucket."""
 
+FOLLOWS: Final = "follows"
+"""The mode of what a rank without inputs offers: it runs, by hand, what others do."""
+
 _LATER: Final = "later "
 
 Divided: TypeAlias = Literal["before", "by", "after", "hook", "rows"]
@@ -53,7 +56,8 @@ class LaunchList:
     Two ranks whose lists are equal run collectives that match.
 
     Attributes:
-        mode: ``"concat"`` or ``"coalesced"``; :data:`LATE` where no graph launches them.
+        mode: ``"concat"`` or ``"coalesced"``; :data:`LATE` where no graph launches them;
+            :data:`FOLLOWS` where a rank has none of its own.
         collectives: in the order of their launches.
         later: gradients that the graph gives and does not launch, each by itself: they follow the
             backward. No part of what ranks compare here: they do when it has ended.
@@ -128,6 +132,8 @@ class LaunchList:
             f"{_OPERATIONS[item.divided]}"
             for item in self.collectives
         ]
+        if self.mode == FOLLOWS:
+            return "what the others run: it has no inputs left"
         how = "after its backward" if self.mode == LATE else f"mode {self.mode!r}"
         return f"{how}, {len(buckets)} collectives: {shown_list(buckets)}"
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from fusion_passes.agreement.launches import LaunchList
+from fusion_passes.agreement.launches import FOLLOWS, LaunchList
 from fusion_passes.agreement.rendezvous import (
     RanksDisagreeError,
     Terms,
@@ -47,8 +47,7 @@ class Participant:
         late: those of them that are still to be reduced, and whether they are divided already.
         used: in a static graph, the parameters that some rank has used; ``None`` before its first
             round has ended.
-        own_use: in a static graph, the parameters that this rank has used in its first round;
-            ``None`` before that has ended.
+        own_use: of these, what this rank had used in the first round in which it had inputs.
         is_sharing: whether the ranks have yet to say which parameters they have used.
         needs_replanning: whether a compiled graph differs from the history, but need not.
         thread: in which a gradient of the round has come last.
@@ -88,8 +87,8 @@ class Participant:
     @property
     def place(self) -> str:
         """Where in the store the ranks meet next."""
-        numbers = f"{self.rounds}/{self.failures}/{self.meetings}"
-        return f"ddp_fusion/{self.key}/{self.kind or 'round'}/{numbers}"
+        kind, numbers = self.kind or "round", f"{self.rounds}/{self.failures}/{self.meetings}"
+        return f"ddp_fusion/{self.key}/{kind}/{numbers}"
 
     @property
     def has_sent_nothing(self) -> bool:
@@ -98,15 +97,16 @@ class Participant:
 
     @property
     def unused(self) -> frozenset[int]:
-        """The parameters of a static graph that others have used in this round, this rank not."""
+        """The parameters of a static graph that others have used, this rank not, in this round."""
         return (self.used or frozenset()) - self.received if not self.kind else frozenset()
 
     def receive(self, numbers: Iterable[int]) -> None:
         """Note gradients that have come. Raises a RuntimeError where a static graph has changed."""
         self.thread, came = threading.get_ident(), frozenset(numbers)
         self.received |= came
-        if self.own_use is not None and not self.kind and came - self.own_use:
-            self.refuse(came - self.own_use)
+        known = self.used if self.own_use is None else self.own_use
+        if known is not None and not self.kind and came - known:
+            self.refuse(came - known)
 
     def announce(self, launches: LaunchList | None, is_optional: bool = False) -> None:
         """Agree with the other ranks on a graph's launches, before its first one. When this
@@ -294,7 +294,8 @@ class Participant:
                 self.usage.learn(self.kind, texts_of(value).values())
         elif kind == "nothing" and self.is_sharing:
             lists = map(LaunchList.decode, texts_of(value).values())
-            self.used = frozenset(self.received).union(*(item.parameters for item in lists))
+            used = (item.parameters for item in lists if item.mode != FOLLOWS)
+            self.used = frozenset(self.received).union(*used)
         elif kind == "nothing":
             raise RanksDisagreeError(self.module, texts_of(value))
         return LaunchList.decode(value) if kind == "run" else None

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
-from fusion_passes.agreement.launches import LATE, LaunchList
+from fusion_passes.agreement.launches import FOLLOWS, LATE, LaunchList
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import ProcessGroup, group_timeout, resolve_process_group
 
@@ -202,6 +202,8 @@ def _compare(said: Mapping[int, str], may_lack: bool) -> str:
     if len({settings for settings, _ in items.values()}) > 1:
         return json.dumps(["settings", said])
     lists = {rank: LaunchList.decode(text) for rank, (_, text) in items.items()}
+    others = {rank: item for rank, item in lists.items() if item.mode != FOLLOWS}
+    lists = others or lists
     if may_lack:
         whole = whole_list([lists[rank] for rank in sorted(lists)])
         return json.dumps(["nothing", said] if whole is None else ["run", whole.encode()])

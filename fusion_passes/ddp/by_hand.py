@@ -38,8 +38,9 @@ class Job:
     has_inputs: bool = True
 
     def count_unused(self) -> None:
-        """Count as zero, in a static graph, what other ranks have used and this one has not."""
-        for number in sorted(self.participant.unused):
+        """Count as zero, in a static graph, what other ranks have used and this one has not. One
+        without inputs sends zeros for all, and keeps what it has."""
+        for number in sorted(self.participant.unused) if self.has_inputs else ():
             parameter = parameters_of(self.ddp)[number]
             if parameter.grad is None and number not in self.module.sparse:
                 parameter.grad = torch.zeros_like(parameter)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
-from fusion_passes.agreement.launches import LATE, Collective, LaunchList
+from fusion_passes.agreement.launches import FOLLOWS, LATE, Collective, LaunchList
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.by_hand import Job, Launched
@@ -60,15 +61,25 @@ def reduce_without_inputs(participant: Participant) -> None:
     assert ddp is not None, "it calls this"
     module, usage = registry.module_of(ddp), participant.usage
     job = Job(ddp, module, participant, has_inputs=False)
+    is_sharing = participant.is_sharing = ddp.static_graph and participant.used is None
     if usage is None:
-        participant.late |= dict.fromkeys(module.trained, False)
+        expected = module.trained if participant.used is None else participant.used
+        participant.late |= dict.fromkeys(expected, False)
     else:
         usage.pending.clear()
+    launched = set[int]()
     with torch.no_grad():
         while _is_left(job):
-            _run(_next_lists([job]))
+            lists = _next_lists([job])
+            _run(lists)
+            ((_, last),) = lists
+            launched |= last.parameters
+            if is_sharing and last.mode == LATE:
+                break  # In a static graph's first round, nothing follows that.
         _reduce_new(job)
         _reduce_rows(job)
+    if is_sharing:
+        participant.used = frozenset(launched)
 
 
 def _is_left(job: Job) -> bool:
@@ -126,7 +137,9 @@ def _launch(job: Job, item: Collective, mode: str) -> Launched | SentRows:
 
 def _plan_left(job: Job) -> LaunchList:
     job.count_unused()
-    return planned_by_hand(job, job.numbers)
+    planned = planned_by_hand(job, job.numbers)
+    has_own = job.has_inputs or job.participant.usage is not None
+    return planned if has_own else replace(planned, mode=FOLLOWS)
 
 
 def planned_by_hand(job: Job, numbers: Iterable[int]) -> LaunchList:

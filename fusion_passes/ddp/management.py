@@ -94,28 +94,6 @@ class ManagedDDP(ManagedForward):
         hand_over(self, "a hook of yours synchronises its buffers")
         register_buffer_comm_hook(self, *args, **kwargs)
 
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Any:
-        """Note whether ranks are joined, which makes the hook."""
-        self._ddp_fusion_joins = enable
-        try:
-            return DistributedDataParallel.join(
-                self, divide_by_initial_world_size, enable, throw_on_early_termination
-            )
-        finally:
-            self._ddp_fusion_joins = True
-
-    def join_hook(self, **kwargs: Any) -> Any:
-        """As DDP; hand a module with a static graph over to DDP's own reducer: what the graph is,
-        a rank without inputs cannot know."""
-        if self.static_graph and self.__dict__.get("_ddp_fusion_joins", True):
-            hand_over(self, "it joins ranks with uneven inputs, and has static_graph=True")
-        return DistributedDataParallel.join_hook(self, **kwargs)
-
     def _check_and_sync_module_buffers(self) -> None:
         get_buffers(self)
 

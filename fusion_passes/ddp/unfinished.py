@@ -62,7 +62,7 @@ def refuse_changed(
         "Your training graph has changed in this iteration, e.g., one parameter is unused in first "
         "iteration, but then got used in the second iteration. this is not compatible with "
         f"static_graph set to True: {module.label} has used {names} now, and not in its first "
-        "backward. Construct DistributedDataParallel without static_graph=True."
+        "iteration. Construct DistributedDataParallel without static_graph=True."
     )
     setattr(ddp, UNFINISHED, error)
     raise_as_ddp(ddp, ChangedGraphError, error)

@@ -38,11 +38,6 @@ IN_OBJECTS: Final = (
         "_register_buffer_comm_hook",
         "The Python reducer would ignore it, so DDP's own reducer takes over.",
     ),
-    _in_module("join", "With enable=False it calls join_hook too, which must know that."),
-    _in_module(
-        "join_hook",
-        "A rank without inputs cannot know what a static graph uses: DDP's own reducer is used.",
-    ),
     _in_module(
         "_check_and_sync_module_buffers",
         "A rank without inputs takes part in the broadcast of the others' forward.",
@@ -94,7 +89,6 @@ IN_OBJECTS: Final = (
     _attribute("_ddp_fusion_buffers_in", "The group over which buffers are broadcast."),
     _attribute("_ddp_fusion_sent_as", "The dtype in which gradients are sent."),
     _attribute("_ddp_fusion_is_hooked", "Whether a communication hook is called with buckets."),
-    _attribute("_ddp_fusion_joins", "Whether join, when it calls join_hook, joins ranks."),
     Patch(
         "torch.distributed.distributed_c10d._register_process_group",
         "A group name in a graph says whose gradient is reduced.",

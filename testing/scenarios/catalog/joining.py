@@ -5,7 +5,6 @@ from __future__ import annotations
 from testing.scenarios.catalog.making import (
     COALESCED,
     CONCAT,
-    OWN_REDUCER,
     THIRDS_EPS,
     on_four,
     on_two,
@@ -69,9 +68,21 @@ JOIN = [
         "join-static-graph",
         "`join`, `static_graph`",
         "joining:with_a_static_graph",
-        becomes="equal, unfused",
-        warns=(f"{OWN_REDUCER} it joins ranks with uneven inputs, and has static_graph=True",),
         tested=CONCAT,
+    ),
+    on_two(
+        "join-static-graph-unused",
+        "`join`, `static_graph`, parameters that no rank or one rank uses",
+        "joining:with_a_static_graph_of_some",
+        tested=CONCAT,
+    ),
+    on_two(
+        "join-static-graph-changed",
+        "`join`, a `static_graph` that a rank without inputs did not have: an error that names it",
+        "joining:with_a_static_graph_not_known",
+        must_fail="b.weight",
+        group_timeout_s=20,
+        becomes="refused",
     ),
     on_two(
         "join-optimizer",

@@ -149,8 +149,29 @@ def with_more_unused(run: Run) -> None:
 
 
 def with_a_static_graph(run: Run) -> None:
-    """With ``static_graph``."""
-    _train(run, run.mlp(), _Uneven([[2, 4]]), static_graph=True)
+    """With ``static_graph``; one rank has no inputs in later iterations, or in the first ones."""
+    for counts in ([[2, 4], [3, 1]], [[0, 3], [3, 1]]):
+        _train(run, run.mlp(), _Uneven(counts), **_static_graph(run, counts))
+
+
+def with_a_static_graph_of_some(run: Run) -> None:
+    """With ``static_graph``, where no rank uses a branch, and one rank alone uses another one."""
+    for counts in ([[2, 4], [3, 1]], [[3, 0], [2, 1]]):
+        uneven = _Uneven(counts, takes=[["b", ""]])
+        _train(run, Branching(outputs=OUTPUTS), uneven, **_static_graph(run, counts))
+
+
+def with_a_static_graph_not_known(run: Run) -> None:
+    """With ``static_graph``, where the one rank that uses a branch has no inputs at first."""
+    uneven = _Uneven([[0, 3], [2, 2]], takes=[["b", ""]])
+    _train(run, Branching(outputs=OUTPUTS), uneven, static_graph=True)
+
+
+def _static_graph(run: Run, counts: Sequence[Sequence[int]]) -> dict[str, bool]:
+    """The option, but where eager DDP ends with an error of Gloo's: if a rank has no inputs in the
+    first iteration, another option gives its gradients."""
+    has_graph = all(counts[0]) or run.is_fused
+    return {"static_graph": True} if has_graph else {"find_unused_parameters": True}
 
 
 def beside_an_optimizer(run: Run) -> None:
