@@ -18,12 +18,13 @@ from fusion_passes.agreement.rendezvous import (
     meeting_of,
     texts_of,
 )
+from fusion_passes.agreement.round import Round
 from fusion_passes.agreement.usage import Usage
 from fusion_passes.torch_private import resolve_process_group
 
 
 @dataclass
-class Participant:
+class Participant(Round):
     """A DDP module of this rank among those of the other ranks.
 
     Attributes:
@@ -31,51 +32,33 @@ class Participant:
         key: the same on all ranks: under it they meet.
         settings: the options that must be the same on all ranks, read when they meet.
         stand_aside: keeps the collectives of the module's graphs on this rank.
-        refuse: raises where a static graph uses parameters that it has not used before.
+        refuse: raises for gradients that DDP refuses: of parameters that a static graph has not
+            used before, or, if told so, that an earlier backward of the round has given.
         usage: of parameters, where ranks may use others in each step; else ``None``.
         history: what the ranks have agreed on, by kind of round, in order.
-        kind: of the round; all but the first backward of a forward are ``"extra"``.
-        position: how many of the history's lists this round has launched.
-        meetings: how often the ranks have met in this round.
         rounds: how many rounds have ended.
         meets_at: after so many, the ranks speak of their plan (``ddp/replanning.py``); -1: never.
         failures: how many have failed, as far as this rank has said or heard.
-        is_averaged: whether the graph that was compiled with a forward averages its backward now.
-        announced: numbers of the parameters that it has announced.
-        is_local: whether the collectives of the backward that runs stay on this rank.
-        received: numbers of the parameters whose gradients this round has.
-        late: those of them that are still to be reduced, and whether they are divided already.
         used: in a static graph, the parameters that some rank has used; ``None`` before its first
             round has ended.
-        own_use: of these, what this rank had used in the first round in which it had inputs.
-        is_sharing: whether the ranks have yet to say which parameters they have used.
+        own_use: of these, what this rank has used in the first round in which it had inputs;
+            ``None`` before that has ended.
         needs_replanning: whether a compiled graph differs from the history, but need not.
-        thread: in which a gradient of the round has come last.
     """
 
     module: str
     key: str
     settings: Callable[[], str] = lambda: ""
     stand_aside: Callable[[], None] = lambda: None
-    refuse: Callable[[Iterable[int]], None] = lambda _: None
+    refuse: Callable[[Iterable[int], bool], None] = lambda *_: None
     usage: Usage | None = None
     history: dict[str, list[LaunchList]] = field(default_factory=dict)
-    kind: str = ""
-    position: int = 0
-    meetings: int = 0
     rounds: int = 0
     meets_at: int = -1
     failures: int = 0
-    is_averaged: bool = False
-    announced: set[int] = field(default_factory=set)
-    is_local: bool = False
-    received: set[int] = field(default_factory=set)
-    late: dict[int, bool] = field(default_factory=dict)
     used: frozenset[int] | None = None
     own_use: frozenset[int] | None = None
-    is_sharing: bool = False
     needs_replanning: bool = False
-    thread: int = 0
     _changes: Counter[tuple[int, LaunchList]] = field(default_factory=Counter)
     _replanned: set[LaunchList] = field(default_factory=set)
 
@@ -97,16 +80,17 @@ class Participant:
 
     @property
     def unused(self) -> frozenset[int]:
-        """The parameters of a static graph that others have used, this rank not, in this round."""
+        """The parameters of a static graph that others have used in this round, this rank not."""
         return (self.used or frozenset()) - self.received if not self.kind else frozenset()
 
     def receive(self, numbers: Iterable[int]) -> None:
-        """Note gradients that have come. Raises a RuntimeError where a static graph has changed."""
-        self.thread, came = threading.get_ident(), frozenset(numbers)
-        self.received |= came
+        """Note gradients that have come. Raises a RuntimeError for those that DDP refuses."""
+        came = frozenset(numbers)
+        if repeated := self.note(came):
+            self.refuse(repeated, True)
         known = self.used if self.own_use is None else self.own_use
         if known is not None and not self.kind and came - known:
-            self.refuse(came - known)
+            self.refuse(came - known, False)
 
     def announce(self, launches: LaunchList | None, is_optional: bool = False) -> None:
         """Agree with the other ranks on a graph's launches, before its first one. When this
@@ -258,7 +242,7 @@ class Participant:
         self.rounds += 1
         if self.usage is not None and self.usage.end_round():
             self.agreed.clear()
-        self._begin()
+        self.begin()
 
     def fail_round(self) -> None:
         """The round has ended with an error. All ranks that know of it can try again, and meet
@@ -268,14 +252,7 @@ class Participant:
         if self.usage is not None:
             self.usage.fail_round()
         self.used = self.own_use = None
-        self._begin()
-
-    def _begin(self) -> None:
-        self.kind = ""
-        self.position = self.meetings = 0
-        self.is_local = self.is_sharing = self.is_averaged = False
-        for numbers in (self.received, self.late, self.announced):
-            numbers.clear()
+        self.begin()
 
     def _meet(self, launches: LaunchList, is_change: bool = False) -> LaunchList | None:
         """The list that all ranks are to run, once all have come; ``None`` if there is none yet:

@@ -12,7 +12,7 @@ from fusion_passes.agreement.launches import LaunchList, shown_list
 from fusion_passes.agreement.protocol import participants, why_failed
 from fusion_passes.agreement.rendezvous import ASKING_SECONDS, RanksDisagreeError
 from fusion_passes.ddp.modules import registry
-from fusion_passes.ddp.unfinished import ChangedGraphError
+from fusion_passes.ddp.unfinished import RefusedGradientError
 
 _TAKE_PART: Final = (
     "Let every parameter take part in each step on all ranks, freeze it, or give "
@@ -48,7 +48,7 @@ def shared_errors(
     except Exception as error:
         touched, start = _touched(before), time.monotonic()
         # Others can have failed for the same reason: this rank's own error says more.
-        found = None if isinstance(error, ChangedGraphError) else why_failed(touched)
+        found = None if isinstance(error, RefusedGradientError) else why_failed(touched)
         # A store that has not answered is not asked again: the error must not wait for it twice.
         if found is None and time.monotonic() - start < ASKING_SECONDS:
             reason = f"{type(error).__name__}: {str(error)[:_SHOWN_CHARACTERS]}"

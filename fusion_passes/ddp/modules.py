@@ -12,6 +12,7 @@ on all ranks of the group.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections import Counter
@@ -36,7 +37,7 @@ from fusion_passes.ddp.managed_module import (
     settings_of,
     usage_of,
 )
-from fusion_passes.ddp.unfinished import refuse_changed
+from fusion_passes.ddp.unfinished import refuse_changed, refuse_repeated
 from fusion_passes.profile.records import Profile
 from fusion_passes.profile.steps import MeasuredSteps
 from fusion_passes.reductions.owners import Owner
@@ -194,14 +195,15 @@ class Registry:
             key,
             lambda: settings_of(self._modules[name], participants[name].usage is not None),
             lambda: self.stand_aside(name),
-            lambda new: self._refuse(name, new),
+            functools.partial(self._refuse, name),
             usage_of(ddp, self._modules[name]),
         )
 
-    def _refuse(self, name: str, new: Iterable[int]) -> None:
+    def _refuse(self, name: str, numbers: Iterable[int], is_repeated: bool) -> None:
         ddp = self.ddp_of(name)
         if ddp is not None:
-            refuse_changed(ddp, self._modules[name], new)
+            refuse = refuse_repeated if is_repeated else refuse_changed
+            refuse(ddp, self._modules[name], numbers)
 
     def stand_aside(self, name: str) -> None:
         """Keep a module's collectives on this rank until :meth:`rejoin`."""

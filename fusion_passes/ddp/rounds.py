@@ -102,11 +102,12 @@ def note_unannounced(names: Iterable[str]) -> set[str]:
     found = set()
     for name in names:
         owner = registry.owner_of(name)
-        if owner is not None and owner.number not in participants[owner.group_name].received:
-            participants[owner.group_name].receive([owner.number])
+        participant = participants[owner.group_name] if owner is not None else None
+        if owner is not None and participant is not None and owner.number not in participant.came:
+            participant.receive([owner.number])
             found.add(owner.group_name)
             if owner.calls_hook:  # Nobody has called it.
-                participants[owner.group_name].late[owner.number] = False
+                participant.late[owner.number] = False
     return found
 
 
@@ -156,6 +157,7 @@ def end_backward() -> None:
     own_use = {participant.module: frozenset(participant.received) for participant in active}
     reduce_late(active)
     for participant in active:
+        participant.end_backward()
         _end_if_complete(participant, own_use[participant.module])
     _plan_anew(active)
 

@@ -20,8 +20,8 @@ FORGOTTEN: Final = (
 )
 
 
-class ChangedGraphError(RuntimeError):
-    """A static graph has changed on this rank; DDP's own reducer raises a RuntimeError."""
+class RefusedGradientError(RuntimeError):
+    """A gradient has come on this rank that DDP refuses: its own reducer raises a RuntimeError."""
 
 
 def unfinished(ddp: DistributedDataParallel, module: ManagedModule, missing: Iterable[int]) -> str:
@@ -55,7 +55,7 @@ def refuse_changed(
     """Raise the error of a static graph that uses parameters which it has not used before.
 
     Raises:
-        ChangedGraphError: always; the next forward raises an error with the same text.
+        RefusedGradientError: always; the next forward raises an error with the same text.
     """
     names = ", ".join(module.parameters[number] for number in sorted(new))
     error = (
@@ -65,7 +65,27 @@ def refuse_changed(
         "iteration. Construct DistributedDataParallel without static_graph=True."
     )
     setattr(ddp, UNFINISHED, error)
-    raise_as_ddp(ddp, ChangedGraphError, error)
+    raise_as_ddp(ddp, RefusedGradientError, error)
+
+
+def refuse_repeated(
+    ddp: DistributedDataParallel, module: ManagedModule, repeated: Iterable[int]
+) -> NoReturn:
+    """Raise the error of a second gradient where the first backward has left others without one.
+
+    Raises:
+        RefusedGradientError: always.
+    """
+    names = ", ".join(module.parameters[number] for number in sorted(repeated))
+    raise_as_ddp(
+        ddp,
+        RefusedGradientError,
+        "Expected to mark a variable ready only once. Two backwards since the last forward of "
+        f"{module.label} have given gradients of {names}, and the first has not given those of all "
+        "its parameters. Let every parameter take part in the first, freeze it before "
+        "DistributedDataParallel is constructed, or give DistributedDataParallel "
+        "find_unused_parameters=True.",
+    )
 
 
 def refuse_unfinished(ddp: DistributedDataParallel) -> NoReturn:

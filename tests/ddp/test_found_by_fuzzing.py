@@ -97,11 +97,41 @@ def forwards_that_change_buffers_share_a_backward(compiles: bool) -> list[Tensor
     return [*_gradients(ddp), *[buffer.clone() for buffer in ddp.buffers()]]
 
 
+class Heads(nn.Module):
+    """Two outputs, whose layers are compiled one by one: a backward from one reaches no other."""
+
+    def __init__(self, compiles: bool) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = (nn.Linear(8, 8) for _ in range(3))
+        if compiles:
+            for layer in self.children():
+                layer.compile()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.trunk(x)
+        return self.left(x), self.right(x)
+
+
+def a_backward_repeats_one_that_was_incomplete(compiles: bool) -> list[Tensor]:
+    """Of the same output or of another: DDP refuses it at once, and not only in the next forward.
+    What it leaves in gradients before that is not looked at."""
+    for second in (0, 1):
+        ddp = DistributedDataParallel(Heads(compiles))
+        outputs = ddp(torch.randn(3, 8))
+        outputs[0].square().sum().backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="Expected to mark a variable ready only once"):
+            outputs[second].square().sum().backward()
+        with pytest.raises(RuntimeError):
+            ddp(torch.randn(3, 8))
+    return [torch.zeros(())]
+
+
 CASES = (
     some_ranks_trace_symbols,
     one_of_two_modules_may_lack_gradients,
     a_graph_is_kept_under_no_sync,
     forwards_that_change_buffers_share_a_backward,
+    a_backward_repeats_one_that_was_incomplete,
 )
 
 

@@ -1,0 +1,59 @@
+"""What a module's round has come to on this rank."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True)
+class Round:
+    """What lies between a forward and the last gradient that it expects, on this rank.
+
+    Attributes:
+        kind: all but the first backward of a forward are ``"extra"``.
+        position: how many of the history's lists it has launched.
+        meetings: how often the ranks have met in it.
+        is_averaged: whether the graph that was compiled with a forward averages its backward now.
+        announced: numbers of the parameters that this graph has announced.
+        is_local: whether the collectives of the backward that runs stay on this rank.
+        is_sharing: whether the ranks have yet to say which parameters they have used.
+        received: numbers of the parameters whose gradients there are.
+        came: those that the backward which runs has given.
+        earlier: those that backwards before it have given.
+        late: those that are still to be reduced, and whether they are divided already.
+        thread: in which a gradient has come last.
+    """
+
+    kind: str = ""
+    position: int = 0
+    meetings: int = 0
+    is_averaged: bool = False
+    announced: set[int] = field(default_factory=set)
+    is_local: bool = False
+    is_sharing: bool = False
+    received: set[int] = field(default_factory=set)
+    came: set[int] = field(default_factory=set)
+    earlier: set[int] = field(default_factory=set)
+    late: dict[int, bool] = field(default_factory=dict)
+    thread: int = 0
+
+    def note(self, came: frozenset[int]) -> frozenset[int]:
+        """Note gradients that have come; those of them that an earlier backward has given."""
+        self.thread = threading.get_ident()
+        self.received |= came
+        self.came |= came
+        return came & self.earlier
+
+    def end_backward(self) -> None:
+        """Note that a backward has ended, and the round has not."""
+        self.earlier |= self.came
+        self.came.clear()
+
+    def begin(self) -> None:
+        """Begin anew."""
+        self.kind = ""
+        self.position = self.meetings = 0
+        self.is_local = self.is_sharing = self.is_averaged = False
+        for numbers in (self.received, self.came, self.earlier, self.late, self.announced):
+            numbers.clear()
