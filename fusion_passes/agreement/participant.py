@@ -246,8 +246,9 @@ class Participant(Round):
 
     def fail_round(self) -> None:
         """The round has ended with an error. All ranks that know of it can try again, and meet
-        first: some collectives may have been launched on one rank and not on another."""
-        self.failures += 1
+        first: some collectives may have been launched on one rank and not on another. One that has
+        only waited in vain, for ranks that have yet to fail, comes to the same place again."""
+        self.failures += not self.is_alone
         self.history.clear()
         if self.usage is not None:
             self.usage.fail_round()
@@ -261,11 +262,17 @@ class Participant(Round):
         if meeting is None:
             return launches
         place = f"{self.place}/change{self.position}" if is_change else self.place
+        is_first = not (self.meetings or self.kind or self.agreed)
         self.meetings += not is_change
         statement = json.dumps([self.settings(), launches.encode()])
         last = self.agreed[self.position] if self.position < len(self.agreed) else None
         may_lack = self.usage is not None
-        kind, value = meet(meeting, place, statement, Terms(self.module, last, is_change, may_lack))
+        terms = Terms(self.module, last, is_change, may_lack)
+        try:
+            kind, value = meet(meeting, place, statement, terms)
+        except RanksDisagreeError as error:
+            self.is_alone = is_first and bool(error.silent)
+            raise
         if kind == "nothing" and self.usage is not None:
             if not is_change:
                 self.usage.learn(self.kind, texts_of(value).values())

@@ -24,8 +24,9 @@ from fusion_passes.torch_private import ProcessGroup, group_timeout, resolve_pro
 ASKING_SECONDS: Final = 1.0
 """How long the store may take to answer while an error is handled: its host may be what failed."""
 
-GRACE_SECONDS: Final = 0.5
-"""How much longer than the group's timeout a rank waits for a store that does not answer."""
+GRACE_SECONDS: Final = 1.5
+"""How much longer than the group's timeout a rank waits for a store that does not answer. One of
+files takes a second longer to say that nobody has come."""
 
 CHANGING_SECONDS: Final = 2.0
 """How long a rank that has changed waits for others to; at most an eighth of the timeout."""
@@ -177,8 +178,10 @@ def exchange(
         compare: makes the verdict of what all have said.
     """
     store, verdict = meeting.store, f"{place}/verdict"
-    store.set(f"{place}/{meeting.rank}", statement)
-    if store.add(f"{place}/arrived", 1) == meeting.world_size:
+    mine = f"{place}/{meeting.rank}"
+    is_back = store.check([mine])  # It has waited here before, in vain.
+    store.set(mine, statement)
+    if store.add(f"{place}/arrived", int(not is_back)) == meeting.world_size:
         said, _ = said_at(meeting, place)
         store.compare_set(verdict, "", compare(said))
     try:

@@ -22,6 +22,7 @@ class Round:
         came: those that the backward which runs has given.
         earlier: those that backwards before it have given.
         late: those that are still to be reduced, and whether they are divided already.
+        is_alone: whether it has ended where it began: no other rank has come to meet this one.
         thread: in which a gradient has come last.
     """
 
@@ -32,6 +33,7 @@ class Round:
     announced: set[int] = field(default_factory=set)
     is_local: bool = False
     is_sharing: bool = False
+    is_alone: bool = False
     received: set[int] = field(default_factory=set)
     came: set[int] = field(default_factory=set)
     earlier: set[int] = field(default_factory=set)
@@ -54,6 +56,6 @@ class Round:
         """Begin anew."""
         self.kind = ""
         self.position = self.meetings = 0
-        self.is_local = self.is_sharing = self.is_averaged = False
+        self.is_local = self.is_sharing = self.is_averaged = self.is_alone = False
         for numbers in (self.received, self.came, self.earlier, self.late, self.announced):
             numbers.clear()

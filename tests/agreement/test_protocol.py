@@ -225,6 +225,26 @@ def test_a_rank_that_fails_is_heard_at_once_and_all_go_on(run_on_ranks: RUN) -> 
     assert time.monotonic() - start < 60
 
 
+def one_fails_first() -> bool:
+    """Rank 0 fails, and has waited in vain for rank 1 before that fails too."""
+    me = _participant("first")
+    me.announce(_list((0,)))
+    if not dist.get_rank():
+        me.fail_round()
+        waited = _error(lambda: me.announce(_list((0,))))
+        assert waited is not None
+        assert waited.silent == [1]
+    dist.barrier()
+    me.fail_round()
+    me.announce(_list((0,)))
+    unregister_process_group("first")
+    return me.is_local
+
+
+def test_ranks_that_have_failed_in_turn_meet_again(run_on_ranks: RUN) -> None:
+    assert run_on_ranks(2, one_fails_first) == [False, False]
+
+
 def nobody_is_waiting() -> bool:
     me = participants["quiet"] = _participant("quiet")
     me.announce(_list((0,)))
