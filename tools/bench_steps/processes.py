@@ -194,6 +194,8 @@ class RowProcesses:
             "TORCHINDUCTOR_AUTOGRAD_CACHE": str(int(not self.place.shares_kernels)),
             # Pools of compilers would compete with the ranks for their cores.
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            # Torch tries this machine's vectors by six programs, which belong to a start alone.
+            **({"TORCHINDUCTOR_VEC_ISA_OK": "1"} if self.place.shares_kernels else {}),
             "TRANSFORMERS_VERBOSITY": "error",
             **self.place.variables,
         }

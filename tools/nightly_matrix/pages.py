@@ -34,6 +34,7 @@ GROUPS: Final[Mapping[str, str]] = {
     "buffers": "Buffers",
     "precision": "Dtypes and mixed precision",
     "hooks": "Hooks",
+    "bucket_hooks": "Communication hooks that are called with buckets",
     "optimizers": "Optimizers",
 }
 """Titles of the kept page's groups, in order, by the module that trains."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from testing.scenarios.catalog.backwards import BACKWARDS
+from testing.scenarios.catalog.bucket_hooks import BUCKET_HOOKS
 from testing.scenarios.catalog.ddp import BUFFERS, HOOKS, OPTIONS, PARAMETERS
 from testing.scenarios.catalog.graphs import GROUPS, INSTANCES, PARTS, RANKS
 from testing.scenarios.catalog.joining import JOIN
@@ -26,5 +27,6 @@ SCENARIOS = (
     *BUFFERS,
     *PRECISION,
     *HOOKS,
+    *BUCKET_HOOKS,
     *OPTIMIZERS,
 )

@@ -10,7 +10,6 @@ from testing.scenarios.catalog.making import (
     on_four,
     on_two,
 )
-from testing.scenarios.entries import MODES
 
 PARALLELISMS = [
     on_two(
@@ -18,7 +17,7 @@ PARALLELISMS = [
         "DDP on 2 ranks",
         "loops:plain",
         dtypes=("fp32", "bf16", "fp16"),
-        quick=MODES,
+        quick=CONCAT,
         graph="aot_autograd",
         launches=1,
         tested=("concat", "concat/bf16", "coalesced/fp16"),

@@ -9,7 +9,7 @@ UNUSED = [
         "unused-never",
         "`find_unused_parameters`, all used",
         "unused:all_used",
-        quick=("concat",),
+        tested=CONCAT,
     ),
     on_two("unused-all", "`find_unused_parameters`, unused on all ranks", "unused:on_all_ranks"),
     on_two(

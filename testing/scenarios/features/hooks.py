@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
-    powerSGD_hook,
 )
 
 from testing.models import Batch
@@ -161,21 +160,8 @@ def noop_hook(run: Run) -> None:
     _train_with_hook(run, debugging_hooks.noop_hook)
 
 
-def power_sgd_hook(run: Run) -> None:
-    """``powerSGD_hook``, compressing from the third step on."""
-    state = powerSGD_hook.PowerSGDState(
-        process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2
-    )
-    _train_with_hook(run, powerSGD_hook.powerSGD_hook, state, steps=5)
-
-
 def summing_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Sum instead of averaging."""
     work: Any = dist.all_reduce(bucket.buffer(), group=state, async_op=True)
     summed: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
     return summed
-
-
-def users_hook(run: Run) -> None:
-    """A hook of the user's own."""
-    _train_with_hook(run, summing_hook, dist.group.WORLD)

@@ -30,7 +30,9 @@ def _loss_in_single(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-def _autocast(run: Run) -> Callable[[nn.Module, Batch], Tensor]:
+def autocast_of(run: Run) -> Callable[[nn.Module, Batch], Tensor]:
+    """A loss under autocast in the cell's dtype."""
+
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         with torch.autocast(run.device.type, dtype=run.dtype):
             outputs: Tensor = model(batch[0])
@@ -41,12 +43,12 @@ def _autocast(run: Run) -> Callable[[nn.Module, Batch], Tensor]:
 
 def autocast(run: Run) -> None:
     """fp32 parameters under autocast in the cell's dtype."""
-    train(run, run.ddp(models.mlp()), Loop(draw=models.whole_rows, loss=_autocast(run)))
+    train(run, run.ddp(models.mlp()), Loop(draw=models.whole_rows, loss=autocast_of(run)))
 
 
 def autocast_inside(run: Run) -> None:
     """The same with the backward inside of the compiled function."""
-    loop = Loop(style="inside", draw=models.whole_rows, loss=_autocast(run))
+    loop = Loop(style="inside", draw=models.whole_rows, loss=autocast_of(run))
     train(run, run.ddp(models.mlp()), loop)
 
 
@@ -84,7 +86,7 @@ def grad_scaler_infinite(run: Run) -> None:
 
 def grad_scaler_autocast(run: Run) -> None:
     """``GradScaler`` and autocast in the cell's dtype, with a step that is skipped."""
-    _train_scaled(run, _autocast(run), infinite_in=1)
+    _train_scaled(run, autocast_of(run), infinite_in=1)
 
 
 def two_dtypes(run: Run) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from testing.models import OUTPUTS, Batch, Branching
-from testing.scenarios.features.hooks import summing_hook
 from testing.scenarios.loop import Loop, train
 from testing.scenarios.run import Run, synced_if
 
@@ -36,15 +35,12 @@ def _train_branches(
     run: Run,
     skips: Callable[[int], bool],
     loop: Loop | None = None,
-    hook: Callable[..., Any] | None = None,
     **options: Any,
 ) -> None:
     """Train :class:`Branches`, leaving out the layer in the steps where ``skips`` says so."""
     model = Branches(run.mlp())
     loop = loop or Loop()
     ddp = run.ddp(model, **options)
-    if hook is not None:
-        ddp.register_comm_hook(dist.group.WORLD, hook)
 
     def choose(step: int) -> None:
         model.skips = skips(step)
@@ -83,17 +79,6 @@ def on_changing_ranks(run: Run) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     _train_branches(
         run, lambda step: step == 3 or step % ranks == rank, find_unused_parameters=True
-    )
-
-
-def with_users_hook(run: Run) -> None:
-    """As :func:`on_changing_ranks`, with a communication hook of the user's own."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    _train_branches(
-        run,
-        lambda step: step == 3 or step % ranks == rank,
-        hook=summing_hook,
-        find_unused_parameters=True,
     )
 
 
@@ -139,7 +124,7 @@ CHANGING = [
 """The branches that each rank takes, step by step."""
 
 
-def _train_branching(
+def train_branching(
     run: Run,
     takes: Sequence[Sequence[str]],
     *,
@@ -148,6 +133,7 @@ def _train_branching(
     local: Sequence[int] = (),
     model: nn.Module | None = None,
     prepare: Callable[[Any], object] = lambda _: None,
+    before_note: Callable[[Any], object] = lambda _: None,
     **options: Any,
 ) -> None:
     """Train :class:`testing.models.Branching`.
@@ -160,6 +146,7 @@ def _train_branching(
         local: the steps that run under ``no_sync``, after which gradients stay.
         model: another one with branches.
         prepare: called with the DDP module.
+        before_note: called with it after each backward.
         options: of DDP.
     """
     model = model or Branching(outputs=OUTPUTS)
@@ -175,6 +162,7 @@ def _train_branching(
         synced = number not in local
         with synced_if(ddp, synced):
             backward(run.rows(number), each[dist.get_rank() % len(each)])
+        before_note(ddp)
         run.note_backward(ddp, synced=synced)
         if synced and zero != "never":
             ddp.zero_grad(set_to_none=zero == "none")
@@ -182,27 +170,27 @@ def _train_branching(
 
 def in_turn(run: Run) -> None:
     """Ranks take one of two branches, the same or not."""
-    _train_branching(run, CHANGING[:4])
+    train_branching(run, CHANGING[:4])
 
 
 def many_steps(run: Run) -> None:
     """Each step has other branches on each rank."""
-    _train_branching(run, CHANGING)
+    train_branching(run, CHANGING)
 
 
 def changing_inside(run: Run) -> None:
     """The same with the backward inside of the compiled function."""
-    _train_branching(run, CHANGING[:6], style="inside")
+    train_branching(run, CHANGING[:6], style="inside")
 
 
 def changing_eager_forward(run: Run) -> None:
     """The same with nothing compiled but the backward."""
-    _train_branching(run, CHANGING[:6], style="as it is")
+    train_branching(run, CHANGING[:6], style="as it is")
 
 
 def a_new_branch(run: Run) -> None:
     """All ranks take another branch for some steps."""
-    _train_branching(run, [["a"], ["a"], ["c"], ["c"], ["c"], ["a"], ["a"]])
+    train_branching(run, [["a"], ["a"], ["c"], ["c"], ["c"], ["a"], ["a"]])
 
 
 def added(run: Run) -> None:
@@ -210,46 +198,46 @@ def added(run: Run) -> None:
     takes = [["a", "b"], ["b", "a"], ["a"], ["b"], ["a", "b"]]
     if dist.get_world_size() == 4:
         takes = [["a", "b", "c", ""], ["", "a", "b", "c"], ["a", "a", "b", "b"], ["", "", "", "c"]]
-    _train_branching(run, takes, zero="never")
+    train_branching(run, takes, zero="never")
 
 
 def added_to_some(run: Run) -> None:
     """The same where a branch comes late."""
-    _train_branching(run, [["a"], ["c", "b"], ["a", "b"], ["", "c"]], zero="never")
+    train_branching(run, [["a"], ["c", "b"], ["a", "b"], ["", "c"]], zero="never")
 
 
 def zeroed(run: Run) -> None:
     """Gradients are set to zero and kept."""
     takes = [["a", "b"], ["b", "a"], ["a"], ["c", "b"], ["a"]]
-    _train_branching(run, takes, zero="kept")
+    train_branching(run, takes, zero="kept")
 
 
 def with_no_sync(run: Run) -> None:
     """Some steps are under ``no_sync``, with branches of their own."""
     takes = [["a", "b"], ["b"], ["a"], ["b"], ["a"], ["a"]]
-    _train_branching(run, takes, local=(0, 1, 3))
+    train_branching(run, takes, local=(0, 1, 3))
 
 
 def compressed(run: Run) -> None:
     """With ``fp16_compress_hook``."""
     hook = default_hooks.fp16_compress_hook
-    _train_branching(run, CHANGING[:6], prepare=lambda ddp: ddp.register_comm_hook(None, hook))
+    train_branching(run, CHANGING[:6], prepare=lambda ddp: ddp.register_comm_hook(None, hook))
 
 
 def several_dtypes(run: Run) -> None:
     """Branches of several dtypes."""
     dtypes = {"b": torch.bfloat16, "c": torch.float64}
-    _train_branching(run, CHANGING[:6], model=Branching(dtypes, OUTPUTS))
+    train_branching(run, CHANGING[:6], model=Branching(dtypes, OUTPUTS))
 
 
 def in_a_static_graph(run: Run) -> None:
     """With ``static_graph``, and another branch on each rank."""
-    _train_branching(run, [["a", "b"]] * 4, static_graph=True)
+    train_branching(run, [["a", "b"]] * 4, static_graph=True)
 
 
 def in_a_static_graph_later(run: Run) -> None:
     """The same with ``_set_static_graph`` after DDP is constructed."""
-    _train_branching(run, [["a", "b"]] * 4, prepare=lambda ddp: ddp._set_static_graph())
+    train_branching(run, [["a", "b"]] * 4, prepare=lambda ddp: ddp._set_static_graph())
 
 
 @torch.compiler.disable
@@ -268,4 +256,4 @@ class _BrokenBackward(Branching):
 
 def in_several_graphs(run: Run) -> None:
     """A hook breaks the backward in several graphs."""
-    _train_branching(run, CHANGING[:3], style="as it is", model=_BrokenBackward())
+    train_branching(run, CHANGING[:3], style="as it is", model=_BrokenBackward())
