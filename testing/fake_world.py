@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,13 +14,41 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @contextlib.contextmanager
-def fake_world(world_size: int = 2, rank: int = 0) -> Iterator[None]:
-    """Default process group in which collectives return at once and change nothing."""
+def fake_world(world_size: int = 2, rank: int = 0, *, has_kernels: bool = False) -> Iterator[None]:
+    """Default process group in which collectives return at once and change nothing.
+
+    Args:
+        world_size: ranks.
+        rank: which of them this is.
+        has_kernels: whether generated kernels compute anything; see :func:`without_kernels`.
+    """
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        yield
+        with contextlib.nullcontext() if has_kernels else without_kernels():
+            yield
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Compile no C++: the kernels that generated code calls do nothing.
+
+    The compiler takes most of the time where a graph and its code are all that is looked at. Code
+    that was loaded meanwhile is forgotten, so that nobody else runs it.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import PyCodeCache
+
+    with mock.patch.object(AsyncCompile, "cpp_pybinding", _compile_nothing):
+        try:
+            yield
+        finally:
+            PyCodeCache.cache_clear()
+
+
+def _compile_nothing(*_: object) -> Any:
+    return lambda *_: None
 
 
 @contextlib.contextmanager

@@ -224,6 +224,20 @@ MUTATIONS: Final = (
         "        if donated and not numbered:\n            arguments",
         ("tests/ddp/test_donation.py::test_backward_overwrites_what_one_without_ddp_does[concat]",),
     ),
+    Mutation(
+        "last-bucket-of-a-hook",
+        "ddp/hook_buckets.py",
+        "bucket = HookBucket(index, buffer, parameters, is_last)",
+        "bucket = HookBucket(index, buffer, parameters, index == 0)",
+        (f"{_SCENARIOS}::test_trains_as_eager_ddp[hook-users-buckets-concat]",),
+    ),
+    Mutation(
+        "hook-alone-divided",
+        "ddp/hook_buckets.py",
+        "buffer = flat[0] if len(flat) == 1 else torch.cat(flat)",
+        "buffer = flat[0] / 2 if len(flat) == 1 else torch.cat(flat)",
+        (f"{_SCENARIOS}::test_trains_as_eager_ddp[hook-users-concat]",),
+    ),
     # What ranks do together, and what is remembered.
     Mutation(
         "no-sync-ignored",

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from fusion_passes import FusionConfig
 from fusion_passes.config import FusionMode
 from fusion_passes.ddp.donation import _with_own_memory
+from testing.fake_world import without_kernels
 
 Losses = tuple[Tensor, Tensor]
 Step = Callable[[Callable[[Tensor], Losses], nn.Module], None]
@@ -144,7 +145,7 @@ def _named(step: Step) -> Callable[[str], str]:
 
 def _overwritten(backward: Callable[[], object]) -> int:
     """How many inputs the generated code of a backward computes something in the place of."""
-    with inductor_config.patch(fx_graph_cache=False):
+    with inductor_config.patch(fx_graph_cache=False), without_kernels():
         _, codes = run_and_get_code(backward)
     return len(re.findall(r" = (?!buf)\w+; del .*# reuse", codes[-1]))
 

@@ -7,19 +7,22 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
 import torch._inductor.config as inductor_config
-from torch import nn
+from torch import fx, nn
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig, FusionWarning
+from fusion_passes.graph.collectives import is_launch
 from fusion_passes.install import inductor_pass
+from fusion_passes.passes import pipeline
 from fusion_passes.plan.buckets import BucketPlan
 from testing.fake_world import fake_world
 from testing.models import WIDTH
@@ -38,11 +41,22 @@ def mesh() -> Iterator[DeviceMesh]:
 CAP_MB = 1e-3
 """Less than the weights of two feed-forwards: a first bucket is full in the middle."""
 
-COLLECTIVE = re.compile(r"_c10d_functional\.(?!wait)(\w+)\.default\(.*?, '([^']*)'\)")
+COLLECTIVE = re.compile(r"_c10d_functional\.(?!wait)(\w+?)_?\.default\(.*?, '([^']*)'\)")
+
+Found = list[tuple[str, str]]
+"""Operators and groups of collectives, in order."""
 
 
-def collectives(mesh: DeviceMesh) -> list[tuple[str, str]]:
-    """Operator and group of all collectives in the code of a forward and its backward."""
+def collectives(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> tuple[Found, Found]:
+    """Those of a forward and its backward: as they were traced, and in the generated code."""
+    traced: Found = []
+
+    def run_pipeline(graph: fx.Graph, *args: Any, **options: Any) -> BucketPlan:
+        for node in filter(is_launch, graph.nodes):
+            traced.append((str(node.target).split(".")[1].removesuffix("_"), node.args[-1]))
+        return pipeline.run_pipeline(graph, *args, **options)
+
+    monkeypatch.setattr(inductor_pass, "run_pipeline", run_pipeline)
     torch._dynamo.reset()
     flag = FusionConfig(backward_graph="compiled_autograd")
     with inductor_config.patch(ddp_fusion=flag, fx_graph_cache=False):
@@ -52,7 +66,7 @@ def collectives(mesh: DeviceMesh) -> list[tuple[str, str]]:
         compiled = torch.compile(ddp, fullgraph=True)
         step = lambda: compiled(torch.ones(2, LENGTH, WIDTH)).sum().backward()  # noqa: E731
         codes = run_and_get_code(step)[1]
-    return [found for code in codes for found in COLLECTIVE.findall(code)]
+    return traced, [found for code in codes for found in COLLECTIVE.findall(code)]
 
 
 @pytest.mark.slow
@@ -60,16 +74,13 @@ def test_collectives_of_tensor_parallelism_stay_as_they_are(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tp = mesh["tp"].get_group().group_name
-    fused = collectives(mesh)
-    monkeypatch.setattr(inductor_pass, "run_pipeline", lambda *_, **__: BucketPlan((), ()))
-    monkeypatch.setattr("fusion_passes.ddp.unfused.warn_once", lambda *_: None)
-    traced = collectives(mesh)
+    traced, fused = collectives(mesh, monkeypatch)
     kept, before = ([name for name, group in found if group == tp] for found in (fused, traced))
     assert kept == before
-    assert set(kept) == {"all_gather_into_tensor", "all_reduce_", "reduce_scatter_tensor"}
+    assert set(kept) == {"all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"}
     buckets = [index for index, (_, group) in enumerate(fused) if group != tp]
     assert len(buckets) == 2
-    assert fused[buckets[0] :].count(("all_reduce_", tp)) > 0, "DDP's are launched among them"
+    assert fused[buckets[0] :].count(("all_reduce", tp)) > 0, "DDP's are launched among them"
     assert len(traced) - len(before) == 12
 
 

@@ -95,28 +95,22 @@ def assert_fused(records: list[Record], *, before: int, after: int, others: int 
 # Models
 
 
-@loops("concat-inside")
-def test_mlp(run_on_ranks: RUN, mode: str, style: Style) -> None:
-    recipe = Recipe(in_ddp(models.mlp), style=style)
-    fused, eager = train(run_on_ranks, recipe, mode, "fused", "eager")
-    assert_fused(fused, before=6, after=1)
-    assert_same_runs(fused, eager)
-
-
 @pytest.mark.parametrize(
-    ("mode", "style", "training"),
+    ("mode", "style", "training", "channels_last"),
     [
-        ("concat", "inside", True),
-        ("coalesced", "outside", False),
-        pytest.param("coalesced", "outside", True, marks=pytest.mark.nightly),
-        pytest.param("concat", "inside", False, marks=pytest.mark.nightly),
+        ("concat", "inside", True, False),
+        ("coalesced", "outside", False, True),
+        pytest.param("coalesced", "outside", True, False, marks=pytest.mark.nightly),
+        pytest.param("coalesced", "outside", True, True, marks=pytest.mark.nightly),
+        pytest.param("concat", "inside", False, False, marks=pytest.mark.nightly),
+        pytest.param("concat", "inside", True, True, marks=pytest.mark.nightly),
     ],
 )
 def test_convolutions_with_batch_norm(
-    run_on_ranks: RUN, mode: str, style: Style, training: bool
+    run_on_ranks: RUN, mode: str, style: Style, training: bool, channels_last: bool
 ) -> None:
     recipe = Recipe(
-        in_ddp(models.ConvNet),
+        in_ddp(functools.partial(models.ConvNet, channels_last=channels_last)),
         loss=models.square_loss,
         data=models.images,
         learning_rate=0.1,
@@ -125,23 +119,6 @@ def test_convolutions_with_batch_norm(
     )
     fused, eager, by_hand = train(run_on_ranks, recipe, mode, "fused", "eager", "by hand")
     # Before each forward, one broadcast of the floating-point buffers and one of the counters.
-    assert_fused(fused, before=8, after=1, others=2)
-    assert_same_runs(fused, by_hand)
-    assert_same_runs(fused, eager, tolerance_eps=ROUNDING_EPS)
-
-
-@loops("coalesced-outside")
-def test_convolutions_with_weights_in_channels_last(
-    run_on_ranks: RUN, mode: str, style: Style
-) -> None:
-    recipe = Recipe(
-        in_ddp(functools.partial(models.ConvNet, channels_last=True)),
-        loss=models.square_loss,
-        data=models.images,
-        learning_rate=0.1,
-        style=style,
-    )
-    fused, eager, by_hand = train(run_on_ranks, recipe, mode, "fused", "eager", "by hand")
     assert_fused(fused, before=8, after=1, others=2)
     assert_same_runs(fused, by_hand)
     assert_same_runs(fused, eager, tolerance_eps=ROUNDING_EPS)
