@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,9 +20,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig, RanksDisagreeError
 from fusion_passes.agreement import rendezvous
-from fusion_passes.agreement.launches import LATE, Collective, LaunchList, number_runs, numbers_in
+from fusion_passes.agreement.launches import (
+    FOLLOWS,
+    LATE,
+    Collective,
+    LaunchList,
+    number_runs,
+    numbers_in,
+)
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.protocol import participants, why_failed
+from fusion_passes.agreement.rendezvous import _compare
 from fusion_passes.torch_private import register_process_group, unregister_process_group
 
 RUN = Callable[..., list[Any]]
@@ -71,6 +80,24 @@ def test_what_is_left_for_later_needs_no_agreement_in_the_graph() -> None:
     me = Participant("alone", "key")
     me.announce(LaunchList("concat", (), tuple(items)))
     assert (me.late, me.received, me.position) == ({3: True, 1: False}, {1, 3}, 0)
+
+
+def test_a_static_graph_is_known_to_ranks_that_had_no_inputs_in_its_first_iteration() -> None:
+    refused: list[frozenset[int]] = []
+    me = Participant("alone", "key", refuse=lambda new, _: refused.append(frozenset(new)))
+    me.used = frozenset({0, 1})
+    me.receive([0])
+    assert refused == []
+    me.receive([1, 2])
+    assert refused == [frozenset({2})]
+
+
+def test_who_follows_runs_what_others_do() -> None:
+    said = {0: _list((3,), (2, 1, 0), mode=FOLLOWS), 1: _list((2,), (0,)), 2: _list((2,), (0,))}
+    text = {rank: json.dumps(["", item.encode()]) for rank, item in said.items()}
+    assert json.loads(_compare(text, may_lack=False)) == ["run", said[1].encode()]
+    assert json.loads(_compare({0: text[0]}, may_lack=False)) == ["run", said[0].encode()]
+    assert "no inputs" in said[0].describe("abcd")
 
 
 def test_the_text_of_a_list() -> None:

@@ -77,14 +77,6 @@ JOIN = [
         tested=CONCAT,
     ),
     on_two(
-        "join-static-graph-changed",
-        "`join`, a `static_graph` that a rank without inputs did not have: an error that names it",
-        "joining:with_a_static_graph_not_known",
-        must_fail="b.weight",
-        group_timeout_s=20,
-        becomes="refused",
-    ),
-    on_two(
         "join-optimizer",
         "`join` of a DDP module and `ZeroRedundancyOptimizer`",
         "joining:beside_an_optimizer",

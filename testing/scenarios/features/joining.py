@@ -161,12 +161,6 @@ def with_a_static_graph_of_some(run: Run) -> None:
         _train(run, Branching(outputs=OUTPUTS), uneven, **_static_graph(run, counts))
 
 
-def with_a_static_graph_not_known(run: Run) -> None:
-    """With ``static_graph``, where the one rank that uses a branch has no inputs at first."""
-    uneven = _Uneven([[0, 3], [2, 2]], takes=[["b", ""]])
-    _train(run, Branching(outputs=OUTPUTS), uneven, static_graph=True)
-
-
 def _static_graph(run: Run, counts: Sequence[Sequence[int]]) -> dict[str, bool]:
     """The option, but where eager DDP ends with an error of Gloo's: if a rank has no inputs in the
     first iteration, another option gives its gradients."""
