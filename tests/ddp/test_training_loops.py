@@ -34,10 +34,12 @@ pytestmark = pytest.mark.each_torch
 
 
 @pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
+def _world(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Its parameter is whether kernels compute anything."""
     torch._dynamo.reset()
     journal.clear()
-    with fake_world(), inductor_config.patch(ddp_fusion=None):
+    has_kernels = getattr(request, "param", False)
+    with fake_world(has_kernels=has_kernels), inductor_config.patch(ddp_fusion=None):
         yield
     torch._dynamo.reset()
 
@@ -196,6 +198,7 @@ class _Halved(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("_world", [True], indirect=True, ids=["with kernels"])
 def test_dynamic_shapes_from_the_cache() -> None:
     """A second start takes forward and backward from AOTAutograd's cache."""
     inductor_config.ddp_fusion = "concat"
