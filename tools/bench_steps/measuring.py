@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import shutil
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from bench_steps import timelines
 from bench_steps.gradients import TOLERANCE
@@ -17,6 +16,7 @@ from bench_steps.progress import Progress
 from bench_steps.results import COMPUTE, NETWORK, PROBE, REFERENCE, Cell, RowResult
 from bench_steps.rows import Checked, Row, Started, Stepped, groups_of, rows_of
 from bench_steps.timelines import Timeline
+from fusion_passes.profile.files import DIRECTORY_VARIABLE
 from fusion_passes.profile.tables import table_sizes
 from workloads.ways import EAGER, PLAIN, WAYS
 
@@ -142,18 +142,23 @@ class Measuring:
             ]
             all_cells += cells
             together = self._effort.together or together_of(self._place.ranks, total)
-            groups = groups_of([PROBE, *rows], together)
-            self._expect(groups, len(rates))
-            for number, group in enumerate(groups):
+            at_each_rate = [row for row in rows if WAYS[row.way].measures_network]
+            once = [PROBE, *(row for row in rows if row not in at_each_rate)]
+            groups: list[tuple[list[Cell], str | None, list[Row]]] = [
+                (cells, None, group) for group in groups_of(once, together)
+            ]
+            groups += [([cell], cell.rate, [row]) for row in at_each_rate for cell in cells]
+            self._expect((group, len(of)) for of, _, group in groups)
+            for number, (of, rate, group) in enumerate(groups):
                 starts = {row: RowResult(row, number) for row in group}
-                self._measure_group(starts, compute, network, cells)
+                self._measure_group(starts, compute, network, of, rate)
         finally:
             network.processes.end()
 
-    def _expect(self, groups: Sequence[Sequence[Row]], rates: int) -> None:
-        starts = sum(map(self._starts, itertools.chain.from_iterable(groups)))
-        turns = sum(len(group) + 2 for group in groups) * rates * (self._effort.rounds + 1)
-        self._progress.expect(starts + turns)
+    def _expect(self, groups: Iterable[tuple[Sequence[Row], int]]) -> None:
+        for group, rates in groups:
+            turns = (len(group) + 2) * rates * (self._effort.rounds + 1)
+            self._progress.expect(sum(map(self._starts, group)) + turns)
 
     def _starts(self, row: Row) -> int:
         # The kernels of other caps are the default's, which are in its cache.
@@ -165,13 +170,15 @@ class Measuring:
         compute: _Alive,
         network: _Alive,
         cells: Sequence[Cell],
+        rate: str | None,
     ) -> None:
+        """Start rows on a network of that rate, and measure them in cells."""
         alive: list[_Alive] = []
         try:
-            self._set_rate(None)
+            self._set_rate(rate)
             for row, result in starts.items():
                 try:
-                    alive.append(self._started(row, result))
+                    alive.append(self._started(row, result, rate))
                 except RowFailed as error:
                     result.reason = str(error)
             for cell in cells:
@@ -181,19 +188,22 @@ class Measuring:
             for item in alive:
                 item.processes.end()
 
-    def _started(self, row: Row, start: RowResult) -> _Alive:
+    def _started(self, row: Row, start: RowResult, rate: str | None = None) -> _Alive:
         """Start a row; one at its default twice, as on a new machine and with what the first left
-        in its caches."""
+        in its caches, and in its profile of a network of that rate."""
+        profile = str(self._place.directory / "profiles" / f"{rate}")
+        variables = self._place.variables | {DIRECTORY_VARIABLE: profile}
+        place = replace(self._place, variables=variables)
         both = self._starts(row) == 2
         if both:
             self._progress.begin(f"{row.label}: cold start")
-            processes = RowProcesses(row, self._place)
+            processes = RowProcesses(row, place)
             try:
                 start.cold_s = _slowest(processes.ask("start", timeout_s=START_TIMEOUT_S))
             finally:
                 processes.end()
         self._progress.begin(f"{row.label}: start")
-        processes = RowProcesses(row, self._place)
+        processes = RowProcesses(row, place)
         try:
             started: list[Started] = processes.ask("start", timeout_s=START_TIMEOUT_S)
             if both:

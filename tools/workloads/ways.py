@@ -46,6 +46,11 @@ class Way:
         return bool(self.fusion)
 
     @property
+    def measures_network(self) -> bool:
+        """Whether it chooses its buckets by what it measures when DDP is constructed."""
+        return self.fusion == "auto"
+
+    @property
     def has_ddp(self) -> bool:
         """Whether gradients are reduced at all; the others are limits."""
         return self.is_ours or self.reducer != "none"
@@ -68,9 +73,11 @@ WAYS: Final = {
     "torch overlap": Way("inside", "python", overlap=True),
     "concat": Way("inside", "none", fusion="concat", caps=True),
     "coalesced": Way("inside", "none", fusion="coalesced", caps=True),
+    "auto": Way("inside", "none", fusion="auto"),
 }
 
-OURS: Final = tuple(name for name, way in WAYS.items() if way.is_ours)
+OURS: Final = tuple(name for name, way in WAYS.items() if way.is_ours and way.caps)
+"""Ours with buckets of a fixed size."""
 
 
 @dataclass
