@@ -73,7 +73,7 @@ def _cell(cell: Cell) -> list[str]:
     lines += [_row(cell, result, is_best=result is best) for result in rows]
     groups = sorted({result.group for result in rows})
     if len(groups) > 1:
-        lines += ["", "Not in the same rounds, for want of memory:", ""]
+        lines += ["", "Not in the same rounds:", ""]
         names = {group: [r.row.label for r in rows if r.group == group] for group in groups}
         lines += [f"* {', '.join(labels)}" for labels in names.values()]
     lines += ["", *_failures(rows)]
