@@ -120,10 +120,10 @@ def renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
     return users_hook
 
 
-def _train_with_hook(run: Run, hook: Callable[..., Any], state: Any = None, steps: int = 3) -> None:
+def _train_with_hook(run: Run, hook: Callable[..., Any]) -> None:
     ddp = run.ddp(run.mlp())
-    ddp.register_comm_hook(state, hook)
-    train(run, ddp, Loop(steps=steps))
+    ddp.register_comm_hook(None, hook)
+    train(run, ddp, Loop(steps=3))
 
 
 def allreduce_hook(run: Run) -> None:
