@@ -102,8 +102,10 @@ def note_unannounced(names: Iterable[str]) -> set[str]:
     found = set()
     for name in names:
         owner = registry.owner_of(name)
-        participant = participants[owner.group_name] if owner is not None else None
-        if owner is not None and participant is not None and owner.number not in participant.came:
+        if owner is None:
+            continue
+        participant = participants[owner.group_name]
+        if owner.number not in participant.came:
             participant.receive([owner.number])
             found.add(owner.group_name)
             if owner.calls_hook:  # Nobody has called it.
