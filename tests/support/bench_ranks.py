@@ -5,7 +5,7 @@ import sys
 import time
 from multiprocessing.connection import Connection
 
-from bench_steps.rows import Assignment, Checked, Started, Stepped
+from bench_steps.rows import Assignment, Checked, Planned, Started, Stepped
 
 RAISES = "DDPOptimizer"
 DIES = "torch concat"
@@ -46,6 +46,9 @@ class FakeRank:
         if self.way == "probe":
             return Stepped((0.1,) * count, 0.1, ((0.05, 0.1),) * count, (600, 400))
         return Stepped((seconds,) * count, seconds * count)
+
+    def planned(self):
+        return Planned("the second plan runs", 0.11, 0.1)
 
     def table(self, sizes):
         return [0.01 for _ in sizes]

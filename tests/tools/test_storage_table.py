@@ -29,8 +29,8 @@ def cell(traffic: Traffic, peak: int, seconds: float, **copied: int) -> dict[str
 def cells_of(ours: dict[str, Any]) -> Cells:
     """Compiled autograd alone takes a tenth more memory than a backward that is not traced."""
     return {
-        ("GPT-2", PLAIN): cell(Traffic(0, 0, 500, 0, 7), 100, 1.0),
-        ("GPT-2", TRACED): cell(Traffic(0, 0, 100, 0, 10), 110, 1.02),
+        ("GPT-2", PLAIN): cell(Traffic(0, 0, 100, 0, 10), 100, 1.0),
+        ("GPT-2", TRACED): cell(Traffic(0, 0, 500, 0, 7), 110, 1.02),
         ("GPT-2", "concat"): ours,
     }
 
@@ -42,9 +42,12 @@ def rows(cells: Cells) -> dict[str, list[str]]:
     return {line[1]: [value.strip(" |") for value in line[2:]] for line in lines}
 
 
-def test_calls_and_copies_are_those_beyond_a_traced_backward() -> None:
-    found = rows(cells_of(cell(Traffic(1000, 990, 300, 2, 14), 110, 1.02)))
+def test_calls_and_copies_are_those_beyond_the_same_backward_without_ddp() -> None:
+    cells = cells_of(cell(Traffic(1000, 990, 300, 2, 14), 110, 1.02))
+    cells["GPT-2", "torch concat"] = cell(Traffic(1000, 990, 700, 2, 9), 110, 1.02)
+    found = rows(cells)
     assert found["concat"][:3] == ["99.0%", "2.0", "0.20"]
+    assert found["torch concat"][:3] == ["99.0%", "1.0", "0.20"]
     assert found[TRACED][:3] == ["", "", ""], "it has no bucket"
     assert PLAIN not in found, "everything is over it"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bench_steps.results import COMPUTE, NETWORK, Cell, RowResult
 from bench_steps.rows import Row
-from workloads.ways import WAYS
+from workloads.ways import AUTO, WAYS
 
 BALANCED = (0.5, 1.5)
 """Network alone over compute alone: where there is something to hide, and room to hide it."""
@@ -157,12 +157,36 @@ def targets(cell: Cell) -> list[Target]:
             bound = bound_over_compute(cell, contended=contended)
             over_bound = Spread.of(ours.ratios).over(bound) if bound else None
             found.append(Target(f"over the {words}", 1.10, over_bound))
+    found += _targets_of_auto(cell)
     cpu = "CPU seconds over compute alone and network alone"
     found.append(Target(cpu, 1.05, cpu_over_limits(cell, ours)))
     peak, warm = peak_over_compute(cell, ours), warm_over_compute(cell, ours)
     found.append(Target("peak memory over compute alone", 1.02, _exact(peak)))
     found.append(Target("warm start over compute alone", 1.2, _exact(warm)))
     return found
+
+
+def _targets_of_auto(cell: Cell) -> list[Target]:
+    """What buckets that are chosen from measurement are to reach."""
+    auto = cell.find(Row("way", AUTO))
+    if auto is None or not auto.is_right:
+        return []
+    capped = {name: best_cap(cell, name) for name, way in WAYS.items() if way.caps}
+    found = []
+    for is_ours, words, limit in ((True, "our", 1.0), (False, "torch's", _of_torchs(cell))):
+        rows = [row for name, row in capped.items() if row and WAYS[name].is_ours == is_ours]
+        best = fastest([*rows, *(r for r in defaults(cell, ours=is_ours) if r is not auto)])
+        if rows and best is not None:
+            name = f"auto over {words} fastest at its best cap ({best.row.label})"
+            found.append(Target(name, limit, over(auto, best), beyond_spread=True))
+    if auto.predicted is not None:
+        off = abs(auto.predicted - 1)
+        found.append(Target("auto: predicted backward, off by", 0.10, _exact(off)))
+    return found
+
+
+def _of_torchs(cell: Cell) -> float:
+    return 0.95 if is_balanced(cell) else 1.0
 
 
 def _exact(value: float | None) -> Spread | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bench_steps import timelines
@@ -14,7 +14,7 @@ from bench_steps.places import together_of
 from bench_steps.processes import Place, RowFailed, RowProcesses
 from bench_steps.progress import Progress
 from bench_steps.results import COMPUTE, NETWORK, PROBE, REFERENCE, Cell, RowResult
-from bench_steps.rows import Checked, Row, Started, Stepped, groups_of, rows_of
+from bench_steps.rows import Checked, Planned, Row, Started, Stepped, groups_of, rows_of
 from bench_steps.timelines import Timeline
 from fusion_passes.profile.files import DIRECTORY_VARIABLE
 from fusion_passes.profile.tables import table_sizes
@@ -24,6 +24,9 @@ START_TIMEOUT_S = 900.0
 """At most, for the first step: compilation on a busy core."""
 
 WARM_UP_STEPS = 3
+SETTLING_STEPS = 26
+"""Of a way that plans its buckets once more from measured steps: by then it has, has measured the
+second plan, and has kept one of both (``fusion_passes/ddp/replanning.py``)."""
 MAX_STEPS = 50
 
 
@@ -142,23 +145,18 @@ class Measuring:
             ]
             all_cells += cells
             together = self._effort.together or together_of(self._place.ranks, total)
-            at_each_rate = [row for row in rows if WAYS[row.way].measures_network]
-            once = [PROBE, *(row for row in rows if row not in at_each_rate)]
-            groups: list[tuple[list[Cell], str | None, list[Row]]] = [
-                (cells, None, group) for group in groups_of(once, together)
-            ]
-            groups += [([cell], cell.rate, [row]) for row in at_each_rate for cell in cells]
-            self._expect((group, len(of)) for of, _, group in groups)
-            for number, (of, rate, group) in enumerate(groups):
+            groups = groups_of([PROBE, *rows], together)
+            self._expect(groups, len(cells))
+            for number, group in enumerate(groups):
                 starts = {row: RowResult(row, number) for row in group}
-                self._measure_group(starts, compute, network, of, rate)
+                self._measure_group(starts, compute, network, cells)
         finally:
             network.processes.end()
 
-    def _expect(self, groups: Iterable[tuple[Sequence[Row], int]]) -> None:
-        for group, rates in groups:
-            turns = (len(group) + 2) * rates * (self._effort.rounds + 1)
-            self._progress.expect(sum(map(self._starts, group)) + turns)
+    def _expect(self, groups: Iterable[Sequence[Row]], rates: int) -> None:
+        for group in groups:
+            starts = sum(self._starts(row) * (rates if _starts_anew(row) else 1) for row in group)
+            self._progress.expect(starts + (len(group) + 2) * rates * (self._effort.rounds + 1))
 
     def _starts(self, row: Row) -> int:
         # The kernels of other caps are the default's, which are in its cache.
@@ -170,23 +168,37 @@ class Measuring:
         compute: _Alive,
         network: _Alive,
         cells: Sequence[Cell],
-        rate: str | None,
     ) -> None:
-        """Start rows on a network of that rate, and measure them in cells."""
+        """Start rows, and measure them in cells: some start anew in each."""
         alive: list[_Alive] = []
         try:
-            self._set_rate(rate)
-            for row, result in starts.items():
-                try:
-                    alive.append(self._started(row, result, rate))
-                except RowFailed as error:
-                    result.reason = str(error)
+            self._set_rate(None)
+            once = [result for row, result in starts.items() if not _starts_anew(row)]
+            self._start_all(once, alive, None)
             for cell in cells:
                 self._set_rate(cell.rate)
-                self._measure_rounds([compute, network, *alive], cell, starts)
+                anew = [
+                    result.without_figures() for row, result in starts.items() if _starts_anew(row)
+                ]
+                new: list[_Alive] = []
+                try:
+                    self._start_all(anew, new, cell.rate)
+                    results = {result.row: result for result in (*once, *anew)}
+                    self._measure_rounds([compute, network, *alive, *new], cell, results)
+                finally:
+                    _end(new)
         finally:
-            for item in alive:
-                item.processes.end()
+            _end(alive)
+
+    def _start_all(
+        self, results: Sequence[RowResult], alive: list[_Alive], rate: str | None
+    ) -> None:
+        """Start rows on a network of a rate; add those that could be to ``alive``."""
+        for result in results:
+            try:
+                alive.append(self._started(result.row, result, rate))
+            except RowFailed as error:
+                result.reason = str(error)
 
     def _started(self, row: Row, start: RowResult, rate: str | None = None) -> _Alive:
         """Start a row; one at its default twice, as on a new machine and with what the first left
@@ -278,10 +290,23 @@ class Measuring:
                 result.add(seconds, seconds / compute_s, cpu_s)
                 if row.kind == "probe":
                     probed.append(stepped)
+        self._note_plans(alive, results)
         cell.add(results)
         cell.note_table(sizes, tables)
         cell.note_taken(taken)
         cell.note_ready(probed)
+
+    def _note_plans(self, alive: Sequence[_Alive], results: Mapping[Row, RowResult]) -> None:
+        """Note what came of planning once more."""
+        for item in alive:
+            row = item.result.row
+            if _starts_anew(row) and not results[row].reason:
+                try:
+                    planned: list[Planned] = item.processes.ask("planned")
+                except RowFailed as error:
+                    results[row].reason = str(error)
+                else:
+                    results[row].note_planned(planned[0])
 
     def _warm_up(self, alive: Sequence[_Alive], results: dict[Row, RowResult]) -> None:
         """Make the first steps at a rate, and choose how many of them fit in a turn."""
@@ -291,14 +316,26 @@ class Measuring:
             if results[row].reason:
                 continue
             try:
-                stepped = item.processes.ask("steps", WARM_UP_STEPS)
+                steps = SETTLING_STEPS if _starts_anew(row) else WARM_UP_STEPS
+                stepped = item.processes.ask("steps", steps)
             except RowFailed as error:
                 results[row].reason = item.result.reason = str(error)
                 if row in (COMPUTE, NETWORK):
                     raise
                 continue
-            fastest = max(min(one.seconds) for one in stepped)
+            # Its last steps: those before may have had other buckets.
+            fastest = max(min(one.seconds[-WARM_UP_STEPS:]) for one in stepped)
             item.steps = min(MAX_STEPS, max(2, math.ceil(self._effort.round_s / fastest)))
+
+
+def _starts_anew(row: Row) -> bool:
+    """Whether a row starts on each network: its buckets follow from what it measures there."""
+    return row.kind == "way" and WAYS[row.way].measures_network
+
+
+def _end(alive: Iterable[_Alive]) -> None:
+    for item in alive:
+        item.processes.end()
 
 
 def _slowest(started: Sequence[Started]) -> float:

@@ -48,7 +48,7 @@ the caps that were tried. *CPU*: CPU seconds of all ranks over those of compute 
 alone. *Peak memory*: of a step, beyond parameters, over compute alone. *Cold* and *warm start*:
 wrapping in DDP and the first step, with an empty compiler cache and in a second process.
 *Gradients*: beside eager DDP's in the same run. *No DDP, traced backward*: compute alone with its
-backward under compiled autograd, as in all compiled ways but DDPOptimizer.
+backward under compiled autograd, as torch's passes and its Python reducer have it.
 """
 
 
@@ -77,6 +77,7 @@ def _cell(cell: Cell) -> list[str]:
         names = {group: [r.row.label for r in rows if r.group == group] for group in groups}
         lines += [f"* {', '.join(labels)}" for labels in names.values()]
     lines += ["", *_failures(rows)]
+    lines += [f"{result.row.label}: {result.plan}.\n" for result in rows if result.plan]
     reached = [_target(target) for target in targets(cell)]
     if reached:
         lines += ["| ours | to reach | is | |", "| --- | ---: | ---: | --- |", *reached]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from bench_steps.limits import lower_bound, ready_shares
-from bench_steps.rows import Row, Stepped
+from bench_steps.rows import Planned, Row, Stepped
 from fusion_passes.profile.tables import CostTable
 from workloads.ways import EAGER, PLAIN, TRACED
 
@@ -36,6 +36,9 @@ class RowResult:
         seconds: of a step, for each round: the median of its steps on the slowest rank.
         ratios: the same, over compute alone in the same round.
         cpu_s: CPU seconds of a step, of all ranks together, for each round.
+        plan: what became of planning its buckets once more, for people; empty where that is not
+            done.
+        predicted: of its backward, what was predicted over what was measured.
     """
 
     row: Row
@@ -50,6 +53,8 @@ class RowResult:
     seconds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
+    plan: str = ""
+    predicted: float | None = None
 
     @property
     def is_right(self) -> bool:
@@ -61,6 +66,12 @@ class RowResult:
         self.seconds.append(seconds)
         self.ratios.append(ratio)
         self.cpu_s.append(cpu_s)
+
+    def note_planned(self, planned: Planned) -> None:
+        """Note what became of planning once more."""
+        self.plan = planned.words
+        if planned.predicted_s is not None and planned.measured_s:
+            self.predicted = planned.predicted_s / planned.measured_s
 
     def without_figures(self) -> RowResult:
         """A copy for another rate."""

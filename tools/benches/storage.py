@@ -4,7 +4,8 @@ For each model and way, on the same work in one run:
 
 * the share of gradient bytes that the kernels which compute them store where they are sent;
 * kernels and fallback calls for each bucket beyond those and the collective, and what they read and
-  write for each byte of a gradient; both less those of a traced backward without DDP;
+  write for each byte of a gradient; both less those of a backward without DDP, traced where
+  the way's is;
 * peak memory of a step, and its time, on one rank, over the same without DDP: no network, so what
   is left is overhead; and over the same without DDP, but with its backward under compiled autograd:
   what the traced ways add to that.
@@ -131,7 +132,8 @@ def _receive(connection: Connection, seconds: float) -> Any:
 def figures(model: str, way: str, cells: dict[tuple[str, str], dict[str, Any]]) -> dict[str, float]:
     """What is counted, of a way that reduces gradients."""
     cell = cells[model, way]
-    traffic, base = cell["traffic"], cells[model, TRACED]["traffic"]
+    base_way = TRACED if KNOWN[way].style == "inside" else PLAIN
+    traffic, base = cell["traffic"], cells[model, base_way]["traffic"]
     copied = sum(size for _, size in cell["copied"].values())
     return {
         # What is read from the code can take a copy for a computation; the package knows better.

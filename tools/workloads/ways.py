@@ -60,6 +60,7 @@ PLAIN: Final = "no DDP"
 TRACED: Final = "no DDP, traced backward"
 """What compiled autograd alone costs: no way that it traces can do without."""
 EAGER: Final = "eager DDP"
+AUTO: Final = "auto"
 
 WAYS: Final = {
     PLAIN: Way("outside", "none"),
@@ -71,9 +72,9 @@ WAYS: Final = {
     "torch coalesced": Way("inside", "python", passes="fuse_ddp_with_coalesced_op", caps=True),
     "bucket_all_reduces_fx": Way("inside", "python", bucketing=True, caps=True),
     "torch overlap": Way("inside", "python", overlap=True),
-    "concat": Way("inside", "none", fusion="concat", caps=True),
-    "coalesced": Way("inside", "none", fusion="coalesced", caps=True),
-    "auto": Way("inside", "none", fusion="auto"),
+    "concat": Way("outside", "none", fusion="concat", caps=True),
+    "coalesced": Way("outside", "none", fusion="coalesced", caps=True),
+    AUTO: Way("outside", "none", fusion="auto"),
 }
 
 OURS: Final = tuple(name for name, way in WAYS.items() if way.is_ours and way.caps)
