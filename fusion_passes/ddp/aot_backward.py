@@ -11,46 +11,30 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.agreement.protocol import participants
-from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.aot_obstacles import (
     ALL_SPARSE,
     HOOKS,
-    NOT_COMPILED_MOSTLY,
     OTHERS_USED,
     has_hooks,
 )
-from fusion_passes.ddp.averaged import (
-    Averaged,
-    AveragedForward,
-    AveragedModule,
-    kept_of,
-    why_incomplete,
-)
+from fusion_passes.ddp.autograd_graph import Ends
+from fusion_passes.ddp.averaged import Averaged, AveragedForward, AveragedModule
 from fusion_passes.ddp.by_hand import Job
-from fusion_passes.ddp.engine_calls import edges_by_region
 from fusion_passes.ddp.expecting import EXPECTED, LOCAL
+from fusion_passes.ddp.found_ends import FoundBackwards, FoundEnds
 from fusion_passes.ddp.in_flight import in_flight
 from fusion_passes.ddp.kept import adding_kept, obstacle_in_kept
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.outside import reducing_outside
-from fusion_passes.ddp.prepared import (
-    NOT_COMPILED,
-    Described,
-    Numbered,
-    PreparedForwards,
-    borrowing,
-    numbered,
-)
-from fusion_passes.ddp.sparse import has_dense_gradient
+from fusion_passes.ddp.prepared import NOT_COMPILED, PreparedForwards, borrowing
 from fusion_passes.ddp.turns import is_main_thread
 from fusion_passes.ddp.unused import has_used_others
 from fusion_passes.flag import active_config
@@ -80,6 +64,7 @@ class AotBackwards:
         default_factory=weakref.WeakKeyDictionary
     )
     _without: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    _found: FoundBackwards = field(default_factory=FoundBackwards)
 
     def forget(self) -> None:
         """The flag has changed: what is compiled now is compiled anew."""
@@ -88,13 +73,12 @@ class AotBackwards:
     def reset(self) -> None:
         vars(self).update(vars(AotBackwards()))
 
-    def find_averaged(self, outputs: Sequence[Any]) -> Averaged:
+    def find_averaged(self, ends: Ends) -> Averaged:
         """What a backward averages by itself; nothing if there is a module that it reaches and
         must not.
 
         Args:
-            outputs: tensors or gradient edges that the backward starts from. It accumulates all
-                gradients that it reaches, and keeps no graph.
+            ends: of the backward. It accumulates all gradients that it reaches, and keeps no graph.
         """
         config = active_config()
         if config is None or not is_main_thread():
@@ -106,65 +90,28 @@ class AotBackwards:
             is_dense_somewhere = any(registry.module(name).dense for name in modules)
             why_not = NOT_COMPILED if is_dense_somewhere else ALL_SPARSE
             return Averaged(why_not=self._known_obstacle(modules) or why_not)
-        regions = edges_by_region(outputs, has_dense_gradient)
-        outside = regions.pop(None, [])
-        every = [p for edges in (*regions.values(), outside) for _, p in edges]
-        if not regions:
-            return Averaged(why_not=NOT_COMPILED_MOSTLY if every else ALL_SPARSE)
-        if any(registry.numbered(parameter) is None for parameter in every):
-            return Averaged(why_not="two DDP modules share a parameter")
-        # Autograd adds up what comes to a parameter from several places there.
-        others = tuple(dict.fromkeys(numbered(parameter) for _, parameter in outside))
-        return self._averaged_of(regions, others, config)
-
-    def _averaged_of(
-        self,
-        regions: Mapping[Any, Sequence[tuple[int, nn.Parameter]]],
-        outside: Sequence[Numbered],
-        config: FusionConfig,
-    ) -> Averaged:
-        forwards, described = [], []
-        for edges in regions.values():
-            inputs = [(index, numbered(parameter)) for index, parameter in edges]
-            described.append(Described.of(inputs, config))
-        reached = [parameter for item in described for parameter in item.parameters]
-        modules = tuple(dict.fromkeys(name for name, _ in (*reached, *outside)))
-        why_not = why_incomplete(described, outside)
-        for region, item in zip(regions, described, strict=True):
-            lent = self.prepared.lent_to(item, modules)
-            if isinstance(lent, str):
-                why_not = why_not or self._known_obstacle(item.modules) or lent
-                break
-            forwards.append(
-                AveragedForward(region, compiled_forward(region), item.parameters, lent)
-            )
-        parameters = [parameter for edges in regions.values() for _, parameter in edges]
-        why_not = why_not or self._why_not(forwards, parameters, modules)
+        found = self._found.of(ends, config, self.prepared)
+        why_not = found.why_not
         if why_not:
-            return Averaged(why_not=why_not)
-        averaged = [
-            AveragedModule(
-                participants[name],
-                kept_of(name, reached),
-                frozenset(number for module, number in outside if module == name),
-            )
-            for name in modules
-        ]
-        return Averaged(tuple(averaged), tuple(forwards))
+            return Averaged(why_not=self._known_obstacle(found.obstructed) or why_not)
+        regions = [region for region in ends.by_region if region is not None]
+        regions = [regions[place] for place in found.places]
+        forwards = tuple(
+            AveragedForward(region, compiled_forward(region), item.parameters, lent)
+            for region, item, lent in zip(regions, found.described, found.lent, strict=True)
+        )
+        why_not = self._why_not(forwards, found)
+        return Averaged(why_not=why_not) if why_not else Averaged(found.averaged(), forwards)
 
-    def _why_not(
-        self,
-        forwards: Iterable[AveragedForward],
-        parameters: Sequence[nn.Parameter],
-        modules: Sequence[str],
-    ) -> str:
+    def _why_not(self, forwards: Iterable[AveragedForward], found: FoundEnds) -> str:
         """Why the backward of compiled forwards must not average modules; empty if it may."""
         if any(item.forward in self._without for item in forwards):
             return "its gradients are not what the compiled backward returns"
+        parameters = found.parameters()
         if any(map(has_hooks, parameters)):
             return HOOKS
         why_not = obstacle_in_kept(parameters)
-        return why_not or next(filter(None, map(self._why_not_now, modules)), "")
+        return why_not or next(filter(None, map(self._why_not_now, found.modules)), "")
 
     def refusal(self, ddp: DistributedDataParallel) -> str:
         """Why a module is left to compiled autograd for good; empty if it is not."""
@@ -225,8 +172,6 @@ class AotBackwards:
         ddp = registry.ddp_of(participant.module)
         assert ddp is not None, "its backward runs"
         module = registry.module_of(ddp)
-        # A graph that lacks gradients reads what others have used, and cannot do that later.
-        is_in_flight = is_in_flight and module.flag_dtype is None
         adding = adding_kept(ddp, participant, item.kept, is_in_flight=is_in_flight)
         group = stack.enter_context(adding)
         if not is_in_flight or module.world_size == 1:  # Or autograd adds to what there is.
@@ -238,17 +183,13 @@ class AotBackwards:
 
     def _learn(self, averaged: Averaged) -> None:
         """Note which forwards are left to compiled autograd from now on."""
-        announced = {
-            (participant.module, number)
-            for participant in averaged.participants
-            for number in participant.announced
-        }
         for participant in averaged.participants:
             ddp = registry.ddp_of(participant.module)
             if participant.needs_replanning and ddp is not None:
                 self.left_to_compiled_autograd.add(ddp)
         for item in averaged.forwards:
-            if announced.isdisjoint(item.parameters):
+            announced = (number in participants[name].announced for name, number in item.parameters)
+            if not any(announced):
                 self._without.add(item.forward)  # Its backward was compiled without reductions.
 
 

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.ddp.aot_backward import aot_backwards
 from fusion_passes.ddp.aot_obstacles import IN_PARTS
-from fusion_passes.ddp.autograd_graph import leaves_behind
+from fusion_passes.ddp.autograd_graph import Ends, ends_of
 from fusion_passes.ddp.averaged import NONE_AVERAGED, Averaged
 from fusion_passes.ddp.disagreement import shared_errors
-from fusion_passes.ddp.engine_calls import NOTHING, EngineCall, reach_of
+from fusion_passes.ddp.engine_calls import EngineCall, reach_of
 from fusion_passes.ddp.hooks import put_hooks_last, traced_hooks
 from fusion_passes.ddp.launch_clock import launch_clock
 from fusion_passes.ddp.modules import registry
@@ -139,16 +139,14 @@ class BackwardRunner:
         traced_hooks.take()  # What is left of a backward that failed.
         known, unreadable = len(self.journal.reports()), self.journal.unreadable
         put_hooks_last()
-        lacking = note_reach(outputs) if call.accumulates else []
-        reach = reach_of(outputs) if call.accumulates else NOTHING
+        ends = ends_of(outputs if call.accumulates and len(registry) else ())
+        lacking = note_reach(ends.leaves) if call.accumulates else []
+        reach = reach_of(ends)
         if reach.managed:
-            bucket_names.follow_profiler()
-            self._starts.note(outputs, call.keeps_graph)
-            if reach.others:
-                warn_mixed()
-        reached = functools.cache(lambda: registry.reached_by(leaves_behind(outputs)))
+            self._begin(outputs, ends, call, is_mixed=reach.others)
+        reached = functools.cache(lambda: registry.reached_by(ends.leaves))
         can_trace = reach.managed and not call.creates_graph and not reach.others
-        averaged = self._averaged_by_itself(outputs, call) if can_trace else NONE_AVERAGED
+        averaged = self._averaged_by_itself(ends, call) if can_trace else NONE_AVERAGED
         traced = can_trace and not averaged.participants and self._is_traced(call, outputs, reached)
         meets = traced or bool(averaged.participants)
         if meets:
@@ -169,6 +167,12 @@ class BackwardRunner:
         if self.journal.unreadable == unreadable:  # Else the journal has said so.
             self._warn(names, self.journal.reports()[known:])
         return result
+
+    def _begin(self, outputs: Sequence[Any], ends: Ends, call: EngineCall, is_mixed: bool) -> None:
+        bucket_names.follow_profiler()
+        self._starts.note(outputs, ends, call.keeps_graph)
+        if is_mixed:
+            warn_mixed()
 
     def _end(self, lacking: Sequence[Participant]) -> tuple[str, ...]:
         """End a backward; the names of the reductions that were traced in it."""
@@ -217,14 +221,14 @@ class BackwardRunner:
             and self._would_announce(reached)
         )
 
-    def _averaged_by_itself(self, outputs: Sequence[Any], call: EngineCall) -> Averaged:
+    def _averaged_by_itself(self, ends: Ends, call: EngineCall) -> Averaged:
         if call.keeps_graph:
             return Averaged(why_not="it was called with retain_graph=True")
         if call.only_some:
             return Averaged(why_not="it was called with inputs")
         if compiled_autograd().compiled_autograd_enabled and not self.is_tracing:
             return Averaged(why_not="compiled autograd is on for all backwards")
-        return aot_backwards.find_averaged(outputs)
+        return aot_backwards.find_averaged(ends)
 
     @contextlib.contextmanager
     def _averaging(self, averaged: Averaged) -> Iterator[None]:
@@ -241,11 +245,7 @@ class BackwardRunner:
         for name in note_unannounced(names):
             ddp = registry.ddp_of(name)
             if ddp is not None:
-                self._unannounced.setdefault(ddp, set()).add(self._region_entered)
-
-    @property
-    def _region_entered(self) -> object:
-        return self._region and self._region[0]
+                self._unannounced.setdefault(ddp, set()).add(self._region and self._region[0])
 
     def _call_back(self) -> None:
         while self._turns.is_mine and self._callbacks:  # One may queue another.
@@ -255,7 +255,7 @@ class BackwardRunner:
         """Whether the graphs of a traced backward say what they launch: not where another backend
         than Inductor has compiled them, for instance. Untraced, they are reduced in buckets, too.
         """
-        region = self._region_entered
+        region = self._region and self._region[0]
         known = [ddp for ddp, regions in self._unannounced.items() if region in regions]
         return not known or {id(ddp) for ddp in known}.isdisjoint(
             id(registry.ddp_of(name)) for name in reached()

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import nn
 
-from fusion_passes.ddp.autograd_graph import leaves_behind
+from fusion_passes.ddp.autograd_graph import Ends
 from fusion_passes.ddp.modules import registry
+from fusion_passes.ddp.unfused_parameters import unfused_parameters
 from fusion_passes.torch_private import (
     has_flattened_parameters,
     has_fully_sharded_modules,
-    is_compiled_forward,
     is_flattened,
 )
 
@@ -71,58 +71,22 @@ class Reach:
 NOTHING: Final = Reach()
 
 
-def reach_of(outputs: Sequence[Any]) -> Reach:
-    """Where the autograd graph of ``outputs`` ends.
-
-    Depth first, so that a graph that ends at a managed parameter is left after a few nodes where
-    there is nothing else to look for. Another is walked whole, about a microsecond a node.
-    """
+def reach_of(ends: Ends) -> Reach:
+    """What is where an autograd graph ends."""
     if not len(registry):
         return NOTHING
     fully_sharded = has_fully_sharded_modules()
-    looks_for_others = registry.has_unfused or fully_sharded or has_flattened_parameters()
+    looks_for_others = bool(unfused_parameters) or fully_sharded or has_flattened_parameters()
     managed = others = False
-    for leaf in leaves_behind(outputs):
+    for leaf in ends.leaves:
         if registry.manages(leaf):
             managed = True
         # What fully_shard puts into a graph is a parameter like any other: in a process that uses
         # it, one that no DDP module manages is taken for its.
         elif looks_for_others and (
-            registry.is_unfused(leaf)
+            leaf in unfused_parameters
             or is_flattened(leaf)
             or (fully_sharded and isinstance(leaf, nn.Parameter))
         ):
             others = True
-        if managed and (others or not looks_for_others):
-            break
     return Reach(managed, others)
-
-
-def edges_by_region(
-    outputs: Sequence[Any], counts: Callable[[nn.Parameter], bool]
-) -> dict[Any, list[tuple[int, nn.Parameter]]]:
-    """The parameters in which a backward ends, with their places among the inputs of the compiled
-    forward that they come from; those that come from elsewhere under ``None``.
-
-    Args:
-        outputs: tensors or gradient edges that the backward starts from.
-        counts: says which parameters are meant.
-    """
-    pending = [
-        getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs
-    ]
-    seen: set[Any] = set()
-    found: dict[Any, list[tuple[int, nn.Parameter]]] = {}
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        region = node if is_compiled_forward(node) else None
-        for index, (following, _) in enumerate(node.next_functions):
-            variable = getattr(following, "variable", None)
-            if variable is None:
-                pending.append(following)
-            elif counts(variable):
-                found.setdefault(region, []).append((index, variable))
-    return found

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.agreement.participant import Participant
@@ -71,11 +71,15 @@ class _Entry:
 
 @dataclass
 class Registry:
-    """The managed modules of this process."""
+    """The managed modules of this process.
 
+    Attributes:
+        version: how often they, or what is known of them, have changed.
+    """
+
+    version: int = 0
     _modules: dict[str, ManagedModule] = field(default_factory=dict)
     _parameter_ids: Counter[int] = field(default_factory=Counter)
-    _unfused_ids: Counter[int] = field(default_factory=Counter)
     _unchecked: weakref.WeakSet[DistributedDataParallel] = field(default_factory=weakref.WeakSet)
     _moved: set[str] = field(default_factory=set)
     _entries: weakref.WeakKeyDictionary[DistributedDataParallel, _Entry] = field(
@@ -93,7 +97,7 @@ class Registry:
         for alias in module.names():
             register_process_group(alias, group)
         self._parameter_ids.update(map(id, parameters_of(ddp)))
-        self._numbered = None
+        self._note_change()
         self._entries[ddp] = self._entry(ddp, module)
         self._unchecked.add(ddp)
         return module
@@ -110,7 +114,7 @@ class Registry:
 
     def _remove(self, name: str, module: ManagedModule, ids: list[int]) -> None:
         self._parameter_ids -= Counter(ids)
-        self._numbered = None
+        self._note_change()
         if name not in self._moved and self._modules.get(name) is not module:
             return  # It outlived its process group, and a module of the next one has its names.
         self._moved.discard(name)
@@ -132,8 +136,7 @@ class Registry:
         self._entries.pop(ddp).remove()
 
     def reset(self) -> None:
-        """Forget the managed modules, but not what DDP's own reducer trains as long as it is
-        there, which must not be traced."""
+        """Forget the managed modules."""
         for ddp in list(self._entries):
             self.discard(ddp)
         self._unchecked.clear()
@@ -152,6 +155,7 @@ class Registry:
         old = entry.module
         entry.module = old.moved_to(group, torch.device(ddp.device_type))
         self._modules[old.group_name] = entry.module
+        self._note_change()
         self._moved.add(old.group_name)
         self._meet_under(ddp, old.group_name, str(self._number_on(group)))
         self.set_stand_in(ddp, entry.make_stand_in)
@@ -182,6 +186,11 @@ class Registry:
         self._entries[ddp].remove.detach()
         self._entries[ddp] = self._entry(ddp, module)
         self._modules[module.group_name] = module
+        self._note_change()
+
+    def _note_change(self) -> None:
+        self._numbered = None
+        self.version += 1
 
     def group_of(self, ddp: DistributedDataParallel) -> dist.ProcessGroup:
         """What the name stands for on which a module's buckets are reduced."""
@@ -224,31 +233,14 @@ class Registry:
         found = (ddp for ddp, entry in self._entries.items() if entry.module.group_name == name)
         return next(found, None)
 
-    def add_unfused(self, ddp: DistributedDataParallel) -> None:
-        """Note a module that DDP's own reducer trains under the flag, until it is freed."""
-        ids = [id(parameter) for parameter in parameters_of(ddp)]
-        self._unfused_ids.update(ids)
-        weakref.finalize(ddp, self._remove_unfused, ids).atexit = False
-
-    def _remove_unfused(self, ids: list[int]) -> None:
-        self._unfused_ids -= Counter(ids)
-
-    def is_unfused(self, parameter: nn.Parameter) -> bool:
-        """Whether DDP's own reducer reduces the parameter's gradient, which must not be traced."""
-        return id(parameter) in self._unfused_ids
-
-    @property
-    def has_unfused(self) -> bool:
-        return bool(self._unfused_ids)
-
     def __len__(self) -> int:
         return len(self._modules)
 
-    def manages(self, parameter: nn.Parameter) -> bool:
+    def manages(self, parameter: Tensor) -> bool:
         """Whether the parameter's gradient is reduced by a managed module."""
         return id(parameter) in self._parameter_ids
 
-    def manages_once(self, parameter: nn.Parameter) -> bool:
+    def manages_once(self, parameter: Tensor) -> bool:
         """Whether a single managed module reduces the parameter's gradient."""
         return self._parameter_ids[id(parameter)] == 1
 
@@ -256,7 +248,7 @@ class Registry:
         """The managed modules, in the order of their construction."""
         return list(self._entries)
 
-    def numbered(self, parameter: nn.Parameter) -> tuple[str, int] | None:
+    def numbered(self, parameter: Tensor) -> tuple[str, int] | None:
         """The name of the managed module that reduces a parameter's gradient, and the parameter's
         number there; ``None`` if there is not just one."""
         if self._numbered is None:
@@ -279,7 +271,7 @@ class Registry:
             return None
         return module.owner(int(index) if index else None)
 
-    def reached_by(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+    def reached_by(self, parameters: Iterable[Tensor]) -> list[str]:
         """The names of the modules that reduce the gradients of some of ``parameters``."""
         ids, entries = set(map(id, parameters)), self._entries.items()
         reached = (e for ddp, e in entries if not ids.isdisjoint(map(id, parameters_of(ddp))))

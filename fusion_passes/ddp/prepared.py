@@ -123,14 +123,20 @@ class Lent:
 
 @dataclass
 class PreparedForwards:
-    """The forwards that were compiled so."""
+    """The forwards that were compiled so.
 
+    Attributes:
+        version: how often one has been added.
+    """
+
+    version: int = 0
     _parameters: dict[object, dict[tuple[Numbered, ...], None]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self._parameters)
 
     def add(self, described: Described) -> None:
+        self.version += 1
         known = self._parameters.setdefault(described.key, {})
         known.pop(described.parameters, None)
         known[described.parameters] = None  # The latest last.

@@ -34,14 +34,6 @@ _NO_GRADIENT: Final = -1
 """In the place of a number of rows: the rank has no gradient of the table."""
 
 
-def has_dense_gradient(parameter: nn.Parameter) -> bool:
-    """Whether a managed module reduces the parameter's gradient in a bucket."""
-    numbered = registry.numbered(parameter)
-    if numbered is None:
-        return registry.manages(parameter)
-    return numbered[1] not in registry.module(numbered[0]).sparse
-
-
 def dense_parameters(ddp: DistributedDataParallel) -> dict[int, nn.Parameter]:
     """The parameters of a module that are trained now and have dense gradients, by number."""
     dense, parameters = registry.module_of(ddp).dense, parameters_of(ddp)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from fusion_passes.ddp.autograd_graph import leaves_behind, nodes_behind
+from fusion_passes.ddp.autograd_graph import Ends, nodes_behind
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.rounds import expect_again, is_waiting_for_none
 from fusion_passes.torch_private import is_compiled_forward
@@ -32,12 +32,13 @@ class Starts:
 
     _outputs: OrderedDict[int, set[int]] = field(default_factory=OrderedDict)
 
-    def note(self, outputs: Sequence[Any], keeps_graph: bool) -> None:
+    def note(self, outputs: Sequence[Any], ends: Ends, keeps_graph: bool) -> None:
         """Let a backward be averaged that starts from further outputs of forwards that have had
         a backward.
 
         Args:
             outputs: tensors or gradient edges that the backward starts from.
+            ends: where it ends.
             keeps_graph: whether it was called with ``retain_graph=True``.
         """
         if not keeps_graph and not self._outputs:
@@ -45,7 +46,7 @@ class Starts:
         found = _starts_at(outputs)
         known = [node for node in found if node in self._outputs]
         if known and not any(found[node] & self._outputs[node] for node in known):
-            reached = registry.reached_by(leaves_behind(outputs))
+            reached = registry.reached_by(ends.leaves)
             # What a communication hook has given is no average, to be averaged again.
             reached = [name for name in reached if not registry.module(name).calls_hook]
             if is_waiting_for_none(reached):

@@ -8,8 +8,7 @@ has used keeps what it has, also ``None``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.protocol import participants
-from fusion_passes.ddp.autograd_graph import leaves_behind
 from fusion_passes.ddp.comm_hooks import sent_as
 from fusion_passes.ddp.managed_module import ManagedModule
 from fusion_passes.ddp.modules import registry
@@ -67,11 +65,11 @@ def _sent(ddp: DistributedDataParallel, module: ManagedModule, number: int, valu
     return Sent(name, shape, value.dtype, reduce_dtype or value.dtype, divisor)
 
 
-def note_reach(outputs: Sequence[Any]) -> list[Participant]:
+def note_reach(leaves: Iterable[Tensor]) -> list[Participant]:
     """Note which parameters a backward reaches, for modules some of whose may go without.
 
     Args:
-        outputs: tensors or gradient edges that the backward starts from.
+        leaves: the tensors in which it ends; none, where it accumulates no gradients.
 
     Returns:
         These modules, if it reaches any of their parameters.
@@ -79,7 +77,7 @@ def note_reach(outputs: Sequence[Any]) -> list[Participant]:
     lacking = [item for item in participants.values() if item.usage is not None]
     if not lacking:
         return []
-    leaves = {id(leaf) for leaf in leaves_behind(outputs)}
+    ids = set(map(id, leaves))
     for participant in lacking:
         ddp = registry.ddp_of(participant.module)
         parameters = parameters_of(ddp) if ddp is not None else ()
@@ -88,7 +86,7 @@ def note_reach(outputs: Sequence[Any]) -> list[Participant]:
         participant.usage.reached = frozenset(
             number
             for number, parameter in enumerate(parameters)
-            if id(parameter) in leaves and number not in sparse
+            if id(parameter) in ids and number not in sparse
         )
     return [item for item in lacking if item.usage is not None and item.usage.reached]
 

@@ -39,6 +39,15 @@ def hooks_after_accumulation(parameter: Tensor) -> dict[int, Any]:
     return {} if hooks is None else hooks
 
 
+def accumulated_into(node: Any) -> Tensor | None:
+    """The tensor in whose ``.grad`` an autograd node accumulates; ``None`` if it is no such node.
+    What a ``Function`` of the user's keeps as ``variable`` is none."""
+    if isinstance(node, torch._C._functions.AccumulateGrad):  # type: ignore[attr-defined]
+        tensor: Tensor = node.variable
+        return tensor
+    return None
+
+
 # --- Modules -------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.ddp.modules import registry
+from fusion_passes.ddp.unfused_parameters import unfused_parameters
 from fusion_passes.install.inductor_pass import caps_of
 from fusion_passes.plan.caps import MIB, BucketCaps, ModuleCaps
 from testing.fake_world import fake_world, two_layers
@@ -84,20 +85,20 @@ def test_leaves_to_ddps_reducer_what_the_python_reducer_ignores() -> None:
         ddp = DistributedDataParallel(model, **_delayed(model))
     assert not ddp._use_python_reducer
     assert not len(registry)
-    assert registry.is_unfused(model.get_parameter("1.weight"))
+    assert model.get_parameter("1.weight") in unfused_parameters
 
 
 def test_forgets_what_ddps_reducer_has_trained() -> None:
     gc.collect()
-    before = registry.has_unfused
+    before = bool(unfused_parameters)
     model = two_layers()
     with pytest.warns(FusionWarning):
         ddp = DistributedDataParallel(model, **_delayed(model))
     weight = ddp.module[0].weight
     del ddp, model
     gc.collect()
-    assert not registry.is_unfused(weight)
-    assert registry.has_unfused == before
+    assert weight not in unfused_parameters
+    assert bool(unfused_parameters) == before
 
 
 def test_sparse_gradients_count_in_no_bucket() -> None:
