@@ -35,6 +35,7 @@ from fusion_passes.passes.pipeline import run_pipeline
 from fusion_passes.passes.verify import BrokenInvariantError
 from fusion_passes.plan.caps import BucketCaps, bucket_caps
 from fusion_passes.plan.planner import NO_PROFILE, nothing_agreed
+from fusion_passes.reductions.find import Rejection
 from fusion_passes.reductions.insert import insert_reductions, is_aot_backward
 from fusion_passes.reductions.unused import send_beside
 from fusion_passes.reporting.journal import journal
@@ -89,7 +90,7 @@ class DdpFusionPass(CustomGraphPass):
         if NO_PROFILE in plan.decision:
             owners = [bucket.members[0].owner for bucket in plan.buckets]
             warn_without_profile(owner.module for owner in owners if owner.world_size > 1)
-        if plan.buckets or any(_is_average(rejection.node) for rejection in plan.rejections):
+        if plan.buckets or any(map(_is_average, plan.rejections)):
             packed = [i for i, bucket in enumerate(plan.buckets) if not bucket.is_empty]
             journal.expect(
                 report_plan(plan, config.mode),
@@ -133,9 +134,12 @@ def _agreed_in(mode: str, module: str, parameters: Collection[int]) -> LaunchLis
     return agreed if is_same else None
 
 
-def _is_average(launch: fx.Node) -> bool:
-    """Whether a collective that is not DDP's looks like a gradient reduction all the same."""
-    call = decode_all_reduce(launch)
+def _is_average(rejected: Rejection) -> bool:
+    """Whether a collective that is not fused reduces a gradient, or looks like it. One of DDP's may
+    be gone: it is left to the end of the backward."""
+    if rejected.owner is not None:
+        return True
+    call = decode_all_reduce(rejected.node)
     return call is not None and call.tensor.target is torch.ops.aten.div.Tensor
 
 

@@ -378,3 +378,30 @@ def test_conflicting_option_of_one_compile_is_refused() -> None:
     compiled = torch.compile(ddp, options={"bucket_all_reduces_fx": "all"})
     with pytest.raises(Exception, match="bucket_all_reduces_fx = 'all' cannot be combined"):
         compiled(_inputs()).sum().backward()
+
+
+class _Arming:
+    """A hook that raises when it is told to."""
+
+    is_armed = False
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        if self.is_armed:
+            self.is_armed = False
+            raise ValueError("the user's own error")
+        return 2 * gradient
+
+
+def test_after_an_error_in_a_traced_hook_training_goes_on() -> None:
+    """Dynamo runs DDP's hooks one by one then, and takes the sizes of their gradients for
+    symbols: nothing is left to fuse in these graphs."""
+    ddp, hook = _managed(), _Arming()
+    ddp.module[0].weight.register_hook(hook)
+    forward = torch.compile(ddp)
+    forward(_inputs()).sum().backward()
+    hook.is_armed = True
+    with pytest.raises(ValueError, match="the user's own error"):
+        forward(_inputs()).sum().backward()
+    with pytest.warns(FusionWarning, match="are not fused, but reduced when the backward has"):
+        forward(_inputs()).sum().backward()
+    forward(_inputs()).sum().backward()
