@@ -138,6 +138,11 @@ class LaunchList:
         return f"{how}, {len(buckets)} collectives: {shown_list(buckets)}"
 
 
+def parameters_in(lists: Iterable[LaunchList]) -> frozenset[int]:
+    """The numbers of all parameters in any of the lists."""
+    return frozenset[int]().union(*(item.parameters for item in lists))
+
+
 @process_state.once("decoded launch lists", Lifetime.PROCESS, max_results=256)
 def _decode(text: str) -> LaunchList:
     mode, *items = text.split("; ")

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from fusion_passes.agreement.launches import FOLLOWS, LaunchList
+from fusion_passes.agreement.launches import FOLLOWS, LaunchList, parameters_in
 from fusion_passes.agreement.rendezvous import (
     RanksDisagreeError,
     Terms,
@@ -74,9 +74,19 @@ class Participant(Round):
         return f"ddp_fusion/{self.key}/{kind}/{numbers}"
 
     @property
-    def has_sent_nothing(self) -> bool:
-        """Whether this rank has yet to send what it must in a round of whatever it has used."""
-        return self.usage is not None and not self.position
+    def sent_now(self) -> frozenset[int]:
+        """What this rank has sent in this round."""
+        return parameters_in(self.agreed[: self.position])
+
+    @property
+    def has_more_to_send(self) -> bool:
+        """Whether this rank has yet to send something in a round of whatever it has used, or to
+        hear that no other has. Where the ranks have met, none knows that before they meet again."""
+        if self.usage is None or self.is_complete:
+            return False
+        is_known = self.position >= max(1, len(self.agreed))
+        sends_all = self.sent_now.issuperset(self.usage.trained)
+        return not is_known or (self.meetings > 0 and not sends_all)
 
     @property
     def unused(self) -> frozenset[int]:
@@ -130,12 +140,9 @@ class Participant(Round):
         return not self.is_local
 
     def _settle(self, launches: LaunchList) -> None:
-        if self.usage is not None and self.usage.refuses(launches):
-            if self.usage.reached <= launches.parameters:
-                self._go_local()
-            else:
-                self.usage.is_in_parts |= not self.is_averaged
-                self._follow(launches)
+        known = [] if self.meetings else self.agreed  # Or there may be more of it.
+        if self.usage is not None and self.usage.refuses(launches, known):
+            self._go_local(launches)
             return
         if self.position == len(self.agreed):
             self._run(launches, self._meet(launches))
@@ -143,7 +150,9 @@ class Participant(Round):
         expected = self.agreed[self.position]
         if expected == launches or meeting_of(self.module) is None:
             self._run(launches, launches)
-        elif expected.may_become(launches, all_are_sent=self.usage is not None):
+        elif expected.may_become(
+            launches, all_are_sent=self.usage is not None and not self._is_part(launches)
+        ):
             self._run(launches, self._changed(launches))
         else:
             self._follow(launches)
@@ -160,27 +169,32 @@ class Participant(Round):
         else:
             self._follow(launches)
 
+    def _is_part(self, launches: LaunchList) -> bool:
+        return self.usage is not None and not self.usage.reached <= launches.parameters
+
     def _agree_on(self, reference: LaunchList) -> None:
         self.agreed[self.position : self.position + 1] = [reference]
         if self.usage is not None:
-            self.usage.sent[self.kind] = reference.parameters | {self.usage.flags}
+            self.usage.sent[self.kind] = parameters_in(self.agreed) | {self.usage.flags}
 
     def _follow(self, launches: LaunchList) -> None:
-        self._go_local()
-        # Once for each list: a graph that cannot be planned so stays as it is.
-        if launches not in self._replanned:
+        self._go_local(launches)
+        # Once for each list: a graph that cannot be planned so stays as it is. So does a part of a
+        # backward, which has no zeros for what others send.
+        if not self._is_part(launches) and launches not in self._replanned:
             self._replanned.add(launches)
             self.needs_replanning = True
 
-    def _go_local(self) -> None:
+    def _go_local(self, launches: LaunchList | None = None) -> None:
+        if self.usage is not None:
+            self.usage.is_in_parts |= launches is not None and self._is_part(launches)
         self.is_local = True
         self.stand_aside()
 
     def _changed(self, launches: LaunchList) -> LaunchList | None:
         """What all ranks run in the place of what they have agreed on, if all have changed.
 
-        Ranks that change together come here together. One that changes alone must not wait for
-        long, and not each time: it asks the first, second, fourth, eighth time.
+        One that changes alone must not wait long, nor each time: it asks the first, second, fourth.
         """
         self._changes[self.position, launches] += 1
         count = self._changes[self.position, launches]
@@ -189,6 +203,7 @@ class Participant(Round):
         reference = self._meet(launches, is_change=True)
         if reference is not None:
             del self.agreed[self.position :]
+            self.meetings += self.usage is not None  # What follows is not known any more.
         return reference
 
     def next_late(self, plan: Callable[[], LaunchList]) -> LaunchList:
@@ -208,6 +223,7 @@ class Participant(Round):
         while self.position == len(self.agreed):
             reference = self._meet(own)
             if reference is not None and not reference.collectives:
+                self.is_complete = True
                 return reference
             # None: others have found out in a graph that they differ, and come here too; or what
             # they have used is now known.
@@ -225,8 +241,7 @@ class Participant(Round):
         return expected
 
     def leave_word(self, reason: str, texts: Mapping[int, str] | None = None) -> None:
-        """Leave word that this rank has failed, for ranks that wait for it, or will look why a
-        collective of theirs has failed. Ranks that wait get an error at once.
+        """Leave word that this rank has failed: ranks that wait for it get an error at once.
 
         Args:
             reason: for people; empty if ``texts`` give it.

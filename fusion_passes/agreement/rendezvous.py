@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
-from fusion_passes.agreement.launches import FOLLOWS, LATE, LaunchList
+from fusion_passes.agreement.launches import FOLLOWS, LATE, LaunchList, parameters_in
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import ProcessGroup, group_timeout, resolve_process_group
 
@@ -226,7 +226,7 @@ def _compare(said: Mapping[int, str], may_lack: bool) -> str:
 
 def whole_list(lists: Sequence[LaunchList]) -> LaunchList | None:
     """The first list that reduces all that any of them does, a graph's before others."""
-    every = frozenset[int]().union(*(item.parameters for item in lists))
+    every = parameters_in(lists)
     whole = [item for item in lists if item.parameters == every]
     return next((item for item in whole if item.mode != LATE), whole[0] if whole else None)
 

@@ -23,6 +23,7 @@ class Round:
         earlier: those that backwards before it have given.
         late: those that are still to be reduced, and whether they are divided already.
         is_alone: whether it has ended where it began: no other rank has come to meet this one.
+        is_complete: whether the ranks know that none of them sends more in it.
         thread: in which a gradient has come last.
     """
 
@@ -34,6 +35,7 @@ class Round:
     is_local: bool = False
     is_sharing: bool = False
     is_alone: bool = False
+    is_complete: bool = False
     received: set[int] = field(default_factory=set)
     came: set[int] = field(default_factory=set)
     earlier: set[int] = field(default_factory=set)
@@ -56,6 +58,7 @@ class Round:
         """Begin anew."""
         self.kind = ""
         self.position = self.meetings = 0
-        self.is_local = self.is_sharing = self.is_averaged = self.is_alone = False
+        self.is_local = self.is_sharing = self.is_averaged = False
+        self.is_alone = self.is_complete = False
         for numbers in (self.received, self.came, self.earlier, self.late, self.announced):
             numbers.clear()

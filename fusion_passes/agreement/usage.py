@@ -7,6 +7,9 @@ one number a parameter: whether this rank has used it. So every rank knows after
 parameters any has used, with no collective more, and all of them decide alike on what follows: a
 parameter that none has used keeps its gradient, or has none; one that is new is reduced by one more
 collective, and belongs to the others from then on.
+
+Where a backward consists of several graphs, each sends the flags of its own parameters: one is used
+if any of them says so.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from fusion_passes.agreement.launches import LaunchList
+from fusion_passes.agreement.launches import LaunchList, parameters_in
 
 
 @dataclass
@@ -35,7 +38,8 @@ class Usage:
             before they have met.
         averages: of parameters that this rank has sent zeros for, as a graph has left them.
         used: those that some rank has used in this round; ``None`` as long as that is not known.
-        is_in_parts: whether a traced backward was cut into several graphs.
+        is_postponed: whether what a graph has launched is no average before the backward has ended.
+        is_in_parts: whether a graph has stayed on this rank that was a part of its backward.
         is_new: whether the ranks have only learnt in this round what they send.
     """
 
@@ -48,6 +52,7 @@ class Usage:
     sent: dict[str, frozenset[int]] = field(default_factory=dict)
     averages: dict[int, Tensor] = field(default_factory=dict)
     used: frozenset[int] | None = None
+    is_postponed: bool = False
     is_in_parts: bool = False
     is_new: bool = False
 
@@ -57,15 +62,23 @@ class Usage:
             return frozenset((*self.trained, self.flags))
         return self.sent.get(kind, frozenset())
 
-    def refuses(self, launches: LaunchList) -> bool:
-        """Whether the gradients that a graph would send are not those that this rank has to.
+    def refuses(self, launches: LaunchList, agreed: Iterable[LaunchList] = ()) -> bool:
+        """Whether what a graph would send is not what this rank has to, or not all that it must
+        say.
 
-        A graph sends zeros for what the ranks send and its backward does not reach. It must be
-        all of its backward, and right for a parameter without a gradient.
+        A graph sends zeros for what the ranks send and its backward does not reach, which is right
+        for a parameter without a gradient. Its flags only name the parameters that it has. A
+        communication hook is to see all buckets, the same in each step.
+
+        Args:
+            launches: what it would send.
+            agreed: what the ranks send in such a round, this included; empty if that is not known.
         """
         zeros = launches.parameters - self.reached - {self.flags}
+        lists = [launches] if self.sends_all else [*agreed, launches]
+        known = parameters_in(lists)
         return (
-            not self.reached <= launches.parameters
+            ((self.sends_all or len(lists) > 1) and not self.reached <= known)
             or not self.pending <= self.reached
             or any(map(self.has_gradient, zeros))
         )
@@ -85,16 +98,24 @@ class Usage:
         Args:
             numbers: of the parameters.
             averages: over all ranks; the graph may overwrite them when this returns.
-            flags: those of all ranks.
+            flags: those of all ranks; what postponed launches give is read later.
         """
-        results = dict(zip((*numbers, self.flags), (*averages, flags), strict=True))
+        results = dict(zip(numbers, averages, strict=True))
         self.averages |= {number: result.clone() for number, result in results.items()}
+        if not self.is_postponed:
+            self.note_flags(flags)
+
+    def note_flags(self, flags: Tensor) -> None:
+        """Take the flags of all ranks that a graph has sent, or this rank by hand."""
+        known = self.averages.get(self.flags)
+        used = flags > 0
+        self.averages[self.flags] = used if known is None else used | known
 
     def read(self, flags: Tensor) -> None:
         """Note which parameters some rank has used.
 
         Args:
-            flags: those of all ranks, added up; on a GPU, this waits for it.
+            flags: whether some rank has used it, by parameter; on a GPU, this waits for it.
         """
         values: Sequence[float] = flags.tolist()
         self.used = frozenset(n for n, v in zip(self.trained, values, strict=True) if v)
@@ -130,3 +151,4 @@ class Usage:
     def _forget_step(self) -> None:
         self.averages.clear()
         self.used, self.is_new, self.reached = None, False, frozenset()
+        self.is_postponed = False

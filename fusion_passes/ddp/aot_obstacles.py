@@ -53,8 +53,8 @@ def _obstacle(ddp: DistributedDataParallel, parameter: nn.Parameter) -> str:
 
 
 IN_PARTS: Final = (
-    "its forward is compiled in parts, and with find_unused_parameters=True one graph must "
-    "say what is not used"
+    "it broke into several graphs, which with find_unused_parameters=True must send the same on "
+    "all ranks, and all at once for a communication hook"
 )
 
 ALL_SPARSE: Final = "all its gradients are sparse"

@@ -10,7 +10,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from fusion_passes.agreement.participant import Participant
-from fusion_passes.ddp.aot_obstacles import IN_PARTS, NOT_COMPILED_MOSTLY
+from fusion_passes.ddp.aot_obstacles import NOT_COMPILED_MOSTLY
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.prepared import Described, Lent, Numbered
 from fusion_passes.ddp.sparse import dense_parameters
@@ -104,10 +104,7 @@ def why_incomplete(described: Sequence[Described], outside: Sequence[Numbered]) 
             beside and 2 * beside > sum(parameter.numel() for parameter in trained.values())
         ):
             return NOT_COMPILED_MOSTLY
-        if module.flag_dtype is not None:
-            if beside or forwards_of[name] > 1:
-                return IN_PARTS
-        elif any((name, number) not in every for number in trained):
+        if module.flag_dtype is None and any((name, number) not in every for number in trained):
             return "it does not reach all of its parameters"
     return ""
 

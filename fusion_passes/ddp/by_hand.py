@@ -62,7 +62,9 @@ class Job:
         left = frozenset(self.participant.late)
         if usage is None:
             return left
-        return (left | usage.sent_in(kind) | {usage.flags}) - self.module.sparse
+        sent = self.participant.sent_now | self.module.sparse
+        left = (left | usage.sent_in(kind)) - sent - {usage.flags}
+        return left | {usage.flags} if left or not self.participant.position else left
 
     def like(self, number: int) -> Tensor:
         """A tensor as what is sent under a number."""
@@ -164,7 +166,9 @@ class Launched:
                 result = results[0][offset : offset + count] if count else results[0][:0]
             average = self._average(gradient, result, self.job.module.strides_of(number))
             usage = self.job.participant.usage
-            if usage is not None and number not in self.job.own_use:
+            if usage is not None and number == usage.flags:
+                usage.note_flags(average)
+            elif usage is not None and number not in self.job.own_use:
                 usage.averages[number] = average.clone()
             else:
                 gradient.copy_(average)

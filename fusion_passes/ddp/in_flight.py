@@ -68,7 +68,11 @@ class _InFlight:
         give_back_kept(self.pieces.participant.module, has_averages=True)
 
     def _write(self, number: int, piece: Tensor) -> None:
-        """Give a parameter its average, if ``.grad`` is not that itself."""
+        """Give a parameter its average, if ``.grad`` is not that itself. Flags have none."""
+        usage = self.pieces.participant.usage
+        if usage is not None and number == usage.flags:
+            usage.note_flags(piece)
+            return
         parameter = self.pieces.parameters[number]
         gradient = parameter.grad
         if gradient is not None and gradient.data_ptr() != piece.data_ptr():
@@ -92,6 +96,8 @@ def in_flight(
     mine = _InFlight(LaunchedPieces(participant, module, parameters_of(ddp)))
     names, postponing = [module.group_name], PostponingGroup(group, mine.note)
     let_stand_for(names, postponing)
+    if participant.usage is not None:
+        participant.usage.is_postponed = True
     try:
         yield postponing
         mine.finish()

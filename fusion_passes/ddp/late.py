@@ -84,7 +84,7 @@ def reduce_without_inputs(participant: Participant) -> None:
 
 def _is_left(job: Job) -> bool:
     if job.participant.usage is not None:
-        return job.participant.has_sent_nothing
+        return job.participant.has_more_to_send
     return bool(job.participant.late)
 
 

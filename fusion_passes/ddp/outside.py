@@ -3,7 +3,8 @@
 A backward whose graphs average a module may also reach parameters that no graph reads: of a layer
 that is not compiled. As DDP's own reducer does, buckets of these are launched when their last
 gradient has come. Ranks agree on each as on what a graph launches, so it matches what the others
-launch in its place, or is left to the end of the backward.
+launch in its place, or is left to the end of the backward. Where ranks may use others, a bucket
+says which parameters this one has used, as a graph does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Final
 
 import torch
 
-from fusion_passes.agreement.launches import LATE, LaunchList
+from fusion_passes.agreement.launches import LATE, Collective, LaunchList
 from fusion_passes.ddp.by_hand import Job
 from fusion_passes.ddp.late import planned_by_hand
 from fusion_passes.graph.collectives import WAIT
@@ -32,10 +33,16 @@ class _Buckets:
 
     def __init__(self, job: Job, numbers: Collection[int]) -> None:
         self._job = job
-        items = planned_by_hand(job, numbers).collectives
-        lists = [LaunchList(LATE, (replace(item, place=0),)) for item in items]
-        self._list_of = {number: item for item in lists for number in item.parameters}
-        self._missing = {item: len(item.parameters) for item in lists}
+        usage = job.participant.usage
+        flags = frozenset[int]() if usage is None else frozenset({usage.flags})
+        lists = [self._list(item, flags) for item in planned_by_hand(job, numbers).collectives]
+        self._list_of = {n: item for item in lists for n in item.parameters - flags}
+        self._missing = {item: len(item.parameters - flags) for item in lists}
+
+    def _list(self, bucket: Collective, flags: frozenset[int]) -> LaunchList:
+        if not flags:
+            return LaunchList(LATE, (replace(bucket, place=0),))
+        return planned_by_hand(self._job, flags.union(bucket.parameters))
 
     def came(self, number: int) -> None:
         launches = self._list_of.pop(number, None)
@@ -48,12 +55,12 @@ class _Buckets:
         participant = self._job.participant
         if not participant.agrees_to(launches):
             return
-        (item,) = launches.collectives
         with torch.no_grad():
-            for piece in self._job.launch(item, LATE).pieces:
-                WAIT(piece)  # Returns at once: the real wait is at the end of the backward.
-        for number in item.parameters:
-            del participant.late[number]
+            for item in launches.collectives:
+                for piece in self._job.launch(item, LATE).pieces:
+                    WAIT(piece)  # Returns at once: the real wait is at the end of the backward.
+        for number in launches.parameters:
+            participant.late.pop(number, None)
 
 
 _buckets: Final = process_state.keep(

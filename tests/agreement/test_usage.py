@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fusion_passes.agreement.launches import LATE, Collective, LaunchList
+from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.rendezvous import whole_list
 from fusion_passes.agreement.usage import Usage
 
@@ -20,11 +21,6 @@ def usage(reached: set[int], kept: tuple[int, ...] = ()) -> Usage:
     return Usage((0, 2, 3), FLAGS, kept.__contains__, frozenset(reached))
 
 
-def test_a_graph_must_have_all_that_its_backward_reaches() -> None:
-    assert not usage({0, 2}).refuses(launches(0, 2, FLAGS))
-    assert usage({0, 2}).refuses(launches(0, FLAGS))
-
-
 def test_zeros_are_wrong_for_a_gradient_that_was_kept() -> None:
     assert not usage({0}, kept=(0, 3)).refuses(launches(0, 2, FLAGS))
     assert usage({0}, kept=(2,)).refuses(launches(0, 2, FLAGS))
@@ -38,13 +34,50 @@ def test_a_graphs_flags_do_not_have_what_was_used_before() -> None:
     assert late.refuses(launches(0, 2, FLAGS))
 
 
+def test_a_graph_may_be_a_part_where_the_others_are_known_to_send_the_rest() -> None:
+    part, rest = launches(0, FLAGS), launches(2, FLAGS)
+    assert not usage({0, 2}).refuses(part), "the ranks are about to meet"
+    assert not usage({0, 2}).refuses(part, [part, rest])
+    assert usage({0, 2, 3}).refuses(part, [part, rest]), "no flags would say that 3 is used"
+
+
+def test_a_communication_hook_is_given_all_at_once() -> None:
+    hooked = usage({0, 2})
+    hooked.sends_all = True
+    assert hooked.refuses(launches(0, FLAGS), [launches(0, FLAGS), launches(2, FLAGS)])
+    assert not hooked.refuses(launches(0, 2, 3, FLAGS), [])
+
+
 def test_flags_are_written_and_read() -> None:
     known = usage({0})
     assert known.flags_of({3, 0}) == [1.0, 0.0, 1.0]
-    known.read(torch.tensor([0.5, 0.0, 0.25]))
-    assert known.used == frozenset({0, 3})
-    known.read(torch.tensor([True, False, False]))
-    assert known.used == {0}
+    known.note_flags(torch.tensor([0.5, 0.0, 0.0]))
+    known.read(known.averages[FLAGS])
+    assert known.used == frozenset({0})
+    known.note_flags(torch.tensor([0.0, 0.0, 0.25]))
+    known.read(known.averages[FLAGS])
+    assert known.used == frozenset({0, 3}), "of any graph"
+
+
+def test_flags_of_postponed_launches_are_read_later() -> None:
+    known = usage({0})
+    known.is_postponed = True
+    known.deliver([], [], torch.tensor([True, False, False]))
+    assert FLAGS not in known.averages
+
+
+def test_ranks_that_have_met_send_until_none_has_more() -> None:
+    mine = Participant("ddp", "0", usage=usage({0, 2}))
+    assert mine.has_more_to_send, "nothing was sent"
+    mine.history[""], mine.position, mine.meetings = [launches(0, FLAGS)], 1, 1
+    assert mine.has_more_to_send, "others may have another graph"
+    assert mine.sent_now == {0, FLAGS}
+    mine.meetings = 0
+    assert not mine.has_more_to_send, "the ranks know what they send"
+    mine.history[""].append(launches(2, FLAGS))
+    assert mine.has_more_to_send, "others have another graph"
+    mine.position = 2
+    assert not mine.has_more_to_send
 
 
 def test_flags_are_read_but_where_all_is_used_and_sent() -> None:

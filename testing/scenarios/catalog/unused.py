@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from testing.scenarios.catalog.making import COALESCED, CONCAT, on_two
 
+SENDS_OTHER_PARTS = (
+    "it broke into several graphs, and with find_unused_parameters=True each must",
+)
+
 UNUSED = [
     on_two(
         "unused-never",
@@ -88,11 +92,26 @@ UNUSED = [
     ),
     on_two(
         "unused-several-graphs",
-        "`find_unused_parameters`, a backward in several graphs",
+        "`find_unused_parameters`, a backward in several graphs, other ranks in each step",
         "unused:in_several_graphs",
         becomes="equal, unfused",
-        warns=("it broke into several graphs, and with find_unused_parameters=True it must be",),
+        warns=SENDS_OTHER_PARTS,
         tested=CONCAT,
+    ),
+    on_two(
+        "unused-in-parts",
+        "`find_unused_parameters`, a forward in several graphs",
+        "unused:in_equal_parts",
+        graph="aot_autograd",
+        tested=CONCAT,
+        each_torch=True,
+    ),
+    on_two(
+        "unused-other-parts",
+        "`find_unused_parameters`, a forward in several graphs, others on some ranks at times",
+        "unused:in_parts",
+        warns=SENDS_OTHER_PARTS,
+        tested=COALESCED,
     ),
     on_two("skip-unused", "`skip_all_reduce_unused_params`", "unused:skipped_reduction"),
     on_two(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from testing.models import OUTPUTS, Batch, Branching
+from testing.models import OUTPUTS, WIDTH, Batch, Branching, fill_whole
 from testing.scenarios.loop import Loop, train
 from testing.scenarios.run import Run, synced_if
 
@@ -255,5 +255,35 @@ class _BrokenBackward(Branching):
 
 
 def in_several_graphs(run: Run) -> None:
-    """A hook breaks the backward in several graphs."""
+    """A hook breaks the backward in several graphs; ranks take other branches."""
     train_branching(run, CHANGING[:3], style="as it is", model=_BrokenBackward())
+
+
+class _BrokenForward(nn.Module):
+    """Exact. Layers in graphs of their own, one of which no rank uses, and one only some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unused, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+        fill_whole(self)
+
+    def forward(self, x: Tensor, takes: str) -> Tensor:
+        y = self.first(x).relu()
+        torch._dynamo.graph_break()
+        if takes:
+            y = self.sometimes(y).relu()
+            torch._dynamo.graph_break()
+        return self.last(y)[:, :OUTPUTS]
+
+
+def in_parts(run: Run) -> None:
+    """A forward in several graphs: each sends its part. First all ranks use the same, then one
+    does not, then all again."""
+    takes = [["a"], ["a"], [""], ["a"], ["a", ""], ["", ""], ["a"], ["a"]]
+    train_branching(run, takes, model=_BrokenForward())
+
+
+def in_equal_parts(run: Run) -> None:
+    """The same where ranks always use the same."""
+    train_branching(run, [["a"]] * 4, model=_BrokenForward())
