@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch._inductor.config
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -64,6 +65,7 @@ def test_several_buckets(run_on_ranks: RUN) -> None:
     _assert_alike(*run_on_ranks(2, in_several_buckets))
 
 
+@pytest.mark.nightly  # A user's hook is tested with them in each check.
 def test_unused_parameters(run_on_ranks: RUN) -> None:
     """Its products depend on the order of a bucket's gradients, which is not eager DDP's here. It
     makes NaN of a gradient that is zero on all ranks, and of that parameter's later ones."""

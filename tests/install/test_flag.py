@@ -222,7 +222,14 @@ def _import_with(value: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(("value", "flag"), [("coalesced", "coalesced"), ("", None), ("0", None)])
+@pytest.mark.parametrize(
+    ("value", "flag"),
+    [
+        ("coalesced", "coalesced"),
+        pytest.param("", None, marks=pytest.mark.nightly),
+        ("0", None),
+    ],
+)
 def test_environment_variable_gives_the_default(value: str, flag: object) -> None:
     result = _import_with(value)
     assert result.returncode == 0, result.stderr

@@ -147,7 +147,6 @@ BUCKET_HOOKS = [
         "`allreduce_hook` over another group, `find_unused_parameters`",
         "bucket_hooks:unused_another_group",
         tested=CONCAT,
-        each_torch=True,
     ),
     on_four(
         "ddp-4",

@@ -107,7 +107,6 @@ OPTIONS = [
         "a DDP module saved and loaded",
         "reducer:saved_module",
         tested=CONCAT,
-        each_torch=True,
     ),
     on_two(
         "deepcopy",
@@ -136,7 +135,6 @@ BUFFERS = [
         "buffers:broadcast_between_forwards",
         tolerance_eps=ROUNDS_EPS,
         tested=CONCAT,
-        each_torch=True,
         fails_on_oldest="eager DDP of this torch raises here",
     ),
     on_two("no-forward-sync", "`forward_sync_buffers=False`", "buffers:no_forward_sync"),
@@ -175,7 +173,6 @@ HOOKS = [
         "hooks registered before and after DDP: what they see",
         "hooks:hooks_in_order",
         tested=CONCAT,
-        each_torch=True,
     ),
     on_two(
         "hooks-that-come-and-go",

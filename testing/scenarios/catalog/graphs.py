@@ -139,7 +139,6 @@ INSTANCES = [
         "a subclass that overrides what DDP calls",
         "instances:overriding_subclass",
         tested=CONCAT,
-        each_torch=True,
     ),
     on_two("replicate", "`replicate`", "instances:replicated", tested=CONCAT),
     on_two(
@@ -166,7 +165,6 @@ RANKS = [
         "other batch sizes on each rank",
         "ranks:batch_sizes",
         tested=CONCAT,
-        each_torch=True,
     ),
     on_two(
         "hooks-on-one-rank",

@@ -60,7 +60,6 @@ UNUSED = [
         "`find_unused_parameters`, gradients added to from step to step",
         "unused:added",
         tested=COALESCED,
-        each_torch=True,
     ),
     on_two(
         "unused-added-late",
