@@ -10,7 +10,6 @@ from torch import nn
 
 from fusion_passes.ddp.autograd_graph import Ends
 from fusion_passes.ddp.modules import registry
-from fusion_passes.ddp.unfused_parameters import unfused_parameters
 from fusion_passes.torch_private import (
     has_flattened_parameters,
     has_fully_sharded_modules,
@@ -76,7 +75,7 @@ def reach_of(ends: Ends) -> Reach:
     if not len(registry):
         return NOTHING
     fully_sharded = has_fully_sharded_modules()
-    looks_for_others = bool(unfused_parameters) or fully_sharded or has_flattened_parameters()
+    looks_for_others = bool(registry.unfused) or fully_sharded or has_flattened_parameters()
     managed = others = False
     for leaf in ends.leaves:
         if registry.manages(leaf):
@@ -84,7 +83,7 @@ def reach_of(ends: Ends) -> Reach:
         # What fully_shard puts into a graph is a parameter like any other: in a process that uses
         # it, one that no DDP module manages is taken for its.
         elif looks_for_others and (
-            leaf in unfused_parameters
+            leaf in registry.unfused
             or is_flattened(leaf)
             or (fully_sharded and isinstance(leaf, nn.Parameter))
         ):

@@ -38,6 +38,7 @@ from fusion_passes.ddp.managed_module import (
     usage_of,
 )
 from fusion_passes.ddp.unfinished import refuse_changed, refuse_repeated
+from fusion_passes.ddp.unfused_parameters import UnfusedParameters
 from fusion_passes.profile.records import Profile
 from fusion_passes.profile.steps import MeasuredSteps
 from fusion_passes.reductions.owners import Owner
@@ -75,9 +76,11 @@ class Registry:
 
     Attributes:
         version: how often they, or what is known of them, have changed.
+        unfused: the parameters of modules that DDP's own reducer trains.
     """
 
     version: int = 0
+    unfused: UnfusedParameters = field(default_factory=UnfusedParameters)
     _modules: dict[str, ManagedModule] = field(default_factory=dict)
     _parameter_ids: Counter[int] = field(default_factory=Counter)
     _unchecked: weakref.WeakSet[DistributedDataParallel] = field(default_factory=weakref.WeakSet)
@@ -136,7 +139,8 @@ class Registry:
         self._entries.pop(ddp).remove()
 
     def reset(self) -> None:
-        """Forget the managed modules."""
+        """Forget the managed modules, but not what DDP's own reducer trains as long as it is
+        there, which must not be traced."""
         for ddp in list(self._entries):
             self.discard(ddp)
         self._unchecked.clear()

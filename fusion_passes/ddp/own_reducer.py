@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.tensor_parallel import check_dtensors
-from fusion_passes.ddp.unfused_parameters import unfused_parameters
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.torch_private.autograd import after_backward, hooks_on_gradient
 from fusion_passes.torch_private.ddp import (
@@ -91,7 +91,7 @@ def reason_for_own_reducer(arguments: Mapping[str, Any]) -> str | None:
 
 def warn_own_reducer(ddp: DistributedDataParallel, reason: str) -> None:
     """Warn that the module is not fused, and make sure that no backward of it is traced."""
-    unfused_parameters.add(ddp)
+    registry.unfused.add(ddp)
     warn_once(
         f"own reducer {type(ddp.module).__name__} {reason}",
         f"DistributedDataParallel({type(ddp.module).__name__}) is trained by DDP's own reducer, as "

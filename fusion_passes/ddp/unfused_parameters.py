@@ -6,12 +6,10 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Final
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.ddp import parameters_of
 
 
@@ -35,11 +33,3 @@ class UnfusedParameters:
 
     def __bool__(self) -> bool:
         return bool(self._ids)
-
-
-unfused_parameters: Final = process_state.keep(
-    UnfusedParameters(),
-    "what DDP's own reducer trains: after a reset, too, it must not be traced",
-    Lifetime.MODULE,
-    reset=lambda _: None,
-)

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.ddp.costs import learn_costs
 from fusion_passes.ddp.management import manage
+from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.own_reducer import (
     check_supported,
     reason_for_own_reducer,
@@ -18,7 +19,6 @@ from fusion_passes.ddp.own_reducer import (
     warn_own_reducer,
     warn_without_effect,
 )
-from fusion_passes.ddp.unfused_parameters import unfused_parameters
 from fusion_passes.flag import active_config
 from fusion_passes.install.changes import patched_setting, value_of
 from fusion_passes.install.conflicts import check_conflicts, check_reducer_mode
@@ -103,7 +103,7 @@ def _python_reducer() -> Iterator[None]:
 def enter_forward(original: Callable[..., Any], ddp: DistributedDataParallel) -> Any:
     """Do what ``DistributedDataParallel._inside_ddp_forward`` does, in each forward with DDP's own
     reducer; warn if the module was to be managed."""
-    if active_config() is not None and not any(p in unfused_parameters for p in parameters_of(ddp)):
+    if active_config() is not None and not any(p in registry.unfused for p in parameters_of(ddp)):
         warn_once(
             "late",
             f"DistributedDataParallel({type(ddp.module).__name__}) was constructed before "

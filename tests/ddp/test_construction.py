@@ -19,7 +19,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.ddp.modules import registry
-from fusion_passes.ddp.unfused_parameters import unfused_parameters
 from fusion_passes.install.inductor_pass import caps_of
 from fusion_passes.plan.caps import MIB, BucketCaps, ModuleCaps
 from testing.fake_world import fake_world, two_layers
@@ -85,20 +84,20 @@ def test_leaves_to_ddps_reducer_what_the_python_reducer_ignores() -> None:
         ddp = DistributedDataParallel(model, **_delayed(model))
     assert not ddp._use_python_reducer
     assert not len(registry)
-    assert model.get_parameter("1.weight") in unfused_parameters
+    assert model.get_parameter("1.weight") in registry.unfused
 
 
 def test_forgets_what_ddps_reducer_has_trained() -> None:
     gc.collect()
-    before = bool(unfused_parameters)
+    before = bool(registry.unfused)
     model = two_layers()
     with pytest.warns(FusionWarning):
         ddp = DistributedDataParallel(model, **_delayed(model))
     weight = ddp.module[0].weight
     del ddp, model
     gc.collect()
-    assert weight not in unfused_parameters
-    assert bool(unfused_parameters) == before
+    assert weight not in registry.unfused
+    assert bool(registry.unfused) == before
 
 
 def test_sparse_gradients_count_in_no_bucket() -> None:
