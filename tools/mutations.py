@@ -145,6 +145,22 @@ MUTATIONS: Final = (
         ("tests/agreement/test_usage.py",),
     ),
     Mutation(
+        "flags-of-another-block",
+        "ddp/own_flags.py",
+        "if number == usage.flags:",
+        "if False:",
+        (f"{_SCENARIOS}::test_trains_as_eager_ddp[unused-shared-parts-concat]",),
+    ),
+    Mutation(
+        "flags-for-the-lender",
+        "agreement/protocol.py",
+        """    participant = participants.get(borrowed.modules.get(module, module))
+    if participant is not None and participant.usage""",
+        """    participant = participants.get(module)
+    if participant is not None and participant.usage""",
+        (f"{_SCENARIOS}::test_trains_as_eager_ddp[unused-instances-coalesced]",),
+    ),
+    Mutation(
         "other-graphs-not-awaited",
         "agreement/participant.py",
         "return not is_known or (self.meetings > 0 and not sends_all)",

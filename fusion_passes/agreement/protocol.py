@@ -143,7 +143,7 @@ def deliver(module: str, numbers: Iterable[int], averages: Iterable[Tensor], fla
         averages: of their gradients.
         flags: which parameters some rank has used.
     """
-    participant = participants.get(module)
+    participant = participants.get(borrowed.modules.get(module, module))
     if participant is not None and participant.usage is not None and not participant.is_local:
         participant.usage.deliver(numbers, averages, flags)
 

@@ -34,6 +34,7 @@ from fusion_passes.ddp.in_flight import in_flight
 from fusion_passes.ddp.kept import adding_kept, obstacle_in_kept
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.outside import reducing_outside
+from fusion_passes.ddp.own_flags import writing_own_flags
 from fusion_passes.ddp.prepared import NOT_COMPILED, PreparedForwards, borrowing
 from fusion_passes.ddp.turns import is_main_thread
 from fusion_passes.ddp.unused import has_used_others
@@ -152,7 +153,7 @@ class AotBackwards:
         try:
             with contextlib.ExitStack() as stack:
                 groups = {
-                    item.participant.module: self._enter(stack, item, averaged.is_in_flight)
+                    item.participant.module: self._enter(stack, item, averaged)
                     for item in averaged.modules
                 }
                 lent = [(item.node, item.lent) for item in averaged.forwards]
@@ -165,15 +166,17 @@ class AotBackwards:
                 participant.announced.clear()
 
     def _enter(
-        self, stack: contextlib.ExitStack, item: AveragedModule, is_in_flight: bool
+        self, stack: contextlib.ExitStack, item: AveragedModule, averaged: Averaged
     ) -> dist.ProcessGroup:
         """Prepare for the backward of a module; the group that its name stands for meanwhile."""
         participant = item.participant
         ddp = registry.ddp_of(participant.module)
         assert ddp is not None, "its backward runs"
-        module = registry.module_of(ddp)
+        module, is_in_flight = registry.module_of(ddp), averaged.is_in_flight
         adding = adding_kept(ddp, participant, item.kept, is_in_flight=is_in_flight)
         group = stack.enter_context(adding)
+        if participant.usage is not None and averaged.borrows_names_for(participant.module):
+            group = stack.enter_context(writing_own_flags(ddp, participant, group))
         if not is_in_flight or module.world_size == 1:  # Or autograd adds to what there is.
             return group
         group = stack.enter_context(in_flight(ddp, participant, group))

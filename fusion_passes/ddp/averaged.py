@@ -78,6 +78,14 @@ class Averaged:
         """Whether there is something to compute beside what a graph has launched last."""
         return len(self.forwards) > 1 or self.outside > 0
 
+    def borrows_names_for(self, module: str) -> bool:
+        """Whether some of its graphs have names or numbers of others for parameters of a module."""
+        return any(
+            theirs != mine and mine[0] == module
+            for item in self.forwards
+            for theirs, mine in item.lent.parameters.items()
+        )
+
 
 NONE_AVERAGED: Final = Averaged()
 

@@ -133,7 +133,7 @@ def _find(ends: Ends, config: FusionConfig, prepared: PreparedForwards) -> Found
     why_not = why_incomplete(described, tuple(outside))
     lent = []
     for item in described:
-        found = prepared.lent_to(item, modules)
+        found = prepared.lent_to(item)
         if isinstance(found, str):
             return FoundEnds(why_not=why_not or found, obstructed=() if why_not else item.modules)
         lent.append(found)

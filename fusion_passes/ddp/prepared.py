@@ -19,7 +19,6 @@ from torch import nn
 from fusion_passes.agreement.protocol import borrowed, participants
 from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.comm_hooks import is_hooked, sent_as
-from fusion_passes.ddp.managed_module import ManagedModule
 from fusion_passes.ddp.modules import registry
 from fusion_passes.torch_private import local_process_group
 from fusion_passes.torch_private.stand_ins import redirect
@@ -63,7 +62,7 @@ class Described:
         place = {name: place for place, name in enumerate(names)}
         modules = {name: registry.module(name) for name in names}
         places = tuple(
-            (index, place[name], _like(modules[name], number)) for index, (name, number) in inputs
+            (index, place[name], modules[name].kinds[number]) for index, (name, number) in inputs
         )
         return Described((config, places, tuple(map(_kind_of, names))), parameters)
 
@@ -82,11 +81,6 @@ def numbered(parameter: nn.Parameter) -> Numbered:
 
 def _modules_of(parameters: Iterable[Numbered]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(module for module, _ in parameters))
-
-
-def _like(module: ManagedModule, number: int) -> object:
-    """What a graph depends on of a parameter; its number, where the ranks say which they use."""
-    return number if module.flag_dtype is not None else module.kinds[number]
 
 
 def _kind_of(name: str) -> object:
@@ -141,12 +135,11 @@ class PreparedForwards:
         known.pop(described.parameters, None)
         known[described.parameters] = None  # The latest last.
 
-    def lent_to(self, described: Described, reached: Sequence[str]) -> Lent | str:
+    def lent_to(self, described: Described) -> Lent | str:
         """Find what the backward of a forward may call its parameters.
 
         Args:
             described: the forward.
-            reached: all modules that the backward which runs reaches.
 
         Returns:
             What each name and number that its graph may have stands for, or why the backward
@@ -156,15 +149,20 @@ class PreparedForwards:
         if not known:
             return NOT_COMPILED
         mine = described.parameters
-        if any(registry.module(name).flag_dtype is not None for name in described.modules):
-            others = {name for other in known for name, _ in other}.difference(described.modules)
-            return SHARED if mine not in known or others.intersection(reached) else Lent({})
         found = dict(zip(mine, mine, strict=True)) if mine in known else {}
         for other in list(known)[-_BORROWED_AT_MOST:]:
             lent = found | dict(zip(other, mine, strict=True))
             if _is_consistent(lent, found):
                 found = lent
-        return Lent(found) if found else SHARED
+        return Lent(found | _flags_of(found)) if found else SHARED
+
+
+def _flags_of(lent: Mapping[Numbered, Numbered]) -> dict[Numbered, Numbered]:
+    """What the flags stand for that modules send with these parameters. Modules that share a
+    forward have as many parameters, and so one number for them."""
+    modules = {theirs: mine for (theirs, _), (mine, _) in lent.items()}
+    flags = {mine: registry.module(mine).flags for mine in modules.values()}
+    return {(theirs, flags[mine]): (mine, flags[mine]) for theirs, mine in modules.items()}
 
 
 def _is_consistent(lent: Mapping[Numbered, Numbered], found: Mapping[Numbered, Numbered]) -> bool:

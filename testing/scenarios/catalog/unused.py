@@ -112,6 +112,32 @@ UNUSED = [
         warns=SENDS_OTHER_PARTS,
         tested=COALESCED,
     ),
+    on_two(
+        "unused-shared-parts",
+        "`find_unused_parameters`, blocks that share a compiled forward, some left out",
+        "unused:in_shared_parts",
+        graph="aot_autograd",
+        tested=CONCAT,
+    ),
+    on_two(
+        "unused-shared-zeroed",
+        "`find_unused_parameters`, a graph break in a loop over blocks, gradients kept",
+        "unused:in_shared_parts_with_zeros",
+        graph="aot_autograd",
+    ),
+    on_two(
+        "unused-shared-others",
+        "`find_unused_parameters`, blocks that share a compiled forward, others on some ranks",
+        "unused:in_other_shared_parts",
+        warns=SENDS_OTHER_PARTS,
+    ),
+    on_two(
+        "unused-instances",
+        "`find_unused_parameters`, two modules of one class",
+        "unused:by_instances",
+        graph="aot_autograd",
+        tested=COALESCED,
+    ),
     on_two("skip-unused", "`skip_all_reduce_unused_params`", "unused:skipped_reduction"),
     on_two(
         "missing-one",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from testing.models import OUTPUTS, WIDTH, Batch, Branching, fill_whole
+from testing.models import OUTPUTS, WIDTH, Batch, Branching, fill_whole, linear_loss
 from testing.scenarios.loop import Loop, train
 from testing.scenarios.run import Run, synced_if
 
@@ -287,3 +287,62 @@ def in_parts(run: Run) -> None:
 def in_equal_parts(run: Run) -> None:
     """The same where ranks always use the same."""
     train_branching(run, [["a"]] * 4, model=_BrokenForward())
+
+
+class _Dropping(nn.Module):
+    """Exact. Blocks that share a compiled forward, some of which a step leaves out."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, OUTPUTS)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        fill_whole(self)
+        self.blocks = nn.ModuleList(map(run.compile, self.blocks))
+
+    def forward(self, x: Tensor, takes: str) -> Tensor:
+        y = self.first(x)
+        for name, block in zip("abc", self.blocks, strict=True):
+            if name in takes:
+                y = block(y).relu()
+        out: Tensor = self.last(y)
+        return out
+
+
+def in_shared_parts(run: Run) -> None:
+    """The flags in a graph name the parameters of another block. First all ranks use all blocks,
+    under ``no_sync`` once, then they leave out the same ones."""
+    takes = [["abc"]] * 4 + [["ac"], ["ac"], ["c"]]
+    train_branching(run, takes, style="as it is", local=(1,), model=_Dropping(run))
+
+
+def in_shared_parts_with_zeros(run: Run) -> None:
+    """The same with gradients that are kept, in a loop whose graph break cuts the forward."""
+    model = _Dropping(run)
+    for block in model.blocks:
+        block.register_forward_hook(torch.compiler.disable(lambda *args: args[2]))
+    takes = [["abc"], ["abc"], ["ab"], ["ab"], ["abc"]]
+    train_branching(run, takes, zero="kept", model=model)
+
+
+def in_other_shared_parts(run: Run) -> None:
+    """The same where ranks leave out others at times."""
+    takes = [["abc"], ["abc"], ["ab", "abc"], ["abc"], ["a", "c"], ["abc"], ["b", ""], ["abc"]]
+    train_branching(run, takes, style="as it is", model=_Dropping(run))
+
+
+def by_instances(run: Run) -> None:
+    """Two modules of one class share a forward, and one of their layers takes no part. First they
+    take turns, then one backward is of both."""
+    models = [Branches(run.mlp()) for _ in range(2)]
+    for model in models:
+        model.skips = True
+    modules = [run.ddp(model, find_unused_parameters=True) for model in models]
+    calls = [run.compile(ddp) for ddp in modules]
+    for step in range(5):
+        for ddp in modules:
+            ddp.zero_grad()
+        losses = [linear_loss(call, run.rows(step, n)) for n, call in enumerate(calls)]
+        for loss in [losses[0] + losses[1]] if step > 2 else losses:
+            loss.backward()
+        for ddp in modules:
+            run.note_backward(ddp)
