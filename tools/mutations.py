@@ -145,6 +145,13 @@ MUTATIONS: Final = (
         ("tests/agreement/test_usage.py",),
     ),
     Mutation(
+        "part-run-twice",
+        "ddp/uncompiled.py",
+        "if not is_error_of_dynamo(error) or _has_run(traced, error.__traceback__):",
+        "if not is_error_of_dynamo(error):",
+        ("tests/ddp/test_uncompiled.py",),
+    ),
+    Mutation(
         "flags-of-another-block",
         "ddp/own_flags.py",
         "if number == usage.flags:",

@@ -35,6 +35,7 @@ from fusion_passes.ddp.sparse_backwards import apart
 from fusion_passes.ddp.starts import Starts
 from fusion_passes.ddp.tensor_parallel import can_be_traced
 from fusion_passes.ddp.turns import Turns
+from fusion_passes.ddp.uncompiled import Uncompiled
 from fusion_passes.ddp.unfused import (
     warn_mixed,
     warn_others_reductions,
@@ -76,6 +77,7 @@ class BackwardRunner:
     _region: tuple[Callable[[], CompilerFn], bool | None] | None = None
     _compiler: CompilerFn | None = None
     _starts: Starts = field(default_factory=Starts)
+    _uncompiled: Uncompiled = field(default_factory=Uncompiled)
     _unannounced: weakref.WeakKeyDictionary[DistributedDataParallel, set[object]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -137,6 +139,7 @@ class BackwardRunner:
             return engine(outputs, *args, **kw)
         call = EngineCall.of(args, kw)
         traced_hooks.take()  # What is left of a backward that failed.
+        self._uncompiled.why = ""
         known, unreadable = len(self.journal.reports()), self.journal.unreadable
         put_hooks_last()
         ends = ends_of(outputs if call.accumulates and len(registry) else ())
@@ -197,13 +200,15 @@ class BackwardRunner:
             modules = _labels(p.module for p in averaged.participants)
             backwards.note(modules, "aot_autograd", outside=averaged.outside)
         elif reached() and not aot_backwards.stays_local(reached()):
-            if traced is not None and not modules_in_parts(traced):
-                backwards.note(_labels(reached()), "compiled_autograd", averaged.why_not)
-            elif traced is not None:
-                backwards.note(_labels(reached()), "none", IN_PARTS)
-            else:
-                because = "create_graph is set" if call.creates_graph else "it cannot be traced"
-                backwards.note(_labels(reached()), "none", because)
+            labels, why = _labels(reached()), self._uncompiled.why
+            if why:
+                self._uncompiled.warn(labels)
+            elif traced is None:
+                why = "create_graph is set" if call.creates_graph else "it cannot be traced"
+            elif modules_in_parts(traced):
+                why = IN_PARTS
+            graph = "none" if why else "compiled_autograd"
+            backwards.note(labels, graph, why or averaged.why_not)
 
     def _warn(self, names: Sequence[str], reports: Sequence[FusionReport]) -> None:
         if names:
@@ -271,12 +276,8 @@ class BackwardRunner:
                 return
             if traced:
                 warn_threads()
-            outer, traced_hooks.untraced_is_warned = traced_hooks.untraced_is_warned, is_warned
-            try:
-                with self._turns.untraced():
-                    yield
-            finally:
-                traced_hooks.untraced_is_warned = outer
+            with traced_hooks.untraced(is_warned), self._turns.untraced():
+                yield
 
     @contextlib.contextmanager
     def _traced(self) -> Iterator[None]:
@@ -290,7 +291,8 @@ class BackwardRunner:
             self._compiler = rebuild() if rebuild is not None else torch.compile
         if dynamic is None:
             dynamic = not dynamo_config().assume_static_by_default
-        with tracing_backwards(apart(self._compiler), dynamic):
+        compiler = self._uncompiled.or_as_it_is(self._compiler)
+        with tracing_backwards(apart(compiler), dynamic):
             yield
 
 

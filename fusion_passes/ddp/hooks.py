@@ -62,6 +62,19 @@ class TracedHooks:
         finally:
             self.is_reentrant = outer
 
+    @contextlib.contextmanager
+    def untraced(self, is_warned: bool = True) -> Iterator[None]:
+        """Around a backward whose gradients' reductions are not traced.
+
+        Args:
+            is_warned: whether the user knows why.
+        """
+        outer, self.untraced_is_warned = self.untraced_is_warned, is_warned
+        try:
+            yield
+        finally:
+            self.untraced_is_warned = outer
+
     def take(self) -> tuple[str, ...]:
         names = tuple(self._traced.names)
         self._traced.names.clear()

@@ -114,3 +114,11 @@ def exchange(forward: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
         holder.compiled_bw = compiled
     forward.compiled_bw = compiled
     return before
+
+
+def is_error_of_dynamo(error: Exception) -> bool:
+    """Whether an error is Dynamo's own: it could not trace an operator, or has come to grief in
+    another way. Neither what a compiler behind it has raised, nor what it refuses."""
+    from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
+
+    return isinstance(error, InternalTorchDynamoError | TorchRuntimeError)
