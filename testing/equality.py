@@ -1,54 +1,9 @@
-"""Compares training runs, tensor by tensor, and says where they differ."""
+"""Compares tensors, and says where they differ."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
-
-from testing.training import Record
-
-
-def assert_same_runs(
-    actual: list[Record], expected: list[Record], *, tolerance_eps: float = 0.0
-) -> None:
-    """Compares gradients after each backward, and what was trained in the end, on every rank.
-
-    Args:
-        actual: a run's record of each rank.
-        expected: that of the run which it must equal.
-        tolerance_eps: 0 for equality in every bit. Otherwise what an element may differ by, in
-            units of the dtype's eps, relative to the largest element of its tensor.
-    """
-    differences = [
-        f"rank {rank}: {difference}"
-        for rank, (ours, theirs) in enumerate(zip(actual, expected, strict=True))
-        for difference in _differences(ours, theirs, tolerance_eps)
-    ]
-    shown = "\n".join(differences[:20])
-    assert not differences, f"{len(differences)} differences:\n{shown}"
-
-
-def _differences(actual: Record, expected: Record, tolerance_eps: float) -> list[str]:
-    stages: list[tuple[str, Mapping[str, Tensor | None], Mapping[str, Tensor | None]]] = [
-        (f"backward {index}, gradient of", ours.gradients, theirs.gradients)
-        for index, (ours, theirs) in enumerate(
-            zip(actual.backwards, expected.backwards, strict=True)
-        )
-    ]
-    stages.append(("trained parameter", actual.parameters, expected.parameters))
-    stages.append(("buffer", actual.buffers, expected.buffers))
-    found = []
-    for stage, ours, theirs in stages:
-        if ours.keys() != theirs.keys():
-            found.append(f"{stage}: {sorted(ours)} instead of {sorted(theirs)}")
-            continue
-        for name, value in ours.items():
-            difference = tensor_difference(value, theirs[name], tolerance_eps)
-            if difference:
-                found.append(f"{stage} {name}: {difference}")
-    return found
 
 
 def tensor_difference(
@@ -78,26 +33,6 @@ def errors_eps(actual: Tensor, expected: Tensor) -> float:
     scale = expected.abs().max().double() * torch.finfo(expected.dtype).eps
     error = ((actual.double() - expected.double()).abs().max() / scale).item()
     return error if error == error else float("inf")  # noqa: PLR0124
-
-
-def largest_error_eps(actual: list[Record], expected: list[Record]) -> Mapping[str, float]:
-    """For measuring: the largest error of gradients, parameters and buffers over all ranks."""
-    errors = {"gradients": 0.0, "parameters": 0.0, "buffers": 0.0}
-    for ours, theirs in zip(actual, expected, strict=True):
-        pairs: list[tuple[str, Mapping[str, Tensor | None], Mapping[str, Tensor | None]]] = [
-            ("gradients", a.gradients, b.gradients)
-            for a, b in zip(ours.backwards, theirs.backwards, strict=True)
-        ]
-        pairs.append(("parameters", ours.parameters, theirs.parameters))
-        pairs.append(("buffers", ours.buffers, theirs.buffers))
-        for kind, a, b in pairs:
-            for name, value in a.items():
-                other = b[name]
-                if value is None or other is None:
-                    continue
-                if value.is_floating_point() and value.numel():
-                    errors[kind] = max(errors[kind], errors_eps(value, other))
-    return errors
 
 
 def _aspect(tensor: Tensor, what: str) -> object:

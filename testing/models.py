@@ -260,12 +260,6 @@ def linear_loss(model: nn.Module, batch: Batch) -> Tensor:
     return (model(inputs) * factors).sum()
 
 
-def autocast_loss(model: nn.Module, batch: Batch) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        outputs = model(batch[0])
-    return (outputs.float() * batch[1]).sum()
-
-
 def square_loss(model: nn.Module, batch: Batch) -> Tensor:
     inputs, targets = batch
     return (model(inputs) - targets).square().mean()

@@ -1,4 +1,5 @@
-"""Trains a scenario on this rank with eager DDP and under the flag, and compares."""
+"""Trains a scenario on this rank with eager DDP, under the flag and, where the entry says so, with
+gradients averaged by hand, and compares."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def flag_of(scenario: Scenario, mode: str, graph: str = "auto") -> FusionConfig:
 
 
 def train_both(scenario: Scenario, dtype: str, flag: Any, device: torch.device) -> RankReport:
-    """Train both ways on this rank, and compare.
+    """Train all ways on this rank, and compare.
 
     Args:
         scenario: what is trained.
@@ -62,19 +63,21 @@ def train_both(scenario: Scenario, dtype: str, flag: Any, device: torch.device) 
     eager = Run("eager", kind, device)
     if not scenario.must_fail:
         eager_failure = _attempt(target, eager)
-    fused = Run("fused", kind, device)
-    before, unwaited = len(fusion_passes.reports()), _get_work_registry_size()
+    fused, unwaited = Run("fused", kind, device), _get_work_registry_size()
     counters.clear()
     backwards.reset()
-    with torch._inductor.config.patch(ddp_fusion=flag), _noted_warnings() as warned:
+    with torch._inductor.config.patch(ddp_fusion=flag), noted_warnings() as warned:
         failure = _attempt(target, fused)
     if failure or eager_failure:
         return RankReport(rank, eager_failure, failure, warned=tuple(warned))
-    reports = fusion_passes.reports()[before:]
+    found = differences(fused, eager, scenario.tolerance_eps)
+    if scenario.by_hand:
+        found += _differences_by_hand(target, fused)
+    reports = fused.reports()
     rejections = {item.reason for report in reports for item in report.rejections}
     return RankReport(
         rank,
-        differences=tuple(differences(fused, eager, scenario.tolerance_eps)),
+        differences=tuple(found),
         gradients=fused.gradients,
         reduced_in=tuple(sorted({item.reduced_in for item in backwards.reports()})),
         rejected=tuple(sorted(r for r in rejections if not any(words in r for words in NOT_DDPS))),
@@ -101,12 +104,21 @@ def _attempt(target: Callable[[Run], None], run: Run) -> Failure | None:
     return None
 
 
+def _differences_by_hand(target: Callable[[Run], None], fused: Run) -> list[str]:
+    """In what the run under the flag differs from one without DDP: in every bit, for on two ranks
+    an average has one order only."""
+    by_hand = Run("by hand", fused.dtype, fused.device)
+    failure = _attempt(target, by_hand)
+    found = [failure.text] if failure else differences(fused, by_hand, 0.0)
+    return [f"averaged by hand, {difference}" for difference in found]
+
+
 def _say(way: Way, text: str) -> None:
     print(f"rank {dist.get_rank()}, {way}:\n{text}", flush=True)
 
 
 @contextlib.contextmanager
-def _noted_warnings() -> Iterator[list[str]]:
+def noted_warnings() -> Iterator[list[str]]:
     """The texts of the package's warnings, once it is left; all others are printed then."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:

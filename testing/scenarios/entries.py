@@ -30,6 +30,10 @@ class Scenario:
             the flag, on each rank.
         graph: which of the two graphs reduces: AOTAutograd's backward, or one that compiled
             autograd has traced; empty if it can be both. In the first dtype.
+        by_hand: whether gradients must have the same bits as those of the model compiled in the
+            same way, without DDP, that are averaged one by one by hand. It shows that what differs
+            from eager DDP by a tolerance is what compiled kernels round otherwise, and nothing
+            else.
         warns: a part of each text that each rank warns of. ``None`` if that depends on the time:
             it may then be fused or not.
         launches: collectives of DDP's groups in each backward that averages; 0 if that is not said.
@@ -55,6 +59,7 @@ class Scenario:
     ranks: int = 2
     dtypes: tuple[str, ...] = ("fp32",)
     tolerance_eps: float = 0.0
+    by_hand: bool = False
     becomes: Becomes = "equal"
     graph: Graph = ""
     warns: tuple[str, ...] | None = ()

@@ -84,6 +84,7 @@ def train(run: Run, model: nn.Module, loop: Loop | None = None, **note: Any) -> 
             optimizer.zero_grad(set_to_none=loop.zero == "none")
         for micro in range(loop.micro_batches):
             synced = not loop.no_sync or micro == loop.micro_batches - 1
+            run.prepare_forward()
             with synced_if(model, synced):
                 backward(batch_of(run, loop, step, micro))
             run.note_backward(model, synced=synced)

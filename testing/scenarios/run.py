@@ -1,12 +1,13 @@
-"""One training run on one rank: with eager DDP, or under the flag with ``torch.compile``."""
+"""One training run on one rank: with eager DDP, under the flag with ``torch.compile``, or compiled
+without DDP, with gradients that are averaged by hand."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch._dynamo
@@ -15,10 +16,12 @@ from torch import Generator, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+import fusion_passes
+from fusion_passes import FusionReport
 from testing import models
 from testing.models import Batch
 
-Way = Literal["eager", "fused"]
+Way = Literal["eager", "fused", "by hand"]
 T = TypeVar("T")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -29,13 +32,14 @@ Tensors = dict[str, Tensor | None]
 class Run:
     """What a target trains with, and where it notes what is to be compared.
 
-    A target is called twice, with ``way = "eager"`` first. It must do the same both times, and
+    A target is called once for each way, with ``"eager"`` first. It must do the same each time, and
     leave to this object what differs: :meth:`ddp` and :meth:`compile`.
 
     Attributes:
         way: which.
         dtype: of the cell.
         device: of this rank.
+        casts: whether models get that dtype, whatever they were made in.
         backwards: gradients after each backward, by the parameter's name.
         end: what is compared beside them, by name.
         others: the same, of what is no tensor.
@@ -43,16 +47,21 @@ class Run:
             its gradients were to be averaged.
     """
 
-    def __init__(self, way: Way, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, way: Way, dtype: torch.dtype, device: torch.device, *, casts: bool = False
+    ) -> None:
         self.way = way
         self.dtype = dtype
         self.device = device
+        self.casts = casts
         self.backwards: list[Tensors] = []
         self.end: Tensors = {}
         self.others: dict[str, Any] = {}
         self.launches: list[tuple[int, bool]] = []
         self._groups: dict[int, Any] = {}
         self._launched = 0
+        self._reports_before = len(fusion_passes.reports())
+        self._averaged_by_hand: list[nn.Module] = []
         self._wrapped: list[weakref.ref[DistributedDataParallel]] = []
         self._averaged: set[int] = set()
         self._parameters: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = (
@@ -70,8 +79,13 @@ class Run:
         return len(self._averaged)
 
     def ddp(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
-        """``module`` on this rank's device, in DDP."""
-        wrapped = DistributedDataParallel(module.to(self.device), **options)
+        """``module`` on this rank's device, in DDP; as it is, where gradients are averaged by
+        hand."""
+        module = module.to(self.device, self.dtype if self.casts else None)
+        if self.way == "by hand":
+            self._averaged_by_hand.append(module)
+            return cast("DistributedDataParallel", module)
+        wrapped = DistributedDataParallel(module, **options)
         self.manage(wrapped)
         # With tensor parallelism, torch's forward hooks put others in their places.
         self._parameters[wrapped] = dict(wrapped.named_parameters())
@@ -84,15 +98,15 @@ class Run:
         self._count_launches()  # Those of the constructor are no backward's.
 
     def compile(self, target: T, **options: Any) -> T:
-        """``torch.compile`` under the flag, else nothing."""
-        if not self.is_fused:
+        """``torch.compile``, but for eager DDP."""
+        if self.way == "eager":
             return target
         compiled: Any = torch.compile(target, **options)  # type: ignore[call-overload]
         return compiled
 
     def mlp(self, depth: int = 3, outputs: int = models.OUTPUTS) -> nn.Sequential:
         """An exact model in the cell's dtype. In 16 bits, two layers stay exact, and no more."""
-        depth = depth if self.dtype == torch.float32 else min(depth, 2)
+        depth = depth if self.dtype.itemsize >= torch.float32.itemsize else min(depth, 2)
         return models.mlp(depth, outputs, self.dtype)
 
     def rows(self, step: int, micro: int = 0, *, seat: int | None = None, size: int = 4) -> Batch:
@@ -119,6 +133,12 @@ class Run:
     def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
+    def prepare_forward(self) -> None:
+        """Do what a forward of DDP does first, where there is none."""
+        for module in self._averaged_by_hand:
+            for buffer in module.buffers():
+                dist.broadcast(buffer, 0)
+
     def note_backward(self, model: nn.Module, *, synced: bool = True) -> None:
         """Note the gradients of all parameters.
 
@@ -126,6 +146,8 @@ class Run:
             model: what was trained.
             synced: whether gradients of DDP modules were to be averaged.
         """
+        for module in self._averaged_by_hand if synced else ():
+            average_by_hand(module)
         gradients = {name: parameter.grad for name, parameter in self._parameters_of(model).items()}
         self.backwards.append(_detached(gradients))
         self.launches.append((self._count_launches(), synced))
@@ -144,6 +166,10 @@ class Run:
                     and parameter.grad is not None
                     and parameter.grad.layout is torch.strided
                 }
+
+    def reports(self) -> Sequence[FusionReport]:
+        """Of the graphs that were compiled in this run."""
+        return fusion_passes.reports()[self._reports_before :]
 
     def _count_launches(self) -> int:
         """Collectives since the last call; none can hide, for each backend numbers them."""
@@ -166,6 +192,15 @@ class Run:
     def note(self, name: str, value: Any) -> None:
         """Note a value that must equal eager DDP's: words of an error, a number."""
         self.others[name] = value
+
+
+def average_by_hand(module: nn.Module) -> None:
+    """Average the gradients of a module over all ranks, one by one."""
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            average = parameter.grad / dist.get_world_size()
+            dist.all_reduce(average)
+            parameter.grad.copy_(average)
 
 
 @contextlib.contextmanager

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import fusion_passes
 from fusion_passes.config import FusionMode
-from testing.training import noted_warnings
+from testing.scenarios.both_ways import noted_warnings
 
 
 def _gradients(*modules: nn.Module) -> list[Tensor]:
@@ -149,7 +148,7 @@ def train_both_ways(flag: FusionMode) -> list[tuple[list[Tensor], list[Tensor], 
         eager = seeded(case, compiles=False)
         with (
             inductor_config.patch(ddp_fusion=flag),
-            noted_warnings(fusion_passes.FusionWarning) as warned,
+            noted_warnings() as warned,
         ):
             fused = seeded(case, compiles=True)
         found.append((eager, fused, warned))

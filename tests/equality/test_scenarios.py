@@ -21,6 +21,10 @@ from testing.scenarios.ranks import RankReport
 RUN = Callable[..., list[Any]]
 
 
+_GROUPS = {3: "three ranks", 4: "four ranks"}
+"""Tests of as many ranks take turns: each worker has ranks of its own."""
+
+
 def _cases() -> list[Any]:
     """``(scenario, mode, dtype)`` of what a check trains, and by night of the other mode."""
     found = []
@@ -45,7 +49,7 @@ def _marks(scenario: Scenario, dtype: str, *, is_now: bool) -> list[Any]:
     return [
         *([] if is_now else [pytest.mark.nightly]),
         *([pytest.mark.each_torch] if on_each_torch else []),
-        *([pytest.mark.xdist_group("four ranks")] if scenario.ranks == 4 else []),
+        *([pytest.mark.xdist_group(_GROUPS[scenario.ranks])] if scenario.ranks > 2 else []),
         *([pytest.mark.skip(reason=why)] if why and torch.__version__ < "2.13" else []),
     ]
 

@@ -8,7 +8,7 @@ from testing.scenarios.catalog.ddp import BUFFERS, HOOKS, OPTIONS, PARAMETERS
 from testing.scenarios.catalog.graphs import GROUPS, INSTANCES, PARTS, RANKS
 from testing.scenarios.catalog.joining import JOIN
 from testing.scenarios.catalog.loops import LOOPS
-from testing.scenarios.catalog.numerics import OPTIMIZERS, PRECISION
+from testing.scenarios.catalog.numerics import OPTIMIZERS, PRECISION, SCALING
 from testing.scenarios.catalog.parallelisms import PARALLELISMS
 from testing.scenarios.catalog.unused import UNUSED
 
@@ -26,6 +26,7 @@ SCENARIOS = (
     *JOIN,
     *BUFFERS,
     *PRECISION,
+    *SCALING,
     *HOOKS,
     *BUCKET_HOOKS,
     *OPTIMIZERS,

@@ -9,6 +9,7 @@ from testing.scenarios.catalog.making import (
     OWN_REDUCER,
     ROUNDS_EPS,
     STAYS_LOCAL,
+    on_four,
     on_two,
 )
 
@@ -84,6 +85,13 @@ OPTIONS = [
         graph="aot_autograd",
         tested=COALESCED,
     ),
+    on_two(
+        "flag-cap",
+        "`bucket_cap_mb` of the flag, several buckets, backward inside",
+        "reducer:caps_of_the_flag",
+        options=(("bucket_cap_mb", 300 / 2**20), ("first_bucket_cap_mb", 300 / 2**20)),
+        tested=CONCAT,
+    ),
     on_two("bucket-cap-list", "`bucket_cap_mb_list`", "reducer:bucket_cap_mb_list", tested=CONCAT),
     on_two(
         "delay",
@@ -147,7 +155,32 @@ BUFFERS = [
         warns=(f"{OWN_REDUCER} a hook of yours synchronises its buffers",),
         tested=CONCAT,
     ),
-    on_two("batch-norm", "BatchNorm", "buffers:batch_norm", tolerance_eps=ROUNDS_EPS),
+    on_two(
+        "batch-norm",
+        "BatchNorm",
+        "buffers:batch_norm",
+        tolerance_eps=ROUNDS_EPS,
+        by_hand=True,
+        launches=3,  # One for the floating-point buffers, and one for the counters.
+    ),
+    on_two(
+        "batch-norm-inside",
+        "BatchNorm, backward inside",
+        "buffers:batch_norm_inside",
+        tolerance_eps=ROUNDS_EPS,
+        by_hand=True,
+        launches=3,
+        tested=CONCAT,
+    ),
+    on_two(
+        "batch-norm-evaluated",
+        "BatchNorm in evaluation mode, channels last",
+        "buffers:batch_norm_evaluated",
+        tolerance_eps=ROUNDS_EPS,
+        by_hand=True,
+        launches=3,
+        tested=COALESCED,
+    ),
 ]
 
 HOOKS = [
@@ -183,10 +216,38 @@ HOOKS = [
         each_torch=True,
     ),
     on_two("module-hooks", "hooks on a layer", "hooks:module_hooks"),
-    on_two("hook-allreduce", "`allreduce_hook`", "hooks:allreduce_hook"),
+    on_four(
+        "ddp-4",
+        "users-average",
+        "DDP on 4 ranks, a hook of the user's that averages over pairs",
+        "hooks:users_average",
+        # Only compiled autograd traces a hook of the user's.
+        options=(("backward_graph", "compiled_autograd"),),
+        tested=CONCAT,
+    ),
+    on_two(
+        "hook-allreduce",
+        "`allreduce_hook`",
+        "hooks:allreduce_hook",
+        launches=1,
+        tested=CONCAT,
+    ),
     on_two("hook-builtin", "a built-in hook of the C++ reducer", "hooks:builtin_hook"),
-    on_two("hook-bf16", "`bf16_compress_hook`", "hooks:bf16_hook"),
-    on_two("hook-fp16", "`fp16_compress_hook`", "hooks:fp16_hook"),
+    on_two(
+        "hook-bf16",
+        "`bf16_compress_hook`",
+        "hooks:bf16_hook",
+        launches=1,
+        tested=COALESCED,
+    ),
+    on_two(
+        "hook-fp16",
+        "`fp16_compress_hook`",
+        "hooks:fp16_hook",
+        launches=1,
+        tested=CONCAT,
+        each_torch=True,
+    ),
     on_two(
         "hook-wrapper",
         "`fp16_compress_wrapper`",

@@ -81,6 +81,13 @@ PARTS = [
 
 INSTANCES = [
     on_two("two-modules", "two DDP modules in one step", "groups:two_modules"),
+    on_two(
+        "two-caps",
+        "two DDP modules with caps of their own, backward inside",
+        "groups:two_caps",
+        launches=3,
+        tested=CONCAT,
+    ),
     on_two("alternating", "two DDP modules in turn, as in a GAN", "groups:alternating"),
     on_two(
         "second-instance",

@@ -88,6 +88,14 @@ LOOPS = [
         tested=COALESCED,
     ),
     on_two(
+        "upsampled",
+        "an eager `nn.Upsample`, several batch sizes",
+        "shapes:upsampled",
+        becomes="equal, unfused",
+        warns=("it runs operator by operator",),
+        tested=CONCAT,
+    ),
+    on_two(
         "mark-dynamic",
         "`maybe_mark_dynamic`",
         "shapes:marked_dynamic",
@@ -112,5 +120,16 @@ LOOPS = [
         "a GPT-2 of `transformers`",
         "shapes:transformer",
         tolerance_eps=ROUNDS_EPS,
+        by_hand=True,
+        launches=1,
+        tested=CONCAT,
+    ),
+    on_two(
+        "transformer-inside",
+        "a GPT-2 of `transformers`, backward inside",
+        "shapes:transformer_inside",
+        tolerance_eps=ROUNDS_EPS,
+        by_hand=True,
+        launches=1,
     ),
 ]

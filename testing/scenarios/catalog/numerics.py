@@ -9,6 +9,8 @@ from testing.scenarios.catalog.making import (
     FP16_EPS,
     OWN_REDUCER,
     ROUNDS_EPS,
+    THIRDS_EPS,
+    on_four,
     on_two,
 )
 
@@ -26,6 +28,9 @@ PRECISION = [
         "precision:autocast",
         dtypes=("bf16",),
         tolerance_eps=BF16_EPS,
+        by_hand=True,
+        launches=1,
+        tested=CONCAT,
     ),
     on_two(
         "autocast-inside",
@@ -33,6 +38,8 @@ PRECISION = [
         "precision:autocast_inside",
         dtypes=("bf16",),
         tolerance_eps=BF16_EPS,
+        by_hand=True,
+        launches=1,
     ),
     on_two("grad-scaler", "`GradScaler`", "precision:grad_scaler"),
     on_two(
@@ -64,6 +71,113 @@ PRECISION = [
         graph="aot_autograd",
         launches=1,
         tested=COALESCED,
+    ),
+]
+
+_KEPT = "`zero_grad(set_to_none=False)`"
+
+SCALING = [
+    *(
+        on_two(
+            f"scaling-{scaling}",
+            f"`scaling` {scaling!r}",
+            "precision:scaled",
+            options=(("scaling", scaling),),
+            launches=1,
+            tested=tested,
+        )
+        for scaling, tested in (
+            ("collective", CONCAT),
+            ("store", COALESCED),
+            ("bucket", CONCAT),
+        )
+    ),
+    *(
+        on_two(
+            f"scaling-{scaling}-kept",
+            f"`scaling` {scaling!r}, {_KEPT}",
+            "precision:scaled_and_kept",
+            options=(("scaling", scaling),),
+            launches=1,
+            tested=tested,
+        )
+        for scaling, tested in (("collective", COALESCED), ("store", CONCAT), ("bucket", ()))
+    ),
+    *(
+        on_four(
+            "ddp-3",
+            f"scaling-{scaling}",
+            f"DDP on 3 ranks, `scaling` {scaling!r}",
+            "precision:in_thirds",
+            ranks=3,
+            options=(("scaling", scaling),),
+            tolerance_eps=THIRDS_EPS,
+            launches=1,
+            tested=tested,
+        )
+        for scaling, tested in (
+            ("auto", COALESCED),
+            ("collective", CONCAT),
+            ("store", CONCAT),
+            ("bucket", CONCAT),
+        )
+    ),
+    on_two(
+        "near-overflow",
+        "gradients in fp16 whose sum would overflow, backward inside",
+        "precision:near_overflow",
+        dtypes=("fp16",),
+        launches=1,
+        tested=("concat", "coalesced"),
+    ),
+    on_two(
+        "reduce-bf16",
+        "`reduce_dtype` 'bf16'",
+        "precision:sent_in_bf16",
+        options=(("reduce_dtype", "bf16"),),
+        launches=1,
+    ),
+    on_two(
+        "reduce-bf16-kept",
+        f"`reduce_dtype` 'bf16', {_KEPT}",
+        "precision:sent_in_bf16_and_kept",
+        options=(("reduce_dtype", "bf16"),),
+        launches=1,
+        tested=COALESCED,
+    ),
+    on_two(
+        "reduce-fp16",
+        "`reduce_dtype` 'fp16'",
+        "precision:sent_in_fp16",
+        options=(("reduce_dtype", "fp16"),),
+        launches=1,
+    ),
+    on_two(
+        "reduce-fp16-kept",
+        f"`reduce_dtype` 'fp16', {_KEPT}",
+        "precision:sent_in_fp16_and_kept",
+        options=(("reduce_dtype", "fp16"),),
+        launches=1,
+        tested=CONCAT,
+    ),
+    *(
+        on_two(
+            f"reduce-bf16-{scaling}",
+            f"`reduce_dtype` 'bf16', `scaling` {scaling!r}",
+            "precision:sent_in_bf16",
+            options=(("reduce_dtype", "bf16"), ("scaling", scaling)),
+            launches=1,
+            tested=CONCAT,
+        )
+        for scaling in ("collective", "store", "bucket")
+    ),
+    on_two(
+        "reduce-small",
+        "`reduce_dtype` 'fp16' with fp32 and bf16 parameters",
+        "precision:small_already",
+        options=(("reduce_dtype", "fp16"),),
+        launches=2,
+        tested=("concat", "coalesced"),
     ),
 ]
 

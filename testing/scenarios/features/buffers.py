@@ -107,7 +107,26 @@ def sgd(rate: float, **options: Any) -> OptimizerOf:
     return lambda parameters: torch.optim.SGD(parameters, lr=rate, **options)
 
 
+def _train_convolutions(run: Run, model: nn.Module, style: Any) -> None:
+    loop = Loop(
+        style=style,
+        loss=models.square_loss,
+        draw=models.images,
+        optimizer=sgd(0.1, momentum=0.9),
+    )
+    train(run, run.ddp(model), loop)
+
+
 def batch_norm(run: Run) -> None:
     """Convolutions with BatchNorm."""
-    loop = Loop(loss=models.square_loss, draw=models.images, optimizer=sgd(0.1, momentum=0.9))
-    train(run, run.ddp(models.ConvNet()), loop)
+    _train_convolutions(run, models.ConvNet(), "outside")
+
+
+def batch_norm_inside(run: Run) -> None:
+    """The same with the backward inside of the compiled function."""
+    _train_convolutions(run, models.ConvNet(), "inside")
+
+
+def batch_norm_evaluated(run: Run) -> None:
+    """The same with channels last, and statistics that stay."""
+    _train_convolutions(run, models.ConvNet(channels_last=True).eval(), "outside")

@@ -50,6 +50,19 @@ def two_modules(run: Run) -> None:
     train(run, nn.Sequential(run.ddp(run.mlp(2, models.WIDTH)), nn.ReLU(), run.ddp(run.mlp(2))))
 
 
+def two_caps(run: Run) -> None:
+    """The same, where one of them has a cap of its own and is cut into buckets."""
+    first = run.ddp(run.mlp(3, models.WIDTH))
+    second = run.ddp(run.mlp(), bucket_cap_mb=300 / 2**20)
+    train(run, nn.Sequential(first, nn.ReLU(), second), Loop(style="inside"))
+    for report in run.reports():
+        caps: dict[str, list[int]] = {}
+        for bucket in report.buckets:
+            caps.setdefault(bucket.module, []).append(bucket.cap_bytes)
+        # DDP's default for a first bucket is 1 MiB.
+        assert sorted(caps.values()) == [[300, 300], [2**20]]
+
+
 def alternating(run: Run) -> None:
     """Two modules with an optimizer and a backward of their own, as in a GAN: each in every other
     step."""

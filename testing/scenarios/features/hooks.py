@@ -1,18 +1,22 @@
 """Hooks: of users on tensors and parameters, and DDP's communication hooks."""
 
 # No annotations from the future: DDP compares those of communication hooks with types.
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from testing.models import Batch
+from testing.scenarios.features.groups import PAIRS
 from testing.scenarios.loop import Loop, backwards, train
 from testing.scenarios.run import Run
 
@@ -153,6 +157,28 @@ def wrapped_hook(run: Run) -> None:
     """``fp16_compress_wrapper`` around ``allreduce_hook``."""
     hook = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
     _train_with_hook(run, hook)
+
+
+def _average_over(group: Any, parameter: nn.Parameter) -> None:
+    """Line by line what DDP's own hook does, which is why it is easily taken for one."""
+    assert parameter.grad is not None
+    gradient = parameter.grad / group.size()
+    gradient = functional_collectives.all_reduce(gradient, "sum", group)
+    parameter.grad.copy_(gradient)
+
+
+def users_average(run: Run) -> None:
+    """DDP over four ranks, but the last layer is averaged over pairs, by a hook of the user's."""
+    groups = [dist.new_group(list(pair)) for pair in PAIRS[0]]
+    model, names = run.mlp(), ["4.weight", "4.bias"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    hook = functools.partial(_average_over, groups[dist.get_rank() // 2])
+    for name in names:
+        model.get_parameter(name).register_post_accumulate_grad_hook(hook)
+    train(run, run.ddp(model), Loop(style="inside"))
+    for report in run.reports():
+        assert [len(bucket.parameters) for bucket in report.buckets] == [4]
+        assert len(report.rejections) == 2
 
 
 def noop_hook(run: Run) -> None:

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
 
+from fusion_passes.flag import active_config
 from testing import models
 from testing.models import Batch, linear_loss
-from testing.scenarios.loop import BySign, Loop, train
+from testing.scenarios.features.hooks import renamed
+from testing.scenarios.loop import BySign, Loop, backwards, train
 from testing.scenarios.run import Run
 
 
@@ -100,3 +103,102 @@ def double_precision(run: Run) -> None:
         stack.callback(setattr, run, "dtype", run.dtype)
         run.dtype = torch.float64
         train(run, run.ddp(models.mlp(3, dtype=torch.float64)))
+
+
+# Where gradients are scaled, and in which dtype they are sent
+
+
+def _assert_reported(run: Run, scaling: str, **sent: float) -> None:
+    """What the flag says of all buckets; eager DDP has nothing to say.
+
+    Args:
+        run: the run.
+        scaling: where gradients are scaled, unless an option of the flag says so.
+        sent: by dtype, the bytes that are sent over those of the gradients.
+    """
+    config = active_config()
+    if config is None:
+        return
+    buckets = [bucket for report in run.reports() for bucket in report.buckets]
+    wanted = scaling if config.scaling == "auto" else config.scaling
+    assert {bucket.scaling for bucket in buckets} == {wanted}
+    found = {bucket.dtype: bucket.sent_bytes / bucket.num_bytes for bucket in buckets}
+    assert found == sent
+
+
+def scaled(run: Run) -> None:
+    """As the option ``scaling`` says."""
+    train(run, run.ddp(models.mlp()))
+    _assert_reported(run, "collective", float32=1.0)
+
+
+def scaled_and_kept(run: Run) -> None:
+    """The same with gradients that are set to zero and kept."""
+    train(run, run.ddp(models.mlp()), Loop(zero="kept"))
+    _assert_reported(run, "collective", float32=1.0)
+
+
+def in_thirds(run: Run) -> None:
+    """One over three has no end in binary: each way of scaling rounds it in another place. So
+    there is one step, in which no gradient of zero gets a sign."""
+    ddp = run.ddp(models.mlp())
+    backwards(run, ddp, run.compile(ddp), 1)
+
+
+def near_overflow(run: Run) -> None:
+    """The sum of two ranks' gradients is beyond fp16's range, their average is not."""
+    ddp = run.ddp(models.fill_whole(nn.Linear(models.WIDTH, 1, bias=False)).to(run.dtype))
+    inputs = torch.full((4, models.WIDTH), 10000.0, dtype=run.dtype)
+
+    def step() -> None:
+        (ddp(inputs * 2.0**-13).sum() * 2.0**13).backward()
+
+    run.compile(step)()
+    run.note_backward(ddp)
+    (gradient,) = [parameter.grad for parameter in ddp.parameters()]
+    assert gradient is not None
+    assert (gradient == 40000).all()
+
+
+def _train_sending(run: Run, hook: Any, model: nn.Module, zero: Any = "none") -> None:
+    """Plain DDP under the flag, whose option says what is sent; with a hook in eager."""
+    ddp = run.ddp(model)
+    if not run.is_fused:
+        ddp.register_comm_hook(None, renamed(hook))
+    train(run, ddp, Loop(zero=zero, draw=models.whole_rows))
+
+
+def sent_in_bf16(run: Run) -> None:
+    """``reduce_dtype``; bf16 has fp32's range, and what is sent needs no scaling before."""
+    _train_sending(run, default_hooks.bf16_compress_hook, models.mlp())
+    _assert_reported(run, "result", float32=0.5)
+
+
+def sent_in_bf16_and_kept(run: Run) -> None:
+    """The same with gradients that are set to zero and kept."""
+    _train_sending(run, default_hooks.bf16_compress_hook, models.mlp(), "kept")
+    _assert_reported(run, "result", float32=0.5)
+
+
+def sent_in_fp16(run: Run) -> None:
+    """``reduce_dtype``; fp16 has a smaller range than fp32."""
+    _train_sending(run, default_hooks.fp16_compress_hook, models.mlp())
+    _assert_reported(run, "store", float32=0.5)
+
+
+def sent_in_fp16_and_kept(run: Run) -> None:
+    """The same with gradients that are set to zero and kept."""
+    _train_sending(run, default_hooks.fp16_compress_hook, models.mlp(), "kept")
+    _assert_reported(run, "store", float32=0.5)
+
+
+def _compress_single(state: Any, bucket: dist.GradBucket) -> Any:
+    is_single = bucket.buffer().dtype == torch.float32
+    hook = default_hooks.fp16_compress_hook if is_single else default_hooks.allreduce_hook
+    return hook(state, bucket)
+
+
+def small_already(run: Run) -> None:
+    """``reduce_dtype`` for fp32 and bf16 parameters: what is small is sent as it is."""
+    _train_sending(run, _compress_single, models.TwoDtypes())
+    _assert_reported(run, "store", float32=0.5, bfloat16=1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -70,10 +71,46 @@ def reentrant_checkpointing(run: Run) -> None:
             run.note_backward(ddp)
 
 
+class _Upsampled(nn.Module):
+    """Exact. The backward of its middle takes no symbolic sizes."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.first, self.last = run.mlp(1, models.WIDTH // 2), run.mlp(1)
+        self.middle = nn.Upsample(scale_factor=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.middle(self.first(x).unsqueeze(1)).squeeze(1))
+        return out
+
+
+def upsampled(run: Run) -> None:
+    """An eager forward with several batch sizes: from the second on, the trace has symbols."""
+    ddp = run.ddp(_Upsampled(run))
+    for step in range(4):
+        ddp.zero_grad()
+        linear_loss(ddp, run.rows(step, size=3 + step + dist.get_rank())).backward()
+        run.note_backward(ddp)
+
+
+def _train_transformer(run: Run, style: Any) -> None:
+    loop = Loop(
+        style=style,
+        loss=models.language_loss,
+        draw=models.tokens,
+        optimizer=sgd(0.1, momentum=0.9),
+    )
+    train(run, run.ddp(models.gpt2(layers=1)), loop)
+
+
 def transformer(run: Run) -> None:
-    """Two layers of GPT-2."""
-    loop = Loop(loss=models.language_loss, draw=models.tokens, optimizer=sgd(0.1, momentum=0.9))
-    train(run, run.ddp(models.gpt2()), loop)
+    """A layer of GPT-2."""
+    _train_transformer(run, "outside")
+
+
+def transformer_inside(run: Run) -> None:
+    """The same with the backward inside of the compiled function."""
+    _train_transformer(run, "inside")
 
 
 def recompiled(run: Run) -> None:
