@@ -151,4 +151,3 @@ class Usage:
     def _forget_step(self) -> None:
         self.averages.clear()
         self.used, self.is_new, self.reached = None, False, frozenset()
-        self.is_postponed = False

@@ -69,6 +69,11 @@ class Averaged:
         return tuple(module.participant for module in self.modules)
 
     @property
+    def labels(self) -> tuple[str, ...]:
+        """The modules, for people."""
+        return tuple(registry.module(p.module).label for p in self.participants)
+
+    @property
     def outside(self) -> int:
         """How many gradients come from none of the graphs."""
         return sum(len(module.outside) for module in self.modules)

@@ -197,8 +197,7 @@ class BackwardRunner:
         """Note, for the report, where the gradients of a backward were reduced: ``traced`` has, of
         one that was traced, the modules that may lack gradients."""
         if averaged.participants:
-            modules = _labels(p.module for p in averaged.participants)
-            backwards.note(modules, "aot_autograd", outside=averaged.outside)
+            backwards.note(averaged.labels, "aot_autograd", outside=averaged.outside)
         elif reached() and not aot_backwards.stays_local(reached()):
             labels, why = _labels(reached()), self._uncompiled.why
             if why:
@@ -207,8 +206,10 @@ class BackwardRunner:
                 why = "create_graph is set" if call.creates_graph else "it cannot be traced"
             elif modules_in_parts(traced):
                 why = IN_PARTS
-            graph = "none" if why else "compiled_autograd"
-            backwards.note(labels, graph, why or averaged.why_not)
+            if why:
+                backwards.note(labels, "none", why)
+            else:
+                backwards.note(labels, "compiled_autograd", averaged.why_not)
 
     def _warn(self, names: Sequence[str], reports: Sequence[FusionReport]) -> None:
         if names:
@@ -291,8 +292,7 @@ class BackwardRunner:
             self._compiler = rebuild() if rebuild is not None else torch.compile
         if dynamic is None:
             dynamic = not dynamo_config().assume_static_by_default
-        compiler = self._uncompiled.or_as_it_is(self._compiler)
-        with tracing_backwards(apart(compiler), dynamic):
+        with tracing_backwards(apart(self._uncompiled.or_as_it_is(self._compiler)), dynamic):
             yield
 
 

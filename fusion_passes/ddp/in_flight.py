@@ -105,5 +105,7 @@ def in_flight(
         give_back_kept(module.group_name, has_averages=False)
         raise
     finally:
+        if participant.usage is not None:
+            participant.usage.is_postponed = False
         if not participant.is_local:  # Else it stays so until the backward has ended.
             let_stand_for(names, group)

@@ -167,9 +167,9 @@ SCALING = [
             "precision:sent_in_bf16",
             options=(("reduce_dtype", "bf16"), ("scaling", scaling)),
             launches=1,
-            tested=CONCAT,
+            tested=tested,
         )
-        for scaling in ("collective", "store", "bucket")
+        for scaling, tested in (("collective", ()), ("store", COALESCED), ("bucket", CONCAT))
     ),
     on_two(
         "reduce-small",
@@ -177,7 +177,7 @@ SCALING = [
         "precision:small_already",
         options=(("reduce_dtype", "fp16"),),
         launches=2,
-        tested=("concat", "coalesced"),
+        tested=CONCAT,
     ),
 ]
 

@@ -108,34 +108,36 @@ def double_precision(run: Run) -> None:
 # Where gradients are scaled, and in which dtype they are sent
 
 
-def _assert_reported(run: Run, scaling: str, **sent: float) -> None:
+def _assert_reported(run: Run, **of_dtypes: tuple[str, float]) -> None:
     """What the flag says of all buckets; eager DDP has nothing to say.
 
     Args:
         run: the run.
-        scaling: where gradients are scaled, unless an option of the flag says so.
-        sent: by dtype, the bytes that are sent over those of the gradients.
+        of_dtypes: where the gradients of a dtype are scaled, unless an option of the flag says so,
+            and the bytes that are sent over those of the gradients.
     """
     config = active_config()
     if config is None:
         return
+    wanted = {
+        dtype: (scaling if config.scaling == "auto" else config.scaling, sent)
+        for dtype, (scaling, sent) in of_dtypes.items()
+    }
     buckets = [bucket for report in run.reports() for bucket in report.buckets]
-    wanted = scaling if config.scaling == "auto" else config.scaling
-    assert {bucket.scaling for bucket in buckets} == {wanted}
-    found = {bucket.dtype: bucket.sent_bytes / bucket.num_bytes for bucket in buckets}
-    assert found == sent
+    found = {(b.dtype, b.scaling, b.sent_bytes / b.num_bytes) for b in buckets}
+    assert found == {(dtype, *values) for dtype, values in wanted.items()}
 
 
 def scaled(run: Run) -> None:
     """As the option ``scaling`` says."""
     train(run, run.ddp(models.mlp()))
-    _assert_reported(run, "collective", float32=1.0)
+    _assert_reported(run, float32=("collective", 1.0))
 
 
 def scaled_and_kept(run: Run) -> None:
     """The same with gradients that are set to zero and kept."""
     train(run, run.ddp(models.mlp()), Loop(zero="kept"))
-    _assert_reported(run, "collective", float32=1.0)
+    _assert_reported(run, float32=("collective", 1.0))
 
 
 def in_thirds(run: Run) -> None:
@@ -145,9 +147,20 @@ def in_thirds(run: Run) -> None:
     backwards(run, ddp, run.compile(ddp), 1)
 
 
+class _TwoSums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(models.WIDTH, 1, bias=False) for _ in range(2))
+        models.fill_whole(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.first(x) + self.second(x)
+        return out
+
+
 def near_overflow(run: Run) -> None:
     """The sum of two ranks' gradients is beyond fp16's range, their average is not."""
-    ddp = run.ddp(models.fill_whole(nn.Linear(models.WIDTH, 1, bias=False)).to(run.dtype))
+    ddp = run.ddp(_TwoSums().to(run.dtype))
     inputs = torch.full((4, models.WIDTH), 10000.0, dtype=run.dtype)
 
     def step() -> None:
@@ -155,9 +168,9 @@ def near_overflow(run: Run) -> None:
 
     run.compile(step)()
     run.note_backward(ddp)
-    (gradient,) = [parameter.grad for parameter in ddp.parameters()]
-    assert gradient is not None
-    assert (gradient == 40000).all()
+    for parameter in ddp.parameters():
+        assert parameter.grad is not None
+        assert (parameter.grad == 40000).all()
 
 
 def _train_sending(run: Run, hook: Any, model: nn.Module, zero: Any = "none") -> None:
@@ -171,25 +184,25 @@ def _train_sending(run: Run, hook: Any, model: nn.Module, zero: Any = "none") ->
 def sent_in_bf16(run: Run) -> None:
     """``reduce_dtype``; bf16 has fp32's range, and what is sent needs no scaling before."""
     _train_sending(run, default_hooks.bf16_compress_hook, models.mlp())
-    _assert_reported(run, "result", float32=0.5)
+    _assert_reported(run, float32=("result", 0.5))
 
 
 def sent_in_bf16_and_kept(run: Run) -> None:
     """The same with gradients that are set to zero and kept."""
     _train_sending(run, default_hooks.bf16_compress_hook, models.mlp(), "kept")
-    _assert_reported(run, "result", float32=0.5)
+    _assert_reported(run, float32=("result", 0.5))
 
 
 def sent_in_fp16(run: Run) -> None:
     """``reduce_dtype``; fp16 has a smaller range than fp32."""
     _train_sending(run, default_hooks.fp16_compress_hook, models.mlp())
-    _assert_reported(run, "store", float32=0.5)
+    _assert_reported(run, float32=("store", 0.5))
 
 
 def sent_in_fp16_and_kept(run: Run) -> None:
     """The same with gradients that are set to zero and kept."""
     _train_sending(run, default_hooks.fp16_compress_hook, models.mlp(), "kept")
-    _assert_reported(run, "store", float32=0.5)
+    _assert_reported(run, float32=("store", 0.5))
 
 
 def _compress_single(state: Any, bucket: dist.GradBucket) -> Any:
@@ -201,4 +214,4 @@ def _compress_single(state: Any, bucket: dist.GradBucket) -> Any:
 def small_already(run: Run) -> None:
     """``reduce_dtype`` for fp32 and bf16 parameters: what is small is sent as it is."""
     _train_sending(run, _compress_single, models.TwoDtypes())
-    _assert_reported(run, "store", float32=0.5, bfloat16=1.0)
+    _assert_reported(run, float32=("store", 0.5), bfloat16=("collective", 1.0))
