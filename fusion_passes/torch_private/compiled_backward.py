@@ -116,9 +116,14 @@ def exchange(forward: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
     return before
 
 
-def is_error_of_dynamo(error: Exception) -> bool:
-    """Whether an error is Dynamo's own: it could not trace an operator, or has come to grief in
-    another way. Neither what a compiler behind it has raised, nor what it refuses."""
-    from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
+def is_error_of_a_compile(error: Exception) -> bool:
+    """Whether Dynamo could not trace an operator, or it or a compiler behind it has come to grief
+    in another way. Not what it refuses."""
+    from torch._dynamo.exc import (
+        BackendCompilerFailed,
+        InternalTorchDynamoError,
+        TorchRuntimeError,
+    )
 
-    return isinstance(error, InternalTorchDynamoError | TorchRuntimeError)
+    kinds = (BackendCompilerFailed, InternalTorchDynamoError, TorchRuntimeError)
+    return isinstance(error, kinds)

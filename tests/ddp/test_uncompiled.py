@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
-from torch._dynamo.exc import InternalTorchDynamoError
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
 
+from fusion_passes import FusionConfig
 from fusion_passes.ddp.uncompiled import Uncompiled
 
 
@@ -46,6 +47,32 @@ def test_runs_as_it_is_and_is_not_compiled_again() -> None:
         assert torch.equal(run(torch.ones(2)), torch.full((2,), 2.0))
         assert uncompiled.why == "InternalTorchDynamoError: a node cannot be traced"
         assert (len(compiles), len(calls)) == (1, count)
+
+
+def test_a_compiler_that_fails_is_told() -> None:
+    def fails(_: Tensor) -> None:
+        raise BackendCompilerFailed(fails, OSError("no g++"), None)
+
+    uncompiled, calls, run = _compiled_with(lambda _: fails)
+    assert torch.equal(run(torch.ones(2)), torch.full((2,), 2.0))
+    assert "no g++" in uncompiled.why
+    assert calls == ["run"]
+
+
+def test_an_error_of_a_pass_stays_one() -> None:
+    """Whether it refuses something or is wrong: it must not be taken for torch's."""
+
+    def fails(_: Tensor) -> None:
+        try:
+            FusionConfig(mode="no mode")  # type: ignore[arg-type]
+        except ValueError as error:
+            failed = BackendCompilerFailed(fails, error, None)
+            raise failed.with_traceback(error.__traceback__) from None
+
+    _, calls, run = _compiled_with(lambda _: fails)
+    with pytest.raises(BackendCompilerFailed):
+        run(torch.ones(2))
+    assert calls == []
 
 
 def test_what_is_compiled_is_left_alone() -> None:
