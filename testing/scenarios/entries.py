@@ -46,7 +46,7 @@ class Scenario:
             modes.
         tested: in which modes a check trains it, as ``"concat"`` or, in another dtype than the
             first, ``"concat/bf16"``; tests of nightly jobs train these dtypes in the other mode
-            too. Empty: only the matrix trains it.
+            too. Empty: only nightly jobs train it.
         each_torch: whether a check trains it on the oldest and the newest torch too, in its first
             dtype.
         fails_on_oldest: why torch 2.11 cannot train it.

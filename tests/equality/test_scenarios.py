@@ -26,11 +26,15 @@ _GROUPS = {3: "three ranks", 4: "four ranks"}
 
 
 def _cases() -> list[Any]:
-    """``(scenario, mode, dtype)`` of what a check trains, and by night of the other mode."""
+    """``(scenario, mode, dtype)`` of what a check trains, and by night of the other mode, and of
+    what an entry says more of than the matrix looks at."""
     found = []
     for scenario in SCENARIOS:
         now = {(mode, dtype or scenario.dtypes[0]) for mode, dtype in map(_parts, scenario.tested)}
-        for dtype in dict.fromkeys(dtype for _, dtype in sorted(now)):
+        dtypes = [dtype for _, dtype in sorted(now)]
+        if not dtypes and (scenario.launches or scenario.graph):
+            dtypes = [scenario.dtypes[0]]
+        for dtype in dict.fromkeys(dtypes):
             for mode in MODES:
                 marks = _marks(scenario, dtype, is_now=(mode, dtype) in now)
                 name = _name_of(scenario, mode, dtype)

@@ -79,7 +79,7 @@ def test_second_process_hits_and_is_fused(first: tuple[Path, dict[str, Any]], ca
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param({"flag": "coalesced"}, id="flag"),
+        pytest.param({"flag": "coalesced"}, id="flag", marks=pytest.mark.nightly),
         pytest.param({"flag": "0.00005"}, id="cap by option", marks=pytest.mark.nightly),
         pytest.param({"cap": 0.00005}, id="cap of the module"),
         pytest.param({"version": "0.0.0+another"}, id="version", marks=pytest.mark.nightly),
@@ -93,7 +93,6 @@ def test_another_setting_misses(cache: Path, change: dict[str, Any]) -> None:
     assert not any(report["from_cache"] for report in said["reports"])
 
 
-@pytest.mark.each_torch
 def test_saved_artifacts_start_another_machine(
     first: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

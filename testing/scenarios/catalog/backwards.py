@@ -90,7 +90,6 @@ BACKWARDS = [
         "several-outputs-eager",
         "the same after an eager forward, other batch sizes on one rank",
         "backwards:backwards_of_one_round",
-        tested=COALESCED,
     ),
     on_two(
         "failing",

@@ -88,7 +88,6 @@ BUCKET_HOOKS = [
         ", `find_unused_parameters`, `no_sync`",
         "unused_no_sync",
         launches=2,
-        tested=CONCAT,
     ),
     _users(
         "-unused-kept",
@@ -100,7 +99,6 @@ BUCKET_HOOKS = [
         "-unused-buckets",
         ", `find_unused_parameters`, several buckets",
         "unused_several",
-        tested=CONCAT,
     ),
     _users("-unused-never", ", `find_unused_parameters`, all used", "unused_never", launches=2),
     on_two(
@@ -128,7 +126,6 @@ BUCKET_HOOKS = [
         "`fp16_compress_wrapper`, `find_unused_parameters`",
         "bucket_hooks:unused_wrapped",
         launches=2,
-        tested=COALESCED,
     ),
     on_two(
         "hook-post-local",

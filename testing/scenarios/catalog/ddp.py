@@ -179,7 +179,6 @@ BUFFERS = [
         tolerance_eps=ROUNDS_EPS,
         by_hand=True,
         launches=3,
-        tested=COALESCED,
     ),
 ]
 

@@ -200,7 +200,6 @@ RANKS = [
         "`static_graph`, other parameters on each rank, compiled at times",
         "ranks:static_graph_of_sides",
         warns=RUNS_EAGERLY,
-        tested=COALESCED,
     ),
     on_two(
         "static-graph-changes",

@@ -57,7 +57,6 @@ JOIN = [
         "join-unused",
         "`join`, `find_unused_parameters`",
         "joining:with_unused",
-        tested=CONCAT,
     ),
     on_two(
         "join-unused-more",

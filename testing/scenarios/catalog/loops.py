@@ -61,9 +61,7 @@ LOOPS = [
     ),
     on_two("evaluation", "evaluation between steps", "loops:evaluation_between"),
     on_two("reduce-overhead", '`mode="reduce-overhead"`', "loops:reduce_overhead"),
-    on_two(
-        "dynamic", "`dynamic=True`, several batch sizes", "loops:dynamic", launches=1, tested=CONCAT
-    ),
+    on_two("dynamic", "`dynamic=True`, several batch sizes", "loops:dynamic", launches=1),
     on_two(
         "automatic-dynamic",
         "several batch sizes, backward inside",
@@ -122,7 +120,6 @@ LOOPS = [
         tolerance_eps=ROUNDS_EPS,
         by_hand=True,
         launches=1,
-        tested=CONCAT,
     ),
     on_two(
         "transformer-inside",

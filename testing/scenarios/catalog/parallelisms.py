@@ -98,7 +98,6 @@ PARALLELISMS = [
         "tensor:sequence_parallel",
         tolerance_eps=ROUNDS_EPS,
         launches=1,
-        tested=CONCAT,
     ),
     on_four(
         "tp",

@@ -59,7 +59,6 @@ UNUSED = [
         "unused-added",
         "`find_unused_parameters`, gradients added to from step to step",
         "unused:added",
-        tested=COALESCED,
     ),
     on_two(
         "unused-added-late",
