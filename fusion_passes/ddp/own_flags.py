@@ -46,7 +46,8 @@ def writing_own_flags(
             if number == usage.flags:
                 sent = participant.agreed[participant.position - 1].parameters
                 # Whether they are divided before does not matter: all that is asked is if any is 1.
-                piece.copy_(torch.tensor(usage.flags_of(sent), dtype=piece.dtype))
+                flags = torch.tensor(usage.flags_of(sent), dtype=piece.dtype)
+                piece.copy_(flags, non_blocking=True)
 
     writing = PreparingGroup(group, write)
     let_stand_for([module.group_name], writing)
