@@ -23,6 +23,7 @@ class Scenario:
         target: the function that trains, as ``module:function``; it takes a
             :class:`testing.scenarios.run.Run`.
         ranks: processes.
+        modes: in which it is trained: those that have its options.
         dtypes: of the gradients, or of autocast where the target is about that.
         tolerance_eps: what an element may differ by from eager DDP, in eps of its dtype and
             of the largest element of its tensor; 0 for the same bits.
@@ -57,6 +58,7 @@ class Scenario:
     title: str
     target: str
     ranks: int = 2
+    modes: tuple[str, ...] = MODES
     dtypes: tuple[str, ...] = ("fp32",)
     tolerance_eps: float = 0.0
     by_hand: bool = False

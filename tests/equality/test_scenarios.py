@@ -15,7 +15,7 @@ import torch
 from nightly_matrix.outcomes import judge
 from testing.scenarios.both_ways import flag_of, train_both
 from testing.scenarios.catalog import SCENARIOS
-from testing.scenarios.entries import MODES, Scenario
+from testing.scenarios.entries import Scenario
 from testing.scenarios.ranks import RankReport
 
 RUN = Callable[..., list[Any]]
@@ -35,7 +35,7 @@ def _cases() -> list[Any]:
         if not dtypes and (scenario.launches or scenario.graph):
             dtypes = [scenario.dtypes[0]]
         for dtype in dict.fromkeys(dtypes):
-            for mode in MODES:
+            for mode in scenario.modes:
                 marks = _marks(scenario, dtype, is_now=(mode, dtype) in now)
                 name = _name_of(scenario, mode, dtype)
                 found.append(pytest.param(scenario, mode, dtype, marks=marks, id=name))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from testing.scenarios.entries import MODES, Scenario
+from testing.scenarios.entries import Scenario
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def cells_of(scenarios: Iterable[Scenario]) -> list[Cell]:
         Cell(scenario, mode, dtype)
         for scenario in scenarios
         for dtype in scenario.dtypes
-        for mode in MODES
+        for mode in scenario.modes
     ]
     names = [cell.name for cell in cells]
     double = sorted({name for name in names if names.count(name) > 1})

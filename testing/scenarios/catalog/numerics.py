@@ -13,6 +13,7 @@ from testing.scenarios.catalog.making import (
     on_four,
     on_two,
 )
+from testing.scenarios.entries import MODES
 
 PRECISION = [
     on_two(
@@ -76,6 +77,12 @@ PRECISION = [
 
 _KEPT = "`zero_grad(set_to_none=False)`"
 
+
+def _modes_with(scaling: str) -> tuple[str, ...]:
+    """The modes that have an option: without a bucket there is none to scale in."""
+    return CONCAT if scaling == "bucket" else MODES
+
+
 SCALING = [
     *(
         on_two(
@@ -83,6 +90,7 @@ SCALING = [
             f"`scaling` {scaling!r}",
             "precision:scaled",
             options=(("scaling", scaling),),
+            modes=_modes_with(scaling),
             launches=1,
             tested=tested,
         )
@@ -98,6 +106,7 @@ SCALING = [
             f"`scaling` {scaling!r}, {_KEPT}",
             "precision:scaled_and_kept",
             options=(("scaling", scaling),),
+            modes=_modes_with(scaling),
             launches=1,
             tested=tested,
         )
@@ -111,6 +120,7 @@ SCALING = [
             "precision:in_thirds",
             ranks=3,
             options=(("scaling", scaling),),
+            modes=_modes_with(scaling),
             tolerance_eps=THIRDS_EPS,
             launches=1,
             tested=tested,
@@ -166,6 +176,7 @@ SCALING = [
             f"`reduce_dtype` 'bf16', `scaling` {scaling!r}",
             "precision:sent_in_bf16",
             options=(("reduce_dtype", "bf16"), ("scaling", scaling)),
+            modes=_modes_with(scaling),
             launches=1,
             tested=tested,
         )

@@ -128,6 +128,7 @@ UNUSED = [
         "unused-shared-others",
         "`find_unused_parameters`, blocks that share a compiled forward, others on some ranks",
         "unused:in_other_shared_parts",
+        becomes="equal, unfused",
         warns=SENDS_OTHER_PARTS,
     ),
     on_two(
