@@ -152,6 +152,20 @@ MUTATIONS: Final = (
         ("tests/ddp/test_uncompiled.py",),
     ),
     Mutation(
+        "zeros-of-nobody",
+        "agreement/history.py",
+        "return before if all(map(self.usage.is_absent, before)) else []",
+        "return []",
+        (f"{_SCENARIOS}::test_trains_as_eager_ddp[unused-shared-others-concat]",),
+    ),
+    Mutation(
+        "flags-of-what-was-left-out",
+        "ddp/own_flags.py",
+        ".parameters & usage.reached",
+        ".parameters",
+        (f"{_SCENARIOS}::test_trains_as_eager_ddp[unused-shared-others-concat]",),
+    ),
+    Mutation(
         "flags-of-another-block",
         "ddp/own_flags.py",
         "if number == usage.flags:",
@@ -169,7 +183,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "other-graphs-not-awaited",
-        "agreement/participant.py",
+        "agreement/history.py",
         "return not is_known or (self.meetings > 0 and not sends_all)",
         "return not is_known",
         ("tests/agreement/test_usage.py",),
@@ -306,8 +320,8 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "settings-not-compared",
-        "agreement/rendezvous.py",
-        "    if len({settings for settings, _ in items.values()}) > 1:\n",
+        "agreement/comparing.py",
+        "    if len({settings for settings, *_ in items.values()}) > 1:\n",
         "    if not items:\n",
         (f"{_PROTOCOL}::test_ranks_with_other_settings_stop",),
     ),

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from fusion_passes.agreement.comparing import statement_of, texts_of
+from fusion_passes.agreement.history import History
 from fusion_passes.agreement.launches import FOLLOWS, LaunchList, parameters_in
 from fusion_passes.agreement.rendezvous import (
     RanksDisagreeError,
@@ -16,82 +17,31 @@ from fusion_passes.agreement.rendezvous import (
     leave_word,
     meet,
     meeting_of,
-    texts_of,
 )
-from fusion_passes.agreement.round import Round
-from fusion_passes.agreement.usage import Usage
 from fusion_passes.torch_private import resolve_process_group
 
 
 @dataclass
-class Participant(Round):
+class Participant(History):
     """A DDP module of this rank among those of the other ranks.
 
     Attributes:
-        module: the module's name for its group.
-        key: the same on all ranks: under it they meet.
         settings: the options that must be the same on all ranks, read when they meet.
         stand_aside: keeps the collectives of the module's graphs on this rank.
         refuse: raises for gradients that DDP refuses: of parameters that a static graph has not
             used before, or, if told so, that an earlier backward of the round has given.
-        usage: of parameters, where ranks may use others in each step; else ``None``.
-        history: what the ranks have agreed on, by kind of round, in order.
-        rounds: how many rounds have ended.
-        meets_at: after so many, the ranks speak of their plan (``ddp/replanning.py``); -1: never.
-        failures: how many have failed, as far as this rank has said or heard.
-        used: in a static graph, the parameters that some rank has used; ``None`` before its first
-            round has ended.
-        own_use: of these, what this rank has used in the first round in which it had inputs;
-            ``None`` before that has ended.
+        launch_absent: launches, with zeros, what others send and this rank's backward does not
+            reach; gives what waits for it, and keeps the averages.
         needs_replanning: whether a compiled graph differs from the history, but need not.
     """
 
-    module: str
-    key: str
     settings: Callable[[], str] = lambda: ""
     stand_aside: Callable[[], None] = lambda: None
     refuse: Callable[[Iterable[int], bool], None] = lambda *_: None
-    usage: Usage | None = None
-    history: dict[str, list[LaunchList]] = field(default_factory=dict)
-    rounds: int = 0
-    meets_at: int = -1
-    failures: int = 0
-    used: frozenset[int] | None = None
-    own_use: frozenset[int] | None = None
+    launch_absent: Callable[[Participant, LaunchList], Callable[[], None]] = lambda *_: lambda: None
     needs_replanning: bool = False
     _changes: Counter[tuple[int, LaunchList]] = field(default_factory=Counter)
     _replanned: set[LaunchList] = field(default_factory=set)
-
-    @property
-    def agreed(self) -> list[LaunchList]:
-        """The history of this kind of round."""
-        return self.history.setdefault(self.kind, [])
-
-    @property
-    def place(self) -> str:
-        """Where in the store the ranks meet next."""
-        kind, numbers = self.kind or "round", f"{self.rounds}/{self.failures}/{self.meetings}"
-        return f"ddp_fusion/{self.key}/{kind}/{numbers}"
-
-    @property
-    def sent_now(self) -> frozenset[int]:
-        """What this rank has sent in this round."""
-        return parameters_in(self.agreed[: self.position])
-
-    @property
-    def has_more_to_send(self) -> bool:
-        """Whether this rank has yet to send something in a round of whatever it has used, or to
-        hear that no other has. Where the ranks have met, none knows that before they meet again."""
-        if self.usage is None or self.is_complete:
-            return False
-        is_known = self.position >= max(1, len(self.agreed))
-        sends_all = self.sent_now.issuperset(self.usage.trained)
-        return not is_known or (self.meetings > 0 and not sends_all)
-
-    @property
-    def unused(self) -> frozenset[int]:
-        """The parameters of a static graph that others have used in this round, this rank not."""
-        return (self.used or frozenset()) - self.received if not self.kind else frozenset()
 
     def receive(self, numbers: Iterable[int]) -> None:
         """Note gradients that have come. Raises a RuntimeError for those that DDP refuses."""
@@ -140,6 +90,8 @@ class Participant(Round):
         return not self.is_local
 
     def _settle(self, launches: LaunchList) -> None:
+        for item in self.absent_before(launches):
+            self._send_absent(item)
         known = [] if self.meetings else self.agreed  # Or there may be more of it.
         if self.usage is not None and self.usage.refuses(launches, known):
             self._go_local(launches)
@@ -166,8 +118,19 @@ class Participant(Round):
             self._go_local()
         elif reference == launches:
             self.position += 1
+        elif reference is not None and self._sends_absent(launches, reference):
+            self._send_absent(reference)
+            self._settle(launches)
         else:
             self._follow(launches)
+
+    def _sends_absent(self, launches: LaunchList, reference: LaunchList) -> bool:
+        can_be_sent = self.usage is not None and self.usage.is_absent(reference)
+        return can_be_sent and self._is_part(launches)
+
+    def _send_absent(self, launches: LaunchList) -> None:
+        self.position += 1
+        self.absent.append(self.launch_absent(self, launches))
 
     def _is_part(self, launches: LaunchList) -> bool:
         return self.usage is not None and not self.usage.reached <= launches.parameters
@@ -255,8 +218,8 @@ class Participant(Round):
         """All gradients of the round have been reduced."""
         del self.agreed[self.position :]
         self.rounds += 1
-        if self.usage is not None and self.usage.end_round():
-            self.agreed.clear()
+        if self.usage is not None:
+            self.agreed[:] = self.usage.end_round(self.kind, self.agreed)
         self.begin()
 
     def fail_round(self) -> None:
@@ -279,7 +242,8 @@ class Participant(Round):
         place = f"{self.place}/change{self.position}" if is_change else self.place
         is_first = not (self.meetings or self.kind or self.agreed)
         self.meetings += not is_change
-        statement = json.dumps([self.settings(), launches.encode()])
+        reached = self.usage.reached if self.usage is not None else ()
+        statement = statement_of(self.settings(), launches, reached)
         last = self.agreed[self.position] if self.position < len(self.agreed) else None
         may_lack = self.usage is not None
         terms = Terms(self.module, last, is_change, may_lack)

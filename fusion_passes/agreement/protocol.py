@@ -28,6 +28,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from fusion_passes.agreement.comparing import texts_of
 from fusion_passes.agreement.launches import LaunchList, number_runs
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.rendezvous import (
@@ -36,7 +37,6 @@ from fusion_passes.agreement.rendezvous import (
     asked,
     meeting_of,
     said_at,
-    texts_of,
 )
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import local_process_group, stand_for_local

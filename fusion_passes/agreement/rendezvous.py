@@ -10,14 +10,15 @@ import contextlib
 import json
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
-from fusion_passes.agreement.launches import FOLLOWS, LATE, LaunchList, parameters_in
+from fusion_passes.agreement.comparing import compare_statements, texts_of
+from fusion_passes.agreement.launches import LaunchList
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import ProcessGroup, group_timeout, resolve_process_group
 
@@ -144,7 +145,7 @@ def meet(meeting: Meeting, place: str, statement: str, terms: Terms) -> tuple[st
             statement,
             timeout,
             may_leave=terms.is_change,
-            compare=lambda said: _compare(said, terms.may_lack),
+            compare=lambda said: compare_statements(said, terms.may_lack),
         ),
     )
     if verdict is None:
@@ -199,38 +200,6 @@ def exchange(
     return answer, {}
 
 
-def _compare(said: Mapping[int, str], may_lack: bool) -> str:
-    """The verdict on what all ranks have said."""
-    items = {rank: json.loads(text) for rank, text in said.items()}
-    if len({settings for settings, _ in items.values()}) > 1:
-        return json.dumps(["settings", said])
-    lists = {rank: LaunchList.decode(text) for rank, (_, text) in items.items()}
-    others = {rank: item for rank, item in lists.items() if item.mode != FOLLOWS}
-    lists = others or lists
-    if may_lack:
-        whole = whole_list([lists[rank] for rank in sorted(lists)])
-        return json.dumps(["nothing", said] if whole is None else ["run", whole.encode()])
-    graphs = [lists[rank] for rank in sorted(lists) if lists[rank].mode != LATE]
-    reference = graphs[0] if graphs else lists[min(lists)]
-    for launches in lists.values():
-        # What follows the backward can follow in any parts.
-        fits = (
-            reference.parameters <= launches.parameters
-            if launches.mode == LATE and graphs
-            else reference.parameters == launches.parameters
-        )
-        if not fits:
-            return json.dumps(["differ" if graphs else "nothing", said])
-    return json.dumps(["run", reference.encode()])
-
-
-def whole_list(lists: Sequence[LaunchList]) -> LaunchList | None:
-    """The first list that reduces all that any of them does, a graph's before others."""
-    every = parameters_in(lists)
-    whole = [item for item in lists if item.parameters == every]
-    return next((item for item in whole if item.mode != LATE), whole[0] if whole else None)
-
-
 def said_at(meeting: Meeting, place: str) -> tuple[dict[int, str], Any]:
     """What the ranks have said there, by rank, and the verdict."""
     store = meeting.store
@@ -272,11 +241,6 @@ def asked(ask: Callable[[], _T]) -> _T | None:
         return within(ASKING_SECONDS, ask)
     except (RuntimeError, TimeoutError, OSError):
         return None
-
-
-def texts_of(said: Mapping[Any, str]) -> dict[int, str]:
-    """The launches in what ranks have said."""
-    return {int(rank): json.loads(text)[1] for rank, text in said.items()}
 
 
 def leave_word(meeting: Meeting, place: str, reason: str, texts: Mapping[int, str]) -> None:

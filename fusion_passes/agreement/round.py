@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -22,6 +23,7 @@ class Round:
         came: those that the backward which runs has given.
         earlier: those that backwards before it have given.
         late: those that are still to be reduced, and whether they are divided already.
+        absent: what waits for the launches that this rank has sent zeros in.
         is_alone: whether it has ended where it began: no other rank has come to meet this one.
         is_complete: whether the ranks know that none of them sends more in it.
         thread: in which a gradient has come last.
@@ -40,6 +42,7 @@ class Round:
     came: set[int] = field(default_factory=set)
     earlier: set[int] = field(default_factory=set)
     late: dict[int, bool] = field(default_factory=dict)
+    absent: list[Callable[[], None]] = field(default_factory=list)
     thread: int = 0
 
     def note(self, came: frozenset[int]) -> frozenset[int]:
@@ -60,5 +63,8 @@ class Round:
         self.position = self.meetings = 0
         self.is_local = self.is_sharing = self.is_averaged = False
         self.is_alone = self.is_complete = False
-        for numbers in (self.received, self.came, self.earlier, self.late, self.announced):
-            numbers.clear()
+        for items in (
+            *(self.received, self.came, self.earlier),
+            *(self.late, self.announced, self.absent),
+        ):
+            items.clear()

@@ -16,10 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from torch import Tensor
 
 from fusion_passes.agreement.launches import LaunchList, parameters_in
+
+_IDLE_ROUNDS: Final = 8
+"""After so many rounds in which no rank has used a part of the backward, nobody sends it: a step
+with zeros costs its bytes, and a rank that comes to use it again a round that is not overlapped."""
 
 
 @dataclass
@@ -41,6 +46,7 @@ class Usage:
         is_postponed: whether what a graph has launched is no average before the backward has ended.
         is_in_parts: whether a graph has stayed on this rank that was a part of its backward.
         is_new: whether the ranks have only learnt in this round what they send.
+        idle: for how many rounds no rank has used a parameter, by its number; the same on all.
     """
 
     trained: tuple[int, ...]
@@ -55,6 +61,7 @@ class Usage:
     is_postponed: bool = False
     is_in_parts: bool = False
     is_new: bool = False
+    idle: dict[int, int] = field(default_factory=dict)
 
     def sent_in(self, kind: str) -> frozenset[int]:
         """What the ranks send in a kind of round, as far as that is known."""
@@ -82,6 +89,11 @@ class Usage:
             or not self.pending <= self.reached
             or any(map(self.has_gradient, zeros))
         )
+
+    def is_absent(self, launches: LaunchList) -> bool:
+        """Whether the backward that runs reaches none of the parameters of a list: this rank can
+        send zeros for it whatever else it launches. A communication hook takes all at once."""
+        return not self.sends_all and launches.parameters.isdisjoint(self.reached)
 
     def own_use(self, received: Iterable[int]) -> frozenset[int]:
         """What this rank has used in a round with these gradients."""
@@ -132,21 +144,36 @@ class Usage:
         every = frozenset(self.trained)
         return not (every <= own_use and every <= self.sent_in(kind))
 
-    def end_round(self) -> bool:
+    def end_round(self, kind: str, agreed: Sequence[LaunchList]) -> list[LaunchList]:
         """All gradients of the round have been reduced.
 
+        Args:
+            kind: of the round.
+            agreed: what the ranks send in such a round.
+
         Returns:
-            Whether the ranks meet once more, with graphs that are planned for what they send now.
+            What they will send in the next one: nothing yet, if they meet once more, with graphs
+            that are planned for what they send now. A list of a part of the backward whose
+            parameters no rank has used for long is left out.
         """
-        is_new = self.is_new
+        used = frozenset(self.trained) if self.used is None else self.used
+        self.idle = {n: self.idle.get(n, 0) + 1 for n in self.trained if n not in used}
+        kept = [] if self.is_new else [item for item in agreed if not self._is_idle(item)]
+        if not self.is_new and len(kept) < len(agreed):
+            self.sent[kind] = parameters_in(kept) | {self.flags}
         self.pending.clear()
         self._forget_step()
-        return is_new
+        return kept
+
+    def _is_idle(self, launches: LaunchList) -> bool:
+        numbers = launches.parameters - {self.flags}
+        return bool(numbers) and all(self.idle.get(n, 0) >= _IDLE_ROUNDS for n in numbers)
 
     def fail_round(self) -> None:
         """The round has ended with an error: the ranks meet before they send anything again."""
         self._forget_step()
         self.sent.clear()
+        self.idle.clear()
 
     def _forget_step(self) -> None:
         self.averages.clear()

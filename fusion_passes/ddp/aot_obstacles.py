@@ -53,8 +53,8 @@ def _obstacle(ddp: DistributedDataParallel, parameter: nn.Parameter) -> str:
 
 
 IN_PARTS: Final = (
-    "it broke into several graphs, which with find_unused_parameters=True must send the same on "
-    "all ranks, and all at once for a communication hook"
+    "it broke into several graphs, and with find_unused_parameters=True ranks have used a part of "
+    "what one of them sends, or a communication hook takes all at once"
 )
 
 ALL_SPARSE: Final = "all its gradients are sparse"

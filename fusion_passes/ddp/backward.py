@@ -13,6 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.agreement.participant import Participant
+from fusion_passes.ddp.absent import begin_reach
 from fusion_passes.ddp.aot_backward import aot_backwards
 from fusion_passes.ddp.aot_obstacles import IN_PARTS
 from fusion_passes.ddp.autograd_graph import Ends, ends_of
@@ -43,15 +44,11 @@ from fusion_passes.ddp.unfused import (
     warn_threads,
     warn_unfused,
 )
-from fusion_passes.ddp.unused import modules_in_parts, note_local_use, note_reach
+from fusion_passes.ddp.unused import modules_in_parts, note_local_use
 from fusion_passes.reporting.backwards import backwards
 from fusion_passes.reporting.journal import Journal
 from fusion_passes.reporting.records import FusionReport
-from fusion_passes.torch_private import (
-    compiled_autograd,
-    dynamo_config,
-    is_compiling_graph,
-)
+from fusion_passes.torch_private import compiled_autograd, dynamo_config, is_compiling_graph
 from fusion_passes.torch_private.autograd import backward_id, tracing_backwards
 
 CompilerFn = Callable[[torch.fx.GraphModule], Any]
@@ -143,7 +140,7 @@ class BackwardRunner:
         known, unreadable = len(self.journal.reports()), self.journal.unreadable
         put_hooks_last()
         ends = ends_of(outputs if call.accumulates and len(registry) else ())
-        lacking = note_reach(ends.leaves) if call.accumulates else []
+        lacking = begin_reach(ends.leaves) if call.accumulates else []
         reach = reach_of(ends)
         if reach.managed:
             self._begin(outputs, ends, call, is_mixed=reach.others)

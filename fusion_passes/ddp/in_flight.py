@@ -73,6 +73,8 @@ class _InFlight:
         if usage is not None and number == usage.flags:
             usage.note_flags(piece)
             return
+        if usage is not None and number not in usage.reached:
+            return  # Sent as zeros, by hand, where the average is kept.
         parameter = self.pieces.parameters[number]
         gradient = parameter.grad
         if gradient is not None and gradient.data_ptr() != piece.data_ptr():

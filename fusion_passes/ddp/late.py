@@ -15,6 +15,7 @@ import torch
 from fusion_passes.agreement.launches import FOLLOWS, LATE, Collective, LaunchList
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.config import FusionConfig
+from fusion_passes.ddp.absent import finish_absent
 from fusion_passes.ddp.by_hand import Job, Launched
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.sparse import SentRows, group_by_dtype
@@ -41,6 +42,8 @@ def reduce_late(participants: Iterable[Participant]) -> None:
         if ddp is not None:
             jobs.append(Job(ddp, registry.module_of(ddp), participant))
     with torch.no_grad():
+        for job in jobs:
+            finish_absent(job.participant)
         left = [job for job in jobs if _is_left(job) or _lacks_use(job)]
         while left:
             _run(_next_lists(left))

@@ -206,10 +206,10 @@ class Registry:
         participants[name] = Participant(
             name,
             key,
-            lambda: settings_of(self._modules[name], participants[name].usage is not None),
-            lambda: self.stand_aside(name),
-            functools.partial(self._refuse, name),
             usage_of(ddp, self._modules[name]),
+            settings=lambda: settings_of(self._modules[name], participants[name].usage is not None),
+            stand_aside=lambda: self.stand_aside(name),
+            refuse=functools.partial(self._refuse, name),
         )
 
     def _refuse(self, name: str, numbers: Iterable[int], is_repeated: bool) -> None:

@@ -44,7 +44,7 @@ def writing_own_flags(
     def write(tensors: Sequence[Tensor]) -> None:
         for number, piece in launched.of(tensors):
             if number == usage.flags:
-                sent = participant.agreed[participant.position - 1].parameters
+                sent = participant.agreed[participant.position - 1].parameters & usage.reached
                 # Whether they are divided before does not matter: all that is asked is if any is 1.
                 flags = torch.tensor(usage.flags_of(sent), dtype=piece.dtype)
                 piece.copy_(flags, non_blocking=True)

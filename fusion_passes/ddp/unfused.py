@@ -43,8 +43,8 @@ def warn_parts(module: str) -> None:
     warn_once(
         f"parts {label}",
         f"Gradients of {label} are reduced after their backward, with no compute beside them: it "
-        "broke into several graphs, and with find_unused_parameters=True each must send the same "
-        "on all ranks and in each step, and a communication hook takes all at once. "
+        "broke into several graphs, and with find_unused_parameters=True a rank must send all that "
+        "one of them sends, or nothing of it, and a communication hook takes all at once. "
         "TORCH_LOGS=graph_breaks shows where it breaks. If all parameters take part in each step, "
         "construct DistributedDataParallel without the option.",
     )

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig, RanksDisagreeError
 from fusion_passes.agreement import rendezvous
+from fusion_passes.agreement.comparing import compare_statements
 from fusion_passes.agreement.launches import (
     FOLLOWS,
     LATE,
@@ -30,7 +31,6 @@ from fusion_passes.agreement.launches import (
 )
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.protocol import participants, why_failed
-from fusion_passes.agreement.rendezvous import _compare
 from fusion_passes.torch_private import register_process_group, unregister_process_group
 
 RUN = Callable[..., list[Any]]
@@ -95,8 +95,8 @@ def test_a_static_graph_is_known_to_ranks_that_had_no_inputs_in_its_first_iterat
 def test_who_follows_runs_what_others_do() -> None:
     said = {0: _list((3,), (2, 1, 0), mode=FOLLOWS), 1: _list((2,), (0,)), 2: _list((2,), (0,))}
     text = {rank: json.dumps(["", item.encode()]) for rank, item in said.items()}
-    assert json.loads(_compare(text, may_lack=False)) == ["run", said[1].encode()]
-    assert json.loads(_compare({0: text[0]}, may_lack=False)) == ["run", said[0].encode()]
+    assert json.loads(compare_statements(text, may_lack=False)) == ["run", said[1].encode()]
+    assert json.loads(compare_statements({0: text[0]}, may_lack=False)) == ["run", said[0].encode()]
     assert "no inputs" in said[0].describe("abcd")
 
 
@@ -118,7 +118,7 @@ def _list(*buckets: tuple[int, ...], mode: str = "concat") -> LaunchList:
 def _participant(name: str, settings: str = "") -> Participant:
     group = dist.new_group(timeout=timedelta(seconds=SECONDS))
     register_process_group(name, group)
-    return Participant(name, name, lambda: settings)
+    return Participant(name, name, settings=lambda: settings)
 
 
 def _error(function: Callable[[], object]) -> RanksDisagreeError | None:

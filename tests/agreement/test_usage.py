@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 
+from fusion_passes.agreement.comparing import compare_statements, statement_of, whole_list
 from fusion_passes.agreement.launches import LATE, Collective, LaunchList
 from fusion_passes.agreement.participant import Participant
-from fusion_passes.agreement.rendezvous import whole_list
 from fusion_passes.agreement.usage import Usage
 
 FLAGS = 9
@@ -93,10 +95,63 @@ def test_ranks_meet_again_once_they_send_something_else() -> None:
     known = usage({0})
     known.learn("", [launches(0, 2).encode()])
     known.pending = {2}
-    assert known.end_round()
-    assert not known.end_round()
+    agreed = [launches(0, 2, FLAGS)]
+    assert known.end_round("", agreed) == []
+    assert known.end_round("", agreed) == agreed
     assert known.sent
     assert not known.pending
+
+
+def test_what_no_rank_uses_is_not_sent_for_ever() -> None:
+    known, part, other = usage({0}), launches(0, FLAGS), launches(2, 3, FLAGS)
+    known.sent[""] = frozenset({0, 2, 3, FLAGS})
+    for used, rounds in (({0}, 7), ({0, 3}, 1), ({0}, 7), (None, 1), ({0}, 7)):
+        for _ in range(rounds):
+            known.used = None if used is None else frozenset(used)
+            assert known.end_round("", [part, other]) == [part, other]
+    known.used = frozenset({0})
+    assert known.end_round("", [part, other]) == [part]
+    assert known.sent[""] == {0, FLAGS}
+
+
+def test_a_rank_sends_zeros_for_parts_that_it_leaves_out() -> None:
+    first, second, third = (launches(number, FLAGS) for number in (0, 2, 3))
+    mine, sent = Participant("ddp", "0", usage({0, 3})), list[LaunchList]()
+    mine.history[""] = [first, second, third]
+    mine.launch_absent = lambda _, item: lambda: sent.append(item)
+    assert mine.agrees_to(first)
+    assert mine.agrees_to(third)
+    assert (mine.position, mine.is_local) == (3, False)
+    assert [finish() for finish in mine.absent] == [None]
+    assert sent == [second]
+
+
+def test_a_part_that_is_used_or_comes_later_is_left_out_by_nobody() -> None:
+    first, second, third = (launches(number, FLAGS) for number in (0, 2, 3))
+    mine = Participant("ddp", "0", usage({0, 2, 3}))
+    mine.history[""] = [first, second, third]
+    assert mine.absent_before(third) == [], "its backward reaches them"
+    assert mine.absent_before(launches(0, 2, FLAGS)) == [], "nobody expects it"
+    mine.usage = usage({3})
+    assert mine.absent_before(third) == [first, second]
+    mine.usage.sends_all = True
+    assert mine.absent_before(third) == [], "a communication hook takes all at once"
+
+
+def test_ranks_that_meet_in_other_parts_run_them_one_after_the_other() -> None:
+    a, b, late = launches(0, FLAGS), launches(2, FLAGS), launches(3, FLAGS, mode=LATE)
+
+    def verdict(*said: tuple[LaunchList, set[int]]) -> object:
+        texts = {rank: statement_of("", item, reached) for rank, (item, reached) in enumerate(said)}
+        kind, value = json.loads(compare_statements(texts, may_lack=True))
+        return LaunchList.decode(value) if kind == "run" else kind
+
+    assert verdict((a, {0, 2}), (b, {2, 3})) == a
+    assert verdict((b, {2, 3}), (a, {0, 2})) == a, "the first rank has no part for the second"
+    assert verdict((a, {0, 2}), (b, {0, 2})) == "nothing", "in another order"
+    assert verdict((late, {3}), (a, {0, 2})) == a
+    assert verdict((a, {0, 2}), (a, {0, 3})) == a
+    assert verdict((a, {0}), (b, {2})) == "nothing", "whole backwards get zeros in their graphs"
 
 
 def test_the_list_of_all_ranks_has_what_any_has() -> None:

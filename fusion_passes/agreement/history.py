@@ -1,0 +1,82 @@
+"""What the ranks of a DDP module have agreed on, and how far this rank is in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fusion_passes.agreement.launches import LaunchList, parameters_in
+from fusion_passes.agreement.round import Round
+from fusion_passes.agreement.usage import Usage
+
+
+@dataclass
+class History(Round):
+    """What the ranks of a module have agreed on.
+
+    Attributes:
+        module: the module's name for its group.
+        key: the same on all ranks: under it they meet.
+        usage: of parameters, where ranks may use others in each step; else ``None``.
+        history: what the ranks have agreed on, by kind of round, in order.
+        rounds: how many rounds have ended.
+        meets_at: after so many, the ranks speak of their plan (``ddp/replanning.py``); -1: never.
+        failures: how many have failed, as far as this rank has said or heard.
+        used: in a static graph, the parameters that some rank has used; ``None`` before its first
+            round has ended.
+        own_use: of these, what this rank has used in the first round in which it had inputs;
+            ``None`` before that has ended.
+    """
+
+    module: str
+    key: str
+    usage: Usage | None = None
+    history: dict[str, list[LaunchList]] = field(default_factory=dict)
+    rounds: int = 0
+    meets_at: int = -1
+    failures: int = 0
+    used: frozenset[int] | None = None
+    own_use: frozenset[int] | None = None
+
+    @property
+    def agreed(self) -> list[LaunchList]:
+        """The history of this kind of round."""
+        return self.history.setdefault(self.kind, [])
+
+    @property
+    def place(self) -> str:
+        """Where in the store the ranks meet next."""
+        kind, numbers = self.kind or "round", f"{self.rounds}/{self.failures}/{self.meetings}"
+        return f"ddp_fusion/{self.key}/{kind}/{numbers}"
+
+    @property
+    def sent_now(self) -> frozenset[int]:
+        """What this rank has sent in this round."""
+        return parameters_in(self.agreed[: self.position])
+
+    @property
+    def has_more_to_send(self) -> bool:
+        """Whether this rank has yet to send something in a round of whatever it has used, or to
+        hear that no other has. Where the ranks have met, none knows that before they meet again."""
+        if self.usage is None or self.is_complete:
+            return False
+        is_known = self.position >= max(1, len(self.agreed))
+        sends_all = self.sent_now.issuperset(self.usage.trained)
+        return not is_known or (self.meetings > 0 and not sends_all)
+
+    @property
+    def unused(self) -> frozenset[int]:
+        """The parameters of a static graph that others have used in this round, this rank not."""
+        return (self.used or frozenset()) - self.received if not self.kind else frozenset()
+
+    def absent_before(self, launches: LaunchList) -> list[LaunchList]:
+        """What the ranks send before a list, and the backward of this rank does not reach: nothing
+        unless it is all that they send before it.
+
+        Args:
+            launches: the list.
+        """
+        ahead = self.agreed[self.position :]
+        if self.usage is None or launches not in ahead:
+            return []
+        before = ahead[: ahead.index(launches)]
+        return before if all(map(self.usage.is_absent, before)) else []
