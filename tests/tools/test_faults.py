@@ -61,6 +61,7 @@ def test_a_rank_that_hangs_is_reported_and_its_processes_are_gone(tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_hang_that_the_peers_have_too_is_none_of_the_flag(tmp_path: Path) -> None:
     ways = ["eager", "compiled", "concat"]
     status, verdicts = run(tmp_path, scenario("hangs", options={"hangs": ways}))

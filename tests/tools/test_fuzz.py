@@ -242,6 +242,7 @@ def test_shrinking_keeps_what_the_outcome_needs(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_script_of_a_case_runs_alone(tmp_path: Path) -> None:
     script = tmp_path / "case.py"
     batches = (((2,),),)

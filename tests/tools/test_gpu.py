@@ -215,6 +215,7 @@ def _is_alive(pid: int) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_trainings_are_judged_one_by_one(tmp_path: Path) -> None:
     status, page = _run(tmp_path, "--only", "trains")
     assert status == 1

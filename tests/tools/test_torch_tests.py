@@ -257,6 +257,7 @@ def _is_there(group: int) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_torch_s_tests_run(tmp_path: Path) -> None:
     """One without DDP's backward and one that trains, which is fused."""
     output = tmp_path / "results.json"
