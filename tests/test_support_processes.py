@@ -32,16 +32,29 @@ def _fail_on_one() -> None:
 
 
 def _die_on_one() -> None:
+    _begin_together()
     if dist.get_rank() == 1:
         os._exit(7)
     time.sleep(60)
 
 
 def _abort_on_one() -> None:
+    _begin_together()
     if dist.get_rank() == 1:
         os.write(2, b"last words")
         os.abort()
     time.sleep(60)
+
+
+def _begin_together() -> None:
+    """Rank 0 may still be in the barrier with which a job begins, which a rank that is gone ends
+    with an error."""
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        store.set("rank 0 has begun", "")
+    else:
+        store.wait(["rank 0 has begun"])
+        store.delete_key("rank 0 has begun")
 
 
 def _wait_for_the_others() -> None:
