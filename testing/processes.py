@@ -14,6 +14,7 @@ itself when its parent is gone.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import faulthandler
 import gc
@@ -257,10 +258,12 @@ class _Rank:
 
     def dump_stack(self) -> str:
         """Where its threads are now."""
-        if self.process.is_alive() and self.process.pid is not None and self.stack_file.exists():
-            os.kill(self.process.pid, signal.SIGUSR1)
-            time.sleep(0.3)
-        return self.stack_file.read_text() if self.stack_file.exists() else "not known"
+        pid = self.process.pid
+        if not self.process.is_alive() or pid is None or not self.stack_file.exists():
+            return self.stack_file.read_text() if self.stack_file.exists() else "not known"
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        return f"{self.stack_file.read_text()}\n{_what_threads_do(pid)}"
 
     def kill(self) -> None:
         """Ends the process and what it has started."""
@@ -272,6 +275,21 @@ class _Rank:
             except ProcessLookupError:  # It was killed before it could become a session.
                 self.process.kill()
         self.process.join()
+
+
+def _what_threads_do(pid: int) -> str:
+    """What Linux says of a process's threads, those of C++ among them: whether each computes or
+    waits, and for how long it has computed. A thread that waits in C++ shows nothing of it in
+    Python's stack."""
+    lines = []
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
+        with contextlib.suppress(OSError):
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(") ")
+            fields = rest.split()
+            seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            where = (task / "wchan").read_text()
+            lines.append(f"thread {name}: {fields[0]} in {where}, {seconds:.1f} s of CPU")
+    return "\n".join(lines)
 
 
 def _fork_server() -> multiprocessing.context.ForkServerContext:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 
@@ -119,4 +120,6 @@ def test_hang_is_ended_with_the_stacks_of_all(pool: RankPool) -> None:
     with pytest.raises(RankError, match="rank 0: not done after 1 s; its stack:") as error:
         pool.run(_wait_for_the_others, timeout_s=1)
     assert str(error.value).count("_wait_for_the_others") >= 2
+    # What a thread that waits in C++ does, Python's stack does not have.
+    assert len(re.findall(r"thread \S.*: S in \w+, [\d.]+ s of CPU", str(error.value))) >= 2
     assert not _alive(pids)
