@@ -120,9 +120,17 @@ def _flops(node: fx.Node) -> int:
 
 
 def _in_place_of(node: fx.Node) -> Any:
-    """What stands in the place of a node: tensors without memory, of its shapes."""
-    values = [torch.empty(_shape(value), device="meta") for value in _values(node)]
-    return values[0] if len(values) == 1 else tuple(values)
+    """What stands in the place of a node: tensors without memory, of its shapes. Several results
+    keep their places, also where some are ``None``: a convolution's backward gives only what is
+    needed."""
+    value = node.meta.get("val")
+    if isinstance(value, tuple | list):
+        return tuple(map(_without_memory, value))
+    return _without_memory(value)
+
+
+def _without_memory(value: Any) -> Any:
+    return torch.empty(_shape(value), device="meta") if isinstance(value, Tensor) else None
 
 
 def _attention_flops(shapes: list[tuple[int, ...]], is_backward: bool) -> int:

@@ -265,6 +265,19 @@ def test_attention_and_convolutions_are_counted(backward: bool) -> None:
         assert math.isclose(ready_times(graph, rates)[-1], flops, rel_tol=0.02), function
 
 
+def test_a_convolution_whose_input_needs_no_gradient_is_counted() -> None:
+    """The first of a model: its backward gives ``(None, weight, None)``."""
+
+    def backward(x, w, gradient):
+        sizes = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False])
+        return torch.ops.aten.convolution_backward(gradient, x, w, [0], *sizes)[1]
+
+    inputs = [tensor(2, 3, 8, 8), tensor(5, 3, 3, 3), tensor(2, 5, 6, 6)]
+    rates = Rates((("float32", 10**9),), 10**15, 0)
+    times = ready_times(trace(backward, inputs).graph, rates)
+    assert math.isclose(times[-1], 2 * 2 * 5 * 36 * 27, rel_tol=0.02)
+
+
 def test_symbolic_sizes_are_those_of_the_trace_and_stay_symbolic() -> None:
     module = trace(torch.mm, [tensor(6, 4), tensor(4, 4)], symbolic=True)
     rates = replace(RATES, kernel_ns=0)
