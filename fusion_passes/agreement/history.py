@@ -75,8 +75,10 @@ class History(Round):
         Args:
             launches: the list.
         """
+        if self.usage is None:
+            return []
         ahead = self.agreed[self.position :]
-        if self.usage is None or launches not in ahead:
+        if launches not in ahead:
             return []
         before = ahead[: ahead.index(launches)]
         return before if all(map(self.usage.is_absent, before)) else []

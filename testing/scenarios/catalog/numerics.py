@@ -140,35 +140,20 @@ SCALING = [
         launches=1,
         tested=("concat", "coalesced"),
     ),
-    on_two(
-        "reduce-bf16",
-        "`reduce_dtype` 'bf16'",
-        "precision:sent_in_bf16",
-        options=(("reduce_dtype", "bf16"),),
-        launches=1,
-    ),
-    on_two(
-        "reduce-bf16-kept",
-        f"`reduce_dtype` 'bf16', {_KEPT}",
-        "precision:sent_in_bf16_and_kept",
-        options=(("reduce_dtype", "bf16"),),
-        launches=1,
-        tested=COALESCED,
-    ),
-    on_two(
-        "reduce-fp16",
-        "`reduce_dtype` 'fp16'",
-        "precision:sent_in_fp16",
-        options=(("reduce_dtype", "fp16"),),
-        launches=1,
-    ),
-    on_two(
-        "reduce-fp16-kept",
-        f"`reduce_dtype` 'fp16', {_KEPT}",
-        "precision:sent_in_fp16_and_kept",
-        options=(("reduce_dtype", "fp16"),),
-        launches=1,
-        tested=CONCAT,
+    *(
+        on_two(
+            f"reduce-{dtype}{suffix}",
+            f"`reduce_dtype` {dtype!r}{words}",
+            f"precision:sent_in_{dtype}{target}",
+            options=(("reduce_dtype", dtype),),
+            launches=1,
+            tested=tested,
+        )
+        for dtype, tested_kept in (("bf16", COALESCED), ("fp16", CONCAT))
+        for suffix, words, target, tested in (
+            ("", "", "", ()),
+            ("-kept", f", {_KEPT}", "_and_kept", tested_kept),
+        )
     ),
     *(
         on_two(
