@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.ddp.kept import give_back_kept
-from fusion_passes.ddp.managed_module import let_stand_for
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.pieces import LaunchedPieces
+from fusion_passes.ddp.standing_in import standing_in
 from fusion_passes.torch_private import disable_dynamo
 from fusion_passes.torch_private.autograd import after_backward
 from fusion_passes.torch_private.ddp import parameters_of
@@ -96,18 +96,15 @@ def in_flight(
     """
     module = registry.module_of(ddp)
     mine = _InFlight(LaunchedPieces(participant, module, parameters_of(ddp)))
-    names, postponing = [module.group_name], PostponingGroup(group, mine.note)
-    let_stand_for(names, postponing)
     if participant.usage is not None:
         participant.usage.is_postponed = True
     try:
-        yield postponing
-        mine.finish()
+        with standing_in(participant, PostponingGroup(group, mine.note), group) as postponing:
+            yield postponing
+            mine.finish()
     except BaseException:  # Another rank may never launch what this one would wait for.
         give_back_kept(module.group_name, has_averages=False)
         raise
     finally:
         if participant.usage is not None:
             participant.usage.is_postponed = False
-        if not participant.is_local:  # Else it stays so until the backward has ended.
-            let_stand_for(names, group)

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.agreement.participant import Participant
-from fusion_passes.ddp.managed_module import ManagedModule, let_stand_for
+from fusion_passes.ddp.managed_module import ManagedModule
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.pieces import LaunchedPieces
+from fusion_passes.ddp.standing_in import standing_in
 from fusion_passes.plan.layout import as_it_lies
 from fusion_passes.reductions.hook_pattern import is_dense
 from fusion_passes.state import Lifetime, process_state
@@ -204,14 +205,11 @@ def adding_kept(
         return
     pieces = LaunchedPieces(participant, module, parameters_of(ddp))
     mine = KeptGradients(pieces, kept, is_in_flight)
-    adding, names = PreparingGroup(group, mine.add), [module.group_name]
-    let_stand_for(names, adding)
     kept_gradients[module.group_name] = mine
     try:
-        yield adding
-        mine.check()
+        with standing_in(participant, PreparingGroup(group, mine.add), group) as adding:
+            yield adding
+            mine.check()
     finally:
         del kept_gradients[module.group_name]
         mine.give_back()
-        if not participant.is_local:  # Else it stays so until the backward has ended.
-            let_stand_for(names, group)

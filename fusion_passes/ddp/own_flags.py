@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.agreement.participant import Participant
-from fusion_passes.ddp.managed_module import let_stand_for
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.pieces import LaunchedPieces
+from fusion_passes.ddp.standing_in import standing_in
 from fusion_passes.torch_private import disable_dynamo
 from fusion_passes.torch_private.ddp import parameters_of
 from fusion_passes.torch_private.stand_ins import PreparingGroup
@@ -49,10 +49,5 @@ def writing_own_flags(
                 flags = torch.tensor(usage.flags_of(sent), dtype=piece.dtype)
                 piece.copy_(flags, non_blocking=True)
 
-    writing = PreparingGroup(group, write)
-    let_stand_for([module.group_name], writing)
-    try:
+    with standing_in(participant, PreparingGroup(group, write), group) as writing:
         yield writing
-    finally:
-        if not participant.is_local:  # Else it stays so until the backward has ended.
-            let_stand_for([module.group_name], group)
