@@ -80,6 +80,13 @@ MUTATIONS: Final = (
         "        pass",
         ("tests/ddp/test_sparse_on_one_rank.py::test_nothing_is_computed_where_a_gradient_lies",),
     ),
+    Mutation(
+        "averages-relaid",
+        "reductions/insert.py",
+        "        let_outputs_lie(output, {item.index: item.strides for item, _ in present})\n",
+        "",
+        ("tests/lowering/test_storage.py",),
+    ),
     # What is sent, and by what it is divided.
     Mutation(
         "wrong-divisor",

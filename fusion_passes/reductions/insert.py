@@ -17,6 +17,7 @@ from fusion_passes.graph.collectives import ALL_REDUCE, WAIT
 from fusion_passes.graph.edits import record
 from fusion_passes.reductions.find import find_gradient_reductions
 from fusion_passes.reductions.owners import DdpGroups, OwnerOf
+from fusion_passes.torch_private.inductor import let_outputs_lie
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,9 @@ def insert_reductions(
     output.args = (tuple(gradients),)
     found = find_gradient_reductions(graph, DdpGroups.of(graph, owner_of))
     if len(found.reductions) == len(present):
+        # Else Inductor copies an average into the layout that the gradient had, and autograd copies
+        # it back into that of the parameter.
+        let_outputs_lie(output, {item.index: item.strides for item, _ in present})
         return True
     output.args = before
     for node in reversed(added):

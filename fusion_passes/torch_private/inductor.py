@@ -6,7 +6,7 @@ They are slow to import, and are imported inside functions.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -119,6 +119,22 @@ def lower_by_inductor(node: torch.fx.Node) -> None:
     """Let Inductor lower an operator that it would call otherwise, as it does with regions that a
     user annotates."""
     node.meta["custom"] = {**(node.meta.get("custom") or {}), "compile_with_inductor": True}
+
+
+def let_outputs_lie(output: torch.fx.Node, strides: Mapping[int, tuple[int, ...]]) -> None:
+    """Give outputs of a graph other strides than they had before its passes. Inductor has written
+    those down, and copies an output that it finds in others.
+
+    Args:
+        output: the graph's output node.
+        strides: in elements, by the number of an output.
+    """
+    wanted = list(output.meta.get("original_output_strides", ()))
+    for index, of_output in strides.items():
+        if index < len(wanted):
+            wanted[index] = of_output
+    if wanted:
+        output.meta["original_output_strides"] = wanted
 
 
 def cache_directory() -> str:

@@ -5,6 +5,8 @@ under Inductor's default settings."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from fusion_passes import FusionConfig
 from fusion_passes.config import FusionMode
 from fusion_passes.reporting.journal import journal
 from storage.code import Traffic, read_traffic
-from testing.fake_world import fake_world
+from testing.fake_world import fake_world, one_rank
 from tests.support.call_sequence import call_sequence
 
 WIDTH = 16
@@ -72,13 +74,18 @@ def generate_plain(model: nn.Module, batch: Tensor) -> str:
 
 
 def generate(
-    model: nn.Module, batch: Tensor, flag: object, steps: int = 1, cap_mb: float = CAP_MB
+    model: nn.Module,
+    batch: Tensor,
+    flag: object,
+    steps: int = 1,
+    cap_mb: float = CAP_MB,
+    world: Callable[[], AbstractContextManager[None]] = fake_world,
 ) -> str:
     """The generated code of the last step's backward: the first makes gradients, another one adds
-    to them."""
+    to them. Compiled autograd has traced it in ``fake_world``, whose collectives average nothing."""
     torch._dynamo.reset()
     journal.clear()
-    with fake_world(), inductor_config.patch(ddp_fusion=flag, fx_graph_cache=False):
+    with world(), inductor_config.patch(ddp_fusion=flag, fx_graph_cache=False):
         ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
         compiled = torch.compile(ddp)
 
@@ -124,6 +131,38 @@ wait for A
 wait for B
 wait for C
 return C[0:16], B[272:1040], B[0:256], A[1040:2064], A[0:1024], A[1024:1040], A[2064:2128], B[256:272], B[1040:1088], C[16:32], C[32:544]
+""",
+    )
+
+
+@pytest.mark.slow
+def test_the_calls_of_the_backward_that_is_compiled_with_the_forward() -> None:
+    """As in what compiled autograd traces, but that its inputs are those of the forward."""
+    code = generate(Block(), TOKENS, "concat", world=one_rank)
+    assert_expected_inline(
+        call_sequence(code),
+        """\
+mm
+mm -> A[0:1024]
+generated -> A[1024:1040]
+mm
+mm -> A[1040:2064]
+generated -> A[2064:2128]
+fusion_passes.agree_ -> A
+launch A, sum
+mm
+mm -> B[0:256]
+generated -> B[256:272]
+aten._scaled_dot_product_flash_attention_for_cpu_backward
+mm
+mm -> B[272:1040]
+generated -> B[1040:1088], C[0:512], B[1088:1104], B[1104:1120]
+launch B, sum
+launch C, sum
+wait for A
+wait for B
+wait for C
+return C[0:512], B[1088:1104], B[1104:1120], B[272:1040], B[1040:1088], B[0:256], B[256:272], A[1040:2064], A[2064:2128], A[0:1024], A[1024:1040]
 """,
     )
 
@@ -178,6 +217,27 @@ fusion_passes.agree_ -> A
 launch A, sum
 wait for A
 return A[296:304], A[528:532], A[0:288], A[288:296], A[520:528], A[304:520]
+""",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.each_torch
+def test_averages_of_convolutions_come_back_as_they_were_sent() -> None:
+    """In the layouts of the parameters: the library gives gradients channels last, and a copy into
+    that layout would be copied once more on the way to ``.grad``."""
+    code = generate(Convolutions(), IMAGES, "concat", cap_mb=25, world=one_rank)
+    assert_expected_inline(
+        call_sequence(code),
+        """\
+aten.convolution_backward
+generated -> A[288:296], A[296:304]
+aten.convolution_backward
+fusion_passes.store_ -> A
+fusion_passes.agree_ -> A
+launch A, sum
+wait for A
+return A[304:520], A[520:528], A[296:304], A[288:296], A[0:288], A[528:532]
 """,
     )
 
