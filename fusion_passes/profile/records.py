@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from fusion_passes.profile.tables import CostTable
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Of the file. Another one is measured anew."""
 
 

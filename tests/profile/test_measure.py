@@ -10,7 +10,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from fusion_passes.profile.measure import Ranks, taken_per_mille
+from fusion_passes.profile import measure
+from fusion_passes.profile.measure import IN_FLIGHT, IN_FLIGHT_BYTES, Ranks, taken_per_mille
 from fusion_passes.profile.records import Kind
 from fusion_passes.profile.tables import CostTable
 
@@ -48,3 +49,29 @@ def many() -> list[int]:
 
 def test_what_the_slowest_rank_loses_is_the_value_of_all(run_on_ranks: Callable[..., Any]) -> None:
     assert run_on_ranks(2, many) == [[0, 250, 1000, 0]] * 2
+
+
+def test_a_cost_is_a_share_of_what_several_take_together() -> None:
+    """Here each further one takes as long as the first."""
+    together: dict[int, int] = {}
+
+    def reduce_all(_: Ranks, tensors: list[torch.Tensor], operation: object) -> None:
+        assert operation is dist.ReduceOp.AVG
+        assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
+        together[tensors[0].nbytes] = len(tensors)
+
+    def times(_: Ranks, run: Callable[[], object]) -> list[float]:
+        run()
+        return [0.001 * list(together.values())[-1]]
+
+    ranks = Ranks(mock.Mock(), torch.device("cpu"), timedelta(seconds=30))
+    with (
+        mock.patch.object(Ranks, "reduce_all", reduce_all),
+        mock.patch.object(Ranks, "times", times),
+    ):
+        table = measure._table(ranks, Kind("float32", "avg"), seconds=60.0)
+    assert set(table.times_ns) == {1_000_000}
+    assert table.num_bytes == tuple(together)
+    assert together[1024] == IN_FLIGHT
+    assert together[IN_FLIGHT_BYTES // 2] == 2
+    assert together[IN_FLIGHT_BYTES] == together[max(together)] == 1

@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -199,15 +199,20 @@ class Rank:
         return Stepped(seconds, cpu, tuple(ready), sizes)
 
     def table(self, sizes: tuple[int, ...]) -> list[float]:
-        """Seconds of an all-reduce of each size in bytes."""
-        import torch.distributed as dist
+        """Seconds of an all-reduce of each size in bytes: of one alone, or a share of the time that
+        several take together, whichever is less."""
+        from fusion_passes.profile.measure import in_flight
 
         whole, found = self._run, []
         for size in sizes:
-            part = self._flat[: max(1, size // self._flat.itemsize)]
-            self._run = functools.partial(dist.all_reduce, part)
+            numel = max(1, size // self._flat.itemsize)
+            parts = self._flat.split(numel)[: in_flight(size)]
             count = TABLE_STEPS if size <= TABLE_BYTES else 1
-            found.append(statistics.median(self.steps(count).seconds))
+            costs = []
+            for together in (parts[:1], parts):
+                self._run = functools.partial(_reduce_all, together)
+                costs.append(statistics.median(self.steps(count).seconds) / len(together))
+            found.append(min(costs))
         self._run = whole
         return found
 
@@ -278,6 +283,14 @@ class Rank:
             import torch
 
             torch.cuda.synchronize()
+
+
+def _reduce_all(tensors: Sequence[Any]) -> None:
+    """All of them at the same time."""
+    import torch.distributed as dist
+
+    for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+        work.wait()
 
 
 if __name__ == "__main__":
