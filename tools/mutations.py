@@ -344,14 +344,14 @@ MUTATIONS: Final = (
         "torch_private/compiled_backward.py",
         "        holder.compiled_bw = compiled\n",
         "        pass\n",
-        (f"{_REPLANNED}[25000000-second]",),
+        (f"{_REPLANNED}[second-subclass]",),
     ),
     Mutation(
         "slower-plan-kept",
         "ddp/replanning.py",
         "            if value / 1e9 < report.first_s:\n",
         "            if value:\n",
-        (f"{_REPLANNED}[40000000-first]",),
+        (f"{_REPLANNED}[first]",),
     ),
     Mutation(
         "cache-key-without-caps",

@@ -67,38 +67,47 @@ def _gradients(ddp: nn.Module, step: Callable[..., Tensor], count: int) -> list[
     return found
 
 
-def _eager(count: int) -> list[Tensor]:
-    ddp = DistributedDataParallel(_chain())
+class Tripled(DistributedDataParallel):
+    """A subclass with a forward of its own."""
+
+    def forward(self, *inputs: Any) -> Any:
+        return 3 * super().forward(*inputs)
+
+
+def _eager(count: int, kind: type[DistributedDataParallel]) -> list[Tensor]:
+    ddp = kind(_chain())
     return _gradients(ddp, ddp, count)
 
 
-def _fused(count: int) -> tuple[DistributedDataParallel, list[Tensor]]:
-    ddp = DistributedDataParallel(_chain())
+def _fused(
+    count: int, kind: type[DistributedDataParallel] = DistributedDataParallel
+) -> tuple[DistributedDataParallel, list[Tensor]]:
+    ddp = kind(_chain())
     return ddp, _gradients(ddp, torch.compile(ddp), count)
 
 
 STEPS = 2 * AT[0] + 2
 
 
-def replanned(second_ns: int) -> dict[str, Any]:
+def replanned(second_ns: int, kind: type[DistributedDataParallel]) -> dict[str, Any]:
     """A start that plans twice, what comes after it in the same process, and the next start."""
-    said: dict[str, Any] = {"eager": _eager(STEPS)}
+    said: dict[str, Any] = {"eager": _eager(STEPS, kind)}
     with _profiles(COSTS) as (directory, _), fresh_cache(), _measured(second_ns):
         with inductor_config.patch(ddp_fusion="auto"):
-            ddp, said["first start"] = _fused(STEPS)
+            ddp, said["first start"] = _fused(STEPS, kind)
             history = participants[registry.module_of(ddp).group_name].history
             said["launched"] = [len(each.collectives) for each in history[""]]
             said["reports"] = fusion_passes.reports()
             said["document"] = fusion_passes.report()
             if second_ns < FIRST_NS:
-                _, said["second instance"] = _fused(2)
+                _, said["second instance"] = _fused(2, kind)
         if second_ns < FIRST_NS:
             said["flag unset"] = _gradients(ddp, torch.compile(ddp), 1)
         del ddp
         _start_again(directory)
         torch._dynamo.utils.counters.clear()
         with inductor_config.patch(ddp_fusion="auto"):
-            _, said["next start"] = _fused(STEPS)
+            _, said["next start"] = _fused(STEPS, kind)
         said["misses"] = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"]
         said["next reports"] = fusion_passes.reports()
         said["next document"] = fusion_passes.report()
@@ -108,17 +117,24 @@ def replanned(second_ns: int) -> dict[str, Any]:
             _start_again(directory)
             cold = fresh_cache() if dist.get_rank() == 0 else contextlib.nullcontext()
             with cold, inductor_config.patch(ddp_fusion="auto"):
-                _, said["one rank warm"] = _fused(AT[0] + 1)
+                _, said["one rank warm"] = _fused(AT[0] + 1, kind)
             said["one warm"] = fusion_passes.report().replans
     return said
 
 
 @pytest.mark.parametrize(
-    ("second_ns", "kept"),
-    [(25 * MS, "second"), pytest.param(40 * MS, "first", marks=pytest.mark.each_torch)],
+    ("second_ns", "kept", "kind"),
+    [
+        (25 * MS, "second", Tripled),
+        pytest.param(25 * MS, "second", DistributedDataParallel, marks=pytest.mark.nightly),
+        pytest.param(40 * MS, "first", DistributedDataParallel, marks=pytest.mark.each_torch),
+    ],
+    ids=["second-subclass", "second", "first"],
 )
-def test_the_better_of_both_plans_stays(run_on_ranks: RUN, second_ns: int, kept: str) -> None:
-    ranks = run_on_ranks(2, replanned, second_ns=second_ns)
+def test_the_better_of_both_plans_stays(
+    run_on_ranks: RUN, second_ns: int, kept: str, kind: type[DistributedDataParallel]
+) -> None:
+    ranks = run_on_ranks(2, replanned, second_ns=second_ns, kind=kind)
     for rank in ranks:
         parts = ("first start", "second instance", "flag unset", "next start", "one rank warm")
         for part in filter(rank.__contains__, parts):
@@ -163,7 +179,7 @@ def failing(case: str, directory: str) -> None:
     is_failing = dist.get_rank() == 1
     if where == "measuring":
         _renew_group(f"{directory}.store", timedelta(seconds=8))
-    eager = _eager(STEPS)
+    eager = _eager(STEPS, DistributedDataParallel)
     try:
         with contextlib.ExitStack() as stack:
             if is_failing and where == "measuring":
