@@ -71,8 +71,9 @@ def local_gradients(run: Run) -> None:
 
 
 def note_grad(run: Run, model: nn.Module, loss: Tensor, label: str = "") -> None:
-    """Compare what ``torch.autograd.grad`` gives."""
-    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    """Compare what ``torch.autograd.grad`` gives, but for the layouts: a backward that reduces
+    gradients gives them in those of the parameters, which no eager kernel knows of."""
+    gradients = [g.contiguous() for g in torch.autograd.grad(loss, list(model.parameters()))]
     run.note_end(nn.Module(), **{f"{label}grad {n}": g for n, g in enumerate(gradients)})
 
 
