@@ -26,10 +26,10 @@ LARGEST_BYTES: Final = 64 * 2**20
 ROUNDS: Final = 5
 
 IN_FLIGHT: Final = 8
-"""So many collectives are launched one after another, of sizes that are in flight with others..."""
+"""Collectives of a size that are measured together, at most."""
 
 IN_FLIGHT_BYTES: Final = 4 * 2**20
-"""... and fewer of larger ones, which have at most this together; beyond it, one alone."""
+"""Their bytes, at most; larger ones are measured alone."""
 
 _PRODUCT: Final = 768
 """Rows and columns of the matrices that are multiplied: a layer of a small transformer."""
@@ -144,7 +144,8 @@ def taken_per_mille(ranks: Ranks, kind: Kind, costs: CostTable) -> int:
     """Measure what all-reduces take from the compute beside them, as in :class:`Rates`.
 
     Matrix products are timed alone and beside one all-reduce, which ends before they do even if
-    the two share a core. What they take longer, over what the all-reduce costs alone, is taken.
+    the two share a core. What they take longer, over what the all-reduce costs by its table, is
+    taken.
 
     Args:
         ranks: all of a process group; each must call this.
@@ -183,9 +184,8 @@ def _table(ranks: Ranks, kind: Kind, seconds: float) -> CostTable:
     """The costs of one kind of collective, sizes growing until the time is over.
 
     A cost is a share of the time that several take which are in flight together, as those of a
-    backward are. One alone says little about it: over Gloo, with a core for each rank, each of
-    several of 64 KiB took 2 ms and one alone 0.2, and each of several of 1 MiB 3.9 and one alone
-    5.9, since what they send and what they add overlaps.
+    backward are. One alone says little about it: over Gloo, with a core for each rank, one of 64
+    KiB takes a tenth of that, and one of 1 MiB nearly twice as long (docs/decisions, record 21).
     """
     dtype: torch.dtype = getattr(torch, kind.dtype)
     sizes, medians, spent = [], [], 0.0

@@ -129,11 +129,9 @@ def let_outputs_lie(output: torch.fx.Node, strides: Mapping[int, tuple[int, ...]
         output: the graph's output node.
         strides: in elements, by the number of an output.
     """
-    wanted = list(output.meta.get("original_output_strides", ()))
-    for index, of_output in strides.items():
-        if index < len(wanted):
-            wanted[index] = of_output
-    if wanted:
+    noted = output.meta.get("original_output_strides")  # None in graphs that Inductor has not seen.
+    if noted is not None:
+        wanted = [strides.get(index, before) for index, before in enumerate(noted)]
         output.meta["original_output_strides"] = wanted
 
 

@@ -137,7 +137,8 @@ return C[0:16], B[272:1040], B[0:256], A[1040:2064], A[0:1024], A[1024:1040], A[
 
 @pytest.mark.slow
 def test_the_calls_of_the_backward_that_is_compiled_with_the_forward() -> None:
-    """As in what compiled autograd traces, but that its inputs are those of the forward."""
+    """Each gradient is stored where it is sent, as in what compiled autograd traces; buckets have
+    other neighbours, since the gradients come in another order."""
     code = generate(Block(), TOKENS, "concat", world=one_rank)
     assert_expected_inline(
         call_sequence(code),

@@ -125,7 +125,7 @@ class NotePass(CustomGraphPass):
         with graph.inserting_before(output):
             keep = graph.call_function(torch.ops.bench_steps.keep.default, (notes[-1], order))
             keep.meta["val"] = None
-        _bind_kernels(graph, set(notes))
+        _bind_kernels(graph, set(notes[1:]))
 
     def uuid(self) -> str:
         return "bench_steps.probe"

@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -201,17 +201,19 @@ class Rank:
     def table(self, sizes: tuple[int, ...]) -> list[float]:
         """Seconds of an all-reduce of each size in bytes: of one alone, or a share of the time that
         several take together, whichever is less."""
+        import torch.distributed as dist
+
         from fusion_passes.profile.measure import in_flight
 
-        whole, found = self._run, []
+        whole, found, ranks = self._run, [], self._ranks()
         for size in sizes:
             numel = max(1, size // self._flat.itemsize)
-            parts = self._flat.split(numel)[: in_flight(size)]
+            parts = self._flat.split(numel)
             count = TABLE_STEPS if size <= TABLE_BYTES else 1
             costs = []
-            for together in (parts[:1], parts):
-                self._run = functools.partial(_reduce_all, together)
-                costs.append(statistics.median(self.steps(count).seconds) / len(together))
+            for together in sorted({1, min(in_flight(size), len(parts))}):
+                self._run = functools.partial(ranks.reduce_all, parts[:together], dist.ReduceOp.SUM)
+                costs.append(statistics.median(self.steps(count).seconds) / together)
             found.append(min(costs))
         self._run = whole
         return found
@@ -223,15 +225,20 @@ class Rank:
             sizes: in bytes.
             seconds: of an all-reduce of each, on the slowest rank.
         """
-        from fusion_passes.profile.measure import Ranks, taken_per_mille
+        from fusion_passes.profile.measure import taken_per_mille
         from fusion_passes.profile.records import Kind
         from fusion_passes.profile.tables import CostTable
+
+        kind = Kind(str(self._flat.dtype).removeprefix("torch."), "sum")
+        return taken_per_mille(self._ranks(), kind, CostTable.of(sizes, seconds)) / 1000
+
+    def _ranks(self) -> Any:
+        """All ranks, as what measures a profile sees them."""
+        from fusion_passes.profile.measure import Ranks
         from fusion_passes.torch_private.profiling import world_group
 
         timeout = datetime.timedelta(seconds=self._assignment.timeout_s)
-        ranks = Ranks(world_group(), self._device, timeout)
-        kind = Kind(str(self._flat.dtype).removeprefix("torch."), "sum")
-        return taken_per_mille(ranks, kind, CostTable.of(sizes, seconds)) / 1000
+        return Ranks(world_group(), self._device, timeout)
 
     def timelines(self, count: int) -> list[Any]:
         """What this rank does when, in each of some steps: a ``RankTimeline`` for each."""
@@ -283,14 +290,6 @@ class Rank:
             import torch
 
             torch.cuda.synchronize()
-
-
-def _reduce_all(tensors: Sequence[Any]) -> None:
-    """All of them at the same time."""
-    import torch.distributed as dist
-
-    for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
-        work.wait()
 
 
 if __name__ == "__main__":
