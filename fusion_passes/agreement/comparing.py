@@ -66,15 +66,19 @@ def compare_statements(said: Mapping[int, str], may_lack: bool) -> str:
 def _part_of_one(
     lists: Mapping[int, LaunchList], reached: Mapping[int, frozenset[int]]
 ) -> LaunchList | None:
-    """The list of the first rank of which it is a part of its backward, and whose parameters the
-    backwards of all others do not reach, unless they would launch the same."""
-    for rank, item in lists.items():
-        is_part = item.mode != LATE and not reached[rank] <= item.parameters
-        if is_part and all(
+    """A list that is a part of its rank's backward, and whose parameters the backwards of all
+    others do not reach, unless they would launch the same. Of several, the one that comes first in
+    a backward which reaches all of them, as far as the order of the parameters tells."""
+    parts = [
+        item
+        for rank, item in lists.items()
+        if item.mode != LATE
+        and not reached[rank] <= item.parameters
+        and all(
             item == lists[other] or item.parameters.isdisjoint(reached[other]) for other in lists
-        ):
-            return item
-    return None
+        )
+    ]
+    return max(parts, key=LaunchList.order, default=None)
 
 
 def whole_list(lists: Sequence[LaunchList]) -> LaunchList | None:

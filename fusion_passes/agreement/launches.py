@@ -83,6 +83,11 @@ class LaunchList:
         calls_hook = any(item.divided == "hook" for item in self.collectives)
         return tuple(item.parameters for item in self.collectives) if calls_hook else ()
 
+    def order(self) -> int:
+        """The greater, the earlier a backward has given all of the gradients, if it takes the
+        parameters in the opposite order of their registration, as DDP supposes."""
+        return min(self.parameters, default=-1)
+
     def may_become(self, other: LaunchList, *, all_are_sent: bool) -> bool:
         """Whether ranks that have agreed on this list may all come to run another one in its place.
 

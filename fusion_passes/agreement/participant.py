@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from fusion_passes.agreement.comparing import statement_of, texts_of
 from fusion_passes.agreement.history import History
-from fusion_passes.agreement.launches import FOLLOWS, LaunchList, parameters_in
+from fusion_passes.agreement.launches import FOLLOWS, LaunchList
 from fusion_passes.agreement.rendezvous import (
     RanksDisagreeError,
     Terms,
@@ -96,18 +96,24 @@ class Participant(History):
         if self.usage is not None and self.usage.refuses(launches, known):
             self._go_local(launches)
             return
-        if self.position == len(self.agreed):
+        if self.position == len(self.agreed) and not (self.usage is not None and known):
             self._run(launches, self._meet(launches))
             return
-        expected = self.agreed[self.position]
+        expected = self.agreed[self.position] if self.position < len(self.agreed) else None
         if expected == launches or meeting_of(self.module) is None:
             self._run(launches, launches)
-        elif expected.may_become(
-            launches, all_are_sent=self.usage is not None and not self._is_part(launches)
-        ):
+        elif expected is not None and self._may_change(expected, launches):
             self._run(launches, self._changed(launches))
         else:
             self._follow(launches)
+
+    def _may_change(self, expected: LaunchList, launches: LaunchList) -> bool:
+        """Whether all ranks may have come to launch something else. Where ranks may use others in
+        each step, they learn that from the flags, and none waits for others in vain."""
+        if self.usage is not None and not self.usage.sends_all:
+            return False
+        all_are_sent = self.usage is not None and not self._is_part(launches)
+        return expected.may_become(launches, all_are_sent=all_are_sent)
 
     def _run(self, launches: LaunchList, reference: LaunchList | None) -> None:
         """Go on with a graph that launches ``launches`` where all ranks are to run
@@ -138,10 +144,12 @@ class Participant(History):
     def _agree_on(self, reference: LaunchList) -> None:
         self.agreed[self.position : self.position + 1] = [reference]
         if self.usage is not None:
-            self.usage.sent[self.kind] = parameters_in(self.agreed) | {self.usage.flags}
+            self.usage.note_agreed(self.kind, self.agreed)
 
     def _follow(self, launches: LaunchList) -> None:
         self._go_local(launches)
+        if self.usage is not None:
+            self.usage.is_out_of_order |= self._is_part(launches)
         # Once for each list: a graph that cannot be planned so stays as it is. So does a part of a
         # backward, which has no zeros for what others send.
         if not self._is_part(launches) and launches not in self._replanned:
@@ -149,8 +157,8 @@ class Participant(History):
             self.needs_replanning = True
 
     def _go_local(self, launches: LaunchList | None = None) -> None:
-        if self.usage is not None:
-            self.usage.is_in_parts |= launches is not None and self._is_part(launches)
+        if self.usage is not None and launches is not None and self._is_part(launches):
+            self.usage.keep_part()
         self.is_local = True
         self.stand_aside()
 
@@ -184,7 +192,8 @@ class Participant(History):
         """
         own = plan()
         while self.position == len(self.agreed):
-            reference = self._meet(own)
+            part = self.usage.known_part(self.kind, own) if self.usage is not None else None
+            reference = self._meet(part or own)
             if reference is not None and not reference.collectives:
                 self.is_complete = True
                 return reference

@@ -9,7 +9,10 @@ parameter that none has used keeps its gradient, or has none; one that is new is
 collective, and belongs to the others from then on.
 
 Where a backward consists of several graphs, each sends the flags of its own parameters: one is used
-if any of them says so.
+if any of them says so. Their order is the one in which they came when the ranks have met, each with
+parts of its own; a later backward may have them in another. Such a graph stays on its rank until
+the backward has ended, and the last of the flags says so: then all meet anew in the next round, but
+not in each.
 """
 
 from __future__ import annotations
@@ -20,11 +23,15 @@ from typing import Final
 
 from torch import Tensor
 
-from fusion_passes.agreement.launches import LaunchList, parameters_in
+from fusion_passes.agreement.launches import LATE, LaunchList, parameters_in
 
 _IDLE_ROUNDS: Final = 8
 """After so many rounds in which no rank has used a part of the backward, nobody sends it: a step
 with zeros costs its bytes, and a rank that comes to use it again a round that is not overlapped."""
+
+_REORDER_ROUNDS: Final = 64
+"""At least each of so many rounds can be the last before the ranks meet anew, if graphs come in
+another order: to know that, all must read the flags, for which a GPU is waited for."""
 
 
 @dataclass
@@ -33,7 +40,7 @@ class Usage:
 
     Attributes:
         trained: numbers of the parameters that can have a gradient, in order.
-        flags: the number under which the flags are sent, one for each of ``trained``.
+        flags: the number under which the flags are sent, one for each of ``trained`` and the last.
         has_gradient: whether a parameter has one now, by its number.
         reached: those that the backward which runs reaches on this rank.
         pending: those that this rank has used since the last round, in backwards that stayed on it.
@@ -44,9 +51,14 @@ class Usage:
         averages: of parameters that this rank has sent zeros for, as a graph has left them.
         used: those that some rank has used in this round; ``None`` as long as that is not known.
         is_postponed: whether what a graph has launched is no average before the backward has ended.
-        is_in_parts: whether a graph has stayed on this rank that was a part of its backward.
+        is_in_parts: whether a graph of this backward has stayed on this rank that was a part of it.
+        times_in_parts: of how many backwards.
+        is_out_of_order: whether one came where the ranks have agreed on something else.
         is_new: whether the ranks have only learnt in this round what they send.
         idle: for how many rounds no rank has used a parameter, by its number; the same on all.
+        parts: what the ranks have sent from graphs, each a part of a backward; the same on all.
+        settled: for how many rounds the ranks have not met; the same on all.
+        reorders: how often they have met anew because graphs came in another order.
     """
 
     trained: tuple[int, ...]
@@ -60,8 +72,13 @@ class Usage:
     used: frozenset[int] | None = None
     is_postponed: bool = False
     is_in_parts: bool = False
+    times_in_parts: int = 0
+    is_out_of_order: bool = False
     is_new: bool = False
     idle: dict[int, int] = field(default_factory=dict)
+    parts: list[LaunchList] = field(default_factory=list)
+    settled: int = 0
+    reorders: int = 0
 
     def sent_in(self, kind: str) -> frozenset[int]:
         """What the ranks send in a kind of round, as far as that is known."""
@@ -100,9 +117,41 @@ class Usage:
         return frozenset(self.pending).union(received)
 
     def flags_of(self, used: Iterable[int]) -> list[float]:
-        """The flags, one for each of ``trained``, of a rank that has used these parameters."""
+        """The flags of a rank that has used these parameters."""
         found = frozenset(used)
-        return [float(number in found) for number in self.trained]
+        of_parameters = [float(number in found) for number in self.trained]
+        return [*of_parameters, float(self.is_out_of_order)]
+
+    def begin_backward(self, reached: frozenset[int]) -> None:
+        """Note what the backward reaches that begins."""
+        self.reached = reached
+        self.is_in_parts = False
+
+    def keep_part(self) -> None:
+        """Note that a graph stays on this rank that is a part of its backward."""
+        self.times_in_parts += not self.is_in_parts
+        self.is_in_parts = True
+
+    def note_agreed(self, kind: str, agreed: Sequence[LaunchList]) -> None:
+        """Note what the ranks have agreed on, up to now, in a kind of round."""
+        self.sent[kind] = self.sent.get(kind, frozenset()) | parameters_in(agreed) | {self.flags}
+        last = agreed[-1]
+        if last.mode != LATE:
+            numbers = last.parameters - {self.flags}
+            self.parts = [item for item in self.parts if numbers.isdisjoint(item.parameters)]
+            self.parts.append(last)
+
+    def known_part(self, kind: str, left: LaunchList) -> LaunchList | None:
+        """A part that a graph has sent before, of what is left to be sent by hand: where no graph
+        of any rank sends it in this round, it stays what a later one can launch.
+
+        Args:
+            kind: of the round.
+            left: what this rank has yet to send.
+        """
+        numbers = left.parameters & self.sent_in(kind)  # What all ranks have yet to send.
+        parts = [item for item in self.parts if item.parameters <= numbers]
+        return max(parts, key=LaunchList.order, default=None)
 
     def deliver(self, numbers: Iterable[int], averages: Iterable[Tensor], flags: Tensor) -> None:
         """Take what a graph has averaged for parameters that its backward does not reach.
@@ -123,14 +172,34 @@ class Usage:
         used = flags > 0
         self.averages[self.flags] = used if known is None else used | known
 
-    def read(self, flags: Tensor) -> None:
+    def read(self, flags: Tensor, may_reorder: bool) -> None:
         """Note which parameters some rank has used.
 
         Args:
-            flags: whether some rank has used it, by parameter; on a GPU, this waits for it.
+            flags: of all ranks; on a GPU, this waits for them.
+            may_reorder: what :meth:`may_reorder` says.
         """
-        values: Sequence[float] = flags.tolist()
+        *values, is_out_of_order = flags.tolist()
         self.used = frozenset(n for n, v in zip(self.trained, values, strict=True) if v)
+        if is_out_of_order and may_reorder:
+            self.is_new = True
+            self.reorders += 1
+
+    def may_reorder(self, agreed: Sequence[LaunchList]) -> bool:
+        """Whether the ranks meet anew after this round if a graph of one is out of order. All of
+        them must decide alike, and a meeting may not help: they do so ever less often.
+
+        Args:
+            agreed: what the ranks have sent in the round.
+        """
+        is_in_parts = len(agreed) > 1 or any(item.mode == LATE for item in agreed)
+        is_power = self.settled & (self.settled - 1) == 0
+        return (
+            is_in_parts
+            and not self.sends_all
+            and self.settled >= min(2**self.reorders, _REORDER_ROUNDS)
+            and (is_power or self.settled % _REORDER_ROUNDS == 0)
+        )
 
     def learn(self, kind: str, texts: Iterable[str]) -> None:
         """Note what the ranks send from now on, in a kind of round: all that any has said."""
@@ -158,12 +227,15 @@ class Usage:
         """
         used = frozenset(self.trained) if self.used is None else self.used
         self.idle = {n: self.idle.get(n, 0) + 1 for n in self.trained if n not in used}
+        self.settled = 0 if self.is_new else self.settled + 1
         kept = [] if self.is_new else [item for item in agreed if not self._is_idle(item)]
         if not self.is_new and len(kept) < len(agreed):
             self.sent[kind] = parameters_in(kept) | {self.flags}
         self.pending.clear()
         self._forget_step()
-        return kept
+        # As they came when the ranks met; if that did not do, as DDP supposes that they come; if
+        # that did not either, as they came then; and so on.
+        return sorted(kept, key=LaunchList.order, reverse=True) if self.reorders % 2 else kept
 
     def _is_idle(self, launches: LaunchList) -> bool:
         numbers = launches.parameters - {self.flags}
@@ -174,7 +246,10 @@ class Usage:
         self._forget_step()
         self.sent.clear()
         self.idle.clear()
+        self.parts.clear()
+        self.settled = self.reorders = 0
 
     def _forget_step(self) -> None:
         self.averages.clear()
-        self.used, self.is_new, self.reached = None, False, frozenset()
+        self.used, self.reached = None, frozenset()
+        self.is_new = self.is_out_of_order = False

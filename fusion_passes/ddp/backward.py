@@ -44,7 +44,7 @@ from fusion_passes.ddp.unfused import (
     warn_threads,
     warn_unfused,
 )
-from fusion_passes.ddp.unused import modules_in_parts, note_local_use
+from fusion_passes.ddp.unused import modules_in_parts, note_local_use, often_in_parts
 from fusion_passes.reporting.backwards import backwards
 from fusion_passes.reporting.journal import Journal
 from fusion_passes.reporting.records import FusionReport
@@ -180,7 +180,7 @@ class BackwardRunner:
         self._note_unannounced(names)
         note_local_use(lacking)
         end_backward()
-        for module in modules_in_parts(lacking):
+        for module in often_in_parts(lacking):
             warn_parts(module)
         return names
 

@@ -99,9 +99,12 @@ def _reduce_new(job: Job) -> None:
     """Reduce what some rank has used and none has sent, which all ranks read in the flags; give
     the parameters that this rank has not used what the others have, unless it has no inputs."""
     participant, usage = job.participant, job.participant.usage
-    if usage is None or not usage.must_read(participant.kind, job.own_use):
+    if usage is None:
         return
-    usage.read(usage.averages.pop(usage.flags))
+    may_reorder = usage.may_reorder(participant.agreed[: participant.position])
+    if not may_reorder and not usage.must_read(participant.kind, job.own_use):
+        return
+    usage.read(usage.averages.pop(usage.flags), may_reorder)
     new = (usage.used or frozenset()) - usage.sent_in(participant.kind)
     if new:
         _run([(job, planned_by_hand(job, new))])

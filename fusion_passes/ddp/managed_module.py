@@ -87,6 +87,12 @@ class ManagedModule:
         return len(self.parameters)
 
     @property
+    def flag_count(self) -> int:
+        """One for each parameter whose gradient lies in a bucket, and one more
+        (``agreement/usage.py``)."""
+        return len(self.dense) + 1
+
+    @property
     def sent(self) -> tuple[str, ...]:
         """What all numbers stand for, for people."""
         return (*self.parameters, *([FLAGS] if self.flag_dtype is not None else []))

@@ -61,4 +61,4 @@ class LaunchedPieces:
     def _numel(self, number: int) -> int:
         """Count the elements of what is sent under a number."""
         is_flags = number == self.module.flags
-        return len(self.module.dense) if is_flags else self.parameters[number].numel()
+        return self.module.flag_count if is_flags else self.parameters[number].numel()

@@ -25,7 +25,7 @@ def cost_ns(
     """
     module, parameters = registry.module_of(ddp), parameters_of(ddp)
     elements = sum(
-        len(module.dense) if number == module.flags else parameters[number].numel()
+        module.flag_count if number == module.flags else parameters[number].numel()
         for number in sent.parameters
     )
     dtype: torch.dtype = getattr(torch, sent.dtype)

@@ -51,9 +51,9 @@ def beside(group_name: str, *, in_aot: bool) -> SentBeside | None:
 
 
 def flags_like(ddp: DistributedDataParallel, module: ManagedModule) -> Tensor:
-    """A tensor as the flags of a module are sent: a flag for each parameter that is trained."""
+    """A tensor as the flags of a module are sent."""
     device = parameters_of(ddp)[module.trained[0]].device
-    return torch.empty(len(module.dense), dtype=module.flag_dtype, device=device)
+    return torch.empty(module.flag_count, dtype=module.flag_dtype, device=device)
 
 
 def _sent(ddp: DistributedDataParallel, module: ManagedModule, number: int, value: Tensor) -> Sent:
@@ -83,11 +83,12 @@ def note_reach(leaves: Iterable[Tensor]) -> list[Participant]:
         parameters = parameters_of(ddp) if ddp is not None else ()
         sparse = registry.module_of(ddp).sparse if ddp is not None else ()
         assert participant.usage is not None
-        participant.usage.reached = frozenset(
+        reached = frozenset(
             number
             for number, parameter in enumerate(parameters)
             if id(parameter) in ids and number not in sparse
         )
+        participant.usage.begin_backward(reached)
     return [item for item in lacking if item.usage is not None and item.usage.reached]
 
 
@@ -101,8 +102,22 @@ def note_local_use(reached: Iterable[Participant]) -> None:
 
 
 def modules_in_parts(reached: Iterable[Participant]) -> list[str]:
-    """The names of those modules whose backward was cut into several graphs."""
+    """The names of those modules whose backward was cut into several graphs, not all of which have
+    reduced what they give."""
     return [item.module for item in reached if item.usage is not None and item.usage.is_in_parts]
+
+
+def often_in_parts(reached: Iterable[Participant]) -> list[str]:
+    """The names of those modules for which that is so now, and often: ranks that find out what they
+    send, or a part that comes back, cost a backward now and then."""
+    return [
+        item.module
+        for item in reached
+        if (usage := item.usage) is not None
+        and usage.is_in_parts
+        and usage.times_in_parts > 2
+        and 4 * usage.times_in_parts > item.rounds
+    ]
 
 
 def has_used_others(module: str) -> bool:

@@ -9,11 +9,11 @@ send a third::
 
 After::
 
-    zeros: f32[8, 8] -> div -> all_reduce -> wait ──────────────┐
-    flags: f32[4] = [1, 1, 0, 0] -> div -> all_reduce -> wait ──┤
-    w0.grad: f32[8, 8] -> div -> all_reduce -> wait -> ...      │
-    w1.grad: f32[8] -> div -> all_reduce -> wait -> ...         │
-    deliver_(flags > 0, [zeros], module, [2]) ◄─────────────────┘
+    zeros: f32[8, 8] -> div -> all_reduce -> wait ─────────────────┐
+    flags: f32[5] = [1, 1, 0, 0, 0] -> div -> all_reduce -> wait ──┤
+    w0.grad: f32[8, 8] -> div -> all_reduce -> wait -> ...         │
+    w1.grad: f32[8] -> div -> all_reduce -> wait -> ...            │
+    deliver_(flags > 0, [zeros], module, [2]) ◄────────────────────┘
 
 What is added is traced like DDP's hook, so that it is found, planned and fused like a gradient.
 """
@@ -105,7 +105,7 @@ def _send(
     # A graph that is a part of its backward must leave the rest to the others.
     is_whole = beside.reached is not None and beside.reached <= present
     absent = {n: s for n, s in beside.absent.items() if n not in present} if is_whole else {}
-    flags = [number in present for number in beside.trained]
+    flags = [*(number in present for number in beside.trained), False]  # In order, if it runs.
     like, before = reductions[0].gradient, reductions[0].nodes[0]
     values = [_full([(len(list(run)), v) for v, run in itertools.groupby(flags)], beside.flags)]
     values += [_full([(sent.shape, False)], sent) for sent in absent.values()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import torch
 
@@ -52,13 +53,87 @@ def test_a_communication_hook_is_given_all_at_once() -> None:
 
 def test_flags_are_written_and_read() -> None:
     known = usage({0})
-    assert known.flags_of({3, 0}) == [1.0, 0.0, 1.0]
-    known.note_flags(torch.tensor([0.5, 0.0, 0.0]))
-    known.read(known.averages[FLAGS])
+    assert known.flags_of({3, 0}) == [1.0, 0.0, 1.0, 0.0]
+    known.note_flags(torch.tensor([0.5, 0.0, 0.0, 0.0]))
+    known.read(known.averages[FLAGS], may_reorder=True)
     assert known.used == frozenset({0})
-    known.note_flags(torch.tensor([0.0, 0.0, 0.25]))
-    known.read(known.averages[FLAGS])
+    known.note_flags(torch.tensor([0.0, 0.0, 0.25, 0.0]))
+    known.read(known.averages[FLAGS], may_reorder=True)
     assert known.used == frozenset({0, 3}), "of any graph"
+    assert not known.is_new
+
+
+def test_the_last_flag_lets_ranks_meet_anew() -> None:
+    known, order = usage({0}), [launches(0, FLAGS), launches(2, 3, FLAGS)]
+    flags = torch.tensor([1.0, 1.0, 0.0, 0.5])
+    met = []
+    for number in range(1, 301):
+        may_reorder = known.may_reorder(order)
+        known.read(flags, may_reorder)
+        assert known.is_new == may_reorder
+        met += [number] if may_reorder else []
+        known.end_round("", order)
+        if may_reorder:  # The next round is the one in which they meet.
+            known.end_round("", order)
+    assert met == [2, 4, 8, 16, 32, 64, 128, 192, 256], "ever less often"
+
+
+def test_ranks_that_send_all_at_once_have_no_order() -> None:
+    known = usage({0})
+    known.settled = 1
+    assert not known.may_reorder([launches(0, 2, 3, FLAGS)])
+    assert known.may_reorder([launches(0, 2, 3, FLAGS, mode=LATE)])
+    known.sends_all = True
+    assert not known.may_reorder([launches(0, FLAGS), launches(2, 3, FLAGS)])
+
+
+def test_a_part_that_no_rank_reaches_is_sent_by_itself() -> None:
+    known, parts = usage({0}), [launches(0, FLAGS), launches(2, FLAGS), launches(3, FLAGS)]
+    for count in range(1, 4):
+        known.note_agreed("", parts[:count])
+    left = launches(0, 2, 3, FLAGS, mode=LATE)
+    assert known.known_part("", left) == parts[2]
+    assert known.known_part("", launches(0, 2, FLAGS, mode=LATE)) == parts[1]
+    assert known.known_part("extra", left) is None, "nobody has said that it is sent there"
+    known.note_agreed("", [launches(2, 3, FLAGS)])
+    assert known.parts == [parts[0], launches(2, 3, FLAGS)], "in the place of those within it"
+    known.note_agreed("", [left])
+    assert len(known.parts) == 2, "what is sent by hand is no part"
+
+
+def test_parts_come_as_they_were_met_or_as_they_were_registered() -> None:
+    known, late = usage({0}), launches(1, 3, FLAGS, mode=LATE)
+    first, second, third = (launches(number, FLAGS) for number in (3, 2, 0))
+    met = [second, late, third, first]
+    assert known.end_round("", met) == met
+    known.reorders = 1
+    assert known.end_round("", met) == [first, second, late, third]
+    known.reorders = 2
+    assert known.end_round("", met) == met
+
+
+def test_what_comes_in_another_order_waits_for_nobody() -> None:
+    first, second = launches(2, FLAGS), launches(3, FLAGS)
+    mine = Participant("ddp", "0", usage({2, 3}))
+    mine.history[""] = [first, second]
+    met = mock.patch("fusion_passes.agreement.participant.meet", side_effect=AssertionError)
+    place = mock.patch("fusion_passes.agreement.participant.meeting_of")
+    with met, place:
+        assert not mine.agrees_to(second)
+    assert mine.usage is not None
+    assert mine.usage.is_out_of_order
+    assert mine.usage.flags_of({2, 3})[-1] == 1
+    mine.usage.end_round("", mine.history[""])
+    assert not mine.usage.is_out_of_order
+
+
+def test_a_part_that_comes_after_all_that_is_sent_waits_for_nobody() -> None:
+    mine = Participant("ddp", "0", usage({2, 3}))
+    mine.history[""], mine.position = [launches(2, FLAGS)], 1
+    met = mock.patch("fusion_passes.agreement.participant.meet", side_effect=AssertionError)
+    place = mock.patch("fusion_passes.agreement.participant.meeting_of")
+    with met, place:
+        assert not mine.agrees_to(launches(3, FLAGS))
 
 
 def test_flags_of_postponed_launches_are_read_later() -> None:
@@ -148,6 +223,8 @@ def test_ranks_that_meet_in_other_parts_run_them_one_after_the_other() -> None:
 
     assert verdict((a, {0, 2}), (b, {2, 3})) == a
     assert verdict((b, {2, 3}), (a, {0, 2})) == a, "the first rank has no part for the second"
+    assert verdict((a, {0, 3}), (b, {2, 3})) == b, "a backward of both has the last one first"
+    assert verdict((b, {2, 3}), (a, {0, 3})) == b
     assert verdict((a, {0, 2}), (b, {0, 2})) == "nothing", "in another order"
     assert verdict((late, {3}), (a, {0, 2})) == a
     assert verdict((a, {0, 2}), (a, {0, 3})) == a

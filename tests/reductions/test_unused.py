@@ -18,10 +18,11 @@ def beside(
     absent: tuple[int, ...] = (0, 1),
     reduce_dtype: torch.dtype = FP32,
 ) -> SentBeside:
-    """Of a module of three trained parameters, a, b and c, of four elements each."""
+    """Of a module of three trained parameters, a, b and c, of four elements each. Flags are one
+    more than parameters."""
     names = {0: "ddp0#a", 1: "ddp0#b", 2: "ddp0#c"}
     sent = {number: Sent(names[number], (4,), FP32, reduce_dtype, 2) for number in absent}
-    flags = Sent("ddp0#d", (3,), FP32, reduce_dtype, 2)
+    flags = Sent("ddp0#d", (4,), FP32, reduce_dtype, 2)
     return SentBeside((0, 1, 2), flags, reached, sent)
 
 
@@ -43,11 +44,11 @@ def test_flags_and_zeros() -> None:
 x_1: f32[4]
 neg: f32[4] = neg(x_1)
 full_default: f32[1] = full([1], 1.0, dtype=torch.float32, device=cpu)
-full_default_1: f32[2] = full([2], 0.0, dtype=torch.float32, device=cpu)
-cat_default: f32[3] = cat([full_default, full_default_1])
-div_tensor: f32[3] = div(cat_default, 2)
-all_reduce_default: f32[3] = all_reduce(div_tensor, 'sum', 'ddp0#d')
-wait_tensor_default: f32[3] = wait_tensor(all_reduce_default)
+full_default_1: f32[3] = full([3], 0.0, dtype=torch.float32, device=cpu)
+cat_default: f32[4] = cat([full_default, full_default_1])
+div_tensor: f32[4] = div(cat_default, 2)
+all_reduce_default: f32[4] = all_reduce(div_tensor, 'sum', 'ddp0#d')
+wait_tensor_default: f32[4] = wait_tensor(all_reduce_default)
 full_default_2: f32[4] = full([4], 0.0, dtype=torch.float32, device=cpu)
 div_tensor_1: f32[4] = div(full_default_2, 2)
 all_reduce_default_1: f32[4] = all_reduce(div_tensor_1, 'sum', 'ddp0#b')
@@ -55,7 +56,7 @@ wait_tensor_default_1: f32[4] = wait_tensor(all_reduce_default_1)
 div: f32[4] = div(neg, 2)
 all_reduce: f32[4] = all_reduce(div, 'sum', 'ddp0#a')
 wait_tensor: f32[4] = wait_tensor(all_reduce)
-gt_scalar: b8[3] = gt(wait_tensor_default, 0)
+gt_scalar: b8[4] = gt(wait_tensor_default, 0)
 deliver__default: ? = deliver_(gt_scalar, [wait_tensor_default_1], 'ddp0', [1])
 return wait_tensor
 """,
@@ -67,7 +68,7 @@ def test_they_share_the_gradients_bucket() -> None:
     assert concat()(graph)(graph)
     text = graph_text(graph)
     assert text.count("= all_reduce(") == 1
-    assert "pack_default: f32[11]" in text
+    assert "pack_default: f32[12]" in text
 
 
 def test_nothing_is_added_where_all_ranks_use_all_parameters() -> None:

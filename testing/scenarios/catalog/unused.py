@@ -130,6 +130,14 @@ UNUSED = [
         tested=CONCAT,
     ),
     on_two(
+        "unused-shared-order",
+        "`find_unused_parameters`, blocks that share a compiled forward, others on each rank",
+        "unused:in_shared_parts_of_others",
+        graph="aot_autograd",
+        warns=(),
+        tested=COALESCED,
+    ),
+    on_two(
         "unused-instances",
         "`find_unused_parameters`, two modules of one class",
         "unused:by_instances",

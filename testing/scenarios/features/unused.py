@@ -256,7 +256,7 @@ class _BrokenBackward(Branching):
 
 def in_several_graphs(run: Run) -> None:
     """A hook breaks the backward in several graphs; ranks take other branches."""
-    train_branching(run, CHANGING[:3], style="as it is", model=_BrokenBackward())
+    train_branching(run, CHANGING[:5], style="as it is", model=_BrokenBackward())
 
 
 class _BrokenForward(nn.Module):
@@ -327,6 +327,16 @@ def in_shared_parts_with_zeros(run: Run) -> None:
 def in_other_shared_parts(run: Run) -> None:
     """The same where ranks leave out others at times."""
     takes = [["abc"], ["abc"], ["ab", "abc"], ["abc"], ["a", "c"], ["abc"], ["b", ""], ["abc"]]
+    train_branching(run, takes, style="as it is", model=_Dropping(run))
+
+
+def in_shared_parts_of_others(run: Run) -> None:
+    """The same where no two ranks ever use the same: when they meet first, a later block comes from
+    another rank than an earlier one, and one comes from none. A block that all leave out for long
+    comes back, as the last of a backward and as the first."""
+    takes = [["b", "ac"], ["bc", "a"], ["abc", "b"], ["ab", "c"], ["a", "bc"], ["ac", "ab"]]
+    takes += [["b", "c"]] * 10 + [["abc", "b"], ["c", "ab"]]
+    takes += [["b", "a"]] * 10 + [["c", "ab"], ["abc", "b"], ["bc", "ac"]]
     train_branching(run, takes, style="as it is", model=_Dropping(run))
 
 
