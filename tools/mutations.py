@@ -189,6 +189,20 @@ MUTATIONS: Final = (
         (f"{_SCENARIOS}::test_trains_as_eager_ddp[unused-instances-coalesced]",),
     ),
     Mutation(
+        "another-order-not-told",
+        "agreement/usage.py",
+        "float(self.is_out_of_order)]",
+        "0.0]",
+        ("tests/ddp/test_unused.py::test_blocks_come_to_one_order",),
+    ),
+    Mutation(
+        "parts-in-the-order-of-ranks",
+        "agreement/comparing.py",
+        "return max(parts, key=LaunchList.order, default=None)",
+        "return next(iter(parts), None)",
+        ("tests/ddp/test_unused.py::test_blocks_come_to_one_order",),
+    ),
+    Mutation(
         "other-graphs-not-awaited",
         "agreement/history.py",
         "return not is_known or (self.meetings > 0 and not sends_all)",

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes.agreement.protocol import participants
+from fusion_passes.ddp.modules import registry
 from testing import models
 
 RUN = Callable[..., list[Any]]
@@ -82,6 +85,46 @@ def test_branches_are_compiled_once_and_reduced_at_once(run_on_ranks: RUN) -> No
         settled = 2 * len(takes)
         assert ours.collectives[settled:] == [1] * len(takes)
         assert len(set(ours.graphs[settled:])) == 1
+
+
+class Blocks(nn.Module):
+    """Blocks that are compiled one by one, in the order of their registration or the opposite one,
+    some of which a step leaves out."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.order = order
+        # Block.compile() would compile nothing: torch leaves its own forwards as they are.
+        self.blocks = nn.ModuleDict({name: torch.compile(nn.Linear(8, 8)) for name in "abcd"})
+
+    def forward(self, x: Tensor, takes: str) -> Tensor:
+        for name in self.order:
+            if name in takes:
+                x = self.blocks[name](x).tanh()
+        return x
+
+
+def when_in_parts(order: str) -> list[int]:
+    """The steps whose backward was not reduced by its graphs, of some after one in which no rank
+    has had all of them; a job for every rank."""
+    with inductor_config.patch(ddp_fusion="concat"):
+        ddp = DistributedDataParallel(Blocks(order), find_unused_parameters=True)
+        usage = participants[registry.module_of(ddp).group_name].usage
+        assert usage is not None
+        found = []
+        for step, takes in enumerate([("bd", "ac")[dist.get_rank()], *["abcd"] * 8]):
+            ddp(torch.ones(4, 8, requires_grad=True), takes).sum().backward()
+            ddp.zero_grad()
+            found += [step] if usage.is_in_parts else []
+    return found
+
+
+@pytest.mark.parametrize(("order", "in_parts"), [("abcd", []), ("dcba", [1, 3, 4])])
+def test_blocks_come_to_one_order(run_on_ranks: RUN, order: str, in_parts: list[int]) -> None:
+    """At once, if they are used in the order of their registration; else as they come, once all
+    ranks have learnt that what they have agreed on first was chance."""
+    assert run_on_ranks(2, when_in_parts, order=order) == [in_parts] * 2
 
 
 def _other_options(rank_with: int) -> str:
