@@ -96,7 +96,8 @@ class Blocks(nn.Module):
         torch.manual_seed(0)
         self.order = order
         # Block.compile() would compile nothing: torch leaves its own forwards as they are.
-        self.blocks = nn.ModuleDict({name: torch.compile(nn.Linear(8, 8)) for name in "abcd"})
+        compiled: Callable[[nn.Module], Any] = torch.compile
+        self.blocks = nn.ModuleDict({name: compiled(nn.Linear(8, 8)) for name in "abcd"})
 
     def forward(self, x: Tensor, takes: str) -> Tensor:
         for name in self.order:
