@@ -21,7 +21,8 @@ from fusion_passes.ddp.kept import note_arrived
 from fusion_passes.ddp.managed_module import ManagedModule
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.outside import note_outside
-from fusion_passes.ddp.rounds import note_eager, warn_local
+from fusion_passes.ddp.rounds import note_eager
+from fusion_passes.ddp.unfused import warn_local
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state

@@ -25,7 +25,6 @@ from fusion_passes.ddp.late import reduce_late, reduce_without_inputs
 from fusion_passes.ddp.launch_clock import launch_clock
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.unfinished import FORGOTTEN, UNFINISHED, unfinished
-from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import clear_backward_cache
 from fusion_passes.torch_private.autograd import after_backward
@@ -274,22 +273,3 @@ def is_waiting_for_none(names: Iterable[str]) -> bool:
     """Whether some of the modules have all gradients of their last forward."""
     modules = [ddp for name in names if (ddp := registry.ddp_of(name)) is not None]
     return any(not getattr(ddp, EXPECTED) and not getattr(ddp, LOCAL) for ddp in modules)
-
-
-def warn_local(name: str) -> str:
-    """Warn that gradients were not averaged, though nothing asked for that.
-
-    Args:
-        name: the group name of one of their reductions.
-    """
-    owner = registry.owner_of(name)
-    label = owner.module if owner else name
-    if owner is not None and owner.world_size == 1:
-        return name  # There is nobody to average with.
-    warn_once(
-        f"local gradients of {label}",
-        f"The gradients of a backward of {label} stay on their rank, as with eager DDP: its "
-        "forward has had its backward before, or did not run through the DDP module. Call the "
-        "module anew before each backward that is to be averaged.",
-    )
-    return name

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from fusion_passes.agreement.launches import shown_list
+from fusion_passes.agreement.protocol import participants
 from fusion_passes.ddp.modules import registry
 from fusion_passes.plan.planner import NO_PROFILE
 from fusion_passes.reporting.records import FusionReport
@@ -133,3 +134,33 @@ def warn_without_profile(modules: Iterable[str]) -> None:
             f"torch._inductor.config.ddp_fusion = 'auto': the buckets of {module} are "
             f"{NO_PROFILE}. Construct it under 'auto', or set 'concat'.",
         )
+
+
+def warn_local(name: str) -> str:
+    """Warn that gradients were not averaged, though nothing asked for that.
+
+    Args:
+        name: the group name of one of their reductions.
+    """
+    owner = registry.owner_of(name)
+    label = owner.module if owner else name
+    if owner is not None and owner.world_size == 1:
+        return name  # There is nobody to average with.
+    participant = participants.get(owner.group_name) if owner is not None else None
+    if participant is not None and participant.usage is not None:
+        # DDP puts a node of its own behind all outputs there, which a backward frees.
+        warn_once(
+            f"local gradients of {label}",
+            f"The gradients of a backward of {label} stay on their rank: its forward has had its "
+            "backward before, for which eager DDP raises an error where find_unused_parameters is "
+            "True, or did not run through the DDP module. Add up the losses of a forward, or call "
+            "the module anew before each backward that is to be averaged.",
+        )
+        return name
+    warn_once(
+        f"local gradients of {label}",
+        f"The gradients of a backward of {label} stay on their rank, as with eager DDP: its "
+        "forward has had its backward before, or did not run through the DDP module. Call the "
+        "module anew before each backward that is to be averaged.",
+    )
+    return name

@@ -4,6 +4,7 @@ eager DDP."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes import FusionWarning
 from fusion_passes.agreement.protocol import participants
 from fusion_passes.ddp.modules import registry
 from testing import models
@@ -126,6 +128,38 @@ def test_blocks_come_to_one_order(run_on_ranks: RUN, order: str, in_parts: list[
     """At once, if they are used in the order of their registration; else as they come, once all
     ranks have learnt that what they have agreed on first was chance."""
     assert run_on_ranks(2, when_in_parts, order=order) == [in_parts] * 2
+
+
+class Heads(nn.Module):
+    """Two outputs that share nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x).sum(), self.b(x).sum()
+
+
+def a_backward_each(flag: str | None) -> list[str]:
+    """What is said of a backward of each output; a job for every rank."""
+    with inductor_config.patch(ddp_fusion=flag), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", FusionWarning)
+        ddp = DistributedDataParallel(Heads(), find_unused_parameters=True)
+        first, second = ddp(torch.ones(4, 8))
+        first.backward()
+        try:
+            second.backward()
+        except RuntimeError as error:
+            return [str(error)]
+    return [str(warning.message) for warning in caught]
+
+
+def test_what_eager_ddp_refuses_is_told(run_on_ranks: RUN) -> None:
+    for said in run_on_ranks(2, a_backward_each, flag=None):
+        assert "backward through the graph a second time" in said[0]
+    for said in run_on_ranks(2, a_backward_each, flag="concat"):
+        assert [text for text in said if "eager DDP raises" in text], said
 
 
 def _other_options(rank_with: int) -> str:

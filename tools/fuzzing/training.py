@@ -233,7 +233,7 @@ class Trainer:
         elif pattern == "twice":
             total.backward(retain_graph=True)
             total.backward()
-        elif pattern == "heads":
+        elif pattern == "heads" and not self._has_one_backward():
             for of_batch in losses:
                 for loss in of_batch:
                     loss.backward()
@@ -244,6 +244,10 @@ class Trainer:
         else:
             total.backward()
         return total.detach()
+
+    def _has_one_backward(self) -> bool:
+        """With this option, eager DDP's own node behind all outputs lets them have one backward."""
+        return any("find_unused_parameters" in part.ddp for part in self.training.case.parts)
 
     def _scaled(self, losses: list[Tensor]) -> list[Tensor]:
         return [self.scaler.scale(loss) for loss in losses] if self.loop.scaler else losses
