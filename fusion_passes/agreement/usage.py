@@ -149,6 +149,8 @@ class Usage:
             kind: of the round.
             left: what this rank has yet to send.
         """
+        if self.sends_all:
+            return None
         numbers = left.parameters & self.sent_in(kind)  # What all ranks have yet to send.
         parts = [item for item in self.parts if item.parameters <= numbers]
         return max(parts, key=LaunchList.order, default=None)

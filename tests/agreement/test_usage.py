@@ -95,6 +95,9 @@ def test_a_part_that_no_rank_reaches_is_sent_by_itself() -> None:
     assert known.known_part("", left) == parts[2]
     assert known.known_part("", launches(0, 2, FLAGS, mode=LATE)) == parts[1]
     assert known.known_part("extra", left) is None, "nobody has said that it is sent there"
+    known.sends_all = True
+    assert known.known_part("", left) is None, "a communication hook takes all at once"
+    known.sends_all = False
     known.note_agreed("", [launches(2, 3, FLAGS)])
     assert known.parts == [parts[0], launches(2, 3, FLAGS)], "in the place of those within it"
     known.note_agreed("", [left])
