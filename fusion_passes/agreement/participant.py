@@ -112,8 +112,7 @@ class Participant(History):
         each step, they learn that from the flags, and none waits for others in vain."""
         if self.usage is not None and not self.usage.sends_all:
             return False
-        all_are_sent = self.usage is not None and not self._is_part(launches)
-        return expected.may_become(launches, all_are_sent=all_are_sent)
+        return expected.may_become(launches, all_are_sent=self.usage is not None)
 
     def _run(self, launches: LaunchList, reference: LaunchList | None) -> None:
         """Go on with a graph that launches ``launches`` where all ranks are to run
@@ -174,7 +173,6 @@ class Participant(History):
         reference = self._meet(launches, is_change=True)
         if reference is not None:
             del self.agreed[self.position :]
-            self.meetings += self.usage is not None  # What follows is not known any more.
         return reference
 
     def next_late(self, plan: Callable[[], LaunchList]) -> LaunchList:

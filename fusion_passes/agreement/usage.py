@@ -132,6 +132,15 @@ class Usage:
         self.times_in_parts += not self.is_in_parts
         self.is_in_parts = True
 
+    def is_often_in_parts(self, rounds: int) -> bool:
+        """Whether a part of the backward has stayed on this rank, and not only now and then: ranks
+        that find out what they send, or a part that comes back, cost a backward.
+
+        Args:
+            rounds: how many have ended.
+        """
+        return self.is_in_parts and self.times_in_parts > 2 and 4 * self.times_in_parts > rounds
+
     def note_agreed(self, kind: str, agreed: Sequence[LaunchList]) -> None:
         """Note what the ranks have agreed on, up to now, in a kind of round."""
         self.sent[kind] = self.sent.get(kind, frozenset()) | parameters_in(agreed) | {self.flags}

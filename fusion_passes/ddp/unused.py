@@ -108,15 +108,11 @@ def modules_in_parts(reached: Iterable[Participant]) -> list[str]:
 
 
 def often_in_parts(reached: Iterable[Participant]) -> list[str]:
-    """The names of those modules for which that is so now, and often: ranks that find out what they
-    send, or a part that comes back, cost a backward now and then."""
+    """The names of those modules for which that is so, and often."""
     return [
         item.module
         for item in reached
-        if (usage := item.usage) is not None
-        and usage.is_in_parts
-        and usage.times_in_parts > 2
-        and 4 * usage.times_in_parts > item.rounds
+        if item.usage is not None and item.usage.is_often_in_parts(item.rounds)
     ]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
@@ -115,13 +117,19 @@ def test_parts_come_as_they_were_met_or_as_they_were_registered() -> None:
     assert known.end_round("", met) == met
 
 
+@contextlib.contextmanager
+def others_that_never_come() -> Iterator[None]:
+    """There are other ranks, and who waits for them fails."""
+    place = "fusion_passes.agreement.participant"
+    with mock.patch(f"{place}.meet", side_effect=AssertionError), mock.patch(f"{place}.meeting_of"):
+        yield
+
+
 def test_what_comes_in_another_order_waits_for_nobody() -> None:
     first, second = launches(2, FLAGS), launches(3, FLAGS)
     mine = Participant("ddp", "0", usage({2, 3}))
     mine.history[""] = [first, second]
-    met = mock.patch("fusion_passes.agreement.participant.meet", side_effect=AssertionError)
-    place = mock.patch("fusion_passes.agreement.participant.meeting_of")
-    with met, place:
+    with others_that_never_come():
         assert not mine.agrees_to(second)
     assert mine.usage is not None
     assert mine.usage.is_out_of_order
@@ -133,10 +141,21 @@ def test_what_comes_in_another_order_waits_for_nobody() -> None:
 def test_a_part_that_comes_after_all_that_is_sent_waits_for_nobody() -> None:
     mine = Participant("ddp", "0", usage({2, 3}))
     mine.history[""], mine.position = [launches(2, FLAGS)], 1
-    met = mock.patch("fusion_passes.agreement.participant.meet", side_effect=AssertionError)
-    place = mock.patch("fusion_passes.agreement.participant.meeting_of")
-    with met, place:
+    with others_that_never_come():
         assert not mine.agrees_to(launches(3, FLAGS))
+
+
+def test_parts_that_stay_now_and_then_are_not_often() -> None:
+    known = usage({0})
+    for _ in range(3):
+        assert not known.is_often_in_parts(rounds=3)
+        known.begin_backward(frozenset({0, 2}))
+        known.keep_part()
+        known.keep_part()
+    assert known.is_often_in_parts(rounds=11)
+    assert not known.is_often_in_parts(rounds=12)
+    known.begin_backward(frozenset({0}))
+    assert not known.is_often_in_parts(rounds=3), "not in this backward"
 
 
 def test_flags_of_postponed_launches_are_read_later() -> None:
