@@ -27,6 +27,9 @@ ROWS = 16
 SMALL_MB = 4 * models.OUTPUTS * (models.WIDTH + 1) / 2**20
 """The last layer is a bucket, and of the other one each parameter."""
 
+TABLES = {("first.weight", "second.weight")}
+"""The parameters that are gathered as rows, together."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -221,9 +224,6 @@ def check(run_on_ranks: RUN, names: Sequence[str], ranks: int = 2) -> list[dict[
                     assert not said, f"{name}, rank {rank}, step {step}, {parameter}: {said}"
         found.append({name: ours for name, (_, ours) in both.items()})
     return found
-
-
-TABLES = {("first.weight", "second.weight")}
 
 
 @pytest.mark.each_torch
