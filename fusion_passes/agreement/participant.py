@@ -9,15 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from fusion_passes.agreement.comparing import statement_of, texts_of
+from fusion_passes.agreement.exchange import meeting_of
 from fusion_passes.agreement.history import History
 from fusion_passes.agreement.launches import FOLLOWS, LaunchList
-from fusion_passes.agreement.rendezvous import (
-    RanksDisagreeError,
-    Terms,
-    leave_word,
-    meet,
-    meeting_of,
-)
+from fusion_passes.agreement.rendezvous import RanksDisagreeError, Terms, leave_word, meet
 from fusion_passes.torch_private import resolve_process_group
 
 

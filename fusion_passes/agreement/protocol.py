@@ -29,15 +29,10 @@ from typing import Any, Final
 from torch import Tensor
 
 from fusion_passes.agreement.comparing import texts_of
+from fusion_passes.agreement.exchange import Meeting, asked, meeting_of, said_at
 from fusion_passes.agreement.launches import LaunchList, number_runs
 from fusion_passes.agreement.participant import Participant
-from fusion_passes.agreement.rendezvous import (
-    Meeting,
-    RanksDisagreeError,
-    asked,
-    meeting_of,
-    said_at,
-)
+from fusion_passes.agreement.rendezvous import RanksDisagreeError
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import local_process_group, stand_for_local
 from fusion_passes.torch_private.stand_ins import redirect

@@ -1,38 +1,20 @@
-"""Where the ranks of a process group meet over its store, and what becomes of what they say.
-
-A rank says which settings it has and what it would launch; the last one that comes compares them,
-and leaves a verdict that all of them read.
-"""
+"""What ranks say to each other before a launch, and what becomes of it: which settings each has,
+and what it would launch."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import threading
-import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final, TypeVar
-
-import torch.distributed as dist
+from typing import Any, Final
 
 from fusion_passes.agreement.comparing import compare_statements, texts_of
+from fusion_passes.agreement.exchange import Meeting, RendezvousError, asked, exchange
 from fusion_passes.agreement.launches import LaunchList
-from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import ProcessGroup, group_timeout, resolve_process_group
-
-ASKING_SECONDS: Final = 1.0
-"""How long the store may take to answer while an error is handled: its host may be what failed."""
-
-GRACE_SECONDS: Final = 1.5
-"""How much longer than the group's timeout a rank waits for a store that does not answer. One of
-files takes a second longer to say that nobody has come."""
 
 CHANGING_SECONDS: Final = 2.0
 """How long a rank that has changed waits for others to; at most an eighth of the timeout."""
-
-_T = TypeVar("_T")
 
 
 class RanksDisagreeError(RuntimeError):
@@ -62,43 +44,6 @@ class RanksDisagreeError(RuntimeError):
         self.silent = silent
         self.failure = failure
         self.settings = settings or {}
-
-
-@dataclass
-class Meeting:
-    """Where the ranks of a group meet.
-
-    Attributes:
-        store: a connection of its own: a rank may wait on it for as long as the group's timeout,
-            and others in its process use the group's.
-    """
-
-    rank: int
-    world_size: int
-    timeout: timedelta
-    store: dist.Store
-
-
-_meetings: Final = process_state.keep(
-    weakref.WeakKeyDictionary[ProcessGroup, Meeting](),
-    "connections to the stores of process groups",
-    Lifetime.GROUP,
-    reset=weakref.WeakKeyDictionary.clear,
-)
-
-
-def meeting_of(module: str) -> Meeting | None:
-    """``None`` where there is nobody to meet."""
-    try:
-        group = resolve_process_group(module)
-    except RuntimeError:  # The module has outlived its group.
-        return None
-    if group.size() == 1 or dist.get_backend(group) == "fake":
-        return None
-    if group not in _meetings:
-        store: Any = group.get_group_store()
-        _meetings[group] = Meeting(group.rank(), group.size(), group_timeout(group), store.clone())
-    return _meetings[group]
 
 
 @dataclass(frozen=True)
@@ -137,17 +82,17 @@ def meet(meeting: Meeting, place: str, statement: str, terms: Terms) -> tuple[st
     timeout = meeting.timeout
     if terms.is_change:
         timeout = min(timedelta(seconds=CHANGING_SECONDS), timeout / 8)
-    verdict, said = within(
-        meeting.timeout.total_seconds() + GRACE_SECONDS,
-        lambda: exchange(
+    try:
+        verdict, said = exchange(
             meeting,
             place,
             statement,
             timeout,
             may_leave=terms.is_change,
             compare=lambda said: compare_statements(said, terms.may_lack),
-        ),
-    )
+        )
+    except RendezvousError as error:
+        raise RanksDisagreeError(terms.module, {}, failure=str(error)) from error.__cause__
     if verdict is None:
         raise _silence(meeting, said, terms)
     kind, value = json.loads(verdict)
@@ -157,90 +102,6 @@ def meet(meeting: Meeting, place: str, statement: str, terms: Terms) -> tuple[st
         settings = {int(rank): json.loads(text)[0] for rank, text in value.items()}
         raise RanksDisagreeError(terms.module, texts_of(value), settings=settings)
     return kind, value
-
-
-def exchange(
-    meeting: Meeting,
-    place: str,
-    statement: str,
-    timeout: timedelta,
-    may_leave: bool,
-    compare: Callable[[Mapping[int, str]], str],
-) -> tuple[str | None, dict[int, str]]:
-    """The verdict of the last rank that comes, ``None`` if some have not come; and what each one
-    has said.
-
-    Args:
-        meeting: of the ranks.
-        place: in the store, the same on all ranks.
-        statement: what this rank says.
-        timeout: for how long it waits.
-        may_leave: whether it leaves word if it has waited in vain.
-        compare: makes the verdict of what all have said.
-    """
-    store, verdict = meeting.store, f"{place}/verdict"
-    mine = f"{place}/{meeting.rank}"
-    is_back = store.check([mine])  # It has waited here before, in vain.
-    store.set(mine, statement)
-    if store.add(f"{place}/arrived", int(not is_back)) == meeting.world_size:
-        said, _ = said_at(meeting, place)
-        store.compare_set(verdict, "", compare(said))
-    try:
-        store.wait([verdict], timeout)
-    except RuntimeError:
-        if not may_leave:
-            return None, said_at(meeting, place)[0]
-        # Whoever comes later learns that this one has left.
-        return store.compare_set(verdict, "", json.dumps(["left", None])).decode(), {}
-    answer = store.get(verdict).decode()
-    if store.add(f"{place}/left", 1) == meeting.world_size:
-        for name in ("arrived", "left", "verdict", *map(str, range(meeting.world_size))):
-            with contextlib.suppress(RuntimeError):  # Not every store can delete.
-                store.delete_key(f"{place}/{name}")
-    return answer, {}
-
-
-def said_at(meeting: Meeting, place: str) -> tuple[dict[int, str], Any]:
-    """What the ranks have said there, by rank, and the verdict."""
-    store = meeting.store
-    keys = {rank: f"{place}/{rank}" for rank in range(meeting.world_size)}
-    said = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
-    verdict = f"{place}/verdict"
-    return said, json.loads(store.get(verdict)) if store.check([verdict]) else None
-
-
-def within(seconds: float, ask: Callable[[], _T]) -> _T:
-    """What ``ask`` returns or raises. The store's host may be stopped, and a request to it has no
-    timeout of its own.
-
-    Raises:
-        TimeoutError: there was no answer.
-    """
-    results: list[_T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(ask())
-        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="fusion_passes store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError(f"the process group's store has not answered for {seconds:g} s")
-    return results[0]
-
-
-def asked(ask: Callable[[], _T]) -> _T | None:
-    """What ``ask`` returns; ``None`` where the store does not answer, in time or at all."""
-    try:
-        return within(ASKING_SECONDS, ask)
-    except (RuntimeError, TimeoutError, OSError):
-        return None
 
 
 def leave_word(meeting: Meeting, place: str, reason: str, texts: Mapping[int, str]) -> None:

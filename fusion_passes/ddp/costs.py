@@ -12,8 +12,8 @@ from typing import Final
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes.agreement.exchange import meeting_of
 from fusion_passes.agreement.protocol import participants
-from fusion_passes.agreement.rendezvous import meeting_of
 from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.launch_clock import launch_clock
 from fusion_passes.ddp.modules import registry

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+from fusion_passes.agreement.exchange import ASKING_SECONDS
 from fusion_passes.agreement.launches import LaunchList, shown_list
 from fusion_passes.agreement.protocol import participants, why_failed
-from fusion_passes.agreement.rendezvous import ASKING_SECONDS, RanksDisagreeError
+from fusion_passes.agreement.rendezvous import RanksDisagreeError
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.unfinished import RefusedGradientError
 
@@ -44,7 +45,7 @@ def shared_errors(
     except RanksDisagreeError as error:
         said = _in_words(error)
         forget(_touched(before))
-        raise said from None
+        raise said from error.__cause__
     except Exception as error:
         touched, start = _touched(before), time.monotonic()
         # Others can have failed for the same reason: this rank's own error says more.

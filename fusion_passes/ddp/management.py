@@ -16,8 +16,8 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes.agreement.exchange import meeting_of
 from fusion_passes.agreement.protocol import participants
-from fusion_passes.agreement.rendezvous import meeting_of
 from fusion_passes.ddp.aot_backward import aot_backwards
 from fusion_passes.ddp.buffers import prepare_buffers
 from fusion_passes.ddp.comm_hooks import (

@@ -7,21 +7,18 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from fusion_passes.agreement.participant import Participant
-from fusion_passes.agreement.rendezvous import (
+from fusion_passes.agreement.exchange import (
     Meeting,
-    RanksDisagreeError,
+    RendezvousError,
     asked,
     exchange,
     meeting_of,
-    within,
 )
+from fusion_passes.agreement.participant import Participant
+from fusion_passes.agreement.rendezvous import RanksDisagreeError
 from fusion_passes.ddp.replan_verdicts import LEFT
 
 _FAILED: Final = "failed"
-
-_STORE_SECONDS: Final = 5.0
-"""How much longer than the group's timeout the store may take to answer."""
 
 
 def meet(
@@ -48,12 +45,11 @@ def meet(
     place, timeout = _place(participant, name), meeting.timeout
     verdict, said, why = None, dict[int, str](), ""
     try:
-        verdict, said = within(
-            timeout.total_seconds() + _STORE_SECONDS,
-            lambda: exchange(meeting, place, statement, timeout, may_leave=False, compare=compare),
+        verdict, said = exchange(
+            meeting, place, statement, timeout, may_leave=False, compare=compare
         )
-    except (RuntimeError, TimeoutError) as error:
-        why = f"the process group's store does not answer: {error}"
+    except RendezvousError as error:
+        why = f"that has failed on {error}"
     if verdict is None:
         silent = [] if why else [r for r in range(meeting.world_size) if r not in said]
         why = why or (

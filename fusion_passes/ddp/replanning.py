@@ -28,8 +28,8 @@ from typing import Any, Final
 
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes.agreement.exchange import meeting_of
 from fusion_passes.agreement.protocol import participants
-from fusion_passes.agreement.rendezvous import meeting_of
 from fusion_passes.ddp.aot_forward import compiling
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.replan_meetings import meet, say_failed

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes.agreement.exchange import meeting_of
 from fusion_passes.agreement.launches import Collective
-from fusion_passes.agreement.rendezvous import meeting_of
 from fusion_passes.ddp.by_hand import Job
 from fusion_passes.ddp.managed_module import embeddings_with_rows
 from fusion_passes.ddp.modules import registry

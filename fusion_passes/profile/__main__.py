@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fusion_passes.agreement.rendezvous import meeting_of
+from fusion_passes.agreement.exchange import meeting_of
 from fusion_passes.profile.agree import Wanted, Where, measure_profile
 from fusion_passes.profile.files import path_of
 from fusion_passes.profile.known import next_meeting

@@ -18,12 +18,7 @@ from typing import Final
 
 import torch
 
-from fusion_passes.agreement.rendezvous import (
-    Meeting,
-    asked,
-    exchange,
-    within,
-)
+from fusion_passes.agreement.exchange import Meeting, RendezvousError, asked, exchange
 from fusion_passes.profile.files import load, path_of, store
 from fusion_passes.profile.measure import SECONDS, Ranks, measure
 from fusion_passes.profile.records import Kind, Place, Profile
@@ -44,9 +39,6 @@ log = logging.getLogger(__name__)
 WAIT_SECONDS: Final = 60.0
 """How long ranks wait for each other, at most; the group's timeout, if that is shorter.
 Constructing a module has brought them here together."""
-
-STORE_SECONDS: Final = 5.0
-"""How much longer the store may take to answer."""
 
 
 @dataclass(frozen=True)
@@ -248,18 +240,15 @@ class _Rendezvous:
         timeout = self.timeout
         place = f"{self.key}/{name}"
         try:
-            verdict, said = within(
-                timeout.total_seconds() + STORE_SECONDS,
-                lambda: exchange(
-                    self.meeting, place, statement, timeout, may_leave=False, compare=compare
-                ),
+            verdict, said = exchange(
+                self.meeting, place, statement, timeout, may_leave=False, compare=compare
             )
-        except TimeoutError as error:
+        except RendezvousError as error:
             raise RuntimeError(
-                "torch._inductor.config.ddp_fusion = 'auto' agrees on what the network costs over "
-                f"the process group's store, but {error}. The rank that hosts it has probably "
-                "died or stalled: look at its output."
-            ) from error
+                "torch._inductor.config.ddp_fusion = 'auto': ranks agree on what the network costs "
+                "while DistributedDataParallel is constructed, but that has failed on "
+                f"{error}."
+            ) from error.__cause__
         if verdict is None:
             silent = [rank for rank in range(self.meeting.world_size) if rank not in said]
             raise RuntimeError(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig, RanksDisagreeError
-from fusion_passes.agreement import rendezvous
+from fusion_passes.agreement import exchange
 from fusion_passes.agreement.comparing import compare_statements
 from fusion_passes.agreement.launches import (
     FOLLOWS,
@@ -218,7 +218,7 @@ def other_settings() -> dict[int, str]:
 def _is_connected() -> bool:
     with inductor_config.patch(ddp_fusion="concat"):
         ddp = DistributedDataParallel(nn.Linear(2, 2), process_group=dist.new_group())
-    return ddp.process_group in rendezvous._meetings
+    return ddp.process_group in exchange._meetings
 
 
 def test_the_store_is_connected_to_before_its_host_can_fail(run_on_ranks: RUN) -> None:

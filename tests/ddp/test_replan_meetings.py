@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from fusion_passes.agreement.exchange import Meeting
 from fusion_passes.agreement.participant import Participant
-from fusion_passes.agreement.rendezvous import Meeting, RanksDisagreeError
+from fusion_passes.agreement.rendezvous import RanksDisagreeError
 from fusion_passes.ddp import replan_meetings
 from fusion_passes.ddp.replan_meetings import decline, meet, say_failed
 from fusion_passes.ddp.replan_verdicts import (
@@ -94,7 +95,7 @@ def test_the_slowest_rank_counts() -> None:
 def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Participant]:
     """Two ranks that wait for a second."""
     store = dist.HashStore()
-    meetings = {f"r{r}": Meeting(r, 2, timedelta(seconds=1), store) for r in range(2)}
+    meetings = {f"r{r}": Meeting(r, 2, timedelta(seconds=1), store, store) for r in range(2)}
     monkeypatch.setattr(replan_meetings, "meeting_of", meetings.get)
     return [Participant(name, "key", meets_at=0) for name in meetings]
 

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes import FusionWarning
+from fusion_passes.agreement.exchange import meeting_of
 from fusion_passes.agreement.protocol import participants
-from fusion_passes.agreement.rendezvous import meeting_of
 from fusion_passes.ddp import launch_clock, replan_meetings, replanning
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.replanning import AT

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusion_passes.agreement.rendezvous import Meeting
+from fusion_passes.agreement.exchange import Meeting
 from fusion_passes.profile import agree, files, site
 from fusion_passes.profile.agree import Wanted, Where, agree_on_profile
 from fusion_passes.profile.records import Kind
@@ -46,7 +46,7 @@ class Group:
 
         def rank_runs(rank: int) -> None:
             self.local.directory, self.local.host = self.kept[rank], f"host{rank}"
-            meeting = Meeting(rank, 3, timedelta(seconds=timeout), self.store)
+            meeting = Meeting(rank, 3, timedelta(seconds=timeout), self.store, self.store)
             nobody: Any = None
             where = Where(nobody, torch.device("cpu"))
             try:

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from fusion_passes.agreement.rendezvous import Meeting
+from fusion_passes.agreement.exchange import Meeting
 from fusion_passes.profile import files
 from fusion_passes.profile.agree import agree_on_steps
 from fusion_passes.profile.steps import (
@@ -88,7 +88,7 @@ def test_the_slowest_rank_counts_and_what_all_reduces_took_does_not() -> None:
 
 def meetings(count: int) -> list[Meeting]:
     store = dist.HashStore()
-    return [Meeting(rank, count, timedelta(seconds=20), store) for rank in range(count)]
+    return [Meeting(rank, count, timedelta(seconds=20), store, store) for rank in range(count)]
 
 
 @pytest.mark.parametrize(

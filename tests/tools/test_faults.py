@@ -13,7 +13,7 @@ import pytest
 
 from fault_runs.catalog import SCENARIOS
 from fault_runs.machine import MARK
-from fault_runs.records import failure_of
+from fault_runs.records import RankRun, add_events, failure_of
 from fault_runs.scenarios import CannotPrepareError, Fault, Scenario, select
 
 PROGRAMS = "tests.support.fault_programs"
@@ -134,6 +134,32 @@ def test_a_rank_that_is_killed_or_stopped_for_ever_is_no_violation(
     status, verdicts = run(tmp_path, scenario("stops", fault=Fault(action, 0, "step")))
     assert status == 0
     assert [rank["exit_code"] for rank in verdicts[2]["runs"][0]["ranks"]] == [-9, 0]
+
+
+def test_a_fault_that_no_rank_comes_to_is_reported(tmp_path: Path) -> None:
+    status, verdicts = run(tmp_path, scenario("stops", fault=Fault("kill", 0, "step", step=4)))
+    assert status == 1
+    assert verdicts[2]["violations"] == ["no rank has come to 'step', where the fault is"]
+
+
+def test_what_is_compared_with_one_peer_need_not_be_as_good_as_the_other(tmp_path: Path) -> None:
+    options = {"raises": ["compiled", "concat"]}
+    status, _ = run(tmp_path, scenario("ends", options=options))
+    assert status == 1
+    status, verdicts = run(tmp_path, scenario("ends", options=options, peers=("compiled",)))
+    assert status == 0
+    assert [verdict["way"] for verdict in verdicts[3:]] == ["compiled", "concat"]
+
+
+def test_what_failed_before_a_restart_does_not_count() -> None:
+    error = {"event": "error", "kinds": ["KeyError"], "texts": ["no"], "time": 1.0, "step": 0}
+    right = [{"event": "step"}, {"event": "result", "result": {}}]
+    rank = RankRun(0, exit_code=0)
+    add_events(rank, [{"event": "start"}, error, {"event": "start"}, *right])
+    assert rank.is_right
+    assert len(rank.failures) == 1, "when the first one came is compared"
+    add_events(rank, [error])
+    assert not rank.is_right
 
 
 def test_what_the_machine_does_not_permit_is_skipped(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def _signals() -> Iterator[Scenario]:
             for rank in (0, 1):
                 yield Scenario(
                     f"{action}-{rank}-{point}{words}",
+                    options=_options_of(point),
                     fault=Fault(action, rank, point, step, wait_s),
                 )
     for rank in (0, 1):
@@ -50,6 +51,11 @@ def _signals() -> Iterator[Scenario]:
         yield Scenario(f"three-kill-{rank}-backward", ranks=3, fault=kill)
         stop = Fault("stop", rank, "backward", continue_s=20.0)
         yield Scenario(f"three-stop-{rank}-backward-for-20", ranks=3, fault=stop)
+
+
+def _options_of(point: Point) -> dict[str, object]:
+    """A backward starts a compile where compiled autograd traces it."""
+    return {"graph": "compiled_autograd"} if point == "compile-backward" else {}
 
 
 def _exceptions() -> Iterator[Scenario]:
@@ -73,7 +79,7 @@ def _exceptions() -> Iterator[Scenario]:
                 words = f"-{goes_on.replace(' ', '-')}" if goes_on else ""
                 yield Scenario(
                     f"raise-{who}-{name}{words}",
-                    options={"hook": hook, "goes_on": goes_on},
+                    options={"hook": hook, "goes_on": goes_on, **_options_of(point)},
                     fault=Fault("raise", rank, point, step),
                 )
     for rank in (0, 1):
@@ -88,6 +94,8 @@ def _exceptions() -> Iterator[Scenario]:
 def _caches() -> Iterator[Scenario]:
     """Caches that differ between ranks, that are broken, and that can't be written."""
     cold = {"TORCHINDUCTOR_CACHE_DIR": "{directory}/cold"}
+    # What stock Inductor makes of its broken or missing files is no promise of ours.
+    torchs: dict[str, object] = {"must_end_right": False, "peers": ("compiled",)}
     no_graphs = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
 
     def slow(name: str, **values: object) -> Scenario:
@@ -110,13 +118,11 @@ def _caches() -> Iterator[Scenario]:
         caches.make_small,
     ):
         name = prepare.__name__.replace("_", "-").replace("make-", "cache-")
-        # What stock torch makes of broken or missing files is no promise of ours.
-        is_ours = prepare.__name__.endswith("reports")
-        warm = prepare is not caches.make_small
-        yield slow(name, prepare=prepare, must_end_right=is_ours, warm=warm)
-    yield slow(
-        "read-only-cold-cache", prepare=caches.make_read_only, warm=False, must_end_right=False
-    )
+        if prepare.__name__.endswith("reports"):
+            yield slow(name, prepare=prepare)
+        else:
+            yield slow(name, prepare=prepare, warm=prepare is not caches.make_small, **torchs)
+    yield slow("read-only-cold-cache", prepare=caches.make_read_only, warm=False, **torchs)
     yield slow("two-trainings-on-a-cold-cache", warm=False, trainings=2)
     yield slow("two-trainings-on-a-warm-cache", trainings=2)
 

@@ -28,6 +28,8 @@ END_S = 6.0
 def violations(scenario: Scenario, run: Run, peers: Sequence[Run]) -> list[str]:
     """What is wrong with a run under the flag, beside the runs without it, in words."""
     found = [f"left behind: {item}" for item in run.left if item not in _left(peers)]
+    if scenario.fault is not None and all(rank.faulted is None for rank in run.ranks):
+        found.append(f"no rank has come to {scenario.fault.point!r}, where the fault is")
     for number, rank in enumerate(run.ranks):
         others = [peer.ranks[number] for peer in peers]
         if not _is_dead_by_fault(scenario, rank, run):

@@ -48,6 +48,7 @@ class RankRun:
         faulted: when the fault hit it.
         steps: how many it has done without an error.
         failures: which exceptions it caught or died of.
+        failed_before: how many of them before a launcher has started it again.
         result: what its program returned.
         log: the last lines that it printed.
     """
@@ -58,12 +59,14 @@ class RankRun:
     faulted: float | None = None
     steps: int = 0
     failures: list[Failure] = field(default_factory=list)
+    failed_before: int = 0
     result: Mapping[str, Any] | None = None
     log: str = ""
 
     @property
     def is_right(self) -> bool:
-        return self.exit_code == 0 and self.result is not None and not self.failures
+        has_failed = len(self.failures) > self.failed_before
+        return self.exit_code == 0 and self.result is not None and not has_failed
 
 
 @dataclass
@@ -129,7 +132,9 @@ def failure_of(error: BaseException) -> dict[str, Any]:
 def add_events(run: RankRun, events: list[dict[str, Any]]) -> None:
     """Put what a rank has written into its record."""
     for item in events:
-        if item["event"] == "fault" and run.faulted is None:
+        if item["event"] == "start":
+            run.failed_before = len(run.failures)
+        elif item["event"] == "fault" and run.faulted is None:
             run.faulted = item["time"]
         elif item["event"] == "step":
             run.steps += 1

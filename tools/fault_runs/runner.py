@@ -26,8 +26,8 @@ START_S = 240.0
 LEAVE_S = 3.0
 """How long what the ranks have started may outlive them."""
 
-STOCK_FILES = "torchinductor_"
-"""Stock Inductor leaves such a directory in TMPDIR."""
+STOCK_FILES = ("torchinductor_", "torchelastic_")
+"""Directories that stock Inductor and torchrun, for its logs, leave in TMPDIR."""
 
 STACK_S = 0.5
 TAIL_LINES = 12

@@ -62,7 +62,7 @@ class Runner:
     def verdicts(self, scenario: Scenario, modes: Sequence[Way]) -> Iterator[Verdict]:
         """One for each peer, then for each mode."""
         peers: list[Run] = []
-        for way in (*self.peers, *modes):
+        for way in (*(peer for peer in self.peers if peer in scenario.peers), *modes):
             verdict = Verdict(scenario.name, way)
             try:
                 for _ in range(scenario.repeats):
@@ -100,8 +100,8 @@ class Runner:
     def _filled_cache(self, scenario: Scenario, way: Way) -> Path:
         """Of a run without a fault, shared by all scenarios with the same program."""
         program = scenario.program.partition(":")[2]
-        hook = scenario.options.get("hook") or "plain"
-        words = [program, str(hook), str(scenario.ranks), way, package_digest(), torch_version()]
+        chosen = [str(scenario.options.get(name) or "plain") for name in ("hook", "graph")]
+        words = [program, *chosen, str(scenario.ranks), way, package_digest(), torch_version()]
         cache = self.caches / "-".join(["filled", *words])
         if cache.exists() or way == "eager":
             cache.mkdir(exist_ok=True)

@@ -68,6 +68,7 @@ class Scenario:
         launcher_options: for torchrun.
         interrupt_step: at which step of any rank.
         must_end_right: whether an error is one however the peers end.
+        peers: what it is compared with.
         quick: whether it is in the short selection.
     """
 
@@ -89,6 +90,7 @@ class Scenario:
     launcher_options: tuple[str, ...] = ()
     interrupt_step: int | None = None
     must_end_right: bool = False
+    peers: Sequence[Way] = PEERS
     quick: bool = False
 
 

@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import fusion_passes  # noqa: F401  It reads the flag from the environment.
+import fusion_passes  # It reads the flag from the environment.
 from fault_runs.rank import USER_TEXT, Run, UserError
+from fault_runs.scenarios import PEERS
 
 WIDTH, LAYERS, ROWS = 16, 4, 4
 STEPS = 8
@@ -79,8 +80,13 @@ class Net(nn.Module):
 def build(run: Run) -> tuple[Net, DistributedDataParallel]:
     """The model with its hooks, in DDP.
 
-    Options: ``hook`` is ``"traced"`` or ``"disabled"``, which breaks the backward into graphs.
+    Options: ``hook`` is ``"traced"`` or ``"disabled"``, which breaks the backward into graphs;
+    ``graph`` is the flag's ``backward_graph``.
     """
+    if run.options.get("graph") and run.way not in PEERS:
+        mode: Any = run.way
+        flag = fusion_passes.FusionConfig(mode=mode, backward_graph=run.options["graph"])
+        torch._inductor.config.ddp_fusion = flag
     torch.manual_seed(0)
     _points["meet"] = run.meet
     net = Net()
@@ -168,7 +174,7 @@ def _step(
     loss = forward(batch(run.step, run.rank)).square().sum()
     net.raises = False
     # Stock compiled DDP has compiled its backward with the forward.
-    if run.way in ("eager", "compiled"):
+    if run.way in PEERS:
         run.meet("compile-backward")
     _points["compile"] = run.meet
     loss.backward()
