@@ -153,7 +153,7 @@ def test_what_is_compared_with_one_peer_need_not_be_as_good_as_the_other(tmp_pat
 
 def test_what_failed_before_a_restart_does_not_count() -> None:
     error = {"event": "error", "kinds": ["KeyError"], "texts": ["no"], "time": 1.0, "step": 0}
-    right = [{"event": "step"}, {"event": "result", "result": {}}]
+    right: list[dict[str, Any]] = [{"event": "step"}, {"event": "result", "result": {}}]
     rank = RankRun(0, exit_code=0)
     add_events(rank, [{"event": "start"}, error, {"event": "start"}, *right])
     assert rank.is_right

@@ -141,7 +141,7 @@ def train(run: Run) -> dict[str, Any]:
             run.note_error(error)
         launched = _launches() - launches
         if goes_on == "together":
-            _wait_for_all(run.step)
+            _wait_for_all(run)
         if run.options.get("checkpoint"):
             _save(run, ddp, optimizer)
         time.sleep(float(run.options.get("pause_s", 0)))
@@ -194,14 +194,23 @@ def _meet_in_compiles(run: Run) -> None:
     torch._inductor.compile_fx.compile_fx = compile_fx
 
 
-def _wait_for_all(step: int, wait_s: float = 40.0) -> None:
-    """Return once all ranks are done with a step, whatever has become of it."""
+def _wait_for_all(run: Run, wait_s: float = 40.0) -> None:
+    """Return once all ranks are done with a step, whatever has become of it. Rank 0, which has the
+    store, is the last one that returns: it may end then."""
+    _count_to_all(f"done/{run.step}", wait_s)
+    if run.rank == 0:
+        _count_to_all(f"returns/{run.step}", wait_s)
+    else:
+        dist.distributed_c10d._get_default_store().add(f"returns/{run.step}", 1)
+
+
+def _count_to_all(key: str, wait_s: float) -> None:
     store = dist.distributed_c10d._get_default_store()
-    store.add(f"done/{step}", 1)
+    store.add(key, 1)
     deadline = time.monotonic() + wait_s
-    while store.add(f"done/{step}", 0) < dist.get_world_size():
+    while store.add(key, 0) < dist.get_world_size():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the other ranks were not done with step {step} in {wait_s} s")
+            raise TimeoutError(f"only some ranks came to {key!r} in {wait_s} s")
         time.sleep(0.05)
 
 
