@@ -71,8 +71,10 @@ def processes_here(store: dist.Store) -> dict[int, Process]:
 
 def _machine() -> str:
     """Which machine this is, and which of its sets of process numbers; empty where there is no
-    ``/proc``."""
+    ``/proc``, or one with other numbers, as a container can have its host's."""
     try:
+        if Path("/proc/self").readlink().name != str(os.getpid()):
+            return ""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return f"{boot.strip()}/{Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:

@@ -83,6 +83,14 @@ def test_the_last_process_of_a_rank_counts(
     assert processes_here(store) == {0: _process(child.pid), 1: _process(os.getpid())}
 
 
+def test_nobody_looks_where_proc_has_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 1)
+        introduce(store, 0, 1)
+    assert processes_here(store) == {}
+
+
 def test_a_store_without_lists_is_left_as_it_is() -> None:
     store = Mock(spec=dist.Store)
     store.append.side_effect = RuntimeError("append is not supported")
