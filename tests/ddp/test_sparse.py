@@ -226,7 +226,6 @@ def check(run_on_ranks: RUN, names: Sequence[str], ranks: int = 2) -> list[dict[
     return found
 
 
-@pytest.mark.each_torch
 def test_as_eager_ddp(run_on_ranks: RUN) -> None:
     """The rest of the model is in buckets; both tables are three collectives together."""
     for ours in check(run_on_ranks, ["plain", "accumulated", "max norm"]):

@@ -31,6 +31,7 @@ class Convolution(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # Of the wrapper's code, test_generated_triton.py has what each check reads.
 @pytest.mark.parametrize("mode", ["concat", "coalesced"])
 def test_gradients_are_those_of_the_module(mode: str) -> None:
     if mode == "coalesced" and torch.__version__ < "2.14":

@@ -41,7 +41,6 @@ BUCKET_HOOKS = [
         ", `no_sync`, backward inside",
         "no_sync_inside",
         launches=1,
-        tested=CONCAT,
     ),
     _users("-batch-sizes", ", several batch sizes", "batch_sizes", launches=1, tested=CONCAT),
     _users("-buckets", ", several buckets", "several", tested=CONCAT),
@@ -52,7 +51,6 @@ BUCKET_HOOKS = [
         dtypes=("bf16",),
         tolerance_eps=BF16_EPS,
         launches=1,
-        tested=CONCAT,
     ),
     _users(
         "-parameters",
@@ -66,7 +64,6 @@ BUCKET_HOOKS = [
         "several_kinds",
         launches=3,
         tested=MODES,
-        each_torch=True,
     ),
     _users(
         "-flag-unset",
@@ -81,7 +78,6 @@ BUCKET_HOOKS = [
         ", `find_unused_parameters`, backward inside",
         "unused_inside",
         launches=2,
-        tested=CONCAT,
     ),
     _users(
         "-unused-no-sync",
@@ -143,7 +139,6 @@ BUCKET_HOOKS = [
         "hook-another-group-unused",
         "`allreduce_hook` over another group, `find_unused_parameters`",
         "bucket_hooks:unused_another_group",
-        tested=CONCAT,
     ),
     on_four(
         "ddp-4",

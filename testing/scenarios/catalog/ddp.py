@@ -36,7 +36,6 @@ PARAMETERS = [
         "parameters that are not contiguous",
         "shapes:layouts",
         launches=1,
-        tested=COALESCED,
     ),
     on_two(
         "layouts-kept",
@@ -47,7 +46,7 @@ PARAMETERS = [
         each_torch=True,
     ),
     on_two("scalars", "scalar and empty parameters", "shapes:scalars", launches=1, tested=CONCAT),
-    on_two("complex", "complex parameters", "shapes:complex_numbers", launches=2, tested=CONCAT),
+    on_two("complex", "complex parameters", "shapes:complex_numbers", launches=2),
     on_two(
         "complex-kept",
         "complex gradients kept, an eager forward among them",

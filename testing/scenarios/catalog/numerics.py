@@ -63,7 +63,6 @@ PRECISION = [
         "precision:two_dtypes",
         launches=2,
         tested=COALESCED,
-        each_torch=True,
     ),
     on_two(
         "fp64",
@@ -71,7 +70,6 @@ PRECISION = [
         "precision:double_precision",
         graph="aot_autograd",
         launches=1,
-        tested=COALESCED,
     ),
 ]
 
@@ -126,10 +124,10 @@ SCALING = [
             tested=tested,
         )
         for scaling, tested in (
-            ("auto", COALESCED),
-            ("collective", CONCAT),
+            ("auto", ()),
+            ("collective", COALESCED),
             ("store", CONCAT),
-            ("bucket", CONCAT),
+            ("bucket", ()),
         )
     ),
     on_two(
@@ -149,7 +147,7 @@ SCALING = [
             launches=1,
             tested=tested,
         )
-        for dtype, tested_kept in (("bf16", COALESCED), ("fp16", CONCAT))
+        for dtype, tested_kept in (("bf16", ()), ("fp16", CONCAT))
         for suffix, words, target, tested in (
             ("", "", "", ()),
             ("-kept", f", {_KEPT}", "_and_kept", tested_kept),
@@ -165,7 +163,7 @@ SCALING = [
             launches=1,
             tested=tested,
         )
-        for scaling, tested in (("collective", ()), ("store", COALESCED), ("bucket", CONCAT))
+        for scaling, tested in (("collective", ()), ("store", COALESCED), ("bucket", ()))
     ),
     on_two(
         "reduce-small",

@@ -20,7 +20,7 @@ PARALLELISMS = [
         quick=CONCAT,
         graph="aot_autograd",
         launches=1,
-        tested=("concat", "concat/bf16", "coalesced/fp16"),
+        tested=("concat", "concat/bf16"),
         each_torch=True,
     ),
     on_four(
@@ -30,7 +30,6 @@ PARALLELISMS = [
         "loops:plain",
         dtypes=("fp32", "bf16", "fp16"),
         launches=1,
-        tested=COALESCED,
     ),
     on_four("ddp-4", "no-sync", "DDP on 4 ranks, `no_sync`", "loops:no_sync"),
     on_four(
