@@ -10,9 +10,10 @@ from typing import Any
 
 import faults
 import pytest
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from fault_runs.catalog import SCENARIOS
-from fault_runs.machine import MARK
+from fault_runs.machine import MARK, stock_cache_name
 from fault_runs.records import RankRun, add_events, failure_of
 from fault_runs.scenarios import CannotPrepareError, Fault, Scenario, select
 
@@ -160,6 +161,10 @@ def test_what_failed_before_a_restart_does_not_count() -> None:
     assert len(rank.failures) == 1, "when the first one came is compared"
     add_events(rank, [error])
     assert not rank.is_right
+
+
+def test_inductors_own_cache_is_named_as_torch_names_it() -> None:
+    assert Path(default_cache_dir()).name == stock_cache_name()
 
 
 def test_what_the_machine_does_not_permit_is_skipped(tmp_path: Path) -> None:

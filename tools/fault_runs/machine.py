@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
+import re
 import shutil
 import socket
 import tempfile
@@ -40,3 +42,9 @@ def fresh_directory(parent: Path, name: str) -> Path:
     path = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=parent))
     shutil.rmtree(path)
     return path
+
+
+def stock_cache_name() -> str:
+    """How Inductor names its cache in TMPDIR, where it always keeps the headers that it compiles:
+    ``torch._inductor.runtime.cache_dir_utils.default_cache_dir``, torch 2.11 to 2.15."""
+    return "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())

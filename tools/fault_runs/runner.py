@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fault_runs import records
-from fault_runs.machine import MARK, command_of, free_port, marked
+from fault_runs.machine import MARK, command_of, free_port, marked, stock_cache_name
 from fault_runs.scenarios import MODES, Fault, Scenario, Way
 from testing.sessions import start_session
 
@@ -60,6 +60,8 @@ class RunProcesses:
         way: eager, compiled, or a mode.
         directory: for what the ranks write; made.
         cache: Inductor's.
+        headers: Inductor's other one, for the headers that it compiles: of all runs together, since
+            that takes 10 s, in which the other ranks wait.
         without_fault: for a run that fills the cache.
     """
 
@@ -70,6 +72,7 @@ class RunProcesses:
         *,
         directory: Path,
         cache: Path,
+        headers: Path,
         without_fault: bool = False,
     ) -> None:
         self.scenario, self.way = scenario, way
@@ -78,6 +81,7 @@ class RunProcesses:
         self._directory, self._cache = directory, cache
         self._temporary = directory / "tmp"
         self._temporary.mkdir(parents=True)
+        (self._temporary / stock_cache_name()).symlink_to(headers)
         self._mark = f"{os.getpid()}-{directory.name}-{time.monotonic_ns()}"
         self._ranks: list[_Rank] = []
         self._launcher: subprocess.Popen[bytes] | None = None

@@ -89,13 +89,20 @@ class Runner:
             cache.mkdir()
         undo = scenario.prepare(cache) if scenario.prepare else None
         try:
-            run = RunProcesses(scenario, way, directory=directory, cache=cache).run()
+            run = RunProcesses(
+                scenario, way, directory=directory, cache=cache, headers=self._headers()
+            ).run()
         finally:
             if undo is not None:
                 undo()
         shutil.rmtree(cache, ignore_errors=True)
         shutil.rmtree(directory, ignore_errors=True)
         return run
+
+    def _headers(self) -> Path:
+        headers = self.caches / "headers"
+        headers.mkdir(parents=True, exist_ok=True)
+        return headers.absolute()
 
     def _filled_cache(self, scenario: Scenario, way: Way) -> Path:
         """Of a run without a fault, shared by all scenarios with the same program."""
@@ -116,7 +123,14 @@ class Runner:
         directory = fresh_directory(self.directory, "filling")
         filled = fresh_directory(self.caches, "filling")
         filled.mkdir(parents=True)
-        run = RunProcesses(calm, way, directory=directory, cache=filled, without_fault=True).run()
+        run = RunProcesses(
+            calm,
+            way,
+            directory=directory,
+            cache=filled,
+            headers=self._headers(),
+            without_fault=True,
+        ).run()
         if not all(rank.is_right for rank in run.ranks):
             logs = "\n".join(rank.log for rank in run.ranks)
             raise RuntimeError(f"{scenario.name}, {way}: a run without a fault failed\n{logs}")
