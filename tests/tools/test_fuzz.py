@@ -171,6 +171,7 @@ def raised(stage: int, line: str) -> str:
     return f"ranks:\n{line}\n\nfuzzing.training.StageError: fuzz stage [{stage}]\n"
 
 
+COMPILE_ERROR = raised(1, "torch._inductor.exc.InductorError: AssertionError: 3")
 RIGHT, WRONG = record(a=torch.ones(3)), record(a=torch.zeros(3))
 
 
@@ -195,6 +196,13 @@ RIGHT, WRONG = record(a=torch.ones(3)), record(a=torch.zeros(3))
         (raised(1, "RuntimeError: no"), RIGHT, raised(2, "RuntimeError: no"), "torch"),
         (raised(1, "RuntimeError: INTERNAL ASSERT FAILED"), RIGHT, None, "reference broken"),
         (raised(1, "RuntimeError: no"), raised(1, "KeyError: 3"), None, "both raise"),
+        (raised(1, "RuntimeError: no"), raised(1, COMPILE_ERROR), RIGHT, "crashed"),
+        (
+            raised(1, "RuntimeError: no"),
+            raised(1, COMPILE_ERROR),
+            raised(1, COMPILE_ERROR),
+            "torch",
+        ),
         (raised(1, "RuntimeError: no"), raised(2, "KeyError: 3"), RIGHT, "late"),
         ("no stage", RIGHT, None, "reference hung"),
     ],

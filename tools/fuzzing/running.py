@@ -26,6 +26,9 @@ ERROR = re.compile(
     r"^([A-Za-z_][\w.]*(?:Error|Exception|Failed|Unsupported)\w*: .*)$", re.MULTILINE
 )
 COMPILING = ("_dynamo/symbolic_convert.py", "_inductor/compile_fx.py", "_inductor/cpp_builder.py")
+COMPILER = re.compile(r"^torch\._(dynamo|functorch|inductor)\.")
+"""An error of a compile begins so."""
+
 STAGE = re.compile(r"^fuzzing\.training\.StageError: fuzz stage \[([-0-9, ]+)\]$", re.MULTILINE)
 
 
@@ -149,7 +152,9 @@ class Runner:
             if isinstance(expected, Failure):
                 late = actual.stage > (expected.stage or ())
                 words = f"{actual.error}\ninstead of\n{expected.error}"
-                return Outcome("late" if late else "both raise", words)
+                # Eager DDP compiles nothing: that it raises too is chance.
+                kind = "crashed" if COMPILER.search(actual.error) else "both raise"
+                return Outcome("late" if late else kind, words)
             refused = "ValueError" in actual.error and "ddp_fusion" in actual.error
             kind = "refused" if refused and actual.stage == (-1,) else "crashed"
             return Outcome(kind, f"{actual.error}\n{actual.text}")
