@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fault_runs.rank import Run
-from fault_runs.training import batch, build
+from fault_runs.training import batch, build, wait_for_all
 
 LIVES = 3
 STEPS_OF_LIFE = 3
@@ -24,6 +24,8 @@ def remake_groups(run: Run) -> dict[str, Any]:
         run.init_group()
         result = {"parameters": _train(run, int(run.options.get("steps", STEPS_OF_LIFE)))}
         gc.collect()
+        # Gloo ends what another rank is still in, without the flag too.
+        wait_for_all(run)
         dist.destroy_process_group()
     return result
 

@@ -141,7 +141,7 @@ def train(run: Run) -> dict[str, Any]:
             run.note_error(error)
         launched = _launches() - launches
         if goes_on == "together":
-            _wait_for_all(run)
+            wait_for_all(run)
         if run.options.get("checkpoint"):
             _save(run, ddp, optimizer)
         time.sleep(float(run.options.get("pause_s", 0)))
@@ -194,7 +194,7 @@ def _meet_in_compiles(run: Run) -> None:
     torch._inductor.compile_fx.compile_fx = compile_fx
 
 
-def _wait_for_all(run: Run, wait_s: float = 40.0) -> None:
+def wait_for_all(run: Run, wait_s: float = 40.0) -> None:
     """Return once all ranks are done with a step, whatever has become of it. Rank 0, which has the
     store, is the last one that returns: it may end then."""
     _count_to_all(f"done/{run.step}", wait_s)
