@@ -42,8 +42,10 @@ def compile_forward(
     """
     config = active_config()
     options = {**compiler.config, **(kwargs.get("config_patches") or {})}
+    if is_compiling_backward() or _copies_into_lists(model.graph):
+        compiler = _without_reinplacing(compiler, options)
     if is_compiling_backward():
-        return original(_keeping_reads_in_order(compiler, options), model, inputs, *args, **kwargs)
+        return original(compiler, model, inputs, *args, **kwargs)
     if config is None or config.backward_graph == "compiled_autograd" or not _is_usual(options):
         return original(compiler, model, inputs, *args, **kwargs)
     if not torch.is_grad_enabled() or not is_main_thread():
@@ -75,13 +77,24 @@ def _is_usual(options: Mapping[str, Any]) -> bool:
 
 
 _REINPLACING: Final = "reinplace_inplaceable_ops"
-"""Inductor's pass that writes into a view where a traced backward has a new tensor."""
+"""Inductor's pass that writes in place what a graph has as a new tensor."""
 
 
-def _keeping_reads_in_order(compiler: Any, options: Mapping[str, Any]) -> Any:
-    """The backend for a traced backward. In lite mode views are calls as well, and Inductor loses
-    that what one of them reads was written through another: a read comes before the write, and
-    gradients are wrong (torch 2.11 to 2.15; ``tests/tools/test_fuzz.py`` has a case)."""
+def _copies_into_lists(graph: fx.Graph) -> bool:
+    """Whether a forward does what gives a module its buffers in a compiled step."""
+    return bool(graph.find_nodes(op="call_function", target=torch._foreach_copy_, sort=False))
+
+
+def _without_reinplacing(compiler: Any, options: Mapping[str, Any]) -> Any:
+    """The backend as it is, but where operators are called that it lowers otherwise, as in lite
+    mode: there Inductor gets two things wrong that are written in place (torch 2.11 to 2.15).
+
+    * Of views, which are calls as well, it loses that what one of them reads was written through
+      another: a read comes before the write, and gradients of a traced backward are wrong
+      (``tests/tools/test_fuzz.py`` has a case).
+    * ``_foreach_copy_`` gives ``None`` where what stood there gave a list: an error of the compile
+      (``buffers-called`` in ``tests/equality/test_scenarios.py``).
+    """
     if not _value_of("fallback_by_default", options):
         return compiler
     switched_off = ",".join(filter(None, (_value_of("disabled_passes", options), _REINPLACING)))

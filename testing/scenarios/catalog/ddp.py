@@ -147,6 +147,14 @@ BUFFERS = [
     on_two("no-forward-sync", "`forward_sync_buffers=False`", "buffers:no_forward_sync"),
     on_two("no-broadcast", "`broadcast_buffers=False`", "buffers:no_broadcast"),
     on_two(
+        "buffers-called",
+        "buffers, backward inside, operators called (`fallback_by_default`)",
+        "buffers:broadcast_where_operators_are_called",
+        launches=2,
+        tested=CONCAT,
+        each_torch=True,
+    ),
+    on_two(
         "buffer-hook",
         "`_register_buffer_comm_hook`",
         "buffers:buffer_hook",

@@ -67,6 +67,27 @@ def no_broadcast(run: Run) -> None:
     _train_counting(run, broadcast_buffers=False)
 
 
+class Shifting(nn.Module):
+    """Exact. A buffer that is added to the output, and stays."""
+
+    shift: Tensor
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+        self.register_buffer("shift", torch.ones(models.OUTPUTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x) + self.shift
+        return out
+
+
+def broadcast_where_operators_are_called(run: Run) -> None:
+    """Inductor lowers none of them, and a buffer is what was broadcast, as the step leaves it."""
+    options = {"options": {"fallback_by_default": True}}
+    train(run, run.ddp(Shifting(run.mlp())), Loop(style="inside", options=options))
+
+
 def _average_buffers(group: Any, buffers: dict[str, Tensor]) -> None:
     for buffer in buffers.values():
         dist.all_reduce(buffer, group=group)
