@@ -19,9 +19,9 @@ STEPS_OF_LIFE = 3
 def remake_groups(run: Run) -> dict[str, Any]:
     """Make the process group, train, and destroy it; several times in one process."""
     result: dict[str, Any] = {}
-    for _ in range(LIVES):
+    for life in range(LIVES):
         torch._dynamo.reset()
-        run.init_group()
+        run.init_group(f"store-{life}")
         result = {"parameters": _train(run, int(run.options.get("steps", STEPS_OF_LIFE)))}
         gc.collect()
         # Gloo ends what another rank is still in, without the flag too.

@@ -80,13 +80,21 @@ class Run:
         if fault.action == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    def init_group(self, timeout_s: float | None = None) -> None:
-        """Make the process group."""
+    def init_group(self, file: str | None = None) -> None:
+        """Make the process group.
+
+        Args:
+            file: of its store, in the run's directory. By default rank 0 has the store, and a port
+                of one group serves no other: a rank that is ahead finds the store of the last one.
+        """
         import torch.distributed as dist
 
-        dist.init_process_group(
-            "gloo", timeout=timedelta(seconds=timeout_s or self.group_timeout_s)
-        )
+        options: dict[str, Any] = {"timeout": timedelta(seconds=self.group_timeout_s)}
+        if file is not None:
+            world_size = int(os.environ["WORLD_SIZE"])
+            store = dist.FileStore(str(self.directory / file), world_size)
+            options |= {"store": store, "rank": self.rank, "world_size": world_size}
+        dist.init_process_group("gloo", **options)
 
 
 def main(arguments: list[str]) -> None:
