@@ -31,7 +31,8 @@ files takes a second longer to say that nobody has come."""
 LOOKING_SECONDS: Final = 0.5
 """How often a rank that waits looks whether others' processes have ended."""
 
-_ENDED: Final = "ended"
+ENDED: Final = "ended"
+"""The kind of a verdict whose value says that a rank's process has ended."""
 
 _T = TypeVar("_T")
 
@@ -119,7 +120,7 @@ def exchange(
             "the process group's store, which does not answer: the process that hosts it, rank 0's "
             "or torchrun's, has ended or stalled. Look at its output"
         ) from error
-    if verdict is not None and verdict.startswith(f'["{_ENDED}"'):
+    if verdict is not None and verdict.startswith(f'["{ENDED}"'):
         raise RendezvousError(json.loads(verdict)[1])
     return verdict, said
 
@@ -180,7 +181,7 @@ class _Watch:
                 asked(functools.partial(self._say, rank, process))
 
     def _say(self, rank: int, process: Process) -> None:
-        word = json.dumps([_ENDED, f"rank {rank}: its process ({process.pid}) has ended"])
+        word = json.dumps([ENDED, f"rank {rank}: its process ({process.pid}) has ended"])
         # What it has said before counts.
         if not self.meeting.free.check([f"{self.place}/{rank}"]):
             self.meeting.free.compare_set(f"{self.place}/verdict", "", word)

@@ -29,7 +29,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from fusion_passes.agreement.comparing import texts_of
-from fusion_passes.agreement.exchange import Meeting, asked, meeting_of, said_at
+from fusion_passes.agreement.exchange import ENDED, Meeting, asked, meeting_of, said_at
 from fusion_passes.agreement.launches import LaunchList, number_runs
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.rendezvous import RanksDisagreeError
@@ -196,6 +196,8 @@ def _why(
         return RanksDisagreeError(
             participant.module, texts_of(value["statements"]), **value["error"]
         )
+    if verdict is not None and verdict[0] == ENDED:
+        return RanksDisagreeError(participant.module, {}, failure=verdict[1])
     if not said or meeting.rank in said:
         return None
     texts = texts_of(said)

@@ -285,6 +285,25 @@ def test_other_failures_stay_what_they_are(run_on_ranks: RUN) -> None:
     assert run_on_ranks(2, nobody_is_waiting) == [True, True]
 
 
+def others_have_said_who_has_ended() -> str:
+    """Where ranks wait for one whose process has ended, while this one is in a collective."""
+    me = participants["ended"] = _participant("ended")
+    me.announce(_list((0,)))
+    meeting = exchange.meeting_of("ended")
+    assert meeting is not None
+    word = json.dumps([exchange.ENDED, "rank 7: its process (1) has ended"])
+    meeting.store.compare_set(f"{me.place}/verdict", "", word)
+    found = why_failed(["ended"])
+    del participants["ended"]
+    unregister_process_group("ended")
+    return found.failure if found else ""
+
+
+def test_a_collective_that_fails_since_a_process_has_ended_says_so(run_on_ranks: RUN) -> None:
+    (said,) = set(run_on_ranks(2, others_have_said_who_has_ended))
+    assert said == "rank 7: its process (1) has ended"
+
+
 # --- Of backwards -------------------------------------------------------------------------------
 
 
