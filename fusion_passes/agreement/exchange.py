@@ -108,7 +108,8 @@ def exchange(
     """
 
     def ask() -> tuple[str | None, dict[int, str]]:
-        return _exchange(meeting, place, statement, timeout, may_leave, compare)
+        _leave_statement(meeting, place, statement, compare)
+        return _verdict_of(meeting, place, timeout, may_leave)
 
     longest = meeting.timeout if may_leave else timeout
     # One that leaves soon need not know why others do not come.
@@ -125,21 +126,23 @@ def exchange(
     return verdict, said
 
 
-def _exchange(
-    meeting: Meeting,
-    place: str,
-    statement: str,
-    timeout: timedelta,
-    may_leave: bool,
-    compare: Callable[[Mapping[int, str]], str],
-) -> tuple[str | None, dict[int, str]]:
-    store, verdict = meeting.store, f"{place}/verdict"
-    mine = f"{place}/{meeting.rank}"
+def _leave_statement(
+    meeting: Meeting, place: str, statement: str, compare: Callable[[Mapping[int, str]], str]
+) -> None:
+    """Say something; the last rank that does leaves the verdict."""
+    store, mine = meeting.store, f"{place}/{meeting.rank}"
     is_back = store.check([mine])  # It has waited here before, in vain.
     store.set(mine, statement)
     if store.add(f"{place}/arrived", int(not is_back)) == meeting.world_size:
         said, _ = said_at(meeting, place)
-        store.compare_set(verdict, "", compare(said))
+        store.compare_set(f"{place}/verdict", "", compare(said))
+
+
+def _verdict_of(
+    meeting: Meeting, place: str, timeout: timedelta, may_leave: bool
+) -> tuple[str | None, dict[int, str]]:
+    """As :func:`exchange`, of what has been said."""
+    store, verdict = meeting.store, f"{place}/verdict"
     try:
         store.wait([verdict], timeout)
     except RuntimeError:

@@ -42,9 +42,10 @@ def compile_forward(
     """
     config = active_config()
     options = {**compiler.config, **(kwargs.get("config_patches") or {})}
-    if is_compiling_backward() or _copies_into_lists(model.graph):
+    is_backward = is_compiling_backward()
+    if is_backward or _copies_into_lists(model.graph):
         compiler = _without_reinplacing(compiler, options)
-    if is_compiling_backward():
+    if is_backward:
         return original(compiler, model, inputs, *args, **kwargs)
     if config is None or config.backward_graph == "compiled_autograd" or not _is_usual(options):
         return original(compiler, model, inputs, *args, **kwargs)
