@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,10 +33,13 @@ from workloads.models import MAKERS, SIZES, subject
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
 
 METHODS: Final = ("no DDP", "DDPOptimizer", "concat", "concat, traced")
 FLAGS: Final = {"concat": "aot_autograd", "concat, traced": "compiled_autograd"}
 """By method, the value of ``FusionConfig.backward_graph``."""
+
+BARE_STEP: Final = "step, less collectives"
 
 WARM_UP_STEPS: Final = 5
 SECONDS_OF_STEPS: Final = 3.0
@@ -45,6 +48,8 @@ LIMIT_SECONDS: Final = 900
 
 BENCH: Final = Path(__file__).resolve().parent.parent / "bench.py"
 PACKAGE: Final = BENCH.parent.parent / "fusion_passes"
+
+FIGURES: Final = ("cold", "warm", "step", BARE_STEP)
 
 Round = dict[str, dict[str, float]]
 """By method, CPU seconds by figure."""
@@ -73,7 +78,7 @@ def as_markdown(cells: dict[str, list[Round]], origin: Origin) -> str:
     rows = [
         [model, figure, *_cells(rounds, figure)]
         for model, rounds in cells.items()
-        for figure in ("cold", "warm", "step")
+        for figure in FIGURES
     ]
     meaning = "CPU seconds of one rank over those without DDP: median over rounds."
     shown = table(["model", "", *METHODS[1:]], rows, words=2)
@@ -105,6 +110,7 @@ def _round(model: str, options: argparse.Namespace) -> Round:
             "cold": cold["start"],
             "warm": statistics.median(said["start"] for said in warm),
             "step": min(said["step"] for said in warm),
+            BARE_STEP: min(said["step"] - said["collectives"] for said in warm),
         }
     return found
 
@@ -167,8 +173,9 @@ def measure(model: str, size: str, method: str, by_block: bool) -> dict[str, flo
         by_block: whether each block of the model is compiled by itself, and nothing else.
 
     Returns:
-        CPU seconds: ``"start"``, from the wrapping to the end of the first backward, and
-        ``"step"``, of one forward and backward, the fastest of many.
+        CPU seconds: ``"start"``, from the wrapping to the end of the first backward,
+        ``"step"``, of one forward and backward, the fastest of many, and ``"collectives"``, of
+        those of a step without anything else, likewise.
     """
     import torch
     import torch._inductor.config
@@ -204,9 +211,46 @@ def measure(model: str, size: str, method: str, by_block: bool) -> dict[str, flo
     started = time.process_time() - begin
     for _ in range(WARM_UP_STEPS):
         step()
+    fastest, collectives = _fastest(step), 0.0
+    if method != "no DDP":
+        collectives = _seconds_of_collectives(wrapped, is_fused=method in FLAGS)
+        dist.destroy_process_group()
+    return {"start": started, "step": fastest, "collectives": collectives}
+
+
+def _fastest(step: Callable[[], float]) -> float:
+    """The least of what a step says it took, over many."""
     end, steps = time.monotonic() + SECONDS_OF_STEPS, []
     while time.monotonic() < end:
         steps.append(step())
-    if method != "no DDP":
-        dist.destroy_process_group()
-    return {"start": started, "step": min(steps)}
+    return min(steps)
+
+
+def _seconds_of_collectives(ddp: DistributedDataParallel, is_fused: bool) -> float:
+    """CPU seconds of a step's collectives, launched by themselves and waited for: an all-reduce for
+    each bucket, and a broadcast of the buffers."""
+    import torch
+    import torch.distributed as dist
+
+    if is_fused:
+        import fusion_passes
+
+        sent = [bucket for report in fusion_passes.reports() for bucket in report.buckets]
+        averages = {True: dist.ReduceOp.AVG, False: dist.ReduceOp.SUM}
+        reduced = [(bucket.sent_bytes, averages[bucket.scaling == "collective"]) for bucket in sent]
+    else:
+        sizes = ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")
+        reduced = [(int(size), dist.ReduceOp.SUM) for size in sizes]
+    buckets = [(torch.zeros(size // torch.float32.itemsize), op) for size, op in reduced]
+    buffers = [buffer.detach() for buffer in ddp.buffers()]
+
+    def step() -> float:
+        start = time.process_time()
+        if buffers:
+            dist._broadcast_coalesced(ddp.process_group, buffers, sum(b.nbytes for b in buffers), 0)
+        works = [dist.all_reduce(bucket, op, async_op=True) for bucket, op in buckets]
+        for work in works:
+            work.wait()
+        return time.process_time() - start
+
+    return _fastest(step)
