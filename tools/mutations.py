@@ -131,6 +131,23 @@ MUTATIONS: Final = (
         (f"{_SCENARIOS}::test_trains_as_eager_ddp[block-by-block-coalesced]",),
     ),
     Mutation(
+        "borrowed-in-any-order",
+        "ddp/prepared.py",
+        "            elif frozenset(other) != frozenset(mine):\n",
+        "            elif False:\n",
+        (f"{_SCENARIOS}::test_trains_as_eager_ddp[other-orders-of-instances-coalesced]",),
+    ),
+    Mutation(
+        "others-launch-ahead",
+        "agreement/sharing.py",
+        "            member.withdraw(launches, 0)",
+        "            pass",
+        (
+            "tests/agreement/test_sharing.py",
+            f"{_SCENARIOS}::test_trains_as_eager_ddp[other-orders-of-two-concat]",
+        ),
+    ),
+    Mutation(
         "ends-remembered-too-long",
         "ddp/found_ends.py",
         "        if found is not None and state == _state_of(found.modules, config, prepared):\n",
@@ -183,9 +200,11 @@ MUTATIONS: Final = (
         "flags-for-the-lender",
         "agreement/protocol.py",
         """    participant = participants.get(borrowed.modules.get(module, module))
-    if participant is not None and participant.usage""",
+    if participant is not None:
+        participant.deliver""",
         """    participant = participants.get(module)
-    if participant is not None and participant.usage""",
+    if participant is not None:
+        participant.deliver""",
         (f"{_SCENARIOS}::test_trains_as_eager_ddp[unused-instances-coalesced]",),
     ),
     Mutation(

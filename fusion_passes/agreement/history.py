@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
-from fusion_passes.agreement.launches import LaunchList, parameters_in
+from fusion_passes.agreement.launches import LATE, LaunchList, parameters_in
 from fusion_passes.agreement.round import Round
+from fusion_passes.agreement.sharing import sharing_on
 from fusion_passes.agreement.usage import Usage
 
 
@@ -17,6 +19,8 @@ class History(Round):
         module: the module's name for its group.
         key: the same on all ranks: under it they meet.
         usage: of parameters, where ranks may use others in each step; else ``None``.
+        process_group: the name of its process group, on which other modules may be too; by default,
+            it has one of its own.
         history: what the ranks have agreed on, by kind of round, in order.
         rounds: how many rounds have ended.
         meets_at: after so many, the ranks speak of their plan (``ddp/replanning.py``); -1: never.
@@ -30,12 +34,16 @@ class History(Round):
     module: str
     key: str
     usage: Usage | None = None
+    process_group: str = ""
     history: dict[str, list[LaunchList]] = field(default_factory=dict)
     rounds: int = 0
     meets_at: int = -1
     failures: int = 0
     used: frozenset[int] | None = None
     own_use: frozenset[int] | None = None
+
+    def __post_init__(self) -> None:
+        self.process_group = self.process_group or self.module
 
     @property
     def agreed(self) -> list[LaunchList]:
@@ -49,6 +57,17 @@ class History(Round):
         return f"ddp_fusion/{self.key}/{kind}/{numbers}"
 
     @property
+    def turn(self) -> float | None:
+        """When the other ranks launch what they have agreed on and comes next, among the graphs of
+        this backward; infinity where it follows them, ``None`` if there is nothing."""
+        first = self.position - bool(self.unsent)
+        if first >= len(self.agreed):
+            return None
+        sharing, number = sharing_on(self.process_group), first - self.begun_at
+        follows = self.agreed[first].mode == LATE and not sharing.has_come_to(self.module, number)
+        return math.inf if follows else sharing.turn(self.module, number)
+
+    @property
     def sent_now(self) -> frozenset[int]:
         """What this rank has sent in this round."""
         return parameters_in(self.agreed[: self.position])
@@ -58,10 +77,10 @@ class History(Round):
         """Whether this rank has yet to send something in a round of whatever it has used, or to
         hear that no other has. Where the ranks have met, none knows that before they meet again."""
         if self.usage is None or self.is_complete:
-            return False
+            return bool(self.unsent)
         is_known = self.position >= max(1, len(self.agreed))
         sends_all = self.sent_now.issuperset(self.usage.trained)
-        return not is_known or (self.meetings > 0 and not sends_all)
+        return not is_known or (self.meetings > 0 and not sends_all) or bool(self.unsent)
 
     @property
     def unused(self) -> frozenset[int]:

@@ -6,13 +6,17 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
 
 from fusion_passes.agreement.comparing import statement_of, texts_of
 from fusion_passes.agreement.exchange import meeting_of
 from fusion_passes.agreement.history import History
-from fusion_passes.agreement.launches import FOLLOWS, LaunchList
+from fusion_passes.agreement.launches import FOLLOWS, Collective, LaunchList
 from fusion_passes.agreement.rendezvous import RanksDisagreeError, Terms, leave_word, meet
+from fusion_passes.agreement.sharing import sharing_on
 from fusion_passes.torch_private import resolve_process_group
 
 
@@ -69,7 +73,11 @@ class Participant(History):
         later = () if is_optional else launches.later  # There, hooks find out what has come.
         if launches.collectives and not self.agrees_to(launches):
             later += launches.collectives
-        for item in later:
+        self._leave(later)
+
+    def _leave(self, items: Iterable[Collective]) -> None:
+        """Leave gradients that the graph gives to the end of the backward."""
+        for item in items:
             own = self._reached(item.parameters)
             self.receive(own)
             self.late |= dict.fromkeys(own, item.divided in ("before", "after"))
@@ -78,11 +86,42 @@ class Participant(History):
         return self.usage.reached.intersection(numbers) if self.usage else frozenset(numbers)
 
     def agrees_to(self, launches: LaunchList) -> bool:
-        """Agree on what is launched by hand while a backward goes on, of gradients that have come:
-        whether it is to be launched now. It is left to the end of the backward otherwise."""
-        if not self.is_local:
+        """Agree on what is launched by a graph, or by hand while a backward goes on, of gradients
+        that have come: whether it is to be launched now. It is left to the end of the backward
+        otherwise."""
+        sharing = sharing_on(self.process_group)
+        may_launch = sharing.enter(self.module, launches)
+        if not self.is_local and not may_launch:
+            self._go_local(launches)
+        elif not self.is_local:
             self._settle(launches)
+        sharing.settle(self.module, self, launches)
         return not self.is_local
+
+    def withdraw(self, launches: LaunchList, place: int) -> None:
+        """Keep the collectives of a list, which was to be launched, from a place of the graph on on
+        this rank."""
+        self.unsent[:] = [item for item in launches.collectives if item.place >= place]
+        if not self.unsent:
+            return
+        self._go_local(launches)
+        self._leave(self.unsent)
+        if len(self.unsent) == len(launches.collectives):
+            self.unsent.clear()
+            self.position -= 1
+
+    def deliver(self, numbers: Iterable[int], averages: Iterable[Tensor], flags: Tensor) -> None:
+        """As :meth:`fusion_passes.agreement.usage.Usage.deliver`, of what was launched."""
+        if self.usage is None or (self.is_local and not self.unsent):
+            return
+        if self.is_local:
+            unsent = {number for item in self.unsent for number in item.parameters}
+            sent = self.agreed[self.position - 1].parameters - unsent
+            found = dict(zip(numbers, averages, strict=True))
+            numbers = [number for number in found if number in sent]
+            averages = [found[number] for number in numbers]
+            flags = flags if self.usage.flags in sent else torch.zeros_like(flags)
+        self.usage.deliver(numbers, averages, flags)
 
     def _settle(self, launches: LaunchList) -> None:
         for item in self.absent_before(launches):
@@ -183,6 +222,9 @@ class Participant(History):
         Raises:
             RanksDisagreeError: the other ranks reduce others, or as in :meth:`announce`.
         """
+        if self.unsent:
+            items, self.unsent = tuple(self.unsent), []
+            return replace(self.agreed[self.position - 1], collectives=items)
         own = plan()
         while self.position == len(self.agreed):
             part = self.usage.known_part(self.kind, own) if self.usage is not None else None

@@ -13,7 +13,8 @@ launch what it is about to launch:
   of the lowest rank is, and the others follow.
 * It is something else. The graph's collectives stay on this rank, and what the history says is
   done by hand when the backward has ended (:mod:`fusion_passes.ddp.late`): other ranks, which know
-  nothing of this, meet what they expect.
+  nothing of this, meet what they expect. Modules on the same process group follow it there
+  (:mod:`fusion_passes.agreement.sharing`).
 
 So a rank whose graphs differ costs its own overlap, and neither a hang nor a wrong gradient; where
 the same gradients are reduced, its next graph is planned as the history says.
@@ -122,15 +123,17 @@ def announce(module: str, text: str, is_optional: bool = False) -> None:
     launches = borrowed.own(module, LaunchList.decode(text))
     if participant is not None:
         participant.announce(launches, is_optional)
-        if participant.is_local and module in borrowed.names:
-            redirect(module, local_process_group())
+        for name, mine in {module: participant.module, **borrowed.modules}.items():
+            other = participants.get(mine)  # It may have been withdrawn.
+            if name in borrowed.names and other is not None and other.is_local:
+                redirect(name, local_process_group())
     elif is_optional:
         # The graph has outlived its module, and runs for another over the same parameters.
         stand_for_local(module)
 
 
 def deliver(module: str, numbers: Iterable[int], averages: Iterable[Tensor], flags: Tensor) -> None:
-    """See :meth:`fusion_passes.agreement.usage.Usage.deliver`.
+    """See :meth:`Participant.deliver`.
 
     Args:
         module: the DDP module's name for its group.
@@ -139,8 +142,8 @@ def deliver(module: str, numbers: Iterable[int], averages: Iterable[Tensor], fla
         flags: which parameters some rank has used.
     """
     participant = participants.get(borrowed.modules.get(module, module))
-    if participant is not None and participant.usage is not None and not participant.is_local:
-        participant.usage.deliver(numbers, averages, flags)
+    if participant is not None:
+        participant.deliver(numbers, averages, flags)
 
 
 def agreed_list(module: str, parameters: Collection[int]) -> LaunchList | None:

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fusion_passes.agreement.launches import Collective
+
 
 @dataclass(kw_only=True)
 class Round:
@@ -14,6 +16,8 @@ class Round:
     Attributes:
         kind: all but the first backward of a forward are ``"extra"``.
         position: how many of the history's lists it has launched.
+        begun_at: how many of them the backwards before the one that runs.
+        unsent: collectives of the last of them that have stayed on this rank.
         meetings: how often the ranks have met in it.
         is_averaged: whether the graph that was compiled with a forward averages its backward now.
         announced: numbers of the parameters that this graph has announced.
@@ -31,6 +35,7 @@ class Round:
 
     kind: str = ""
     position: int = 0
+    begun_at: int = 0
     meetings: int = 0
     is_averaged: bool = False
     announced: set[int] = field(default_factory=set)
@@ -42,6 +47,7 @@ class Round:
     came: set[int] = field(default_factory=set)
     earlier: set[int] = field(default_factory=set)
     late: dict[int, bool] = field(default_factory=dict)
+    unsent: list[Collective] = field(default_factory=list)
     absent: list[Callable[[], None]] = field(default_factory=list)
     thread: int = 0
 
@@ -56,15 +62,16 @@ class Round:
         """Note that a backward has ended, and the round has not."""
         self.earlier |= self.came
         self.came.clear()
+        self.begun_at = self.position
 
     def begin(self) -> None:
         """Begin anew."""
         self.kind = ""
-        self.position = self.meetings = 0
+        self.position = self.begun_at = self.meetings = 0
         self.is_local = self.is_sharing = self.is_averaged = False
         self.is_alone = self.is_complete = False
         for items in (
             *(self.received, self.came, self.earlier),
-            *(self.late, self.announced, self.absent),
+            *(self.late, self.announced, self.absent, self.unsent),
         ):
             items.clear()

@@ -122,12 +122,28 @@ def _reduce_rows(job: Job) -> None:
 
 
 def _next_lists(jobs: Sequence[Job]) -> list[tuple[Job, LaunchList]]:
-    """What to run next: all that is known, else one list for which the ranks must meet. Others may
-    reach that meeting only once what is known has been run."""
-    known = [job for job in jobs if job.participant.position < len(job.participant.agreed)] or jobs[
-        :1
-    ]
-    return [(job, job.participant.next_late(functools.partial(_plan_left, job))) for job in known]
+    """What to run next: of what is known, the lists of the graph that comes first, then those that
+    follow; else a list for which the ranks must meet. Others may reach that meeting only once
+    what is known has been run, unless a graph of theirs launches both in turn."""
+    turns = {turn for job in jobs if (turn := job.participant.turn) is not None}
+    first = [job for job in jobs if turns and job.participant.turn == min(turns)]
+    lists = [(job, _next_list(job)) for job in first]
+    # As others meet in graphs: backwards reach first what forwards have reached last.
+    unknown = [job for job in reversed(jobs) if job.participant.turn is None]
+    while unknown and (not lists or _has_gap(lists)):
+        job = unknown.pop(0)
+        lists.append((job, _next_list(job)))
+    return lists
+
+
+def _next_list(job: Job) -> LaunchList:
+    return job.participant.next_late(functools.partial(_plan_left, job))
+
+
+def _has_gap(lists: Iterable[tuple[Job, LaunchList]]) -> bool:
+    """Whether a graph that launches these launches something of another module in between."""
+    places = {item.place for _, mine in lists for item in mine.collectives}
+    return bool(places) and len(places) <= max(places) - min(places)
 
 
 def _run(lists: Sequence[tuple[Job, LaunchList]]) -> None:

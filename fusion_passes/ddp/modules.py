@@ -207,6 +207,7 @@ class Registry:
             name,
             key,
             usage_of(ddp, self._modules[name]),
+            self._modules[name].process_group,
             settings=lambda: settings_of(self._modules[name], participants[name].usage is not None),
             stand_aside=lambda: self.stand_aside(name),
             refuse=functools.partial(self._refuse, name),

@@ -28,6 +28,7 @@ NOT_COMPILED: Final = (
     "is not compiled"
 )
 SHARED: Final = "two modules of this backward share a compiled forward"
+PERMUTED: Final = "other parameters have compiled forwards like this one in several orders"
 
 _BORROWED_AT_MOST: Final = 16
 """Names of the latest forwards only: each costs some microseconds in each backward."""
@@ -154,6 +155,8 @@ class PreparedForwards:
             lent = found | dict(zip(other, mine, strict=True))
             if _is_consistent(lent, found):
                 found = lent
+            elif frozenset(other) != frozenset(mine):
+                return PERMUTED  # Which of these forwards has run, nobody can tell.
         return Lent(found | _flags_of(found)) if found else SHARED
 
 

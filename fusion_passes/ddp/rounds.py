@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.protocol import participants
+from fusion_passes.agreement.sharing import end_sharing
 from fusion_passes.ddp.expecting import EXPECTED, LOCAL, ReducerOfManaged
 from fusion_passes.ddp.late import reduce_late, reduce_without_inputs
 from fusion_passes.ddp.launch_clock import launch_clock
@@ -157,10 +158,16 @@ def end_backward() -> None:
         participant.is_sharing = _shares_use(participant)
     own_use = {participant.module: frozenset(participant.received) for participant in active}
     reduce_late(active)
+    _end_sharing(active)
     for participant in active:
         participant.end_backward()
         _end_if_complete(participant, own_use[participant.module])
     _plan_anew(active)
+
+
+def _end_sharing(modules: Iterable[Participant]) -> None:
+    for name in {participant.process_group for participant in modules}:
+        end_sharing(name)
 
 
 def end_without_inputs(name: str) -> None:
@@ -194,6 +201,7 @@ def rejoining() -> Iterator[None]:
         yield
     finally:
         for participant in _mine():
+            end_sharing(participant.process_group)
             if participant.is_local and not participant.received:
                 registry.rejoin(participant.module)
                 participant.is_local = False
@@ -248,11 +256,12 @@ def fail_backward(touched: Iterable[str]) -> None:
     Args:
         touched: names of the modules that have got gradients or met in it.
     """
-    for name in touched:
-        participant = participants[name]
+    modules = [participants[name] for name in touched]
+    for participant in modules:
         if participant.is_local:
-            registry.rejoin(name)
+            registry.rejoin(participant.module)
         participant.fail_round()
+    _end_sharing(modules)
 
 
 def expect_again(reached: Iterable[str]) -> None:

@@ -189,6 +189,25 @@ RANKS = [
         tested=CONCAT,
     ),
     on_two(
+        "other-orders-of-two",
+        "the same, of two modules in one backward",
+        "ranks:other_orders_of_two",
+        options=(("scaling", "store"),),
+        tested=CONCAT,
+    ),
+    on_two(
+        "other-orders-of-instances",
+        "the same, of two modules of a class",
+        "ranks:other_orders_of_instances",
+        tested=COALESCED,
+    ),
+    on_two(
+        "other-orders-of-blocks",
+        "the same, of blocks that share a compiled forward",
+        "ranks:other_orders_of_blocks",
+        tested=CONCAT,
+    ),
+    on_two(
         "static-graph-without-some",
         "`static_graph`, parameters without a gradient on one rank",
         "ranks:static_graph_without_some",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,14 +41,15 @@ def hooks_on_one_rank(run: Run) -> None:
 class _Orders(nn.Module):
     """Exact. Its outer layers change places."""
 
-    def __init__(self) -> None:
+    def __init__(self, outputs: int = OUTPUTS) -> None:
         super().__init__()
         self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self._outputs = outputs
         fill_whole(self)
 
     def forward(self, x: Tensor, is_forward: bool) -> Tensor:
         first, last = (self.a, self.c) if is_forward else (self.c, self.a)
-        return last(self.b(first(x).relu()).relu())[:, :OUTPUTS]
+        return last(self.b(first(x).relu()).relu())[:, : self._outputs]
 
 
 def other_orders(run: Run) -> None:
@@ -57,6 +59,116 @@ def other_orders(run: Run) -> None:
     for step in range(4):
         is_forward = (dist.get_rank() + step) % 2 == 0
         backwards(run, ddp, lambda x, turn=is_forward: forward(x, turn), 1, first=step)
+
+
+class _Both(nn.Module):
+    """A module behind another one."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor, first: bool, second: bool) -> Tensor:
+        out: Tensor = self.second(self.first(x, first), second)
+        return out
+
+
+def other_orders_of_two(run: Run) -> None:
+    """Two modules over the same group in one backward, of which one has its parameters in another
+    order on each rank, in the first step, later, or in all; compiled together and apart."""
+    for apart in (False, True):
+        for swaps in ((True, False), (False, True)):
+            for begin in (0, 2):
+                _train_two(run, apart, swaps, begin)
+
+
+def _train_two(run: Run, apart: bool, swaps: tuple[bool, bool], begin: int) -> None:
+    modules = [run.ddp(_Orders(n), bucket_cap_mb=1e-4) for n in (WIDTH, OUTPUTS)]
+    both = _Both(*(map(run.compile, modules) if apart else modules))
+    forward: Any = both if apart else run.compile(both)
+    for step in range(5):
+        changes = step >= begin and (dist.get_rank() + step) % 2 == 1
+        orders = [not (changes and swap) for swap in swaps]
+        backwards(run, both, lambda x, orders=orders: forward(x, *orders), 1, first=step)
+
+
+class _Layers(nn.Module):
+    """Exact. One of two layers at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        fill_whole(self)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        out: Tensor = self.layers[number](x)
+        return out
+
+
+class _InTurn(nn.Module):
+    """A layer of one module behind each of the other."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor, order: tuple[int, int]) -> Tensor:
+        for number, mine in enumerate(order):
+            x = self.second(self.first(x, mine).relu(), number).relu()
+        return x[:, :OUTPUTS]
+
+
+def other_orders_of_instances(run: Run) -> None:
+    """Two modules of a class, one after the other, whose layers have another place at times."""
+    for _ in range(2):
+        ddp = run.ddp(_Layers())
+        both = _InTurn(ddp, _Layers())
+        forward: Any = run.compile(both)
+        for step in range(5):
+            order = (1, 0) if (dist.get_rank() + step) % 2 else (0, 1)
+            backwards(run, ddp, functools.partial(_call, forward, order), 1, first=step)
+
+
+class _Block(nn.Module):
+    """Exact. Two layers, in both orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        fill_whole(self)
+
+    def forward(self, x: Tensor, order: tuple[int, int]) -> Tensor:
+        for number in order:
+            x = self.layers[number](x).relu()
+        return x
+
+
+class _Blocks(nn.Module):
+    """Blocks that share the forwards of both orders."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block() for _ in range(2))
+        if run.way != "eager":
+            for block in self.blocks:
+                block.compile()
+
+    def forward(self, x: Tensor, order: tuple[int, int]) -> Tensor:
+        for block in self.blocks:
+            x = block(x, order)
+        return x[:, :OUTPUTS]
+
+
+def other_orders_of_blocks(run: Run) -> None:
+    """Blocks that are compiled alone, whose layers change places."""
+    ddp = run.ddp(_Blocks(run))
+    for step in range(5):
+        order = (1, 0) if (dist.get_rank() + step) % 2 else (0, 1)
+        backwards(run, ddp, functools.partial(_call, ddp, order), 1, first=step)
+
+
+def _call(forward: Any, order: tuple[int, int], x: Tensor) -> Any:
+    return forward(x, order)
 
 
 # --- Static graphs -------------------------------------------------------------------------------
