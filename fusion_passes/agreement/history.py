@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from fusion_passes.agreement.launches import LATE, LaunchList, parameters_in
 from fusion_passes.agreement.round import Round
@@ -86,6 +90,19 @@ class History(Round):
     def unused(self) -> frozenset[int]:
         """The parameters of a static graph that others have used in this round, this rank not."""
         return (self.used or frozenset()) - self.received if not self.kind else frozenset()
+
+    def deliver(self, numbers: Iterable[int], averages: Iterable[Tensor], flags: Tensor) -> None:
+        """As :meth:`fusion_passes.agreement.usage.Usage.deliver`, of what was launched."""
+        if self.usage is None or (self.is_local and not self.unsent):
+            return
+        if self.is_local:
+            unsent = {number for item in self.unsent for number in item.parameters}
+            sent = self.agreed[self.position - 1].parameters - unsent
+            found = dict(zip(numbers, averages, strict=True))
+            numbers = [number for number in found if number in sent]
+            averages = [found[number] for number in numbers]
+            flags = flags if self.usage.flags in sent else torch.zeros_like(flags)
+        self.usage.deliver(numbers, averages, flags)
 
     def absent_before(self, launches: LaunchList) -> list[LaunchList]:
         """What the ranks send before a list, and the backward of this rank does not reach: nothing

@@ -8,9 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor
-
 from fusion_passes.agreement.comparing import statement_of, texts_of
 from fusion_passes.agreement.exchange import meeting_of
 from fusion_passes.agreement.history import History
@@ -109,19 +106,6 @@ class Participant(History):
         if len(self.unsent) == len(launches.collectives):
             self.unsent.clear()
             self.position -= 1
-
-    def deliver(self, numbers: Iterable[int], averages: Iterable[Tensor], flags: Tensor) -> None:
-        """As :meth:`fusion_passes.agreement.usage.Usage.deliver`, of what was launched."""
-        if self.usage is None or (self.is_local and not self.unsent):
-            return
-        if self.is_local:
-            unsent = {number for item in self.unsent for number in item.parameters}
-            sent = self.agreed[self.position - 1].parameters - unsent
-            found = dict(zip(numbers, averages, strict=True))
-            numbers = [number for number in found if number in sent]
-            averages = [found[number] for number in numbers]
-            flags = flags if self.usage.flags in sent else torch.zeros_like(flags)
-        self.usage.deliver(numbers, averages, flags)
 
     def _settle(self, launches: LaunchList) -> None:
         for item in self.absent_before(launches):

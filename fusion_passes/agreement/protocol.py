@@ -133,7 +133,7 @@ def announce(module: str, text: str, is_optional: bool = False) -> None:
 
 
 def deliver(module: str, numbers: Iterable[int], averages: Iterable[Tensor], flags: Tensor) -> None:
-    """See :meth:`Participant.deliver`.
+    """See :meth:`fusion_passes.agreement.history.History.deliver`.
 
     Args:
         module: the DDP module's name for its group.

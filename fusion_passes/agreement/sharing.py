@@ -30,6 +30,7 @@ class Sharing:
     """The modules of a process group in the backward that runs."""
 
     _graphs: int = 0
+    _places: set[int] = field(default_factory=set)
     _turns: dict[str, list[int]] = field(default_factory=dict)
     _graph: dict[str, tuple[Member, LaunchList]] = field(default_factory=dict)
     _is_local: bool = False
@@ -41,10 +42,13 @@ class Sharing:
             Whether it may be launched: no graph before has stayed on this rank. Other ranks may
             still be waiting for that one, and meet for this one only then.
         """
-        if launches.collectives[0].place == 0:  # Another graph: each has a first place.
+        places = {item.place for item in launches.collectives}
+        if 0 in places or places & self._places:  # Each graph counts anew.
             self._graphs += 1
+            self._places.clear()
             self._is_local |= any(member.is_local for member, _ in self._graph.values())
             self._graph.clear()
+        self._places |= places
         self._turns.setdefault(module, []).append(self._graphs)
         return not self._is_local
 

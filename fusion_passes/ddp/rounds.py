@@ -182,6 +182,7 @@ def end_without_inputs(name: str) -> None:
     """
     participant = participants[name]
     reduce_without_inputs(participant)
+    _end_sharing([participant])
     _end_round(participant)
     _plan_anew([participant])
 

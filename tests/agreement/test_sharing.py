@@ -81,6 +81,14 @@ def test_graphs_that_follow_wait_for_nobody() -> None:
     assert second.turn == math.inf, "no graph of this rank has come to it: it follows them"
 
 
+def test_a_place_that_comes_again_is_of_another_graph() -> None:
+    """In which what was launched in front is of a module that is not averaged."""
+    first, second = _module("first", FIRST), _module("second", _list((2, (0,))))
+    assert not first.agrees_to(OTHER_FIRST)
+    assert not second.agrees_to(_list((2, (0,))))
+    assert (first.turn, second.turn) == (1, 2)
+
+
 def test_another_process_group_goes_on() -> None:
     first, apart = _module("first", FIRST), _module("apart", SECOND, process_group="another")
     assert not first.agrees_to(OTHER_FIRST)
