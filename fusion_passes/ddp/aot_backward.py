@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,7 +26,12 @@ from fusion_passes.ddp.aot_obstacles import (
     has_hooks,
 )
 from fusion_passes.ddp.autograd_graph import Ends
-from fusion_passes.ddp.averaged import Averaged, AveragedForward, AveragedModule
+from fusion_passes.ddp.averaged import (
+    Averaged,
+    AveragedForward,
+    AveragedModule,
+    has_parts_beside_others,
+)
 from fusion_passes.ddp.by_hand import Job
 from fusion_passes.ddp.expecting import EXPECTED, LOCAL
 from fusion_passes.ddp.found_ends import FoundBackwards, FoundEnds
@@ -41,6 +46,13 @@ from fusion_passes.ddp.unused import has_used_others
 from fusion_passes.flag import active_config
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.autograd import compiled_forward
+
+_PARTS_BESIDE_OTHERS: Final = (
+    "a module that may lack gradients has several compiled forwards, and another one shares its "
+    "process group"
+)
+"""What a rank leaves out it sends by hand. When, among the launches of the other module, it cannot
+know: the others launch it where its graph would be."""
 
 _REPLANNED: Final = "the graph of its forward does not launch what the ranks have agreed on"
 
@@ -104,13 +116,15 @@ class AotBackwards:
         why_not = self._why_not(forwards, found)
         return Averaged(why_not=why_not) if why_not else Averaged(found.averaged(), forwards)
 
-    def _why_not(self, forwards: Iterable[AveragedForward], found: FoundEnds) -> str:
+    def _why_not(self, forwards: Sequence[AveragedForward], found: FoundEnds) -> str:
         """Why the backward of compiled forwards must not average modules; empty if it may."""
         if any(item.forward in self._without for item in forwards):
             return "its gradients are not what the compiled backward returns"
         parameters = found.parameters()
         if any(map(has_hooks, parameters)):
             return HOOKS
+        if has_parts_beside_others(forwards, found.modules):
+            return _PARTS_BESIDE_OTHERS
         why_not = obstacle_in_kept(parameters)
         return why_not or next(filter(None, map(self._why_not_now, found.modules)), "")
 

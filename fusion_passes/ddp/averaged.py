@@ -10,6 +10,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from fusion_passes.agreement.participant import Participant
+from fusion_passes.agreement.protocol import participants
 from fusion_passes.ddp.aot_obstacles import NOT_COMPILED_MOSTLY
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.prepared import Described, Lent, Numbered
@@ -120,6 +121,25 @@ def why_incomplete(described: Sequence[Described], outside: Sequence[Numbered]) 
         if module.flag_dtype is None and any((name, number) not in every for number in trained):
             return "it does not reach all of its parameters"
     return ""
+
+
+def has_parts_beside_others(forwards: Sequence[AveragedForward], modules: Sequence[str]) -> bool:
+    """Whether a module that may lack gradients is reduced in parts, and another one on its process
+    group is reduced in the same backward.
+
+    Args:
+        forwards: of the backward.
+        modules: that it reaches.
+    """
+    on_group = Counter(registry.module(name).process_group for name in modules)
+    in_parts = Counter(name for item in forwards for name in {of for of, _ in item.parameters})
+    return any(
+        usage is not None
+        and on_group[registry.module(name).process_group] > 1
+        and (in_parts[name] > 1 or bool(usage.parts))
+        for name in modules
+        for usage in (participants[name].usage,)
+    )
 
 
 def kept_of(module: str, parameters: Iterable[Numbered]) -> dict[int, Tensor]:

@@ -144,6 +144,12 @@ UNUSED = [
         graph="aot_autograd",
         tested=COALESCED,
     ),
+    on_two(
+        "unused-in-parts-of-two",
+        "`find_unused_parameters`, blocks left out, another module on the group",
+        "unused:in_parts_beside_another",
+        tested=CONCAT,
+    ),
     on_two("skip-unused", "`skip_all_reduce_unused_params`", "unused:skipped_reduction"),
     on_two(
         "missing-one",

@@ -356,3 +356,55 @@ def by_instances(run: Run) -> None:
             loss.backward()
         for ddp in modules:
             run.note_backward(ddp)
+
+
+class _Block(nn.Module):
+    """Exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        fill_whole(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).relu()
+
+
+class _OtherBlock(_Block):
+    """It has a compiled forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.layer(x)) * 1.0
+
+
+class _Chain(nn.Module):
+    """Blocks, each compiled, of which one can be left out."""
+
+    def __init__(self, run: Run, kind: type[_Block]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(3))
+        self.skipped = -1
+        if run.way != "eager":
+            for block in self.blocks:
+                block.compile()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if number != self.skipped:
+                x = block(x)
+        return x
+
+
+def in_parts_beside_another(run: Run) -> None:
+    """A module leaves out its first block, whose gradient comes last, on one rank, later on the
+    other. Then comes the backward of another module on the same group."""
+    before, chain = _Chain(run, _Block), _Chain(run, _OtherBlock)
+    first = run.ddp(before, bucket_cap_mb=1e-4)
+    second = run.ddp(chain, bucket_cap_mb=1e-4, find_unused_parameters=True)
+    both = nn.Sequential(first, second)
+    for step in range(8):
+        chain.skipped = 0 if step >= 3 and dist.get_rank() == step // 4 % 2 else -1
+        both.zero_grad()
+        inputs, factors = run.rows(step)
+        (both(inputs)[:, :OUTPUTS] * factors).sum().backward()
+        run.note_backward(both)
