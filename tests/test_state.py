@@ -506,7 +506,7 @@ def test_after_a_reset_a_process_is_as_after_import(flag: str) -> None:
     assert left == 0
     assert reports
     changed = {what for what in trained if trained[what] != after_import[what]}
-    assert len(changed) > len(trained) / 3, "there was something to forget"
+    assert len(changed) >= len(trained) / 3, "there was something to forget"
 
 
 if __name__ == "__main__":
