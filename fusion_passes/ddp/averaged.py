@@ -136,7 +136,7 @@ def has_parts_beside_others(forwards: Sequence[AveragedForward], modules: Sequen
     return any(
         usage is not None
         and on_group[registry.module(name).process_group] > 1
-        and (in_parts[name] > 1 or bool(usage.parts))
+        and (in_parts[name] > 1 or len(usage.parts) > 1)
         for name in modules
         for usage in (participants[name].usage,)
     )
