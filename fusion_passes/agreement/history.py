@@ -80,11 +80,13 @@ class History(Round):
     def has_more_to_send(self) -> bool:
         """Whether this rank has yet to send something in a round of whatever it has used, or to
         hear that no other has. Where the ranks have met, none knows that before they meet again."""
+        if self.unsent:
+            return True
         if self.usage is None or self.is_complete:
-            return bool(self.unsent)
+            return False
         is_known = self.position >= max(1, len(self.agreed))
         sends_all = self.sent_now.issuperset(self.usage.trained)
-        return not is_known or (self.meetings > 0 and not sends_all) or bool(self.unsent)
+        return not is_known or (self.meetings > 0 and not sends_all)
 
     @property
     def unused(self) -> frozenset[int]:

@@ -123,9 +123,9 @@ def announce(module: str, text: str, is_optional: bool = False) -> None:
     launches = borrowed.own(module, LaunchList.decode(text))
     if participant is not None:
         participant.announce(launches, is_optional)
-        for name, mine in {module: participant.module, **borrowed.modules}.items():
-            other = participants.get(mine)  # It may have been withdrawn.
-            if name in borrowed.names and other is not None and other.is_local:
+        for name in borrowed.names:  # Another module of the graph may have been withdrawn.
+            mine = participants.get(borrowed.modules.get(name, name))
+            if mine is not None and mine.is_local:
                 redirect(name, local_process_group())
     elif is_optional:
         # The graph has outlived its module, and runs for another over the same parameters.

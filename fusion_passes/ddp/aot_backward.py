@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -116,14 +116,14 @@ class AotBackwards:
         why_not = self._why_not(forwards, found)
         return Averaged(why_not=why_not) if why_not else Averaged(found.averaged(), forwards)
 
-    def _why_not(self, forwards: Sequence[AveragedForward], found: FoundEnds) -> str:
+    def _why_not(self, forwards: Iterable[AveragedForward], found: FoundEnds) -> str:
         """Why the backward of compiled forwards must not average modules; empty if it may."""
         if any(item.forward in self._without for item in forwards):
             return "its gradients are not what the compiled backward returns"
         parameters = found.parameters()
         if any(map(has_hooks, parameters)):
             return HOOKS
-        if has_parts_beside_others(forwards, found.modules):
+        if has_parts_beside_others(found.described, found.modules):
             return _PARTS_BESIDE_OTHERS
         why_not = obstacle_in_kept(parameters)
         return why_not or next(filter(None, map(self._why_not_now, found.modules)), "")

@@ -123,20 +123,20 @@ def why_incomplete(described: Sequence[Described], outside: Sequence[Numbered]) 
     return ""
 
 
-def has_parts_beside_others(forwards: Sequence[AveragedForward], modules: Sequence[str]) -> bool:
+def has_parts_beside_others(described: Sequence[Described], modules: Sequence[str]) -> bool:
     """Whether a module that may lack gradients is reduced in parts, and another one on its process
     group is reduced in the same backward.
 
     Args:
-        forwards: of the backward.
+        described: the forwards of the backward.
         modules: that it reaches.
     """
     on_group = Counter(registry.module(name).process_group for name in modules)
-    in_parts = Counter(name for item in forwards for name in {of for of, _ in item.parameters})
+    forwards_of = Counter(name for item in described for name in item.modules)
     return any(
         usage is not None
         and on_group[registry.module(name).process_group] > 1
-        and (in_parts[name] > 1 or len(usage.parts) > 1)
+        and (forwards_of[name] > 1 or len(usage.parts) > 1)
         for name in modules
         for usage in (participants[name].usage,)
     )

@@ -257,12 +257,11 @@ def fail_backward(touched: Iterable[str]) -> None:
     Args:
         touched: names of the modules that have got gradients or met in it.
     """
-    modules = [participants[name] for name in touched]
-    for participant in modules:
+    for name in touched:
+        participant = participants[name]
         if participant.is_local:
-            registry.rejoin(participant.module)
+            registry.rejoin(name)
         participant.fail_round()
-    _end_sharing(modules)
 
 
 def expect_again(reached: Iterable[str]) -> None:
