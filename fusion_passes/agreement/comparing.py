@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fusion_passes.agreement.launches import (
@@ -48,7 +49,10 @@ def compare_statements(said: Mapping[int, str], may_lack: bool) -> str:
     if may_lack:
         reached = {rank: frozenset(numbers_in(items[rank][2])) for rank in lists}
         chosen = _part_of_one(lists, reached) or whole_list(list(lists.values()))
-        return json.dumps(["nothing", said] if chosen is None else ["run", chosen.encode()])
+        if chosen is None:
+            return json.dumps(["nothing", said])
+        foreign = max(item.foreign for item in lists.values())
+        return json.dumps(["run", replace(chosen, foreign=foreign).encode()])
     graphs = [item for item in lists.values() if item.mode != LATE]
     reference = graphs[0] if graphs else lists[min(lists)]
     for launches in lists.values():
@@ -60,6 +64,9 @@ def compare_statements(said: Mapping[int, str], may_lack: bool) -> str:
         )
         if not fits:
             return json.dumps(["differ" if graphs else "nothing", said])
+    if any(item.foreign for item in graphs) and any(item != reference for item in lists.values()):
+        # One that followed by hand would do so behind collectives that are not DDP's.
+        reference = replace(reference, mode=LATE)
     return json.dumps(["run", reference.encode()])
 
 

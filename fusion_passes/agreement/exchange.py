@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from fusion_passes.agreement.processes import Process, introduce, processes_here
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import ProcessGroup, group_timeout, resolve_process_group
+from fusion_passes.torch_private import ProcessGroup, resolve_process_group
+from fusion_passes.torch_private.groups import group_timeout
 
 ASKING_SECONDS: Final = 1.0
 """How long the store may take to answer while an error is handled: its host may be what failed."""

@@ -13,6 +13,7 @@ from fusion_passes.agreement.launches import LATE, LaunchList, parameters_in
 from fusion_passes.agreement.round import Round
 from fusion_passes.agreement.sharing import sharing_on
 from fusion_passes.agreement.usage import Usage
+from fusion_passes.torch_private.groups import collectives_issued
 
 
 @dataclass
@@ -105,6 +106,48 @@ class History(Round):
             averages = [found[number] for number in numbers]
             flags = flags if self.usage.flags in sent else torch.zeros_like(flags)
         self.usage.deliver(numbers, averages, flags)
+
+    def leaves_all(self, launches: LaunchList) -> bool:
+        """Whether all ranks leave what graphs would launch to the end of the backward."""
+        return self.usage is not None and self.usage.leaves_all(launches)
+
+    def note_begun(self, launches: LaunchList) -> None:
+        """Note that a graph has come to the first launch of a list, which stays on this rank."""
+        issued = collectives_issued(self.process_group)
+        if issued is not None:
+            self.begun.append((issued, launches.foreign))
+
+    def count_foreign(self) -> None:
+        """Count, at the end of a backward, the collectives that have followed what has stayed on
+        this rank. What shares the process group has stayed here too: they are not DDP's."""
+        self.foreign.clear()
+        calls_hooks = any(item.for_hook for item in self.agreed)  # Which may launch anything.
+        if not self.begun or calls_hooks:
+            return
+        issued = collectives_issued(self.process_group)
+        assert issued is not None, "it was known when they came"
+        for begun, in_graph in self.begun:
+            # The graph may have had its own before it came to the list: Inductor moves that place.
+            self.foreign.append((issued - begun, issued - begun - in_graph))
+
+    def end_round(self) -> None:
+        """All gradients of the round have been reduced."""
+        del self.agreed[self.position :]
+        self.rounds += 1
+        if self.usage is not None:
+            self.agreed[:] = self.usage.end_round(self.kind, self.agreed)
+        self.begin()
+
+    def fail_round(self) -> None:
+        """The round has ended with an error. All ranks that know of it can try again, and meet
+        first: some collectives may have been launched on one rank and not on another. One that has
+        only waited in vain, for ranks that have yet to fail, comes to the same place again."""
+        self.failures += not self.is_alone
+        self.history.clear()
+        if self.usage is not None:
+            self.usage.fail_round()
+        self.used = self.own_use = None
+        self.begin()
 
     def absent_before(self, launches: LaunchList) -> list[LaunchList]:
         """What the ranks send before a list, and the backward of this rank does not reach: nothing

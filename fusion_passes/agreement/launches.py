@@ -21,6 +21,7 @@ FOLLOWS: Final = "follows"
 """The mode of what a rank without inputs offers: it runs, by hand, what others do."""
 
 _LATER: Final = "later "
+_FOREIGN: Final = "foreign "
 
 Divided: TypeAlias = Literal["before", "by", "after", "hook", "rows"]
 """Where gradients are divided by the number of ranks: before the collective, by it, or after it;
@@ -41,12 +42,15 @@ class Collective:
         dtype: in which they are sent, without ``torch.``.
         parameters: numbers of the parameters, in the order in which they lie in the bucket.
         place: index among all launches of the graph for DDP modules on the same process group.
+        behind: how many foreign collectives (that are not DDP's) the graph launches before it, on
+            the same process group.
     """
 
     divided: Divided
     dtype: str
     parameters: tuple[int, ...]
     place: int
+    behind: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,15 @@ class LaunchList:
         collectives: in the order of their launches.
         later: gradients that the graph gives and does not launch, each by itself: they follow the
             backward. No part of what ranks compare here: they do when it has ended.
+        foreign: how many foreign collectives the graph launches on the process group; of a
+            :data:`LATE` one, the backward. No part of what ranks compare: the same ones may lie in
+            other graphs on each.
     """
 
     mode: str
     collectives: tuple[Collective, ...]
     later: tuple[Collective, ...] = field(default=(), compare=False)
+    foreign: int = field(default=0, compare=False)
 
     @functools.cached_property
     def parameters(self) -> frozenset[int]:
@@ -87,6 +95,15 @@ class LaunchList:
         """The greater, the earlier a backward has given all of the gradients, if it takes the
         parameters in the opposite order of their registration, as DDP supposes."""
         return min(self.parameters, default=-1)
+
+    def is_overtaken(self, foreign: int) -> bool:
+        """Whether by hand, at the end of a backward, these would be launched behind foreign
+        collectives that a graph launches after them.
+
+        Args:
+            foreign: how many there are, from the beginning of the graph on.
+        """
+        return self.mode != LATE and any(item.behind < foreign for item in self.collectives)
 
     def may_become(self, other: LaunchList, *, all_are_sent: bool) -> bool:
         """Whether ranks that have agreed on this list may all come to run another one in its place.
@@ -114,15 +131,17 @@ class LaunchList:
                 for item in items
             )
 
-        return LaunchList(self.mode, of_others(self.collectives), of_others(self.later))
+        return replace(self, collectives=of_others(self.collectives), later=of_others(self.later))
 
     def encode(self) -> str:
         """One line; :meth:`decode` reads it. ``"concat; avg float32 1-0; sum bfloat16 2"``."""
         items = [self.mode]
         for index, item in enumerate(self.collectives):
             place = f"@{item.place} " if item.place != index else ""
-            items.append(f"{place}{_text_of(item)}")
+            behind = f"+{item.behind} " if item.behind else ""
+            items.append(f"{place}{behind}{_text_of(item)}")
         items += [f"{_LATER}{_text_of(item)}" for item in self.later]
+        items += [f"{_FOREIGN}{self.foreign}"] if self.foreign else []
         return "; ".join(items)
 
     @staticmethod
@@ -151,16 +170,15 @@ def parameters_in(lists: Iterable[LaunchList]) -> frozenset[int]:
 @process_state.once("decoded launch lists", Lifetime.PROCESS, max_results=256)
 def _decode(text: str) -> LaunchList:
     mode, *items = text.split("; ")
-    collectives, later = [], []
+    collectives, later, foreign = [], [], 0
     for index, item in enumerate(items):
         if item.startswith(_LATER):
             later.append(_read(item.removeprefix(_LATER), 0))
-        elif item.startswith("@"):
-            place, _, rest = item[1:].partition(" ")
-            collectives.append(_read(rest, int(place)))
+        elif item.startswith(_FOREIGN):
+            foreign = int(item.removeprefix(_FOREIGN))
         else:
             collectives.append(_read(item, index))
-    return LaunchList(mode, tuple(collectives), tuple(later))
+    return LaunchList(mode, tuple(collectives), tuple(later), foreign)
 
 
 def _text_of(item: Collective) -> str:
@@ -168,10 +186,15 @@ def _text_of(item: Collective) -> str:
 
 
 def _read(text: str, place: int) -> Collective:
-    """The collective of which :func:`_text_of` made a text."""
-    operation, dtype, numbers = text.split(" ")
+    """The collective of which :func:`_text_of` made a text, after its place and what it is behind,
+    where these are not the usual ones."""
+    *order, operation, dtype, numbers = text.split(" ")
+    given = {item[0]: int(item[1:]) for item in order}
     divided: dict[str, Divided] = {name: key for key, name in _OPERATIONS.items()}
-    return Collective(divided[operation], dtype, tuple(numbers_in(numbers)), place)
+    parameters = tuple(numbers_in(numbers))
+    return Collective(
+        divided[operation], dtype, parameters, given.get("@", place), given.get("+", 0)
+    )
 
 
 def number_runs(numbers: Iterable[int]) -> str:

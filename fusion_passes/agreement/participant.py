@@ -7,11 +7,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 from fusion_passes.agreement.comparing import statement_of, texts_of
 from fusion_passes.agreement.exchange import meeting_of
 from fusion_passes.agreement.history import History
-from fusion_passes.agreement.launches import FOLLOWS, Collective, LaunchList
+from fusion_passes.agreement.launches import FOLLOWS, LATE, Collective, LaunchList
 from fusion_passes.agreement.rendezvous import RanksDisagreeError, Terms, leave_word, meet
 from fusion_passes.agreement.sharing import sharing_on
 from fusion_passes.torch_private import resolve_process_group
@@ -88,19 +89,24 @@ class Participant(History):
         otherwise."""
         sharing = sharing_on(self.process_group)
         may_launch = sharing.enter(self.module, launches)
-        if not self.is_local and not may_launch:
-            self._go_local(launches)
+        if not self.is_local and (not may_launch or self.leaves_all(launches)):
+            self._stay(launches)
         elif not self.is_local:
             self._settle(launches)
+        if self.is_local:
+            self.note_begun(launches)
         sharing.settle(self.module, self, launches)
         return not self.is_local
 
-    def withdraw(self, launches: LaunchList, place: int) -> None:
+    def withdraw(self, launches: LaunchList, place: int, *, everywhere: bool) -> None:
         """Keep the collectives of a list, which was to be launched, from a place of the graph on on
-        this rank."""
+        this rank, or on all."""
         self.unsent[:] = [item for item in launches.collectives if item.place >= place]
         if not self.unsent:
             return
+        left = replace(launches, collectives=tuple(self.unsent))
+        if not everywhere and left.is_overtaken(launches.foreign):
+            self._fail(left, launches, is_overtaken=True)
         self._go_local(launches)
         self._leave(self.unsent)
         if len(self.unsent) == len(launches.collectives):
@@ -112,7 +118,7 @@ class Participant(History):
             self._send_absent(item)
         known = [] if self.meetings else self.agreed  # Or there may be more of it.
         if self.usage is not None and self.usage.refuses(launches, known):
-            self._go_local(launches)
+            self._stay(launches)
             return
         if self.position == len(self.agreed) and not (self.usage is not None and known):
             self._run(launches, self._meet(launches))
@@ -164,7 +170,7 @@ class Participant(History):
             self.usage.note_agreed(self.kind, self.agreed)
 
     def _follow(self, launches: LaunchList) -> None:
-        self._go_local(launches)
+        self._stay(launches)
         if self.usage is not None:
             self.usage.is_out_of_order |= self._is_part(launches)
         # Once for each list: a graph that cannot be planned so stays as it is. So does a part of a
@@ -172,6 +178,22 @@ class Participant(History):
         if not self._is_part(launches) and launches not in self._replanned:
             self._replanned.add(launches)
             self.needs_replanning = True
+
+    def _stay(self, launches: LaunchList) -> None:
+        """Keep a graph's collectives on this rank, if what others launch there can be by hand."""
+        expected = self.agreed[self.position] if self.position < len(self.agreed) else None
+        if expected is not None and expected.is_overtaken(launches.foreign):
+            self._fail(expected, launches, is_overtaken=True)
+        self._go_local(launches)
+
+    def _fail(self, expected: LaunchList, own: LaunchList, *, is_overtaken: bool) -> NoReturn:
+        """This rank cannot launch what the others launch; ``is_overtaken``: because its foreign
+        collectives would pair up with that, or have."""
+        group = resolve_process_group(self.module)
+        texts = dict.fromkeys(range(group.size()), expected.encode())
+        texts |= {group.rank(): own.encode()}
+        self.leave_word("", texts, is_overtaken=is_overtaken)
+        raise RanksDisagreeError(self.module, texts, is_overtaken=is_overtaken)
 
     def _go_local(self, launches: LaunchList | None = None) -> None:
         if self.usage is not None and launches is not None and self._is_part(launches):
@@ -212,7 +234,8 @@ class Participant(History):
         own = plan()
         while self.position == len(self.agreed):
             part = self.usage.known_part(self.kind, own) if self.usage is not None else None
-            reference = self._meet(part or own)
+            foreign = max((after_list for after_list, _ in self.foreign), default=0)
+            reference = self._meet(replace(part or own, foreign=foreign))
             if reference is not None and not reference.collectives:
                 self.is_complete = True
                 return reference
@@ -222,44 +245,26 @@ class Participant(History):
                 self._agree_on(reference)
             own = plan()
         expected = self.agreed[self.position]
-        if not expected.parameters <= own.parameters:
-            group = resolve_process_group(self.module)
-            texts = dict.fromkeys(range(group.size()), expected.encode())
-            error = RanksDisagreeError(self.module, texts | {group.rank(): own.encode()})
-            self.leave_word("", error.collectives)
-            raise error
+        _, after_graph = self.foreign.pop(0) if self.foreign else (0, 0)
+        is_overtaken = after_graph > 0 and expected.mode != LATE
+        if is_overtaken or not expected.parameters <= own.parameters:
+            self._fail(expected, own, is_overtaken=is_overtaken)
         self.position += 1
         return expected
 
-    def leave_word(self, reason: str, texts: Mapping[int, str] | None = None) -> None:
+    def leave_word(
+        self, reason: str, texts: Mapping[int, str] | None = None, *, is_overtaken: bool = False
+    ) -> None:
         """Leave word that this rank has failed: ranks that wait for it get an error at once.
 
         Args:
             reason: for people; empty if ``texts`` give it.
             texts: the collectives of the ranks, for people.
+            is_overtaken: as of :class:`RanksDisagreeError`.
         """
         meeting = meeting_of(self.module)
         if meeting is not None:
-            leave_word(meeting, self.place, reason, texts or {})
-
-    def end_round(self) -> None:
-        """All gradients of the round have been reduced."""
-        del self.agreed[self.position :]
-        self.rounds += 1
-        if self.usage is not None:
-            self.agreed[:] = self.usage.end_round(self.kind, self.agreed)
-        self.begin()
-
-    def fail_round(self) -> None:
-        """The round has ended with an error. All ranks that know of it can try again, and meet
-        first: some collectives may have been launched on one rank and not on another. One that has
-        only waited in vain, for ranks that have yet to fail, comes to the same place again."""
-        self.failures += not self.is_alone
-        self.history.clear()
-        if self.usage is not None:
-            self.usage.fail_round()
-        self.used = self.own_use = None
-        self.begin()
+            leave_word(meeting, self.place, reason, texts or {}, is_overtaken=is_overtaken)
 
     def _meet(self, launches: LaunchList, is_change: bool = False) -> LaunchList | None:
         """The list that all ranks are to run, once all have come; ``None`` if there is none yet:
@@ -280,6 +285,9 @@ class Participant(History):
         except RanksDisagreeError as error:
             self.is_alone = is_first and bool(error.silent)
             raise
+        if self.usage is not None:
+            texts = [value] if kind == "run" else texts_of(value).values()
+            self.usage.learn_foreign(map(LaunchList.decode, texts))
         if kind == "nothing" and self.usage is not None:
             if not is_change:
                 self.usage.learn(self.kind, texts_of(value).values())

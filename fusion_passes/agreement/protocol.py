@@ -14,7 +14,8 @@ launch what it is about to launch:
 * It is something else. The graph's collectives stay on this rank, and what the history says is
   done by hand when the backward has ended (:mod:`fusion_passes.ddp.late`): other ranks, which know
   nothing of this, meet what they expect. Modules on the same process group follow it there
-  (:mod:`fusion_passes.agreement.sharing`).
+  (:mod:`fusion_passes.agreement.sharing`). If collectives that are not DDP's are in between, which
+  by hand would come too late, it is an error: see record 25 of docs/decisions.
 
 So a rank whose graphs differ costs its own overlap, and neither a hang nor a wrong gradient; where
 the same gradients are reduced, its next graph is planned as the history says.

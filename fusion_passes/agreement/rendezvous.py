@@ -27,6 +27,8 @@ class RanksDisagreeError(RuntimeError):
             the group allows. In ``collectives``, they run what they ran before, if anything.
         failure: which rank has failed before it could say, and how; empty if none has.
         settings: what each rank's flag and caps are, where they differ.
+        is_overtaken: whether collectives that are not DDP's lie between what ranks launch, so that
+            one whose graphs differ cannot launch it by hand.
     """
 
     def __init__(
@@ -37,6 +39,8 @@ class RanksDisagreeError(RuntimeError):
         failure: str = "",
         text: str = "",
         settings: Mapping[int, str] | None = None,
+        *,
+        is_overtaken: bool = False,
     ) -> None:
         super().__init__(text or failure or f"{module}: {dict(collectives)}")
         self.module = module
@@ -44,6 +48,7 @@ class RanksDisagreeError(RuntimeError):
         self.silent = silent
         self.failure = failure
         self.settings = settings or {}
+        self.is_overtaken = is_overtaken
 
 
 @dataclass(frozen=True)
@@ -104,9 +109,12 @@ def meet(meeting: Meeting, place: str, statement: str, terms: Terms) -> tuple[st
     return kind, value
 
 
-def leave_word(meeting: Meeting, place: str, reason: str, texts: Mapping[int, str]) -> None:
+def leave_word(
+    meeting: Meeting, place: str, reason: str, texts: Mapping[int, str], *, is_overtaken: bool
+) -> None:
     """As :meth:`fusion_passes.agreement.participant.Participant.leave_word`, at a place."""
-    error = {"failure": f"rank {meeting.rank}: {reason}"} if reason else {}
+    error: dict[str, Any] = {"failure": f"rank {meeting.rank}: {reason}"} if reason else {}
+    error |= {"is_overtaken": True} if is_overtaken else {}
     said = {rank: json.dumps(["", text]) for rank, text in texts.items()}
     verdict = json.dumps(["failed", {"error": error, "statements": said}])
     # The user's error goes on, whatever becomes of this.

@@ -18,6 +18,11 @@ class Round:
         position: how many of the history's lists it has launched.
         begun_at: how many of them the backwards before the one that runs.
         unsent: collectives of the last of them that have stayed on this rank.
+        begun: of each list that has stayed on this rank in the backward that runs, how many
+            collectives the process group had been given when its graph came to it, and how many
+            foreign ones the graph has.
+        foreign: of each of them, how many have followed it by the end of that backward, and at
+            least how many have followed its graph. None is DDP's.
         meetings: how often the ranks have met in it.
         is_averaged: whether the graph that was compiled with a forward averages its backward now.
         announced: numbers of the parameters that this graph has announced.
@@ -48,6 +53,8 @@ class Round:
     earlier: set[int] = field(default_factory=set)
     late: dict[int, bool] = field(default_factory=dict)
     unsent: list[Collective] = field(default_factory=list)
+    begun: list[tuple[int, int]] = field(default_factory=list)
+    foreign: list[tuple[int, int]] = field(default_factory=list)
     absent: list[Callable[[], None]] = field(default_factory=list)
     thread: int = 0
 
@@ -62,6 +69,8 @@ class Round:
         """Note that a backward has ended, and the round has not."""
         self.earlier |= self.came
         self.came.clear()
+        self.begun.clear()
+        self.foreign.clear()
         self.begun_at = self.position
 
     def begin(self) -> None:
@@ -72,6 +81,6 @@ class Round:
         self.is_alone = self.is_complete = False
         for items in (
             *(self.received, self.came, self.earlier),
-            *(self.late, self.announced, self.absent, self.unsent),
+            *(self.late, self.announced, self.absent, self.unsent, self.begun, self.foreign),
         ):
             items.clear()

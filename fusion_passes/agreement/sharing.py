@@ -21,7 +21,10 @@ class Member(Protocol):
 
     is_local: bool
 
-    def withdraw(self, launches: LaunchList, place: int) -> None:
+    def leaves_all(self, launches: LaunchList) -> bool:
+        """Whether all ranks leave what graphs would launch to the end of the backward."""
+
+    def withdraw(self, launches: LaunchList, place: int, *, everywhere: bool) -> None:
         """Keep the collectives of a list from a place on on this rank."""
 
 
@@ -63,11 +66,13 @@ class Sharing:
         others = list(self._graph.values())
         self._graph[module] = member, launches
         if member.is_local:
+            place, everywhere = launches.collectives[0].place, member.leaves_all(launches)
             for other, theirs in others:
                 if not other.is_local:
-                    other.withdraw(theirs, launches.collectives[0].place)
-        elif any(other.is_local for other, _ in others):
-            member.withdraw(launches, 0)
+                    other.withdraw(theirs, place, everywhere=everywhere)
+        elif staying := [(other, theirs) for other, theirs in others if other.is_local]:
+            everywhere = all(other.leaves_all(theirs) for other, theirs in staying)
+            member.withdraw(launches, 0, everywhere=everywhere)
 
     def turn(self, module: str, number: int) -> float:
         """In which graph a module has come to the list of that number in this backward, as far as

@@ -54,6 +54,10 @@ class Usage:
         is_in_parts: whether a graph of this backward has stayed on this rank that was a part of it.
         times_in_parts: of how many backwards.
         is_out_of_order: whether one came where the ranks have agreed on something else.
+        issued: how many collectives the process group had been given when the forward that runs
+            began; ``None`` where that does not matter.
+        suspects_foreign: whether a forward of the module has issued some that are not DDP's.
+        has_foreign: whether its backward does, on any rank; ``None`` as long as that is not known.
         is_new: whether the ranks have only learnt in this round what they send.
         idle: for how many rounds no rank has used a parameter, by its number; the same on all.
         parts: what the ranks have sent from graphs, each a part of a backward; the same on all.
@@ -74,6 +78,9 @@ class Usage:
     is_in_parts: bool = False
     times_in_parts: int = 0
     is_out_of_order: bool = False
+    issued: int | None = None
+    suspects_foreign: bool = False
+    has_foreign: bool | None = None
     is_new: bool = False
     idle: dict[int, int] = field(default_factory=dict)
     parts: list[LaunchList] = field(default_factory=list)
@@ -106,6 +113,30 @@ class Usage:
             or not self.pending <= self.reached
             or any(map(self.has_gradient, zeros))
         )
+
+    def leaves_all(self, launches: LaunchList) -> bool:
+        """Whether all ranks leave what graphs would launch to the end of the backward.
+
+        They do where collectives that are not DDP's lie in between: one that leaves out a part of
+        the model reaches these at once, before or after what others have launched. As long as
+        nobody knows, those of the forward have counterparts.
+
+        Args:
+            launches: what a graph would launch.
+        """
+        is_likely = self.has_foreign is None and self.suspects_foreign
+        return bool(launches.foreign or self.has_foreign or is_likely)
+
+    def learn_foreign(self, lists: Iterable[LaunchList]) -> None:
+        """Note whether any rank's backward has issued collectives that are not DDP's.
+
+        Args:
+            lists: what the ranks have said, or what stands for all of it.
+        """
+        if any(item.foreign for item in lists):
+            self.has_foreign = True
+        elif self.suspects_foreign and self.has_foreign is None:
+            self.has_foreign = False
 
     def is_absent(self, launches: LaunchList) -> bool:
         """Whether the backward that runs reaches none of the parameters of a list: this rank can

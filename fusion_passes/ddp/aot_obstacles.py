@@ -52,11 +52,6 @@ def _obstacle(ddp: DistributedDataParallel, parameter: nn.Parameter) -> str:
     return ""
 
 
-IN_PARTS: Final = (
-    "it broke into several graphs, and with find_unused_parameters=True ranks have used a part of "
-    "what one of them sends, or a communication hook takes all at once"
-)
-
 ALL_SPARSE: Final = "all its gradients are sparse"
 
 NOT_COMPILED_MOSTLY: Final = "most gradients come from what is not compiled"

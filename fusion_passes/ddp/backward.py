@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.ddp.absent import begin_reach
 from fusion_passes.ddp.aot_backward import aot_backwards
-from fusion_passes.ddp.aot_obstacles import IN_PARTS
 from fusion_passes.ddp.autograd_graph import Ends, ends_of
 from fusion_passes.ddp.averaged import NONE_AVERAGED, Averaged
 from fusion_passes.ddp.disagreement import shared_errors
@@ -38,13 +37,13 @@ from fusion_passes.ddp.tensor_parallel import can_be_traced
 from fusion_passes.ddp.turns import Turns
 from fusion_passes.ddp.uncompiled import Uncompiled
 from fusion_passes.ddp.unfused import (
+    warn_lacking,
     warn_mixed,
     warn_others_reductions,
-    warn_parts,
     warn_threads,
     warn_unfused,
 )
-from fusion_passes.ddp.unused import modules_in_parts, note_local_use, often_in_parts
+from fusion_passes.ddp.unused import BESIDE_FOREIGN, beside_foreign, note_local_use, why_by_hand
 from fusion_passes.reporting.backwards import backwards
 from fusion_passes.reporting.journal import Journal
 from fusion_passes.reporting.records import FusionReport
@@ -180,8 +179,7 @@ class BackwardRunner:
         self._note_unannounced(names)
         note_local_use(lacking)
         end_backward()
-        for module in often_in_parts(lacking):
-            warn_parts(module)
+        warn_lacking(lacking)
         return names
 
     def _note(
@@ -193,7 +191,9 @@ class BackwardRunner:
     ) -> None:
         """Note, for the report, where the gradients of a backward were reduced: ``traced`` has, of
         one that was traced, the modules that may lack gradients."""
-        if averaged.participants:
+        if beside_foreign(averaged.participants):
+            backwards.note(averaged.labels, "none", BESIDE_FOREIGN)
+        elif averaged.participants:
             backwards.note(averaged.labels, "aot_autograd", outside=averaged.outside)
         elif reached() and not aot_backwards.stays_local(reached()):
             labels, why = _labels(reached()), self._uncompiled.why
@@ -201,8 +201,8 @@ class BackwardRunner:
                 self._uncompiled.warn(labels)
             elif traced is None:
                 why = "create_graph is set" if call.creates_graph else "it cannot be traced"
-            elif modules_in_parts(traced):
-                why = IN_PARTS
+            else:
+                why = why_by_hand(traced)
             if why:
                 backwards.note(labels, "none", why)
             else:

@@ -20,6 +20,14 @@ _TAKE_PART: Final = (
     "DistributedDataParallel find_unused_parameters=True."
 )
 
+_OVERTAKEN: Final = (
+    "Collectives that are not DDP's lie between them in the backward, on the same process group "
+    "(as those of SyncBatchNorm): a rank whose graph differs cannot launch its own when it has "
+    "ended, as it would otherwise. Give them a process group of their own "
+    "(torch.distributed.new_group; SyncBatchNorm takes process_group=), or run the same layers in "
+    "the same order on all ranks."
+)
+
 _SHOWN_CHARACTERS: Final = 500
 """Of another rank's error."""
 
@@ -90,13 +98,14 @@ def _in_words(error: RanksDisagreeError) -> RanksDisagreeError:
         lines += _other_settings(error.settings)
     else:
         lists = {rank: LaunchList.decode(text) for rank, text in error.collectives.items()}
-        lines += _differences(lists, module.sent)
+        lines += _differences(lists, module.sent, error.is_overtaken)
     return RanksDisagreeError(
         error.module,
         error.collectives,
         error.silent,
         text="\n".join(lines),
         settings=error.settings,
+        is_overtaken=error.is_overtaken,
     )
 
 
@@ -113,7 +122,9 @@ def _other_settings(settings: Mapping[int, str]) -> list[str]:
     return [*lines, "Set it to one value on all ranks, before DistributedDataParallel."]
 
 
-def _differences(lists: Mapping[int, LaunchList], names: Sequence[str]) -> list[str]:
+def _differences(
+    lists: Mapping[int, LaunchList], names: Sequence[str], is_overtaken: bool
+) -> list[str]:
     """A line for each set of ranks that have a gradient which others have not, and the remedy; what
     the ranks run, if all have the same."""
     named: dict[tuple[int, ...], list[str]] = {}
@@ -135,7 +146,9 @@ def _differences(lists: Mapping[int, LaunchList], names: Sequence[str]) -> list[
         f"Rank {shown_list(ranks)}: {launches.describe(names)}."
         for launches, ranks in by_list.items()
     ]
-    if len(by_list) > 1:
+    if is_overtaken:
+        lines.append(_OVERTAKEN)
+    elif len(by_list) > 1:
         lines.append(
             "They reduce the same gradients, but have left the agreement that they had: an earlier "
             "error, or a restart of one rank alone, is the usual cause. Restart all ranks."

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.ddp.buffers import BUFFERS_IN, broadcast_buffers, sends_buffers
 from fusion_passes.ddp.expecting import note_forward
+from fusion_passes.ddp.foreign import begin_forward, end_forward
 from fusion_passes.ddp.joining import begin_step
 from fusion_passes.ddp.unfinished import UNFINISHED, refuse_unfinished
 from fusion_passes.torch_private import begin_no_graph, disable_dynamo, tree_map_only
@@ -48,6 +49,8 @@ class ManagedForward(DistributedDataParallel):
             _begin_step(self)
         elif sends_buffers(self):
             broadcast_buffers(self)
+        if not torch.compiler.is_dynamo_compiling():
+            begin_forward(self)  # Buffers are DDP's own.
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             return tree_map_only(Tensor, lambda tensor: tensor.to(device), (inputs, kwargs))
@@ -57,6 +60,8 @@ class ManagedForward(DistributedDataParallel):
         return self.module(*inputs, **kwargs)
 
     def _post_forward(self, output: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            end_forward(self)
         note_forward(self)
         if getattr(self, BUFFERS_IN):
             # DDP's rule: buffers are broadcast if the forward before was to be synchronised.

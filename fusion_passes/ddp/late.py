@@ -36,6 +36,7 @@ def reduce_late(participants: Iterable[Participant]) -> None:
     jobs = []
     for participant in participants:
         ddp = registry.ddp_of(participant.module)
+        participant.count_foreign()
         if participant.is_local:
             registry.rejoin(participant.module)
             participant.is_local = False  # The round's next backward settles anew.

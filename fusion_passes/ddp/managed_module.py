@@ -23,11 +23,11 @@ from fusion_passes.reductions.hook_pattern import is_dense
 from fusion_passes.reductions.owners import Owner
 from fusion_passes.torch_private import (
     DEFAULT_FIRST_BUCKET_BYTES,
-    backend_name,
     register_process_group,
     unregister_process_group,
 )
 from fusion_passes.torch_private.ddp import parameters_of
+from fusion_passes.torch_private.groups import backend_name
 
 PARAMETER_MARK: Final = "#"
 """Stands between a module's name for its group and a parameter's number."""

@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from fusion_passes.agreement.launches import shown_list
+from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.protocol import participants
 from fusion_passes.ddp.modules import registry
+from fusion_passes.ddp.unused import beside_foreign, often_in_parts
 from fusion_passes.plan.planner import NO_PROFILE
 from fusion_passes.reporting.records import FusionReport
 from fusion_passes.reporting.warnings import warn_once
@@ -34,7 +36,21 @@ def warn_mixed() -> None:
     )
 
 
-def warn_parts(module: str) -> None:
+def warn_lacking(reached: Sequence[Participant]) -> None:
+    """Warn of modules whose backwards are not fused because parameters may go unused.
+
+    Args:
+        reached: those of which that is so, and that a backward has reached.
+    """
+    foreign = beside_foreign(reached)
+    for module in foreign:
+        _warn_foreign(module)
+    for module in often_in_parts(reached):
+        if module not in foreign:
+            _warn_parts(module)
+
+
+def _warn_parts(module: str) -> None:
     """Warn that a backward in several graphs is not fused where parameters may go unused.
 
     Args:
@@ -48,6 +64,25 @@ def warn_parts(module: str) -> None:
         "one of them sends, or nothing of it, and a communication hook takes all at once. "
         "TORCH_LOGS=graph_breaks shows where it breaks. If all parameters take part in each step, "
         "construct DistributedDataParallel without the option.",
+    )
+
+
+def _warn_foreign(module: str) -> None:
+    """Warn that what a backward gives is reduced when it has ended, for it has collectives that are
+    not DDP's and parameters may go unused.
+
+    Args:
+        module: the DDP module's name for its group.
+    """
+    label = registry.module(module).label
+    warn_once(
+        f"foreign {label}",
+        f"Gradients of {label} are reduced after their backward, with no compute beside them: it "
+        "has collectives of its own on the process group (as those of SyncBatchNorm), and with "
+        "find_unused_parameters=True a rank that leaves out a layer would pair them up with "
+        "others' all-reduces. Give them a process group of their own (torch.distributed.new_group; "
+        "SyncBatchNorm takes process_group=). If all parameters take part in each step, construct "
+        "DistributedDataParallel without the option.",
     )
 
 

@@ -9,6 +9,7 @@ has used keeps what it has, also ``None``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -21,6 +22,16 @@ from fusion_passes.ddp.managed_module import ManagedModule
 from fusion_passes.ddp.modules import registry
 from fusion_passes.reductions.unused import Sent, SentBeside
 from fusion_passes.torch_private.ddp import parameters_of
+
+IN_PARTS: Final = (
+    "it broke into several graphs, and with find_unused_parameters=True ranks have used a part of "
+    "what one of them sends, or a communication hook takes all at once"
+)
+
+BESIDE_FOREIGN: Final = (
+    "with find_unused_parameters=True, nothing is launched between collectives that are not DDP's, "
+    "and its backward has some on the same process group"
+)
 
 
 def any_may_lack() -> bool:
@@ -101,10 +112,18 @@ def note_local_use(reached: Iterable[Participant]) -> None:
             usage.pending |= usage.reached.intersection(usage.trained)
 
 
-def modules_in_parts(reached: Iterable[Participant]) -> list[str]:
-    """The names of those modules whose backward was cut into several graphs, not all of which have
-    reduced what they give."""
-    return [item.module for item in reached if item.usage is not None and item.usage.is_in_parts]
+def why_by_hand(reached: Iterable[Participant]) -> str:
+    """Why some of those modules have gradients that no graph has reduced, though graphs give them;
+    empty if they have none."""
+    usages = [item.usage for item in reached if item.usage is not None]
+    if any(usage.has_foreign for usage in usages):
+        return BESIDE_FOREIGN
+    return IN_PARTS if any(usage.is_in_parts for usage in usages) else ""
+
+
+def beside_foreign(reached: Iterable[Participant]) -> list[str]:
+    """The names of those modules whose backward has collectives that are not DDP's."""
+    return [item.module for item in reached if item.usage is not None and item.usage.has_foreign]
 
 
 def often_in_parts(reached: Iterable[Participant]) -> list[str]:

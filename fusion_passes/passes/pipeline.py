@@ -86,7 +86,7 @@ def passes_that_order(
 ) -> list[GraphPass]:
     """The passes that put the launches of ``plan`` into an order and keep it, in order; for
     ``is_optional``, see :class:`fusion_passes.passes.agree.AgreeBeforeLaunch`."""
-    launches = plan.launch_lists(config.reduces_by)
+    launches = plan.launch_lists(config.reduces_by, placement)
     texts = tuple((name, items.encode()) for name, items in launches.items())
     return [
         PlaceReductions(placement),  # Needs the final launches; moves, but adds nothing.

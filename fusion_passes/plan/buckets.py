@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 
 from fusion_passes.agreement.launches import Collective, LaunchList
 from fusion_passes.config import ScalingOption
+from fusion_passes.graph.collectives import group_name_of
 from fusion_passes.graph.kernels import stores_unscaled
 from fusion_passes.plan.again import ChosenFrom
 from fusion_passes.plan.caps import BucketCaps
-from fusion_passes.plan.placement import Placement
+from fusion_passes.plan.placement import Placement, PlacementPlan
 from fusion_passes.plan.scaling import BucketScaling, scaling_as_agreed
 from fusion_passes.reductions.find import GradientReduction, ReductionKey, Rejection, dtype_name
 from fusion_passes.reductions.producers import source_of
@@ -113,31 +114,45 @@ class BucketPlan:
         lines += [f"left alone: {rejection}" for rejection in self.rejections]
         return "\n".join(lines)
 
-    def launch_lists(self, mode: str) -> dict[str, LaunchList]:
+    def launch_lists(self, mode: str, placement: PlacementPlan) -> dict[str, LaunchList]:
         """What each DDP module is going to launch, by the name of its group.
 
         Args:
             mode: of the fusion.
+            placement: of the graph with its final launches.
         """
         lists: dict[str, list[Collective]] = {}
         queues: Counter[str] = Counter()
+        process_groups: dict[str, str] = {}
+        behind = {name: iter(counts) for name, counts in placement.behind.items()}
         for bucket in self.buckets:
             queue = bucket.members[0].owner.process_group
+            process_groups[bucket.key.group_name] = queue
+            # An empty one is as it was traced, on the name of its gradient.
+            launch = bucket.members[0].start if bucket.is_empty else None
+            name = bucket.key.group_name if launch is None else group_name_of(launch) or ""
             lists.setdefault(bucket.key.group_name, []).append(
                 Collective(
                     bucket.scaling.divided,
                     dtype_name(bucket.key.reduce_dtype),
                     tuple(member.owner.number for member in bucket.members),
                     queues[queue],
+                    next(behind.get(name, iter(())), 0),
                 )
             )
             queues[queue] += 1
         later: dict[str, list[Collective]] = {}
         for rejection in self.rejections:
             if rejection.owner is not None:
+                process_groups[rejection.owner.group_name] = rejection.owner.process_group
                 later.setdefault(rejection.owner.group_name, []).append(rejection.later())
         return {
-            name: LaunchList(mode, tuple(lists.get(name, ())), tuple(later.get(name, ())))
+            name: LaunchList(
+                mode,
+                tuple(lists.get(name, ())),
+                tuple(later.get(name, ())),
+                placement.foreign.get(process_groups[name], 0),
+            )
             for name in (lists | later)
         }
 

@@ -27,7 +27,7 @@ from fusion_passes.profile.files import path_of
 from fusion_passes.profile.known import next_meeting
 from fusion_passes.profile.measure import SECONDS
 from fusion_passes.profile.records import Kind, Profile
-from fusion_passes.torch_private import backend_name
+from fusion_passes.torch_private.groups import backend_name
 from fusion_passes.torch_private.profiling import world_group
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import pkgutil
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -133,17 +132,6 @@ def resolve_process_group(name: str) -> ProcessGroup:
     """The group that ``name`` stands for, where what graphs call by it is another object too."""
     group = _resolve_process_group(name)  # type: ignore[arg-type]
     return getattr(group, "named_group", group)
-
-
-def group_timeout(group: ProcessGroup) -> timedelta:
-    """How long a collective of the group may take; it has no public name."""
-    options: Any = group._get_backend(group._device_types[0]).options
-    return timedelta(seconds=options._timeout.total_seconds())
-
-
-def backend_name(group: ProcessGroup, device: torch.device) -> str:
-    """Name of the group's backend for a device: ``"gloo"``, ``"nccl"``."""
-    return str(group._get_backend(device).name())
 
 
 def dynamo_config() -> Any:

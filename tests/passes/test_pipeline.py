@@ -156,6 +156,26 @@ def test_an_agreement_that_a_graph_cannot_keep_is_left() -> None:
 
 
 @pytest.mark.parametrize(
+    ("group", "said"),
+    [
+        ("world", "concat; avg float32 2; +1 avg float32 1; foreign 2"),
+        ("pairs", "concat; avg float32 2; avg float32 1"),
+    ],
+)
+def test_a_list_says_which_collectives_lie_between(group: str, said: str) -> None:
+    """Of the model's own, on the same process group: ranks pair up with them in this order too."""
+
+    def backward(x, w1, w2):
+        g2 = reduce(torch.mm(x, w2), "w2")
+        hidden = all_reduce(torch.mm(w2, x), "sum", group)
+        g1 = reduce(torch.mm(hidden, w1), "w1")
+        return g2, g1, all_reduce(torch.mm(hidden, x), "sum", group)
+
+    text = check(backward, _INPUTS, pipeline("concat", caps(1)))
+    assert f"'{said}')" in text
+
+
+@pytest.mark.parametrize(
     ("disabled", "is_fused", "is_pinned"),
     [("", True, True), ("PinOrder", True, False), ("FuseByConcat", False, False)],
 )

@@ -208,6 +208,13 @@ RANKS = [
         tested=CONCAT,
     ),
     on_two(
+        "foreign",
+        "collectives of the model's own between its layers (as `SyncBatchNorm` on GPUs)",
+        "foreign:in_graphs",
+        graph="aot_autograd",
+        tested=COALESCED,
+    ),
+    on_two(
         "static-graph-without-some",
         "`static_graph`, parameters without a gradient on one rank",
         "ranks:static_graph_without_some",

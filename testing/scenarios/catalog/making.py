@@ -44,6 +44,7 @@ OWN_REDUCER = (
 )
 BESIDE_OTHERS = ("A backward reaches parameters of a DDP module under ddp_fusion, and others",)
 RUNS_EAGERLY = ("are reduced after their backward, with no compute beside them",)
+BESIDE_FOREIGN = ("it has collectives of its own on the process group",)
 NO_EFFECT = ("has no effect under ddp_fusion: it tunes the C++ reducer, which does not run",)
 """What the user is told in several scenarios."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from testing.scenarios.catalog.making import COALESCED, CONCAT, on_two
+from testing.scenarios.catalog.making import BESIDE_FOREIGN, COALESCED, CONCAT, on_two
 
 SENDS_OTHER_PARTS = (
     "it broke into several graphs, and with find_unused_parameters=True a rank must",
@@ -148,6 +148,14 @@ UNUSED = [
         "unused-in-parts-of-two",
         "`find_unused_parameters`, blocks left out, another module on the group",
         "unused:in_parts_beside_another",
+        tested=CONCAT,
+    ),
+    on_two(
+        "unused-beside-foreign",
+        "`find_unused_parameters`, collectives of the model's own between layers that are left out",
+        "foreign:with_unused",
+        becomes="equal, unfused",
+        warns=BESIDE_FOREIGN,
         tested=CONCAT,
     ),
     on_two("skip-unused", "`skip_all_reduce_unused_params`", "unused:skipped_reduction"),

@@ -1,0 +1,83 @@
+"""Collectives of the model's own on the process group, in its forward and in its backward, as
+``SyncBatchNorm`` has them on GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from testing.models import OUTPUTS, WIDTH, fill_whole
+from testing.scenarios.features.unused import train_branching
+from testing.scenarios.loop import backwards
+from testing.scenarios.run import Run
+
+
+class _Average(torch.autograd.Function):
+    """The average over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return _averaged(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _averaged(grad, ctx.group), None
+
+
+def _averaged(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    out = x.clone()
+    dist.all_reduce(out, group=group)
+    return out / dist.get_world_size()
+
+
+class _Centred(nn.Module):
+    """Exact. Takes from each row the average over those of all ranks; in the graph, or between two
+    of them."""
+
+    def __init__(self, breaks: bool, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.group = group
+        self.average = torch.compiler.disable(_Average.apply) if breaks else _Average.apply
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x - self.average(x.sum(0) / 4, self.group)
+        return out
+
+
+class Synced(nn.Module):
+    """Exact. Layers between two such, in any order, some of which a step may leave out."""
+
+    def __init__(self, breaks: bool = False, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.before, self.behind = _Centred(breaks, group), _Centred(breaks, group)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in "abc"})
+        self.last = nn.Linear(WIDTH, OUTPUTS)
+        fill_whole(self)
+
+    def forward(self, x: Tensor, takes: str = "abc") -> Tensor:
+        y = self.before(self.first(x))
+        for name in takes:
+            y = y + self.layers[name](y.relu()) / 8
+        out: Tensor = self.last(self.behind(y))
+        return out
+
+
+def in_graphs(run: Run) -> None:
+    """In the graph, and between several."""
+    for breaks in (False, True):
+        ddp = run.ddp(Synced(breaks), bucket_cap_mb=3e-4)
+        backwards(run, ddp, run.compile(ddp))
+
+
+def with_unused(run: Run) -> None:
+    """Ranks leave out layers between them, the same or not; in one graph, from the second step on,
+    and in several from the first. The layer that is always there is the first that a backward
+    reaches: eager DDP needs it."""
+    takes = [["abc", "bc"], ["abc", "abc"], ["ac", "bc"], ["abc", "c"], ["c", "bc"]]
+    for breaks, begin in ((False, 1), (True, 0)):
+        train_branching(run, takes[begin:], model=Synced(breaks), bucket_cap_mb=3e-4)
