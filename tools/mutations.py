@@ -140,12 +140,36 @@ MUTATIONS: Final = (
     Mutation(
         "others-launch-ahead",
         "agreement/sharing.py",
-        "            member.withdraw(launches, 0)",
+        "            member.withdraw(launches, 0, everywhere=everywhere)",
         "            pass",
         (
             "tests/agreement/test_sharing.py",
             f"{_SCENARIOS}::test_trains_as_eager_ddp[other-orders-of-two-concat]",
         ),
+    ),
+    Mutation(
+        "foreign-not-counted",
+        "plan/placement.py",
+        "                count += 1\n",
+        "                count += 0\n",
+        ("tests/passes/test_pipeline.py",),
+    ),
+    Mutation(
+        "unused-between-foreign",
+        "agreement/usage.py",
+        "        return bool(launches.foreign or self.has_foreign or is_likely)",
+        "        return bool(self.has_foreign and is_likely)",
+        (
+            "tests/agreement/test_foreign.py",
+            f"{_SCENARIOS}::test_trains_as_eager_ddp[unused-beside-foreign-concat]",
+        ),
+    ),
+    Mutation(
+        "follows-behind-foreign",
+        "agreement/participant.py",
+        "        if expected is not None and expected.is_overtaken(launches.foreign):\n",
+        "        if expected is None and launches.foreign < 0:\n",
+        ("tests/agreement/test_foreign.py",),
     ),
     Mutation(
         "ends-remembered-too-long",

@@ -24,6 +24,7 @@ GROUPS: Final[Mapping[str, str]] = {
     "groups": "Several DDP modules",
     "instances": "Modules that share graphs, subclasses",
     "ranks": "Ranks that differ, and errors",
+    "foreign": "Collectives of the model's own",
     "tensor": "Tensor parallelism",
     "pipeline": "Pipeline parallelism",
     "sharded": "FSDP and HSDP",
