@@ -216,6 +216,21 @@ CASES: dict[str, Case] = {
     ),
 }
 
+EACH_TORCH = frozenset(
+    {
+        *("one beside others", "one that is stored transposed", "an embedding", "channels last"),
+        *(
+            "a part",
+            "an input",
+            "convolutions",
+            "one that is read after",
+            "what comes from a bucket",
+        ),
+        *("divided where stored", "divided in the bucket", "sent as bf16"),
+    }
+)
+"""Each reason for a copy, each kind of kernel that stores, and each place of a division."""
+
 AUTOTUNED = ("a matrix product", "one beside others", "an addition to what was there")
 
 
@@ -248,13 +263,23 @@ def run_cases(names: Sequence[str], settings: dict[str, Any]) -> dict[str, dict[
 
 
 @pytest.fixture(scope="module")
-def results(run_on_ranks: RUN) -> list[dict[str, dict[str, Any]]]:
-    return run_on_ranks(2, run_cases, names=list(CASES), settings={})
+def results(run_on_ranks: RUN, request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
+    is_for_each = request.param == "on each torch"
+    names = [name for name in CASES if (name in EACH_TORCH) == is_for_each]
+    return run_on_ranks(2, run_cases, names=names, settings={})
 
 
-@pytest.mark.each_torch
-@pytest.mark.xdist_group("lowered")  # One job serves all.
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.xdist_group("lowered")  # One job serves all of a kind.
+@pytest.mark.parametrize(
+    ("results", "name"),
+    [
+        pytest.param("on each torch", name, marks=pytest.mark.each_torch)
+        if name in EACH_TORCH
+        else ("once", name)
+        for name in CASES
+    ],
+    indirect=["results"],
+)
 def test_lowered_is_what_eager_torch_gives(
     results: list[dict[str, dict[str, Any]]], name: str
 ) -> None:

@@ -33,7 +33,6 @@ PARTS = [
         "parts:in_parts",
         graph="aot_autograd",
         tested=CONCAT,
-        each_torch=True,
     ),
     on_two(
         "in-parts-failing",
@@ -194,6 +193,12 @@ RANKS = [
         "ranks:other_orders_of_two",
         options=(("scaling", "store"),),
         tested=CONCAT,
+    ),
+    on_two(
+        "other-orders-of-another",
+        "the same, of the other one of the two",
+        "ranks:other_orders_of_another",
+        options=(("scaling", "store"),),
     ),
     on_two(
         "other-orders-of-instances",

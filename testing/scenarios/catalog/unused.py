@@ -37,7 +37,6 @@ UNUSED = [
         "`find_unused_parameters`, one of two branches",
         "unused:in_turn",
         tested=CONCAT,
-        each_torch=True,
     ),
     on_two("unused-many", "`find_unused_parameters`, many branches", "unused:many_steps"),
     on_two(

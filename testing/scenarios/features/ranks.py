@@ -75,11 +75,19 @@ class _Both(nn.Module):
 
 def other_orders_of_two(run: Run) -> None:
     """Two modules over the same group in one backward, of which one has its parameters in another
-    order on each rank, in the first step, later, or in all; compiled together and apart."""
-    for apart in (False, True):
-        for swaps in ((True, False), (False, True)):
-            for begin in (0, 2):
-                _train_two(run, apart, swaps, begin)
+    order on each rank, from the first step on or later; compiled together and apart."""
+    _train_two(run, apart=False, swaps=(True, False), begin=0)
+    _train_two(run, apart=False, swaps=(False, True), begin=2)
+    _train_two(run, apart=True, swaps=(True, False), begin=2)
+    _train_two(run, apart=True, swaps=(False, True), begin=0)
+
+
+def other_orders_of_another(run: Run) -> None:
+    """The same, of the other one of the two."""
+    _train_two(run, apart=False, swaps=(True, False), begin=2)
+    _train_two(run, apart=False, swaps=(False, True), begin=0)
+    _train_two(run, apart=True, swaps=(True, False), begin=0)
+    _train_two(run, apart=True, swaps=(False, True), begin=2)
 
 
 def _train_two(run: Run, apart: bool, swaps: tuple[bool, bool], begin: int) -> None:
