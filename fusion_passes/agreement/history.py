@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from fusion_passes.agreement.exchange import meeting_of
 from fusion_passes.agreement.launches import LATE, LaunchList, parameters_in
+from fusion_passes.agreement.rendezvous import leave_word
 from fusion_passes.agreement.round import Round
 from fusion_passes.agreement.sharing import sharing_on
 from fusion_passes.agreement.usage import Usage
@@ -111,11 +113,12 @@ class History(Round):
         """Whether all ranks leave what graphs would launch to the end of the backward."""
         return self.usage is not None and self.usage.leaves_all(launches)
 
-    def note_begun(self, launches: LaunchList) -> None:
-        """Note that a graph has come to the first launch of a list, which stays on this rank."""
+    def note_begun(self, launches: LaunchList, *, everywhere: bool) -> None:
+        """Note that a graph has come to the first launch of a list, which stays on this rank, or on
+        all."""
         issued = collectives_issued(self.process_group)
         if issued is not None:
-            self.begun.append((issued, launches.foreign))
+            self.begun.append((issued, None if everywhere else launches.foreign))
 
     def count_foreign(self) -> None:
         """Count, at the end of a backward, the collectives that have followed what has stayed on
@@ -127,8 +130,23 @@ class History(Round):
         issued = collectives_issued(self.process_group)
         assert issued is not None, "it was known when they came"
         for begun, in_graph in self.begun:
+            after_list = issued - begun
             # The graph may have had its own before it came to the list: Inductor moves that place.
-            self.foreign.append((issued - begun, issued - begun - in_graph))
+            self.foreign.append((after_list, 0 if in_graph is None else after_list - in_graph))
+
+    def leave_word(
+        self, reason: str, texts: Mapping[int, str] | None = None, *, is_overtaken: bool = False
+    ) -> None:
+        """Leave word that this rank has failed: ranks that wait for it get an error at once.
+
+        Args:
+            reason: for people; empty if ``texts`` give it.
+            texts: the collectives of the ranks, for people.
+            is_overtaken: as of :class:`RanksDisagreeError`.
+        """
+        meeting = meeting_of(self.module)
+        if meeting is not None:
+            leave_word(meeting, self.place, reason, texts or {}, is_overtaken=is_overtaken)
 
     def end_round(self) -> None:
         """All gradients of the round have been reduced."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -13,7 +13,7 @@ from fusion_passes.agreement.comparing import statement_of, texts_of
 from fusion_passes.agreement.exchange import meeting_of
 from fusion_passes.agreement.history import History
 from fusion_passes.agreement.launches import FOLLOWS, LATE, Collective, LaunchList
-from fusion_passes.agreement.rendezvous import RanksDisagreeError, Terms, leave_word, meet
+from fusion_passes.agreement.rendezvous import RanksDisagreeError, Terms, meet
 from fusion_passes.agreement.sharing import sharing_on
 from fusion_passes.torch_private import resolve_process_group
 
@@ -89,12 +89,16 @@ class Participant(History):
         otherwise."""
         sharing = sharing_on(self.process_group)
         may_launch = sharing.enter(self.module, launches)
-        if not self.is_local and (not may_launch or self.leaves_all(launches)):
-            self._stay(launches)
-        elif not self.is_local:
-            self._settle(launches)
+        everywhere = self.leaves_all(launches) or (not may_launch and sharing.stays_everywhere)
+        if not self.is_local:
+            if everywhere:
+                self._go_local(launches)
+            elif may_launch:
+                self._settle(launches)
+            else:
+                self._stay(launches)
         if self.is_local:
-            self.note_begun(launches)
+            self.note_begun(launches, everywhere=everywhere)
         sharing.settle(self.module, self, launches)
         return not self.is_local
 
@@ -251,20 +255,6 @@ class Participant(History):
             self._fail(expected, own, is_overtaken=is_overtaken)
         self.position += 1
         return expected
-
-    def leave_word(
-        self, reason: str, texts: Mapping[int, str] | None = None, *, is_overtaken: bool = False
-    ) -> None:
-        """Leave word that this rank has failed: ranks that wait for it get an error at once.
-
-        Args:
-            reason: for people; empty if ``texts`` give it.
-            texts: the collectives of the ranks, for people.
-            is_overtaken: as of :class:`RanksDisagreeError`.
-        """
-        meeting = meeting_of(self.module)
-        if meeting is not None:
-            leave_word(meeting, self.place, reason, texts or {}, is_overtaken=is_overtaken)
 
     def _meet(self, launches: LaunchList, is_change: bool = False) -> LaunchList | None:
         """The list that all ranks are to run, once all have come; ``None`` if there is none yet:

@@ -20,9 +20,10 @@ class Round:
         unsent: collectives of the last of them that have stayed on this rank.
         begun: of each list that has stayed on this rank in the backward that runs, how many
             collectives the process group had been given when its graph came to it, and how many
-            foreign ones the graph has.
+            foreign ones the graph has; ``None`` if it has stayed on all ranks.
         foreign: of each of them, how many have followed it by the end of that backward, and at
-            least how many have followed its graph. None is DDP's.
+            least how many have followed its graph that others may have launched it before. None is
+            DDP's.
         meetings: how often the ranks have met in it.
         is_averaged: whether the graph that was compiled with a forward averages its backward now.
         announced: numbers of the parameters that this graph has announced.
@@ -53,7 +54,7 @@ class Round:
     earlier: set[int] = field(default_factory=set)
     late: dict[int, bool] = field(default_factory=dict)
     unsent: list[Collective] = field(default_factory=list)
-    begun: list[tuple[int, int]] = field(default_factory=list)
+    begun: list[tuple[int, int | None]] = field(default_factory=list)
     foreign: list[tuple[int, int]] = field(default_factory=list)
     absent: list[Callable[[], None]] = field(default_factory=list)
     thread: int = 0

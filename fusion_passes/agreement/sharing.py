@@ -30,13 +30,18 @@ class Member(Protocol):
 
 @dataclass
 class Sharing:
-    """The modules of a process group in the backward that runs."""
+    """The modules of a process group in the backward that runs.
+
+    Attributes:
+        stays_everywhere: whether what has stayed on this rank in graphs before has on all.
+    """
 
     _graphs: int = 0
     _places: set[int] = field(default_factory=set)
     _turns: dict[str, list[int]] = field(default_factory=dict)
     _graph: dict[str, tuple[Member, LaunchList]] = field(default_factory=dict)
     _is_local: bool = False
+    stays_everywhere: bool = True
 
     def enter(self, module: str, launches: LaunchList) -> bool:
         """Begin with a list.
@@ -49,7 +54,9 @@ class Sharing:
         if 0 in places or places & self._places:  # Each graph counts anew.
             self._graphs += 1
             self._places.clear()
-            self._is_local |= any(member.is_local for member, _ in self._graph.values())
+            for member, own in self._graph.values():
+                self._is_local |= member.is_local
+                self.stays_everywhere &= not member.is_local or member.leaves_all(own)
             self._graph.clear()
         self._places |= places
         self._turns.setdefault(module, []).append(self._graphs)

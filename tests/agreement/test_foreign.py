@@ -70,7 +70,7 @@ def issued(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many collectives the process group has been given. There are other ranks."""
     count = [0]
     monkeypatch.setattr(participant, "meeting_of", lambda _: object())
-    monkeypatch.setattr(participant, "leave_word", lambda *_, **__: None)
+    monkeypatch.setattr(history, "meeting_of", lambda _: None)
     monkeypatch.setattr(participant, "resolve_process_group", lambda _: _Two())
     monkeypatch.setattr(history, "collectives_issued", lambda _: count[0])
     yield count
@@ -150,6 +150,21 @@ def test_what_shares_the_process_group_is_withdrawn(everywhere: bool) -> None:
     else:
         with pytest.raises(RanksDisagreeError):
             second.announce(own)
+
+
+def test_what_stays_on_all_ranks_is_no_error(issued: list[int]) -> None:
+    """A module that leaves all, and one behind it in another graph, which was launched alone
+    before."""
+    usage = Usage((0, 1), 2, lambda _: False, reached=frozenset({0, 1}))
+    first = _module(_list((0, (1, 0))), name="first", usage=usage)
+    second = _module(_list((0, (3, 2))), name="second")
+    first.announce(_list((0, (1, 0)), foreign=1))
+    second.announce(_list((0, (3, 2)), foreign=1))
+    issued[0] += 3
+    for module in (first, second):
+        assert module.is_local
+        module.count_foreign()
+        assert module.next_late(lambda module=module: replaced(module.agreed[0]))
 
 
 @pytest.mark.parametrize(
