@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -164,7 +165,8 @@ def test_what_stays_on_all_ranks_is_no_error(issued: list[int]) -> None:
     for module in (first, second):
         assert module.is_local
         module.count_foreign()
-        assert module.next_late(lambda module=module: replaced(module.agreed[0]))
+        (own,) = module.agreed
+        assert module.next_late(functools.partial(replaced, own)) == own
 
 
 @pytest.mark.parametrize(
