@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from fusion_passes.agreement.launches import shown_list
 from fusion_passes.agreement.participant import Participant
@@ -36,6 +37,22 @@ def warn_mixed() -> None:
     )
 
 
+_PARTS: Final = (
+    "it broke into several graphs, and with find_unused_parameters=True a rank must send all that "
+    "one of them sends, or nothing of it, and a communication hook takes all at once. "
+    "TORCH_LOGS=graph_breaks shows where it breaks. If all parameters take part in each step, "
+    "construct DistributedDataParallel without the option."
+)
+
+_FOREIGN: Final = (
+    "it has collectives of its own on the process group (as those of SyncBatchNorm), and with "
+    "find_unused_parameters=True a rank that leaves out a layer would pair them up with others' "
+    "all-reduces. Give them a process group of their own (torch.distributed.new_group; "
+    "SyncBatchNorm takes process_group=). If all parameters take part in each step, construct "
+    "DistributedDataParallel without the option."
+)
+
+
 def warn_lacking(reached: Sequence[Participant]) -> None:
     """Warn of modules whose backwards are not fused because parameters may go unused.
 
@@ -44,45 +61,18 @@ def warn_lacking(reached: Sequence[Participant]) -> None:
     """
     foreign = beside_foreign(reached)
     for module in foreign:
-        _warn_foreign(module)
+        _warn_by_hand("foreign", module, _FOREIGN)
     for module in often_in_parts(reached):
         if module not in foreign:
-            _warn_parts(module)
+            _warn_by_hand("parts", module, _PARTS)
 
 
-def _warn_parts(module: str) -> None:
-    """Warn that a backward in several graphs is not fused where parameters may go unused.
-
-    Args:
-        module: the DDP module's name for its group.
-    """
+def _warn_by_hand(kind: str, module: str, why: str) -> None:
     label = registry.module(module).label
     warn_once(
-        f"parts {label}",
-        f"Gradients of {label} are reduced after their backward, with no compute beside them: it "
-        "broke into several graphs, and with find_unused_parameters=True a rank must send all that "
-        "one of them sends, or nothing of it, and a communication hook takes all at once. "
-        "TORCH_LOGS=graph_breaks shows where it breaks. If all parameters take part in each step, "
-        "construct DistributedDataParallel without the option.",
-    )
-
-
-def _warn_foreign(module: str) -> None:
-    """Warn that what a backward gives is reduced when it has ended, for it has collectives that are
-    not DDP's and parameters may go unused.
-
-    Args:
-        module: the DDP module's name for its group.
-    """
-    label = registry.module(module).label
-    warn_once(
-        f"foreign {label}",
-        f"Gradients of {label} are reduced after their backward, with no compute beside them: it "
-        "has collectives of its own on the process group (as those of SyncBatchNorm), and with "
-        "find_unused_parameters=True a rank that leaves out a layer would pair them up with "
-        "others' all-reduces. Give them a process group of their own (torch.distributed.new_group; "
-        "SyncBatchNorm takes process_group=). If all parameters take part in each step, construct "
-        "DistributedDataParallel without the option.",
+        f"{kind} {label}",
+        f"Gradients of {label} are reduced after their backward, with no compute beside them: "
+        f"{why}",
     )
 
 

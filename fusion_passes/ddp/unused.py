@@ -8,7 +8,7 @@ has used keeps what it has, also ``None``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -112,13 +112,13 @@ def note_local_use(reached: Iterable[Participant]) -> None:
             usage.pending |= usage.reached.intersection(usage.trained)
 
 
-def why_by_hand(reached: Iterable[Participant]) -> str:
+def why_by_hand(reached: Sequence[Participant]) -> str:
     """Why some of those modules have gradients that no graph has reduced, though graphs give them;
     empty if they have none."""
-    usages = [item.usage for item in reached if item.usage is not None]
-    if any(usage.has_foreign for usage in usages):
+    if beside_foreign(reached):
         return BESIDE_FOREIGN
-    return IN_PARTS if any(usage.is_in_parts for usage in usages) else ""
+    is_cut = any(item.usage is not None and item.usage.is_in_parts for item in reached)
+    return IN_PARTS if is_cut else ""
 
 
 def beside_foreign(reached: Iterable[Participant]) -> list[str]:
