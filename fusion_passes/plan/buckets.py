@@ -123,11 +123,9 @@ class BucketPlan:
         """
         lists: dict[str, list[Collective]] = {}
         queues: Counter[str] = Counter()
-        process_groups: dict[str, str] = {}
         behind = {name: iter(counts) for name, counts in placement.behind.items()}
         for bucket in self.buckets:
             queue = bucket.members[0].owner.process_group
-            process_groups[bucket.key.group_name] = queue
             # An empty one is as it was traced, on the name of its gradient.
             launch = bucket.members[0].start if bucket.is_empty else None
             name = bucket.key.group_name if launch is None else group_name_of(launch) or ""
@@ -144,14 +142,13 @@ class BucketPlan:
         later: dict[str, list[Collective]] = {}
         for rejection in self.rejections:
             if rejection.owner is not None:
-                process_groups[rejection.owner.group_name] = rejection.owner.process_group
                 later.setdefault(rejection.owner.group_name, []).append(rejection.later())
         return {
             name: LaunchList(
                 mode,
                 tuple(lists.get(name, ())),
                 tuple(later.get(name, ())),
-                placement.foreign.get(process_groups[name], 0),
+                placement.foreign.get(name, 0),
             )
             for name in (lists | later)
         }

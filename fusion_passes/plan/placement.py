@@ -86,7 +86,8 @@ class PlacementPlan:
         keys: where each node should stand.
         queues: launches that must keep the order in which they are listed, by process group.
         placements: of DDP's collectives, in the order in which the graph had them.
-        foreign: of the process groups of DDP's, by name, how many collectives are not DDP's.
+        foreign: on the process group of each DDP module, by the name of its group, how many
+            collectives are not DDP's.
         behind: how many of these are launched before each of DDP's collectives, in order, by the
             group name in the graph.
     """
@@ -226,18 +227,20 @@ def _queues(nodes: Sequence[fx.Node], groups: DdpGroups) -> tuple[tuple[fx.Node,
 def _beside_foreign(
     queues: Sequence[Sequence[fx.Node]], groups: DdpGroups
 ) -> tuple[dict[str, int], dict[str, list[int]]]:
-    """How many collectives that are not DDP's there are on the process groups of DDP's, and before
-    each of DDP's."""
+    """How many collectives that are not DDP's there are on the process group of each DDP module,
+    and before each of DDP's."""
     foreign: dict[str, int] = {}
     behind: dict[str, list[int]] = {}
     for queue in queues:
-        count = 0
+        count, names = 0, set()
         for launch in queue:
-            if groups.owner_of(launch) is None:
+            owner = groups.owner_of(launch)
+            if owner is None:
                 count += 1
             else:
+                names.add(owner.group_name)
                 behind.setdefault(group_name_of(launch) or "", []).append(count)
-        foreign[groups.queue_of(queue[0])] = count
+        foreign |= dict.fromkeys(names, count)
     return foreign, behind
 
 
