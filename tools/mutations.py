@@ -172,6 +172,20 @@ MUTATIONS: Final = (
         ("tests/agreement/test_foreign.py",),
     ),
     Mutation(
+        "failure-of-some-modules",
+        "ddp/disagreement.py",
+        "        forget(failed)\n",
+        "        forget(touched)\n",
+        ("tests/agreement/test_trying_again.py",),
+    ),
+    Mutation(
+        "failure-under-no-sync",
+        "ddp/backward.py",
+        "shared_errors(lambda: owing(reached()), fail_backward)",
+        "shared_errors(reached, fail_backward)",
+        ("tests/agreement/test_trying_again.py",),
+    ),
+    Mutation(
         "ends-remembered-too-long",
         "ddp/found_ends.py",
         "        if found is not None and state == _state_of(found.modules, config, prepared):\n",

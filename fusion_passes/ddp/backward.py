@@ -28,6 +28,7 @@ from fusion_passes.ddp.rounds import (
     end_backward,
     fail_backward,
     note_unannounced,
+    owing,
     rejoining,
     running,
 )
@@ -150,9 +151,9 @@ class BackwardRunner:
         meets = traced or bool(averaged.participants)
         if meets:
             registry.check_new(check_optimizers)
-        touched = reached if meets else lambda: ()
         timing = launch_clock.timing(averaged) if meets else contextlib.nullcontext()
-        with timing, running(), rejoining(), shared_errors(touched, fail_backward):
+        sharing = shared_errors(lambda: owing(reached()), fail_backward)
+        with timing, running(), rejoining(), sharing:
             with (
                 self._averaging(averaged),
                 self._running(traced, is_warned=reach.others or can_trace),

@@ -39,9 +39,9 @@ def shared_errors(
     """Around a backward: an error of one rank reaches the others, and says where they disagree.
 
     Args:
-        modules_of_backward: gives the names of the managed modules that the backward reaches;
+        modules_of_backward: gives the names of the modules whose averages other ranks wait for;
             called after an error only.
-        forget: forgets what the backward has begun, given the modules that have begun anything.
+        forget: forgets what the ranks have agreed on, of modules whose backward has failed.
 
     Raises:
         RanksDisagreeError: the ranks run different collectives, or another rank has failed. A
@@ -51,22 +51,25 @@ def shared_errors(
     try:
         yield
     except RanksDisagreeError as error:
-        said = _in_words(error)
-        forget(_touched(before))
+        said, touched = _in_words(error), _touched(before)
+        # Ranks that have yet to come to a module's first meeting have not failed.
+        is_alone = participants[error.module].is_alone
+        forget(touched if is_alone else dict.fromkeys([*touched, *modules_of_backward()]))
         raise said from error.__cause__
     except Exception as error:
         touched, start = _touched(before), time.monotonic()
         # Others can have failed for the same reason: this rank's own error says more.
         found = None if isinstance(error, RefusedGradientError) else why_failed(touched)
+        # A module that this backward has not come to may have launched on another rank, and what
+        # this rank launches next must not pair up with that: the ranks meet first, at all of them.
+        failed = dict.fromkeys([*touched, *modules_of_backward()])
         # A store that has not answered is not asked again: the error must not wait for it twice.
         if found is None and time.monotonic() - start < ASKING_SECONDS:
             reason = f"{type(error).__name__}: {str(error)[:_SHOWN_CHARACTERS]}"
-            for name in dict.fromkeys([*touched, *modules_of_backward()]):
+            for name in failed:
                 participants[name].leave_word(reason)
-                if name not in touched:
-                    participants[name].failures += 1
         words = _in_words(found) if found is not None else None
-        forget(touched)
+        forget(failed)
         if words is not None:
             raise words from error
         raise

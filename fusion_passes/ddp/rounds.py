@@ -251,13 +251,19 @@ def _end_round(participant: Participant) -> None:
         launch_clock.meet_soon(participant)
 
 
-def fail_backward(touched: Iterable[str]) -> None:
+def owing(reached: Iterable[str]) -> list[str]:
+    """The modules among these whose gradients other ranks wait for."""
+    modules = {name: registry.ddp_of(name) for name in reached}
+    return [n for n, ddp in modules.items() if ddp is not None and getattr(ddp, EXPECTED)]
+
+
+def fail_backward(failed: Iterable[str]) -> None:
     """After a backward that has failed: rounds are forgotten, as if they had not begun.
 
     Args:
-        touched: names of the modules that have got gradients or met in it.
+        failed: names of the modules whose rounds have failed with it.
     """
-    for name in touched:
+    for name in failed:
         participant = participants[name]
         if participant.is_local:
             registry.rejoin(name)

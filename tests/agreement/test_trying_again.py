@@ -1,0 +1,122 @@
+"""A backward that fails on one rank alone, and what both ranks do next, if they catch that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fusion_passes import RanksDisagreeError
+
+RUN = Callable[..., list[Any]]
+SECONDS = 3.0
+"""The group's timeout: how long a rank waits for one that does not come."""
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise KeyError("no gradient")
+
+
+def _attempt(loss: Tensor, fails: bool = False, **options: bool) -> str:
+    """What a backward raises. If it is to fail, it does before it reaches a module."""
+    try:
+        (torch._dynamo.disable(_Fails.apply)(loss) if fails else loss).backward(**options)
+    except Exception as error:  # noqa: BLE001  Whatever it is, it is the result.
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def two_modules_fail_on_one_rank() -> tuple[str, str, float]:
+    """The first backward reaches no module on rank 1, and one of two on rank 0. Returns what both
+    backwards have raised, and a gradient of the second."""
+    rank = dist.get_rank()
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    with inductor_config.patch(ddp_fusion="concat"):
+        first, last = (
+            DistributedDataParallel(nn.Linear(1, 1), process_group=group) for _ in range(2)
+        )
+        inputs = torch.full((1, 1), 1.0 + 2.0 * rank)
+        failed = _attempt(last(first(inputs)).sum(), fails=rank == 1)
+        dist.barrier()
+        for parameter in (*first.parameters(), *last.parameters()):
+            parameter.grad = None
+        again = _attempt(last(first(inputs)).sum())
+    (bias, weight) = (last.module.bias.grad, first.module.weight.grad)
+    assert bias is not None
+    assert weight is not None
+    return failed, again, float(weight / last.module.weight)
+
+
+@pytest.mark.timeout(100)
+def test_all_modules_of_the_backward_meet_again(run_on_ranks: RUN) -> None:
+    (waiting, again, mean), (failing, again_there, mean_there) = run_on_ranks(
+        2, two_modules_fail_on_one_rank
+    )
+    assert failing == "KeyError: 'no gradient'"
+    assert "failed on rank 1: KeyError: 'no gradient'" in waiting
+    assert (again, again_there) == ("", "")
+    assert (mean, mean_there) == (2.0, 2.0)
+
+
+def fails_where_others_launch(way: str) -> tuple[str, str]:
+    """After two steps that were right, the backward of rank 1 fails before anything is launched;
+    that rank goes on at once. Returns what it and the next one have raised."""
+    options = {"create_graph": way == "by hand"}
+    rank = dist.get_rank()
+    group = dist.new_group(timeout=timedelta(seconds=SECONDS))
+    with inductor_config.patch(ddp_fusion="concat"):
+        ddp = DistributedDataParallel(nn.Linear(1, 1), process_group=group)
+        forward = torch.compile(ddp) if way == "compiled" else ddp
+        for _ in range(2):
+            assert not _attempt(forward(torch.ones(1, 1)).sum(), **options)
+        failed = _attempt(forward(torch.ones(1, 1)).sum(), fails=rank == 1, **options)
+        again = _attempt(forward(torch.full((1, 1), 100.0)).sum(), **options)
+    return failed, again
+
+
+@pytest.mark.parametrize("way", ["compiled", "traced", "by hand"])
+@pytest.mark.filterwarnings("ignore::fusion_passes.FusionWarning")
+def test_the_next_step_is_not_averaged_with_one_that_others_are_still_in(
+    run_on_ranks: RUN, way: str
+) -> None:
+    (waiting, _), (failing, again) = run_on_ranks(2, fails_where_others_launch, way=way)
+    assert failing == "KeyError: 'no gradient'"
+    assert "failed on rank 1: KeyError: 'no gradient'" in waiting
+    assert again.startswith(RanksDisagreeError.__name__)
+
+
+def fails_without_others() -> tuple[str, str, float]:
+    """On rank 1, a backward under ``no_sync`` fails between two steps. Returns what that and the
+    second step have raised, and the second step's gradient."""
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    with inductor_config.patch(ddp_fusion="concat"):
+        ddp = DistributedDataParallel(nn.Linear(1, 1), process_group=group)
+        for step in range(2):
+            rows = torch.full((1, 1), 1.0 + 2.0 * dist.get_rank())
+            ddp.zero_grad()
+            again = _attempt(ddp(rows).sum())
+            if step == 0:
+                with ddp.no_sync():
+                    failed = _attempt(ddp(rows).sum(), fails=dist.get_rank() == 1)
+    gradient = ddp.module.weight.grad
+    assert gradient is not None
+    return failed, again, float(gradient)
+
+
+def test_others_need_not_know_of_a_failure_under_no_sync(run_on_ranks: RUN) -> None:
+    (unaware, *here), (failed, *there) = run_on_ranks(2, fails_without_others)
+    assert (unaware, failed) == ("", "KeyError: 'no gradient'")
+    assert here == there == ["", 2.0]
