@@ -23,8 +23,8 @@ EACH_TORCH = frozenset(
         *("test_comm_hooks.py", "test_construction.py", "test_forward.py"),
     }
 )
-"""Folders and files whose tests depend on torch's version, but for slow ones; those, and tests of
-others, are marked by themselves."""
+"""Folders and files whose tests depend on torch's version, but for slow ones and those that are for
+the newest alone; those, and tests of others, are marked by themselves."""
 
 FLAG_VARIABLE = "FUSION_PASSES_DDP_FUSION"
 
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "run_on_ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
         is_there = not EACH_TORCH.isdisjoint((item.path.parent.name, item.path.name))
-        if is_there and not item.get_closest_marker("slow"):
+        if is_there and not any(map(item.get_closest_marker, ("slow", "newest_torch"))):
             item.add_marker("each_torch")
     if not config.getoption("--nightly"):
         left_out = [item for item in items if item.get_closest_marker("nightly")]

@@ -127,7 +127,7 @@ def replanned(second_ns: int, kind: type[DistributedDataParallel]) -> dict[str, 
     [
         (25 * MS, "second", Tripled),
         pytest.param(25 * MS, "second", DistributedDataParallel, marks=pytest.mark.nightly),
-        pytest.param(40 * MS, "first", DistributedDataParallel, marks=pytest.mark.each_torch),
+        pytest.param(40 * MS, "first", DistributedDataParallel, marks=pytest.mark.newest_torch),
     ],
     ids=["second-subclass", "second", "first"],
 )

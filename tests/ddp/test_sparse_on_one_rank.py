@@ -109,7 +109,7 @@ class _Towers(nn.Module):
         return out
 
 
-@pytest.mark.each_torch
+@pytest.mark.newest_torch
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("mode", ["concat", pytest.param("coalesced", marks=pytest.mark.nightly)])
 def test_nothing_is_computed_where_a_gradient_lies(mode: FusionMode) -> None:

@@ -70,7 +70,7 @@ def _collectives() -> int:
     return number
 
 
-@pytest.mark.parametrize("used", [pytest.param("abc", marks=pytest.mark.each_torch), "ab"])
+@pytest.mark.parametrize("used", [pytest.param("abc", marks=pytest.mark.newest_torch), "ab"])
 def test_what_is_never_used_costs_nothing(run_on_ranks: RUN, used: str) -> None:
     """One graph, and one collective a step, as without the option."""
     for ours in run_on_ranks(2, train, steps=[[used]] * 3):

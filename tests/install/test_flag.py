@@ -222,6 +222,7 @@ def _import_with(value: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.newest_torch
 @pytest.mark.parametrize(
     ("value", "flag"),
     [
@@ -237,6 +238,7 @@ def test_environment_variable_gives_the_default(value: str, flag: object) -> Non
     assert "set None" in result.stdout, "the program's own setting comes before the environment"
 
 
+@pytest.mark.newest_torch
 def test_environment_variable_with_a_wrong_value_is_refused() -> None:
     result = _import_with("yes")
     assert result.returncode != 0

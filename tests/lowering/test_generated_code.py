@@ -85,7 +85,7 @@ def compile_backwards(
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("concat", marks=pytest.mark.each_torch), "coalesced"],
+    params=[pytest.param("concat", marks=pytest.mark.newest_torch), "coalesced"],
 )
 def backwards(request: pytest.FixtureRequest) -> Backwards:
     backwards = compile_backwards(request.param)

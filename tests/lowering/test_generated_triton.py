@@ -30,7 +30,10 @@ from testing.cuda_calls import kernel_body, launched_kernels, read_calls, read_k
 from testing.cuda_codegen import CardCompiler, Generated, why_not
 from testing.graphs import tensor
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = [
+    pytest.mark.newest_torch,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
 
 
 @pytest.fixture(scope="module")

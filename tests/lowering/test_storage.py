@@ -223,7 +223,7 @@ return A[296:304], A[528:532], A[0:288], A[288:296], A[520:528], A[304:520]
 
 
 @pytest.mark.slow
-@pytest.mark.each_torch
+@pytest.mark.newest_torch
 def test_averages_of_convolutions_come_back_as_they_were_sent() -> None:
     """In the layouts of the parameters: the library gives gradients channels last, and a copy into
     that layout would be copied once more on the way to ``.grad``."""
@@ -274,8 +274,13 @@ return what was given
 
 
 @pytest.mark.slow
-@pytest.mark.each_torch
-@pytest.mark.parametrize("mode", ["concat", "coalesced"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("concat", marks=pytest.mark.each_torch),
+        pytest.param("coalesced", marks=pytest.mark.newest_torch),
+    ],
+)
 def test_no_byte_is_moved_but_by_the_kernels_that_compute_it(mode: FusionMode) -> None:
     flag = FusionConfig(mode=mode, scaling="collective")
     traffic = read_traffic(generate(Block(), TOKENS, flag))

@@ -176,7 +176,7 @@ def _names_registered() -> Iterator[None]:
             name,
             marks=[
                 *([pytest.mark.nightly] if "averaged" in name else []),
-                *([pytest.mark.each_torch] if name == "concat" else []),
+                *([pytest.mark.newest_torch] if name == "concat" else []),
             ],
         )
         for name in CONFIGS

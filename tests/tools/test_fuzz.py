@@ -292,7 +292,7 @@ FOUND = {
 """Small forms of cases that once differed and have no test of their own."""
 
 
-@pytest.mark.each_torch
+@pytest.mark.newest_torch
 @pytest.mark.parametrize("found", FOUND)
 def test_what_was_found_is_mended(run_on_ranks: Callable[..., list[Any]], found: str) -> None:
     case = FOUND[found]

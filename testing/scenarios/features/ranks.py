@@ -75,19 +75,18 @@ class _Both(nn.Module):
 
 def other_orders_of_two(run: Run) -> None:
     """Two modules over the same group in one backward, of which one has its parameters in another
-    order on each rank, from the first step on or later; compiled together and apart."""
-    _train_two(run, apart=False, swaps=(True, False), begin=0)
-    _train_two(run, apart=False, swaps=(False, True), begin=2)
+    order on each rank: compiled together, and apart, where that begins later."""
+    _train_two(run, apart=False, swaps=(False, True), begin=0)
     _train_two(run, apart=True, swaps=(True, False), begin=2)
-    _train_two(run, apart=True, swaps=(False, True), begin=0)
 
 
 def other_orders_of_another(run: Run) -> None:
-    """The same, of the other one of the two."""
-    _train_two(run, apart=False, swaps=(True, False), begin=2)
-    _train_two(run, apart=False, swaps=(False, True), begin=0)
+    """The same of the other one of the two, and from another step on."""
+    for begin in (0, 2):
+        _train_two(run, apart=False, swaps=(True, False), begin=begin)
+        _train_two(run, apart=True, swaps=(False, True), begin=begin)
+    _train_two(run, apart=False, swaps=(False, True), begin=2)
     _train_two(run, apart=True, swaps=(True, False), begin=0)
-    _train_two(run, apart=True, swaps=(False, True), begin=2)
 
 
 def _train_two(run: Run, apart: bool, swaps: tuple[bool, bool], begin: int) -> None:
@@ -245,8 +244,9 @@ def _words_of(text: str) -> list[str]:
 
 def static_graph_that_changes(run: Run) -> None:
     """It uses parameters that its first iteration has not used, or fewer; traced and not."""
-    for sides in ([0, 0, 1, 0], [0, 2, 0, 0], [2, 2, 0, 2]):
-        for stance in ("default", "force_eager"):
+    changes = [[0, 0, 1, 0], [0, 2, 0, 0], [2, 2, 0, 2]]
+    for stance, lists in (("default", changes), ("force_eager", changes[:2])):
+        for sides in lists:
             ddp = run.ddp(_Sides(), static_graph=True)
 
             forward = run.compile(ddp)
