@@ -116,6 +116,8 @@ class History(Round):
     def note_begun(self, launches: LaunchList, *, everywhere: bool) -> None:
         """Note that a graph has come to the first launch of a list, which stays on this rank, or on
         all."""
+        if self.usage is not None and launches.foreign:
+            self.usage.has_foreign = True
         issued = collectives_issued(self.process_group)
         if issued is not None:
             self.begun.append((issued, None if everywhere else launches.foreign))

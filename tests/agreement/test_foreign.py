@@ -20,6 +20,7 @@ from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.rendezvous import RanksDisagreeError
 from fusion_passes.agreement.sharing import end_sharing
 from fusion_passes.agreement.usage import Usage
+from fusion_passes.ddp.unused import beside_foreign
 from fusion_passes.torch_private import inductor_config
 from testing.models import WIDTH
 from testing.scenarios.features.foreign import Synced
@@ -196,6 +197,19 @@ def test_one_rank_that_has_them_is_enough() -> None:
     said = _said(_list((0, (1, 0)), mode=LATE, foreign=1), _list((0, (1, 0)), mode=LATE))
     _, chosen = json.loads(compare_statements(said, may_lack=True))
     assert LaunchList.decode(chosen).foreign == 1
+
+
+@pytest.mark.usefixtures("issued")
+def test_they_are_known_of_where_all_launches_follow_them() -> None:
+    """None is behind what stays, and it is reduced after the backward all the same: the warning
+    and the report say why."""
+    usage = Usage((0, 1), 2, lambda _: False, suspects_foreign=True, reached=frozenset({0, 1}))
+    module = _module(usage=usage)
+    module.announce(_list((2, (1, 0)), foreign=2))
+    module.count_foreign()
+    usage.learn_foreign([_list((0, (1, 0)), mode=LATE)])
+    assert module.is_local
+    assert beside_foreign([module]) == ["one"]
 
 
 def _in_another_order(mode: str) -> tuple[str, bool]:
