@@ -172,6 +172,13 @@ MUTATIONS: Final = (
         ("tests/agreement/test_foreign.py",),
     ),
     Mutation(
+        "grad-overwrites-what-it-keeps",
+        "ddp/backward.py",
+        "traced or must_be_kept(call, outputs)",
+        "traced",
+        (f"{_SCENARIOS}::test_trains_as_eager_ddp[grad-of-inputs-concat]",),
+    ),
+    Mutation(
         "failure-of-some-modules",
         "ddp/disagreement.py",
         "        forget(failed)\n",

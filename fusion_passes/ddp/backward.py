@@ -18,7 +18,7 @@ from fusion_passes.ddp.aot_backward import aot_backwards
 from fusion_passes.ddp.autograd_graph import Ends, ends_of
 from fusion_passes.ddp.averaged import NONE_AVERAGED, Averaged
 from fusion_passes.ddp.disagreement import shared_errors
-from fusion_passes.ddp.engine_calls import EngineCall, reach_of
+from fusion_passes.ddp.engine_calls import EngineCall, must_be_kept, reach_of
 from fusion_passes.ddp.hooks import put_hooks_last, traced_hooks
 from fusion_passes.ddp.launch_clock import launch_clock
 from fusion_passes.ddp.modules import registry
@@ -156,7 +156,7 @@ class BackwardRunner:
         with timing, running(), rejoining(), sharing:
             with (
                 self._averaging(averaged),
-                self._running(traced, is_warned=reach.others or can_trace),
+                self._running(traced or must_be_kept(call, outputs), reach.others or can_trace),
                 launch_clock.noting(),
             ):
                 result = engine(outputs, *args, **kw)

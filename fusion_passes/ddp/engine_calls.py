@@ -8,13 +8,15 @@ from typing import Any, Final
 
 from torch import nn
 
-from fusion_passes.ddp.autograd_graph import Ends
+from fusion_passes.ddp.autograd_graph import Ends, ends_of
 from fusion_passes.ddp.modules import registry
+from fusion_passes.ddp.tensor_parallel import can_be_traced
 from fusion_passes.torch_private import (
     has_flattened_parameters,
     has_fully_sharded_modules,
     is_flattened,
 )
+from fusion_passes.torch_private.autograd import compiled_forward
 
 
 @dataclass(frozen=True)
@@ -89,3 +91,25 @@ def reach_of(ends: Ends) -> Reach:
         ):
             others = True
     return Reach(managed, others)
+
+
+def must_be_kept(call: EngineCall, outputs: Sequence[Any]) -> bool:
+    """Whether ``torch.autograd.grad`` with ``retain_graph=True`` runs a managed module's backward
+    that overwrites what its forward has saved, so that it must be traced, which copies that first.
+
+    Torch compiles a backward at its first call, and as one that overwrites nothing if that is to
+    keep the graph. Compiled with its forward, it knows of no call yet, and refuses to run.
+
+    Args:
+        call: what is asked for.
+        outputs: tensors or gradient edges that the backward starts from.
+    """
+    if call.accumulates or call.creates_graph or not call.keeps_graph or not len(registry):
+        return False
+    regions = ends_of(outputs).by_region
+    return any(
+        node is not None
+        and compiled_forward(node).metadata.bw_donated_idxs
+        and any(registry.manages(leaf) for _, leaf in edges)
+        for node, edges in regions.items()
+    ) and can_be_traced(outputs)

@@ -15,6 +15,12 @@ BACKWARDS = [
         each_torch=True,
     ),
     on_two(
+        "grad-of-inputs",
+        "`autograd.grad` of the inputs with `retain_graph`, then a backward",
+        "backwards:grad_of_inputs",
+        tested=CONCAT,
+    ),
+    on_two(
         "no-sync-elsewhere",
         "`no_sync` around a forward or its backward alone",
         "backwards:no_sync_elsewhere",

@@ -90,6 +90,22 @@ def some_inputs(run: Run) -> None:
     run.note_backward(ddp)
 
 
+def grad_of_inputs(run: Run) -> None:
+    """The gradient of the inputs by ``autograd.grad`` with ``retain_graph``, before the backward
+    through the same forward and between two steps."""
+    ddp = run.ddp(run.mlp())
+    forward = run.compile(ddp)
+    for step in range(3):
+        ddp.zero_grad()
+        rows, factors = run.rows(step)
+        rows.requires_grad_()
+        loss = (forward(rows) * factors).sum()
+        (gradient,) = torch.autograd.grad(loss, rows, retain_graph=True)
+        run.note_end(nn.Module(), **{f"inputs {step}": gradient})
+        loss.backward()
+        run.note_backward(ddp)
+
+
 def loss_that_reads_a_parameter(run: Run) -> None:
     """A part of the loss, which is not compiled, reads a parameter."""
     ddp = run.ddp(run.mlp(2))
