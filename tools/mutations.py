@@ -188,8 +188,8 @@ MUTATIONS: Final = (
     Mutation(
         "failure-under-no-sync",
         "ddp/backward.py",
-        "shared_errors(lambda: owing(reached()), fail_backward)",
-        "shared_errors(reached, fail_backward)",
+        "shared_errors(reached, owing, fail_backward)",
+        "shared_errors(reached, list, fail_backward)",
         ("tests/agreement/test_trying_again.py",),
     ),
     Mutation(

@@ -152,7 +152,7 @@ class BackwardRunner:
         if meets:
             registry.check_new(check_optimizers)
         timing = launch_clock.timing(averaged) if meets else contextlib.nullcontext()
-        sharing = shared_errors(lambda: owing(reached()), fail_backward)
+        sharing = shared_errors(reached, owing, fail_backward)
         with timing, running(), rejoining(), sharing:
             with (
                 self._averaging(averaged),

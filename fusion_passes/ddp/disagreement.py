@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
@@ -34,13 +35,16 @@ _SHOWN_CHARACTERS: Final = 500
 
 @contextlib.contextmanager
 def shared_errors(
-    modules_of_backward: Callable[[], Iterable[str]], forget: Callable[[Iterable[str]], None]
+    reached: Callable[[], Iterable[str]],
+    owing: Callable[[Iterable[str]], Iterable[str]],
+    forget: Callable[[Iterable[str]], None],
 ) -> Iterator[None]:
     """Around a backward: an error of one rank reaches the others, and says where they disagree.
 
     Args:
-        modules_of_backward: gives the names of the modules whose averages other ranks wait for;
-            called after an error only.
+        reached: gives the names of the managed modules that the backward reaches; called after an
+            error only, as all of these are.
+        owing: gives those of them whose averages other ranks wait for.
         forget: forgets what the ranks have agreed on, of modules whose backward has failed.
 
     Raises:
@@ -51,18 +55,20 @@ def shared_errors(
     try:
         yield
     except RanksDisagreeError as error:
-        said, touched = _in_words(error), _touched(before)
+        said, names = _in_words(error), list(reached())
+        touched = _touched(before, names)
         # Ranks that have yet to come to a module's first meeting have not failed.
         is_alone = participants[error.module].is_alone
-        forget(touched if is_alone else dict.fromkeys([*touched, *modules_of_backward()]))
+        forget(touched if is_alone else dict.fromkeys([*touched, *owing(names)]))
         raise said from error.__cause__
     except Exception as error:
-        touched, start = _touched(before), time.monotonic()
+        names, start = list(reached()), time.monotonic()
+        touched = _touched(before, names)
         # Others can have failed for the same reason: this rank's own error says more.
         found = None if isinstance(error, RefusedGradientError) else why_failed(touched)
         # A module that this backward has not come to may have launched on another rank, and what
         # this rank launches next must not pair up with that: the ranks meet first, at all of them.
-        failed = dict.fromkeys([*touched, *modules_of_backward()])
+        failed = dict.fromkeys([*touched, *owing(names)])
         # A store that has not answered is not asked again: the error must not wait for it twice.
         if found is None and time.monotonic() - start < ASKING_SECONDS:
             reason = f"{type(error).__name__}: {str(error)[:_SHOWN_CHARACTERS]}"
@@ -82,9 +88,13 @@ def _progress() -> dict[str, tuple[int, int, int]]:
     }
 
 
-def _touched(before: Mapping[str, tuple[int, int, int]]) -> list[str]:
-    """The modules that have got gradients, or met, since then."""
-    return [name for name, now in _progress().items() if now != before.get(name)]
+def _touched(before: Mapping[str, tuple[int, int, int]], reached: Sequence[str]) -> list[str]:
+    """The modules that have got gradients, or met, since then: those that the backward reaches, and
+    those in it whose graph it cannot see, as of reentrant checkpointing, but none of another
+    thread's."""
+    changed = [name for name, now in _progress().items() if now != before.get(name)]
+    mine = threading.get_ident()
+    return [n for n in changed if n in reached or participants[n].thread == mine]
 
 
 def _in_words(error: RanksDisagreeError) -> RanksDisagreeError:

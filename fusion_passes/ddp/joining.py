@@ -96,5 +96,5 @@ def reduce_zeros(ddp: DistributedDataParallel) -> None:
         RanksDisagreeError: the ranks run different collectives, or another rank has failed.
     """
     name = registry.module_of(ddp).group_name
-    with shared_errors(lambda: [name], fail_backward):
+    with shared_errors(lambda: [name], list, fail_backward):
         end_without_inputs(name)

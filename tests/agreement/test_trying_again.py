@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import RanksDisagreeError
+from testing.threads import run_at_once
 
 RUN = Callable[..., list[Any]]
 SECONDS = 3.0
@@ -120,3 +122,48 @@ def test_others_need_not_know_of_a_failure_under_no_sync(run_on_ranks: RUN) -> N
     (unaware, *here), (failed, *there) = run_on_ranks(2, fails_without_others)
     assert (unaware, failed) == ("", "KeyError: 'no gradient'")
     assert here == there == ["", 2.0]
+
+
+def _two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+
+
+def fails_in_one_thread() -> tuple[str, str]:
+    """A backward fails in one thread after another one, over another process group, has got its
+    first gradients, and before it gets the others. Returns what each thread has raised."""
+    groups = [dist.new_group(timeout=timedelta(seconds=20)) for _ in range(2)]
+    has_begun, is_inside, has_failed = (threading.Event() for _ in range(3))
+    said = ["", ""]
+
+    def fail_later(gradient: Tensor) -> None:
+        has_begun.set()
+        assert is_inside.wait(60)
+        raise KeyError("no gradient")
+
+    def wait(gradient: Tensor) -> None:
+        is_inside.set()
+        assert has_failed.wait(60)
+
+    with inductor_config.patch(ddp_fusion="concat"):
+        bad, good = (DistributedDataParallel(_two_layers(), process_group=g) for g in groups)
+        assert not _attempt(good(torch.ones(1, 1)).sum(), create_graph=True)
+
+        def fail() -> None:
+            loss = bad(torch.ones(1, 1)).sum()
+            loss.register_hook(fail_later)
+            said[0] = _attempt(loss, create_graph=True)
+            has_failed.set()
+
+        def go_on() -> None:
+            assert has_begun.wait(60)
+            good.module[0].register_forward_hook(lambda *args: args[2].register_hook(wait) and None)
+            said[1] = _attempt(good(torch.ones(1, 1)).sum(), create_graph=True)
+
+        run_at_once([fail, go_on])
+    return said[0], said[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_error_in_one_thread_leaves_the_others_module_alone(run_on_ranks: RUN) -> None:
+    for failed, other in run_on_ranks(2, fails_in_one_thread):
+        assert (failed, other) == ("KeyError: 'no gradient'", "")
