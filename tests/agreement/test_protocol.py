@@ -32,6 +32,7 @@ from fusion_passes.agreement.launches import (
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.protocol import participants, why_failed
 from fusion_passes.torch_private import register_process_group, unregister_process_group
+from testing.failing import failing
 
 RUN = Callable[..., list[Any]]
 SECONDS = 5.0
@@ -377,16 +378,6 @@ def test_another_flag_on_one_rank_is_an_error_that_says_so(run_on_ranks: RUN) ->
         assert "find_unused_parameters" not in text
 
 
-class _BadGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise KeyError("no gradient on rank 1")
-
-
 def fails_on_one_rank() -> tuple[str, float]:
     """The first backward fails on rank 1 before anything is launched. Returns the error's text and
     after how many seconds it came; a second try must work."""
@@ -396,7 +387,7 @@ def fails_on_one_rank() -> tuple[str, float]:
         bad = dist.get_rank() == 1
         start = time.monotonic()
         with pytest.raises((RanksDisagreeError, Exception)) as caught:
-            (torch._dynamo.disable(_BadGradient.apply)(loss) if bad else loss).backward()
+            (failing(loss, "no gradient on rank 1") if bad else loss).backward()
         seconds = time.monotonic() - start
         dist.barrier()
         ddp(torch.ones(2, 4)).sum().backward()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import RanksDisagreeError
+from testing.failing import failing
 from testing.threads import run_at_once
 
 RUN = Callable[..., list[Any]]
@@ -25,20 +26,10 @@ COMPILING_SECONDS = 10.0
 """The same where one rank may still compile while the other waits."""
 
 
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise KeyError("no gradient")
-
-
 def _attempt(loss: Tensor, fails: bool = False, **options: bool) -> str:
     """What a backward raises. If it is to fail, it does before it reaches a module."""
     try:
-        (torch._dynamo.disable(_Fails.apply)(loss) if fails else loss).backward(**options)
+        (failing(loss, "no gradient") if fails else loss).backward(**options)
     except Exception as error:  # noqa: BLE001  Whatever it is, it is the result.
         return f"{type(error).__name__}: {error}"
     return ""
@@ -150,6 +141,9 @@ def fails_in_one_thread() -> tuple[str, str]:
         is_inside.set()
         assert has_failed.wait(60)
 
+    def wait_behind(layer: nn.Module, inputs: object, output: Tensor) -> None:
+        output.register_hook(wait)
+
     with inductor_config.patch(ddp_fusion="concat"):
         bad, good = (DistributedDataParallel(_two_layers(), process_group=g) for g in groups)
         assert not _attempt(good(torch.ones(1, 1)).sum(), create_graph=True)
@@ -162,7 +156,7 @@ def fails_in_one_thread() -> tuple[str, str]:
 
         def go_on() -> None:
             assert has_begun.wait(60)
-            good.module[0].register_forward_hook(lambda *args: args[2].register_hook(wait) and None)
+            good.module[0].register_forward_hook(wait_behind)
             said[1] = _attempt(good(torch.ones(1, 1)).sum(), create_graph=True)
 
         run_at_once([fail, go_on])
