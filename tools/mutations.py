@@ -193,6 +193,27 @@ MUTATIONS: Final = (
         ("tests/agreement/test_trying_again.py",),
     ),
     Mutation(
+        "users-error-replaced",
+        "ddp/disagreement.py",
+        "why_failed(failed) if _may_be_a_collectives(error) else None",
+        "why_failed(failed)",
+        ("tests/agreement/test_trying_again.py",),
+    ),
+    Mutation(
+        "failure-told-to-nobody",
+        "ddp/disagreement.py",
+        "        if participants[name].is_local:  # It has no others",
+        "        if False:  # It has no others",
+        ("tests/agreement/test_trying_again.py",),
+    ),
+    Mutation(
+        "failure-after-the-flag-is-unset",
+        "ddp/rounds.py",
+        "            leave_error(registry.ddp_of(module), NOT_ENDED)\n",
+        "            pass\n",
+        ("tests/agreement/test_trying_again.py",),
+    ),
+    Mutation(
         "ends-remembered-too-long",
         "ddp/found_ends.py",
         "        if found is not None and state == _state_of(found.modules, config, prepared):\n",

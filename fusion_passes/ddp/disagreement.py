@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+import torch.distributed as dist
+
 from fusion_passes.agreement.exchange import ASKING_SECONDS
 from fusion_passes.agreement.launches import LaunchList, shown_list
 from fusion_passes.agreement.protocol import participants, why_failed
 from fusion_passes.agreement.rendezvous import RanksDisagreeError
 from fusion_passes.ddp.modules import registry
-from fusion_passes.ddp.unfinished import RefusedGradientError
 
 _TAKE_PART: Final = (
     "Let every parameter take part in each step on all ranks, freeze it, or give "
@@ -54,31 +55,49 @@ def shared_errors(
     before = _progress()
     try:
         yield
-    except RanksDisagreeError as error:
-        said, names = _in_words(error), list(reached())
-        touched = _touched(before, names)
-        # Ranks that have yet to come to a module's first meeting have not failed.
-        is_alone = participants[error.module].is_alone
-        forget(touched if is_alone else dict.fromkeys([*touched, *owing(names)]))
-        raise said from error.__cause__
     except Exception as error:
-        names, start = list(reached()), time.monotonic()
+        names = list(reached())
         touched = _touched(before, names)
-        # Others can have failed for the same reason: this rank's own error says more.
-        found = None if isinstance(error, RefusedGradientError) else why_failed(touched)
         # A module that this backward has not come to may have launched on another rank, and what
         # this rank launches next must not pair up with that: the ranks meet first, at all of them.
-        failed = dict.fromkeys([*touched, *owing(names)])
-        # A store that has not answered is not asked again: the error must not wait for it twice.
-        if found is None and time.monotonic() - start < ASKING_SECONDS:
-            reason = f"{type(error).__name__}: {str(error)[:_SHOWN_CHARACTERS]}"
-            for name in failed:
-                participants[name].leave_word(reason)
-        words = _in_words(found) if found is not None else None
+        failed = [*dict.fromkeys([*touched, *owing(names)])]
+        if isinstance(error, RanksDisagreeError):
+            said, cause = _in_words(error), error.__cause__
+            if participants[error.module].is_alone:
+                # Ranks that have yet to come to a module's first meeting have not failed.
+                failed = touched
+        else:
+            said, cause = _share(error, failed), error
         forget(failed)
-        if words is not None:
-            raise words from error
+        if said is not None:
+            raise said from cause
         raise
+
+
+def _share(error: Exception, failed: Sequence[str]) -> RanksDisagreeError | None:
+    """Why a collective has failed with this error, if other ranks say so. They are told of it
+    otherwise."""
+    for name in failed:
+        if participants[name].is_local:  # It has no others to ask, nor to tell.
+            registry.rejoin(name)
+    start = time.monotonic()
+    found = why_failed(failed) if _may_be_a_collectives(error) else None
+    if found is not None:
+        return _in_words(found)
+    reason = f"{type(error).__name__}: {str(error)[:_SHOWN_CHARACTERS]}"
+    for name in failed:
+        # A store that has not answered is not asked again: the error must not wait for it twice.
+        if time.monotonic() - start < ASKING_SECONDS:
+            participants[name].leave_word(reason)
+    return None
+
+
+def _may_be_a_collectives(error: Exception) -> bool:
+    """Whether a collective may have raised an error. A user's own goes on as it is, whatever the
+    other ranks do. Gloo's have no class of their own."""
+    is_plain = type(error) is RuntimeError
+    texts = ("gloo", "pair closure", "collective")
+    return isinstance(error, dist.DistError) or (is_plain and any(t in str(error) for t in texts))
 
 
 def _progress() -> dict[str, tuple[int, int, int]]:

@@ -21,11 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.protocol import participants
 from fusion_passes.agreement.sharing import end_sharing
+from fusion_passes.ddp.disagreement import shared_errors
 from fusion_passes.ddp.expecting import EXPECTED, LOCAL, ReducerOfManaged
 from fusion_passes.ddp.late import reduce_late, reduce_without_inputs
 from fusion_passes.ddp.launch_clock import launch_clock
 from fusion_passes.ddp.modules import registry
-from fusion_passes.ddp.unfinished import FORGOTTEN, UNFINISHED, unfinished
+from fusion_passes.ddp.unfinished import FORGOTTEN, NOT_ENDED, UNFINISHED, leave_error, unfinished
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import clear_backward_cache
 from fusion_passes.torch_private.autograd import after_backward
@@ -84,6 +85,8 @@ def note_eager(module: str, number: int) -> bool:
         return False
     if not participant.received and not participant.late:
         after_backward(_end_unless_running)
+        if not _running:
+            leave_error(registry.ddp_of(module), NOT_ENDED)
     participant.receive([number])
     participant.late[number] = False
     return True
@@ -139,7 +142,11 @@ def _end_unless_running() -> None:
     else to end the round. Otherwise that is left to who runs it, since others wait for a backward
     to end, and this one must not wait for other ranks' collectives meanwhile."""
     if not _running:
-        end_backward()
+        names = [participant.module for participant in _mine() if participant.received]
+        for name in names:
+            leave_error(registry.ddp_of(name), None)
+        with shared_errors(lambda: names, owing, fail_backward):
+            end_backward()
 
 
 def _mine() -> list[Participant]:
@@ -240,9 +247,7 @@ def _end_if_complete(participant: Participant, own_use: frozenset[int]) -> None:
     if not missing:
         _end_round(participant)
         setattr(ddp, EXPECTED, False)
-    error = unfinished(ddp, registry.module_of(ddp), missing) if missing else None
-    if getattr(ddp, UNFINISHED) != error:
-        setattr(ddp, UNFINISHED, error)
+    leave_error(ddp, unfinished(ddp, registry.module_of(ddp), missing) if missing else None)
 
 
 def _end_round(participant: Participant) -> None:

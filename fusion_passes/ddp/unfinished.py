@@ -19,6 +19,13 @@ FORGOTTEN: Final = (
     "forgotten it, and with it how its gradients are reduced. Construct it anew."
 )
 
+NOT_ENDED: Final = (
+    "Expected to have finished reduction in the prior iteration before starting a new one. The "
+    "last backward of this module has failed on this rank, or still runs, and the other ranks "
+    "cannot know: torch._inductor.config.ddp_fusion was unset after the module was constructed. "
+    "Construct DistributedDataParallel anew on all ranks."
+)
+
 
 class RefusedGradientError(RuntimeError):
     """A gradient has come on this rank that DDP refuses: its own reducer raises a RuntimeError."""
@@ -86,6 +93,12 @@ def refuse_repeated(
         "DistributedDataParallel is constructed, or give DistributedDataParallel "
         "find_unused_parameters=True.",
     )
+
+
+def leave_error(ddp: DistributedDataParallel | None, error: str | None) -> None:
+    """Leave the next forward of a module, if it is still there, an error, or none."""
+    if ddp is not None and getattr(ddp, UNFINISHED) != error:
+        setattr(ddp, UNFINISHED, error)
 
 
 def refuse_unfinished(ddp: DistributedDataParallel) -> NoReturn:
