@@ -434,8 +434,8 @@ MUTATIONS: Final = (
     Mutation(
         "error-swallowed",
         "ddp/disagreement.py",
-        "            raise words from error\n        raise\n",
-        "            raise words from error\n",
+        "            raise said from cause\n        raise\n",
+        "            raise said from cause\n",
         (f"{_PROTOCOL}::test_a_failure_on_one_rank_is_an_error_on_the_others_at_once",),
     ),
     Mutation(
