@@ -207,10 +207,24 @@ MUTATIONS: Final = (
         ("tests/agreement/test_trying_again.py",),
     ),
     Mutation(
-        "failure-after-the-flag-is-unset",
+        "failure-without-the-flag",
         "ddp/rounds.py",
         "            leave_error(registry.ddp_of(module), NOT_ENDED)\n",
         "            pass\n",
+        ("tests/agreement/test_trying_again.py",),
+    ),
+    Mutation(
+        "failed-rank-goes-on",
+        "ddp/rounds.py",
+        "        note_failed(name)\n",
+        "",
+        ("tests/agreement/test_trying_again.py",),
+    ),
+    Mutation(
+        "failure-of-all-is-not-noticed",
+        "ddp/disagreement.py",
+        "        _ask_each(failed, start, lambda participant: participant.note_failed())\n",
+        "",
         ("tests/agreement/test_trying_again.py",),
     ),
     Mutation(

@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 from torch import Tensor
 
 from fusion_passes.agreement.exchange import meeting_of
 from fusion_passes.agreement.launches import LATE, LaunchList, parameters_in
-from fusion_passes.agreement.rendezvous import leave_word
+from fusion_passes.agreement.rendezvous import (
+    leave_word,
+    note_failed,
+    short_timeout,
+    who_goes_on,
+)
 from fusion_passes.agreement.round import Round
 from fusion_passes.agreement.sharing import sharing_on
 from fusion_passes.agreement.usage import Usage
@@ -32,6 +38,8 @@ class History(Round):
         rounds: how many rounds have ended.
         meets_at: after so many, the ranks speak of their plan (``ddp/replanning.py``); -1: never.
         failures: how many have failed, as far as this rank has said or heard.
+        failed_at: where the ranks say that they have failed, of the last round that has; empty
+            where others come to meet this rank in it, or this one knows that they have failed.
         used: in a static graph, the parameters that some rank has used; ``None`` before its first
             round has ended.
         own_use: of these, what this rank has used in the first round in which it had inputs;
@@ -46,6 +54,7 @@ class History(Round):
     rounds: int = 0
     meets_at: int = -1
     failures: int = 0
+    failed_at: str = ""
     used: frozenset[int] | None = None
     own_use: frozenset[int] | None = None
 
@@ -150,6 +159,31 @@ class History(Round):
         if meeting is not None:
             leave_word(meeting, self.place, reason, texts or {}, is_overtaken=is_overtaken)
 
+    @property
+    def _ends_at(self) -> str:
+        return f"ddp_fusion/{self.key}/{self.rounds}/{self.failures}"
+
+    def note_failed(self) -> None:
+        """Say that this rank's round fails."""
+        meeting = meeting_of(self.module)
+        if meeting is not None and not self.is_alone:
+            note_failed(meeting, self._ends_at)
+
+    def who_goes_on(self, *, waits: bool) -> list[int] | None:
+        """The ranks whose last round has not failed, as this rank's has, and that may have launched
+        what this rank has not; ``None`` if the store does not answer.
+
+        Args:
+            waits: whether ranks that fail at the same time have a moment to say so.
+        """
+        meeting = meeting_of(self.module)
+        if meeting is None or not self.failed_at:
+            return []
+        seconds = short_timeout(meeting) if waits else timedelta()
+        found = who_goes_on(meeting, self.failed_at, seconds)
+        self.failed_at = "" if found == [] else self.failed_at
+        return found
+
     def end_round(self) -> None:
         """All gradients of the round have been reduced."""
         del self.agreed[self.position :]
@@ -162,6 +196,7 @@ class History(Round):
         """The round has ended with an error. All ranks that know of it can try again, and meet
         first: some collectives may have been launched on one rank and not on another. One that has
         only waited in vain, for ranks that have yet to fail, comes to the same place again."""
+        self.failed_at = self._ends_at if self.agreed and not self.is_alone else ""
         self.failures += not self.is_alone
         self.history.clear()
         if self.usage is not None:

@@ -3,6 +3,7 @@ and what it would launch."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -10,11 +11,19 @@ from datetime import timedelta
 from typing import Any, Final
 
 from fusion_passes.agreement.comparing import compare_statements, texts_of
-from fusion_passes.agreement.exchange import Meeting, RendezvousError, asked, exchange
+from fusion_passes.agreement.exchange import (
+    ASKING_SECONDS,
+    Meeting,
+    RendezvousError,
+    asked,
+    exchange,
+    within,
+)
 from fusion_passes.agreement.launches import LaunchList
 
-CHANGING_SECONDS: Final = 2.0
-"""How long a rank that has changed waits for others to; at most an eighth of the timeout."""
+SHORT_SECONDS: Final = 2.0
+"""How long a rank that has changed, or failed, waits for others to; at most an eighth of the
+timeout."""
 
 
 class RanksDisagreeError(RuntimeError):
@@ -68,6 +77,11 @@ class Terms:
     may_lack: bool
 
 
+def short_timeout(meeting: Meeting) -> timedelta:
+    """How long to wait for what others need not do."""
+    return min(timedelta(seconds=SHORT_SECONDS), meeting.timeout / 8)
+
+
 def meet(meeting: Meeting, place: str, statement: str, terms: Terms) -> tuple[str, Any]:
     """Tell the other ranks what this one would launch, and wait for the verdict.
 
@@ -84,9 +98,7 @@ def meet(meeting: Meeting, place: str, statement: str, terms: Terms) -> tuple[st
     Raises:
         RanksDisagreeError: settings differ, a rank has failed, or some have not come.
     """
-    timeout = meeting.timeout
-    if terms.is_change:
-        timeout = min(timedelta(seconds=CHANGING_SECONDS), timeout / 8)
+    timeout = short_timeout(meeting) if terms.is_change else meeting.timeout
     try:
         verdict, said = exchange(
             meeting,
@@ -119,6 +131,28 @@ def leave_word(
     verdict = json.dumps(["failed", {"error": error, "statements": said}])
     # The user's error goes on, whatever becomes of this.
     asked(lambda: meeting.store.compare_set(f"{place}/verdict", "", verdict))
+
+
+def note_failed(meeting: Meeting, place: str) -> None:
+    """Say that this rank's round has failed there, by itself or with another's."""
+    asked(lambda: meeting.store.set(f"{place}/failed/{meeting.rank}", ""))
+
+
+def who_goes_on(meeting: Meeting, place: str, timeout: timedelta) -> list[int] | None:
+    """The ranks whose round has not failed there, within a timeout; ``None`` if the store does not
+    answer."""
+    keys = [f"{place}/failed/{rank}" for rank in range(meeting.world_size)]
+
+    def look() -> list[int]:
+        with contextlib.suppress(RuntimeError):
+            if timeout:
+                meeting.store.wait(keys, timeout)
+        return [rank for rank, key in enumerate(keys) if not meeting.store.check([key])]
+
+    try:
+        return within(timeout.total_seconds() + ASKING_SECONDS, look)
+    except (RuntimeError, TimeoutError, OSError):
+        return None
 
 
 def _silence(meeting: Meeting, said: Mapping[int, str], terms: Terms) -> RanksDisagreeError:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from fusion_passes.agreement.exchange import ASKING_SECONDS
 from fusion_passes.agreement.launches import LaunchList, shown_list
+from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.protocol import participants, why_failed
 from fusion_passes.agreement.rendezvous import RanksDisagreeError
 from fusion_passes.ddp.modules import registry
@@ -56,40 +57,46 @@ def shared_errors(
     try:
         yield
     except Exception as error:
-        names = list(reached())
+        names, start = list(reached()), time.monotonic()
         touched = _touched(before, names)
         # A module that this backward has not come to may have launched on another rank, and what
         # this rank launches next must not pair up with that: the ranks meet first, at all of them.
         failed = [*dict.fromkeys([*touched, *owing(names)])]
+        said: RanksDisagreeError | None
         if isinstance(error, RanksDisagreeError):
             said, cause = _in_words(error), error.__cause__
             if participants[error.module].is_alone:
                 # Ranks that have yet to come to a module's first meeting have not failed.
                 failed = touched
         else:
-            said, cause = _share(error, failed), error
+            said, cause = _share(error, failed, start), error
+        _ask_each(failed, start, lambda participant: participant.note_failed())
         forget(failed)
         if said is not None:
             raise said from cause
         raise
 
 
-def _share(error: Exception, failed: Sequence[str]) -> RanksDisagreeError | None:
+def _share(error: Exception, failed: Sequence[str], start: float) -> RanksDisagreeError | None:
     """Why a collective has failed with this error, if other ranks say so. They are told of it
     otherwise."""
     for name in failed:
         if participants[name].is_local:  # It has no others to ask, nor to tell.
             registry.rejoin(name)
-    start = time.monotonic()
     found = why_failed(failed) if _may_be_a_collectives(error) else None
     if found is not None:
         return _in_words(found)
     reason = f"{type(error).__name__}: {str(error)[:_SHOWN_CHARACTERS]}"
-    for name in failed:
-        # A store that has not answered is not asked again: the error must not wait for it twice.
-        if time.monotonic() - start < ASKING_SECONDS:
-            participants[name].leave_word(reason)
+    _ask_each(failed, start, lambda participant: participant.leave_word(reason))
     return None
+
+
+def _ask_each(failed: Iterable[str], start: float, ask: Callable[[Participant], None]) -> None:
+    """Ask the store for each module, as long as it answers: an error that came at ``start`` must
+    not wait for it twice."""
+    for name in failed:
+        if time.monotonic() - start < ASKING_SECONDS:
+            ask(participants[name])
 
 
 def _may_be_a_collectives(error: Exception) -> bool:

@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.ddp.buffers import BUFFERS_IN, broadcast_buffers, sends_buffers
 from fusion_passes.ddp.expecting import note_forward
+from fusion_passes.ddp.failed_rounds import refuse_unfinished
 from fusion_passes.ddp.foreign import begin_forward, end_forward
 from fusion_passes.ddp.joining import begin_step
-from fusion_passes.ddp.unfinished import UNFINISHED, refuse_unfinished
+from fusion_passes.ddp.unfinished import UNFINISHED
 from fusion_passes.torch_private import begin_no_graph, disable_dynamo, tree_map_only
 from fusion_passes.torch_private.ddp import is_joining
 

@@ -18,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.ddp.buffers import broadcast_buffers, sends_buffers
 from fusion_passes.ddp.disagreement import shared_errors
+from fusion_passes.ddp.failed_rounds import refuse_unfinished
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.rounds import end_without_inputs, fail_backward
-from fusion_passes.ddp.unfinished import UNFINISHED, refuse_unfinished
+from fusion_passes.ddp.unfinished import UNFINISHED
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.ddp import common_rank, divides_by_initial_size, tell_joined
 from fusion_passes.torch_private.stand_ins import AverageOfSome

@@ -23,6 +23,7 @@ from fusion_passes.agreement.protocol import participants
 from fusion_passes.agreement.sharing import end_sharing
 from fusion_passes.ddp.disagreement import shared_errors
 from fusion_passes.ddp.expecting import EXPECTED, LOCAL, ReducerOfManaged
+from fusion_passes.ddp.failed_rounds import note_failed
 from fusion_passes.ddp.late import reduce_late, reduce_without_inputs
 from fusion_passes.ddp.launch_clock import launch_clock
 from fusion_passes.ddp.modules import registry
@@ -273,6 +274,7 @@ def fail_backward(failed: Iterable[str]) -> None:
         if participant.is_local:
             registry.rejoin(name)
         participant.fail_round()
+        note_failed(name)
 
 
 def expect_again(reached: Iterable[str]) -> None:

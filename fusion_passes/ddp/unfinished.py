@@ -99,12 +99,3 @@ def leave_error(ddp: DistributedDataParallel | None, error: str | None) -> None:
     """Leave the next forward of a module, if it is still there, an error, or none."""
     if ddp is not None and getattr(ddp, UNFINISHED) != error:
         setattr(ddp, UNFINISHED, error)
-
-
-def refuse_unfinished(ddp: DistributedDataParallel) -> NoReturn:
-    """Raise the error that the last backward has left for this forward.
-
-    Raises:
-        RuntimeError: as DDP's own reducer raises.
-    """
-    raise_as_ddp(ddp, RuntimeError, getattr(ddp, UNFINISHED))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes import RanksDisagreeError
 from testing.failing import Switch, failing
 from testing.threads import run_at_once
 
@@ -66,9 +67,10 @@ def test_all_modules_of_the_backward_meet_again(run_on_ranks: RUN) -> None:
     assert (mean, mean_there) == (2.0, 2.0)
 
 
-def fails_where_others_launch(way: str) -> tuple[str, str]:
+def fails_where_others_launch(way: str) -> tuple[str, list[str]]:
     """After two steps that were right, the backward of rank 1 fails before anything is launched;
-    that rank goes on at once. Returns what it and the next one have raised."""
+    that rank goes on at once. Returns what it and the next forwards have raised: two at once, and
+    one when the others' backward has failed too."""
     options = {"create_graph": way == "by hand"}
     rank = dist.get_rank()
     seconds = SECONDS if way == "by hand" else COMPILING_SECONDS
@@ -79,8 +81,15 @@ def fails_where_others_launch(way: str) -> tuple[str, str]:
         for _ in range(2):
             assert not _attempt(forward(torch.ones(1, 1)).sum(), **options)
         failed = _attempt(forward(torch.ones(1, 1)).sum(), fails=rank == 1, **options)
-        again = _attempt(forward(torch.full((1, 1), 100.0)).sum(), **options)
-    return failed, again
+        refused = []
+        for is_together in (False, False, True):
+            if is_together:
+                dist.barrier()
+            try:
+                forward(torch.ones(1, 1))
+            except RuntimeError as error:
+                refused.append(str(error))
+    return failed, refused
 
 
 @pytest.mark.parametrize(
@@ -90,11 +99,38 @@ def fails_where_others_launch(way: str) -> tuple[str, str]:
 def test_the_next_step_is_not_averaged_with_one_that_others_are_still_in(
     run_on_ranks: RUN, way: str
 ) -> None:
-    (waiting, _), (failing, again) = run_on_ranks(2, fails_where_others_launch, way=way)
+    (waiting, here), (failing, there) = run_on_ranks(2, fails_where_others_launch, way=way)
     assert failing == "KeyError: 'no gradient'"
+    assert waiting.startswith(RanksDisagreeError.__name__)
     assert "failed on rank 1: KeyError: 'no gradient'" in waiting
-    # Of the meeting, where the others have not come, or of a group that the timeout has ended.
-    assert again
+    assert here == []
+    assert there[0].startswith("Expected to have finished reduction in the prior iteration")
+    assert "has failed on this rank, and not on rank 0" in there[0]
+    assert there == [there[0], there[0]]
+
+
+def fails_on_all_ranks() -> tuple[str, str, float]:
+    """The second of three backwards fails on both ranks, at different times. Returns what that and
+    the last one have raised, and the last one's gradient."""
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    with inductor_config.patch(ddp_fusion="concat"):
+        ddp = DistributedDataParallel(_FailingBetween(), process_group=group)
+        ddp.module.fails.seconds = dist.get_rank() / 2
+        said = []
+        for step in range(3):
+            ddp.module.fails.is_on = step == 1
+            ddp.zero_grad()
+            loss = ddp(torch.full((1, 1), 1.0 + 2.0 * dist.get_rank())).sum()
+            said.append(_attempt(loss, create_graph=True))
+    gradient = ddp.module.first.weight.grad
+    assert gradient is not None
+    return said[1], said[2], float(gradient / ddp.module.last.weight)
+
+
+@pytest.mark.filterwarnings("ignore::fusion_passes.FusionWarning")
+def test_ranks_that_have_all_failed_go_on(run_on_ranks: RUN) -> None:
+    for failed, again, mean in run_on_ranks(2, fails_on_all_ranks):
+        assert (failed, again, mean) == ("KeyError: 'no gradient'", "", 2.0)
 
 
 def fails_without_others() -> tuple[str, str, float]:
