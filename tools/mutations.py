@@ -223,8 +223,15 @@ MUTATIONS: Final = (
     Mutation(
         "failure-of-all-is-not-noticed",
         "ddp/disagreement.py",
-        "        _ask_each(failed, start, lambda participant: participant.note_failed())\n",
-        "",
+        "_ask_each(failed, start, lambda participant: participant.note_failed(",
+        "(lambda *_: None)(failed, start, lambda participant: participant.note_failed(",
+        ("tests/agreement/test_trying_again.py",),
+    ),
+    Mutation(
+        "told-later-is-told-in-time",
+        "agreement/rendezvous.py",
+        'f"{place}/raised/{rank}" for rank in others',
+        'f"{place}/failed/{rank}" for rank in others',
         ("tests/agreement/test_trying_again.py",),
     ),
     Mutation(

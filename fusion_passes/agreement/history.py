@@ -163,11 +163,11 @@ class History(Round):
     def _ends_at(self) -> str:
         return f"ddp_fusion/{self.key}/{self.rounds}/{self.failures}"
 
-    def note_failed(self) -> None:
-        """Say that this rank's round fails."""
+    def note_failed(self, *, is_told: bool) -> None:
+        """Say that this rank's round fails; ``is_told``: since another rank's has."""
         meeting = meeting_of(self.module)
         if meeting is not None and not self.is_alone:
-            note_failed(meeting, self._ends_at)
+            note_failed(meeting, self._ends_at, is_told=is_told)
 
     def who_goes_on(self, *, waits: bool) -> list[int] | None:
         """The ranks whose last round has not failed, as this rank's has, and that may have launched

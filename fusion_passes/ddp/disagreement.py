@@ -70,7 +70,8 @@ def shared_errors(
                 failed = touched
         else:
             said, cause = _share(error, failed, start), error
-        _ask_each(failed, start, lambda participant: participant.note_failed())
+        is_told = said is not None and bool(said.failure)
+        _ask_each(failed, start, lambda participant: participant.note_failed(is_told=is_told))
         forget(failed)
         if said is not None:
             raise said from cause

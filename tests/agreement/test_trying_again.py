@@ -133,6 +133,35 @@ def test_ranks_that_have_all_failed_go_on(run_on_ranks: RUN) -> None:
         assert (failed, again, mean) == ("KeyError: 'no gradient'", "", 2.0)
 
 
+def leaves_a_step_out() -> list[str]:
+    """Rank 0 leaves a step out, for which the other one waits in vain, and both go on with the next
+    one. Returns what each step has raised."""
+    group = dist.new_group(timeout=timedelta(seconds=SECONDS))
+    said = []
+    with inductor_config.patch(ddp_fusion="concat"):
+        ddp = DistributedDataParallel(nn.Linear(1, 1), process_group=group)
+        for step in range(3):
+            if step == 1 and dist.get_rank() == 0:
+                said.append("left out")
+            else:
+                try:
+                    ddp(torch.ones(1, 1)).sum().backward(create_graph=True)
+                    said.append("")
+                except RuntimeError as error:
+                    said.append(str(error))
+            dist.barrier()
+    return said
+
+
+@pytest.mark.filterwarnings("ignore::fusion_passes.FusionWarning")
+def test_a_rank_does_not_wait_for_one_that_fails_in_a_later_step(run_on_ranks: RUN) -> None:
+    (_, left_out, told), (right, timed_out, refused) = run_on_ranks(2, leaves_a_step_out)
+    assert (left_out, right) == ("left out", "")
+    assert "Timed out" in timed_out
+    assert "failed on rank 1" in told
+    assert refused.startswith("Expected to have finished reduction in the prior iteration")
+
+
 def fails_without_others() -> tuple[str, str, float]:
     """On rank 1, a backward under ``no_sync`` fails between two steps. Returns what that and the
     second step have raised, and the second step's gradient."""
