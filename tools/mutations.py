@@ -181,8 +181,8 @@ MUTATIONS: Final = (
     Mutation(
         "failure-of-some-modules",
         "ddp/disagreement.py",
-        "        forget(failed)\n",
-        "        forget(touched)\n",
+        "forget(failed, _may",
+        "forget(touched, _may",
         ("tests/agreement/test_trying_again.py",),
     ),
     Mutation(
@@ -223,15 +223,15 @@ MUTATIONS: Final = (
     Mutation(
         "failure-of-all-is-not-noticed",
         "ddp/disagreement.py",
-        "_ask_each(failed, start, lambda participant: participant.note_failed(",
-        "(lambda *_: None)(failed, start, lambda participant: participant.note_failed(",
+        "        _ask_each(failed, start, lambda participant: participant.note_failed())\n",
+        "",
         ("tests/agreement/test_trying_again.py",),
     ),
     Mutation(
-        "told-later-is-told-in-time",
-        "agreement/rendezvous.py",
-        'f"{place}/raised/{rank}" for rank in others',
-        'f"{place}/failed/{rank}" for rank in others',
+        "broken-group-is-met-on",
+        "ddp/failed_rounds.py",
+        "    if participant.is_broken:\n",
+        "    if False:\n",
         ("tests/agreement/test_trying_again.py",),
     ),
     Mutation(

@@ -40,6 +40,7 @@ class History(Round):
         failures: how many have failed, as far as this rank has said or heard.
         failed_at: where the ranks say that they have failed, of the last round that has; empty
             where others come to meet this rank in it, or this one knows that they have failed.
+        is_broken: whether a collective of a round has failed.
         used: in a static graph, the parameters that some rank has used; ``None`` before its first
             round has ended.
         own_use: of these, what this rank has used in the first round in which it had inputs;
@@ -55,6 +56,7 @@ class History(Round):
     meets_at: int = -1
     failures: int = 0
     failed_at: str = ""
+    is_broken: bool = False
     used: frozenset[int] | None = None
     own_use: frozenset[int] | None = None
 
@@ -163,11 +165,11 @@ class History(Round):
     def _ends_at(self) -> str:
         return f"ddp_fusion/{self.key}/{self.rounds}/{self.failures}"
 
-    def note_failed(self, *, is_told: bool) -> None:
-        """Say that this rank's round fails; ``is_told``: since another rank's has."""
+    def note_failed(self) -> None:
+        """Say that this rank's round fails."""
         meeting = meeting_of(self.module)
         if meeting is not None and not self.is_alone:
-            note_failed(meeting, self._ends_at, is_told=is_told)
+            note_failed(meeting, self._ends_at)
 
     def who_goes_on(self, *, waits: bool) -> list[int] | None:
         """The ranks whose last round has not failed, as this rank's has, and that may have launched
@@ -192,10 +194,12 @@ class History(Round):
             self.agreed[:] = self.usage.end_round(self.kind, self.agreed)
         self.begin()
 
-    def fail_round(self) -> None:
-        """The round has ended with an error. All ranks that know of it can try again, and meet
-        first: some collectives may have been launched on one rank and not on another. One that has
-        only waited in vain, for ranks that have yet to fail, comes to the same place again."""
+    def fail_round(self, *, is_broken: bool = False) -> None:
+        """The round has ended with an error, of a collective if ``is_broken``. All ranks that know
+        of it can try again, and meet first: some collectives may have been launched on one rank and
+        not on another. One that has only waited in vain, for ranks that have yet to fail, comes to
+        the same place again."""
+        self.is_broken |= is_broken
         self.failed_at = self._ends_at if self.agreed and not self.is_alone else ""
         self.failures += not self.is_alone
         self.history.clear()

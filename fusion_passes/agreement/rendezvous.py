@@ -133,35 +133,21 @@ def leave_word(
     asked(lambda: meeting.store.compare_set(f"{place}/verdict", "", verdict))
 
 
-def note_failed(meeting: Meeting, place: str, *, is_told: bool) -> None:
-    """Say that this rank's round has failed there; ``is_told``: since another rank's has."""
-
-    def say() -> None:
-        for what in ["failed"] if is_told else ["raised", "failed"]:
-            meeting.store.set(f"{place}/{what}/{meeting.rank}", "")
-
-    asked(say)
+def note_failed(meeting: Meeting, place: str) -> None:
+    """Say that this rank's round has failed there, by itself or with another's."""
+    asked(lambda: meeting.store.set(f"{place}/failed/{meeting.rank}", ""))
 
 
 def who_goes_on(meeting: Meeting, place: str, timeout: timedelta) -> list[int] | None:
-    """The ranks whose round has not failed there; ``None`` if the store does not answer.
-
-    Args:
-        meeting: of the ranks.
-        place: where they say so.
-        timeout: how long it waits for ranks that fail by themselves, at the same time. One that is
-            told meanwhile may have gone on until now, and failed in a later step.
-    """
+    """The ranks whose round has not failed there, within a timeout; ``None`` if the store does not
+    answer."""
+    keys = [f"{place}/failed/{rank}" for rank in range(meeting.world_size)]
 
     def look() -> list[int]:
-        ranks = range(meeting.world_size)
-        others = [rank for rank in ranks if not meeting.store.check([f"{place}/failed/{rank}"])]
-        if not others or not timeout:
-            return others
-        raised = {rank: f"{place}/raised/{rank}" for rank in others}
         with contextlib.suppress(RuntimeError):
-            meeting.store.wait(list(raised.values()), timeout)
-        return [rank for rank, key in raised.items() if not meeting.store.check([key])]
+            if timeout:
+                meeting.store.wait(keys, timeout)
+        return [rank for rank, key in enumerate(keys) if not meeting.store.check([key])]
 
     try:
         return within(timeout.total_seconds() + ASKING_SECONDS, look)

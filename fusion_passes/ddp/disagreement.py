@@ -39,7 +39,7 @@ _SHOWN_CHARACTERS: Final = 500
 def shared_errors(
     reached: Callable[[], Iterable[str]],
     owing: Callable[[Iterable[str]], Iterable[str]],
-    forget: Callable[[Iterable[str]], None],
+    forget: Callable[[Iterable[str], bool], None],
 ) -> Iterator[None]:
     """Around a backward: an error of one rank reaches the others, and says where they disagree.
 
@@ -47,7 +47,8 @@ def shared_errors(
         reached: gives the names of the managed modules that the backward reaches; called after an
             error only, as all of these are.
         owing: gives those of them whose averages other ranks wait for.
-        forget: forgets what the ranks have agreed on, of modules whose backward has failed.
+        forget: forgets what the ranks have agreed on, of modules whose backward has failed; the
+            second argument says whether a collective has.
 
     Raises:
         RanksDisagreeError: the ranks run different collectives, or another rank has failed. A
@@ -70,9 +71,8 @@ def shared_errors(
                 failed = touched
         else:
             said, cause = _share(error, failed, start), error
-        is_told = said is not None and bool(said.failure)
-        _ask_each(failed, start, lambda participant: participant.note_failed(is_told=is_told))
-        forget(failed)
+        _ask_each(failed, start, lambda participant: participant.note_failed())
+        forget(failed, _may_be_a_collectives(error))
         if said is not None:
             raise said from cause
         raise

@@ -263,17 +263,18 @@ def owing(reached: Iterable[str]) -> list[str]:
     return [n for n, ddp in modules.items() if ddp is not None and getattr(ddp, EXPECTED)]
 
 
-def fail_backward(failed: Iterable[str]) -> None:
+def fail_backward(failed: Iterable[str], is_broken: bool) -> None:
     """After a backward that has failed: rounds are forgotten, as if they had not begun.
 
     Args:
         failed: names of the modules whose rounds have failed with it.
+        is_broken: whether a collective has failed.
     """
     for name in failed:
         participant = participants[name]
         if participant.is_local:
             registry.rejoin(name)
-        participant.fail_round()
+        participant.fail_round(is_broken=is_broken)
         note_failed(name)
 
 
