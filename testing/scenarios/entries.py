@@ -50,6 +50,7 @@ class Scenario:
             too. Empty: only nightly jobs train it.
         each_torch: whether a check trains it on the oldest and the newest torch too, in its first
             dtype.
+        newest_torch: as that, but costly, and left to nightly jobs on the oldest.
         fails_on_oldest: why torch 2.11 cannot train it.
     """
 
@@ -73,4 +74,5 @@ class Scenario:
     quick: tuple[str, ...] = ()
     tested: tuple[str, ...] = ()
     each_torch: bool = False
+    newest_torch: bool = False
     fails_on_oldest: str = ""

@@ -49,10 +49,11 @@ def _parts(tested: str) -> tuple[str, str]:
 
 def _marks(scenario: Scenario, dtype: str, *, is_now: bool) -> list[Any]:
     why = scenario.fails_on_oldest
-    on_each_torch = scenario.each_torch and dtype == scenario.dtypes[0]
+    is_first = dtype == scenario.dtypes[0]
     return [
         *([] if is_now else [pytest.mark.nightly]),
-        *([pytest.mark.each_torch] if on_each_torch else []),
+        *([pytest.mark.each_torch] if scenario.each_torch and is_first else []),
+        *([pytest.mark.newest_torch] if scenario.newest_torch and is_first else []),
         *([pytest.mark.xdist_group(_GROUPS[scenario.ranks])] if scenario.ranks > 2 else []),
         *([pytest.mark.skip(reason=why)] if why and torch.__version__ < "2.13" else []),
     ]

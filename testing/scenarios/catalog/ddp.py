@@ -43,7 +43,7 @@ PARAMETERS = [
         "shapes:layouts_kept",
         launches=1,
         tested=CONCAT,
-        each_torch=True,
+        newest_torch=True,
     ),
     on_two("scalars", "scalar and empty parameters", "shapes:scalars", launches=1, tested=CONCAT),
     on_two("complex", "complex parameters", "shapes:complex_numbers", launches=2),

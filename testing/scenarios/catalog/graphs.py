@@ -74,7 +74,7 @@ PARTS = [
         "`torch.compiler.disable` on a gradient hook, `no_sync`",
         "parts:broken_backward",
         tested=COALESCED,
-        each_torch=True,
+        newest_torch=True,
     ),
 ]
 

@@ -68,7 +68,7 @@ LOOPS = [
         "loops:automatic_dynamic",
         launches=1,
         tested=CONCAT,
-        each_torch=True,
+        newest_torch=True,
     ),
     on_two("checkpointing", "activation checkpointing", "loops:checkpointing"),
     on_two(

@@ -67,7 +67,7 @@ PARALLELISMS = [
         "tensor:colwise_rowwise_inside",
         launches=1,
         tested=COALESCED,
-        each_torch=True,
+        newest_torch=True,
     ),
     on_four(
         "tp",

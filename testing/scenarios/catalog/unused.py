@@ -101,7 +101,7 @@ UNUSED = [
         "unused:in_equal_parts",
         graph="aot_autograd",
         tested=CONCAT,
-        each_torch=True,
+        newest_torch=True,
     ),
     on_two(
         "unused-other-parts",
