@@ -230,6 +230,7 @@ def _in_another_order(mode: str) -> tuple[str, bool]:
     return "", False
 
 
+@pytest.mark.nightly  # Most of it is waiting; what a rank does there is tested above.
 def test_ranks_in_another_order_are_told_why(run_on_ranks: RUN) -> None:
     for text, is_overtaken in run_on_ranks(2, _in_another_order, mode="concat"):
         assert "Collectives that are not DDP's lie between them" in text

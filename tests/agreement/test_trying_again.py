@@ -93,7 +93,8 @@ def fails_where_others_launch(way: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "way", ["compiled", pytest.param("traced", marks=pytest.mark.nightly), "by hand"]
+    "way",
+    [*(pytest.param(w, marks=pytest.mark.nightly) for w in ("compiled", "traced")), "by hand"],
 )
 @pytest.mark.filterwarnings("ignore::fusion_passes.FusionWarning")
 def test_the_next_step_is_not_averaged_with_one_that_others_are_still_in(

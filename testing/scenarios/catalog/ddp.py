@@ -177,7 +177,6 @@ BUFFERS = [
         tolerance_eps=ROUNDS_EPS,
         by_hand=True,
         launches=3,
-        tested=CONCAT,
     ),
     on_two(
         "batch-norm-evaluated",

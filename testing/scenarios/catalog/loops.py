@@ -68,7 +68,6 @@ LOOPS = [
         "loops:automatic_dynamic",
         launches=1,
         tested=CONCAT,
-        newest_torch=True,
     ),
     on_two("checkpointing", "activation checkpointing", "loops:checkpointing"),
     on_two(

@@ -245,7 +245,7 @@ def _words_of(text: str) -> list[str]:
 def static_graph_that_changes(run: Run) -> None:
     """It uses parameters that its first iteration has not used, or fewer; traced and not."""
     changes = [[0, 0, 1, 0], [0, 2, 0, 0], [2, 2, 0, 2]]
-    for stance, lists in (("default", changes), ("force_eager", changes[:2])):
+    for stance, lists in (("default", changes), ("force_eager", changes[:1])):
         for sides in lists:
             ddp = run.ddp(_Sides(), static_graph=True)
 
