@@ -31,6 +31,9 @@ _OVERTAKEN: Final = (
     "the same order on all ranks."
 )
 
+_GLOOS: Final = ("gloo", "pair closure", "monitoredBarrier")
+"""What errors of Gloo's have in their texts; they have no class of their own."""
+
 _SHOWN_CHARACTERS: Final = 500
 """Of another rank's error."""
 
@@ -101,11 +104,10 @@ def _ask_each(failed: Iterable[str], start: float, ask: Callable[[Participant], 
 
 
 def _may_be_a_collectives(error: Exception) -> bool:
-    """Whether a collective may have raised an error. A user's own goes on as it is, whatever the
-    other ranks do. Gloo's have no class of their own."""
-    is_plain = type(error) is RuntimeError
-    texts = ("gloo", "pair closure", "collective")
-    return isinstance(error, dist.DistError) or (is_plain and any(t in str(error) for t in texts))
+    """Whether a collective has raised an error, as far as can be told. A user's own goes on as it
+    is, whatever the other ranks do."""
+    texts = _GLOOS if type(error) is RuntimeError else ()
+    return isinstance(error, dist.DistError) or any(text in str(error) for text in texts)
 
 
 def _progress() -> dict[str, tuple[int, int, int]]:
