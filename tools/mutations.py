@@ -202,8 +202,8 @@ MUTATIONS: Final = (
     Mutation(
         "failure-told-to-nobody",
         "ddp/disagreement.py",
-        "        if participants[name].is_local:  # It has no others",
-        "        if False:  # It has no others",
+        "            if participants[name].is_local:  # It has no others",
+        "            if False:  # It has no others",
         ("tests/agreement/test_trying_again.py",),
     ),
     Mutation(

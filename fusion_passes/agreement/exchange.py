@@ -228,9 +228,14 @@ def within(
     return results[0]
 
 
-def asked(ask: Callable[[], _T]) -> _T | None:
-    """What ``ask`` returns; ``None`` where the store does not answer, in time or at all."""
+def asked(ask: Callable[[], _T], waits: float = 0.0) -> _T | None:
+    """What ``ask`` returns; ``None`` where the store does not answer, in time or at all.
+
+    Args:
+        ask: is called in a thread.
+        waits: for how many seconds it waits for other ranks.
+    """
     try:
-        return within(ASKING_SECONDS, ask)
+        return within(waits + ASKING_SECONDS, ask)
     except (RuntimeError, TimeoutError, OSError):
         return None

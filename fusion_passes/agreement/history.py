@@ -183,7 +183,8 @@ class History(Round):
             return []
         seconds = short_timeout(meeting) if waits else timedelta()
         found = who_goes_on(meeting, self.failed_at, seconds)
-        self.failed_at = "" if found == [] else self.failed_at
+        if found == []:
+            self.failed_at = ""
         return found
 
     def end_round(self) -> None:

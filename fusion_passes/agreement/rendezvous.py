@@ -11,14 +11,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from fusion_passes.agreement.comparing import compare_statements, texts_of
-from fusion_passes.agreement.exchange import (
-    ASKING_SECONDS,
-    Meeting,
-    RendezvousError,
-    asked,
-    exchange,
-    within,
-)
+from fusion_passes.agreement.exchange import Meeting, RendezvousError, asked, exchange
 from fusion_passes.agreement.launches import LaunchList
 
 SHORT_SECONDS: Final = 2.0
@@ -149,10 +142,7 @@ def who_goes_on(meeting: Meeting, place: str, timeout: timedelta) -> list[int] |
                 meeting.store.wait(keys, timeout)
         return [rank for rank, key in enumerate(keys) if not meeting.store.check([key])]
 
-    try:
-        return within(timeout.total_seconds() + ASKING_SECONDS, look)
-    except (RuntimeError, TimeoutError, OSError):
-        return None
+    return asked(look, timeout.total_seconds())
 
 
 def _silence(meeting: Meeting, said: Mapping[int, str], terms: Terms) -> RanksDisagreeError:

@@ -31,7 +31,7 @@ _OVERTAKEN: Final = (
     "the same order on all ranks."
 )
 
-_GLOOS: Final = ("gloo", "pair closure", "monitoredBarrier")
+_GLOO_TEXTS: Final = ("gloo", "pair closure", "monitoredBarrier")
 """What errors of Gloo's have in their texts; they have no class of their own."""
 
 _SHOWN_CHARACTERS: Final = 500
@@ -66,6 +66,9 @@ def shared_errors(
         # A module that this backward has not come to may have launched on another rank, and what
         # this rank launches next must not pair up with that: the ranks meet first, at all of them.
         failed = [*dict.fromkeys([*touched, *owing(names)])]
+        for name in failed:
+            if participants[name].is_local:  # It has no others to ask, nor to tell.
+                registry.rejoin(name)
         said: RanksDisagreeError | None
         if isinstance(error, RanksDisagreeError):
             said, cause = _in_words(error), error.__cause__
@@ -84,9 +87,6 @@ def shared_errors(
 def _share(error: Exception, failed: Sequence[str], start: float) -> RanksDisagreeError | None:
     """Why a collective has failed with this error, if other ranks say so. They are told of it
     otherwise."""
-    for name in failed:
-        if participants[name].is_local:  # It has no others to ask, nor to tell.
-            registry.rejoin(name)
     found = why_failed(failed) if _may_be_a_collectives(error) else None
     if found is not None:
         return _in_words(found)
@@ -106,7 +106,7 @@ def _ask_each(failed: Iterable[str], start: float, ask: Callable[[Participant], 
 def _may_be_a_collectives(error: Exception) -> bool:
     """Whether a collective has raised an error, as far as can be told. A user's own goes on as it
     is, whatever the other ranks do."""
-    texts = _GLOOS if type(error) is RuntimeError else ()
+    texts = _GLOO_TEXTS if type(error) is RuntimeError else ()
     return isinstance(error, dist.DistError) or any(text in str(error) for text in texts)
 
 

@@ -271,10 +271,7 @@ def fail_backward(failed: Iterable[str], is_broken: bool) -> None:
         is_broken: whether a collective has failed.
     """
     for name in failed:
-        participant = participants[name]
-        if participant.is_local:
-            registry.rejoin(name)
-        participant.fail_round(is_broken=is_broken)
+        participants[name].fail_round(is_broken=is_broken)
         note_failed(name)
 
 
