@@ -83,7 +83,9 @@ def test_second_process_hits_and_is_fused(first: tuple[Path, dict[str, Any]], ca
         pytest.param({"flag": "0.00005"}, id="cap by option", marks=pytest.mark.nightly),
         pytest.param({"cap": 0.00005}, id="cap of the module"),
         pytest.param({"version": "0.0.0+another"}, id="version", marks=pytest.mark.nightly),
-        pytest.param({"flag": "compiled_autograd"}, id="graph that reduces"),
+        pytest.param(
+            {"flag": "compiled_autograd"}, id="graph that reduces", marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_another_setting_misses(cache: Path, change: dict[str, Any]) -> None:
@@ -93,13 +95,14 @@ def test_another_setting_misses(cache: Path, change: dict[str, Any]) -> None:
     assert not any(report["from_cache"] for report in said["reports"])
 
 
+@pytest.mark.parametrize("machines", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_saved_artifacts_start_another_machine(
-    first: tuple[Path, dict[str, Any]], tmp_path: Path
+    first: tuple[Path, dict[str, Any]], tmp_path: Path, machines: int
 ) -> None:
     """On an empty cache, by ``torch.compiler.load_cache_artifacts``, the reports with the graphs;
     and what was saved there once more starts a third one."""
     source = first[0] / "artifacts"
-    for number in range(2):
+    for number in range(machines):
         saved = tmp_path / f"artifacts{number}"
         said = _train(tmp_path / f"cache{number}", "--load", str(source), "--save", str(saved))
         assert (said["misses"], said["bypasses"], said["traced"]) == (0, 0, 0)

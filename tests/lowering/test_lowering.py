@@ -276,7 +276,7 @@ def results(run_on_ranks: RUN, request: pytest.FixtureRequest) -> list[dict[str,
         pytest.param("on each torch", name, marks=pytest.mark.each_torch)
         if name in EACH_TORCH
         else ("once", name)
-        for name in CASES
+        for name in sorted(CASES, key=EACH_TORCH.__contains__)  # Each job once.
     ],
     indirect=["results"],
 )

@@ -51,7 +51,6 @@ PARAMETERS = [
         "complex-kept",
         "complex gradients kept, an eager forward among them",
         "shapes:complex_that_stay",
-        tested=CONCAT,
     ),
     on_two("shared-storage", "parameters that share a storage", "reducer:shared_storage"),
 ]

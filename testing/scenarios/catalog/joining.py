@@ -73,7 +73,6 @@ JOIN = [
         "join-static-graph-unused",
         "`join`, `static_graph`, parameters that no rank or one rank uses",
         "joining:with_a_static_graph_of_some",
-        tested=CONCAT,
     ),
     on_two(
         "join-optimizer",
@@ -89,6 +88,5 @@ JOIN = [
         "DDP on 4 ranks, `join(divide_by_initial_world_size=False)`",
         "joining:divided",
         tolerance_eps=THIRDS_EPS,
-        tested=CONCAT,
     ),
 ]

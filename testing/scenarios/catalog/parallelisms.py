@@ -49,7 +49,6 @@ PARALLELISMS = [
         "update-group",
         "DDP on 4 ranks, `_update_process_group`, other pairs and all",
         "reducer:another_group",
-        tested=CONCAT,
     ),
     on_four(
         "tp",

@@ -147,7 +147,6 @@ UNUSED = [
         "unused-in-parts-of-two",
         "`find_unused_parameters`, blocks left out, another module on the group",
         "unused:in_parts_beside_another",
-        tested=CONCAT,
     ),
     on_two(
         "unused-beside-foreign",
@@ -155,7 +154,6 @@ UNUSED = [
         "foreign:with_unused",
         becomes="equal, unfused",
         warns=BESIDE_FOREIGN,
-        tested=CONCAT,
     ),
     on_two("skip-unused", "`skip_all_reduce_unused_params`", "unused:skipped_reduction"),
     on_two(
