@@ -159,10 +159,7 @@ MUTATIONS: Final = (
         "agreement/usage.py",
         "        return bool(launches.foreign or self.has_foreign or is_likely)",
         "        return bool(self.has_foreign and is_likely)",
-        (
-            "tests/agreement/test_foreign.py",
-            f"{_SCENARIOS}::test_trains_as_eager_ddp[unused-beside-foreign-concat]",
-        ),
+        ("tests/agreement/test_foreign.py",),
     ),
     Mutation(
         "follows-behind-foreign",
@@ -170,6 +167,20 @@ MUTATIONS: Final = (
         "        if expected is not None and expected.is_overtaken(launches.foreign):\n",
         "        if expected is None and launches.foreign < 0:\n",
         ("tests/agreement/test_foreign.py",),
+    ),
+    Mutation(
+        "sizes-counted-as-edges",
+        "ddp/aot_forward.py",
+        "for edge, index in enumerate(tensors)}",
+        "for edge, index in enumerate(range(len(inputs)))}",
+        (f"{_SCENARIOS}::test_trains_as_eager_ddp[mark-dynamic-coalesced]",),
+    ),
+    Mutation(
+        "second-derivatives-are-traced",
+        "ddp/traceable.py",
+        " and not _differentiates_gradients(outputs)",
+        "",
+        ("tests/ddp/test_traceable.py",),
     ),
     Mutation(
         "grad-overwrites-what-it-keeps",

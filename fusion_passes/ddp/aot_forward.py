@@ -81,7 +81,10 @@ def find_reduced_inputs(
         map(is_tensor_subclass, inputs)
     ):
         return None
-    index_of = {id(value): index for index, value in enumerate(inputs) if isinstance(value, Tensor)}
+    tensors = {index: value for index, value in enumerate(inputs) if isinstance(value, Tensor)}
+    index_of = {id(value): index for index, value in tensors.items()}
+    # An autograd node has an edge for each tensor among its inputs, and none for a symbolic size.
+    edge_of = {index: edge for edge, index in enumerate(tensors)}
     found: list[ReducedInput] = []
     needs_all = False
     for ddp in registry.modules():
@@ -109,6 +112,6 @@ def find_reduced_inputs(
     if not found or len({item.index for item in found}) < len(found):
         return None
     known = ReducedInputs(tuple(sorted(found, key=lambda i: i.index)), len(inputs), needs_all)
-    places = [(item.index, numbered(inputs[item.index])) for item in known.inputs]
+    places = [(edge_of[item.index], numbered(inputs[item.index])) for item in known.inputs]
     aot_backwards.prepared.add(Described.of(places, config))
     return known

@@ -10,7 +10,7 @@ from torch import nn
 
 from fusion_passes.ddp.autograd_graph import Ends, ends_of
 from fusion_passes.ddp.modules import registry
-from fusion_passes.ddp.tensor_parallel import can_be_traced
+from fusion_passes.ddp.traceable import can_be_traced
 from fusion_passes.torch_private import (
     has_flattened_parameters,
     has_fully_sharded_modules,

@@ -174,7 +174,7 @@ def _remove_hooks(model: nn.Module) -> None:
 # --- Backwards that cannot be traced -------------------------------------------------------------
 
 
-def can_be_traced(outputs: Sequence[Any]) -> bool:
+def dtensors_can_be_traced(outputs: Sequence[Any]) -> bool:
     """Return whether compiled autograd can trace a backward's DTensors; warn if not.
 
     Args:

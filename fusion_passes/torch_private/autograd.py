@@ -4,8 +4,8 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, Final
 
 import torch
 from torch import Tensor, fx, nn
@@ -67,6 +67,16 @@ def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
 def sequence_number(node: Any) -> int:
     """The number of an autograd node, which no other has in its thread."""
     return int(node._sequence_nr())
+
+
+def differentiates_a_backward(node: Any) -> bool:
+    """Whether an autograd node differentiates a backward that was run with ``create_graph=True``:
+    of an operator of torch's (``GeluBackwardBackward0``) or of a compiled forward. A ``Function``
+    of the user's has no number at its end."""
+    name: str = node.name()
+    kind = name.rstrip("0123456789")
+    is_theirs = kind == name and kind != "CompiledFunctionBackwardBackward"
+    return kind.endswith("BackwardBackward") and not is_theirs
 
 
 def compiled_forward(context: Any) -> Any:
@@ -137,6 +147,31 @@ def tracing_backwards(
         compiler, dynamic=dynamic
     )
     return context
+
+
+@contextlib.contextmanager
+def weak_marks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """A context in which ``torch._dynamo.mark_dynamic`` means what ``maybe_mark_dynamic`` does.
+
+    Args:
+        tensors: that may be marked.
+    """
+    marked = {id(tensor): vars(tensor) for tensor in tensors if hasattr(tensor, _STRICT_MARKS)}
+    before = {number: dict(attributes) for number, attributes in marked.items()}
+    for attributes in marked.values():
+        strict = attributes.pop(_STRICT_MARKS)
+        attributes[_WEAK_MARKS] = strict | attributes.get(_WEAK_MARKS, set())
+    try:
+        yield
+    finally:
+        for number, attributes in marked.items():
+            attributes.pop(_WEAK_MARKS, None)
+            attributes.update(before[number])
+
+
+_STRICT_MARKS: Final = "_dynamo_dynamic_indices"
+_WEAK_MARKS: Final = "_dynamo_weak_dynamic_indices"
+"""Attributes of tensors: sets of dimensions (torch 2.11 to 2.15)."""
 
 
 # --- The engine ----------------------------------------------------------------------------------

@@ -21,6 +21,14 @@ BACKWARDS = [
         tested=CONCAT,
     ),
     on_two(
+        "gradient-penalty",
+        "a loss with gradients in it, of a model that is not compiled",
+        "backwards:gradient_penalty",
+        becomes="equal, unfused",
+        warns=("it differentiates gradients",),
+        tested=CONCAT,
+    ),
+    on_two(
         "no-sync-elsewhere",
         "`no_sync` around a forward or its backward alone",
         "backwards:no_sync_elsewhere",

@@ -61,7 +61,13 @@ LOOPS = [
     ),
     on_two("evaluation", "evaluation between steps", "loops:evaluation_between"),
     on_two("reduce-overhead", '`mode="reduce-overhead"`', "loops:reduce_overhead"),
-    on_two("dynamic", "`dynamic=True`, several batch sizes", "loops:dynamic", launches=1),
+    on_two(
+        "dynamic",
+        "`dynamic=True`, several batch sizes",
+        "loops:dynamic",
+        launches=1,
+        graph="aot_autograd",
+    ),
     on_two(
         "automatic-dynamic",
         "several batch sizes, backward inside",
@@ -94,9 +100,10 @@ LOOPS = [
     ),
     on_two(
         "mark-dynamic",
-        "`maybe_mark_dynamic`",
+        "`mark_dynamic`",
         "shapes:marked_dynamic",
         launches=1,
+        graph="aot_autograd",
         tested=COALESCED,
     ),
     on_two(

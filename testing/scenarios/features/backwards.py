@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fusion_passes import FusionConfig
-from testing.models import linear_loss
+from testing.models import OUTPUTS, WIDTH, linear_loss
 from testing.scenarios.loop import BySign, backwards
 from testing.scenarios.run import Run, synced_if
 
@@ -28,6 +28,24 @@ def backward_twice(run: Run) -> None:
         (outputs[:2] * factors[:2]).sum().backward(retain_graph=True)
         run.note_backward(ddp)
         (outputs[2:] * factors[2:]).sum().backward()
+        run.note_backward(ddp)
+        optimizer.step()
+    run.note_end(ddp)
+
+
+def gradient_penalty(run: Run) -> None:
+    """A loss that has gradients in it: of a model that is not compiled, for torch has no second
+    derivative of one that is."""
+    torch.manual_seed(0)
+    layers = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, OUTPUTS)
+    ddp = run.ddp(nn.Sequential(*layers))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(3):
+        optimizer.zero_grad()
+        inputs, factors = run.rows(step)
+        outputs = ddp(inputs.requires_grad_())
+        (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        ((outputs * factors).mean() + slope.square().mean()).backward()
         run.note_backward(ddp)
         optimizer.step()
     run.note_end(ddp)

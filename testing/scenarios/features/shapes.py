@@ -124,22 +124,20 @@ def recompiled(run: Run) -> None:
 
 
 def marked_dynamic(run: Run) -> None:
-    """``maybe_mark_dynamic`` on the batch: torch refuses a strict mark where the traced backward of
-    an eager loss fixes a size."""
-    _train_marked(run, torch._dynamo.maybe_mark_dynamic)
+    """``mark_dynamic`` on the batch, which allows no compile to fix its size."""
+    _train_marked(run)
 
 
 def marked_dynamic_inside(run: Run) -> None:
     """``mark_dynamic`` on the batch, with the backward inside of the compiled function."""
-    _train_marked(run, torch._dynamo.mark_dynamic, style="inside")
+    _train_marked(run, style="inside")
 
 
-def _train_marked(run: Run, mark: Any, **loop: Any) -> None:
-
+def _train_marked(run: Run, **loop: Any) -> None:
     def draw(generator: torch.Generator, size: int) -> Batch:
         batch = models.whole_rows(generator, size)
         for tensor in batch:
-            mark(tensor, 0)
+            torch._dynamo.mark_dynamic(tensor, 0)
         return batch
 
     train(run, run.ddp(run.mlp()), Loop(steps=4, sizes=(2, 4, 3, 5), draw=draw, **loop))

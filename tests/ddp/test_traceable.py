@@ -1,0 +1,79 @@
+"""What compiled autograd cannot trace of its own: a size that ``torch._dynamo.mark_dynamic`` has
+marked is fixed in a trace, and the backward of a backward is not traced."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch._dynamo
+import torch._functorch.config
+import torch._inductor.config as inductor_config
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fusion_passes import FusionConfig, FusionWarning
+from testing.fake_world import one_rank, without_kernels
+
+pytestmark = pytest.mark.each_torch
+
+
+def _model() -> nn.Module:
+    """Its backward, traced, fixes the size of a batch."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+
+def _train(flag: FusionConfig | None) -> list[Tensor]:
+    """The gradients of three steps, of which the last two have another batch size."""
+    torch._dynamo.reset()
+    gradients = []
+    with inductor_config.patch(ddp_fusion=flag), one_rank():
+        ddp = DistributedDataParallel(_model())
+        model = torch.compile(ddp) if flag else ddp
+        for size in (3, 5, 5):
+            x = torch.arange(4.0 * size).view(size, 4) / 8
+            torch._dynamo.mark_dynamic(x, 0)
+            torch._dynamo.maybe_mark_dynamic(x, 1)
+            ddp.zero_grad()
+            loss = model(x).square().mean()
+            marks = {name: set(value) for name, value in vars(x).items() if "indices" in name}
+            loss.backward()
+            assert {name: vars(x)[name] for name in marks} == marks
+            gradients += [parameter.grad for parameter in ddp.parameters()]
+    return gradients
+
+
+def test_a_traced_backward_may_fix_them() -> None:
+    flag = FusionConfig(backward_graph="compiled_autograd")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FusionWarning)
+        torch.testing.assert_close(_train(flag), _train(None))
+
+
+def test_a_mark_is_there_again_after_an_error() -> None:
+    flag = FusionConfig(backward_graph="compiled_autograd")
+    torch._dynamo.reset()
+    with inductor_config.patch(ddp_fusion=flag), one_rank(), without_kernels():
+        ddp = DistributedDataParallel(_model())
+        x = torch.ones(3, 4)
+        torch._dynamo.mark_dynamic(x, 0)
+        out = torch.compile(ddp)(x)
+        next(ddp.parameters()).register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            out.sum().backward()
+        assert x._dynamo_dynamic_indices == {0}  # type: ignore[attr-defined]
+
+
+@torch._functorch.config.patch(donated_buffer=False)
+def test_a_second_derivative_of_what_is_compiled_is_torchs_own_error() -> None:
+    torch._dynamo.reset()
+    with inductor_config.patch(ddp_fusion="concat"), one_rank(), without_kernels():
+        x = torch.ones(2, 4, requires_grad=True)
+        model = torch.compile(DistributedDataParallel(_model()))
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        warned = pytest.warns(FusionWarning, match="it differentiates gradients")
+        with warned, pytest.raises(RuntimeError, match="does not currently support double back"):
+            (out.mean() + slope.square().sum()).backward()
