@@ -25,10 +25,10 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
 
 
-def _train(flag: FusionConfig | None) -> list[Tensor]:
+def _train(flag: FusionConfig | None) -> list[Tensor | None]:
     """The gradients of three steps, of which the last two have another batch size."""
     torch._dynamo.reset()
-    gradients = []
+    gradients: list[Tensor | None] = []
     with inductor_config.patch(ddp_fusion=flag), one_rank():
         ddp = DistributedDataParallel(_model())
         model = torch.compile(ddp) if flag else ddp
