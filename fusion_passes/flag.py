@@ -22,6 +22,7 @@ from fusion_passes.torch_private import (
     inductor_config,
     is_compiling_graph,
 )
+from fusion_passes.torch_private.autograd import backward_id
 from fusion_passes.torch_private.inductor import inductor_entries
 from fusion_passes.torch_private.older_torch import PlainEntry, has_plain_entries
 
@@ -52,6 +53,7 @@ class _FlagVariable:
     def __init__(self) -> None:
         self.on_change: Callable[[], None] = lambda: None
         self.check: Callable[[FusionConfig | None], None] = lambda _: None
+        self.on_option: Callable[[], None] = lambda: None
         self._context: ContextVar[Any] = ContextVar(FLAG, default=UNSET)
         self._process: Any = UNSET
 
@@ -78,8 +80,11 @@ class _FlagVariable:
         self.on_change()
 
     def _changed(self, value: Any) -> None:
-        # While a graph is compiled, what is set holds for that compile alone.
-        if not is_compiling_graph():
+        # While a graph is compiled, what is set holds for that compile alone. A backward may be
+        # compiled when it is run.
+        if is_compiling_graph() or backward_id() >= 0:
+            self.on_option()
+        else:
             self._process = value
             self.on_change()
 
@@ -92,12 +97,17 @@ _flag_variable: Final = process_state.keep(
 )
 
 
-def add_flag(on_change: Callable[[], None], check: Callable[[FusionConfig | None], None]) -> None:
+def add_flag(
+    on_change: Callable[[], None],
+    check: Callable[[FusionConfig | None], None],
+    on_option: Callable[[], None],
+) -> None:
     """Add ``ddp_fusion`` to ``torch._inductor.config``, with the environment's default.
 
     Args:
-        check: called with what the flag is about to become; may raise ``ValueError``.
         on_change: called now, and whenever the flag has been set for the process.
+        check: called with what the flag is about to become; may raise ``ValueError``.
+        on_option: called whenever it has been set for one compile.
 
     Raises:
         ValueError: the environment variable holds no value of the flag.
@@ -111,6 +121,7 @@ def add_flag(on_change: Callable[[], None], check: Callable[[FusionConfig | None
         entry.env_value_default = default
     entries[FLAG] = entry
     _flag_variable.on_change, _flag_variable.check = on_change, check
+    _flag_variable.on_option = on_option
     on_change()
 
 

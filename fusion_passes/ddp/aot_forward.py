@@ -81,10 +81,7 @@ def find_reduced_inputs(
         map(is_tensor_subclass, inputs)
     ):
         return None
-    tensors = {index: value for index, value in enumerate(inputs) if isinstance(value, Tensor)}
-    index_of = {id(value): index for index, value in tensors.items()}
-    # An autograd node has an edge for each tensor among its inputs, and none for a symbolic size.
-    edge_of = {index: edge for edge, index in enumerate(tensors)}
+    index_of = {id(value): index for index, value in enumerate(inputs) if isinstance(value, Tensor)}
     found: list[ReducedInput] = []
     needs_all = False
     for ddp in registry.modules():
@@ -112,6 +109,13 @@ def find_reduced_inputs(
     if not found or len({item.index for item in found}) < len(found):
         return None
     known = ReducedInputs(tuple(sorted(found, key=lambda i: i.index)), len(inputs), needs_all)
+    _note_prepared(known, inputs, config)
+    return known
+
+
+def _note_prepared(known: ReducedInputs, inputs: Sequence[Any], config: FusionConfig) -> None:
+    tensors = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
+    # An autograd node has an edge for each tensor among its inputs, and none for a symbolic size.
+    edge_of = {index: edge for edge, index in enumerate(tensors)}
     places = [(edge_of[item.index], numbered(inputs[item.index])) for item in known.inputs]
     aot_backwards.prepared.add(Described.of(places, config))
-    return known

@@ -24,6 +24,7 @@ from fusion_passes.install.pass_slot import PassSlot
 from fusion_passes.install.patch import DDP
 from fusion_passes.install.regions import breaking_at_callbacks, make_region
 from fusion_passes.reporting.journal import journal
+from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import (
     clear_backward_cache,
@@ -31,6 +32,12 @@ from fusion_passes.torch_private import (
     is_compiling_graph,
 )
 from fusion_passes.torch_private.autograd import backward_id
+
+_OPTION_ALONE: Final = (
+    "torch.compile(options={'ddp_fusion': ...}) fuses nothing: it chooses the fusion of one "
+    "compile while torch._inductor.config.ddp_fusion is set, which it is not. Set that before you "
+    "construct DistributedDataParallel."
+)
 
 _runner: Final = process_state.keep(
     BackwardRunner(journal),
@@ -42,7 +49,7 @@ _runner: Final = process_state.keep(
 
 def install_flag() -> None:
     """Add the flag to torch's configuration, and follow it from now on."""
-    add_flag(lambda: _installation.follow(active_config()), check_flag)
+    add_flag(lambda: _installation.follow(active_config()), check_flag, _installation.warn_off)
 
 
 class _Installation:
@@ -68,6 +75,11 @@ class _Installation:
         _runner.forget_region()
         aot_backwards.forget()
         forget_histories()
+
+    def warn_off(self) -> None:
+        """Warn if one compile was given the option while the flag is not set."""
+        if self._undo is None and active_config() is not None:
+            warn_once("an option alone", _OPTION_ALONE)
 
     def reset(self) -> None:
         """Undo all. This comes before anything else is forgotten.

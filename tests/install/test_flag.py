@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch._inductor.config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.nn.parallel import DistributedDataParallel
 
+import fusion_passes
 from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.agreement import protocol
 from fusion_passes.install.changes import value_of
@@ -24,7 +26,7 @@ from fusion_passes.install.pass_slot import pass_list
 from fusion_passes.install.patch import Span
 from fusion_passes.install.patches import PATCHES
 from fusion_passes.torch_private.older_torch import takes_one_pass
-from testing.fake_world import fake_world, two_layers
+from testing.fake_world import fake_world, one_rank, two_layers, without_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +74,21 @@ def test_refuses_a_wrong_value_and_keeps_the_old_one(value: object) -> None:
 def test_refuses_a_wrong_option_of_one_compile(value: Any) -> None:
     with pytest.raises(ValueError, match=r"torch.compile\(options=.*'concat', 'coalesced'"):
         torch.compile(lambda x: x, options={"ddp_fusion": value})
+
+
+def test_an_option_of_one_compile_alone_fuses_nothing_and_says_so() -> None:
+    before = _torch_state()
+    options: dict[str, Any] = {"ddp_fusion": "concat"}
+    with one_rank(), without_kernels():
+        ddp = DistributedDataParallel(two_layers())
+        compiled = torch.compile(lambda x: ddp(x).sum(), options=options)
+        with pytest.warns(FusionWarning, match="fuses nothing: it chooses"):
+            loss = compiled(torch.ones(2, 4))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FusionWarning)
+            loss.backward()
+    assert _torch_state() == before
+    assert not fusion_passes.reports()
 
 
 def test_patch_sets_and_restores() -> None:
