@@ -110,7 +110,10 @@ def _in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text.removeprefix('Explanation: ')[:_SHOWN]}"
 
 
-_AROUND: Final = ("ddp/uncompiled.py", "ddp/sparse_backwards.py", "install/forward_compile.py")
+_AROUND: Final = (
+    *("ddp/uncompiled.py", "ddp/marked_sizes.py", "ddp/sparse_backwards.py"),
+    "install/forward_compile.py",
+)
 """Files of what is around a compile."""
 
 _SHOWN: Final = 240

@@ -156,7 +156,7 @@ def weak_marks(tensors: Iterable[Tensor]) -> Iterator[None]:
     Args:
         tensors: that may be marked.
     """
-    marked = {id(tensor): vars(tensor) for tensor in tensors if hasattr(tensor, _STRICT_MARKS)}
+    marked = {id(tensor): vars(tensor) for tensor in tensors if _STRICT_MARKS in vars(tensor)}
     before = {number: dict(attributes) for number, attributes in marked.items()}
     for attributes in marked.values():
         strict = attributes.pop(_STRICT_MARKS)
