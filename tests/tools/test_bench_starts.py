@@ -53,7 +53,8 @@ def test_blocks_are_what_a_model_has_in_lists() -> None:
 @pytest.mark.nightly  # Eight processes, half of which compile all anew.
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_table_with_figures_for_each_method() -> None:
+@pytest.mark.parametrize("options", [(), ("--dynamic",)], ids=["fixed", "dynamic"])
+def test_a_table_with_figures_for_each_method(options: tuple[str, ...]) -> None:
     command = [
         sys.executable,
         str(TOOL),
@@ -64,6 +65,7 @@ def test_a_table_with_figures_for_each_method() -> None:
         "tiny",
         "--starts",
         "1",
+        *options,
     ]
     said = subprocess.run(command, capture_output=True, text=True, timeout=880, check=False)
     assert said.returncode == 0, said.stderr

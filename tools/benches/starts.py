@@ -8,6 +8,7 @@ little.
     python tools/bench.py starts                          # the table
     python tools/bench.py starts --model gpt2 mlp         # of some models
     python tools/bench.py starts --by-block               # blocks compiled, the rest not
+    python tools/bench.py starts --dynamic                # symbolic sizes
     python tools/bench.py starts --size tiny --starts 1   # quickly
 """
 
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     if options.method:
         (model,) = options.model
-        print(json.dumps(measure(model, options.size, options.method, options.by_block)))
+        print(json.dumps(measure(model, options)))
         return 0
     # An installed package has its bytecode, a checkout may have none.
     compileall.compile_dir(PACKAGE, quiet=1)
@@ -96,6 +97,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="compile each block by itself (regional compilation), and not what is around them",
     )
+    parser.add_argument(
+        "--dynamic", action="store_true", help="compile for symbolic sizes (dynamic=True)"
+    )
     parser.add_argument("--method", choices=METHODS, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -119,6 +123,7 @@ def _start(model: str, options: argparse.Namespace, method: str, cache: str) -> 
     command = [sys.executable, str(BENCH), "starts"]
     command += ["--model", model, "--size", options.size, "--method", method]
     command += ["--by-block"] if options.by_block else []
+    command += ["--dynamic"] if options.dynamic else []
     environment = {
         **os.environ,
         "TORCHINDUCTOR_CACHE_DIR": cache,
@@ -163,14 +168,14 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def measure(model: str, size: str, method: str, by_block: bool) -> dict[str, float]:
+def measure(model: str, options: argparse.Namespace) -> dict[str, float]:
     """Start a training in this process.
 
     Args:
         model: one of :data:`workloads.models.MAKERS`.
-        size: one of :data:`workloads.models.SIZES`.
-        method: one of :data:`METHODS`.
-        by_block: whether each block of the model is compiled by itself, and nothing else.
+        options: of the command line: ``size``, one of :data:`workloads.models.SIZES`; ``method``,
+            one of :data:`METHODS`; ``by_block``, whether each block of the model is compiled by
+            itself, and nothing else; ``dynamic``, whether sizes are symbolic.
 
     Returns:
         CPU seconds: ``"start"``, from the wrapping to the end of the first backward,
@@ -184,7 +189,8 @@ def measure(model: str, size: str, method: str, by_block: bool) -> dict[str, flo
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    made = subject(model, SIZES[size])
+    method, by_block = options.method, options.by_block
+    made = subject(model, SIZES[options.size])
     module, batch = made.build(), made.batch(0)
     begin = time.process_time()
     wrapped: Any = module
@@ -197,9 +203,10 @@ def measure(model: str, size: str, method: str, by_block: bool) -> dict[str, flo
             torch._inductor.config.ddp_fusion = flag
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         wrapped = DistributedDataParallel(module)
-    compiled = wrapped if by_block else torch.compile(wrapped)
+    dynamic = options.dynamic or None
+    compiled = wrapped if by_block else torch.compile(wrapped, dynamic=dynamic)
     for block in blocks_of(module) if by_block else ():
-        block.compile()
+        block.compile(dynamic=dynamic)
 
     def step() -> float:
         start = time.process_time()
