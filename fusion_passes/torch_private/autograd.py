@@ -74,9 +74,11 @@ def differentiates_a_backward(node: Any) -> bool:
     of an operator of torch's (``GeluBackwardBackward0``) or of a compiled forward. A ``Function``
     of the user's has no number at its end."""
     name: str = node.name()
+    if "BackwardBackward" not in name:  # Of nearly all.
+        return False
     kind = name.rstrip("0123456789")
-    is_theirs = kind == name and kind != "CompiledFunctionBackwardBackward"
-    return kind.endswith("BackwardBackward") and not is_theirs
+    is_of_torch = kind != name or kind == "CompiledFunctionBackwardBackward"
+    return is_of_torch and kind.endswith("BackwardBackward")
 
 
 def compiled_forward(context: Any) -> Any:
