@@ -1,5 +1,5 @@
-"""What compiled autograd cannot trace of its own: a size that ``torch._dynamo.mark_dynamic`` has
-marked is fixed in a trace, and the backward of a backward is not traced."""
+"""What compiled autograd cannot trace by itself: a backward that fixes a size which
+``torch._dynamo.mark_dynamic`` has marked, and the derivative of a backward."""
 
 from __future__ import annotations
 
