@@ -176,6 +176,13 @@ MUTATIONS: Final = (
         (f"{_SCENARIOS}::test_trains_as_eager_ddp[mark-dynamic-coalesced]",),
     ),
     Mutation(
+        "numbers-of-the-program-stay",
+        "ddp/traced_inputs.py",
+        "inputs[:] = map(_no_number, inputs)",
+        "inputs[:] = inputs",
+        ("tests/ddp/test_traceable.py",),
+    ),
+    Mutation(
         "second-derivatives-are-traced",
         "ddp/traceable.py",
         " and not _differentiates_gradients(outputs)",

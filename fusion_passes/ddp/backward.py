@@ -21,7 +21,6 @@ from fusion_passes.ddp.disagreement import shared_errors
 from fusion_passes.ddp.engine_calls import EngineCall, must_be_kept, reach_of
 from fusion_passes.ddp.hooks import put_hooks_last, traced_hooks
 from fusion_passes.ddp.launch_clock import launch_clock
-from fusion_passes.ddp.marked_sizes import with_weak_marks
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.naming import bucket_names
 from fusion_passes.ddp.own_reducer import check_optimizers
@@ -36,6 +35,7 @@ from fusion_passes.ddp.rounds import (
 from fusion_passes.ddp.sparse_backwards import apart
 from fusion_passes.ddp.starts import Starts
 from fusion_passes.ddp.traceable import can_be_traced
+from fusion_passes.ddp.traced_inputs import with_usual_inputs
 from fusion_passes.ddp.turns import Turns
 from fusion_passes.ddp.uncompiled import Uncompiled
 from fusion_passes.ddp.unfused import (
@@ -288,7 +288,7 @@ class BackwardRunner:
             return
         rebuild, dynamic = self._region or (None, False)
         if self._compiler is None:
-            self._compiler = with_weak_marks(rebuild() if rebuild else torch.compile)
+            self._compiler = with_usual_inputs(rebuild() if rebuild else torch.compile)
         if dynamic is None:
             dynamic = not dynamo_config().assume_static_by_default
         with tracing_backwards(apart(self._uncompiled.or_as_it_is(self._compiler)), dynamic):

@@ -111,7 +111,7 @@ def _in_a_line(error: Exception) -> str:
 
 
 _AROUND: Final = (
-    *("ddp/uncompiled.py", "ddp/marked_sizes.py", "ddp/sparse_backwards.py"),
+    *("ddp/uncompiled.py", "ddp/traced_inputs.py", "ddp/sparse_backwards.py"),
     "install/forward_compile.py",
 )
 """Files of what is around a compile."""

@@ -1,9 +1,13 @@
 """What compiled autograd cannot trace by itself: a backward that fixes a size which
-``torch._dynamo.mark_dynamic`` has marked, and the derivative of a backward."""
+``torch._dynamo.mark_dynamic`` has marked, one that has saved a number of the program, and the
+derivative of a backward."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +15,9 @@ import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config as inductor_config
 from torch import Tensor, nn
+from torch._inductor.output_code import CompiledFxGraph
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion_passes import FusionConfig, FusionWarning
 from testing.fake_world import one_rank, without_kernels
@@ -64,6 +70,37 @@ def test_a_mark_is_there_again_after_an_error() -> None:
         with pytest.raises(ZeroDivisionError):
             out.sum().backward()
         assert x._dynamo_dynamic_indices == {0}  # type: ignore[attr-defined]
+
+
+class _Reading(TorchDispatchMode):
+    """As torch's own around the first call of a compiled graph; it changes nothing."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_number_of_the_program_can_be_read_as_a_gpu_reads_it() -> None:
+    """Its compiled graphs call ``item()`` of inputs on the CPU, where a CPU's take the tensor."""
+    read: list[float] = []
+    run = CompiledFxGraph.__call__
+
+    def reading(graph: CompiledFxGraph, inputs: Sequence[Any]) -> Any:
+        with _Reading():
+            read.extend(t.item() for t in inputs if isinstance(t, Tensor) and t.dim() == 0)
+        return run(graph, inputs)
+
+    def gradients(flag: FusionConfig | None) -> list[Tensor | None]:
+        torch._dynamo.reset()
+        with inductor_config.patch(ddp_fusion=flag), one_rank():
+            ddp = DistributedDataParallel(_model())
+            (3 * ddp(torch.ones(2, 4)) / 7).sum().backward()
+            return [parameter.grad for parameter in ddp.parameters()]
+
+    with mock.patch.object(CompiledFxGraph, "__call__", reading):
+        torch.testing.assert_close(gradients(FusionConfig(mode="concat")), gradients(None))
+    assert {3, 7} <= set(read)
 
 
 @torch._functorch.config.patch(donated_buffer=False)
