@@ -1,5 +1,7 @@
 """Lightning's ``ddp`` strategy, which wraps the module and compiles it again."""
 
+import os
+
 import lightning
 import torch
 import torch.distributed as dist
@@ -28,7 +30,7 @@ class Classifier(lightning.LightningModule):
 module = Classifier()
 trainer = lightning.Trainer(
     accelerator="gpu" if torch.cuda.is_available() else "cpu",
-    devices=2,
+    devices=int(os.environ["LOCAL_WORLD_SIZE"]),  # As many as torchrun starts.
     strategy="ddp",
     max_steps=STEPS,
     logger=False,

@@ -47,7 +47,7 @@ class _Named(DistributedDataParallel):
 
 def subclass(run: Run) -> None:
     """A class of the user's own."""
-    ddp = _Scaled(run.mlp(2))
+    ddp = _Scaled(run.mlp(2).to(run.device))
     run.manage(ddp)
     backwards(run, ddp, run.compile(ddp))
     assert isinstance(ddp, _Scaled)
@@ -56,7 +56,7 @@ def subclass(run: Run) -> None:
 
 def overriding_subclass(run: Run) -> None:
     """One that overrides what a managed module has of its own; compiled, and as it is."""
-    ddp = _Named(run.mlp(2))
+    ddp = _Named(run.mlp(2).to(run.device))
     run.manage(ddp)
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     for number, forward in enumerate((run.compile(ddp), ddp)):

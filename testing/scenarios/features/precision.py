@@ -161,7 +161,7 @@ class _TwoSums(nn.Module):
 def near_overflow(run: Run) -> None:
     """The sum of two ranks' gradients is beyond fp16's range, their average is not."""
     ddp = run.ddp(_TwoSums().to(run.dtype))
-    inputs = torch.full((4, models.WIDTH), 10000.0, dtype=run.dtype)
+    inputs = torch.full((4, models.WIDTH), 10000.0, dtype=run.dtype, device=run.device)
 
     def step() -> None:
         (ddp(inputs * 2.0**-13).sum() * 2.0**13).backward()

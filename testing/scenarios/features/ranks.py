@@ -129,7 +129,7 @@ def other_orders_of_instances(run: Run) -> None:
     """Two modules of a class, one after the other, whose layers have another place at times."""
     for _ in range(2):
         ddp = run.ddp(_Layers())
-        both = _InTurn(ddp, _Layers())
+        both = _InTurn(ddp, _Layers().to(run.device))
         forward: Any = run.compile(both)
         for step in range(5):
             order = (1, 0) if (dist.get_rank() + step) % 2 else (0, 1)
@@ -289,6 +289,6 @@ def swapped(run: Run) -> None:
     """A parameter is replaced after DDP was constructed: it has no gradient that DDP knows of."""
     model = run.mlp(2)
     ddp = run.ddp(model)
-    model[0].weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    model[0].weight = nn.Parameter(torch.ones(WIDTH, WIDTH, device=run.device))
     forward = run.compile(ddp)
     _note_first_error(run, "error", lambda _: forward(run.rows(0)[0]).sum().backward())

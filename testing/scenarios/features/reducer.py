@@ -94,12 +94,15 @@ def delayed_all_reduce(run: Run) -> None:
 
 
 def _train_delayed(run: Run) -> None:
-    model = run.mlp()
+    model = run.mlp().to(run.device)  # DDP keeps the parameters that it is given here.
+    # Without them, torch has the buffer for their gradients on the CPU.
+    devices = None if run.device.type == "cpu" else [run.device]
     named = [(f"4.{name}", parameter) for name, parameter in model[4].named_parameters()]
     ddp = run.ddp(
         model,
         delay_all_reduce_named_params=named,
         param_to_hook_all_reduce=model[0].weight,
+        device_ids=devices,
     )
     train(run, ddp)
 
