@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
+import itertools
 import json
 import os
 import shlex
@@ -41,6 +42,9 @@ from gpu_checks.results import Result, read_result
 from gpu_checks.sites import Site
 from interrupting import INTERRUPTED, terminated_as_interrupted
 from nightly_matrix.processes import ROOT, environment
+
+UNTIMED: Final = ("correctness", "trainers")
+"""Groups of parts that may run side by side."""
 
 CATALOG: Final = "gpu_checks.parts"
 SECONDS: Final = 480.0
@@ -231,11 +235,10 @@ class Session:
                 self._results[part.name] = kept
                 print(f"{part.name}: done before")
         rest = [part for part in parts if part.name not in self._results]
-        training = [part for part in rest if part.checks]
-        measuring = [part for part in rest if not part.checks]
-        run_parts(training, self._start, jobs=self._options.jobs, on_result=self._keep)
-        # What is timed runs alone.
-        run_parts(measuring, self._start, jobs=1, on_result=self._keep)
+        for untimed, group in itertools.groupby(rest, lambda part: part.group in UNTIMED):
+            # What is timed runs alone.
+            jobs = self._options.jobs if untimed else 1
+            run_parts(list(group), self._start, jobs=jobs, on_result=self._keep)
 
     def _counts(self, kept: Result, part: Part) -> bool:
         same_backend = kept.backend == self._backend(part)

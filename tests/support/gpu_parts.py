@@ -61,6 +61,8 @@ PARTS = (
         (
             _check("a real one", "testing.scenarios.features.loops:plain"),
             _check("another result", "tests.support.nightly_scenarios:differs"),
+            _check("both ranks fail", "tests.support.nightly_scenarios:refuses"),
+            _check("the same again", "testing.scenarios.features.loops:plain"),
             _check("one rank fails", "tests.support.nightly_scenarios:refuses_on_one_rank"),
             _check("after it", "tests.support.nightly_scenarios:is_silent"),
         ),

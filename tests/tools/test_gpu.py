@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import importlib.util
 import json
+import math
 import re
 import subprocess
 import time
@@ -16,19 +19,40 @@ import pytest
 import torch
 from torch import nn
 
+from bench_steps import places
 from bench_steps import processes as bench_processes
 from bench_steps.rows import Checked
 from fusion_passes import config
-from gpu_checks import copies, pages, plan, starts, steps, subjects
+from gpu_checks import copies, pages, plan, starts, steps, subjects, trainers
 from gpu_checks.machine import Machine, machine
-from gpu_checks.parts import DTYPES, PARTS, PROBE, REDUCE_DTYPES, SCALINGS, Check, Part, choose
+from gpu_checks.parts import (
+    DTYPES,
+    LATE_ON_A_GPU,
+    PARTS,
+    PROBE,
+    REDUCE_DTYPES,
+    SCALINGS,
+    Check,
+    Part,
+    choose,
+)
 from gpu_checks.results import Result, Row, read_result
 from gpu_checks.sites import Site
+from testing.fake_world import one_rank
+from testing.scenarios.catalog import SCENARIOS
 from testing.scenarios.entries import Scenario
 from tests.support import bench_ranks, gpu_parts
 
 CATALOG = gpu_parts.__name__
 ONE_GPU = Machine("cuda", name="a GPU", count=1, torch="2.13.0", nccl="2.29.7", code="c0de")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """With ranks that answer and measure nothing."""
+    monkeypatch.setattr(bench_processes, "WORKER", bench_ranks.__name__)
+    monkeypatch.setattr(steps, "TURN_S", 3.0)
+    return Site("cpu", "gloo", str(tmp_path), cores=1, deadline=time.monotonic() + 1000)
 
 
 # --- The plan ------------------------------------------------------------------------------------
@@ -51,6 +75,16 @@ def test_every_option_is_tried_in_every_mode_and_on_two_ranks() -> None:
             assert flags == plain | sent
 
 
+def test_features_that_each_check_trains_are_trained_on_a_gpu_too() -> None:
+    checks = [check for part in PARTS if part.ranks == 2 for check in part.checks]
+    trained = {(check.scenario.feature, check.flag["mode"]) for check in checks}
+    for scenario in SCENARIOS:
+        if scenario.parallelism != "ddp-2" or not scenario.tested:
+            continue
+        left_out = bool(scenario.fails_on_oldest) or scenario.feature in LATE_ON_A_GPU
+        assert ((scenario.feature, scenario.tested[0]) in trained) != left_out, scenario.feature
+
+
 def test_parts_and_their_rows_have_names_of_their_own() -> None:
     assert len({part.name for part in (PROBE, *PARTS)}) == len(PARTS) + 1
     for part in PARTS:
@@ -61,7 +95,8 @@ def test_parts_and_their_rows_have_names_of_their_own() -> None:
 
 @pytest.mark.parametrize("part", [PROBE, *PARTS], ids=lambda part: part.name)
 def test_parts_get_as_far_as_ddp(part: Part) -> None:
-    plan.check_part(part)
+    with one_rank():
+        plan.check_part(part)
 
 
 def test_a_broken_plan_is_found() -> None:
@@ -223,8 +258,10 @@ def test_trainings_are_judged_one_by_one(tmp_path: Path) -> None:
     assert [row.is_right for row in rows] == [True, False, False, False]
     assert rows[0].words == ""
     assert "2 differences from eager DDP" in rows[1].words
-    assert "on ranks [1] only: ddp_fusion does not like rank 1" in rows[2].words
-    assert rows[3].words == 'not run, because of "one rank fails, fp32"'
+    assert rows[2].words.startswith("refused: fake=True is not supported")
+    assert rows[3].is_right, "both went on"
+    assert "on ranks [1] only: ddp_fusion does not like rank 1" in rows[4].words
+    assert rows[5].words == 'not run, because of "one rank fails, fp32"'
     assert "| a real one, fp32 | equal |" in page
     assert "| another result, fp32 | **wrong** |" in page
     assert "2 ranks over gloo" in page
@@ -336,19 +373,89 @@ def test_ranks_know_which_gpus_are_theirs(
 def test_gloo_coalesces_nothing_on_a_gpu(tmp_path: Path) -> None:
     able = [part.name for part in _session(ONE_GPU, tmp_path)._able(PARTS)]
     left_out = [part.name for part in PARTS if part.name not in able]
-    assert left_out == ["options-coalesced-2", "loops-coalesced-2"]
+    coalesced = [part.name for part in PARTS if (part.mode, part.ranks) == ("coalesced", 2)]
+    assert left_out == coalesced
+    assert {"options-coalesced-2", "loops-coalesced-2", "features-1-coalesced-2"} <= {*left_out}
     assert _session(replace(ONE_GPU, count=2), tmp_path)._able(PARTS) == list(PARTS)
 
 
+def test_the_nccl_that_runs_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the one that torch was built with, which ``torch.cuda.nccl.version`` names."""
+
+    class Library:
+        def __init__(self, name: str) -> None:
+            if not is_apart:
+                raise OSError(f"{name}: cannot open shared object file")
+
+        def ncclGetVersion(self, found: Any) -> int:  # noqa: N802
+            found._obj.value = 23007
+            return 0
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(ctypes, "CDLL", Library)
+    is_apart = True
+    assert places.nccl_version() == (2, 30, 7)
+    is_apart = False
+    assert places.nccl_version() == (2, 28, 9)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert places.nccl_version() == ()
+
+
+# --- Trainers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fused", "is_right", "words"),
+    [
+        ({"collectives_after": 1}, True, ""),
+        ({"collectives_after": 41}, False, "nothing is fused"),
+        ({"off": 1e-3}, False, "weights differ by more than 1e-05"),
+        ({"off": math.nan}, False, "weights differ by more than 1e-05"),
+        ({"warnings": ["not all of it"]}, False, "not all of it"),
+        ({"error": "it ended with 1: no memory"}, False, "it ended with 1: no memory"),
+    ],
+)
+def test_a_trainer_must_be_fused_and_end_where_it_ends_without_the_flag(
+    fused: dict[str, Any], is_right: bool, words: str, monkeypatch: pytest.MonkeyPatch, site: Site
+) -> None:
+    pytest.importorskip("lightning")
+
+    def train(path: Path, flag: str, ranks: int, site: Site) -> Any:
+        assert ranks == 2
+        if flag and "error" in fused:
+            raise RuntimeError(fused["error"])
+        totals = {"collectives_before": 41, "collectives_after": 1, **fused}
+        weights = {"weight": torch.tensor([1.0, 2.0 + (fused.get("off", 0.0) if flag else 0.0)])}
+        report = {"totals": totals, "warnings": fused.get("warnings", [])}
+        return trainers.Trained(weights, report)
+
+    monkeypatch.setattr(trainers, "train", train)
+    rows: list[Row] = []
+    trainers.measure(site, rows.append)
+    assert [row.title for row in rows] == ["accelerate", "lightning", "transformers"]
+    assert {(row.is_right, row.words) for row in rows} == {(is_right, words)}
+
+
+def test_a_trainer_that_cannot_run_is_said_not_to(
+    monkeypatch: pytest.MonkeyPatch, site: Site
+) -> None:
+    monkeypatch.setattr(trainers, "train", lambda *_: pytest.fail("it runs"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "transformers" or None)
+    rows: list[Row] = []
+    trainers.measure(site, rows.append)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(
+        trainers,
+        "_row",
+        lambda package, _path, where: Row(package, words=str(trainers._ranks(package, where))),
+    )
+    trainers.measure(replace(site, device="cuda"), rows.append)
+    assert [row.words for row in rows] == ["not run: without transformers"] * 3 + ["0", "1", "0"]
+
+
 # --- What is measured ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """With ranks that answer and measure nothing."""
-    monkeypatch.setattr(bench_processes, "WORKER", bench_ranks.__name__)
-    monkeypatch.setattr(steps, "TURN_S", 3.0)
-    return Site("cpu", "gloo", str(tmp_path), cores=1, deadline=time.monotonic() + 1000)
 
 
 def test_steps_are_compared_round_by_round(site: Site) -> None:
@@ -466,7 +573,7 @@ def test_the_page_has_a_column_for_each_mode_and_number_of_ranks() -> None:
     assert text.startswith("# On a GPU\n\n2026-11-23, a GPU, torch 2.13.0, NCCL 2.29.7, Python")
     assert "\n    python tools/gpu.py\n" in text
     assert "one rank over nccl, 2 ranks over gloo." in text
-    assert "| a, fp32 | equal |  |  | **wrong** |" in text
+    assert "| a, fp32 | equal | **wrong** |" in text
     assert "* a, fp32, `coalesced`, 2 ranks: broken: x | y" in text
     assert "| pack | 2871 |  |" in text
     assert "2 of 4 parts are as they must be. Wrong: options-coalesced-2. Not run: starts." in text

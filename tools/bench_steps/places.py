@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -20,6 +21,23 @@ MODEL_COPIES = 5
 """Parameters, gradients, buckets, and what a step keeps between forward and backward."""
 
 MEMORY_SHARE = 0.8
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Of the NCCL that runs: ``torch.cuda.nccl.version`` says with which torch was built, and a
+    newer one can be installed beside it. Empty in a build without CUDA."""
+    if torch.version.cuda is None:
+        return ()
+    found = ctypes.c_int()
+    try:
+        # Torch has loaded it: its name stands for that one.
+        answer = ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(found))
+    except (OSError, AttributeError):  # It is a part of torch's own library.
+        answer = -1
+    if answer != 0:
+        return tuple(torch.cuda.nccl.version())
+    # NCCL's own form since 2.9: 10000 major + 100 minor + patch.
+    return found.value // 10000, found.value // 100 % 100, found.value % 100
 
 
 def place_of(
@@ -55,7 +73,7 @@ def place_of(
 def _gpu_variables(ranks: int) -> dict[str, str]:
     if not torch.cuda.is_available() or ranks <= torch.cuda.device_count():
         return {}
-    version = torch.cuda.nccl.version()
+    version = nccl_version()
     if version < MULTI_RANK_NCCL:
         raise ValueError(
             f"--ranks {ranks} is more than the {torch.cuda.device_count()} GPUs here, which needs "

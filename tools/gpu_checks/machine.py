@@ -32,7 +32,7 @@ class Machine:
         memory_gib: of the GPU.
         torch: version.
         python: version.
-        nccl: version; empty in a build without it.
+        nccl: version of the one that runs; empty in a build without it.
         shares_gpu: whether this NCCL says that it takes several ranks on one GPU.
         triton: version; empty where it is not installed.
         code: hash of the package and of the checks.
@@ -70,14 +70,14 @@ def machine(asked: str) -> Machine:
     """
     import torch
 
-    from bench_steps.places import MULTI_RANK_NCCL
+    from bench_steps.places import MULTI_RANK_NCCL, nccl_version
 
     version = str(torch.__version__)
     why = _why_no_gpu(asked, version)
     device = "" if why else asked
     on_gpu = device == "cuda"
     properties = torch.cuda.get_device_properties(0) if on_gpu else None
-    nccl: tuple[int, ...] = torch.cuda.nccl.version() if torch.version.cuda else ()
+    nccl = nccl_version()
     return Machine(
         device,
         why,

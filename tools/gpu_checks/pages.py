@@ -11,13 +11,18 @@ from gpu_checks.parts import Part
 from gpu_checks.results import Result, Row
 from testing.scenarios.entries import MODES
 
+AUTO: Final = "auto"
+
 TITLES: Final = {
+    "trainers": "Trainers",
     "copies": "Kernels that move gradients",
     "steps": "Steps and peak memory",
     "starts": "Time to the first step",
 }
 
 NOTES: Final = {
+    "trainers": "The scripts of examples/trainers under `torchrun`, with nothing but the flag: by "
+    "how many millionths a weight differs after 8 steps, at most, and all-reduces a backward.",
     "copies": "Read and written bytes a second, over those of a plain copy of a large tensor in "
     "the same rounds.",
     "steps": "One rank, fp32; all over the same without DDP. *Least* and *most* are of rounds.",
@@ -81,7 +86,8 @@ def _correctness(parts: Sequence[Part], results: Mapping[str, Result]) -> Iterat
     chosen = [part for part in parts if part.group == "correctness" and part.name in results]
     if not chosen:
         return
-    columns = [(mode, ranks) for ranks in sorted({part.ranks for part in chosen}) for mode in MODES]
+    there = {(part.mode, part.ranks) for part in chosen}
+    columns = sorted(there, key=lambda column: (column[1], [*MODES, AUTO].index(column[0])))
     cells: dict[str, dict[tuple[str, int], Row]] = {}
     for part in chosen:
         for row in results[part.name].rows:

@@ -11,7 +11,7 @@ from testing.scenarios.entries import MODES, Scenario
 
 TARGETS: Final = "gpu_checks.targets"
 
-Group = Literal["correctness", "copies", "steps", "starts", "probe"]
+Group = Literal["correctness", "trainers", "copies", "steps", "starts", "probe"]
 """Which section of the page a part belongs to."""
 
 SCALINGS: Final = ("auto", "collective", "store", "bucket")
@@ -65,6 +65,15 @@ ROUGH_EPS_OF_BF16: Final = 2.0**5
 """The same for bf16, whose eps is 2 ** 16 times as large."""
 
 CONVOLVED: Final = ("layouts", "batch-norm")
+
+FEATURE_PARTS: Final = {"concat": 3, "coalesced": 2}
+"""Over how many parts of two ranks the features of DDP are dealt: those that each check trains."""
+
+FAILING_LAST: Final = ("failing", "in-parts-failing")
+"""Features with errors: what one leaves behind must not stop others."""
+
+LATE_ON_A_GPU: Final = ("update-group-after-error",)
+"""A collective over Gloo that waits too long raises an error; NCCL takes down the process."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +158,8 @@ def _loops(mode: str, ranks: int, features: Iterable[str]) -> Part:
     for feature in features:
         scenario = replace(known[feature], ranks=ranks)
         if feature in CONVOLVED:
-            scenario = replace(scenario, tolerance_eps=ROUGH_EPS)
+            # On a GPU, BatchNorm's compiled kernels round otherwise in each run, with DDP or not.
+            scenario = replace(scenario, tolerance_eps=ROUGH_EPS, by_hand=False)
         checks += [Check(scenario, dtype, {"mode": mode}) for dtype in scenario.dtypes]
     synced = Scenario("gpu", "sync-bn", "`SyncBatchNorm`", f"{TARGETS}:synced_batch_norm", ranks)
     synced = replace(synced, tolerance_eps=ROUGH_EPS)
@@ -158,6 +168,36 @@ def _loops(mode: str, ranks: int, features: Iterable[str]) -> Part:
     flag = {"mode": mode}
     checks.append(Check(synced, "fp32", flag, needs_cuda=True, also_right=unfused))
     return Part(_name("loops", mode, ranks), "correctness", ranks, tuple(checks), limit_s=200)
+
+
+def _features(mode: str, number: int) -> Part:
+    """One of the parts that have all features of DDP together, in the mode that a check has."""
+    done = {*LOOPS_ON_TWO, "plain"}
+    chosen = [
+        scenario
+        for scenario in SCENARIOS
+        if (scenario.parallelism, scenario.tested[:1]) == ("ddp-2", (mode,))
+        and scenario.feature not in (*done, *LATE_ON_A_GPU)
+        # A GPU can have any torch.
+        and not scenario.fails_on_oldest
+    ]
+    chosen.sort(key=lambda scenario: scenario.feature in FAILING_LAST)
+    checks = [
+        Check(
+            scenario, scenario.dtypes[0], {"mode": mode, **dict(scenario.options)}, also_right=also
+        )
+        for scenario in chosen[number :: FEATURE_PARTS[mode]]
+        for also in [(scenario.becomes,)]
+    ]
+    name = _name(f"features-{number + 1}", mode, 2)
+    return Part(name, "correctness", 2, tuple(checks), limit_s=240)
+
+
+def _measured() -> Part:
+    """Buckets chosen by what is measured: the network, and then the steps."""
+    target = f"{TARGETS}:measured"
+    scenario = Scenario("gpu", "measured", "up to the steps that it measures", target, 2)
+    return Part("auto-2", "correctness", 2, (Check(scenario, "fp32", {"mode": "auto"}),))
 
 
 def _memory(mode: str) -> Part:
@@ -197,10 +237,13 @@ PARTS: Final = (
     *(_loops(mode, 1, LOOPS) for mode in MODES),
     *(_options(mode, 2) for mode in MODES),
     *(_loops(mode, 2, LOOPS_ON_TWO) for mode in MODES),
+    _measured(),
     Part("copies", "copies", measure="gpu_checks.copies:measure", limit_s=90, has_group=False),
     Part("step-mlp", "steps", measure="gpu_checks.steps:mlp", limit_s=200, has_group=False),
     Part("step-gpt", "steps", measure="gpu_checks.steps:gpt", limit_s=240, has_group=False),
     Part("starts", "starts", measure="gpu_checks.starts:measure", limit_s=240, has_group=False),
+    *(_features(mode, number) for mode in MODES for number in range(FEATURE_PARTS[mode])),
+    Part("trainers", "trainers", measure="gpu_checks.trainers:measure", has_group=False),
 )
 """In the order in which they matter, should time run out."""
 

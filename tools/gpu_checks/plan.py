@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig
 from gpu_checks import subjects
@@ -78,6 +79,10 @@ class _OnlyBuilt(Run):
         self.model: nn.Module | None = None
 
     def ddp(self, module: nn.Module, **_: Any) -> Any:
+        self.model = module
+        raise _Built
+
+    def manage(self, module: DistributedDataParallel) -> None:
         self.model = module
         raise _Built
 

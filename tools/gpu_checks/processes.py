@@ -114,9 +114,9 @@ class PartProcesses:
             is_right = outcome.kind in ("equal", *check.also_right)
             words = f"{outcome.kind}: {outcome.words}" if outcome.kind != "equal" else outcome.words
             rows.append(Row(check.title, is_right, words))
-            # The same as in the worker, where a rank that failed leaves the others.
-            failed = any(report is None or report.eager or report.fused for report in reports)
-            if failed and (None in reports or self.part.ranks > 1):
+            # The same as in the worker, which ends where only some ranks have failed.
+            fates = {report and bool(report.eager or report.fused) for report in reports}
+            if None in fates or len(fates) > 1:
                 stopped = stopped or f'"{check.title}"'
         return rows
 

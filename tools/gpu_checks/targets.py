@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+import fusion_passes
+from fusion_passes.ddp.replanning import AT
 from testing import models
 from testing.models import Batch
 from testing.scenarios.features.hooks import renamed
@@ -146,6 +148,26 @@ def _recorded_graphs(device: torch.device) -> int:
         waiting += [child for nodes in node.children.values() for child in nodes]
         count += 1
     return count
+
+
+# --- Measured buckets ----------------------------------------------------------------------------
+
+
+def measured(run: Run) -> None:
+    """``"auto"`` until the ranks have met to plan once more from steps that they have timed: on a
+    GPU by events on its stream."""
+    still = Loop(
+        steps=AT[0] + 2,
+        # Parameters stay whole numbers for as many steps as there are.
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+    )
+    train(run, run.ddp(run.mlp()), still)
+    if not run.is_fused:
+        return
+    replans = fusion_passes.report().replans
+    print(*(replan.describe() for replan in replans), sep="\n", flush=True)
+    if len(replans) != 1 or not replans[0].first_s or replans[0].first_s > 1.0:
+        raise RuntimeError(f"no backward was timed: {replans}")
 
 
 # --- GPUs only -----------------------------------------------------------------------------------

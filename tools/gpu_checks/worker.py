@@ -42,9 +42,9 @@ def main(arguments: list[str]) -> int:
     part = part_of(site.catalog, name)
     status = 0
     try:
-        _prepare(part, site, directory, rank)
+        store = _prepare(part, site, directory, rank)
         if part.checks:
-            _train(part, site, directory)
+            _train(part, site, directory, store)
         else:
             _measure(part, site, directory, rank)
     except Exception:  # noqa: BLE001  Whatever it is, it is the part's result.
@@ -64,10 +64,10 @@ def part_of(catalog: str, name: str) -> Part:
     return part
 
 
-def _prepare(part: Part, site: Site, directory: Path, rank: int) -> None:
-    """Set what makes two ways comparable, choose the GPU, and join the ranks."""
+def _prepare(part: Part, site: Site, directory: Path, rank: int) -> Any:
+    """Set what makes two ways comparable, choose the GPU, and join the ranks; their store."""
     if not part.has_group:
-        return
+        return None
     import torch
     import torch.distributed as dist
 
@@ -82,6 +82,7 @@ def _prepare(part: Part, site: Site, directory: Path, rank: int) -> None:
     dist.init_process_group(
         site.backend, store=store, rank=rank, world_size=part.ranks, timeout=timeout
     )
+    return store
 
 
 def _store(ranks: int, directory: Path, rank: int, timeout: datetime.timedelta) -> Any:
@@ -105,8 +106,9 @@ def _store(ranks: int, directory: Path, rank: int, timeout: datetime.timedelta) 
 # --- Trainings -----------------------------------------------------------------------------------
 
 
-def _train(part: Part, site: Site, directory: Path) -> None:
+def _train(part: Part, site: Site, directory: Path, store: Any) -> None:
     import torch
+    import torch.distributed as dist
 
     device = torch.device("cpu")
     if site.device == "cuda":
@@ -114,9 +116,15 @@ def _train(part: Part, site: Site, directory: Path) -> None:
     for number, check in enumerate(part.checks_on(site.device)):
         print(f"== {number}: {check.title}", flush=True)
         failed = not _run_check(check, device, directory / str(number))
-        if failed and part.ranks > 1:
-            # The other rank may wait in a collective: what follows would compare nothing.
-            raise RuntimeError(f"{check.title}: this rank failed, and leaves the others")
+        store.set(f"gpu-check/{number}/{dist.get_rank()}", str(failed))
+        fates = {store.get(f"gpu-check/{number}/{rank}").decode() for rank in range(part.ranks)}
+        if len(fates) > 1:
+            # One may have left a collective that the other was in: the next would compare nothing.
+            raise RuntimeError(f"{check.title}: some ranks failed, and others did not")
+    # The store ends with the first rank.
+    store.set(f"gpu-check/end/{dist.get_rank()}", "")
+    for rank in range(part.ranks if dist.get_rank() == 0 else 0):
+        store.get(f"gpu-check/end/{rank}")
 
 
 def _run_check(check: Check, device: torch.device, directory: Path) -> bool:
