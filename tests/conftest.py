@@ -88,6 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
         directory = tempfile.mkdtemp(prefix="fusion-passes-cache-")
         config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory
+        _link_faster(Path(directory, "linker"))
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
     import torch._inductor.config
@@ -97,6 +98,16 @@ def pytest_configure(config: pytest.Config) -> None:
     # Read from the environment when torch was imported, which was before this.
     torch._inductor.config.compile_threads = 1
     torch._inductor.config.cpp.vec_isa_ok = True
+
+
+def _link_faster(folder: Path) -> None:
+    """Have g++ link kernels by gold, where it is, which reads the names of torch's libraries sooner:
+    a kernel of a few rows takes 0.8 s, and 0.9 to 1.0 by ld."""
+    gold = shutil.which("ld.gold")
+    if gold and "COMPILER_PATH" not in os.environ:
+        folder.mkdir()
+        (folder / "ld").symlink_to(gold)
+        os.environ["COMPILER_PATH"] = str(folder)
 
 
 @pytest.fixture(scope="session")

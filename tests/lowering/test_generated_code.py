@@ -27,26 +27,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("generated code")]
 WIDTH = 64
 TOKENS = 16
 CAP_MB = 0.06
-"""Near the size of a weight of the feed-forward: two blocks make seven buckets."""
+"""Near the size of a weight: three blocks make seven buckets."""
 
 
 class Block(nn.Module):
-    """A transformer's: attention and a feed-forward, each behind a normalisation."""
+    """A transformer's feed-forward behind a normalisation."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (
-            part.view(*x.shape[:2], 4, WIDTH // 4).transpose(1, 2)
-            for part in self.qkv(self.norm_1(x)).chunk(3, -1)
-        )
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
-        return x + self.down(nn.functional.gelu(self.up(self.norm_2(x))))
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 @dataclass(frozen=True)
@@ -61,13 +54,13 @@ class Backwards:
 def compile_backwards(
     mode: str, model: nn.Module | None = None, steps: int = 2, cap_mb: float = CAP_MB
 ) -> Backwards:
-    """The backward of a model, else of two blocks, that makes fresh gradients and, with two steps,
+    """The backward of a model, else of three blocks, that makes fresh gradients and, with two steps,
     the one behind it that writes into existing ones."""
     torch._dynamo.reset()
     journal.clear()
     # The code of a graph that comes from the cache cannot be caught.
     with fake_world(), inductor_config.patch(ddp_fusion=mode, fx_graph_cache=False):
-        model = model or nn.Sequential(Block(), Block())
+        model = model or nn.Sequential(*(Block() for _ in range(3)))
         ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
         compiled = torch.compile(ddp)
 
