@@ -101,8 +101,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _link_faster(folder: Path) -> None:
-    """Have g++ link kernels by gold, where it is, which reads the names of torch's libraries sooner:
-    a kernel of a few rows takes 0.8 s, and 0.9 to 1.0 by ld."""
+    """Have g++ link kernels by gold, where it is, which reads the names in libraries sooner: one
+    of a few rows takes 0.8 s, and 0.9 to 1.0 by ld."""
     gold = shutil.which("ld.gold")
     if gold and "COMPILER_PATH" not in os.environ:
         folder.mkdir()

@@ -54,8 +54,8 @@ class Backwards:
 def compile_backwards(
     mode: str, model: nn.Module | None = None, steps: int = 2, cap_mb: float = CAP_MB
 ) -> Backwards:
-    """The backward of a model, else of three blocks, that makes fresh gradients and, with two steps,
-    the one behind it that writes into existing ones."""
+    """The backward of a model, else of three blocks, that makes fresh gradients; with two steps,
+    the one behind it too, that writes into existing ones."""
     torch._dynamo.reset()
     journal.clear()
     # The code of a graph that comes from the cache cannot be caught.
