@@ -121,7 +121,7 @@ MUTATIONS: Final = (
         "ddp/in_flight.py",
         "if gradient is not None and gradient.data_ptr() != piece.data_ptr():",
         "if gradient is None:",
-        (f"{_GRAPHS}::test_a_graph_does_not_wait_for_what_was_launched_before[concat-False]",),
+        (f"{_GRAPHS}::test_a_graph_does_not_wait_for_what_was_launched_before[coalesced-True]",),
     ),
     Mutation(
         "borrowed-numbers-forgotten",
@@ -180,6 +180,13 @@ MUTATIONS: Final = (
         "ddp/traced_inputs.py",
         "inputs[:] = map(_no_number, inputs)",
         "inputs[:] = inputs",
+        ("tests/ddp/test_traceable.py",),
+    ),
+    Mutation(
+        "hooks-are-compiled-alone",
+        "torch_private/autograd.py",
+        "    compile_hooks_alone(False)\n",
+        "    compile_hooks_alone(True)\n",
         ("tests/ddp/test_traceable.py",),
     ),
     Mutation(

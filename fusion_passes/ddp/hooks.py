@@ -27,7 +27,11 @@ from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import assume_constant_result, disable_dynamo
-from fusion_passes.torch_private.autograd import hooks_after_accumulation
+from fusion_passes.torch_private.autograd import (
+    after_backward,
+    backward_id,
+    hooks_after_accumulation,
+)
 from fusion_passes.torch_private.ddp import hooks_of_reducer, parameters_of
 
 
@@ -50,6 +54,7 @@ class TracedHooks:
     untraced_is_warned: bool = False
     is_reentrant: bool = False
     _traced: _Names = field(default_factory=_Names)
+    _eager: set[tuple[int, bool, str]] = field(default_factory=set)
 
     def note(self, name: str) -> None:
         self._traced.names[name] = None
@@ -75,6 +80,13 @@ class TracedHooks:
             yield
         finally:
             self.untraced_is_warned = outer
+
+    def warn_at_the_end(self, name: str) -> None:
+        """Warn that a gradient's hook has run eagerly, if its backward comes to its end."""
+        module = (backward_id(), self.is_reentrant, _label_of(name))
+        if module not in self._eager:
+            self._eager = {other for other in self._eager if other[0] == module[0]} | {module}
+            after_backward(functools.partial(_warn_eager, *module[1:]))
 
     def take(self) -> tuple[str, ...]:
         names = tuple(self._traced.names)
@@ -186,7 +198,7 @@ def _reduce_gradient(
         if note_eager(module, number):
             note_outside(module, number)
             if not traced_hooks.untraced_is_warned:
-                _warn_eager(name)
+                traced_hooks.warn_at_the_end(name)
         return
     name = group_name_while_tracing(name)
     if is_hooked(owner):  # Which divides, if that is what it wants.
@@ -203,11 +215,14 @@ def _note_sparse(module: str, number: int) -> None:
     note_eager(module, number)
 
 
-def _warn_eager(name: str) -> None:
+def _label_of(name: str) -> str:
     owner = registry.owner_of(name)
-    label = owner.module if owner else name
+    return owner.module if owner else name
+
+
+def _warn_eager(is_reentrant: bool, label: str) -> None:
     what = f"Gradients of {label} are reduced after their backward, with no compute beside them: "
-    if traced_hooks.is_reentrant:
+    if is_reentrant:
         warn_once(
             f"reentrant {label}",
             what + "they come from reentrant activation checkpointing, whose backward runs inside "

@@ -89,6 +89,12 @@ _WITH_FLAG: Final = (
         "Torch's own fusion would fuse the same gradients.",
     ),
     _with_flag(
+        "torch._dynamo.external_utils.call_hook",
+        "A user's hook that breaks the graph of a traced backward runs as it is: torch would "
+        "compile it by itself, for each shape of a parameter, and cannot where it reads .grad.",
+        adds="that Dynamo compiles nothing in it",
+    ),
+    _with_flag(
         "torch._inductor.config.post_grad_custom_post_pass",
         "The place of the package's passes among Inductor's, after those of others.",
         adds="the package's pass",

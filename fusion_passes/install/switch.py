@@ -31,7 +31,7 @@ from fusion_passes.torch_private import (
     engine_with_queue,
     is_compiling_graph,
 )
-from fusion_passes.torch_private.autograd import backward_id
+from fusion_passes.torch_private.autograd import backward_id, compile_hooks_alone
 
 _OPTION_ALONE: Final = (
     "torch.compile(options={'ddp_fusion': ...}) fuses nothing: it chooses the fusion of one "
@@ -112,6 +112,7 @@ class _Installation:
             calls = "torch._dynamo.variables.misc.AutogradEngineVariable.call_method"
             replace(undo, calls, breaking_at_callbacks(value_of(calls)))
             set_to(undo, "torch._inductor.config._fuse_ddp_communication", False)
+            undo.callback(compile_hooks_alone, True)
             undo.callback(self._slot.clear)
             self._slot.fill()
             self._undo = undo.pop_all()

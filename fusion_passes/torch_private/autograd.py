@@ -145,10 +145,27 @@ def tracing_backwards(
         compiler: compiles their graphs.
         dynamic: whether sizes are symbolic.
     """
+    compile_hooks_alone(False)
     context: contextlib.AbstractContextManager[None] = compiled_autograd()._enable(
         compiler, dynamic=dynamic
     )
     return context
+
+
+def compile_hooks_alone(yes: bool) -> None:
+    """Whether a user's hook that breaks the graph of a traced backward is compiled by itself, as
+    torch does it, or runs as it is.
+
+    Torch compiles it again for each parameter's shape; and where a hook reads ``p.grad``, its sizes
+    get symbols that guards then do not know: ``AssertionError: sources must not be empty``, unless
+    its kernels come from a cache (torch 2.11 to 2.15). ``torch._dynamo.reset`` may forget this.
+    """
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy
+    from torch._dynamo.external_utils import call_hook
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    action = FrameAction.DEFAULT if yes else FrameAction.SKIP
+    set_code_exec_strategy(call_hook.__code__, FrameExecStrategy(action, action))
 
 
 @contextlib.contextmanager

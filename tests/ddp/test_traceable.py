@@ -1,9 +1,10 @@
 """What compiled autograd cannot trace by itself: a backward that fixes a size which
-``torch._dynamo.mark_dynamic`` has marked, one that has saved a number of the program, and the
-derivative of a backward."""
+``torch._dynamo.mark_dynamic`` has marked, one that has saved a number of the program, hooks that
+break its graph, and the derivative of a backward."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,10 @@ import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config as inductor_config
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.external_utils import call_hook
 from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.utils import fresh_cache
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -70,6 +74,50 @@ def test_a_mark_is_there_again_after_an_error() -> None:
         with pytest.raises(ZeroDivisionError):
             out.sum().backward()
         assert x._dynamo_dynamic_indices == {0}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "kind", ["on the gradient", pytest.param("after accumulation", marks=pytest.mark.nightly)]
+)
+def test_a_hook_that_breaks_the_graph_runs_as_it_is(kind: str) -> None:
+    """Torch would compile it by itself, and one that reads ``.grad`` could not be compiled at the
+    second shape, on an empty cache."""
+
+    def train(flag: FusionConfig | None) -> tuple[list[Tensor | None], list[float]]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        norms: list[float] = []
+        with inductor_config.patch(ddp_fusion=flag), one_rank():
+            ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)))
+            for parameter in ddp.parameters():
+                if kind == "on the gradient":
+                    parameter.register_hook(lambda grad: norms.append(grad.norm().item()))
+                else:
+                    parameter.register_post_accumulate_grad_hook(
+                        lambda parameter: norms.append(parameter.grad.norm().item())
+                    )
+            model = torch.compile(ddp) if flag else ddp
+            for _ in range(2):
+                ddp.zero_grad()
+                model(torch.arange(8.0).view(2, 4) / 8).square().mean().backward()
+            return [parameter.grad for parameter in ddp.parameters()], sorted(norms)
+
+    def kept_by_dynamo() -> list[Any]:
+        entries: list[Any] = _debug_get_cache_entry_list(call_hook)
+        return entries
+
+    cache = fresh_cache() if kind == "after accumulation" else contextlib.nullcontext()
+    with cache, pytest.warns(FusionWarning, match="the backward broke into 4 graphs"):
+        ours = train(FusionConfig(mode="concat"))
+    assert kept_by_dynamo() == []
+    torch.testing.assert_close(ours, train(None))
+    # It is torch's again, once the flag is unset: what compiled autograd traces by itself.
+    model = _model()
+    next(model.parameters()).register_hook(lambda grad: print(grad.norm().item()))
+    with torch._dynamo.compiled_autograd._enable(torch.compile):
+        model(torch.ones(2, 4)).sum().backward()
+    assert kept_by_dynamo()
+    torch._dynamo.reset()
 
 
 class _Reading(TorchDispatchMode):

@@ -393,8 +393,7 @@ class _Arming:
 
 
 def test_after_an_error_in_a_traced_hook_training_goes_on() -> None:
-    """Dynamo runs DDP's hooks one by one then, and takes the sizes of their gradients for
-    symbols: nothing is left to fuse in these graphs."""
+    """Dynamo runs what is traced as it is then, with DDP's hooks."""
     ddp, hook = _managed(), _Arming()
     ddp.module[0].weight.register_hook(hook)
     forward = torch.compile(ddp)
@@ -402,6 +401,6 @@ def test_after_an_error_in_a_traced_hook_training_goes_on() -> None:
     hook.is_armed = True
     with pytest.raises(ValueError, match="the user's own error"):
         forward(_inputs()).sum().backward()
-    with pytest.warns(FusionWarning, match="are not fused, but reduced when the backward has"):
+    with pytest.warns(FusionWarning, match="are reduced after their backward"):
         forward(_inputs()).sum().backward()
     forward(_inputs()).sum().backward()
