@@ -172,22 +172,24 @@ def _loops(mode: str, ranks: int, features: Iterable[str]) -> Part:
 
 def _features(mode: str, number: int) -> Part:
     """One of the parts that have all features of DDP together, in the mode that a check has."""
-    done = {*LOOPS_ON_TWO, "plain"}
+    elsewhere = {*LOOPS_ON_TWO, "plain", *LATE_ON_A_GPU}
     chosen = [
         scenario
         for scenario in SCENARIOS
         if (scenario.parallelism, scenario.tested[:1]) == ("ddp-2", (mode,))
-        and scenario.feature not in (*done, *LATE_ON_A_GPU)
+        and scenario.feature not in elsewhere
         # A GPU can have any torch.
         and not scenario.fails_on_oldest
     ]
     chosen.sort(key=lambda scenario: scenario.feature in FAILING_LAST)
     checks = [
         Check(
-            scenario, scenario.dtypes[0], {"mode": mode, **dict(scenario.options)}, also_right=also
+            scenario,
+            scenario.dtypes[0],
+            {"mode": mode, **dict(scenario.options)},
+            also_right=(scenario.becomes,),
         )
         for scenario in chosen[number :: FEATURE_PARTS[mode]]
-        for also in [(scenario.becomes,)]
     ]
     name = _name(f"features-{number + 1}", mode, 2)
     return Part(name, "correctness", 2, tuple(checks), limit_s=240)
