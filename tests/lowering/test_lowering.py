@@ -6,6 +6,7 @@ would show it if the bucket were reduced in the gradient's own memory.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from fusion_passes.plan.layout import lay_out
 from tests.support.lowered import lower
 
 RUN = Callable[..., list[Any]]
+RESULTS = list[dict[str, dict[str, Any]]]
+"""Of each rank, by the name of the case; see :func:`run_cases`."""
 _aten = torch.ops.aten
 
 ALLOCATES = "aten.convolution_backward allocates its result itself"
@@ -263,28 +266,31 @@ def run_cases(names: Sequence[str], settings: dict[str, Any]) -> dict[str, dict[
 
 
 @pytest.fixture(scope="module")
-def results(run_on_ranks: RUN, request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
-    is_for_each = request.param == "on each torch"
-    names = [name for name in CASES if (name in EACH_TORCH) == is_for_each]
-    return run_on_ranks(2, run_cases, names=names, settings={})
+def results_of(run_on_ranks: RUN) -> Callable[[bool], RESULTS]:
+    """The results of the cases that are for each torch, or of the others, from one job each."""
+
+    # No parameter of the fixture: pytest makes it anew for each set of several arguments.
+    @functools.cache
+    def run(is_for_each: bool) -> RESULTS:
+        names = [name for name in CASES if (name in EACH_TORCH) == is_for_each]
+        return run_on_ranks(2, run_cases, names=names, settings={})
+
+    return run
 
 
 @pytest.mark.xdist_group("lowered")  # One job serves all of a kind.
 @pytest.mark.parametrize(
-    ("results", "name"),
+    "name",
     [
-        pytest.param("on each torch", name, marks=pytest.mark.each_torch)
-        if name in EACH_TORCH
-        else ("once", name)
-        for name in sorted(CASES, key=EACH_TORCH.__contains__)  # Each job once.
+        pytest.param(name, marks=pytest.mark.each_torch if name in EACH_TORCH else ())
+        for name in CASES
     ],
-    indirect=["results"],
 )
 def test_lowered_is_what_eager_torch_gives(
-    results: list[dict[str, dict[str, Any]]], name: str
+    results_of: Callable[[bool], RESULTS], name: str
 ) -> None:
     case = CASES[name]
-    for rank in results:
+    for rank in results_of(name in EACH_TORCH):
         assert rank[name]["different"] == []
         assert rank[name]["copied"] == list(case.copied)
         assert rank[name]["stores"] == case.stores
