@@ -6,14 +6,19 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from torch.nn.parallel import DistributedDataParallel
+
 from fusion_passes.agreement.launches import shown_list
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.protocol import participants
+from fusion_passes.ddp.expecting import EXPECTED
+from fusion_passes.ddp.managed_module import PARAMETER_MARK
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.unused import beside_foreign, often_in_parts
 from fusion_passes.plan.planner import NO_PROFILE
 from fusion_passes.reporting.records import FusionReport
 from fusion_passes.reporting.warnings import warn_once
+from fusion_passes.torch_private.ddp import parameters_of
 
 
 def warn_threads() -> None:
@@ -171,6 +176,8 @@ def warn_local(name: str) -> str:
     label = owner.module if owner else name
     if owner is not None and owner.world_size == 1:
         return name  # There is nobody to average with.
+    if any(getattr(ddp, EXPECTED) for ddp in _others_over(name)):
+        return name  # It was the forward of another module over the same parameter.
     participant = participants.get(owner.group_name) if owner is not None else None
     if participant is not None and participant.usage is not None:
         # DDP puts a node of its own behind all outputs there, which a backward frees.
@@ -189,3 +196,18 @@ def warn_local(name: str) -> str:
         "module anew before each backward that is to be averaged.",
     )
     return name
+
+
+def _others_over(name: str) -> list[DistributedDataParallel]:
+    """The other managed modules that reduce the gradient of the same parameter.
+
+    Args:
+        name: the group name of its reduction.
+    """
+    base, _, number = name.partition(PARAMETER_MARK)
+    owner = registry.ddp_of(base)
+    if owner is None or not number:
+        return []
+    parameter = parameters_of(owner)[int(number)]
+    others = (ddp for ddp in registry.modules() if ddp is not owner)
+    return [ddp for ddp in others if any(p is parameter for p in parameters_of(ddp))]

@@ -117,6 +117,12 @@ INSTANCES = [
         tested=COALESCED,
     ),
     on_two(
+        "same-weights-at-once",
+        "two DDP modules over the same weights, called in turn",
+        "instances:over_the_same_weights_at_once",
+        tested=CONCAT,
+    ),
+    on_two(
         "threads",
         "two modules, each trained in a thread",
         "instances:threads",

@@ -139,6 +139,17 @@ def over_the_same_weights(run: Run) -> None:
         note_grad(run, model, linear_loss(forward, run.rows(7)), f"{number}: ")
 
 
+def over_the_same_weights_at_once(run: Run) -> None:
+    """Each is called in turn, and averages for both."""
+    model = run.mlp(2)
+    modules = [run.ddp(model) for _ in range(2)]
+    forwards = [run.compile(ddp) for ddp in modules]
+    for step in range(4):
+        model.zero_grad()
+        linear_loss(forwards[step % 2], run.rows(step)).backward()
+        run.note_backward(modules[0])
+
+
 def threads(run: Run) -> None:
     """Two modules on groups of their own, each trained in a thread that sees the flag; one rank
     starts them the other way round."""
