@@ -42,7 +42,7 @@ BUCKET_HOOKS = [
         "no_sync_inside",
         launches=1,
     ),
-    _users("-batch-sizes", ", several batch sizes", "batch_sizes", launches=1, tested=CONCAT),
+    _users("-batch-sizes", ", several batch sizes", "batch_sizes", launches=1),
     _users("-buckets", ", several buckets", "several", tested=CONCAT),
     _users(
         "-autocast",
