@@ -18,7 +18,7 @@ from torch import fx
 from fusion_passes.config import ScalingOption
 from fusion_passes.plan.again import ChosenFrom
 from fusion_passes.plan.buckets import PredictedTimes
-from fusion_passes.plan.caps import BucketCaps, measured_hold_bytes
+from fusion_passes.plan.caps import BucketCaps, measured_hold_bytes, most_kept_bytes
 from fusion_passes.plan.optimum import Queue, Run
 from fusion_passes.plan.scaling import choose_scaling
 from fusion_passes.plan.sharing import Runs, Slot, best_of, last_end, times_of
@@ -120,10 +120,12 @@ class Given:
         key, owner = members[0].key, members[0].owner
         caps = self.caps_of(key.group_name)
         wide, narrow = key.dtype.itemsize, key.reduce_dtype.itemsize
+        sizes = tuple(member.num_bytes // wide * narrow for member in members)
+        kept = _first_within(sizes, most_kept_bytes(key.device.type))
         queue = Queue(
             tuple(self.ready_ns[member] for member in members),
-            tuple(member.num_bytes // wide * narrow for member in members),
-            tuple(self._earliest(members, caps)),
+            sizes,
+            tuple(map(max, self._earliest(members, caps), kept)),
             None if caps.most_bytes is None else caps.most_bytes // wide * narrow,
             None if caps.first_most_bytes is None else caps.first_most_bytes // wide * narrow,
         )
@@ -215,6 +217,15 @@ def choose_members(
         for run in mine
     ]
     return chosen, decision
+
+
+def _first_within(sizes: Sequence[int], most: int | None) -> list[int]:
+    """For each size, the first one from which on they are at most ``most`` together; itself, if it
+    is more alone."""
+    if most is None:
+        return [0] * len(sizes)
+    sums = [*accumulate(sizes, initial=0)]
+    return [min(bisect.bisect_left(sums, sums[j + 1] - most), j) for j in range(len(sizes))]
 
 
 def _as_runs(kinds: Sequence[Members], buckets: Sequence[Members]) -> Runs:

@@ -45,7 +45,7 @@ def profile(latency_ns: int, ns_per_kib: int, **tables: CostTable) -> Profile:
     return Profile(PLACE, (*kinds, *((Kind(name, "avg"), t) for name, t in tables.items())), RATES)
 
 
-def chain(*widths: int):
+def chain(*widths: int, device: str = "cpu"):
     """A backward of matrix products, each with a gradient of its own."""
 
     def backward(x, *weights):
@@ -55,13 +55,18 @@ def chain(*widths: int):
             gradients.append(reduce(torch.mm(x.t(), x), f"w{index}"))
         return gradients
 
-    inputs = [tensor(64, widths[0])]
-    inputs += [tensor(a, b) for a, b in itertools.pairwise(widths)]
+    inputs = [tensor(64, widths[0], device=device)]
+    inputs += [tensor(a, b, device=device) for a, b in itertools.pairwise(widths)]
     return backward, inputs
 
 
-def plan(costs: Profile | None, *widths: int, limits: BucketCaps | None = None) -> BucketPlan:
-    backward, inputs = chain(*widths)
+def plan(
+    costs: Profile | None,
+    *widths: int,
+    limits: BucketCaps | None = None,
+    device: str = "cpu",
+) -> BucketPlan:
+    backward, inputs = chain(*widths, device=device)
     options = PlanOptions(profile_of=lambda _: costs)
     caps_of = caps() if limits is None else lambda _: limits
     return plan_of(trace(backward, inputs).graph, caps_of, options)
@@ -97,6 +102,15 @@ def test_defaults_of_ddp_bound_nothing() -> None:
     made = plan(profile(10**9, 0), *WIDTHS, limits=limits)
     assert names(made) == ["w0w1w2w3"]
     assert len(made.decision) == 1
+
+
+def test_buckets_on_a_cpu_are_of_memory_that_is_kept() -> None:
+    """Where one bucket would be best: of 14 MiB each, then of 36 beside smaller ones."""
+    best_together = profile(10**9, 0)
+    assert names(plan(best_together, *(1920,) * 5)) == ["w0w1", "w2w3"]
+    assert names(plan(best_together, *(1920,) * 5, device="cuda")) == ["w0w1w2w3"]
+    widths = (512, 512, 512, 3072, 512, 512)
+    assert names(plan(best_together, *widths)) == ["w0w1", "w2", "w3w4"]
 
 
 def test_the_memory_bound_holds() -> None:
