@@ -148,6 +148,13 @@ MUTATIONS: Final = (
         ),
     ),
     Mutation(
+        "buckets-mapped-anew",
+        "plan/caps.py",
+        'MAPPED_ANEW_BYTES - HEADER_BYTES if device_type == "cpu" else None',
+        "None",
+        ("tests/plan/test_measured.py::test_buckets_on_a_cpu_are_of_memory_that_is_kept",),
+    ),
+    Mutation(
         "foreign-not-counted",
         "plan/placement.py",
         "                count += 1\n",
