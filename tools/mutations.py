@@ -150,8 +150,8 @@ MUTATIONS: Final = (
     Mutation(
         "buckets-mapped-anew",
         "plan/caps.py",
-        'MAPPED_ANEW_BYTES - HEADER_BYTES if device_type == "cpu" else None',
-        "None",
+        'KEPT_ON_CPU_BYTES if device_type == "cpu" else math.inf',
+        "math.inf",
         ("tests/plan/test_measured.py::test_buckets_on_a_cpu_are_of_memory_that_is_kept",),
     ),
     Mutation(

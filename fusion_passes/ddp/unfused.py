@@ -6,16 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from torch.nn.parallel import DistributedDataParallel
-
 from fusion_passes.agreement.launches import shown_list
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.protocol import participants
-from fusion_passes.ddp.expecting import EXPECTED
-from fusion_passes.ddp.managed_module import PARAMETER_MARK
 from fusion_passes.ddp.modules import registry
+from fusion_passes.ddp.rounds import owing
 from fusion_passes.ddp.unused import beside_foreign, often_in_parts
 from fusion_passes.plan.planner import NO_PROFILE
+from fusion_passes.reductions.owners import Owner
 from fusion_passes.reporting.records import FusionReport
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.torch_private.ddp import parameters_of
@@ -176,8 +174,8 @@ def warn_local(name: str) -> str:
     label = owner.module if owner else name
     if owner is not None and owner.world_size == 1:
         return name  # There is nobody to average with.
-    if any(getattr(ddp, EXPECTED) for ddp in _others_over(name)):
-        return name  # It was the forward of another module over the same parameter.
+    if owner is not None and _is_averaged_by_another(owner):
+        return name
     participant = participants.get(owner.group_name) if owner is not None else None
     if participant is not None and participant.usage is not None:
         # DDP puts a node of its own behind all outputs there, which a backward frees.
@@ -198,16 +196,15 @@ def warn_local(name: str) -> str:
     return name
 
 
-def _others_over(name: str) -> list[DistributedDataParallel]:
-    """The other managed modules that reduce the gradient of the same parameter.
+def _is_averaged_by_another(owner: Owner) -> bool:
+    """Whether the backward is of another module's forward, over the same parameter.
 
     Args:
-        name: the group name of its reduction.
+        owner: of the parameter's reduction.
     """
-    base, _, number = name.partition(PARAMETER_MARK)
-    owner = registry.ddp_of(base)
-    if owner is None or not number:
-        return []
-    parameter = parameters_of(owner)[int(number)]
-    others = (ddp for ddp in registry.modules() if ddp is not owner)
-    return [ddp for ddp in others if any(p is parameter for p in parameters_of(ddp))]
+    ddp = registry.ddp_of(owner.group_name)
+    if ddp is None:
+        return False
+    parameter = parameters_of(ddp)[owner.number]
+    is_shared = not registry.manages_once(parameter)
+    return is_shared and bool(owing(registry.reached_by([parameter])))

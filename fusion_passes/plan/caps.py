@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -27,21 +28,18 @@ MEASURED_HOLD_SHARE: Final = 8
 a bucket's first one are less than the greater of this and this part of the module's gradients: four
 of DDP's own caps, as elsewhere, or an eighth of all. It bounds what waiting costs in memory."""
 
-
-MAPPED_ANEW_BYTES: Final = 32 * MIB
-"""What the C library maps anew each time, and gives back when it is freed: glibc's largest
-``M_MMAP_THRESHOLD`` (mallopt(3), on 64 bits). The kernel clears each page of it when it is first
-written, in each step: 0.36 ms for a MiB, where memory that is kept takes 0.02 (one core, torch
-2.13). No measured cost of a collective has that, since it is measured in memory that stays."""
-
-HEADER_BYTES: Final = 4096
-"""More than what the C library adds to what is asked for."""
+KEPT_ON_CPU_BYTES: Final = 32 * MIB - 4096
+"""Up to what the C library keeps memory that is freed: glibc's largest ``M_MMAP_THRESHOLD``
+(mallopt(3), on 64 bits), less a page for what it adds to what is asked for. More it maps anew each
+time, and the kernel clears each page when it is first written, in each step: 0.36 ms for a MiB,
+where memory that is kept takes 0.02 (record 27 of docs/decisions). No measured cost of a collective
+has that, since it is measured in memory that stays."""
 
 
-def most_kept_bytes(device_type: str) -> int | None:
-    """Up to how many bytes of a bucket come from memory that is kept from step to step; ``None``:
-    any, as with torch's allocators of other devices."""
-    return MAPPED_ANEW_BYTES - HEADER_BYTES if device_type == "cpu" else None
+def most_kept_bytes(device_type: str) -> float:
+    """Up to how many bytes of a bucket come from memory that is kept from step to step; infinite
+    with torch's allocators of other devices than the CPU."""
+    return KEPT_ON_CPU_BYTES if device_type == "cpu" else math.inf
 
 
 @dataclass(frozen=True)

@@ -121,11 +121,10 @@ class Given:
         caps = self.caps_of(key.group_name)
         wide, narrow = key.dtype.itemsize, key.reduce_dtype.itemsize
         sizes = tuple(member.num_bytes // wide * narrow for member in members)
-        kept = _first_within(sizes, most_kept_bytes(key.device.type))
         queue = Queue(
             tuple(self.ready_ns[member] for member in members),
             sizes,
-            tuple(map(max, self._earliest(members, caps), kept)),
+            tuple(self._earliest(members, sizes, caps)),
             None if caps.most_bytes is None else caps.most_bytes // wide * narrow,
             None if caps.first_most_bytes is None else caps.first_most_bytes // wide * narrow,
         )
@@ -154,8 +153,14 @@ class Given:
             tuple(tuple(estimates[member.position] for member in members) for members in kinds),
         )
 
-    def _earliest(self, members: Members, caps: BucketCaps) -> list[int]:
-        """For each member, the first one that it may share a bucket with."""
+    def _earliest(self, members: Members, sizes: Sequence[int], caps: BucketCaps) -> list[int]:
+        """For each member, the first one that it may share a bucket with.
+
+        Args:
+            members: of one kind.
+            sizes: what is sent of each, in bytes.
+            caps: of their module.
+        """
         name = members[0].key.group_name
         total = sum(r.num_bytes for r in self.reductions if r.key.group_name == name)
         hold = measured_hold_bytes(caps, total)
@@ -168,10 +173,13 @@ class Given:
             for i, member in enumerate(members)
             if self.overwritten_at[member] < math.inf
         )
+        sent = [*accumulate(sizes, initial=0)]
+        kept = most_kept_bytes(members[0].key.device.type)
         earliest: list[int] = []
         first = passed = 0
         for j, member in enumerate(members):
             first = max(first, bisect.bisect_right(before, before[j] - hold, 0, j + 1))
+            first = max(first, bisect.bisect_left(sent, sent[j + 1] - kept))
             while passed < len(overwritten) and overwritten[passed][0] < member.position:
                 first = max(first, overwritten[passed][1] + 1)
                 passed += 1
@@ -217,15 +225,6 @@ def choose_members(
         for run in mine
     ]
     return chosen, decision
-
-
-def _first_within(sizes: Sequence[int], most: int | None) -> list[int]:
-    """For each size, the first one from which on they are at most ``most`` together; itself, if it
-    is more alone."""
-    if most is None:
-        return [0] * len(sizes)
-    sums = [*accumulate(sizes, initial=0)]
-    return [min(bisect.bisect_left(sums, sums[j + 1] - most), j) for j in range(len(sizes))]
 
 
 def _as_runs(kinds: Sequence[Members], buckets: Sequence[Members]) -> Runs:
