@@ -46,7 +46,7 @@ from benches.results import Origin
 from command_line import parser_of
 from interrupting import INTERRUPTED
 from workloads.models import MAKERS, SIZES, subject
-from workloads.ways import EAGER, PLAIN, WAYS
+from workloads.ways import AUTO, EAGER, PLAIN, WAYS
 
 ROUNDS = 9
 ROUND_S = 1.0
@@ -54,9 +54,9 @@ TIMEOUT_S = 180.0
 
 RESULTS = f"{PART}.json"
 
-QUICK_WAYS = (EAGER, "torch concat", "auto")
-"""One of torch's own: whether the others run is no result of a quick run. Of ours, the one that
-also measures what collectives cost."""
+QUICK_WAYS = (EAGER, AUTO)
+"""Whether torch's passes run is no result of a quick run. Of ours, the one that also measures what
+collectives cost."""
 
 
 def main(arguments: Sequence[str]) -> int:
