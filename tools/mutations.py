@@ -199,8 +199,15 @@ MUTATIONS: Final = (
     Mutation(
         "second-derivatives-are-traced",
         "ddp/traceable.py",
-        " and not _differentiates_gradients(outputs)",
+        " and not _has_untraceable_nodes(outputs)",
         "",
+        ("tests/ddp/test_traceable.py",),
+    ),
+    Mutation(
+        "nested-tensors-are-traced",
+        "ddp/traceable.py",
+        "if has_nested_tensors(node)",
+        "if False",
         ("tests/ddp/test_traceable.py",),
     ),
     Mutation(

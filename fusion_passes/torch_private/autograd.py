@@ -81,6 +81,18 @@ def differentiates_a_backward(node: Any) -> bool:
     return is_of_torch and kind.endswith("BackwardBackward")
 
 
+def has_nested_tensors(node: Any) -> bool:
+    """Whether the forward that an autograd node belongs to returns nested tensors, or is a compiled
+    one that takes some."""
+    from torch.nested._internal.nested_tensor import NestedTensor
+
+    if any(output.is_nested_tensor for output in node._input_metadata):
+        return True
+    metadata = getattr(getattr(node, "_forward_cls", None), "metadata", None)
+    inputs = getattr(metadata, "subclass_inp_meta", ())
+    return any(getattr(item, "original_subclass_type", None) is NestedTensor for item in inputs)
+
+
 def compiled_forward(context: Any) -> Any:
     """The compiled forward that an autograd node belongs to: a subclass of ``Function``."""
     return context._forward_cls

@@ -1,6 +1,6 @@
 """What compiled autograd cannot trace by itself: a backward that fixes a size which
 ``torch._dynamo.mark_dynamic`` has marked, one that has saved a number of the program, hooks that
-break its graph, and the derivative of a backward."""
+break its graph, nested tensors, and the derivative of a backward."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from torch._inductor.utils import fresh_cache
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fusion_passes
 from fusion_passes import FusionConfig, FusionWarning
 from testing.fake_world import one_rank, without_kernels
 
@@ -148,6 +149,60 @@ def test_a_number_of_the_program_can_be_read_as_a_gpu_reads_it() -> None:
     with mock.patch.object(CompiledFxGraph, "__call__", reading):
         torch.testing.assert_close(gradients(FusionConfig(mode="concat")), gradients(None))
     assert {3, 7} <= set(read)
+
+
+class _Jagged(nn.Module):
+    """Takes nested tensors, or the values and offsets of one; returns one, or its values."""
+
+    def __init__(self, returns: str) -> None:
+        super().__init__()
+        self.returns = returns
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, given: Tensor, offsets: Tensor | None = None) -> Tensor:
+        x = given if offsets is None else torch.nested.nested_tensor_from_jagged(given, offsets)
+        out = torch.sin(self.layer(x))
+        return out if self.returns == "nested" else out.values()
+
+
+def _train_jagged(
+    flag: FusionConfig | None, takes: str, returns: str, how: str
+) -> list[Tensor | None]:
+    """The gradients of three steps, in which rows have other lengths."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    gradients: list[Tensor | None] = []
+    with inductor_config.patch(ddp_fusion=flag), one_rank():
+        ddp = DistributedDataParallel(_Jagged(returns))
+        model = torch.compile(ddp) if flag and how == "compiled" else ddp
+        for length in (3, 5, 4):
+            rows = [torch.arange(4.0 * n).view(n, 4) / 8 for n in (2, length)]
+            ddp.zero_grad()
+            if takes == "nested":
+                out = model(torch.nested.nested_tensor(rows, layout=torch.jagged))
+            else:
+                out = model(torch.cat(rows), torch.tensor([0, 2, 2 + length]))
+            (out.values() if returns == "nested" else out).sum().backward()
+            gradients += [parameter.grad for parameter in ddp.parameters()]
+    return gradients
+
+
+@pytest.mark.parametrize("how", ["compiled", "not compiled"])
+@pytest.mark.parametrize(("takes", "returns"), [("nested", "nested"), ("nested", "values")])
+def test_nested_tensors_are_not_traced(takes: str, returns: str, how: str) -> None:
+    expected = _train_jagged(None, takes, returns, how)
+    with pytest.warns(FusionWarning, match="takes or returns nested tensors.* of values and offse"):
+        found = _train_jagged(FusionConfig(mode="concat"), takes, returns, how)
+    torch.testing.assert_close(found, expected)
+
+
+def test_nested_tensors_in_what_is_compiled_are_fused() -> None:
+    expected = _train_jagged(None, "values", "values", "compiled")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FusionWarning)
+        found = _train_jagged(FusionConfig(mode="concat"), "values", "values", "compiled")
+    torch.testing.assert_close(found, expected)
+    assert {report.collectives_after for report in fusion_passes.reports()} == {1}
 
 
 @torch._functorch.config.patch(donated_buffer=False)

@@ -36,6 +36,7 @@ ATTRIBUTES: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "_forward_hooks": ("torch.nn.Module", ""),
     "_forward_pre_hooks": ("torch.nn.Module", ""),
+    "_input_metadata": ("torch.autograd.graph.Node", ""),
     "_sequence_nr": ("torch.autograd.graph.Node", ""),
     "_timeout": ("torch._C._distributed_c10d.Backend.Options", ""),
 }
