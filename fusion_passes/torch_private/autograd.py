@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 import torch
 from torch import Tensor, fx, nn
 
-from fusion_passes.torch_private import OpOverload, compiled_autograd
+from fusion_passes.torch_private import OpOverload, compiled_autograd, is_compiled_forward
 
 # --- Tensors -------------------------------------------------------------------------------------
 
@@ -88,8 +88,9 @@ def has_nested_tensors(node: Any) -> bool:
 
     if any(output.is_nested_tensor for output in node._input_metadata):
         return True
-    metadata = getattr(getattr(node, "_forward_cls", None), "metadata", None)
-    inputs = getattr(metadata, "subclass_inp_meta", ())
+    if not is_compiled_forward(node):
+        return False
+    inputs = compiled_forward(node).metadata.subclass_inp_meta
     return any(getattr(item, "original_subclass_type", None) is NestedTensor for item in inputs)
 
 

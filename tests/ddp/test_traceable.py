@@ -188,11 +188,11 @@ def _train_jagged(
 
 
 @pytest.mark.parametrize("how", ["compiled", "not compiled"])
-@pytest.mark.parametrize(("takes", "returns"), [("nested", "nested"), ("nested", "values")])
-def test_nested_tensors_are_not_traced(takes: str, returns: str, how: str) -> None:
-    expected = _train_jagged(None, takes, returns, how)
+@pytest.mark.parametrize("returns", ["nested", "values"])
+def test_nested_tensors_are_not_traced(returns: str, how: str) -> None:
+    expected = _train_jagged(None, "nested", returns, how)
     with pytest.warns(FusionWarning, match="takes or returns nested tensors.* of values and offse"):
-        found = _train_jagged(FusionConfig(mode="concat"), takes, returns, how)
+        found = _train_jagged(FusionConfig(mode="concat"), "nested", returns, how)
     torch.testing.assert_close(found, expected)
 
 
