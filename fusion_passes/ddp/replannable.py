@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes.agreement.launches import LaunchList
 from fusion_passes.ddp.comm_hooks import is_hooked
 from fusion_passes.ddp.modules import registry
-from fusion_passes.ddp.priced import cost_ns
+from fusion_passes.ddp.priced import cost_ns, sent_bytes
 from fusion_passes.ddp.watched import STEPS, PlannedGraph, Watched
 from fusion_passes.flag import active_config
 from fusion_passes.profile.records import Profile
@@ -81,5 +81,6 @@ def merged_steps(
     """
     collectives = LaunchList.decode(launches).collectives
     costs = [cost_ns(ddp, profile, one) for one in collectives]
-    times = slowest_ready(launched_ns, costs, profile.rates.taken_per_mille)
+    taken = [profile.rates.taken.of_bytes(sent_bytes(ddp, one)) for one in collectives]
+    times = slowest_ready(launched_ns, costs, taken)
     return MeasuredSteps(STEPS, tuple(one.parameters for one in collectives), times).to_json()

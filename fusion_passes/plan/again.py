@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from fusion_passes.plan.corrected import corrected
-from fusion_passes.plan.optimum import Run
+from fusion_passes.plan.queue import Run
 from fusion_passes.plan.sharing import Runs, Slot, best_of, last_end
 from fusion_passes.profile.steps import MeasuredSteps
 

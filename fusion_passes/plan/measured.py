@@ -19,10 +19,11 @@ from fusion_passes.config import ScalingOption
 from fusion_passes.plan.again import ChosenFrom
 from fusion_passes.plan.buckets import PredictedTimes
 from fusion_passes.plan.caps import BucketCaps, measured_hold_bytes, most_kept_bytes
-from fusion_passes.plan.optimum import Queue, Run
+from fusion_passes.plan.queue import Queue, Run
 from fusion_passes.plan.scaling import choose_scaling
 from fusion_passes.plan.sharing import Runs, Slot, best_of, last_end, times_of
 from fusion_passes.profile.records import Kind, Profile
+from fusion_passes.profile.tables import NOTHING_TAKEN, Taken
 from fusion_passes.reductions.find import GradientReduction, dtype_name
 
 Members = tuple[GradientReduction, ...]
@@ -40,7 +41,7 @@ class Decision:
         fixed_end_ns: when it would end with the buckets of a fixed cap, as ``"concat"`` makes them.
         uncapped_end_ns: when it would end without the user's caps; ``None`` if there are none.
         kinds: of gradients that share the network.
-        taken_per_mille: what all-reduces take from the compute beside them.
+        taken: what an all-reduce takes from the compute beside it.
         steps: in how many steps ready times were measured; 0 where they are estimates.
     """
 
@@ -51,7 +52,7 @@ class Decision:
     fixed_end_ns: int
     uncapped_end_ns: int | None
     kinds: int
-    taken_per_mille: int
+    taken: Taken
     steps: int
 
     def lines(self) -> tuple[str, ...]:
@@ -64,9 +65,8 @@ class Decision:
             f"last all-reduce ends {_ms(exposed)} later; in the buckets of 'concat', "
             f"{_ms(self.fixed_end_ns - self.compute_ns)} later"
         )
-        if self.taken_per_mille:
-            share = f"{self.taken_per_mille / 1000:.2f}"
-            chosen += f" (a second of all-reduces takes {share} s from the compute beside it)"
+        if self.taken != NOTHING_TAKEN:
+            chosen += f" (an all-reduce takes {self.taken} from the compute beside it)"
         said = [chosen]
         if self.uncapped_end_ns is not None:
             cost = self.end_ns - self.uncapped_end_ns
@@ -131,14 +131,12 @@ class Given:
         operation = choose_scaling(key, owner, self.scaling, folds=False).reduce_op
         kind = Kind(dtype_name(key.reduce_dtype.to_real()), operation)
         positions = tuple(member.position for member in members)
-        return Slot(
-            positions, queue, self.profiles[key.group_name].table(kind), self._taken_per_mille
-        )
+        return Slot(positions, queue, self.profiles[key.group_name].table(kind), self._taken)
 
     @property
-    def _taken_per_mille(self) -> int:
+    def _taken(self) -> Taken:
         """The same for all, which share one network and one device."""
-        return self.profiles[self.reductions[0].key.group_name].rates.taken_per_mille
+        return self.profiles[self.reductions[0].key.group_name].rates.taken
 
     def chosen_from(self, estimates: Sequence[int]) -> ChosenFrom:
         """What another measurement of ready times decides by.
@@ -215,7 +213,7 @@ def choose_members(
         last_end(slots, filled),
         last_end(free, best_of(free, filled)) if is_capped else None,
         len(slots),
-        profile.rates.taken_per_mille,
+        profile.rates.taken,
         given.steps,
     )
     sent = {(n, begin): PredictedTimes(*times) for n, begin, *times in times_of(slots, runs)}

@@ -22,62 +22,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final
 
+from fusion_passes.plan.queue import Optimum, Queue, Run
 from fusion_passes.profile.tables import CostTable, Piece
 
 _TRIED: Final = 16
 """How many larger buckets are tried, before the first that was found is taken."""
-
-
-@dataclass(frozen=True)
-class Queue:
-    """Gradients of one kind that are reduced in order.
-
-    Attributes:
-        ready_ns: when each is there, from any start; never less than for the one before.
-        num_bytes: what is sent of each.
-        earliest: for each, the first one that it may share a bucket with; never less than for the
-            one before. All, if empty.
-        cap_bytes: most bytes of a bucket of more than one gradient; ``None``: any.
-        first_cap_bytes: the same for the first bucket; ``None``: as the others.
-    """
-
-    ready_ns: tuple[int, ...]
-    num_bytes: tuple[int, ...]
-    earliest: tuple[int, ...] = ()
-    cap_bytes: int | None = None
-    first_cap_bytes: int | None = None
-
-    def without_caps(self) -> Queue:
-        """The queue where buckets may have any size."""
-        return Queue(self.ready_ns, self.num_bytes, self.earliest)
-
-
-@dataclass(frozen=True)
-class Run:
-    """A bucket: neighbours in a queue.
-
-    Attributes:
-        begin: number of the first gradient.
-        end: one more than that of the last.
-        table: number of the table whose kind of collective is cheapest for it.
-    """
-
-    begin: int
-    end: int
-    table: int = 0
-
-
-@dataclass(frozen=True)
-class Optimum:
-    """The best buckets of a queue.
-
-    Attributes:
-        runs: in order; all gradients are in one.
-        end_ns: when the last collective ends; 0 without gradients.
-    """
-
-    runs: tuple[Run, ...]
-    end_ns: int
 
 
 def best_runs(queue: Queue, tables: Sequence[CostTable]) -> Optimum:
@@ -97,49 +46,9 @@ def best_runs(queue: Queue, tables: Sequence[CostTable]) -> Optimum:
     """
     if not tables:
         raise ValueError("best_runs needs the cost of a collective, but got no table. Give one.")
-    search = _Search(queue, tables)
-    for j in range(1, len(queue.num_bytes) + 1):
-        search.extend(j)
+    search = Search(queue, tables)
+    search.extend()
     return Optimum(tuple(reversed(search.choose())), search.ends[-1])
-
-
-def held_from(num_bytes: Sequence[int], hold_bytes: int) -> list[int]:
-    """For each gradient the first one that it may share a bucket with, where a bucket is closed
-    once this many bytes of gradients became ready since its first one.
-
-    Args:
-        num_bytes: of all gradients that become ready, in order.
-        hold_bytes: the bound.
-    """
-    sums = [0, *accumulate(num_bytes)]
-    return [
-        min(bisect.bisect_right(sums, sums[j] - hold_bytes, 0, j + 1), j)
-        for j in range(len(num_bytes))
-    ]
-
-
-def run_ends(
-    queue: Queue, runs: Sequence[Run], tables: Sequence[CostTable], taken_per_mille: int = 0
-) -> list[int]:
-    """When the collective of each bucket ends, in nanoseconds.
-
-    Args:
-        queue: the gradients.
-        runs: their buckets.
-        tables: what each costs.
-        taken_per_mille: what collectives take from the compute beside them, by which gradients are
-            ready later.
-    """
-    ends: list[int] = []
-    free = busy = 0
-    for run in runs:
-        size = sum(queue.num_bytes[run.begin : run.end])
-        cost = tables[run.table].cost_ns(size, run.end - run.begin)
-        ready = queue.ready_ns[run.end - 1] + taken_per_mille * busy // 1000
-        free = max(free, ready) + cost
-        busy += cost
-        ends.append(free)
-    return ends
 
 
 @dataclass
@@ -163,7 +72,7 @@ class _Line:
         """The source with the least ``ends[i] + cost``, not before ``least``; the first one of
         equal ones. ``None`` if there is none."""
         piece, sources = self.piece, self.sources
-        while self.entered < j and sums[j] - sums[self.entered] > piece.above:
+        while self.entered < min(j, len(ends)) and sums[j] - sums[self.entered] > piece.above:
             i = self.entered
             self.entered += 1
             # What differs between sources of the end times the run: exact, where a slope is not.
@@ -176,20 +85,26 @@ class _Line:
         return sources[0][0] if sources else None
 
 
-class _Search:
-    """The recurrence of this module, a gradient at a time.
+class Search:
+    """The recurrence of this module, a gradient at a time; of any number of buckets, or of at most
+    one more than another search has found.
 
     Attributes:
-        ends: for each number of gradients, the earliest end of their collectives.
+        ends: for each number of gradients, the earliest end of their collectives; of as many as
+            there may be in that number of buckets.
     """
 
-    def __init__(self, queue: Queue, tables: Sequence[CostTable]) -> None:
+    def __init__(
+        self, queue: Queue, tables: Sequence[CostTable], before: Search | None = None
+    ) -> None:
         self.ends = [0]
+        self._before = before
+        self._sources = self.ends if before is None else before.ends
         self._queue = queue
         self._tables = tables
         self._ready = [*accumulate(queue.ready_ns, max)]
         self._sums = [0, *accumulate(queue.num_bytes)]
-        self._chosen: list[Run] = []
+        self._chosen: list[Run | None] = []
         self._idle = 0
         self._lines = [
             _Line(number, piece, table.tensor_ns)
@@ -220,15 +135,29 @@ class _Search:
         size = self._sums[j] - self._sums[i]
         return min((t.cost_ns(size, j - i), n) for n, t in enumerate(self._tables))
 
-    def extend(self, j: int) -> None:
-        """Find the earliest end of ``j`` gradients, given those of fewer."""
-        ends, ready = self.ends, self._ready[j - 1]
+    def extend(self) -> None:
+        """Find the earliest ends, of 1 gradient and more."""
+        for j in range(1, len(self._queue.num_bytes) + 1):
+            candidates = self._candidates(j)
+            if not candidates:
+                break
+            end, i, table = min(candidates)
+            self.ends.append(end)
+            self._chosen.append(Run(i, j, table) if i >= 0 else None)
+
+    def _candidates(self, j: int) -> list[tuple[int, int, int]]:
+        """List ends of ``j`` gradients, with where the last bucket begins, and the number of its
+        table; -1 for both where it has been found in fewer buckets."""
+        ends, ready = self._sources, self._ready[j - 1]
+        known = min(j, len(ends))
         candidates: list[tuple[int, int, int]] = []
-        if self._may_be_first(j):
+        if self._before is not None and j < len(ends):
+            candidates.append((ends[j], -1, -1))
+        elif self._may_be_first(j):
             cost, table = self._cost(0, j)
             candidates.append((ready + cost, 0, table))
         # Of the sources that end before the gradient is ready, the last has the smallest bucket.
-        while self._idle + 1 < j and ends[self._idle + 1] <= ready:
+        while self._idle + 1 < known and ends[self._idle + 1] <= ready:
             self._idle += 1
         least = max(self._least(j), 1)
         if self._idle >= least:
@@ -241,9 +170,20 @@ class _Search:
                 cost = line.piece.cost_ns(self._sums[j] - self._sums[i])
                 cost += line.tensor_ns * (j - i - 1)
                 candidates.append((ends[i] + cost, i, line.table))
-        end, i, table = min(candidates)
-        ends.append(end)
-        self._chosen.append(Run(i, j, table))
+        return candidates
+
+    def fewest(self) -> list[Run]:
+        """The buckets that end earliest in the number that was searched, in order."""
+        runs: list[Run] = []
+        search, j = self, len(self.ends) - 1
+        while j:
+            run, before = search._chosen[j - 1], search._before
+            assert before is not None, "nothing takes no bucket"
+            if run is not None:
+                runs.append(run)
+                j = run.begin
+            search = before
+        return runs[::-1]
 
     def choose(self) -> list[Run]:
         """The buckets that end when the last one can, from the last one on."""
@@ -262,6 +202,7 @@ class _Search:
         """A large bucket up to gradient ``j`` that ends by a time."""
         ready = self._ready[j - 1]
         known = self._chosen[j - 1]
+        assert known is not None, "it was found here"
         if self._may_be_first(j):
             cost, table = self._cost(0, j)
             if ready + cost <= deadline:

@@ -9,14 +9,15 @@ be the best. One kind alone gets the best buckets that there are, those of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
 from fusion_passes.plan.contended import best_runs_beside
-from fusion_passes.plan.optimum import Queue, Run
-from fusion_passes.profile.tables import CostTable
+from fusion_passes.plan.queue import Queue, Run
+from fusion_passes.profile.tables import NOTHING_TAKEN, CostTable, Taken
 
 _MERGED_AT_MOST: Final = 256
 """Buckets of a candidate with more are not merged further: it would take long."""
@@ -30,20 +31,26 @@ class Slot:
         positions: of each in the order in which all kinds become ready.
         queue: the same gradients, with when they are ready.
         table: what their collectives cost.
-        taken_per_mille: what collectives take from the compute beside them; the same in all slots.
+        taken: what each takes from the compute beside it; the same in all slots.
     """
 
     positions: tuple[int, ...]
     queue: Queue
     table: CostTable
-    taken_per_mille: int = 0
+    taken: Taken = NOTHING_TAKEN
 
-    def cost(self, run: Run) -> int:
+    def costs(self, run: Run) -> tuple[int, int]:
+        """What a bucket costs, and what of that it takes from compute."""
         size = sum(self.queue.num_bytes[run.begin : run.end])
-        return self.table.cost_ns(size, run.end - run.begin)
+        mine = self.taken.of_bytes(size)
+        return self._left.cost_ns(size, run.end - run.begin) + mine, mine
+
+    @functools.cached_property
+    def _left(self) -> CostTable:
+        return self.taken.left(self.table)
 
     def best(self) -> list[Run]:
-        return list(best_runs_beside(self.queue, [self.table], self.taken_per_mille).runs)
+        return list(best_runs_beside(self.queue, [self.table], self.taken).runs)
 
     def may_merge(self, one: Run, other: Run) -> bool:
         """Whether two neighbours may be one bucket."""
@@ -83,13 +90,13 @@ def times_of(slots: Sequence[Slot], runs: Runs) -> Iterator[tuple[int, int, int,
         for run in runs[number]
     )
     by_begin = [{run.begin: run for run in mine} for mine in runs]
-    free = busy = 0
+    free = lost = 0
     for _, number, begin in launches:
         slot, run = slots[number], by_begin[number][begin]
-        ready = slot.queue.ready_ns[run.end - 1] + slot.taken_per_mille * busy // 1000
-        start, cost = max(free, ready), slot.cost(run)
+        start = max(free, slot.queue.ready_ns[run.end - 1] + lost)
+        cost, mine = slot.costs(run)
         free = start + cost
-        busy += cost
+        lost += mine
         yield number, begin, start, free
 
 
@@ -105,7 +112,7 @@ def _cut_together(slots: Sequence[Slot]) -> Runs:
         tuple(accumulate((slots[n].queue.ready_ns[i] for _, n, i in order), max)),
         tuple(slots[n].queue.num_bytes[i] for _, n, i in order),
     )
-    best = best_runs_beside(together, [largest.table], largest.taken_per_mille)
+    best = best_runs_beside(together, [largest.table], largest.taken)
     edges = [run.end for run in best.runs]
     runs: Runs = [[] for _ in slots]
     begins = [0 for _ in slots]

@@ -116,8 +116,7 @@ def as_text(profile: Profile) -> str:
     flops = ", ".join(f"{value / 1e9:.0f} GFLOP/s of {name}" for name, value in rates.flops)
     moved = f"{rates.bytes_per_s / 1e9:.1f} GB/s of memory"
     lines += ["", f"compute: {flops}; {moved}; a kernel takes {rates.kernel_ns / 1000:.1f} us"]
-    taken = rates.taken_per_mille / 1000
-    lines += [f"contention: a second of all-reduces takes {taken:.2f} s from compute beside it"]
+    lines += [f"contention: an all-reduce takes {rates.taken} from the compute beside it"]
     return "\n".join(lines)
 
 

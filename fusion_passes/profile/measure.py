@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fusion_passes.profile.records import Kind, Place, Profile, Rates
-from fusion_passes.profile.tables import CostTable, table_sizes
+from fusion_passes.profile.tables import CostTable, Taken, table_sizes
 from fusion_passes.torch_private import ProcessGroup
 
 SECONDS: Final = 3.0
@@ -36,7 +36,13 @@ _PRODUCT: Final = 768
 _COPIED_BYTES: Final = 16 * 2**20
 
 _BESIDE_S: Final = 0.02
-"""An all-reduce beside which compute is measured takes at most this, if any does."""
+"""All-reduces beside which compute is measured take at most about this, if one does."""
+
+_MANY: Final = 32
+"""Of them, at most."""
+
+_SMALL_BYTES: Final = 64 * 2**10
+"""The size of small ones."""
 
 
 def _operation(kind: Kind) -> dist.ReduceOp.RedOpType:
@@ -88,11 +94,14 @@ class Ranks:
         self, tensors: Sequence[torch.Tensor], operation: dist.ReduceOp.RedOpType
     ) -> None:
         """Reduce tensors in place, all at the same time, and wait; see :meth:`reduce`."""
-        works = [
-            dist.all_reduce(tensor, operation, self.group, async_op=True) for tensor in tensors
-        ]
-        for work in works:
+        for work in self.launch(tensors, operation):
             work.wait(self.timeout)
+
+    def launch(
+        self, tensors: Sequence[torch.Tensor], operation: dist.ReduceOp.RedOpType
+    ) -> list[dist.Work]:
+        """Begin to reduce tensors in place, all at the same time."""
+        return [dist.all_reduce(tensor, operation, self.group, async_op=True) for tensor in tensors]
 
     def meet(self) -> None:
         """Wait for all ranks, and for what their devices have to do."""
@@ -135,45 +144,58 @@ def measure(ranks: Ranks, place: Place, kinds: Sequence[Kind], seconds: float = 
     copying = statistics.median(ranks.times(lambda: target.copy_(source)))
     small = torch.ones(16, device=ranks.device)
     starting = statistics.median(ranks.times(lambda: small.add_(1)))
-    taken = taken_per_mille(ranks, *tables[0])
+    taken = measure_taken(ranks, *tables[0])
     rates = Rates(tuple(flops), _rate(2 * _COPIED_BYTES, copying), round(starting * 1e9), taken)
     return Profile(place, tables, rates)
 
 
-def taken_per_mille(ranks: Ranks, kind: Kind, costs: CostTable) -> int:
-    """Measure what all-reduces take from the compute beside them, as in :class:`Rates`.
-
-    Matrix products are timed alone and beside one all-reduce, which ends before they do even if
-    the two share a core. What they take longer, over what the all-reduce costs by its table, is
-    taken.
+def measure_taken(ranks: Ranks, kind: Kind, costs: CostTable) -> Taken:
+    """Measure what all-reduces take from the compute beside them: of a small and of a large one.
 
     Args:
         ranks: all of a process group; each must call this.
         kind: of collectives.
         costs: of these; the same on all ranks.
     """
-    dtype: torch.dtype = getattr(torch, kind.dtype)
     short = [size for size in costs.num_bytes if costs.cost_ns(size) <= _BESIDE_S * 1e9]
-    size = short[-1] if short else costs.num_bytes[0]
+    large = short[-1] if short else costs.num_bytes[0]
+    small = next(size for size in costs.num_bytes if size >= min(_SMALL_BYTES, large))
+    return Taken.of(
+        (small, large), (_taken(ranks, kind, costs, small), _taken(ranks, kind, costs, large))
+    )
+
+
+def _taken(ranks: Ranks, kind: Kind, costs: CostTable, size: int) -> float:
+    """Seconds of compute that an all-reduce of a size takes, at most what it costs.
+
+    Matrix products are timed alone and beside all-reduces, which are launched first: as many as
+    take about as long as the longest one that is measured, and end before the products do even if
+    they share a core.
+    """
+    dtype: torch.dtype = getattr(torch, kind.dtype)
     cost_s = max(costs.cost_ns(size), 1) / 1e9
+    shape = min(max(round(_BESIDE_S / cost_s), 1), _MANY), size // dtype.itemsize
+    buffers = torch.zeros(shape, dtype=dtype, device=ranks.device).unbind()
     factor = torch.ones(_PRODUCT, _PRODUCT, dtype=dtype, device=ranks.device)
     product_s = max(statistics.median(ranks.times(lambda: factor @ factor)), 1e-9)
-    count = math.ceil(2 * min(cost_s, 2 * _BESIDE_S) / product_s)
-    buffer = torch.zeros(size // dtype.itemsize, dtype=dtype, device=ranks.device)
+    count = math.ceil(2 * min(len(buffers) * cost_s, 2 * _BESIDE_S) / product_s)
     alone, beside = [], []
     for _ in range(2 * ROUNDS + 1):
         ranks.meet()
         alone.append(ranks.computing(factor, count))
         ranks.meet()
-        work = dist.all_reduce(buffer, _operation(kind), ranks.group, async_op=True)
-        beside.append(ranks.computing(factor, count))
-        work.wait(ranks.timeout)
+        begin = time.perf_counter()
+        works = ranks.launch(buffers, _operation(kind))
+        # A GPU computes meanwhile what it was given before.
+        launching = time.perf_counter() - begin if ranks.device.type == "cpu" else 0.0
+        beside.append(launching + ranks.computing(factor, count))
+        for work in works:
+            work.wait(ranks.timeout)
     # The first round warms up. Of each round the slowest rank counts, with both and without.
     alone_s, beside_s = (
         statistics.median(ranks.slowest(seconds[1:])) for seconds in (alone, beside)
     )
-    taken = (beside_s - alone_s) / min(cost_s, beside_s)
-    return min(max(round(1000 * taken), 0), 1000)
+    return min(max(beside_s - alone_s, 0.0) / len(buffers), cost_s)
 
 
 def _rate(amount: int, seconds: float) -> int:

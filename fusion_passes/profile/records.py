@@ -6,12 +6,12 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
-from fusion_passes.profile.tables import CostTable
+from fusion_passes.profile.tables import CostTable, Taken
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 """Of the file. Another one is measured anew."""
 
 
@@ -100,14 +100,13 @@ class Rates:
         flops: operations a second of matrix products, by dtype without ``torch.``.
         bytes_per_s: that generated kernels read and write.
         kernel_ns: of any kernel, at least.
-        taken_per_mille: thousandths of a second of compute that a second of all-reduces takes from
-            it: a thread of Gloo takes cycles, NCCL takes multiprocessors. At most 1000.
+        taken: what an all-reduce takes from the compute beside it.
     """
 
     flops: tuple[tuple[str, int], ...]
     bytes_per_s: int
     kernel_ns: int
-    taken_per_mille: int = 0
+    taken: Taken = field(default_factory=Taken)
 
     def flops_of(self, dtype: str) -> int:
         """Operations a second in a dtype; in the first one that was measured, if not in this."""
@@ -185,12 +184,11 @@ class Profile:
                 for kind, table in data["tables"]
             ]
             flops = tuple((str(name), int(value)) for name, value in data["rates"]["flops"])
-            rates = Rates(**{**data["rates"], "flops": flops})
+            taken = Taken(**data["rates"]["taken"])
+            rates = Rates(**{**data["rates"], "flops": flops, "taken": taken})
             profile = Profile(Place(**place), tuple(tables), rates)
         if not tables or not flops or min(rates.bytes_per_s, *(value for _, value in flops)) <= 0:
             raise ValueError("it has no table, or a rate that is not greater than 0")
-        if not 0 <= rates.taken_per_mille <= 1000:
-            raise ValueError("taken_per_mille is not from 0 to 1000")
         return profile
 
 

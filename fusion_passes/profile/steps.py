@@ -86,23 +86,26 @@ class MeasuredSteps:
 
 
 def slowest_ready(
-    launched_ns: Sequence[Sequence[int]], costs_ns: Sequence[int], taken_per_mille: int
+    launched_ns: Sequence[Sequence[int]], costs_ns: Sequence[int], taken_ns: Sequence[int]
 ) -> tuple[int, ...]:
     """When the gradients of each bucket would be ready if all-reduces took nothing from compute.
 
     Args:
         launched_ns: when each bucket was launched, by rank; each collective begins with the last.
         costs_ns: what the collective of each costs.
-        taken_per_mille: what a collective takes from the compute beside it.
+        taken_ns: what it takes from the compute beside it, evenly while it runs.
     """
     ready: list[int] = []
-    spans: list[tuple[int, int]] = []
+    running: list[tuple[int, int, int]] = []
     launched = accumulate(map(max, zip(*launched_ns, strict=True)), max)
-    for moment, cost in zip(launched, costs_ns, strict=True):
-        busy = sum(max(min(end, moment) - begin, 0) for begin, end in spans)
-        ready.append(moment - taken_per_mille * busy // 1000)
-        begin = max(moment, spans[-1][1]) if spans else moment
-        spans.append((begin, begin + cost))
+    for moment, cost, taken in zip(launched, costs_ns, taken_ns, strict=True):
+        lost = sum(
+            of_all * min(max(moment - begin, 0), length) // max(length, 1)
+            for begin, length, of_all in running
+        )
+        ready.append(moment - lost)
+        begin = max(moment, sum(running[-1][:2])) if running else moment
+        running.append((begin, cost, taken))
     return tuple(accumulate(ready, max))
 
 

@@ -8,9 +8,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Final
 
-SMALLEST_BYTES = 1024
+SMALLEST_BYTES: Final = 1024
 """The smallest size that is measured: below it, a collective costs its latency."""
+
+MIB: Final = 2**20
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,73 @@ class CostTable:
     def fit(self) -> Fit:
         """The line that fits the table best, for people; nothing is decided from it."""
         return fit_line(self.num_bytes, self.times_ns)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a collective takes from the compute beside it: a line over its bytes.
+
+    A thread of Gloo takes cycles to begin one, and to add each byte; NCCL takes multiprocessors.
+
+    Attributes:
+        each_ns: nanoseconds of compute, of any collective.
+        mib_ns: further ones for each MiB.
+
+    Raises:
+        ValueError: one of them is negative.
+    """
+
+    each_ns: int = 0
+    mib_ns: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.each_ns, self.mib_ns) < 0:
+            raise ValueError(
+                f"Taken.each_ns and Taken.mib_ns must be at least 0, but are {self.each_ns} and "
+                f"{self.mib_ns}. Make it with Taken.of."
+            )
+
+    @classmethod
+    def of(cls, num_bytes: tuple[int, int], seconds: tuple[float, float]) -> Taken:
+        """The line through two measurements; where it would begin below 0, or fall, it is the
+        nearest one that does not.
+
+        Args:
+            num_bytes: of a small and a large collective, the latter at least as large.
+            seconds: of compute that each has taken.
+        """
+        small, large = num_bytes
+        of_small, of_large = (max(value, 0.0) for value in seconds)
+        rise = (of_large - of_small) / (large - small) if large > small else of_large / large
+        rise = min(max(rise, 0.0), of_large / large)
+        begin = max(of_large - rise * large, 0.0)
+        return cls(round(begin * 1e9), round(rise * MIB * 1e9))
+
+    def of_bytes(self, num_bytes: int) -> int:
+        """What a collective takes, in nanoseconds of compute.
+
+        Args:
+            num_bytes: of all that is sent.
+        """
+        return self.each_ns + self.mib_ns * num_bytes // MIB
+
+    def left(self, table: CostTable) -> CostTable:
+        """What a collective costs beyond what it takes from compute. Where that would fall with
+        size, as where more bytes were measured to cost no more, it stays as it is.
+
+        Args:
+            table: of costs.
+        """
+        pairs = zip(table.num_bytes, table.times_ns, strict=True)
+        left = accumulate((max(time - self.of_bytes(size), 0) for size, time in pairs), max)
+        return CostTable(table.num_bytes, tuple(left), table.tensor_ns)
+
+    def __str__(self) -> str:
+        return f"{self.each_ns / 1e6:.2f} ms and {self.mib_ns / 1e6:.2f} ms for each MiB"
+
+
+NOTHING_TAKEN: Final = Taken()
+"""By collectives that run beside no compute, or on what nothing computes."""
 
 
 @dataclass(frozen=True)

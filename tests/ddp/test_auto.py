@@ -30,7 +30,7 @@ from fusion_passes.ddp.replanning import AT
 from fusion_passes.plan.planner import NO_PROFILE
 from fusion_passes.profile import agree, files, measure
 from fusion_passes.profile.steps import MeasuredSteps
-from fusion_passes.profile.tables import CostTable
+from fusion_passes.profile.tables import CostTable, Taken
 from fusion_passes.state import process_state
 from fusion_passes.torch_private.stand_ins import PreparingGroup, called_by
 from testing.fake_world import fake_world, two_layers
@@ -65,7 +65,7 @@ def _profiles(costs: CostTable = COSTS):
         calls.append(len(kinds))
         profile = original(ranks, place, kinds, 0.05)
         tables = tuple((kind, costs) for kind, _ in profile.tables)
-        return replace(profile, tables=tables, rates=replace(profile.rates, taken_per_mille=0))
+        return replace(profile, tables=tables, rates=replace(profile.rates, taken=Taken()))
 
     try:
         with mock.patch.object(agree, "measure", quick):

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_passes.plan.again import WORTH_PER_MILLE, ChosenFrom, Forecast, forecast
-from fusion_passes.plan.optimum import Queue
 from fusion_passes.plan.planner import PlanOptions
+from fusion_passes.plan.queue import Queue
 from fusion_passes.plan.sharing import Slot
 from fusion_passes.profile.steps import MeasuredSteps
 from fusion_passes.profile.tables import CostTable

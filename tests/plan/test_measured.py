@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from fusion_passes.config import FusionConfig
 from fusion_passes.plan.buckets import BucketPlan
 from fusion_passes.plan.caps import MIB, BucketCaps, ModuleCaps, bucket_caps, given_caps
-from fusion_passes.plan.optimum import Queue, Run
 from fusion_passes.plan.planner import NO_PROFILE, PlanOptions
+from fusion_passes.plan.queue import Queue, Run
 from fusion_passes.plan.ready import ready_times
 from fusion_passes.plan.sharing import Slot, best_of, last_end
 from fusion_passes.profile.records import Kind, Place, Profile, Rates
-from fusion_passes.profile.tables import CostTable
+from fusion_passes.profile.tables import CostTable, Taken
 from fusion_passes.reporting.records import report_plan
 from testing.graphs import (
     caps,
@@ -179,17 +179,20 @@ def test_kinds_that_share_the_network_are_planned_together() -> None:
 
 def test_what_all_reduces_take_from_compute_is_counted_and_said() -> None:
     free = profile(100_000, 100)
-    taking = replace(free, rates=replace(RATES, taken_per_mille=900))
+    taking = replace(free, rates=replace(RATES, taken=Taken(90_000, 90_000)))
     alone, beside = plan(free, *WIDTHS), plan(taking, *WIDTHS)
     assert len(names(beside)) < len(names(alone))
-    assert "(a second of all-reduces takes 0.90 s from the compute beside it)" in beside.decision[0]
+    assert (
+        "(an all-reduce takes 0.09 ms and 0.09 ms for each MiB from the compute beside it)"
+        in beside.decision[0]
+    )
     assert "takes" not in alone.decision[0]
 
 
 def test_kinds_that_share_the_network_take_from_each_others_compute() -> None:
     costs = CostTable((1, 100), (100, 100))
-    one = Slot((0,), Queue((0,), (10,)), costs, 500)
-    other = Slot((1,), Queue((200,), (10,)), costs, 500)
+    one = Slot((0,), Queue((0,), (10,)), costs, Taken(50))
+    other = Slot((1,), Queue((200,), (10,)), costs, Taken(50))
     assert last_end([one, other], [[Run(0, 1)], [Run(0, 1)]]) == 200 + 50 + 100
 
 

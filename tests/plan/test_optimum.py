@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion_passes.plan.contended import best_runs_beside
-from fusion_passes.plan.optimum import Queue, Run, best_runs, run_ends
-from fusion_passes.profile.tables import CostTable
+from fusion_passes.plan.optimum import best_runs
+from fusion_passes.plan.queue import Queue, Run, run_ends
+from fusion_passes.profile.tables import MIB, CostTable, Taken
 
 
 def is_allowed(queue: Queue, begin: int, end: int) -> bool:
@@ -101,8 +102,8 @@ def test_without_a_table_it_is_refused() -> None:
 
 @pytest.mark.parametrize("latency", [0, 50_000])
 @pytest.mark.parametrize("rise", [0, 400])
-@pytest.mark.parametrize("taken", [0, 700])
-def test_ten_thousand_gradients_take_seconds_at_most(latency: int, rise: int, taken: int) -> None:
+@pytest.mark.parametrize("taken", [Taken(), Taken(1_000, 300), Taken(40_000, 300_000)])
+def test_ten_thousand_gradients_take_seconds_at_most(latency: int, rise: int, taken: Taken) -> None:
     count = 10_000
     sizes = tuple(4096 if i % 3 else 1_000_000 for i in range(count))
     steps = [4**n for n in range(5, 17)]
@@ -117,9 +118,9 @@ def test_ten_thousand_gradients_take_seconds_at_most(latency: int, rise: int, ta
 # --- Beside compute ----------------------------------------------------------------------------
 
 
-def ends_beside(queue: Queue, costs: list[CostTable], taken: int) -> list[int]:
-    """The ends of all ways to cut the gradients, where compute advances slowly beside them: by
-    steps of time, in thousandths of a nanosecond."""
+def ends_beside(queue: Queue, costs: list[CostTable], taken: Taken) -> list[int]:
+    """The ends of all ways to cut the gradients, where compute stands still for a part of each
+    collective: by two clocks, of the wall and of the compute."""
     count, ends = len(queue.num_bytes), []
     for cuts in itertools.product([False, True], repeat=count - 1):
         edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), count]
@@ -127,22 +128,26 @@ def ends_beside(queue: Queue, costs: list[CostTable], taken: int) -> list[int]:
             continue
         clock = computed = 0
         for begin, stop in pairwise(edges):
-            idle = max(1000 * queue.ready_ns[stop - 1] - computed, 0)
+            idle = max(queue.ready_ns[stop - 1] - computed, 0)
             size = sum(queue.num_bytes[begin:stop])
-            cost = 1000 * min(table.cost_ns(size, stop - begin) for table in costs)
-            clock += idle + cost
-            computed += idle + cost * (1000 - taken) // 1000
+            left = min(taken.left(table).cost_ns(size, stop - begin) for table in costs)
+            clock += idle + left + taken.of_bytes(size)
+            computed += idle + left
         ends.append(clock)
     return ends
 
 
-@settings(max_examples=400, deadline=None)
-@given(queues(), st.lists(tables(), min_size=1, max_size=2), st.integers(0, 1000))
+whole = st.integers(0, 40)
+a_mib = st.integers(0, 2 * MIB)
+
+
+@settings(max_examples=600, deadline=None)
+@given(queues(), st.lists(tables(), min_size=1, max_size=2), st.builds(Taken, whole, a_mib))
 def test_no_buckets_end_earlier_where_they_take_compute(queue, costs, taken) -> None:
     best = best_runs_beside(queue, costs, taken)
-    least = min(ends_beside(queue, costs, taken)) / 1000
-    # Whole nanoseconds of lines between sizes: each bucket can be off by one.
-    assert least - 9 <= best.end_ns <= least * 1.001 + 2
+    ends = ends_beside(queue, costs, taken)
+    # What is taken is rounded down, for each bucket.
+    assert min(ends) <= best.end_ns <= min(ends) + len(queue.num_bytes)
     assert run_ends(queue, best.runs, costs, taken)[-1] == best.end_ns
     assert [run.begin for run in best.runs] == [0, *(run.end for run in best.runs)][:-1]
     assert best.runs[-1].end == len(queue.num_bytes)
@@ -154,5 +159,25 @@ def test_what_takes_compute_is_sent_in_fewer_buckets() -> None:
     # its latency only makes the rest later.
     queue = Queue((0, 100, 200, 300), (100, 100, 100, 100))
     costs = CostTable((100, 1000), (60, 150))
-    assert len(best_runs_beside(queue, [costs], 0).runs) > 1
-    assert best_runs_beside(queue, [costs], 1000).runs == (Run(0, 4),)
+    assert len(best_runs_beside(queue, [costs], Taken()).runs) > 1
+    assert best_runs_beside(queue, [costs], Taken(50, MIB // 10)).runs == (Run(0, 4),)
+
+
+def test_of_thousands_of_gradients_nearly_the_best_buckets_are_found() -> None:
+    """So many that not all numbers of buckets are tried: here the best ones are known."""
+    count = 2_000
+    queue = Queue((0,) * (count - 1) + (10**9,), (MIB,) * count)
+    costs, taken = CostTable((MIB, 2 * MIB), (10**6, 2 * 10**6 - 10)), Taken(10**5, 10**5)
+    best = best_runs_beside(queue, [costs], taken)
+    assert best.end_ns < 1.01 * min(ends_of_equal(queue, costs, taken))
+
+
+def ends_of_equal(queue: Queue, costs: CostTable, taken: Taken) -> list[int]:
+    """The ends of buckets of one size each, all sizes that there are."""
+    count = len(queue.num_bytes)
+    return [
+        run_ends(
+            queue, [Run(i, min(i + size, count)) for i in range(0, count, size)], [costs], taken
+        )[-1]
+        for size in range(1, count + 1)
+    ]

@@ -71,7 +71,8 @@ def damaged(edit) -> str:
         damaged(lambda data: data.update(tables=[])),
         damaged(lambda data: data["tables"][0][1].update(times_ns=[20, 10])),
         damaged(lambda data: data["rates"].update(bytes_per_s=0)),
-        damaged(lambda data: data["rates"].update(taken_per_mille=1001)),
+        damaged(lambda data: data["rates"]["taken"].update(each_ns=-1)),
+        damaged(lambda data: data["rates"].pop("taken")),
         damaged(lambda data: data["place"].pop("hosts")),
     ],
 )

@@ -76,11 +76,13 @@ def test_noise_is_no_other_measurement(buckets, ready, same) -> None:
 
 def test_the_slowest_rank_counts_and_what_all_reduces_took_does_not() -> None:
     launched = [[10, 40, 100], [20, 30, 90]]
-    assert slowest_ready(launched, [10, 10, 10], 0) == (20, 40, 100)
+    assert slowest_ready(launched, [10, 10, 10], [0, 0, 0]) == (20, 40, 100)
     # Busy from 20 to 30, and from 40 to 50: half of that is taken.
-    assert slowest_ready(launched, [10, 10, 10], 500) == (20, 35, 90)
+    assert slowest_ready(launched, [10, 10, 10], [5, 5, 5]) == (20, 35, 90)
     # Busy all the time from 20 on: the second collective begins when the first ends, at 120.
-    assert slowest_ready(launched, [100, 100, 100], 1000) == (20, 20, 20)
+    assert slowest_ready(launched, [100, 100, 100], [100, 100, 100]) == (20, 20, 20)
+    # Of the first, a fifth and four fifths are over when the others come.
+    assert slowest_ready(launched, [100, 10, 10], [10, 1, 0]) == (20, 38, 92)
 
 
 # --- Between ranks -------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_passes.profile.tables import CostTable, table_sizes
+from fusion_passes.profile.tables import MIB, CostTable, Taken, table_sizes
 
 costs = st.lists(st.floats(0, 10), min_size=1, max_size=6)
 
@@ -58,3 +58,22 @@ def test_sizes_end_before_the_whole() -> None:
     assert table_sizes(4096) == (1024, 2048)
     assert table_sizes(4096, 4) == (1024,)
     assert table_sizes(4097, 4) == (1024, 4096)
+
+
+def test_what_is_taken_is_a_line_that_neither_begins_below_0_nor_falls() -> None:
+    assert Taken.of((MIB, 3 * MIB), (0.002, 0.004)) == Taken(1_000_000, 1_000_000)
+    assert Taken.of((MIB, 4 * MIB), (0.0, 0.004)) == Taken(0, 1_000_000), "as for the large one"
+    assert Taken.of((MIB, 4 * MIB), (0.004, 0.002)) == Taken(2_000_000, 0)
+    assert Taken.of((MIB, MIB), (0.003, 0.003)) == Taken(0, 3_000_000)
+    assert Taken.of((MIB, 2 * MIB), (-1.0, -1.0)) == Taken()
+    with pytest.raises(ValueError, match="must be at least 0, but are -1 and 2"):
+        Taken(-1, 2)
+
+
+def test_what_is_left_of_a_cost_never_falls() -> None:
+    taken = Taken(10, 20)
+    costs = CostTable((MIB, 2 * MIB, 3 * MIB, 4 * MIB), (5, 100, 110, 200), tensor_ns=3)
+    # 30, 50, 70 and 90 are taken: of the first more than it costs, of the third as much more as
+    # that costs more.
+    assert taken.left(costs) == CostTable(costs.num_bytes, (0, 50, 50, 110), tensor_ns=3)
+    assert Taken().left(costs) == costs

@@ -19,7 +19,7 @@ from bench_steps.run import Run
 from bench_steps.timelines import Timeline
 from benches import steps as bench
 from benches.results import Origin, keep, page, read_json, table
-from fusion_passes.profile.tables import table_sizes
+from fusion_passes.profile.tables import Taken, table_sizes
 from fusion_passes.reporting.spans import timeline_of
 from interrupting import INTERRUPTED
 from workloads.ways import TRACED
@@ -94,7 +94,8 @@ def test_targets_compare_the_best_of_ours_with_the_best_of_torchs() -> None:
         "peak memory over compute alone": True,
         "warm start over compute alone": True,
     }
-    cell.note_taken([0.7, 1.0, 1.0])
+    cell.note_taken([Taken(1, 1), Taken(10**6, 10**3), Taken(10**7, 10**3)])
+    assert cell.taken == Taken(10**6, 10**3)
     assert by_words(cell)["over the lower bound with contention"] is False
     ours.ratios = [1.54, 1.54, 1.54]
     ours.peak_bytes, ours.warm_s = 103, 4.9

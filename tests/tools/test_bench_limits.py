@@ -10,7 +10,7 @@ from bench_steps.gradients import compare
 from bench_steps.limits import earliest_end, lower_bound, ready_shares
 from bench_steps.processes import cores_of
 from bench_steps.rows import Assignment, Row, groups_of, rows_of
-from fusion_passes.profile.tables import CostTable
+from fusion_passes.profile.tables import CostTable, Taken
 from fusion_passes.reporting.spans import lane_of, merged, timeline_of, without
 from workloads import models
 from workloads.models import MAKERS, TINY, subject, users_subject
@@ -41,10 +41,12 @@ def test_a_step_is_never_shorter_than_its_compute() -> None:
 
 
 def test_the_bound_with_contention_counts_what_compute_loses() -> None:
-    costs = CostTable.of((1, 100), (0.01, 1.0))
-    # The first ends at 1.5 and has taken a quarter of a second from what the second waits for.
-    assert lower_bound(2.0, [0.5, 1.0], [50, 50], costs) == pytest.approx(2.5)
-    assert lower_bound(2.0, [0.5, 1.0], [50, 50], costs, 0.5) == pytest.approx(2.75)
+    costs, size = CostTable.of((1, MIB), (0.5, 1.0)), MIB // 2
+    # The first ends at 1.75 and has taken a quarter of a second from what the second waits for.
+    taken = Taken(each_ns=200_000_000, mib_ns=100_000_000)
+    assert lower_bound(2.0, [0.5, 1.0], [size, size], costs) == pytest.approx(2.75)
+    found = lower_bound(2.0, [0.5, 1.0], [size, size], costs, taken)
+    assert found == pytest.approx(3.0, abs=1e-5)
 
 
 def test_a_gradient_is_ready_when_it_is_on_the_last_rank() -> None:

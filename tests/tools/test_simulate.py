@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import simulate as command
 
-from fusion_passes.plan.optimum import Queue
+from fusion_passes.plan.queue import Queue
 from fusion_passes.profile.tables import CostTable
 from simulation.cases import simulate
 from simulation.models import MODELS, dlrm

@@ -6,12 +6,15 @@ import statistics
 from collections.abc import Sequence
 
 from fusion_passes.plan.contended import best_runs_beside
-from fusion_passes.plan.optimum import Queue
-from fusion_passes.profile.tables import CostTable
+from fusion_passes.plan.queue import Queue
+from fusion_passes.profile.tables import NOTHING_TAKEN, CostTable, Taken
 
 
 def earliest_end(
-    ready: Sequence[float], num_bytes: Sequence[int], costs: CostTable, taken: float = 0.0
+    ready: Sequence[float],
+    num_bytes: Sequence[int],
+    costs: CostTable,
+    taken: Taken = NOTHING_TAKEN,
 ) -> float:
     """When the last all-reduce can end at the earliest, in the best buckets that there are.
 
@@ -19,7 +22,7 @@ def earliest_end(
         ready: seconds from the start of a step until each gradient is there.
         num_bytes: of each.
         costs: of an all-reduce.
-        taken: seconds of compute that a second of all-reduces takes from it, 0 to 1.
+        taken: what an all-reduce takes from the compute beside it.
 
     Returns:
         Seconds from the start of the step; 0 without gradients.
@@ -29,7 +32,7 @@ def earliest_end(
         tuple(round(ready[index] * 1e9) for index in order),
         tuple(num_bytes[index] for index in order),
     )
-    return best_runs_beside(queue, [costs], round(1000 * taken)).end_ns / 1e9
+    return best_runs_beside(queue, [costs], taken).end_ns / 1e9
 
 
 def ready_shares(
@@ -64,7 +67,7 @@ def lower_bound(
     shares: Sequence[float],
     num_bytes: Sequence[int],
     costs: CostTable,
-    taken: float = 0.0,
+    taken: Taken = NOTHING_TAKEN,
 ) -> float:
     """Seconds that a step takes at least: its compute, and the all-reduces that can hide in it.
 

@@ -17,7 +17,7 @@ from bench_steps.results import COMPUTE, NETWORK, PROBE, REFERENCE, Cell, RowRes
 from bench_steps.rows import Checked, Planned, Row, Started, Stepped, groups_of, rows_of
 from bench_steps.timelines import Timeline
 from fusion_passes.profile.files import DIRECTORY_VARIABLE
-from fusion_passes.profile.tables import table_sizes
+from fusion_passes.profile.tables import Taken, table_sizes
 from workloads.ways import EAGER, PLAIN, WAYS
 
 START_TIMEOUT_S = 900.0
@@ -263,7 +263,7 @@ class Measuring:
         limits = {item.result.row: item.result for item in alive[:2]}
         results = {row: start.without_figures() for row, start in (limits | starts).items()}
         tables: list[list[float]] = []
-        taken: list[float] = []
+        taken: list[Taken] = []
         probed: list[list[Stepped]] = []
         sizes = table_sizes(cell.total_bytes, 4)
         self._warm_up(alive, results)
@@ -278,7 +278,7 @@ class Measuring:
                     stepped = item.processes.ask("steps", item.steps)
                     if row == NETWORK:
                         tables.append(_table(item.processes.ask("table", sizes)))
-                        taken += item.processes.ask("taken", sizes, tables[-1])[:1]
+                        taken.append(Taken(*item.processes.ask("taken", sizes, tables[-1])[0]))
                 except RowFailed as error:
                     result.reason = item.result.reason = str(error)
                     if row in (COMPUTE, NETWORK):

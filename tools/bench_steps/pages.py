@@ -98,7 +98,7 @@ def _limits(cell: Cell) -> str:
     ]
     contended = bound_over_compute(cell, contended=True)
     if contended is not None:
-        taken = f"a second of all-reduces takes {_number(cell.taken_s)} s of the compute beside it"
+        taken = f"an all-reduce takes {cell.taken} from the compute beside it"
         parts.append(f"with contention {_number(contended)} ({taken})")
     return "; ".join(parts) + "."
 

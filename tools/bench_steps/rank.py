@@ -218,19 +218,21 @@ class Rank:
         self._run = whole
         return found
 
-    def taken(self, sizes: tuple[int, ...], seconds: list[float]) -> float:
-        """Seconds of compute that a second of all-reduces takes from it; the same on all ranks.
+    def taken(self, sizes: tuple[int, ...], seconds: list[float]) -> tuple[int, int]:
+        """What an all-reduce takes from the compute beside it, in nanoseconds: any of them, and
+        more for each MiB; the same on all ranks.
 
         Args:
             sizes: in bytes.
             seconds: of an all-reduce of each, on the slowest rank.
         """
-        from fusion_passes.profile.measure import taken_per_mille
+        from fusion_passes.profile.measure import measure_taken
         from fusion_passes.profile.records import Kind
         from fusion_passes.profile.tables import CostTable
 
         kind = Kind(str(self._flat.dtype).removeprefix("torch."), "sum")
-        return taken_per_mille(self._ranks(), kind, CostTable.of(sizes, seconds)) / 1000
+        taken = measure_taken(self._ranks(), kind, CostTable.of(sizes, seconds))
+        return taken.each_ns, taken.mib_ns
 
     def _ranks(self) -> Any:
         """All ranks, as what measures a profile sees them."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from bench_steps.limits import lower_bound, ready_shares
 from bench_steps.rows import Planned, Row, Stepped
-from fusion_passes.profile.tables import CostTable
+from fusion_passes.profile.tables import NOTHING_TAKEN, CostTable, Taken
 from workloads.ways import EAGER, PLAIN, TRACED
 
 COMPUTE: Final = Row("way", PLAIN)
@@ -92,8 +92,7 @@ class Cell:
         table_s: seconds of these.
         ready_shares: when each gradient is ready, as a share of a step of compute alone.
         ready_bytes: of these gradients.
-        taken_s: seconds of compute that a second of all-reduces takes from it; ``None``: not
-            measured.
+        taken: what an all-reduce takes from the compute beside it; ``None``: not measured.
     """
 
     model: str
@@ -105,7 +104,7 @@ class Cell:
     table_s: tuple[float, ...] = ()
     ready_shares: tuple[float, ...] = ()
     ready_bytes: tuple[int, ...] = ()
-    taken_s: float | None = None
+    taken: Taken | None = None
 
     @property
     def name(self) -> str:
@@ -134,10 +133,11 @@ class Cell:
         medians = tuple(statistics.median(of_size) for of_size in zip(*rounds, strict=True))
         self.table_bytes, self.table_s = tuple(sizes), medians
 
-    def note_taken(self, rounds: Sequence[float]) -> None:
-        """Note what all-reduces take from the compute beside them, by round."""
+    def note_taken(self, rounds: Sequence[Taken]) -> None:
+        """Note what an all-reduce takes from the compute beside it, by round."""
         if rounds:
-            self.taken_s = statistics.median(rounds)
+            each, mib = zip(*((taken.each_ns, taken.mib_ns) for taken in rounds), strict=True)
+            self.taken = Taken(round(statistics.median(each)), round(statistics.median(mib)))
 
     def note_ready(self, rounds: Sequence[Sequence[Stepped]]) -> None:
         """Note when gradients were ready, by round and rank."""
@@ -156,7 +156,7 @@ class Cell:
         Args:
             contended: whether all-reduces take from the compute beside them what was measured.
         """
-        if contended and self.taken_s is None:
+        if contended and self.taken is None:
             return None
         compute, network = self.find(COMPUTE), self.find(NETWORK)
         if not (compute and network and compute.seconds and network.seconds):
@@ -170,7 +170,7 @@ class Cell:
             (*self.table_s[: len(known)], statistics.median(network.seconds)),
         )
         middle = statistics.median(compute.seconds)
-        taken = (self.taken_s or 0.0) if contended else 0.0
+        taken = self.taken if contended and self.taken is not None else NOTHING_TAKEN
         return lower_bound(middle, self.ready_shares, self.ready_bytes, costs, taken)
 
     def to_json(self) -> dict[str, Any]:
@@ -183,9 +183,11 @@ class Cell:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Cell:
         values = {name: value for name, value in data.items() if not name.endswith("_bound_s")}
+        values.pop("taken_s", None)  # Of results from before 2026-11-26, by another rule.
         rows = [RowResult(**{**row, "row": Row(**row["row"])}) for row in values.pop("rows")]
+        taken = values.pop("taken", None)
         plain: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in values.items()
         }
-        return cls(**plain, rows=rows)
+        return cls(**plain, rows=rows, taken=Taken(**taken) if taken else None)

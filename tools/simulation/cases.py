@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
 import random
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 from fusion_passes.plan.caps import MEASURED_HOLD_BYTES, MEASURED_HOLD_SHARE
-from fusion_passes.plan.optimum import Queue, Run, best_runs, held_from, run_ends
+from fusion_passes.plan.optimum import best_runs
+from fusion_passes.plan.queue import Queue, Run, run_ends
 from fusion_passes.profile.tables import CostTable
 from simulation.models import Model
 from simulation.networks import Network
@@ -67,7 +71,7 @@ def simulate(model: Model, network: Network, ranks: int, noise: float = NOISE) -
     # What a profile measures: the slowest rank of each round, and of rounds the one in the middle.
     known = 1 + noise * _last_of(ranks, 0.5)
     hold = max(MEASURED_HOLD_BYTES, total // MEASURED_HOLD_SHARE)
-    earliest = tuple(held_from(model.num_bytes, hold))
+    earliest = tuple(_held_from(model.num_bytes, hold))
     queue = Queue(tuple(round(value * known) for value in ready), tuple(model.num_bytes), earliest)
     table, exact = network.measured(ranks, total), network.exact(ranks, total)
     chosen = {"auto": best_runs(queue, [table]).runs, "MG-WFBP": merged_greedily(queue, table)}
@@ -95,6 +99,21 @@ def simulate(model: Model, network: Network, ranks: int, noise: float = NOISE) -
         best,
         len(chosen["auto"]),
     )
+
+
+def _held_from(num_bytes: Sequence[int], hold_bytes: int) -> list[int]:
+    """For each gradient the first one that it may share a bucket with, where a bucket is closed
+    once this many bytes of gradients became ready since its first one.
+
+    Args:
+        num_bytes: of all gradients that become ready, in order.
+        hold_bytes: the bound.
+    """
+    sums = [0, *accumulate(num_bytes)]
+    return [
+        min(bisect.bisect_right(sums, sums[j] - hold_bytes, 0, j + 1), j)
+        for j in range(len(num_bytes))
+    ]
 
 
 def _exposed_us(queue: Queue, runs: tuple[Run, ...], costs: CostTable) -> float:

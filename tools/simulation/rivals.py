@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from fusion_passes.plan.optimum import Queue, Run
+from fusion_passes.plan.queue import Queue, Run
 from fusion_passes.profile.tables import CostTable
 
 MIB: Final = 2**20
