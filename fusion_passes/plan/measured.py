@@ -121,17 +121,20 @@ class Given:
         caps = self.caps_of(key.group_name)
         wide, narrow = key.dtype.itemsize, key.reduce_dtype.itemsize
         sizes = tuple(member.num_bytes // wide * narrow for member in members)
+        operation = choose_scaling(key, owner, self.scaling, folds=False).reduce_op
+        kind = Kind(dtype_name(key.reduce_dtype.to_real()), operation)
+        table = self.profiles[key.group_name].table(kind)
+        # Larger ones were not measured: where the network is slow, their cost is no line.
+        most = min(most_kept_bytes(key.device.type), table.num_bytes[-1])
         queue = Queue(
             tuple(self.ready_ns[member] for member in members),
             sizes,
-            tuple(self._earliest(members, sizes, caps)),
+            tuple(self._earliest(members, sizes, caps, most)),
             None if caps.most_bytes is None else caps.most_bytes // wide * narrow,
             None if caps.first_most_bytes is None else caps.first_most_bytes // wide * narrow,
         )
-        operation = choose_scaling(key, owner, self.scaling, folds=False).reduce_op
-        kind = Kind(dtype_name(key.reduce_dtype.to_real()), operation)
         positions = tuple(member.position for member in members)
-        return Slot(positions, queue, self.profiles[key.group_name].table(kind), self._taken)
+        return Slot(positions, queue, table, self._taken)
 
     @property
     def _taken(self) -> Taken:
@@ -151,13 +154,16 @@ class Given:
             tuple(tuple(estimates[member.position] for member in members) for members in kinds),
         )
 
-    def _earliest(self, members: Members, sizes: Sequence[int], caps: BucketCaps) -> list[int]:
+    def _earliest(
+        self, members: Members, sizes: Sequence[int], caps: BucketCaps, most: float
+    ) -> list[int]:
         """For each member, the first one that it may share a bucket with.
 
         Args:
             members: of one kind.
             sizes: what is sent of each, in bytes.
             caps: of their module.
+            most: bytes of a bucket of several, as they are sent.
         """
         name = members[0].key.group_name
         total = sum(r.num_bytes for r in self.reductions if r.key.group_name == name)
@@ -172,12 +178,11 @@ class Given:
             if self.overwritten_at[member] < math.inf
         )
         sent = [*accumulate(sizes, initial=0)]
-        kept = most_kept_bytes(members[0].key.device.type)
         earliest: list[int] = []
         first = passed = 0
         for j, member in enumerate(members):
             first = max(first, bisect.bisect_right(before, before[j] - hold, 0, j + 1))
-            first = max(first, bisect.bisect_left(sent, sent[j + 1] - kept))
+            first = max(first, bisect.bisect_left(sent, sent[j + 1] - most))
             while passed < len(overwritten) and overwritten[passed][0] < member.position:
                 first = max(first, overwritten[passed][1] + 1)
                 passed += 1

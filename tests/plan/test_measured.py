@@ -113,6 +113,15 @@ def test_buckets_on_a_cpu_are_of_memory_that_is_kept() -> None:
     assert names(plan(best_together, *widths)) == ["w0w1", "w2", "w3w4"]
 
 
+def test_no_bucket_of_several_gradients_is_larger_than_what_was_measured() -> None:
+    """Where one bucket would be best: of gradients of 1 MiB, and one of 4."""
+    widths, known = (512, 512, 512, 512, 1024, 512), profile(10**9, 0)
+    short = CostTable((1024, 2 * MIB), (10**9, 10**9))
+    measured = replace(known, tables=tuple((kind, short) for kind, _ in known.tables))
+    assert names(plan(known, *widths)) == ["w0w1w2w3w4"]
+    assert names(plan(measured, *widths)) == ["w0", "w1w2", "w3", "w4"]
+
+
 def test_the_memory_bound_holds() -> None:
     limits = bucket_caps(FusionConfig(mode="auto", max_hold_mb=2), ModuleCaps(MIB, MIB))
     assert names(plan(profile(10**9, 0), *WIDTHS, limits=limits)) == ["w0w1", "w2w3"]
