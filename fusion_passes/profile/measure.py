@@ -169,12 +169,13 @@ def _taken(ranks: Ranks, kind: Kind, costs: CostTable, size: int) -> float:
     """Seconds of compute that an all-reduce of a size takes, at most what it costs.
 
     Matrix products are timed alone and beside all-reduces, which are launched first: as many as
-    take about as long as the longest one that is measured, and end before the products do even if
-    they share a core.
+    take about as long as the longest one that is measured, of no more bytes than are measured
+    together, and end before the products do even if they share a core.
     """
     dtype: torch.dtype = getattr(torch, kind.dtype)
     cost_s = max(costs.cost_ns(size), 1) / 1e9
-    shape = min(max(round(_BESIDE_S / cost_s), 1), _MANY), size // dtype.itemsize
+    many = min(round(_BESIDE_S / cost_s), IN_FLIGHT_BYTES // size, _MANY)
+    shape = max(many, 1), size // dtype.itemsize
     buffers = torch.zeros(shape, dtype=dtype, device=ranks.device).unbind()
     factor = torch.ones(_PRODUCT, _PRODUCT, dtype=dtype, device=ranks.device)
     product_s = max(statistics.median(ranks.times(lambda: factor @ factor)), 1e-9)

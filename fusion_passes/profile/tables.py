@@ -190,7 +190,7 @@ class Taken:
 
 
 NOTHING_TAKEN: Final = Taken()
-"""By collectives that run beside no compute, or on what nothing computes."""
+"""Where collectives run beside no compute, or on what does none of it."""
 
 
 @dataclass(frozen=True)

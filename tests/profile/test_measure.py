@@ -97,3 +97,23 @@ def test_a_cost_is_a_share_of_what_several_take_together() -> None:
     assert together[1024] == IN_FLIGHT
     assert together[IN_FLIGHT_BYTES // 2] == 2
     assert together[IN_FLIGHT_BYTES] == together[max(together)] == 1
+
+
+def test_what_all_reduces_take_is_measured_with_no_more_memory_than_what_they_cost() -> None:
+    together: dict[int, int] = {}
+
+    def launch(_: Ranks, tensors: list[torch.Tensor], operation: object) -> list[dist.Work]:
+        together[tensors[0].nbytes] = len(tensors)
+        return []
+
+    ranks = Ranks(mock.Mock(), torch.device("cpu"), timedelta(seconds=30))
+    with (
+        mock.patch.object(Ranks, "launch", launch),
+        mock.patch.object(Ranks, "meet"),
+        mock.patch.object(Ranks, "computing", return_value=0.0),
+        mock.patch.object(Ranks, "times", return_value=[0.001]),
+        mock.patch.object(Ranks, "slowest", lambda _, seconds: seconds),
+    ):
+        costs = CostTable((1024, 64 * 1024, 32 * MIB), (1_000, 2_000, 10_000))
+        measure_taken(ranks, Kind("float32", "sum"), costs)
+    assert together == {64 * 1024: 32, 32 * MIB: 1}

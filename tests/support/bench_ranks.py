@@ -55,7 +55,7 @@ class FakeRank:
 
     def taken(self, sizes, seconds):
         assert len(sizes) == len(seconds)
-        return 0.5
+        return 1_000, 500_000
 
 
 def main(arguments):

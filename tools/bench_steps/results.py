@@ -170,8 +170,11 @@ class Cell:
             (*self.table_s[: len(known)], statistics.median(network.seconds)),
         )
         middle = statistics.median(compute.seconds)
-        taken = self.taken if contended and self.taken is not None else NOTHING_TAKEN
-        return lower_bound(middle, self.ready_shares, self.ready_bytes, costs, taken)
+        bounds = [
+            lower_bound(middle, self.ready_shares, self.ready_bytes, costs, taken)
+            for taken in (NOTHING_TAKEN, *([self.taken] if contended and self.taken else []))
+        ]
+        return max(bounds)  # Beside compute, those of less than 1 KiB are counted as cheaper.
 
     def to_json(self) -> dict[str, Any]:
         bounds = {
