@@ -49,9 +49,10 @@ def best_runs_beside(queue: Queue, tables: Sequence[CostTable], taken: Taken) ->
     earliest = best_runs(queue, left)
     if not queue.num_bytes:
         return earliest
-    found = [earliest.runs]
-    if taken.each_ns:  # Else what is taken is the same in any buckets.
-        found += [best_runs(queue, _dearer(left, taken, times)).runs for times in _DEARER]
+    if not taken.each_ns:  # What is taken is the same in any buckets.
+        return Optimum(earliest.runs, run_ends(queue, earliest.runs, tables, taken)[-1])
+    dearer = [best_runs(queue, _dearer(left, taken, times)).runs for times in _DEARER]
+    found = [earliest.runs, *dearer]
     ends = [run_ends(queue, runs, tables, taken)[-1] for runs in found]
     search, count = Search(queue, left), len(queue.num_bytes)
     tried = _TRIED_WORK // (count * sum(len(table.num_bytes) + 1 for table in tables))

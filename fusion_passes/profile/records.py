@@ -6,10 +6,10 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from fusion_passes.profile.tables import CostTable, Taken
+from fusion_passes.profile.tables import NOTHING_TAKEN, CostTable, Taken
 
 FORMAT: Final = 4
 """Of the file. Another one is measured anew."""
@@ -106,7 +106,7 @@ class Rates:
     flops: tuple[tuple[str, int], ...]
     bytes_per_s: int
     kernel_ns: int
-    taken: Taken = field(default_factory=Taken)
+    taken: Taken = NOTHING_TAKEN
 
     def flops_of(self, dtype: str) -> int:
         """Operations a second in a dtype; in the first one that was measured, if not in this."""

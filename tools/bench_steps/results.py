@@ -170,11 +170,12 @@ class Cell:
             (*self.table_s[: len(known)], statistics.median(network.seconds)),
         )
         middle = statistics.median(compute.seconds)
-        bounds = [
+        # By what is taken, all-reduces of less than 1 KiB cost less than by the table.
+        counted = {NOTHING_TAKEN, self.taken or NOTHING_TAKEN} if contended else {NOTHING_TAKEN}
+        return max(
             lower_bound(middle, self.ready_shares, self.ready_bytes, costs, taken)
-            for taken in (NOTHING_TAKEN, *([self.taken] if contended and self.taken else []))
-        ]
-        return max(bounds)  # Beside compute, those of less than 1 KiB are counted as cheaper.
+            for taken in counted
+        )
 
     def to_json(self) -> dict[str, Any]:
         bounds = {
