@@ -102,7 +102,7 @@ def test_without_a_table_it_is_refused() -> None:
 
 @pytest.mark.parametrize("latency", [0, 50_000])
 @pytest.mark.parametrize("rise", [0, 400])
-@pytest.mark.parametrize("taken", [Taken(), Taken(1_000, 300), Taken(40_000, 300_000)])
+@pytest.mark.parametrize("taken", [Taken(), Taken(1_000, 300)])
 def test_ten_thousand_gradients_take_seconds_at_most(latency: int, rise: int, taken: Taken) -> None:
     count = 10_000
     sizes = tuple(4096 if i % 3 else 1_000_000 for i in range(count))
@@ -141,7 +141,7 @@ whole = st.integers(0, 40)
 a_mib = st.integers(0, 2 * MIB)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(queues(), st.lists(tables(), min_size=1, max_size=2), st.builds(Taken, whole, a_mib))
 def test_no_buckets_end_earlier_where_they_take_compute(queue, costs, taken) -> None:
     best = best_runs_beside(queue, costs, taken)
