@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fusion_passes.config import FusionConfig
-
-MIB: Final = 1024 * 1024
+from fusion_passes.profile.tables import MIB
 
 DEFAULT_BUCKETS: Final = 8
 """Into about how many buckets a DDP module's gradients are cut by default: what is sent after the

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from fusion_passes.profile.records import Kind, Place, Profile, Rates
-from fusion_passes.profile.tables import CostTable, Taken, table_sizes
+from fusion_passes.profile.tables import MIB, CostTable, Taken, table_sizes
 from fusion_passes.torch_private import ProcessGroup
 
 SECONDS: Final = 3.0
 """For all tables together. Where the network is slow, the largest sizes are left out."""
 
-LARGEST_BYTES: Final = 64 * 2**20
+LARGEST_BYTES: Final = 64 * MIB
 """Beyond this, a collective costs by its bytes."""
 
 ROUNDS: Final = 5
@@ -28,12 +28,12 @@ ROUNDS: Final = 5
 IN_FLIGHT: Final = 8
 """Collectives of a size that are measured together, at most."""
 
-IN_FLIGHT_BYTES: Final = 4 * 2**20
+IN_FLIGHT_BYTES: Final = 4 * MIB
 """Their bytes, at most; larger ones are measured alone."""
 
 _PRODUCT: Final = 768
 """Rows and columns of the matrices that are multiplied: a layer of a small transformer."""
-_COPIED_BYTES: Final = 16 * 2**20
+_COPIED_BYTES: Final = 16 * MIB
 
 _BESIDE_S: Final = 0.02
 """All-reduces beside which compute is measured take at most about this, if one does."""

@@ -20,7 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.ddp.modules import registry
 from fusion_passes.install.inductor_pass import caps_of
-from fusion_passes.plan.caps import MIB, BucketCaps, ModuleCaps
+from fusion_passes.plan.caps import BucketCaps, ModuleCaps
+from fusion_passes.profile.tables import MIB
 from testing.fake_world import fake_world, two_layers
 
 

@@ -9,7 +9,6 @@ import pytest
 from fusion_passes.config import FusionConfig
 from fusion_passes.plan.caps import (
     HOLD_CAPS,
-    MIB,
     ModuleCaps,
     bucket_caps,
     default_caps,
@@ -17,6 +16,7 @@ from fusion_passes.plan.caps import (
     measured_hold_bytes,
     mib_to_bytes,
 )
+from fusion_passes.profile.tables import MIB
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from fusion_passes.config import FusionConfig
 from fusion_passes.plan.buckets import BucketPlan
-from fusion_passes.plan.caps import MIB, BucketCaps, ModuleCaps, bucket_caps, given_caps
+from fusion_passes.plan.caps import BucketCaps, ModuleCaps, bucket_caps, given_caps
 from fusion_passes.plan.planner import NO_PROFILE, PlanOptions
 from fusion_passes.plan.queue import Queue, Run
 from fusion_passes.plan.ready import ready_times
 from fusion_passes.plan.sharing import Slot, best_of, last_end
 from fusion_passes.profile.records import Kind, Place, Profile, Rates
-from fusion_passes.profile.tables import CostTable, Taken
+from fusion_passes.profile.tables import MIB, CostTable, Taken
 from fusion_passes.reporting.records import report_plan
 from testing.graphs import (
     caps,

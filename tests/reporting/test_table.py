@@ -9,9 +9,8 @@ import pytest
 from expecttest import assert_expected_inline
 
 from fusion_passes import BucketReport, FusionReport, RejectionReport, format_report
+from fusion_passes.profile.tables import MIB
 from fusion_passes.reporting.table import format_bytes
-
-MIB = 1024 * 1024
 
 REPORT = FusionReport(
     mode="concat",

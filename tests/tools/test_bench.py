@@ -19,12 +19,11 @@ from bench_steps.run import Run
 from bench_steps.timelines import Timeline
 from benches import steps as bench
 from benches.results import Origin, keep, page, read_json, table
-from fusion_passes.profile.tables import Taken, table_sizes
+from fusion_passes.profile.tables import MIB, Taken, table_sizes
 from fusion_passes.reporting.spans import timeline_of
 from interrupting import INTERRUPTED
 from workloads.ways import TRACED
 
-MIB = 2**20
 CONCAT, COALESCED = Row("way", "concat"), Row("way", "coalesced")
 STOCK = Row("way", "torch concat")
 

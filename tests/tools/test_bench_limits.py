@@ -10,13 +10,10 @@ from bench_steps.gradients import compare
 from bench_steps.limits import earliest_end, lower_bound, ready_shares
 from bench_steps.processes import cores_of
 from bench_steps.rows import Assignment, Row, groups_of, rows_of
-from fusion_passes.profile.tables import CostTable, Taken
+from fusion_passes.profile.tables import MIB, CostTable, Taken
 from fusion_passes.reporting.spans import lane_of, merged, timeline_of, without
 from workloads import models
 from workloads.models import MAKERS, TINY, subject, users_subject
-
-MIB = 2**20
-
 
 # The lower bound
 

@@ -6,11 +6,11 @@ import pytest
 import simulate as command
 
 from fusion_passes.plan.queue import Queue
-from fusion_passes.profile.tables import CostTable
+from fusion_passes.profile.tables import MIB, CostTable
 from simulation.cases import simulate
 from simulation.models import MODELS, dlrm
 from simulation.networks import NETWORKS
-from simulation.rivals import MIB, merged_greedily, with_cap
+from simulation.rivals import merged_greedily, with_cap
 
 
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.name)

@@ -31,7 +31,8 @@ from tqdm import tqdm
 from benches.results import Origin, keep, page, parser_of, table
 from fusion_passes.config import FusionConfig
 from fusion_passes.passes.pipeline import run_pipeline
-from fusion_passes.plan.caps import MIB, BucketCaps
+from fusion_passes.plan.caps import BucketCaps
+from fusion_passes.profile.tables import MIB
 from fusion_passes.reductions.owners import Owner
 
 SIZES = (100, 1_000, 10_000)

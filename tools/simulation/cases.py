@@ -13,10 +13,10 @@ from typing import Final
 from fusion_passes.plan.caps import MEASURED_HOLD_BYTES, MEASURED_HOLD_SHARE
 from fusion_passes.plan.optimum import best_runs
 from fusion_passes.plan.queue import Queue, Run, run_ends
-from fusion_passes.profile.tables import CostTable
+from fusion_passes.profile.tables import MIB, CostTable
 from simulation.models import Model
 from simulation.networks import Network
-from simulation.rivals import CAPS_MIB, MIB, merged_greedily, with_cap
+from simulation.rivals import CAPS_MIB, merged_greedily, with_cap
 
 RANKS: Final = (8, 32, 128, 512, 2048, 8192, 16384)
 NOISE: Final = 0.02

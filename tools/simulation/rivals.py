@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from fusion_passes.plan.queue import Queue, Run
-from fusion_passes.profile.tables import CostTable
+from fusion_passes.profile.tables import MIB, CostTable
 
-MIB: Final = 2**20
 FIRST_BYTES: Final = MIB
 """DDP's cap for the first bucket."""
 CAPS_MIB: Final = (1, 2, 4, 8, 16, 25, 32, 64, 128, 256, 512)
