@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import torch
@@ -51,13 +51,24 @@ def _compile_nothing(*_: object) -> Any:
     return lambda *_: None
 
 
+_last_ended: Final[list[dist.ProcessGroup]] = []
+
+
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
-    """Default process group of this process alone, over Gloo, which averages."""
+    """Default process group of this process alone, over Gloo, which averages.
+
+    It is freed when the next one ends. A group that is freed waits for Gloo's threads and keeps
+    Python to itself meanwhile: for ever, if one of them is about to drop its last collective, as
+    they are where eager DDP's last backward has just been (record 12 of docs/decisions).
+    """
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    group = dist.group.WORLD
+    assert group is not None, "it was just made"
     try:
         yield
     finally:
+        _last_ended[:] = [group]
         dist.destroy_process_group()
 
 

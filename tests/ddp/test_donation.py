@@ -14,7 +14,6 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config as inductor_config
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from fusion_passes import FusionConfig
 from fusion_passes.config import FusionMode
 from fusion_passes.ddp.donation import _with_own_memory
-from testing.fake_world import without_kernels
+from testing.fake_world import one_rank, without_kernels
 
 Losses = tuple[Tensor, Tensor]
 Step = Callable[[Callable[[Tensor], Losses], nn.Module], None]
@@ -48,13 +47,9 @@ class Mixing(nn.Module):
 @pytest.fixture(autouse=True)
 def _world() -> Iterator[None]:
     torch._dynamo.reset()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with inductor_config.patch(ddp_fusion=None):
-            yield
-    finally:
-        dist.destroy_process_group()
-        torch._dynamo.reset()
+    with one_rank(), inductor_config.patch(ddp_fusion=None):
+        yield
+    torch._dynamo.reset()
 
 
 def _x(factor: float = 1) -> Tensor:

@@ -19,16 +19,15 @@ from fusion_passes import FusionWarning
 from fusion_passes.config import FusionMode
 from fusion_passes.ddp.sparse_backwards import apart
 from fusion_passes.graph.operators import DONATE
-from testing.fake_world import fake_world
+from testing import fake_world
 
 WIDTH = 4
 
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
+    with fake_world.one_rank():
+        yield
 
 
 class _Tied(nn.Module):
@@ -63,7 +62,7 @@ class _Called(nn.Module):
     ],
 )
 def test_what_eager_ddp_cannot_do_is_refused(kind: type[nn.Module], words: str) -> None:
-    with fake_world(2, 0), inductor_config.patch(ddp_fusion="concat"):
+    with fake_world.fake_world(2, 0), inductor_config.patch(ddp_fusion="concat"):
         ddp = DistributedDataParallel(kind())
         with pytest.raises(RuntimeError, match=words):
             ddp(torch.arange(3)).sum().backward()

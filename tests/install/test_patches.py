@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch._dynamo
 import torch._inductor.config as inductor_config
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,6 +26,7 @@ from fusion_passes.install import changes
 from fusion_passes.install.patch import CHECKED_ON, DDP, Patch, Span
 from fusion_passes.install.patches import PATCHES, find
 from fusion_passes.torch_private import owner_of_name, resolve_process_group
+from testing import fake_world
 from testing.fake_world import two_layers
 from tests.install.torch_state import changed, different, everything, hook_modules
 
@@ -39,9 +39,8 @@ RELU = "torch.nn.functional.relu"
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     gc.collect()
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
+    with fake_world.one_rank():
+        yield
 
 
 def listed(*spans: Span) -> list[Patch]:
