@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Final, Literal, TypeAlias, get_args
 
 FusionMode: TypeAlias = Literal["concat", "coalesced", "auto"]
 ReduceMode: TypeAlias = Literal["concat", "coalesced"]
 REDUCE_MODES: Final[tuple[str, ...]] = get_args(ReduceMode)
-FUSION_MODES: Final[tuple[str, ...]] = get_args(FusionMode)
+FUSION_MODES: Final[tuple[FusionMode, ...]] = get_args(FusionMode)
 
 ScalingOption: TypeAlias = Literal["auto", "collective", "store", "bucket"]
 SCALING_OPTIONS: Final[tuple[str, ...]] = get_args(ScalingOption)
@@ -123,7 +124,7 @@ def parse_flag(value: object, option: str = OPTION) -> FusionConfig | None:
     if value is None or isinstance(value, FusionConfig):
         return value
     if isinstance(value, str) and value in FUSION_MODES:
-        return FusionConfig(mode=value)  # type: ignore[arg-type]
+        return _OF_MODE[value]
     raise ValueError(_unknown_mode(option, value))
 
 
@@ -164,3 +165,7 @@ def _check_size(name: str, value: object) -> None:
             f"FusionConfig.{name} must be a finite number of MiB greater than 0, or None for the "
             f"default, but is {value!r}. Give a size in MiB."
         )
+
+
+_OF_MODE: Final = MappingProxyType({mode: FusionConfig(mode=mode) for mode in FUSION_MODES})
+"""The options of each mode: each step asks for them."""

@@ -23,7 +23,7 @@ from fusion_passes.ddp.aot_obstacles import (
     ALL_SPARSE,
     HOOKS,
     OTHERS_USED,
-    has_hooks,
+    others_have_hooks,
 )
 from fusion_passes.ddp.autograd_graph import Ends
 from fusion_passes.ddp.averaged import (
@@ -121,7 +121,7 @@ class AotBackwards:
         if any(item.forward in self._without for item in forwards):
             return "its gradients are not what the compiled backward returns"
         parameters = found.parameters()
-        if any(map(has_hooks, parameters)):
+        if others_have_hooks(parameters):
             return HOOKS
         if has_parts_beside_others(found.described, found.modules):
             return _PARTS_BESIDE_OTHERS

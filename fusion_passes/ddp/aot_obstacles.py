@@ -13,7 +13,7 @@ from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.comm_hooks import is_hooked, sent_as
 from fusion_passes.ddp.modules import registry
 from fusion_passes.plan.scaling import can_average
-from fusion_passes.torch_private.autograd import hooks_after_accumulation, hooks_on_gradient
+from fusion_passes.torch_private.autograd import any_have_hooks
 from fusion_passes.torch_private.ddp import dtensor_spec
 
 
@@ -47,7 +47,7 @@ def _obstacle(ddp: DistributedDataParallel, parameter: nn.Parameter) -> str:
         return "its parameters are DTensors"
     if not registry.manages_once(parameter):
         return "two DDP modules share a parameter"
-    if has_hooks(parameter):
+    if others_have_hooks([parameter]):
         return HOOKS
     return ""
 
@@ -63,7 +63,7 @@ OTHERS_USED: Final = (
 HOOKS: Final = "others have hooks on its parameters, which are to see the gradients of this rank"
 
 
-def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether others than DDP see the parameter's gradient in the backward. They must see that of
-    this rank alone, as with eager DDP."""
-    return bool(hooks_on_gradient(parameter)) or len(hooks_after_accumulation(parameter)) > 1
+def others_have_hooks(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether others than DDP see the gradient of some of the parameters in the backward. They must
+    see that of this rank alone, as with eager DDP."""
+    return any_have_hooks(parameters, most_after=1)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fusion_passes.torch_private import is_compiled_forward
-from fusion_passes.torch_private.autograd import accumulated_into
+from fusion_passes.torch_private.autograd import AccumulateGrad
 
 
 def nodes_behind(outputs: Sequence[Any]) -> Iterator[Any]:
@@ -54,7 +54,7 @@ def ends_of(outputs: Sequence[Any]) -> Ends:
         outputs: tensors or gradient edges that the backward starts from.
     """
     pending = _first_nodes(outputs)
-    first = [(-1, leaf) for node in pending if (leaf := accumulated_into(node)) is not None]
+    first = [(-1, node.variable) for node in pending if isinstance(node, AccumulateGrad)]
     found: dict[Any, list[tuple[int, Tensor]]] = {None: first} if first else {}
     seen = set()
     while pending:
@@ -64,9 +64,8 @@ def ends_of(outputs: Sequence[Any]) -> Ends:
         seen.add(node)
         edges = []
         for index, (following, _) in enumerate(node.next_functions):
-            leaf = accumulated_into(following)
-            if leaf is not None:
-                edges.append((index, leaf))
+            if isinstance(following, AccumulateGrad):
+                edges.append((index, following.variable))
             elif following is not None:
                 pending.append(following)
         if edges:

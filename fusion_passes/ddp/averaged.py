@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class Averaged:
     forwards: tuple[AveragedForward, ...] = ()
     why_not: str = ""
 
-    @property
+    @functools.cached_property
     def participants(self) -> tuple[Participant, ...]:
         """The modules among those of the other ranks."""
         return tuple(module.participant for module in self.modules)
@@ -131,6 +132,8 @@ def has_parts_beside_others(described: Sequence[Described], modules: Sequence[st
         described: the forwards of the backward.
         modules: that it reaches.
     """
+    if len(modules) == 1:
+        return False
     on_group = Counter(registry.module(name).process_group for name in modules)
     forwards_of = Counter(name for item in described for name in item.modules)
     return any(

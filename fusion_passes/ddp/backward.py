@@ -145,7 +145,7 @@ class BackwardRunner:
         reach = reach_of(ends)
         if reach.managed:
             self._begin(outputs, ends, call, is_mixed=reach.others)
-        reached = functools.cache(lambda: registry.reached_by(ends.leaves))
+        reached = functools.partial(registry.reached_by, ends.leaves)
         can_trace = reach.managed and not call.creates_graph and not reach.others
         averaged = self._averaged_by_itself(ends, call) if can_trace else NONE_AVERAGED
         traced = can_trace and not averaged.participants and self._is_traced(call, outputs, reached)
@@ -197,8 +197,8 @@ class BackwardRunner:
             backwards.note(averaged.labels, "none", BESIDE_FOREIGN)
         elif averaged.participants:
             backwards.note(averaged.labels, "aot_autograd", outside=averaged.outside)
-        elif reached() and not aot_backwards.stays_local(reached()):
-            labels, why = _labels(reached()), self._uncompiled.why
+        elif (names := reached()) and not aot_backwards.stays_local(names):
+            labels, why = _labels(names), self._uncompiled.why
             if why:
                 self._uncompiled.warn(labels)
             elif traced is None:

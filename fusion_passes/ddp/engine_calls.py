@@ -76,20 +76,18 @@ def reach_of(ends: Ends) -> Reach:
     """What is where an autograd graph ends."""
     if not len(registry):
         return NOTHING
-    fully_sharded = has_fully_sharded_modules()
-    looks_for_others = bool(registry.unfused) or fully_sharded or has_flattened_parameters()
-    managed = others = False
-    for leaf in ends.leaves:
-        if registry.manages(leaf):
-            managed = True
-        # What fully_shard puts into a graph is a parameter like any other: in a process that uses
-        # it, one that no DDP module manages is taken for its.
-        elif looks_for_others and (
-            leaf in registry.unfused
-            or is_flattened(leaf)
-            or (fully_sharded and isinstance(leaf, nn.Parameter))
-        ):
-            others = True
+    unmanaged = [leaf for leaf in ends.leaves if not registry.manages(leaf)]
+    managed, fully_sharded = len(unmanaged) < len(ends.leaves), has_fully_sharded_modules()
+    if not (unmanaged and (registry.unfused or fully_sharded or has_flattened_parameters())):
+        return Reach(managed)
+    # What fully_shard puts into a graph is a parameter like any other: in a process that uses it,
+    # one that no DDP module manages is taken for its.
+    others = any(
+        leaf in registry.unfused
+        or is_flattened(leaf)
+        or (fully_sharded and isinstance(leaf, nn.Parameter))
+        for leaf in unmanaged
+    )
     return Reach(managed, others)
 
 

@@ -81,7 +81,7 @@ class FoundBackwards:
         # An id stands for the same parameter as long as the registry, whose modules keep their
         # parameters, is the same; of any other tensor, only that it is none of them matters.
         key = tuple(
-            (region is None, *((place, id(leaf)) for place, leaf in edges))
+            (region is None, *[place for place, _ in edges], *[id(leaf) for _, leaf in edges])
             for region, edges in ends.by_region.items()
         )
         state, found = self._found.get(key, (None, None))

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from fusion_passes.ddp.kept import note_arrived
 from fusion_passes.ddp.managed_module import ManagedModule
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.outside import note_outside
-from fusion_passes.ddp.rounds import note_eager
+from fusion_passes.ddp.rounds import is_announced, note_eager
 from fusion_passes.ddp.unfused import warn_local
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.reporting.warnings import warn_once
@@ -126,13 +126,13 @@ def replace_hooks(ddp: DistributedDataParallel, module: ManagedModule) -> None:
             )
             handle = parameter.register_post_accumulate_grad_hook(hook)
             hooks_of_reducer(ddp).append(handle)
-            _placed[handle.id] = weakref.ref(parameter)
+            _placed[handle.id] = weakref.ref(hooks_after_accumulation(parameter))
             weakref.finalize(ddp, _remove, handle).atexit = False
 
 
 _placed: Final = process_state.keep(
-    dict[int, weakref.ref[nn.Parameter]](),
-    "the parameter of each hook of the package, by the hook's handle",
+    dict[int, weakref.ref[dict[int, Any]]](),
+    "among which hooks of a parameter each hook of the package is, by the hook's handle",
     Lifetime.MODULE,
     reset=dict.clear,
 )
@@ -154,9 +154,8 @@ def put_hooks_last() -> None:
     """Let the hooks that others have put on the same parameters run first. What they see is the
     gradient of this rank alone, as with DDP's own reducer, which averages after all hooks."""
     for number, reference in _placed.items():
-        parameter = reference()
-        hooks = hooks_after_accumulation(parameter) if parameter is not None else {}
-        if len(hooks) > 1 and number in hooks and next(reversed(hooks)) != number:
+        hooks = reference()
+        if hooks and len(hooks) > 1 and number in hooks and next(reversed(hooks)) != number:
             hooks[number] = hooks.pop(number)
 
 
@@ -178,11 +177,15 @@ def _reduce_gradient(
     local_while_tracing: Callable[[str], str],
 ) -> None:
     """Average ``parameter.grad`` over the ranks, in place; when the backward has ended, if this
-    is not traced.
+    is not traced, and no graph that runs untraced does it.
 
     Dividing first and then summing is what DDP does, so that a sum of large fp16 gradients does
     not overflow.
     """
+    is_traced = torch.compiler.is_dynamo_compiling()
+    if not is_traced and is_announced(module, number):
+        note_arrived(module, number)
+        return
     owner = ddp()
     if owner is None or parameter.grad is None:
         return
@@ -193,12 +196,12 @@ def _reduce_gradient(
     if world_size is None:  # What is sparse is divided later.
         _note_sparse(module, number)
         return
-    if not torch.compiler.is_dynamo_compiling():
+    if not is_traced:
         note_arrived(module, number)
-        if note_eager(module, number):
-            note_outside(module, number)
-            if not traced_hooks.untraced_is_warned:
-                traced_hooks.warn_at_the_end(name)
+        note_eager(module, number)
+        note_outside(module, number)
+        if not traced_hooks.untraced_is_warned:
+            traced_hooks.warn_at_the_end(name)
         return
     name = group_name_while_tracing(name)
     if is_hooked(owner):  # Which divides, if that is what it wants.

@@ -88,6 +88,9 @@ class Registry:
     _entries: weakref.WeakKeyDictionary[DistributedDataParallel, _Entry] = field(
         default_factory=weakref.WeakKeyDictionary
     )
+    _named: weakref.WeakValueDictionary[str, DistributedDataParallel] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
     _numbered: dict[int, tuple[str, int]] | None = None
 
     def add(self, ddp: DistributedDataParallel) -> ManagedModule:
@@ -102,6 +105,7 @@ class Registry:
         self._parameter_ids.update(map(id, parameters_of(ddp)))
         self._note_change()
         self._entries[ddp] = self._entry(ddp, module)
+        self._named[module.group_name] = ddp
         self._unchecked.add(ddp)
         return module
 
@@ -136,7 +140,10 @@ class Registry:
 
     def discard(self, ddp: DistributedDataParallel) -> None:
         """Forget a managed module."""
-        self._entries.pop(ddp).remove()
+        entry = self._entries.pop(ddp)
+        if self.ddp_of(entry.module.group_name) is ddp:
+            del self._named[entry.module.group_name]
+        entry.remove()
 
     def reset(self) -> None:
         """Forget the managed modules, but not what DDP's own reducer trains as long as it is
@@ -174,9 +181,8 @@ class Registry:
     def set_hooked(self, ddp: DistributedDataParallel, make: MakeStandIn) -> None:
         """Let a group call a communication hook in the place of a module's collectives. The ranks
         agree anew."""
-        module = replace(self.module_of(ddp), calls_hook=True)
-        self._renew(ddp, module)
-        participants[module.group_name].history.clear()
+        self._renew(ddp, replace(self.module_of(ddp), calls_hook=True))
+        participants[self.module_of(ddp).group_name].history.clear()
         self.set_stand_in(ddp, make)
 
     def set_stand_in(self, ddp: DistributedDataParallel, make: MakeStandIn | None) -> None:
@@ -235,8 +241,7 @@ class Registry:
 
     def ddp_of(self, name: str) -> DistributedDataParallel | None:
         """The managed module of a group name, if it is still there."""
-        found = (ddp for ddp, entry in self._entries.items() if entry.module.group_name == name)
-        return next(found, None)
+        return self._named.get(name)
 
     def __len__(self) -> int:
         return len(self._modules)

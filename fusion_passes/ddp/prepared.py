@@ -110,7 +110,7 @@ class Lent:
         """Whose names stand for each module's."""
         return {theirs[0]: mine[0] for theirs, mine in self.parameters.items()}
 
-    @property
+    @functools.cached_property
     def is_own(self) -> bool:
         """Whether each stands for itself."""
         return all(theirs == mine for theirs, mine in self.parameters.items())

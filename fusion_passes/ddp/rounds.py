@@ -65,16 +65,23 @@ def watch(ddp: DistributedDataParallel) -> None:
     }
 
 
-def note_eager(module: str, number: int) -> bool:
-    """A hook has run eagerly: its gradient is reduced when the backward has ended, unless the graph
-    that gave it has done so.
+def is_announced(module: str, number: int) -> bool:
+    """Whether a graph that averages the backward that runs has said that it reduces a gradient.
 
     Args:
         module: the DDP module's name for its group.
         number: the parameter's.
+    """
+    participant = participants.get(module)
+    return participant is not None and number in participant.announced
 
-    Returns:
-        Whether it is still to be reduced.
+
+def note_eager(module: str, number: int) -> None:
+    """A hook has run eagerly: its gradient is reduced when the backward has ended.
+
+    Args:
+        module: the DDP module's name for its group.
+        number: the parameter's.
 
     Raises:
         RuntimeError: the package was reset since the module was constructed.
@@ -82,15 +89,12 @@ def note_eager(module: str, number: int) -> bool:
     participant = participants.get(module)
     if participant is None:
         raise RuntimeError(FORGOTTEN)
-    if number in participant.announced:
-        return False
     if not participant.received and not participant.late:
         after_backward(_end_unless_running)
         if not _running:
             leave_error(registry.ddp_of(module), NOT_ENDED)
     participant.receive([number])
     participant.late[number] = False
-    return True
 
 
 def note_unannounced(names: Iterable[str]) -> set[str]:

@@ -4,7 +4,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Final
 
 import torch
@@ -18,6 +18,18 @@ from fusion_passes.torch_private import OpOverload, compiled_autograd, is_compil
 def base_of_view(tensor: Tensor) -> Tensor | None:
     """The tensor that this one is a view of, for autograd; ``None`` if it is no view."""
     return tensor._base
+
+
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """Copy tensors of one dtype and device into one, one after the other: ``[all elements]``."""
+    flat: Tensor = torch._utils._flatten_dense_tensors(tensors)
+    return flat
+
+
+def unflattened(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Give the parts of what :func:`flattened` has made, as views in the tensors' shapes."""
+    pieces: tuple[Tensor, ...] = torch._utils._unflatten_dense_tensors(flat, tensors)
+    return pieces
 
 
 def is_tensor_subclass(value: Any) -> bool:
@@ -39,13 +51,20 @@ def hooks_after_accumulation(parameter: Tensor) -> dict[int, Any]:
     return {} if hooks is None else hooks
 
 
-def accumulated_into(node: Any) -> Tensor | None:
-    """The tensor in whose ``.grad`` an autograd node accumulates; ``None`` if it is no such node.
-    What a ``Function`` of the user's keeps as ``variable`` is none."""
-    if isinstance(node, torch._C._functions.AccumulateGrad):  # type: ignore[attr-defined]
-        tensor: Tensor = node.variable
-        return tensor
-    return None
+def any_have_hooks(tensors: Iterable[Tensor], most_after: int) -> bool:
+    """Whether some of the tensors have hooks that get the gradient before it is accumulated, or
+    more than ``most_after`` that run when it has been. A loop over attributes: it is run for all
+    parameters in each step, and a call for each would take three times as long."""
+    for tensor in tensors:
+        after: Any = tensor._post_accumulate_grad_hooks
+        if tensor._backward_hooks or (after is not None and len(after) > most_after):
+            return True
+    return False
+
+
+AccumulateGrad: Final[Any] = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+"""The class of the autograd nodes that accumulate in the ``.grad`` of a tensor, their ``variable``.
+What a ``Function`` of the user's keeps under that name is none."""
 
 
 # --- Modules -------------------------------------------------------------------------------------
