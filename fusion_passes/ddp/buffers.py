@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.graph.collectives import broadcast
+from fusion_passes.torch_private.autograd import flattened, unflattened
 
 BUFFERS_IN: Final = "_ddp_fusion_buffers_in"
 """Attribute of a managed module: the name of its group, if it has buffers; else ``None``."""
@@ -40,12 +41,7 @@ def broadcast_buffers(ddp: DistributedDataParallel, source: int = 0) -> None:
             kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
     with torch.no_grad():
         for buffers in kinds.values():
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            flat = broadcast(flat, source, group_name)
-            pieces = flat.split([buffer.numel() for buffer in buffers])
-            shaped = [
-                piece.view(buffer.shape) for buffer, piece in zip(buffers, pieces, strict=True)
-            ]
+            pieces = unflattened(broadcast(flattened(buffers), source, group_name), buffers)
             # A forward may have saved one for its backward: autograd sees no change of it, as with
             # DDP's own broadcast.
-            torch._foreach_copy_([buffer.data for buffer in buffers], shaped)
+            torch._foreach_copy_([buffer.data for buffer in buffers], pieces)
