@@ -21,7 +21,10 @@ def base_of_view(tensor: Tensor) -> Tensor | None:
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Copy tensors of one dtype and device into one, one after the other: ``[all elements]``."""
+    """Put tensors of one dtype and device into one, one after the other: ``[all elements]``.
+
+    A single one is not copied.
+    """
     flat: Tensor = torch._utils._flatten_dense_tensors(tensors)
     return flat
 

@@ -212,14 +212,20 @@ def test_a_module_is_freed_and_leaves_no_hook() -> None:
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
-def test_a_module_that_outlives_its_group_leaves_the_next_ones_names() -> None:
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_a_module_that_outlives_its_group_leaves_the_next_ones_names(is_freed: bool) -> None:
     old = DistributedDataParallel(two_layers())
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     new = DistributedDataParallel(two_layers())
     (module,) = registry.fingerprint()
-    del old
-    gc.collect()
+    assert registry.ddp_of(module.group_name) is new
+    if is_freed:
+        del old
+        gc.collect()
+    else:
+        registry.discard(old)
     assert registry.fingerprint() == (module,)
+    assert registry.ddp_of(module.group_name) is new
     assert registry.owner_of(module.name_for(0)) is not None
     assert registry.manages(new.module[0].weight)
