@@ -54,7 +54,6 @@ class Journal:
     def __init__(self) -> None:
         self._reports: list[FusionReport] = []
         self._counted: dict[str, int] = {}
-        self._read: dict[str, int] | None = None
         self._pending: dict[str, _Pending] = {}
         self.unreadable = 0
 
@@ -99,7 +98,6 @@ class Journal:
         key = COUNTER_PREFIX + report.fingerprint()
         inductor_counters()[key] += 1
         self._counted[key] = self._counted.get(key, 0) + 1
-        self._read = None
         _store(report)
 
     def reports(self) -> tuple[FusionReport, ...]:
@@ -119,11 +117,6 @@ class Journal:
 
     def _read_cached(self) -> None:
         """Add the graphs that came from the cache since the last call."""
-        counters = inductor_counters()
-        # In each step. A Counter's own comparison takes longer than the rest of this.
-        if self._read is not None and dict.__eq__(counters, self._read):
-            return
-        self._read = dict(counters)
         counted = _counted_by_torch()
         for key, count in counted.items():
             # A user may have cleared the counters: then all that is there is new.
