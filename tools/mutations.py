@@ -69,6 +69,7 @@ class Mutation:
 _REPLANNED: Final = "tests/ddp/test_replanning.py::test_the_better_of_both_plans_stays"
 _PROTOCOL: Final = "tests/agreement/test_protocol.py"
 _GRAPHS: Final = "tests/equality/test_backward_graphs.py"
+_LAUNCHES: Final = "tests/ddp/test_launches.py"
 _SCENARIOS: Final = "tests/equality/test_scenarios.py"
 
 MUTATIONS: Final = (
@@ -476,6 +477,13 @@ MUTATIONS: Final = (
         "        if ddp.require_backward_grad_sync:\n            setattr(ddp, EXPECTED, True)\n",
         "        if True:\n            setattr(ddp, EXPECTED, True)\n",
         (f"{_SCENARIOS}::test_trains_as_eager_ddp[no-sync-concat]",),
+    ),
+    Mutation(
+        "reduced-twice",
+        "ddp/rounds.py",
+        "    return participant is not None and number in participant.announced\n",
+        "    return False\n",
+        (f"{_LAUNCHES}::test_a_step_launches_what_its_report_says[concat-aot_autograd-False]",),
     ),
     Mutation(
         "hook-not-last",
