@@ -30,7 +30,6 @@ from fusion_passes.torch_private import assume_constant_result, disable_dynamo
 from fusion_passes.torch_private.autograd import (
     after_backward,
     backward_id,
-    hooks_after_accumulation,
 )
 from fusion_passes.torch_private.ddp import hooks_of_reducer, parameters_of
 
@@ -126,7 +125,7 @@ def replace_hooks(ddp: DistributedDataParallel, module: ManagedModule) -> None:
             )
             handle = parameter.register_post_accumulate_grad_hook(hook)
             hooks_of_reducer(ddp).append(handle)
-            _placed[handle.id] = weakref.ref(hooks_after_accumulation(parameter))
+            _placed[handle.id] = handle.hooks_dict_ref
             weakref.finalize(ddp, _remove, handle).atexit = False
 
 

@@ -48,12 +48,6 @@ def hooks_on_gradient(parameter: Tensor) -> dict[int, Any]:
     return {} if hooks is None else hooks
 
 
-def hooks_after_accumulation(parameter: Tensor) -> dict[int, Any]:
-    """The hooks that run when the parameter's gradient has been accumulated, in their order."""
-    hooks: Any = parameter._post_accumulate_grad_hooks
-    return {} if hooks is None else hooks
-
-
 def any_have_hooks(tensors: Iterable[Tensor], most_after: int) -> bool:
     """Whether some of the tensors have hooks that get the gradient before it is accumulated, or
     more than ``most_after`` that run when it has been. A loop over attributes: it is run for all
