@@ -48,7 +48,7 @@ class Call:
 
 def read_calls(code: str) -> list[Call]:
     """The calls of the last graph in ``code``."""
-    signatures = {name: types.split(", ") for name, types in _SIGNATURE.findall(code)}
+    signatures = read_signatures(code)
     memory: dict[str, str] = {}
     writers: dict[str, set[int]] = {}
     calls: list[Call] = []
@@ -71,6 +71,11 @@ def read_calls(code: str) -> list[Call]:
         if kind == "return":
             break
     return calls
+
+
+def read_signatures(code: str) -> dict[str, list[str]]:
+    """The types that the C++ kernels in a generated code take, by the kernels' names."""
+    return {name: types.split(", ") for name, types in _SIGNATURE.findall(code)}
 
 
 def indices(calls: Sequence[Call], kind: Kind) -> list[int]:

@@ -68,9 +68,7 @@ class _Reader:
 
     def __init__(self, code: str, inputs: Sequence[str]) -> None:
         self.lines: list[str] = []
-        self._written = {
-            name: _written_parameters(source) for name, source in read_kernels(code).items()
-        }
+        self._written = {name: pointers(source) for name, source in read_kernels(code).items()}
         buckets = dict.fromkeys(_REDUCED.findall(code))
         self._names = {name: name.removesuffix("_1") for name in re.findall(r"arg\d+_1", code)}
         self._names |= {f"arg{index}_1": name for index, name in enumerate(inputs)}
@@ -156,7 +154,7 @@ class _Reader:
         return self._names.get(text, text)
 
 
-def _written_parameters(source: str) -> list[str]:
+def pointers(source: str) -> list[str]:
     """The pointers that a kernel takes: those that it reads have ``in`` in their name, those that
     it writes ``out``. Templates call theirs ``arg_A``."""
     signature = _SIGNATURE.search(source)

@@ -11,6 +11,7 @@ caches all over torch, so all of this happens in a process of its own::
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,6 +104,8 @@ class CardCompiler:
         inputs: Sequence[TensorSpec],
         *,
         fused: bool = True,
+        config: FusionConfig | None = None,
+        has_kernels: bool = True,
         fastest: str = "",
         **settings: Any,
     ) -> Generated:
@@ -112,12 +115,18 @@ class CardCompiler:
             function: a backward that calls :func:`testing.graphs.reduce`.
             inputs: for it, on the CPU; the graph is moved to the card once it is traced.
             fused: whether the package's passes run on it.
+            config: their options, if others than the defaults.
+            has_kernels: whether the kernels are compiled too.
             fastest: part of the name of the kind of kernels that ``max_autotune`` is to find the
                 fastest: there is no card to measure them on.
             settings: of ``torch._inductor.config``; a dot in a name is written as two underscores.
         """
         named = {name.replace("__", "."): value for name, value in settings.items()}
-        return self._pool.submit(_generate, function, inputs, fused, fastest, named).result()
+        if fused:
+            fuse = functools.partial(_fuse, config or FusionConfig())
+            named = {"post_grad_custom_post_pass": fuse, **named}
+        task = self._pool.submit(_generate, function, inputs, has_kernels, fastest, named)
+        return task.result()
 
 
 # --- In the process of its own -----------------------------------------------------------------
@@ -130,7 +139,7 @@ def _hide_real_cards() -> None:
 def _generate(
     function: Callable[..., Any],
     inputs: Sequence[TensorSpec],
-    fused: bool,
+    has_kernels: bool,
     fastest: str,
     settings: Mapping[str, Any],
 ) -> Generated:
@@ -138,20 +147,19 @@ def _generate(
 
     copies: list[Mapping[int, str]] = []
     register_lowerings(lambda _, reasons: copies.append(dict(reasons)))
-    if fused:
-        settings = {"post_grad_custom_post_pass": _fuse, **settings}
     # Nothing is launched, and choices of an earlier graph must not come back from a cache.
     settings = {"use_static_triton_launcher": False, "autotune_local_cache": False, **settings}
     with fake_world(WORLD_SIZE), inductor_config.patch(settings):
         module, mode = _trace_on_card(function, inputs)
         with _on_h100(), _autotuned(fastest):
             code = _lower(module, mode)
-            ptx = {} if inductor_config.cpp_wrapper else _compile(read_kernels(code))
+            is_compiled = has_kernels and not inductor_config.cpp_wrapper
+            ptx = _compile(read_kernels(code)) if is_compiled else {}
     return Generated(code, tuple(copies), ptx)
 
 
-def _fuse(graph: fx.Graph) -> None:
-    run_pipeline(graph, FusionConfig(), _owner_of, caps())
+def _fuse(config: FusionConfig, graph: fx.Graph) -> None:
+    run_pipeline(graph, config, _owner_of, caps())
 
 
 def _owner_of(group_name: str) -> Owner | None:

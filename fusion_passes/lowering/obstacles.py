@@ -11,7 +11,12 @@ from fusion_passes.graph.collectives import data_users, without_pins
 from fusion_passes.graph.kernels import is_library_kernel, stores_unscaled
 from fusion_passes.graph.operators import PACK
 from fusion_passes.graph.transparent import ITEMS, RELAYOUTS
-from fusion_passes.torch_private.inductor import graph_lowering, inductor_ir
+from fusion_passes.torch_private.inductor import (
+    graph_lowering,
+    inductor_ir,
+    is_split_sum,
+    mixes_orders,
+)
 
 _PASSED_ON: Final = ITEMS | RELAYOUTS
 """Operators that compute nothing: each passes its last input on."""
@@ -81,6 +86,25 @@ def computed_from_a_library(gradient: Any) -> bool:
     names = box.data.get_read_names()
     written = [graph.try_get_buffer(name) for name in names if name not in graph.graph_inputs]
     return bool(written) and all(isinstance(buffer, ir.ExternKernelOut) for buffer in written)
+
+
+def may_be_bound_anew(gradient: Any) -> bool:
+    """Whether the kernel that sums the gradient may leave it in a tensor of its own, wherever it is
+    told to store it: see :func:`fusion_passes.torch_private.inductor.mixes_orders`. Which kernels
+    those are is decided later, by sizes that other versions of torch change."""
+    if not mixes_orders(gradient.get_device()):
+        return False
+    ir, graph = inductor_ir(), graph_lowering()
+    box = gradient.data
+    if not isinstance(box, ir.StorageBox):
+        box = box.unwrap_view()
+    loops = box.data.data if isinstance(box.data, ir.ComputedBuffer) else box.data
+    if isinstance(loops, ir.Reduction):
+        return True
+    # The second half of a sum of a few parts is no Reduction: it adds them one by one.
+    return isinstance(loops, ir.Loops) and any(
+        is_split_sum(graph.try_get_buffer(name)) for name in box.data.get_read_names()
+    )
 
 
 def _layout_obstacle(node: fx.Node, box: Any, place: Any) -> str | None:

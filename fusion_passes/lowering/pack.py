@@ -29,6 +29,7 @@ from fusion_passes.graph.scaling import scaled
 from fusion_passes.lowering.donate import lower_donate
 from fusion_passes.lowering.obstacles import (
     computed_from_a_library,
+    may_be_bound_anew,
     obstacle_to_storing,
     reason_for_copy,
     written_by_a_library,
@@ -167,11 +168,15 @@ class _Bucket:
 
     def _store(self, number: int, view: Any, is_copied: bool, is_grouped: bool) -> Any:
         """Point the gradient's kernel at its place, or add one that stores it there; that one
-        Inductor may fuse with the gradient's, if it generates both."""
+        Inductor may fuse with the gradient's, if it generates both. It does so with each sum that
+        it computes by a kernel of its own."""
         ir = inductor_ir()
         gradient = self._gradients[number]
+        is_stored_apart = may_be_bound_anew(gradient)
+        if is_stored_apart:
+            gradient.realize()
         if isinstance(gradient.data, ir.StorageBox) and not (
-            is_copied or self._is_changed(gradient)
+            is_copied or is_stored_apart or self._is_changed(gradient)
         ):
             gradient.data.realize()
             buffer = gradient.data.data

@@ -215,3 +215,22 @@ def digit(position: Any, stride: Any, size: Any) -> Any:
     from torch.utils._sympy.functions import ModularIndexing
 
     return ModularIndexing(position, stride, size)
+
+
+def mixes_orders(device: torch.device) -> bool:
+    """Whether Inductor may sum over rows and over columns of one tensor by one kernel there: its
+    *mix-order reduction*, with Triton, since torch 2.10.
+
+    That ends with ``buf = workspace.sum(dim=0)``, a new tensor under the buffer's name: where the
+    buffer is a part of another, nothing writes that part (pytorch #193061; mended by #193103, after
+    2.14.1, by a copy into it).
+    """
+    if device.type == "cpu" or graph_lowering().cpp_wrapper:
+        return False
+    return bool(inductor_config.triton.mix_order_reduction)
+
+
+def is_split_sum(buffer: Any) -> bool:
+    """Whether a buffer has the first half of a reduction that Inductor has split in two. Where it
+    mixes orders, it takes what reads the buffer for the second half, and that alone."""
+    return getattr(buffer, "_split_size", None) is not None

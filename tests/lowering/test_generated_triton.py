@@ -68,7 +68,7 @@ mm(t5.T, t4) -> bucket[256: 256, 1024]
 triton_per(t6, up_bias, t3) -> t6, bucket[262400: 1, 1024]
 mm(t6, up) -> t5
 mm(t6.T, t2) -> bucket[263424: 1024, 256]
-triton_per(t5, x, t0, t1) -> bucket[525824: 256], bucket[525568: 256]
+triton_per(t5, x, t0, t1) -> bucket[525568: 256], bucket[525824: 256]
 agree_(bucket, 'cards', 'concat; avg float32 0,0,0,0,0,0')
 all_reduce_(bucket, 'avg', 'cards')
 wait_tensor(bucket)
@@ -146,7 +146,7 @@ return bucket[0: 128], bucket[128: 96]
     assert_expected_inline(
         kernel_body(first),
         """\
-def triton_per_fused_0(in_ptr0, out_ptr0, xnumel, r0_numel, XBLOCK : tl.constexpr):
+def triton_per_fused_0(in_ptr0, out_ptr1, xnumel, r0_numel, XBLOCK : tl.constexpr):
     xnumel = 128
     r0_numel = 64
     R0_BLOCK: tl.constexpr = 64
@@ -166,7 +166,7 @@ def triton_per_fused_0(in_ptr0, out_ptr0, xnumel, r0_numel, XBLOCK : tl.constexp
     tmp1 = tl.broadcast_to(tmp0, [XBLOCK, R0_BLOCK])
     tmp3 = tl.where(xmask, tmp1, 0)
     tmp4 = tl.sum(tmp3, 1)[:, None].to(tl.float32)
-    tl.store(out_ptr0 + (x0), tmp4, xmask)
+    tl.store(out_ptr1 + (x0), tmp4, xmask)
 """,
     )
 
