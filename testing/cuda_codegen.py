@@ -92,11 +92,15 @@ class CardCompiler:
         self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_hide_real_cards)
 
     def __enter__(self) -> CardCompiler:
-        self._pool.submit(os.getpid).result()
+        self.call(os.getpid)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown()
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function returns there."""
+        return self._pool.submit(function, *arguments).result()
 
     def generate(
         self,
@@ -125,8 +129,8 @@ class CardCompiler:
         if fused:
             fuse = functools.partial(_fuse, config or FusionConfig())
             named = {"post_grad_custom_post_pass": fuse, **named}
-        task = self._pool.submit(_generate, function, inputs, has_kernels, fastest, named)
-        return task.result()
+        made: Generated = self.call(_generate, function, inputs, has_kernels, fastest, named)
+        return made
 
 
 # --- In the process of its own -----------------------------------------------------------------
