@@ -28,7 +28,7 @@ LAYERS: Final = 1
 
 
 def model_inputs(name: str) -> tuple[list[TensorSpec], ...]:
-    """The batch, the parameters and the buffers of a model: the inputs of its backward. To be called
+    """The batch, parameters and buffers of a model: the inputs of its backward. To be called
     in the process that traces it, first: how a model is made is no part of a backward."""
     model, batch = _made(name)
     groups: tuple[list[Tensor], ...] = ([*batch], [*model.parameters()], [*model.buffers()])
