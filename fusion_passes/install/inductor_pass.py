@@ -44,6 +44,7 @@ from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import CustomGraphPass, is_compiling_backward
 from fusion_passes.torch_private.inductor import (
     calls_operators_by_default,
+    donates_buffers,
     hash_files,
     lower_by_inductor,
 )
@@ -102,8 +103,9 @@ class DdpFusionPass(CustomGraphPass):
 
     def uuid(self) -> str:
         """Identity of what this pass does to a graph: the FX graph cache's key holds it. Another
-        version of the package, option, or cap of a DDP module is another identity."""
-        state: list[object] = [__version__, _source_hash(), active_config()]
+        version of the package, option, or cap of a DDP module is another identity; so is whether
+        buffers are donated, which the key does not hold otherwise."""
+        state: list[object] = [__version__, _source_hash(), active_config(), donates_buffers()]
         state.append(registry.fingerprint())
         state.append(reduced_inputs())
         if is_compiling_backward():

@@ -177,6 +177,14 @@ def carried_text(name: str) -> str | None:
     return None
 
 
+def donates_buffers() -> bool:
+    """Whether a backward may overwrite what its forward has saved. Inductor writes other code then,
+    and the keys of its FX graph cache do not know it (torch 2.11 to 2.15)."""
+    import torch._functorch.config
+
+    return bool(torch._functorch.config.donated_buffer)
+
+
 def inductor_ir() -> Any:
     """Inductor's intermediate representation: a bucket is made of its ``ConcatKernel``."""
     import torch._inductor.ir

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
+import torch._functorch.config
 import torch._inductor.config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,3 +40,13 @@ def test_names_order_instances_and_the_graph_that_reduces_are_in_it() -> None:
     assert identities == [_identity(auto, order) for order in orders], "in each process the same"
     identities.append(_identity(traced, first))
     assert all(one != other for one, other in itertools.combinations(identities, 2))
+
+
+def test_donated_buffers_are_in_it() -> None:
+    """In the key of torch's cache they are not: see :mod:`tests.install.test_cache`."""
+    with inductor_config.patch(ddp_fusion="concat"):
+        identities = set()
+        for donates in (True, False):
+            with torch._functorch.config.patch(donated_buffer=donates):
+                identities.add(DdpFusionPass().uuid())
+    assert len(identities) == 2
