@@ -105,3 +105,15 @@ def _in_bf16(x: Tensor, *weights: Tensor) -> Tensor:
     for weight in weights:
         x = functional.linear(x.bfloat16(), weight.bfloat16()).relu()
     return x.float()
+
+
+def multiplied_behind(*inputs: Tensor) -> list[Tensor]:
+    """Averages that are multiplied in the same graph, as an optimizer for matrices does."""
+    averages = reduced([value.sin() for value in inputs])
+    return averages + [torch.mm(average, average.T) for average in averages]
+
+
+def multiplied_before(*inputs: Tensor) -> list[Tensor]:
+    """Gradients that something else reads too, a product."""
+    gradients = [value.sin() for value in inputs]
+    return reduced(gradients) + [torch.mm(gradient, gradient.T) for gradient in gradients]
