@@ -1,7 +1,7 @@
 """Whether a generated wrapper, for the CPU or CUDA, fills what it sends. That holds for any graph:
 
 * what a collective sends is written, every element of it, before the launch;
-* no kernel reads what nothing has written: one that works in place fills nothing;
+* no kernel reads what nothing has written; one that works in place fills nothing;
 * a name that stands for a place in another's memory goes on to stand for it.
 
 A kernel is taken to write all of the place that it is given, if it stores there at all.
@@ -199,12 +199,15 @@ class _Reader:
     def _run(self, kernel: str, arguments: list[ast.expr]) -> None:
         # What follows the pointers are sizes.
         pairs = list(zip(self._accesses[kernel], arguments, strict=False))
-        for access, item in pairs:
-            if access.reads:
-                self._read(item, kernel)
-        for access, item in pairs:
-            if access.writes:
-                self._write(item)
+        read = {self._place(item): item for access, item in pairs if access.reads}
+        written = {self._place(item): item for access, item in pairs if access.writes}
+        # A kernel may read what it has stored before, but for a place that it works on.
+        for place in written.keys() - read.keys():
+            self._write(written[place])
+        for item in read.values():
+            self._read(item, kernel)
+        for item in written.values():
+            self._write(item)
 
     def _call_library(self, called: str, call: ast.Call) -> None:
         for item in call.args:

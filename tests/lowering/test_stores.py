@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
+import torch._inductor.config as inductor_config
+from torch._inductor.utils import run_and_get_code
+from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.config import FusionConfig
 from testing import cuda_models
@@ -17,8 +21,10 @@ from testing.cuda_calls import launched_kernels
 from testing.cuda_codegen import CardCompiler, Generated, why_not
 from testing.cuda_models import model_inputs, model_step
 from testing.cuda_norms import NAMES, ROWS, norm_inputs, norm_step, norm_step_into_grads
+from testing.fake_world import fake_world
 from testing.graphs import TensorSpec
 from testing.stores import check_stores
+from workloads.models import MAKERS, TINY, subject
 
 on_card = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -148,6 +154,34 @@ def test_gradients_of_models_are_stored(compiler: CardCompiler, name: str, autoc
     generated = compiler.generate(step, inputs, has_kernels=False)
     assert (mixed(generated) > 0) == (name in ("gpt2", "bert", "llama"))
     assert check_stores(generated.code) == numel(parameters)
+
+
+# --- Models on the CPU ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["concat", pytest.param("coalesced", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "name",
+    ["mlp", *(pytest.param(name, marks=pytest.mark.nightly) for name in MAKERS if name != "mlp")],
+)
+def test_gradients_are_stored_on_the_cpu_too(name: str, mode: str) -> None:
+    if name in ("gpt2", "bert", "llama"):
+        pytest.importorskip("transformers")
+    torch._dynamo.reset()
+    made = subject(name, TINY)
+    with fake_world(), inductor_config.patch(ddp_fusion=mode, fx_graph_cache=False):
+        ddp = DistributedDataParallel(made.build())
+        compiled = torch.compile(ddp)
+
+        def step() -> None:
+            compiled(*made.batch(0)).backward()
+
+        for _ in range(2):  # Fresh gradients, and existing ones.
+            sent = sum(check_stores(code) for code in run_and_get_code(step)[1])
+            parameters = sum(parameter.numel() for parameter in ddp.parameters())
+            assert sent == parameters if mode == "concat" else 0 < sent <= parameters
+    torch._dynamo.reset()
 
 
 # --- What is wrong is found ----------------------------------------------------------------------
