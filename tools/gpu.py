@@ -1,16 +1,17 @@
 """Runs all that needs a GPU, in minutes, with the torch that is installed, and writes a page of it.
 
-Trains with every option beside eager DDP on one rank, and on two ranks of one GPU (over NCCL where
-it allows that, else over Gloo); times the kernels that move gradients beside the memory's
-bandwidth; and sets steps, peak memory and starts beside no DDP and torch's own methods. Each part
-runs in processes of its own with a time limit, and its result is kept as soon as it ends: a second
-call goes on where the first has stopped, and runs again what was wrong.
+Compares gradients of norms in sizes that people train; sets steps, peak memory and starts beside no
+DDP and torch's own methods, on two ranks of one GPU and a network of several rates (over NCCL where
+it allows that, else over Gloo); counts CUDA graphs; times kernels that move gradients; and trains
+with every option beside eager DDP. Each part runs in processes of its own with a time limit, and
+its result is kept as soon as it ends: a second call goes on where the first has stopped, and runs
+again what was wrong.
 
 Without a GPU it checks that all parts could run: flags, models, and kernels compiled to PTX.
 The exit status is 1 if anything differs, failed, or was not run.
 
     python tools/gpu.py                              # all parts, at most 8 minutes
-    python tools/gpu.py --only step-gpt --again      # one of them, anew
+    python tools/gpu.py --only net-gpt2 --again      # one of them, anew
     python tools/gpu.py --list                       # their names
     python tools/gpu.py --device cpu --only copies   # to try a part out, tiny, without a GPU
 """
@@ -75,6 +76,9 @@ def main(arguments: Sequence[str] | None = None, catalog: str = CATALOG) -> int:
         except RuntimeError as error:
             print(error, file=sys.stderr)
             return 1
+        if machine.preload:
+            print(f"NCCL is {machine.nccl}, not torch's {machine.torchs_nccl}.")
+            os.environ["LD_PRELOAD"] = machine.preload
         if not machine.device:
             return _check_plan(machine, Path(cache), options.seconds)
         return Session(options, catalog, machine, Path(cache), arguments).run(chosen)
@@ -190,16 +194,13 @@ class Session:
 
     def _able(self, parts: Sequence[Part]) -> list[Part]:
         """The parts that the machine can run; say which it cannot."""
-        if any(part.ranks > 1 for part in parts):
+        if any(part.joined > 1 for part in parts):
             self._backend_of_two, reason = self._choose_backend()
             print(f"Two ranks: {self._backend_of_two}{f', since {reason}' if reason else ''}.")
         able = []
         for part in parts:
-            if (self._backend(part), self._machine.device, part.mode) == (
-                "gloo",
-                "cuda",
-                "coalesced",
-            ):
+            where = (self._backend(part), self._machine.device, part.mode)
+            if where == ("gloo", "cuda", "coalesced"):
                 # In torch, all_reduce_coalesced of Gloo refuses tensors of a GPU.
                 print(f"Left out: {part.name}: Gloo has no coalesced all-reduce on GPUs.")
             else:
@@ -224,7 +225,7 @@ class Session:
         return "gloo", found[0].failure if found else "there is no time left"
 
     def _backend(self, part: Part) -> str:
-        if part.ranks > 1:
+        if part.joined > 1:
             return self._backend_of_two
         return "nccl" if self._machine.device == "cuda" else "gloo"
 

@@ -9,7 +9,9 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import os
 import platform
+import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +20,11 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parent.parent.parent
 OLDEST: Final = (2, 11)
 """The oldest torch that is supported."""
+
+PACKAGES: Final = ("/opt", "/usr/lib", "/usr/local", "/root")
+"""Where other environments than this one lie."""
+
+FIND_S: Final = 8.0
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,9 @@ class Machine:
         torch: version.
         python: version.
         nccl: version of the one that runs; empty in a build without it.
+        torchs_nccl: version of torch's own.
         shares_gpu: whether this NCCL says that it takes several ranks on one GPU.
+        preload: file of that NCCL, where it is not torch's and must be loaded before it.
         triton: version; empty where it is not installed.
         code: hash of the package and of the checks.
     """
@@ -46,7 +55,9 @@ class Machine:
     torch: str = ""
     python: str = ""
     nccl: str = ""
+    torchs_nccl: str = ""
     shares_gpu: bool = False
+    preload: str = ""
     triton: str = ""
     code: str = ""
 
@@ -77,7 +88,9 @@ def machine(asked: str) -> Machine:
     device = "" if why else asked
     on_gpu = device == "cuda"
     properties = torch.cuda.get_device_properties(0) if on_gpu else None
-    nccl = nccl_version()
+    nccl, preload = nccl_version(), ""
+    if on_gpu and torch.cuda.device_count() == 1 and nccl < MULTI_RANK_NCCL:
+        nccl, preload = max([(nccl, ""), *other_nccls()])
     return Machine(
         device,
         why,
@@ -87,10 +100,29 @@ def machine(asked: str) -> Machine:
         torch=version,
         python=platform.python_version(),
         nccl=".".join(map(str, nccl)),
+        torchs_nccl=".".join(map(str, torch.cuda.nccl.version() if on_gpu else ())),
         shares_gpu=nccl >= MULTI_RANK_NCCL,
+        preload=preload,
         triton=_triton(),
         code=_code(),
     )
+
+
+def other_nccls() -> list[tuple[tuple[int, ...], str]]:
+    """Versions and files of what lies where packages are installed; only those that can be loaded,
+    and are looked for no longer than :data:`FIND_S`."""
+    from bench_steps import places
+
+    roots = {*filter(os.path.isdir, (*sys.path, *PACKAGES))}
+    command = ["find", *sorted(roots), "-maxdepth", "9", "-name", "libnccl.so.2"]
+    try:
+        listed = subprocess.run(
+            command, capture_output=True, text=True, timeout=FIND_S, check=False
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    files = {os.path.realpath(line) for line in listed.splitlines()}
+    return [(version, file) for file in files if (version := places.version_of_nccl(file))]
 
 
 def _why_no_gpu(asked: str, version: str) -> str:

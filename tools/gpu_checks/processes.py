@@ -59,7 +59,7 @@ class PartProcesses:
         variables = environment(str(self._directory), cache)
         if self._site.device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""
-        elif self.part.ranks > self._machine.count:
+        elif self.part.joined > self._machine.count:
             variables["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
         command = [sys.executable, "-m", WORKER, self.part.name, str(self._directory), str(rank)]
         return start_session(command, self._logs[rank], variables)
