@@ -43,8 +43,8 @@ def measure(site: Site, note: Note) -> None:
     base_ms = 0.0
     torch._inductor.config.compile_threads = 1 if site.is_small else min(8, site.cores)
     for name in COMPARED_IF_SMALL if site.is_small else COMPARED:
-        before, skips = recorded_graphs(device), counters["inductor"]["cudagraph_skips"]
         model, step = _training(name, device, is_small=site.is_small)
+        before, skips = recorded_graphs(device), counters["inductor"]["cudagraph_skips"]
         for _ in range(WARM_UP):
             step()
         gradients = {key: p.grad.cpu() for key, p in model.named_parameters() if p.grad is not None}

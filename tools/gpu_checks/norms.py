@@ -163,7 +163,8 @@ def measure(site: Site, note: Note) -> None:
             for row in _rows_of(pools[case].submit(timed, case), case):
                 note(row)
     for pool in pools.values():
-        pool.shutdown()
+        # They end with the part: NCCL may take long to go.
+        pool.shutdown(wait=False)
 
 
 def _rows_of(future: Future[list[Row]], case: Case) -> list[Row]:
