@@ -109,8 +109,8 @@ def machine(asked: str) -> Machine:
 
 
 def other_nccls() -> list[tuple[tuple[int, ...], str]]:
-    """Versions and files of what lies where packages are installed; only those that can be loaded,
-    and are looked for no longer than :data:`FIND_S`."""
+    """Find what lies where packages are installed, within :data:`FIND_S`; the version and the file of
+    each that can be loaded."""
     from bench_steps import places
 
     roots = {*filter(os.path.isdir, (*sys.path, *PACKAGES))}
