@@ -49,9 +49,6 @@ UNTIMED: Final = ("correctness", "trainers")
 
 CATALOG: Final = "gpu_checks.parts"
 SECONDS: Final = 480.0
-LEAST_S: Final = 20.0
-"""With less time left, no part is begun."""
-
 ANSWER_S: Final = 120.0
 """At most, until torch says what it runs on."""
 
@@ -76,9 +73,6 @@ def main(arguments: Sequence[str] | None = None, catalog: str = CATALOG) -> int:
         except RuntimeError as error:
             print(error, file=sys.stderr)
             return 1
-        if machine.preload:
-            print(f"NCCL is {machine.nccl}, not torch's {machine.torchs_nccl}.")
-            os.environ["LD_PRELOAD"] = machine.preload
         if not machine.device:
             return _check_plan(machine, Path(cache), options.seconds)
         return Session(options, catalog, machine, Path(cache), arguments).run(chosen)
@@ -172,6 +166,7 @@ class Session:
         self._patience = max(1.0, options.seconds / SECONDS)
         self._results: dict[str, Result] = {}
         self._backend_of_two = "gloo"
+        self._apart = False
 
     def run(self, parts: Sequence[Part]) -> int:
         """Run what has no good result yet, and write the page; the exit status."""
@@ -214,15 +209,29 @@ class Session:
             return "gloo", "this is the CPU"
         if machine.count > 1:
             return "nccl", ""
-        if not machine.shares_gpu:
-            return "gloo", f"NCCL {machine.nccl} does not take two ranks on one GPU"
-        probe = importlib.import_module(self._catalog).PROBE
-        self._backend_of_two = "nccl"
-        found: list[Result] = []
-        run_parts([probe], self._start, jobs=1, on_result=lambda _, one: found.append(one))
-        if found and found[0].is_right:
+        self._backend_of_two, self._apart = "nccl", True
+        failure = self._failure_of_probe()
+        if failure and (machine.newer_file or machine.shares_gpu):
+            self._apart = False
+            if machine.newer_file:
+                self._machine = replace(machine, nccl=machine.newer_nccl)
+                os.environ["LD_PRELOAD"] = machine.newer_file
+            failure = self._failure_of_probe()
+        if not failure:
             return "nccl", ""
-        return "gloo", found[0].failure if found else "there is no time left"
+        if self._machine is not machine:
+            self._machine = machine
+            del os.environ["LD_PRELOAD"]
+        return "gloo", failure
+
+    def _failure_of_probe(self) -> str:
+        """Why two ranks cannot reduce over NCCL; empty if they can."""
+        found: list[Result] = []
+        probe = importlib.import_module(self._catalog).PROBE
+        run_parts([probe], self._start, jobs=1, on_result=lambda _, one: found.append(one))
+        if not found:
+            return "there is no time left"
+        return "" if found[0].is_right else found[0].failure
 
     def _backend(self, part: Part) -> str:
         if part.joined > 1:
@@ -247,7 +256,7 @@ class Session:
 
     def _start(self, part: Part) -> PartProcesses | None:
         left_s = self._deadline - time.monotonic()
-        if left_s < min(LEAST_S, self._options.seconds):
+        if left_s < min(part.least_s, self._options.seconds):
             print(f"{part.name}: not run, {max(0.0, left_s):.0f} s are left", flush=True)
             return None
         logs = self._options.results / "logs"
@@ -257,7 +266,7 @@ class Session:
         return PartProcesses(
             part,
             machine=self._machine,
-            site=replace(site, catalog=self._catalog),
+            site=replace(site, catalog=self._catalog, apart=self._apart),
             cache=self._cache,
             logs=logs,
             limit_s=min(part.limit_s * self._patience, left_s),

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -322,7 +323,6 @@ def _session(where: Machine, directory: Path) -> gpu.Session:
     [
         (replace(ONE_GPU, device="cpu"), "gloo", "this is the CPU"),
         (replace(ONE_GPU, count=2), "nccl", ""),
-        (ONE_GPU, "gloo", "NCCL 2.29.7 does not take two ranks on one GPU"),
     ],
 )
 def test_two_ranks_use_what_there_is(
@@ -331,19 +331,57 @@ def test_two_ranks_use_what_there_is(
     assert _session(where, tmp_path)._choose_backend() == (backend, reason)
 
 
-@pytest.mark.parametrize("works", [True, False])
+@pytest.mark.parametrize(
+    ("where", "works", "backend", "nccl"),
+    [
+        (ONE_GPU, [True], "nccl", "2.29.7"),
+        (ONE_GPU, [False], "gloo", "2.29.7"),
+        (replace(ONE_GPU, nccl="2.30.4", shares_gpu=True), [False, True], "nccl", "2.30.4"),
+        (replace(ONE_GPU, newer_nccl="2.30.7", newer_file="/x"), [True], "nccl", "2.29.7"),
+        (replace(ONE_GPU, newer_nccl="2.30.7", newer_file="/x"), [False, True], "nccl", "2.30.7"),
+        (replace(ONE_GPU, newer_nccl="2.30.7", newer_file="/x"), [False] * 2, "gloo", "2.29.7"),
+    ],
+)
 def test_nccl_is_asked_before_it_is_used(
-    works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: Machine,
+    works: list[bool],
+    backend: str,
+    nccl: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """As two machines, which any version takes on one GPU; then as two ranks of one, which newer
+    ones take."""
+    asked: list[tuple[bool, str]] = []
+
     def probe(parts: Any, start: Any, *, jobs: int, on_result: Any) -> None:
-        failure = "" if works else "rank 0 ended with 1: ncclInvalidUsage"
-        rows = (Row("two ranks"),) if works else ()
+        asked.append((session._apart, os.environ.get("LD_PRELOAD", "")))
+        right = works[len(asked) - 1]
+        failure = "" if right else "rank 0 ended with 1: ncclInvalidUsage"
+        rows = (Row("two ranks"),) if right else ()
         on_result(parts[0], Result("probe", "", "nccl", 1.0, rows, failure))
 
+    monkeypatch.setenv("LD_PRELOAD", "")
+    monkeypatch.delenv("LD_PRELOAD")
     monkeypatch.setattr(gpu, "run_parts", probe)
-    session = _session(replace(ONE_GPU, nccl="2.30.4", shares_gpu=True), tmp_path)
-    expected = ("nccl", "") if works else ("gloo", "rank 0 ended with 1: ncclInvalidUsage")
-    assert session._choose_backend() == expected
+    session = _session(where, tmp_path)
+    reason = "" if backend == "nccl" else "rank 0 ended with 1: ncclInvalidUsage"
+    assert session._choose_backend() == (backend, reason)
+    assert asked == [(True, ""), (False, where.newer_file)][: len(works)]
+    assert session._machine.nccl == nccl
+    assert os.environ.get("LD_PRELOAD", "") == ("/x" if nccl == "2.30.7" else "")
+
+
+def test_ranks_of_one_gpu_can_be_machines_of_their_own(tmp_path: Path) -> None:
+    network = shaped.Network("a network", prefixes=(("ip", "0"), ("ip", "1")))
+    site = Site("cuda", "nccl", str(tmp_path), cores=2, apart=True)
+    prefixes = net.place_of(site, "gpt2", network).prefixes
+    assert prefixes == tuple(
+        ("ip", f"{rank}", "env", f"NCCL_HOSTID=rank-{rank}") for rank in range(2)
+    )
+    together = net.place_of(replace(site, apart=False), "gpt2", network)
+    assert together.prefixes == network.prefixes
+    assert together.variables["NCCL_SHM_DISABLE"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -382,8 +420,10 @@ def test_ranks_know_which_gpus_are_theirs(
         assert (shares in environment) == (shares in variables)
 
 
-def test_gloo_coalesces_nothing_on_a_gpu(tmp_path: Path) -> None:
-    able = [part.name for part in _session(ONE_GPU, tmp_path)._able(PARTS)]
+def test_gloo_coalesces_nothing_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = _session(ONE_GPU, tmp_path)
+    monkeypatch.setattr(session, "_choose_backend", lambda: ("gloo", "NCCL refuses"))
+    able = [part.name for part in session._able(PARTS)]
     left_out = [part.name for part in PARTS if part.name not in able]
     coalesced = [part.name for part in PARTS if (part.mode, part.ranks) == ("coalesced", 2)]
     assert left_out == coalesced

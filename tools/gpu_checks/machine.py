@@ -42,7 +42,8 @@ class Machine:
         nccl: version of the one that runs; empty in a build without it.
         torchs_nccl: version of torch's own.
         shares_gpu: whether this NCCL says that it takes several ranks on one GPU.
-        preload: file of that NCCL, where it is not torch's and must be loaded before it.
+        newer_nccl: version of one that takes them, where this one does not.
+        newer_file: the file of that one.
         triton: version; empty where it is not installed.
         code: hash of the package and of the checks.
     """
@@ -57,7 +58,8 @@ class Machine:
     nccl: str = ""
     torchs_nccl: str = ""
     shares_gpu: bool = False
-    preload: str = ""
+    newer_nccl: str = ""
+    newer_file: str = ""
     triton: str = ""
     code: str = ""
 
@@ -88,9 +90,12 @@ def machine(asked: str) -> Machine:
     device = "" if why else asked
     on_gpu = device == "cuda"
     properties = torch.cuda.get_device_properties(0) if on_gpu else None
-    nccl, preload = nccl_version(), ""
+    nccl = nccl_version()
+    newer, file = nccl, ""
     if on_gpu and torch.cuda.device_count() == 1 and nccl < MULTI_RANK_NCCL:
-        nccl, preload = max([(nccl, ""), *other_nccls()])
+        newer, file = max(other_nccls(), default=(nccl, ""))
+    if newer < MULTI_RANK_NCCL:
+        file = ""
     return Machine(
         device,
         why,
@@ -102,15 +107,19 @@ def machine(asked: str) -> Machine:
         nccl=".".join(map(str, nccl)),
         torchs_nccl=".".join(map(str, torch.cuda.nccl.version() if on_gpu else ())),
         shares_gpu=nccl >= MULTI_RANK_NCCL,
-        preload=preload,
+        newer_nccl=".".join(map(str, newer)) if file else "",
+        newer_file=file,
         triton=_triton(),
         code=_code(),
     )
 
 
 def other_nccls() -> list[tuple[tuple[int, ...], str]]:
-    """Find what lies where packages are installed, within :data:`FIND_S`; the version and the file of
-    each that can be loaded."""
+    """Find what lies where packages are installed, within :data:`FIND_S`.
+
+    Returns:
+        Version and file of each that can be loaded.
+    """
     from bench_steps import places
 
     roots = {*filter(os.path.isdir, (*sys.path, *PACKAGES))}

@@ -107,6 +107,10 @@ def place_of(site: Site, model: str, network: Network, ranks: int = RANKS) -> Pl
     variables = {BACKEND: site.backend, DIRECTORY_VARIABLE: str(directory / "profiles")}
     if site.is_small:
         variables["CUDA_VISIBLE_DEVICES"] = ""
+    prefixes = network.prefixes[:ranks]
+    if site.apart and ranks > 1:
+        hosts = enumerate(prefixes)
+        prefixes = tuple((*own, "env", f"NCCL_HOSTID=rank-{rank}") for rank, own in hosts)
     if ranks > 1:
         variables |= {f"{name}_SOCKET_IFNAME": network.interface for name in ("NCCL", "GLOO")}
         # Else NCCL would pass by the network, within the GPU.
@@ -120,7 +124,7 @@ def place_of(site: Site, model: str, network: Network, ranks: int = RANKS) -> Pl
         size="tiny",
         cores=cores_of(ranks, range(site.cores)),
         host=network.host,
-        prefixes=network.prefixes[:ranks],
+        prefixes=prefixes,
         variables=variables,
         directory=directory,
         timeout_s=START_S,
@@ -150,7 +154,8 @@ def _start_all(
             method.fail(str(error))
 
     def start(method: Method) -> list[Started] | None:
-        return method.ask("start", timeout_s=min(START_S, left_s()))
+        # Tiny ones take turns on a few cores.
+        return method.ask("start", timeout_s=left_s() if site.is_small else min(START_S, left_s()))
 
     def check(method: Method) -> None:
         reference = str(place.directory / "gradients")

@@ -114,6 +114,7 @@ class Part:
         measure: instead of those, ``module:function``; it takes a :class:`gpu_checks.sites.Site`
             and a function that notes a row.
         limit_s: at most.
+        least_s: with less time left, it is not begun.
         has_group: whether the processes join a process group.
         starts_pairs: whether its process starts two ranks at a time.
     """
@@ -124,6 +125,7 @@ class Part:
     checks: tuple[Check, ...] = field(default=())
     measure: str = ""
     limit_s: float = 150.0
+    least_s: float = 20.0
     has_group: bool = True
     starts_pairs: bool = False
 
@@ -253,6 +255,7 @@ def _measured_in(
         measure=measure,
         limit_s=limit_s,
         has_group=False,
+        least_s=90.0 if starts_pairs else 20.0,
         starts_pairs=starts_pairs,
     )
 
@@ -260,9 +263,9 @@ def _measured_in(
 PARTS: Final = (
     _measured_in("norms", "norms", "norms", 110),
     _measured_in("net", "net-gpt2", "steps", 230, starts_pairs=True),
-    _measured_in("net", "net-resnet", "steps", 150, starts_pairs=True),
     _measured_in("starts", "starts", "starts", 90),
     _measured_in("graphs", "graphs", "graphs", 80),
+    _measured_in("net", "net-resnet", "steps", 170, starts_pairs=True),
     _measured_in("copies", "copies", "copies", 90),
     *(_options(mode, 1) for mode in MODES),
     *(_memory(mode) for mode in MODES),

@@ -61,6 +61,8 @@ class PartProcesses:
             variables["CUDA_VISIBLE_DEVICES"] = ""
         elif self.part.joined > self._machine.count:
             variables["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        if self._site.apart and self.part.ranks > 1:
+            variables["NCCL_HOSTID"] = f"rank-{rank}"
         command = [sys.executable, "-m", WORKER, self.part.name, str(self._directory), str(rank)]
         return start_session(command, self._logs[rank], variables)
 

@@ -30,6 +30,8 @@ class Site:
         directory: for files of the part.
         cores: that it may use.
         memory_gib: of the device; 0 on the CPU.
+        apart: whether NCCL is told that each rank is on a machine of its own: two ranks may then
+            have one GPU, and it sends through sockets.
         catalog: module whose ``PARTS`` the part is from.
         deadline: by the clock ``time.monotonic``, which all processes of a machine share.
     """
@@ -39,6 +41,7 @@ class Site:
     directory: str
     cores: int = 1
     memory_gib: float = 0.0
+    apart: bool = False
     catalog: str = "gpu_checks.parts"
     deadline: float = 0.0
 
