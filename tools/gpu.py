@@ -29,18 +29,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from command_line import parser_of
-from gpu_checks import pages
+from gpu_checks import pages, sharing
 from gpu_checks.machine import Machine
 from gpu_checks.parts import Part, choose
 from gpu_checks.processes import PartProcesses, run_parts
 from gpu_checks.results import Result, read_result
-from gpu_checks.sites import Site
+from gpu_checks.sites import Sharing, Site
 from interrupting import INTERRUPTED, terminated_as_interrupted
 from nightly_matrix.processes import ROOT, environment
 
@@ -166,7 +166,7 @@ class Session:
         self._patience = max(1.0, options.seconds / SECONDS)
         self._results: dict[str, Result] = {}
         self._backend_of_two = "gloo"
-        self._apart = False
+        self._sharing = Sharing()
 
     def run(self, parts: Sequence[Part]) -> int:
         """Run what has no good result yet, and write the page; the exit status."""
@@ -178,6 +178,8 @@ class Session:
                 self._run_rest(parts)
         except KeyboardInterrupt:
             interrupted = True
+        finally:
+            sharing.end(self._cache / "mps")
         self._write_page(parts)
         print(pages.summary(parts, self._results))
         if interrupted:
@@ -209,20 +211,31 @@ class Session:
             return "gloo", "this is the CPU"
         if machine.count > 1:
             return "nccl", ""
-        self._backend_of_two, self._apart = "nccl", True
-        failure = self._failure_of_probe()
-        if failure and (machine.newer_file or machine.shares_gpu):
-            self._apart = False
-            if machine.newer_file:
+        self._backend_of_two = "nccl"
+        failure = ""
+        for way in self._ways_to_share():
+            self._sharing = way
+            file = machine.newer_file if not way.apart else ""
+            if file:
                 self._machine = replace(machine, nccl=machine.newer_nccl)
-                os.environ["LD_PRELOAD"] = machine.newer_file
+                os.environ["LD_PRELOAD"] = file
             failure = self._failure_of_probe()
-        if not failure:
-            return "nccl", ""
-        if self._machine is not machine:
-            self._machine = machine
-            del os.environ["LD_PRELOAD"]
+            if not failure:
+                return "nccl", ""
+            print(f"Two ranks, {way}: {failure}", flush=True)
+            if file:
+                self._machine = machine
+                del os.environ["LD_PRELOAD"]
         return "gloo", failure
+
+    def _ways_to_share(self) -> Iterator[Sharing]:
+        """How two ranks may have one GPU, the best first."""
+        directory = self._cache / "mps"
+        if sharing.start(directory):
+            yield Sharing(True, str(directory))
+        yield Sharing(True)
+        if self._machine.newer_file or self._machine.shares_gpu:
+            yield Sharing(False)
 
     def _failure_of_probe(self) -> str:
         """Why two ranks cannot reduce over NCCL; empty if they can."""
@@ -266,7 +279,7 @@ class Session:
         return PartProcesses(
             part,
             machine=self._machine,
-            site=replace(site, catalog=self._catalog, apart=self._apart),
+            site=replace(site, catalog=self._catalog, sharing=self._sharing),
             cache=self._cache,
             logs=logs,
             limit_s=min(part.limit_s * self._patience, left_s),

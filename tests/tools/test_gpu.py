@@ -33,6 +33,7 @@ from gpu_checks import (
     pages,
     plan,
     shaped,
+    sharing,
     starts,
     subjects,
     trainers,
@@ -51,7 +52,7 @@ from gpu_checks.parts import (
     choose,
 )
 from gpu_checks.results import Result, Row, read_result
-from gpu_checks.sites import Site
+from gpu_checks.sites import Sharing, Site
 from testing.fake_world import one_rank
 from testing.scenarios.catalog import SCENARIOS
 from testing.scenarios.entries import MODES, Scenario
@@ -331,6 +332,7 @@ def test_two_ranks_use_what_there_is(
     assert _session(where, tmp_path)._choose_backend() == (backend, reason)
 
 
+@pytest.mark.parametrize("has_service", [False, True])
 @pytest.mark.parametrize(
     ("where", "works", "backend", "nccl"),
     [
@@ -347,15 +349,17 @@ def test_nccl_is_asked_before_it_is_used(
     works: list[bool],
     backend: str,
     nccl: str,
+    has_service: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As two machines, which any version takes on one GPU; then as two ranks of one, which newer
     ones take."""
-    asked: list[tuple[bool, str]] = []
+    asked: list[tuple[bool, str, str]] = []
 
     def probe(parts: Any, start: Any, *, jobs: int, on_result: Any) -> None:
-        asked.append((session._apart, os.environ.get("LD_PRELOAD", "")))
+        way = session._sharing
+        asked.append((way.apart, Path(way.mps).name, os.environ.get("LD_PRELOAD", "")))
         right = works[len(asked) - 1]
         failure = "" if right else "rank 0 ended with 1: ncclInvalidUsage"
         rows = (Row("two ranks"),) if right else ()
@@ -364,22 +368,41 @@ def test_nccl_is_asked_before_it_is_used(
     monkeypatch.setenv("LD_PRELOAD", "")
     monkeypatch.delenv("LD_PRELOAD")
     monkeypatch.setattr(gpu, "run_parts", probe)
+    monkeypatch.setattr(gpu.sharing, "start", lambda _: has_service)
     session = _session(where, tmp_path)
+    works = [False] * has_service + works
     reason = "" if backend == "nccl" else "rank 0 ended with 1: ncclInvalidUsage"
     assert session._choose_backend() == (backend, reason)
-    assert asked == [(True, ""), (False, where.newer_file)][: len(works)]
+    ways = [(True, "mps", "")] if has_service else []
+    ways += [(True, "", ""), (False, "", where.newer_file)]
+    assert asked == ways[: len(asked)]
+    assert len(asked) == len(works)
     assert session._machine.nccl == nccl
     assert os.environ.get("LD_PRELOAD", "") == ("/x" if nccl == "2.30.7" else "")
 
 
+def test_a_service_is_started_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = tmp_path / sharing.COMMAND
+    said = tmp_path / "said"
+    command.write_text(f"#!/bin/sh\necho $1 ${sharing.DIRECTORY} $(cat) >> {said}\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert sharing.start(tmp_path / "mps")
+    sharing.end(tmp_path / "mps")
+    assert said.read_text().split() == ["-d", f"{tmp_path}/mps", f"{tmp_path}/mps", "quit"]
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sharing, "PATHS", ())
+    assert not sharing.start(tmp_path / "mps")
+
+
 def test_ranks_of_one_gpu_can_be_machines_of_their_own(tmp_path: Path) -> None:
     network = shaped.Network("a network", prefixes=(("ip", "0"), ("ip", "1")))
-    site = Site("cuda", "nccl", str(tmp_path), cores=2, apart=True)
+    site = Site("cuda", "nccl", str(tmp_path), cores=2, sharing=Sharing(True))
     prefixes = net.place_of(site, "gpt2", network).prefixes
     assert prefixes == tuple(
         ("ip", f"{rank}", "env", f"NCCL_HOSTID=rank-{rank}") for rank in range(2)
     )
-    together = net.place_of(replace(site, apart=False), "gpt2", network)
+    together = net.place_of(replace(site, sharing=Sharing()), "gpt2", network)
     assert together.prefixes == network.prefixes
     assert together.variables["NCCL_SHM_DISABLE"] == "1"
 

@@ -1,8 +1,8 @@
 """A step under each method over the same without DDP, on two ranks and a network of several rates.
 
 The processes of all methods are alive at a time and take turns in each round, so that they see the
-same machine; the rate is changed between rounds. On one GPU both ranks compute on it in turns, with
-DDP or without, while NCCL sends through sockets as between machines.
+same machine; the rate is changed between rounds. On one GPU both ranks compute, with DDP or not,
+while NCCL sends through sockets as between machines.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def compare(site: Site, note: Note, kind: str, model: str) -> None:
         def note_all() -> None:
             for row in compared.rows():
                 note(row)
-            note(results.Row(f"{kind}: over {site.backend}", words=network.words))
+            shared = "" if site.is_small else f"; {site.sharing.turns}"
+            note(results.Row(f"{kind}: over {site.backend}", words=network.words + shared))
 
         _set_rate(network, rates[0])
         # Ranks end with the thread that started them: it has to live as long as they.
@@ -108,7 +109,7 @@ def place_of(site: Site, model: str, network: Network, ranks: int = RANKS) -> Pl
     if site.is_small:
         variables["CUDA_VISIBLE_DEVICES"] = ""
     prefixes = network.prefixes[:ranks]
-    if site.apart and ranks > 1:
+    if site.sharing.apart and ranks > 1:
         hosts = enumerate(prefixes)
         prefixes = tuple((*own, "env", f"NCCL_HOSTID=rank-{rank}") for rank, own in hosts)
     if ranks > 1:

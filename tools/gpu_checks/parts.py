@@ -238,7 +238,12 @@ def _name(what: str, mode: str, ranks: int) -> str:
 
 
 PROBE: Final = Part(
-    "nccl-on-one-gpu", "probe", 2, measure="gpu_checks.probe:all_reduce", limit_s=45
+    "nccl-on-one-gpu",
+    "probe",
+    measure="gpu_checks.probe:all_reduce",
+    limit_s=35,
+    has_group=False,
+    starts_pairs=True,
 )
 """Whether NCCL takes two ranks on one GPU."""
 

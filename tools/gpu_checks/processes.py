@@ -15,6 +15,7 @@ from pathlib import Path
 from gpu_checks.machine import Machine
 from gpu_checks.parts import Part
 from gpu_checks.results import Result, Row
+from gpu_checks.sharing import DIRECTORY
 from gpu_checks.sites import ROWS, SITE, Site
 from nightly_matrix.outcomes import judge
 from nightly_matrix.processes import MARK, STACKS_S, environment, tail
@@ -61,7 +62,10 @@ class PartProcesses:
             variables["CUDA_VISIBLE_DEVICES"] = ""
         elif self.part.joined > self._machine.count:
             variables["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-        if self._site.apart and self.part.ranks > 1:
+        sharing = self._site.sharing
+        if sharing.mps and self.part.joined > 1:
+            variables[DIRECTORY] = sharing.mps
+        if sharing.apart and self.part.ranks > 1:
             variables["NCCL_HOSTID"] = f"rank-{rank}"
         command = [sys.executable, "-m", WORKER, self.part.name, str(self._directory), str(rank)]
         return start_session(command, self._logs[rank], variables)

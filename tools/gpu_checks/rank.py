@@ -80,6 +80,26 @@ class CheckRank(Rank):
         self._give_back()
         return stepped
 
+    def add_up(self) -> None:
+        """Average over all ranks, and sum.
+
+        Raises:
+            RuntimeError: a result is wrong.
+        """
+        import torch
+        import torch.distributed as dist
+
+        mine = self._assignment
+        expected = {
+            dist.ReduceOp.SUM: mine.ranks * (mine.ranks + 1) / 2,
+            dist.ReduceOp.AVG: (mine.ranks + 1) / 2,
+        }
+        for operation, result in expected.items():
+            values = torch.full([2**20], mine.rank + 1.0, device=self._device)
+            dist.all_reduce(values, operation)
+            if not torch.all(values == result):
+                raise RuntimeError(f"{operation} is {values[0].item()}, not {result}")
+
     def reduce(self, num_bytes: int, count: int) -> Stepped:
         """Reduce so many bytes in one all-reduce, and nothing beside it."""
         import torch
