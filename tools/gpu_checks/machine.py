@@ -21,7 +21,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent.parent
 OLDEST: Final = (2, 11)
 """The oldest torch that is supported."""
 
-PACKAGES: Final = ("/opt", "/usr/lib", "/usr/local", "/root")
+PACKAGES: Final = ("/root", "/usr/local", "/opt", "/usr/lib")
 """Where other environments than this one lie."""
 
 FIND_S: Final = 8.0
@@ -122,15 +122,13 @@ def other_nccls() -> list[tuple[tuple[int, ...], str]]:
     """
     from bench_steps import places
 
-    roots = {*filter(os.path.isdir, (*sys.path, *PACKAGES))}
-    command = ["find", *sorted(roots), "-maxdepth", "9", "-name", "libnccl.so.2"]
+    roots = dict.fromkeys(filter(os.path.isdir, (*PACKAGES, *sys.path)))
+    command = ["find", *roots, "-maxdepth", "9", "-name", "libnccl.so.2"]
     try:
-        listed = subprocess.run(
-            command, capture_output=True, text=True, timeout=FIND_S, check=False
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    files = {os.path.realpath(line) for line in listed.splitlines()}
+        listed = subprocess.run(command, capture_output=True, timeout=FIND_S, check=False).stdout
+    except subprocess.TimeoutExpired as late:
+        listed = late.stdout or b""
+    files = {os.path.realpath(line) for line in listed.decode().splitlines()}
     return [(version, file) for file in files if (version := places.version_of_nccl(file))]
 
 

@@ -27,10 +27,10 @@ NOTES: Final = {
     "host ahead.",
     "steps": "Two ranks, bf16 autocast, forward and backward, in rounds: gpt2 has 124 million "
     "parameters and 8 x 1024 tokens a rank, resnet is ResNet-50 with 64 images, channels last. "
-    "NCCL sends through sockets. Both ranks of one GPU compute on it, with DDP or not. *Exposed ms* "
-    "is what a step takes beyond no DDP; *least* and *most* are of rounds. Eager DDP's forward "
-    "is compiled, without DDPOptimizer. `auto` plans for the network on which it starts, and is "
-    "timed there alone.",
+    "NCCL sends through sockets. Both ranks of one GPU compute on it, with DDP or without. "
+    "*Exposed ms* is what a step takes beyond no DDP; *least* and *most* are of rounds. Eager "
+    "DDP's forward is compiled, without DDPOptimizer. `auto` plans for the network on which it "
+    "starts, and is timed there alone.",
     "starts": "One rank, a small GPT, from the wrapping in DDP to the end of the first step, in a "
     "new process: with an empty compiler cache, and with what that has left. *Host* is the time "
     "until a step is launched.",
