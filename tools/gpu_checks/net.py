@@ -88,7 +88,7 @@ def compare(site: Site, note: Note, kind: str, model: str) -> None:
         def note_all() -> None:
             for row in compared.rows():
                 note(row)
-            shared = "" if site.is_small else f"; {site.sharing.turns}"
+            shared = f"; {site.sharing.turns}" if site.sharing.apart else ""
             note(results.Row(f"{kind}: over {site.backend}", words=network.words + shared))
 
         _set_rate(network, rates[0])
@@ -165,18 +165,25 @@ def _start_all(
         peaks = method.ask("peak")
         method.peak_bytes = max(peaks) if peaks else None
 
+    def note(done: str) -> None:
+        print(f"{done}, {site.deadline - time.monotonic():.0f} s are left", flush=True)
+
     list(pool.map(launch, methods))
+    note("launched")
     # While nothing else is on the network, "auto" measures it.
     ordered = sorted(methods, key=lambda method: method.name != AUTO)
     ordered[0].ask("wrap", timeout_s=left_s())
     list(pool.map(lambda method: method.ask("wrap", timeout_s=left_s()), ordered[1:]))
+    note("wrapped")
     # In its first step a method has all in memory for as long as its backward is compiled. What
     # torch traces takes longest, so it is first.
     together = int(site.memory_gib / STEP_GIB / RANKS) if site.memory_gib else len(methods)
     with ThreadPoolExecutor(max(1, min(together, len(methods)))) as few:
         started = list(few.map(start, sorted(methods, key=lambda method: method.name not in SLOW)))
+        note("started")
         few.submit(check, methods[1]).result()
         list(few.map(check, [method for method in methods if method is not methods[1]]))
+    note("checked")
     return next((sum(one[0].gradient_bytes) for one in started if one), 0)
 
 

@@ -84,6 +84,9 @@ class PartProcesses:
         failure = "" if all(code == 0 for code in codes) else fate or self._last_words(codes)
         self._kill()
         rows = self._judged(fate) if self.part.checks else self._noted()
+        started = self._directory / "logs"
+        if started.exists():
+            shutil.copytree(started, self._logs[0].with_suffix(""), dirs_exist_ok=True)
         shutil.rmtree(self._directory, ignore_errors=True)
         # What is wrong with a training stands in its row.
         failure = "" if any(not row.is_right for row in rows) else failure
