@@ -368,7 +368,7 @@ def test_nccl_is_asked_before_it_is_used(
     monkeypatch.setenv("LD_PRELOAD", "")
     monkeypatch.delenv("LD_PRELOAD")
     monkeypatch.setattr(gpu, "run_parts", probe)
-    monkeypatch.setattr(gpu.sharing, "start", lambda _: has_service)
+    monkeypatch.setattr(sharing, "start", lambda _: has_service)
     session = _session(where, tmp_path)
     works = [False] * has_service + works
     reason = "" if backend == "nccl" else "rank 0 ended with 1: ncclInvalidUsage"
