@@ -1,16 +1,17 @@
 """Runs all that needs a GPU, in minutes, with the torch that is installed, and writes a page of it.
 
-Trains with every option beside eager DDP on one rank, and on two ranks of one GPU (over NCCL where
-it allows that, else over Gloo); times the kernels that move gradients beside the memory's
-bandwidth; and sets steps, peak memory and starts beside no DDP and torch's own methods. Each part
-runs in processes of its own with a time limit, and its result is kept as soon as it ends: a second
-call goes on where the first has stopped, and runs again what was wrong.
+Compares gradients of norms in sizes that people train; sets steps, peak memory and starts beside no
+DDP and torch's own methods, on two ranks of one GPU and a network of several rates (over NCCL where
+it allows that, else over Gloo); counts CUDA graphs; times kernels that move gradients; and trains
+with every option beside eager DDP. Each part runs in processes of its own with a time limit, and
+its result is kept as soon as it ends: a second call goes on where the first has stopped, and runs
+again what was wrong.
 
 Without a GPU it checks that all parts could run: flags, models, and kernels compiled to PTX.
 The exit status is 1 if anything differs, failed, or was not run.
 
     python tools/gpu.py                              # all parts, at most 8 minutes
-    python tools/gpu.py --only step-gpt --again      # one of them, anew
+    python tools/gpu.py --only net-gpt2 --again      # one of them, anew
     python tools/gpu.py --list                       # their names
     python tools/gpu.py --device cpu --only copies   # to try a part out, tiny, without a GPU
 """
@@ -28,18 +29,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from command_line import parser_of
-from gpu_checks import pages
+from gpu_checks import pages, sharing
 from gpu_checks.machine import Machine
 from gpu_checks.parts import Part, choose
 from gpu_checks.processes import PartProcesses, run_parts
 from gpu_checks.results import Result, read_result
-from gpu_checks.sites import Site
+from gpu_checks.sites import Sharing, Site
 from interrupting import INTERRUPTED, terminated_as_interrupted
 from nightly_matrix.processes import ROOT, environment
 
@@ -48,9 +49,6 @@ UNTIMED: Final = ("correctness", "trainers")
 
 CATALOG: Final = "gpu_checks.parts"
 SECONDS: Final = 480.0
-LEAST_S: Final = 20.0
-"""With less time left, no part is begun."""
-
 ANSWER_S: Final = 120.0
 """At most, until torch says what it runs on."""
 
@@ -168,6 +166,7 @@ class Session:
         self._patience = max(1.0, options.seconds / SECONDS)
         self._results: dict[str, Result] = {}
         self._backend_of_two = "gloo"
+        self._sharing = Sharing()
 
     def run(self, parts: Sequence[Part]) -> int:
         """Run what has no good result yet, and write the page; the exit status."""
@@ -179,6 +178,8 @@ class Session:
                 self._run_rest(parts)
         except KeyboardInterrupt:
             interrupted = True
+        finally:
+            sharing.end(self._cache / "mps")
         self._write_page(parts)
         print(pages.summary(parts, self._results))
         if interrupted:
@@ -190,16 +191,13 @@ class Session:
 
     def _able(self, parts: Sequence[Part]) -> list[Part]:
         """The parts that the machine can run; say which it cannot."""
-        if any(part.ranks > 1 for part in parts):
+        if any(part.joined > 1 for part in parts):
             self._backend_of_two, reason = self._choose_backend()
             print(f"Two ranks: {self._backend_of_two}{f', since {reason}' if reason else ''}.")
         able = []
         for part in parts:
-            if (self._backend(part), self._machine.device, part.mode) == (
-                "gloo",
-                "cuda",
-                "coalesced",
-            ):
+            where = (self._backend(part), self._machine.device, part.mode)
+            if where == ("gloo", "cuda", "coalesced"):
                 # In torch, all_reduce_coalesced of Gloo refuses tensors of a GPU.
                 print(f"Left out: {part.name}: Gloo has no coalesced all-reduce on GPUs.")
             else:
@@ -213,18 +211,43 @@ class Session:
             return "gloo", "this is the CPU"
         if machine.count > 1:
             return "nccl", ""
-        if not machine.shares_gpu:
-            return "gloo", f"NCCL {machine.nccl} does not take two ranks on one GPU"
-        probe = importlib.import_module(self._catalog).PROBE
         self._backend_of_two = "nccl"
+        failure = ""
+        for way in self._ways_to_share():
+            self._sharing = way
+            file = machine.newer_file if not way.apart else ""
+            if file:
+                self._machine = replace(machine, nccl=machine.newer_nccl)
+                os.environ["LD_PRELOAD"] = file
+            failure = self._failure_of_probe()
+            if not failure:
+                return "nccl", ""
+            print(f"Two ranks, {way}: {failure}", flush=True)
+            if file:
+                self._machine = machine
+                del os.environ["LD_PRELOAD"]
+        return "gloo", failure
+
+    def _ways_to_share(self) -> Iterator[Sharing]:
+        """How two ranks may have one GPU, the best first."""
+        directory = self._cache / "mps"
+        if sharing.start(directory):
+            yield Sharing(True, str(directory))
+        yield Sharing(True)
+        if self._machine.newer_file or self._machine.shares_gpu:
+            yield Sharing(False)
+
+    def _failure_of_probe(self) -> str:
+        """Why two ranks cannot reduce over NCCL; empty if they can."""
         found: list[Result] = []
+        probe = importlib.import_module(self._catalog).PROBE
         run_parts([probe], self._start, jobs=1, on_result=lambda _, one: found.append(one))
-        if found and found[0].is_right:
-            return "nccl", ""
-        return "gloo", found[0].failure if found else "there is no time left"
+        if not found:
+            return "there is no time left"
+        return "" if found[0].is_right else found[0].failure
 
     def _backend(self, part: Part) -> str:
-        if part.ranks > 1:
+        if part.joined > 1:
             return self._backend_of_two
         return "nccl" if self._machine.device == "cuda" else "gloo"
 
@@ -246,7 +269,7 @@ class Session:
 
     def _start(self, part: Part) -> PartProcesses | None:
         left_s = self._deadline - time.monotonic()
-        if left_s < min(LEAST_S, self._options.seconds):
+        if left_s < min(part.least_s, self._options.seconds):
             print(f"{part.name}: not run, {max(0.0, left_s):.0f} s are left", flush=True)
             return None
         logs = self._options.results / "logs"
@@ -256,7 +279,7 @@ class Session:
         return PartProcesses(
             part,
             machine=self._machine,
-            site=replace(site, catalog=self._catalog),
+            site=replace(site, catalog=self._catalog, sharing=self._sharing),
             cache=self._cache,
             logs=logs,
             limit_s=min(part.limit_s * self._patience, left_s),

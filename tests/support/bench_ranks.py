@@ -28,6 +28,15 @@ class FakeRank:
             os._exit(3)
         return Started(1.0, (600, 400), ("float32", "float32"))
 
+    def wrap(self):
+        return None
+
+    def reduce(self, num_bytes, count):
+        return Stepped((num_bytes / 1e5,) * count, 0.0)
+
+    def host(self):
+        return 0.002
+
     def start_network(self, num_bytes, dtype):
         return Started(0.0)
 

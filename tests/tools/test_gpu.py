@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import importlib.util
 import json
 import math
+import os
 import re
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +23,22 @@ import torch
 from torch import nn
 
 from bench_steps import places
-from bench_steps import processes as bench_processes
 from bench_steps.rows import Checked
 from fusion_passes import config
-from gpu_checks import copies, pages, plan, starts, steps, subjects, trainers
+from gpu_checks import (
+    copies,
+    methods,
+    net,
+    norms,
+    pages,
+    plan,
+    shaped,
+    sharing,
+    starts,
+    subjects,
+    trainers,
+)
+from gpu_checks import machine as machines
 from gpu_checks.machine import Machine, machine
 from gpu_checks.parts import (
     DTYPES,
@@ -37,10 +52,10 @@ from gpu_checks.parts import (
     choose,
 )
 from gpu_checks.results import Result, Row, read_result
-from gpu_checks.sites import Site
+from gpu_checks.sites import Sharing, Site
 from testing.fake_world import one_rank
 from testing.scenarios.catalog import SCENARIOS
-from testing.scenarios.entries import Scenario
+from testing.scenarios.entries import MODES, Scenario
 from tests.support import bench_ranks, gpu_parts
 
 CATALOG = gpu_parts.__name__
@@ -50,8 +65,8 @@ ONE_GPU = Machine("cuda", name="a GPU", count=1, torch="2.13.0", nccl="2.29.7", 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     """With ranks that answer and measure nothing."""
-    monkeypatch.setattr(bench_processes, "WORKER", bench_ranks.__name__)
-    monkeypatch.setattr(steps, "TURN_S", 3.0)
+    monkeypatch.setattr(net, "WORKER", bench_ranks.__name__)
+    monkeypatch.setattr(methods, "TURN_S", 3.0)
     return Site("cpu", "gloo", str(tmp_path), cores=1, deadline=time.monotonic() + 1000)
 
 
@@ -114,28 +129,27 @@ def test_a_broken_plan_is_found() -> None:
         plan.check_part(part("builtins:repr"))
 
 
-@pytest.mark.parametrize("kind", ["gpt", "mlp"])
-def test_models_fit_the_device(kind: str) -> None:
-    names = [
-        subjects.name_of(kind, memory_gib, is_small=is_small)
-        for memory_gib, is_small in ((80, False), (12, False), (80, True))
-    ]
+@pytest.mark.parametrize(
+    ("factory", "parameters"), [(subjects.gpt2, 124_439_808), (subjects.resnet50, 25_557_032)]
+)
+def test_models_are_what_they_are_called(factory: Any, parameters: int) -> None:
     with torch.device("meta"):
-        built = [importlib.import_module(subjects.__name__) for _ in names]
-        models = [
-            getattr(module, name.partition(":")[2])()[0]
-            for module, name in zip(built, names, strict=True)
-        ]
-    sizes = [sum(value.numel() for value in model.parameters()) for model in models]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] > 10 * sizes[2]
+        model, _ = factory()
+    assert sum(value.numel() for value in model.parameters()) == parameters
+
+
+def test_images_are_channels_last() -> None:
+    model, batch = subjects.tiny_resnet()
+    convolution = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+    for tensor in (convolution.weight, *batch(0)):
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_the_gpt_learns() -> None:
     torch.manual_seed(0)
-    made, batch = subjects.gpt_tiny()
+    made, batch = subjects.tiny_gpt()
     assert isinstance(made, nn.Module)
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(made.parameters(), lr=1.0)
     losses = []
     for _ in range(5):
         optimizer.zero_grad()
@@ -172,7 +186,7 @@ def test_this_machine_is_known() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--only", "copys"], "--only must be one of options-concat, .*, but is 'copys'"),
+        (["--only", "copys"], "--only must be one of norms, .*, but is 'copys'"),
         (["--seconds", "0"], "--seconds must be more than 0, but is 0. Give more."),
         (["--jobs", "0"], "--jobs must be at least 1, but is 0. Give more."),
     ],
@@ -187,9 +201,9 @@ def test_options_that_are_off_are_refused(
 
 
 def test_parts_are_chosen_in_their_order() -> None:
-    assert [part.name for part in choose(PARTS, ["copies", "options-concat"])] == [
-        "options-concat",
+    assert [part.name for part in choose(PARTS, ["options-concat", "copies"])] == [
         "copies",
+        "options-concat",
     ]
     assert choose(PARTS, []) == list(PARTS)
 
@@ -255,11 +269,11 @@ def test_trainings_are_judged_one_by_one(tmp_path: Path) -> None:
     status, page = _run(tmp_path, "--only", "trains")
     assert status == 1
     rows = [Row(**row) for row in _result(tmp_path, "trains")["rows"]]
-    assert [row.is_right for row in rows] == [True, False, False, False]
+    assert [row.is_right for row in rows] == [True, False, False, True, False, False]
     assert rows[0].words == ""
     assert "2 differences from eager DDP" in rows[1].words
     assert rows[2].words.startswith("refused: fake=True is not supported")
-    assert rows[3].is_right, "both went on"
+    assert rows[3].words == "", "both went on"
     assert "on ranks [1] only: ddp_fusion does not like rank 1" in rows[4].words
     assert rows[5].words == 'not run, because of "one rank fails, fp32"'
     assert "| a real one, fp32 | equal |" in page
@@ -310,7 +324,6 @@ def _session(where: Machine, directory: Path) -> gpu.Session:
     [
         (replace(ONE_GPU, device="cpu"), "gloo", "this is the CPU"),
         (replace(ONE_GPU, count=2), "nccl", ""),
-        (ONE_GPU, "gloo", "NCCL 2.29.7 does not take two ranks on one GPU"),
     ],
 )
 def test_two_ranks_use_what_there_is(
@@ -319,19 +332,79 @@ def test_two_ranks_use_what_there_is(
     assert _session(where, tmp_path)._choose_backend() == (backend, reason)
 
 
-@pytest.mark.parametrize("works", [True, False])
+@pytest.mark.parametrize("has_service", [False, True])
+@pytest.mark.parametrize(
+    ("where", "works", "backend", "nccl"),
+    [
+        (ONE_GPU, [True], "nccl", "2.29.7"),
+        (ONE_GPU, [False], "gloo", "2.29.7"),
+        (replace(ONE_GPU, nccl="2.30.4", shares_gpu=True), [False, True], "nccl", "2.30.4"),
+        (replace(ONE_GPU, newer_nccl="2.30.7", newer_file="/x"), [True], "nccl", "2.29.7"),
+        (replace(ONE_GPU, newer_nccl="2.30.7", newer_file="/x"), [False, True], "nccl", "2.30.7"),
+        (replace(ONE_GPU, newer_nccl="2.30.7", newer_file="/x"), [False] * 2, "gloo", "2.29.7"),
+    ],
+)
 def test_nccl_is_asked_before_it_is_used(
-    works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: Machine,
+    works: list[bool],
+    backend: str,
+    nccl: str,
+    has_service: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """As two machines, which any version takes on one GPU; then as two ranks of one, which newer
+    ones take."""
+    asked: list[tuple[bool, str, str]] = []
+
     def probe(parts: Any, start: Any, *, jobs: int, on_result: Any) -> None:
-        failure = "" if works else "rank 0 ended with 1: ncclInvalidUsage"
-        rows = (Row("two ranks"),) if works else ()
+        way = session._sharing
+        asked.append((way.apart, Path(way.mps).name, os.environ.get("LD_PRELOAD", "")))
+        right = works[len(asked) - 1]
+        failure = "" if right else "rank 0 ended with 1: ncclInvalidUsage"
+        rows = (Row("two ranks"),) if right else ()
         on_result(parts[0], Result("probe", "", "nccl", 1.0, rows, failure))
 
+    monkeypatch.setenv("LD_PRELOAD", "")
+    monkeypatch.delenv("LD_PRELOAD")
     monkeypatch.setattr(gpu, "run_parts", probe)
-    session = _session(replace(ONE_GPU, nccl="2.30.4", shares_gpu=True), tmp_path)
-    expected = ("nccl", "") if works else ("gloo", "rank 0 ended with 1: ncclInvalidUsage")
-    assert session._choose_backend() == expected
+    monkeypatch.setattr(sharing, "start", lambda _: has_service)
+    session = _session(where, tmp_path)
+    works = [False] * has_service + works
+    reason = "" if backend == "nccl" else "rank 0 ended with 1: ncclInvalidUsage"
+    assert session._choose_backend() == (backend, reason)
+    ways = [(True, "mps", "")] if has_service else []
+    ways += [(True, "", ""), (False, "", where.newer_file)]
+    assert asked == ways[: len(asked)]
+    assert len(asked) == len(works)
+    assert session._machine.nccl == nccl
+    assert os.environ.get("LD_PRELOAD", "") == ("/x" if nccl == "2.30.7" else "")
+
+
+def test_a_service_is_started_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = tmp_path / sharing.COMMAND
+    said = tmp_path / "said"
+    command.write_text(f"#!/bin/sh\necho $1 ${sharing.DIRECTORY} $(cat) >> {said}\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert sharing.start(tmp_path / "mps")
+    sharing.end(tmp_path / "mps")
+    assert said.read_text().split() == ["-d", f"{tmp_path}/mps", f"{tmp_path}/mps", "quit"]
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sharing, "PATHS", ())
+    assert not sharing.start(tmp_path / "mps")
+
+
+def test_ranks_of_one_gpu_can_be_machines_of_their_own(tmp_path: Path) -> None:
+    network = shaped.Network("a network", prefixes=(("ip", "0"), ("ip", "1")))
+    site = Site("cuda", "nccl", str(tmp_path), cores=2, sharing=Sharing(True))
+    prefixes = net.place_of(site, "gpt2", network).prefixes
+    assert prefixes == tuple(
+        ("ip", f"{rank}", "env", f"NCCL_HOSTID=rank-{rank}") for rank in range(2)
+    )
+    together = net.place_of(replace(site, sharing=Sharing()), "gpt2", network)
+    assert together.prefixes == network.prefixes
+    assert together.variables["NCCL_SHM_DISABLE"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -370,8 +443,10 @@ def test_ranks_know_which_gpus_are_theirs(
         assert (shares in environment) == (shares in variables)
 
 
-def test_gloo_coalesces_nothing_on_a_gpu(tmp_path: Path) -> None:
-    able = [part.name for part in _session(ONE_GPU, tmp_path)._able(PARTS)]
+def test_gloo_coalesces_nothing_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = _session(ONE_GPU, tmp_path)
+    monkeypatch.setattr(session, "_choose_backend", lambda: ("gloo", "NCCL refuses"))
+    able = [part.name for part in session._able(PARTS)]
     left_out = [part.name for part in PARTS if part.name not in able]
     coalesced = [part.name for part in PARTS if (part.mode, part.ranks) == ("coalesced", 2)]
     assert left_out == coalesced
@@ -400,6 +475,22 @@ def test_the_nccl_that_runs_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert places.nccl_version() == (2, 28, 9)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert places.nccl_version() == ()
+
+
+def test_a_newer_nccl_is_found_where_packages_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two", "broken"):
+        (tmp_path / name / "lib").mkdir(parents=True)
+        (tmp_path / name / "lib" / "libnccl.so.2").touch()
+    versions = {"one": (2, 28, 9), "two": (2, 30, 7), "broken": ()}
+    monkeypatch.setattr(
+        places, "version_of_nccl", lambda file: versions[Path(file).parent.parent.name]
+    )
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "is not there")])
+    monkeypatch.setattr(machines, "PACKAGES", ())
+    assert max(machines.other_nccls()) == ((2, 30, 7), str(tmp_path / "two/lib/libnccl.so.2"))
+    assert len(machines.other_nccls()) == 2
 
 
 # --- Trainers ------------------------------------------------------------------------------------
@@ -458,52 +549,186 @@ def test_a_trainer_that_cannot_run_is_said_not_to(
 # --- What is measured ----------------------------------------------------------------------------
 
 
-def test_steps_are_compared_round_by_round(site: Site) -> None:
-    noted: list[Row] = []
-    steps.mlp(site, noted.append)
-    rows = {row.title.removeprefix("mlp: "): row for row in noted}
-    assert list(rows) == list(steps.COMPARED)
-    for name, ratio in (("no DDP", 1.0), ("eager DDP", 2.0), ("concat", 1.5)):
-        figures = rows[name].figures
-        assert figures["time over no DDP"] == figures["least"] == pytest.approx(ratio)
-        assert figures["ms"] == pytest.approx(100 * ratio)
-        assert figures["peak over no DDP"] == 1.0
-        assert rows[name].is_right
-    assert rows[bench_ranks.RAISES].words.endswith("this way does not compile")
-    assert "has not answered for 3 s" in rows[bench_ranks.HANGS].words
-    assert all(row.is_right for row in rows.values()), "what is torch's is no fault of ours"
+class Rates:
+    """A network that notes its rates."""
+
+    def __init__(self) -> None:
+        self.noted: list[str] = []
+
+    def set_rate(self, rate: str) -> None:
+        self.noted.append(rate)
 
 
-def test_a_method_of_ours_that_fails_or_is_wrong_is_a_failure(
+@pytest.fixture
+def rates(monkeypatch: pytest.MonkeyPatch) -> Rates:
+    """A network of which :mod:`gpu_checks.net` asks rates."""
+    made = Rates()
+    network = shaped.Network("a network", rated=made)
+    monkeypatch.setattr(net, "best_network", lambda: contextlib.nullcontext(network))
+    return made
+
+
+def test_methods_are_compared_round_by_round_at_each_rate(
+    site: Site, rates: Rates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(net, "COMPARED_IF_SMALL", (*methods.COMPARED, bench_ranks.HANGS))
+    noted: dict[str, Row] = {}
+    net.gpt2(site, lambda row: noted.update({row.title: row}))
+    assert rates.noted == ["1gbit", "1gbit", "10gbit"]
+    for rate in ("1 Gbit/s", "10 Gbit/s"):
+        assert noted[f"gpt2, {rate}: all-reduce alone"].figures["ms"] == pytest.approx(10.0)
+        for name, ratio in (("no DDP", 1.0), ("eager DDP", 2.0), ("concat", 1.5)):
+            row = noted[f"gpt2, {rate}: {name}"]
+            assert row.is_right
+            figures = row.figures
+            assert figures["time over no DDP"] == figures["least"] == pytest.approx(ratio)
+            assert figures["ms"] == pytest.approx(100 * ratio)
+            assert figures["exposed ms"] == pytest.approx(100 * (ratio - 1))
+            assert figures["over torch's fastest"] == pytest.approx(ratio / 2)
+            assert figures["peak over no DDP"] == 1.0
+            assert figures["gradients off by"] == (None if name == "no DDP" else 0.0)
+        failed = noted[f"gpt2, {rate}: {bench_ranks.RAISES}"]
+        assert failed.words.endswith("this way does not compile")
+        hung = noted[f"gpt2, {rate}: {bench_ranks.HANGS}"]
+        assert "has not answered for 3 s" in hung.words
+    assert "gpt2, 1 Gbit/s: auto" in noted
+    assert "gpt2, 10 Gbit/s: auto" not in noted, "its buckets are for the other network"
+    assert noted["gpt2: over gloo"].words == "a network"
+    assert all(row.is_right for row in noted.values()), "what is torch's is no fault of ours"
+
+
+def test_a_network_that_cannot_be_shaped_has_one_case(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = steps.Method("no DDP", seconds=[1.0])
-    ours = steps.Method("concat", seconds=[1.1])
-    assert steps._row(ours, plain, "mlp").is_right
-    assert not steps._row(steps.Method("concat"), plain, "mlp").is_right
+    network = shaped.Network("network not shaped: no root")
+    monkeypatch.setattr(net, "best_network", lambda: contextlib.nullcontext(network))
+    monkeypatch.setattr(net, "COMPARED_IF_SMALL", ("no DDP", "eager DDP"))
+    noted: dict[str, Row] = {}
+    net.resnet(site, lambda row: noted.update({row.title: row}))
+    assert set(noted) == {
+        "resnet, unshaped: no DDP",
+        "resnet, unshaped: eager DDP",
+        "resnet, unshaped: all-reduce alone",
+        "resnet: over gloo",
+    }
+
+
+@pytest.mark.parametrize(
+    ("refused", "words", "interface"),
+    [
+        ("", "a pair of veth devices", "eth0"),
+        ("veth", "the loopback device of a namespace", "lo"),
+        ("tbf", "network not shaped: tbf is refused", "lo"),
+        ("netns", "network not shaped: netns is refused", "lo"),
+    ],
+)
+def test_the_best_network_that_the_system_has_is_used(
+    refused: str, words: str, interface: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: set[str] = set()
+
+    def run(command: list[str]) -> str:
+        if refused and refused in command:
+            raise OSError(f"{refused} is refused")
+        if command[:3] == ["ip", "netns", "add"]:
+            made.add(command[3])
+        if command[:3] == ["ip", "netns", "delete"]:
+            made.discard(command[3])
+        commands.append(" ".join(command))
+        return ""
+
+    commands: list[str] = []
+    monkeypatch.setattr(shaped, "check_allowed", lambda: None)
+    with shaped.best_network(run) as network:
+        assert network.words.startswith(words)
+        assert network.interface == interface
+        if network.rated:
+            network.rated.set_rate("25gbit")
+            bound = "rate 25gbit" if not refused else "rate 50000mbit"
+            assert any(bound in command for command in commands)
+            assert made
+    assert not made, "nothing is left"
+
+
+def test_a_method_of_ours_that_fails_or_is_wrong_is_a_failure(site: Site, rates: Rates) -> None:
+    plain = methods.Method("no DDP", seconds={"1gbit": [1.0]})
+
+    def is_right(method: methods.Method) -> bool:
+        return methods.Comparison("x", [plain], ("1gbit",))._row("x", method, "1gbit").is_right
+
+    ours = methods.Method("concat", seconds={"1gbit": [1.1]})
+    assert is_right(ours)
+    assert not is_right(methods.Method("concat"))
+    assert is_right(methods.Method("torch concat"))
     for checked in (Checked(0.5, "a.weight"), Checked(missing=("b",)), Checked(compared=False)):
-        wrong = steps.Method("concat", seconds=[1.1])
-        steps._judge(wrong, checked)
-        assert not steps._row(wrong, plain, "mlp").is_right
+        wrong = methods.Method("concat", seconds={"1gbit": [1.1]})
+        net._judge(wrong, [Checked(), checked])
+        assert not is_right(wrong)
     late: list[Row] = []
-    steps.gpt(replace(site, deadline=time.monotonic()), late.append)
-    assert {row.words for row in late} == {"not started: there was no time left"}
-    assert not all(row.is_right for row in late)
+    net.gpt2(replace(site, deadline=time.monotonic()), late.append)
+    assert not any(row.is_right for row in late if "no DDP" in row.title)
 
 
-def test_starts_are_over_those_without_ddp(site: Site) -> None:
+def test_starts_are_over_those_without_ddp(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starts, "COMPARED_IF_SMALL", starts.COMPARED)
     rows: list[Row] = []
     starts.measure(site, rows.append)
     assert [row.title for row in rows] == [f"gpt: {name}" for name in starts.COMPARED]
     assert rows[1].figures == {
-        "cold s": 1.0,
-        "warm s": 1.0,
+        "cold s": pytest.approx(1.0),
+        "warm s": pytest.approx(1.0),
         "cold over no DDP": 1.0,
         "warm over no DDP": 1.0,
+        "host ms a step": 2.0,
+        "host over no DDP": 1.0,
     }
     failed = rows[starts.COMPARED.index(bench_ranks.RAISES)]
     assert failed.words.endswith("this way does not compile")
     assert set(failed.figures.values()) == {None}
+
+
+def test_every_norm_is_compared_above_the_threshold() -> None:
+    cases = norms.cases_on(Site("cuda", "nccl", ""))
+    assert {(case.name, case.dtype) for case in cases} >= {
+        (name, dtype) for name in ("layer_norm", "rms_norm", "post-LN block") for dtype in DTYPES
+    }
+    assert all(case.rows * case.width >= 5 * 2**20 for case in cases)
+    assert {*norms.TIMED} <= {case.name for case in cases}
+
+
+def test_a_gradient_that_is_lost_is_found() -> None:
+    expected = {"gain": torch.tensor([1.0, 2.0]), "shift": torch.tensor([4.0])}
+    assert norms._difference(expected, expected, 1e-3) == ""
+    nearly = expected | {"gain": torch.tensor([1.0, 2.001])}
+    assert norms._difference(nearly, expected, 1e-3) == ""
+    for lost in (torch.nan, 0.0):
+        found = expected | {"gain": torch.full([2], lost)}
+        assert "gain by" in norms._difference(found, expected, 1e-3)
+        assert "shift" not in norms._difference(found, expected, 1e-3)
+    assert "shift are missing" in norms._difference({"gain": expected["gain"]}, expected, 1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["norms", "graphs"])
+def test_what_one_rank_trains_runs_on_the_cpu(part: str, tmp_path: Path) -> None:
+    results, page = tmp_path / "results", tmp_path / "page.md"
+    options = ["--device", "cpu", "--only", part, "--seconds", "2000"]
+    assert gpu.main([*options, "--results", str(results), "--out", str(page)]) == 0
+    titles = [row["title"] for row in json.loads((results / f"{part}.json").read_text())["rows"]]
+    expected = {
+        "norms": {f"layer_norm, {d}, `{m}`" for d in ("fp32", "bf16") for m in MODES},
+        "graphs": {"gpt: no DDP", "gpt: concat"},
+    }
+    assert {*titles} == expected[part]
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", ["net-gpt2", "net-resnet", "starts"])
+def test_what_several_processes_train_runs_on_the_cpu(part: str, tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--only", part, "--seconds", "2000"]
+    paths = ["--results", str(tmp_path / "results"), "--out", str(tmp_path / "page.md")]
+    assert gpu.main([*options, *paths]) == 0
 
 
 @pytest.mark.slow
@@ -577,6 +802,32 @@ def test_the_page_has_a_column_for_each_mode_and_number_of_ranks() -> None:
     assert "* a, fp32, `coalesced`, 2 ranks: broken: x | y" in text
     assert "| pack | 2871 |  |" in text
     assert "2 of 4 parts are as they must be. Wrong: options-coalesced-2. Not run: starts." in text
+
+
+def test_the_page_begins_with_all_methods_in_one_table() -> None:
+    def row(method: str, time: float, peak: float, is_right: bool = True) -> Row:
+        figures = {"ms": 50 * time, "time over no DDP": time, "peak over no DDP": peak}
+        return Row(f"gpt2, 25 Gbit/s: {method}", is_right, figures=figures)
+
+    rows = (
+        row("no DDP", 1.0, 1.0),
+        row("eager DDP", 5.0, 1.5),
+        row("concat", 4.0, 1.01, is_right=False),
+        Row("gpt2, 25 Gbit/s: all-reduce alone", figures={"ms": 160.0}),
+        Row("gpt2: over nccl", words="a network"),
+    )
+    parts = choose(PARTS, ["net-gpt2", "net-resnet"])
+    results = {"net-gpt2": Result("net-gpt2", "", "nccl", 9.0, rows)}
+    where = replace(ONE_GPU, nccl="2.30.7", torchs_nccl="2.28.9")
+    text = pages.as_markdown(
+        where, parts, results, date="2026-11-27", command="python tools/gpu.py"
+    )
+    assert "NCCL 2.30.7 (torch's own is 2.28.9)" in text
+    head, _, rest = text.partition("## Steps and peak memory")
+    assert "| two ranks | no DDP, ms | eager DDP | concat |" in head
+    assert "| gpt2, 25 Gbit/s | 50.0 | 5.00 (1.50) | 4.00 (1.01) **wrong** |" in head
+    assert "Not run: net-resnet." in head
+    assert "| gpt2, 25 Gbit/s: all-reduce alone | 160 |" in rest
 
 
 @pytest.mark.parametrize(

@@ -132,12 +132,16 @@ def setup_commands(topology: Topology) -> list[Command]:
 
 def rate_commands(topology: Topology, rate: str) -> list[Command]:
     """What bounds each device to a rate, whatever it was bounded to."""
-    burst = max(MIN_BURST_BYTES, int(bits_per_s(rate) / 8 * BURST_S))
-    shape = ["tbf", "rate", rate, "burst", str(burst), "latency", LATENCY]
     return [
-        ["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shape]
+        ["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shape_of(rate)]
         for namespace, device in topology.devices
     ]
+
+
+def shape_of(rate: str) -> Command:
+    """The queue that bounds a device to a rate, as ``tc`` reads it."""
+    burst = max(MIN_BURST_BYTES, int(bits_per_s(rate) / 8 * BURST_S))
+    return ["tbf", "rate", rate, "burst", str(burst), "latency", LATENCY]
 
 
 def unshape_commands(topology: Topology) -> list[Command]:

@@ -28,16 +28,19 @@ def nccl_version() -> tuple[int, ...]:
     newer one can be installed beside it. Empty in a build without CUDA."""
     if torch.version.cuda is None:
         return ()
+    # Torch has loaded it: its name stands for that one. Else it is a part of torch's own library.
+    return version_of_nccl("libnccl.so.2") or tuple(torch.cuda.nccl.version())
+
+
+def version_of_nccl(library: str) -> tuple[int, ...]:
+    """Of a library by its name or file; empty where it is none that can be loaded."""
     found = ctypes.c_int()
     try:
-        # Torch has loaded it: its name stands for that one.
-        answer = ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(found))
-    except (OSError, AttributeError):  # It is a part of torch's own library.
-        answer = -1
-    if answer != 0:
-        return tuple(torch.cuda.nccl.version())
+        answer = ctypes.CDLL(library).ncclGetVersion(ctypes.byref(found))
+    except (OSError, AttributeError):
+        return ()
     # NCCL's own form since 2.9: 10000 major + 100 minor + patch.
-    return found.value // 10000, found.value // 100 % 100, found.value % 100
+    return () if answer else (found.value // 10000, found.value // 100 % 100, found.value % 100)
 
 
 def place_of(

@@ -94,11 +94,14 @@ class Rank:
             connection.send(("port", store.port))
         else:
             store = dist.TCPStore(mine.host, connection.recv(), mine.ranks, timeout=timeout)
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
         dist.init_process_group(
-            backend, store=store, rank=mine.rank, world_size=mine.ranks, timeout=timeout
+            self.backend(), store=store, rank=mine.rank, world_size=mine.ranks, timeout=timeout
         )
         dist.barrier()
+
+    def backend(self) -> str:
+        """Of the process group."""
+        return "nccl" if self._device.type == "cuda" else "gloo"
 
     def start(self) -> Started:
         """Prepare the row's way and make its first step."""

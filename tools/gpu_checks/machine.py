@@ -9,7 +9,9 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import os
 import platform
+import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +20,11 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parent.parent.parent
 OLDEST: Final = (2, 11)
 """The oldest torch that is supported."""
+
+PACKAGES: Final = ("/root", "/usr/local", "/opt", "/usr/lib")
+"""Where other environments than this one lie."""
+
+FIND_S: Final = 8.0
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,10 @@ class Machine:
         torch: version.
         python: version.
         nccl: version of the one that runs; empty in a build without it.
+        torchs_nccl: version of torch's own.
         shares_gpu: whether this NCCL says that it takes several ranks on one GPU.
+        newer_nccl: version of one that takes them, where this one does not.
+        newer_file: the file of that one.
         triton: version; empty where it is not installed.
         code: hash of the package and of the checks.
     """
@@ -46,7 +56,10 @@ class Machine:
     torch: str = ""
     python: str = ""
     nccl: str = ""
+    torchs_nccl: str = ""
     shares_gpu: bool = False
+    newer_nccl: str = ""
+    newer_file: str = ""
     triton: str = ""
     code: str = ""
 
@@ -78,6 +91,11 @@ def machine(asked: str) -> Machine:
     on_gpu = device == "cuda"
     properties = torch.cuda.get_device_properties(0) if on_gpu else None
     nccl = nccl_version()
+    newer, file = nccl, ""
+    if on_gpu and torch.cuda.device_count() == 1 and nccl < MULTI_RANK_NCCL:
+        newer, file = max(other_nccls(), default=(nccl, ""))
+    if newer < MULTI_RANK_NCCL:
+        file = ""
     return Machine(
         device,
         why,
@@ -87,10 +105,31 @@ def machine(asked: str) -> Machine:
         torch=version,
         python=platform.python_version(),
         nccl=".".join(map(str, nccl)),
+        torchs_nccl=".".join(map(str, torch.cuda.nccl.version() if on_gpu else ())),
         shares_gpu=nccl >= MULTI_RANK_NCCL,
+        newer_nccl=".".join(map(str, newer)) if file else "",
+        newer_file=file,
         triton=_triton(),
         code=_code(),
     )
+
+
+def other_nccls() -> list[tuple[tuple[int, ...], str]]:
+    """Find what lies where packages are installed, within :data:`FIND_S`.
+
+    Returns:
+        Version and file of each that can be loaded.
+    """
+    from bench_steps import places
+
+    roots = dict.fromkeys(filter(os.path.isdir, (*PACKAGES, *sys.path)))
+    command = ["find", *roots, "-maxdepth", "9", "-name", "libnccl.so.2"]
+    try:
+        listed = subprocess.run(command, capture_output=True, timeout=FIND_S, check=False).stdout
+    except subprocess.TimeoutExpired as late:
+        listed = late.stdout or b""
+    files = {os.path.realpath(line) for line in listed.decode().splitlines()}
+    return [(version, file) for file in files if (version := places.version_of_nccl(file))]
 
 
 def _why_no_gpu(asked: str, version: str) -> str:

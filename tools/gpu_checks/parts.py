@@ -11,7 +11,7 @@ from testing.scenarios.entries import MODES, Scenario
 
 TARGETS: Final = "gpu_checks.targets"
 
-Group = Literal["correctness", "trainers", "copies", "steps", "starts", "probe"]
+Group = Literal["norms", "steps", "starts", "graphs", "copies", "correctness", "trainers", "probe"]
 """Which section of the page a part belongs to."""
 
 SCALINGS: Final = ("auto", "collective", "store", "bucket")
@@ -114,7 +114,9 @@ class Part:
         measure: instead of those, ``module:function``; it takes a :class:`gpu_checks.sites.Site`
             and a function that notes a row.
         limit_s: at most.
+        least_s: with less time left, it is not begun.
         has_group: whether the processes join a process group.
+        starts_pairs: whether its process starts two ranks at a time.
     """
 
     name: str
@@ -123,7 +125,14 @@ class Part:
     checks: tuple[Check, ...] = field(default=())
     measure: str = ""
     limit_s: float = 150.0
+    least_s: float = 20.0
     has_group: bool = True
+    starts_pairs: bool = False
+
+    @property
+    def joined(self) -> int:
+        """Ranks that reduce together."""
+        return 2 if self.starts_pairs else self.ranks
 
     @property
     def mode(self) -> str:
@@ -229,23 +238,48 @@ def _name(what: str, mode: str, ranks: int) -> str:
 
 
 PROBE: Final = Part(
-    "nccl-on-one-gpu", "probe", 2, measure="gpu_checks.probe:all_reduce", limit_s=45
+    "nccl-on-one-gpu",
+    "probe",
+    measure="gpu_checks.probe:all_reduce",
+    limit_s=35,
+    has_group=False,
+    starts_pairs=True,
 )
 """Whether NCCL takes two ranks on one GPU."""
 
+
+def _measured_in(
+    module: str, name: str, group: Group, limit_s: float, *, starts_pairs: bool = False
+) -> Part:
+    """A part whose one process measures by itself what its name says."""
+    function = name.rpartition("-")[2]
+    measure = f"gpu_checks.{module}:{function if function != module else 'measure'}"
+    return Part(
+        name,
+        group,
+        measure=measure,
+        limit_s=limit_s,
+        has_group=False,
+        least_s=90.0 if starts_pairs else 20.0,
+        starts_pairs=starts_pairs,
+    )
+
+
 PARTS: Final = (
+    _measured_in("norms", "norms", "norms", 110),
+    _measured_in("net", "net-gpt2", "steps", 230, starts_pairs=True),
+    _measured_in("starts", "starts", "starts", 90),
+    _measured_in("graphs", "graphs", "graphs", 80),
+    _measured_in("net", "net-resnet", "steps", 170, starts_pairs=True),
+    _measured_in("copies", "copies", "copies", 90),
     *(_options(mode, 1) for mode in MODES),
     *(_memory(mode) for mode in MODES),
     *(_loops(mode, 1, LOOPS) for mode in MODES),
     *(_options(mode, 2) for mode in MODES),
     *(_loops(mode, 2, LOOPS_ON_TWO) for mode in MODES),
     _measured(),
-    Part("copies", "copies", measure="gpu_checks.copies:measure", limit_s=90, has_group=False),
-    Part("step-mlp", "steps", measure="gpu_checks.steps:mlp", limit_s=200, has_group=False),
-    Part("step-gpt", "steps", measure="gpu_checks.steps:gpt", limit_s=240, has_group=False),
-    Part("starts", "starts", measure="gpu_checks.starts:measure", limit_s=240, has_group=False),
     *(_features(mode, number) for mode in MODES for number in range(FEATURE_PARTS[mode])),
-    Part("trainers", "trainers", measure="gpu_checks.trainers:measure", has_group=False),
+    _measured_in("trainers", "trainers", "trainers", 150),
 )
 """In the order in which they matter, should time run out."""
 

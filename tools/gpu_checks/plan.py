@@ -46,10 +46,9 @@ def check_parts() -> Iterator[tuple[str, str]]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for part in (PROBE, *PARTS):
         yield f"{part.name}: {_words(part)}", _problem(check_part, part)
-    for size in subjects.SIZES:
-        for kind in ("gpt", "mlp"):
-            name = f"{subjects.__name__}:{kind}_{size}"
-            yield name, _problem(_build_subject, name)
+    for factory in (subjects.gpt2, subjects.resnet50, subjects.gpt):
+        name = f"{subjects.__name__}:{factory.__name__}"
+        yield name, _problem(_build_subject, name)
 
 
 def check_part(part: Part) -> None:

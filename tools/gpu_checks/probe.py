@@ -1,31 +1,28 @@
-"""Whether NCCL takes two ranks on one GPU."""
+"""Whether NCCL takes two ranks on one GPU, where those that are timed will run."""
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
-
-from gpu_checks.results import Row
+from bench_steps.processes import RowProcesses
+from bench_steps.rows import Row
+from gpu_checks import results
+from gpu_checks.net import place_of
+from gpu_checks.shaped import best_network
 from gpu_checks.sites import Note, Site
+from workloads.ways import PLAIN
 
-ELEMENTS = 2**20
+ANSWER_S = 20.0
 
 
 def all_reduce(site: Site, note: Note) -> None:
-    """Average over all ranks, and sum.
+    """Average over two ranks, and sum.
 
     Raises:
-        RuntimeError: a result is wrong; or NCCL's own error.
+        RowFailed: a result is wrong; or NCCL's own error.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    device = torch.device(site.device, torch.cuda.current_device() if site.device == "cuda" else 0)
-    operations = (
-        (dist.ReduceOp.SUM, ranks * (ranks + 1) / 2),
-        (dist.ReduceOp.AVG, (ranks + 1) / 2),
-    )
-    for operation, expected in operations:
-        values = torch.full([ELEMENTS], rank + 1.0, device=device)
-        dist.all_reduce(values, operation)
-        if not torch.all(values == expected):
-            raise RuntimeError(f"{operation} of two ranks is {values[0].item()}, not {expected}")
-    note(Row("two ranks on one GPU", words=f"{site.backend} reduces them"))
+    with best_network() as network:
+        ranks = RowProcesses(Row("way", PLAIN), place_of(site, "tiny_gpt", network))
+        try:
+            ranks.ask("add_up", timeout_s=ANSWER_S)
+        finally:
+            ranks.kill()
+    note(results.Row("two ranks on one GPU", words=f"{site.backend} reduces them"))

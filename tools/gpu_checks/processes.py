@@ -15,6 +15,7 @@ from pathlib import Path
 from gpu_checks.machine import Machine
 from gpu_checks.parts import Part
 from gpu_checks.results import Result, Row
+from gpu_checks.sharing import DIRECTORY
 from gpu_checks.sites import ROWS, SITE, Site
 from nightly_matrix.outcomes import judge
 from nightly_matrix.processes import MARK, STACKS_S, environment, tail
@@ -59,8 +60,13 @@ class PartProcesses:
         variables = environment(str(self._directory), cache)
         if self._site.device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""
-        elif self.part.ranks > self._machine.count:
+        elif self.part.joined > self._machine.count:
             variables["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        sharing = self._site.sharing
+        if sharing.mps and self.part.joined > 1:
+            variables[DIRECTORY] = sharing.mps
+        if sharing.apart and self.part.ranks > 1:
+            variables["NCCL_HOSTID"] = f"rank-{rank}"
         command = [sys.executable, "-m", WORKER, self.part.name, str(self._directory), str(rank)]
         return start_session(command, self._logs[rank], variables)
 
@@ -78,6 +84,9 @@ class PartProcesses:
         failure = "" if all(code == 0 for code in codes) else fate or self._last_words(codes)
         self._kill()
         rows = self._judged(fate) if self.part.checks else self._noted()
+        started = self._directory / "logs"
+        if started.exists():
+            shutil.copytree(started, self._logs[0].with_suffix(""), dirs_exist_ok=True)
         shutil.rmtree(self._directory, ignore_errors=True)
         # What is wrong with a training stands in its row.
         failure = "" if any(not row.is_right for row in rows) else failure

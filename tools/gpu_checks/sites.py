@@ -21,6 +21,28 @@ Note = Callable[[Row], None]
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """How two ranks have one GPU.
+
+    Attributes:
+        apart: whether NCCL is told that each is on a machine of its own; it then takes two in any
+            version, and sends through sockets.
+        mps: directory of the service that runs the kernels of both at a time; empty without it.
+    """
+
+    apart: bool = False
+    mps: str = ""
+
+    def __str__(self) -> str:
+        return f"{'as two machines' if self.apart else 'of one GPU'}, {self.turns}"
+
+    @property
+    def turns(self) -> str:
+        """How their kernels run."""
+        return "kernels side by side (MPS)" if self.mps else "kernels in turns"
+
+
+@dataclass(frozen=True)
 class Site:
     """Where a part runs.
 
@@ -30,6 +52,7 @@ class Site:
         directory: for files of the part.
         cores: that it may use.
         memory_gib: of the device; 0 on the CPU.
+        sharing: how two ranks have one GPU.
         catalog: module whose ``PARTS`` the part is from.
         deadline: by the clock ``time.monotonic``, which all processes of a machine share.
     """
@@ -39,6 +62,7 @@ class Site:
     directory: str
     cores: int = 1
     memory_gib: float = 0.0
+    sharing: Sharing = Sharing()
     catalog: str = "gpu_checks.parts"
     deadline: float = 0.0
 
@@ -52,4 +76,4 @@ class Site:
     @classmethod
     def read(cls, path: Path) -> Site:
         data: dict[str, Any] = json.loads(path.read_text())
-        return cls(**data)
+        return cls(**data | {"sharing": Sharing(**data["sharing"])})

@@ -1,9 +1,8 @@
-"""Models for the step and the start, with torch alone. Factories as
-:func:`workloads.models.users_subject` wants them: ``gpu_checks.subjects:gpt_large``."""
+"""Models for steps and starts, with torch alone. Factories as
+:func:`workloads.models.users_subject` wants them: ``gpu_checks.subjects:gpt2``."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Final
 
@@ -15,41 +14,31 @@ from workloads.models import TINY, VOCABULARY, Batch, Size, subject
 
 Made = tuple[nn.Module, Callable[[int], Batch]]
 
-SIZES: Final = {
-    "large": Size(width=1024, layers=4, rows=8, tokens=512, channels=64),
-    "medium": Size(width=512, layers=4, rows=8, tokens=256, channels=32),
-    "tiny": TINY,
-}
-"""In fp32, the large ones have some 230 MB of gradients, and take milliseconds on an H100."""
+GPT2: Final = Size(width=768, layers=12, rows=8, tokens=1024, channels=0)
+GPT2_VOCABULARY: Final = 50257
+SMALL: Final = Size(width=256, layers=2, rows=8, tokens=256, channels=0)
+"""What starts soon, and whose steps wait for the host."""
 
-LARGE_FROM_GIB: Final = 40.0
-"""All methods are in memory at a time."""
+RESNET50: Final = Size(width=0, layers=0, rows=32, tokens=448, channels=64)
+"""Of :func:`workloads.models.subject`: 64 images of 224 pixels."""
 
 HEAD_WIDTH: Final = 64
 
 
-def name_of(kind: str, memory_gib: float, *, is_small: bool) -> str:
-    """The factory of a model in the size that a device can hold.
-
-    Args:
-        kind: ``"gpt"`` or ``"mlp"``.
-        memory_gib: of the device.
-        is_small: whether it is only to be seen to work.
-    """
-    size = "large" if memory_gib >= LARGE_FROM_GIB else "medium"
-    return f"{__name__}:{kind}_{'tiny' if is_small else size}"
-
-
 class Gpt(nn.Module):
-    """A decoder of the usual form without dropout; its forward is the loss of a batch."""
+    """A decoder of the usual form without dropout, whose head is its embedding; its forward is the
+    loss of a batch."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, size.width)
+        self.tokens = nn.Embedding(vocabulary, size.width)
         self.places = nn.Embedding(size.tokens, size.width)
         self.blocks = nn.Sequential(*(Block(size.width) for _ in range(size.layers)))
         self.norm = nn.LayerNorm(size.width)
-        self.head = nn.Linear(size.width, VOCABULARY, bias=False)
+        self.head = nn.Linear(size.width, vocabulary, bias=False)
+        # As GPT-2's: the embedding's own start would make logits of hundreds.
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
@@ -77,22 +66,58 @@ class Block(nn.Module):
         return x + inner
 
 
-def _gpt(size: Size) -> Made:
+class Autocast(nn.Module):
+    """A model under bf16 autocast; its parameters stay fp32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        with torch.autocast(batch[0].device.type, torch.bfloat16):
+            loss: Tensor = self.model(*batch)
+        return loss
+
+
+def _gpt(size: Size, vocabulary: int = VOCABULARY) -> Made:
     def batch(seed: int) -> Batch:
         generator = torch.Generator().manual_seed(seed)
-        return (torch.randint(VOCABULARY, (size.rows, size.tokens), generator=generator),)
+        return (torch.randint(vocabulary, (size.rows, size.tokens), generator=generator),)
 
-    return Gpt(size), batch
-
-
-def _mlp(size: Size) -> Made:
-    made = subject("mlp", size)
-    return made.build(), made.batch
+    return Autocast(Gpt(size, vocabulary)), batch
 
 
-gpt_large = functools.partial(_gpt, SIZES["large"])
-gpt_medium = functools.partial(_gpt, SIZES["medium"])
-gpt_tiny = functools.partial(_gpt, SIZES["tiny"])
-mlp_large = functools.partial(_mlp, SIZES["large"])
-mlp_medium = functools.partial(_mlp, SIZES["medium"])
-mlp_tiny = functools.partial(_mlp, SIZES["tiny"])
+def _resnet(size: Size) -> Made:
+    made = subject("resnet", size)
+    model = made.build().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def batch(seed: int) -> Batch:
+        (images,) = made.batch(seed)
+        return (images.contiguous(memory_format=torch.channels_last),)
+
+    return Autocast(model), batch
+
+
+def gpt2() -> Made:
+    """GPT-2 of 124 million parameters, 8 x 1024 tokens."""
+    return _gpt(GPT2, GPT2_VOCABULARY)
+
+
+def gpt() -> Made:
+    """A small one."""
+    return _gpt(SMALL)
+
+
+def tiny_gpt() -> Made:
+    """To see that everything runs."""
+    return _gpt(TINY)
+
+
+def resnet50() -> Made:
+    """ResNet-50, a batch of 64, channels last."""
+    return _resnet(RESNET50)
+
+
+def tiny_resnet() -> Made:
+    """To see that everything runs."""
+    return _resnet(TINY)

@@ -129,13 +129,16 @@ def _replay(run: Run, loop: Loop) -> None:
     if not run.is_fused or run.device.type != "cuda":
         return
     skipped = counters["inductor"]["cudagraph_skips"] - skipped
-    found = f"torch recorded {_recorded_graphs(run.device)} CUDA graphs and skipped {skipped}"
+    found = f"torch recorded {recorded_graphs(run.device)} CUDA graphs and skipped {skipped}"
     print(found, flush=True)
-    if not _recorded_graphs(run.device):
+    if not recorded_graphs(run.device):
         raise RuntimeError(found)
 
 
-def _recorded_graphs(device: torch.device) -> int:
+def recorded_graphs(device: torch.device) -> int:
+    """CUDA graphs that this process has recorded and kept."""
+    if device.type != "cuda":
+        return 0
     from torch._inductor.cudagraph_trees import get_manager
 
     manager = get_manager(device.index, create_if_none_exists=False)
