@@ -10,6 +10,7 @@ from torch import nn
 
 from fusion_passes.ddp.autograd_graph import Ends, ends_of
 from fusion_passes.ddp.modules import registry
+from fusion_passes.ddp.node_hooks import node_hooks
 from fusion_passes.ddp.traceable import can_be_traced
 from fusion_passes.torch_private import (
     has_flattened_parameters,
@@ -63,10 +64,17 @@ class Reach:
         managed: at a parameter of a managed module.
         others: at one whose gradient DDP's own reducer or FSDP must see. Both do nothing in a
             traced backward.
+        hooked: the managed modules with hooks on their parameters' nodes, by name.
     """
 
     managed: bool = False
     others: bool = False
+    hooked: tuple[str, ...] = ()
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of managed modules must not be averaged before the backward ends."""
+        return self.others or bool(self.hooked)
 
 
 NOTHING: Final = Reach()
@@ -78,8 +86,11 @@ def reach_of(ends: Ends) -> Reach:
         return NOTHING
     unmanaged = [leaf for leaf in ends.leaves if not registry.manages(leaf)]
     managed, fully_sharded = len(unmanaged) < len(ends.leaves), has_fully_sharded_modules()
+    hooked = node_hooks.modules() if managed else frozenset()
+    if hooked:
+        hooked = hooked.intersection(registry.reached_by(ends.leaves))
     if not (unmanaged and (registry.unfused or fully_sharded or has_flattened_parameters())):
-        return Reach(managed)
+        return Reach(managed, hooked=tuple(sorted(hooked)))
     # What fully_shard puts into a graph is a parameter like any other: in a process that uses it,
     # one that no DDP module manages is taken for its.
     others = any(
@@ -88,7 +99,7 @@ def reach_of(ends: Ends) -> Reach:
         or (fully_sharded and isinstance(leaf, nn.Parameter))
         for leaf in unmanaged
     )
-    return Reach(managed, others)
+    return Reach(managed, others, tuple(sorted(hooked)))
 
 
 def must_be_kept(call: EngineCall, outputs: Sequence[Any]) -> bool:

@@ -29,17 +29,6 @@ def warn_threads() -> None:
     )
 
 
-def warn_mixed() -> None:
-    """Warn that a backward was not traced because of parameters that it also reaches."""
-    warn_once(
-        "mixed backward",
-        "A backward reaches parameters of a DDP module under ddp_fusion, and others that FSDP or "
-        "DDP's own reducer must handle, which do nothing in a traced backward. It is not traced: "
-        "the gradients of the former are reduced when it has ended. To overlap them with it, call "
-        "backward for the two apart.",
-    )
-
-
 _PARTS: Final = (
     "it broke into several graphs, and with find_unused_parameters=True a rank must send all that "
     "one of them sends, or nothing of it, and a communication hook takes all at once. "
@@ -54,6 +43,32 @@ _FOREIGN: Final = (
     "SyncBatchNorm takes process_group=). If all parameters take part in each step, construct "
     "DistributedDataParallel without the option."
 )
+
+
+_HOOKS_ON_NODES: Final = (
+    "there are hooks on the autograd nodes that accumulate them (register_hook, register_prehook "
+    "of a node), which are to see the gradients of this rank, as with eager DDP. Put them on the "
+    "parameters (Tensor.register_hook, register_post_accumulate_grad_hook)."
+)
+
+
+def warn_averaged_later(hooked: Iterable[str], *, is_mixed: bool) -> None:
+    """Warn of a backward that must not average gradients before it ends.
+
+    Args:
+        hooked: the modules with hooks on their parameters' nodes, by name.
+        is_mixed: whether it reaches parameters of others too.
+    """
+    if is_mixed:
+        warn_once(
+            "mixed backward",
+            "A backward reaches parameters of a DDP module under ddp_fusion, and others that FSDP "
+            "or DDP's own reducer must handle, which do nothing in a traced backward. It is not "
+            "traced: the gradients of the former are reduced when it has ended. To overlap them "
+            "with it, call backward for the two apart.",
+        )
+    for module in hooked:
+        _warn_by_hand("hooks on nodes", module, _HOOKS_ON_NODES)
 
 
 def warn_lacking(reached: Sequence[Participant]) -> None:
