@@ -195,17 +195,16 @@ def why_failed(modules: Iterable[str]) -> RanksDisagreeError | None:
 def _why(
     participant: Participant, meeting: Meeting, said: Mapping[int, str], verdict: Any
 ) -> RanksDisagreeError | None:
+    own = {}
+    if participant.agreed:
+        last = participant.agreed[max(participant.position - 1, 0)]
+        own = {meeting.rank: last.encode()}
     if verdict is not None and verdict[0] == "failed":
         value = verdict[1]
-        return RanksDisagreeError(
-            participant.module, texts_of(value["statements"]), **value["error"]
-        )
+        texts = texts_of(value["statements"]) | own
+        return RanksDisagreeError(participant.module, texts, **value["error"])
     if verdict is not None and verdict[0] == ENDED:
         return RanksDisagreeError(participant.module, {}, failure=verdict[1])
     if not said or meeting.rank in said:
         return None
-    texts = texts_of(said)
-    if participant.agreed:
-        last = participant.agreed[max(participant.position - 1, 0)]
-        texts |= {meeting.rank: last.encode()}
-    return RanksDisagreeError(participant.module, texts)
+    return RanksDisagreeError(participant.module, texts_of(said) | own)

@@ -259,6 +259,14 @@ RANKS = [
         tested=CONCAT,
     ),
     on_two(
+        "unreached-later",
+        "the same after a plain step, in a gradient penalty",
+        "ranks:unreached_later",
+        becomes="equal, unfused",
+        warns=("compiled autograd cannot trace it, because it differentiates gradients",),
+        tested=CONCAT,
+    ),
+    on_two(
         "swapped",
         "a parameter replaced after DDP was constructed: eager DDP's error",
         "ranks:swapped",

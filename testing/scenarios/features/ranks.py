@@ -285,6 +285,24 @@ def unreached_inside(run: Run) -> None:
     _note_first_error(run, "error", lambda _: compiled(run.rows(0)[0]))
 
 
+def unreached_later(run: Run) -> None:
+    """A plain step, and then a gradient penalty alone, of a forward that is not compiled: on no
+    rank does it reach the last bias."""
+    ddp = run.ddp(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, OUTPUTS)))
+    forward = run.compile(ddp)
+
+    def step(number: int) -> None:
+        inputs, factors = run.rows(number)
+        if number != 1:
+            (forward(inputs) * factors).sum().backward()
+            return
+        outputs = ddp(inputs.requires_grad_())
+        (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        slope.square().sum().backward()
+
+    _note_first_error(run, "error", step)
+
+
 def swapped(run: Run) -> None:
     """A parameter is replaced after DDP was constructed: it has no gradient that DDP knows of."""
     model = run.mlp(2)
