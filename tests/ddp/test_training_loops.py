@@ -116,6 +116,18 @@ def _captures() -> int:
     return torch._dynamo.utils.counters["compiled_autograd"]["captures"]
 
 
+def test_a_gradient_is_saved_with_its_bucket_and_a_clone_without() -> None:
+    """What docs/buckets.md says of memory that gradients share."""
+    ddp = _managed()
+    torch.compile(ddp)(_inputs()).sum().backward()
+    gradients = [parameter.grad for parameter in ddp.parameters()]
+    bucket = sum(gradient.nbytes for gradient in gradients if gradient is not None)
+    for gradient in gradients:
+        assert gradient is not None
+        assert gradient.untyped_storage().nbytes() == bucket
+        assert gradient.clone().untyped_storage().nbytes() == gradient.nbytes
+
+
 def test_backward_inside_the_compiled_step() -> None:
     ddp = _managed()
 
