@@ -41,6 +41,7 @@ from fusion_passes.ddp.uncompiled import Uncompiled
 from fusion_passes.ddp.unfused import (
     warn_averaged_later,
     warn_lacking,
+    warn_not_reduced,
     warn_others_reductions,
     warn_threads,
     warn_unfused,
@@ -143,6 +144,7 @@ class BackwardRunner:
         ends = ends_of(outputs if call.accumulates and len(registry) else ())
         lacking = begin_reach(ends.leaves) if call.accumulates else []
         reach = reach_of(ends)
+        warn_not_reduced(reach.unmanaged)
         if reach.managed:
             self._begin(outputs, ends, call, reach)
         reached = functools.partial(registry.reached_by, ends.leaves)

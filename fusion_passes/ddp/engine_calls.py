@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from fusion_passes.ddp.autograd_graph import Ends, ends_of
 from fusion_passes.ddp.modules import registry
@@ -65,11 +65,13 @@ class Reach:
         others: at one whose gradient DDP's own reducer or FSDP must see. Both do nothing in a
             traced backward.
         hooked: the managed modules with hooks on their parameters' nodes, by name.
+        unmanaged: the tensors that are neither of managed modules nor of these others.
     """
 
     managed: bool = False
     others: bool = False
     hooked: tuple[str, ...] = ()
+    unmanaged: Sequence[Tensor] = ()
 
     @property
     def waits(self) -> bool:
@@ -86,20 +88,23 @@ def reach_of(ends: Ends) -> Reach:
         return NOTHING
     unmanaged = [leaf for leaf in ends.leaves if not registry.manages(leaf)]
     managed, fully_sharded = len(unmanaged) < len(ends.leaves), has_fully_sharded_modules()
-    hooked = node_hooks.modules() if managed else frozenset()
-    if hooked:
-        hooked = hooked.intersection(registry.reached_by(ends.leaves))
+    hooked: tuple[str, ...] = ()
+    if managed and (found := node_hooks.modules()):
+        hooked = tuple(name for name in registry.reached_by(ends.leaves) if name in found)
     if not (unmanaged and (registry.unfused or fully_sharded or has_flattened_parameters())):
-        return Reach(managed, hooked=tuple(sorted(hooked)))
+        return Reach(managed, False, hooked, unmanaged)
     # What fully_shard puts into a graph is a parameter like any other: in a process that uses it,
     # one that no DDP module manages is taken for its.
-    others = any(
-        leaf in registry.unfused
-        or is_flattened(leaf)
-        or (fully_sharded and isinstance(leaf, nn.Parameter))
+    nobodys = [
+        leaf
         for leaf in unmanaged
-    )
-    return Reach(managed, others, tuple(sorted(hooked)))
+        if not (
+            leaf in registry.unfused
+            or is_flattened(leaf)
+            or (fully_sharded and isinstance(leaf, nn.Parameter))
+        )
+    ]
+    return Reach(managed, len(nobodys) < len(unmanaged), hooked, nobodys)
 
 
 def must_be_kept(call: EngineCall, outputs: Sequence[Any]) -> bool:

@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
 from fusion_passes.agreement.launches import shown_list
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.protocol import participants
@@ -16,6 +19,7 @@ from fusion_passes.plan.planner import NO_PROFILE
 from fusion_passes.reductions.owners import Owner
 from fusion_passes.reporting.records import FusionReport
 from fusion_passes.reporting.warnings import warn_once
+from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.ddp import parameters_of
 
 
@@ -209,6 +213,40 @@ def warn_local(name: str) -> str:
         "module anew before each backward that is to be averaged.",
     )
     return name
+
+
+_looked_at: Final = process_state.keep(
+    WeakTensorKeyDictionary(),
+    "parameters of which it is known whose they are, and the version of the registry then",
+    Lifetime.PROCESS,
+    reset=WeakTensorKeyDictionary.clear,
+)
+
+
+def warn_not_reduced(unmanaged: Iterable[Tensor]) -> None:
+    """Warn of parameters of managed modules whose gradients DDP does not know of.
+
+    Args:
+        unmanaged: tensors that a backward reaches, and no managed module reduces.
+    """
+    parameters = [leaf for leaf in unmanaged if isinstance(leaf, nn.Parameter)]
+    new = {id(leaf) for leaf in parameters if _looked_at.get(leaf) != registry.version}
+    if not new:
+        return
+    _looked_at.update((leaf, registry.version) for leaf in parameters)
+    for ddp in registry.modules():
+        named = ddp.module.named_parameters()
+        found = [name for name, parameter in named if id(parameter) in new]
+        names = [repr(name) for name in found if name not in ddp.parameters_to_ignore]
+        if names:
+            label = registry.module_of(ddp).label
+            warn_once(
+                f"not reduced {label}",
+                f"Gradients of {label} ({len(names)}: {shown_list(names)}) stay on their rank, as "
+                "with eager DDP: DistributedDataParallel was constructed before these parameters "
+                "were made, or required a gradient. Construct it after the last change of the "
+                "model.",
+            )
 
 
 def _is_averaged_by_another(owner: Owner) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from testing.scenarios.catalog.making import (
     COALESCED,
     CONCAT,
+    NOT_DDPS_OWN,
     RUNS_EAGERLY,
     TORCH_CRASHES,
     on_four,
@@ -267,9 +268,25 @@ RANKS = [
         tested=CONCAT,
     ),
     on_two(
+        "all-replaced",
+        "all parameters replaced after DDP was constructed: local gradients",
+        "ranks:all_replaced",
+        becomes="equal, unfused",
+        warns=NOT_DDPS_OWN,
+        tested=CONCAT,
+    ),
+    on_two(
+        "thawed",
+        "a layer thawed after DDP was constructed: its local gradients",
+        "ranks:thawed",
+        warns=NOT_DDPS_OWN,
+        tested=COALESCED,
+    ),
+    on_two(
         "swapped",
         "a parameter replaced after DDP was constructed: eager DDP's error",
         "ranks:swapped",
+        warns=NOT_DDPS_OWN,
         tested=COALESCED,
     ),
 ]
