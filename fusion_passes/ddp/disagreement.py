@@ -113,7 +113,7 @@ def _may_be_a_collectives(error: Exception) -> bool:
 def _progress() -> dict[str, tuple[int, int, int]]:
     return {
         name: (item.rounds, item.meetings, len(item.received))
-        for name, item in participants.items()
+        for name, item in participants.copy().items()
     }
 
 

@@ -289,7 +289,7 @@ class Registry:
 
     def fingerprint(self) -> tuple[ManagedModule, ...]:
         """Everything about the modules that a compiled graph can depend on."""
-        return tuple(self._modules[name] for name in sorted(self._modules))
+        return tuple(m for _, m in sorted(self._modules.copy().items(), key=lambda item: item[0]))
 
 
 registry: Final = process_state.keep(

@@ -158,7 +158,7 @@ def _mine() -> list[Participant]:
     """The modules, but for those of other threads that are running. On a
     GPU, hooks may run in threads of autograd's, which run no backward of their own."""
     others = _running - {threading.get_ident()}
-    return [item for item in participants.values() if item.thread not in others]
+    return [item for item in list(participants.values()) if item.thread not in others]
 
 
 def end_backward() -> None:

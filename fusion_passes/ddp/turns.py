@@ -45,6 +45,7 @@ class Turns:
     is_tracing: bool = False
     _thread: int = 0
     _is_on: bool = False
+    _holds_lock: bool = False
     _untraced: int = 0
     _averaging: int = 0
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -61,9 +62,9 @@ class Turns:
             may = not self.is_tracing and not self._averaging
             if may:
                 self.is_tracing, self._thread = True, threading.get_ident()
-        if may:
-            self._switch_on()
         try:
+            if may:
+                self._switch_on()
             yield may
         finally:
             if may:
@@ -115,12 +116,16 @@ class Turns:
                 self._changed.notify_all()
 
     def _switch_on(self) -> None:
+        """Wait for untraced backwards to end. An interrupt meanwhile leaves it half on, for
+        :meth:`_switch_off`."""
         with self._changed:
             self._is_on = True  # Nobody new begins, and those that have begun end by themselves.
             self._changed.wait_for(lambda: not self._untraced)
-        compile_lock().acquire()
+        self._holds_lock = compile_lock().acquire()
 
     def _switch_off(self) -> None:
         self._is_on = False
-        compile_lock().release()
+        if self._holds_lock:
+            self._holds_lock = False
+            compile_lock().release()
         self._changed.notify_all()

@@ -7,11 +7,13 @@ said. The numbers are looked at in ``tests/equality/``.
 from __future__ import annotations
 
 import re
+import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,7 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes import FusionConfig, FusionReport, FusionWarning
+from fusion_passes.agreement.participant import Participant
+from fusion_passes.agreement.protocol import participants
 from fusion_passes.ddp import late, rounds
+from fusion_passes.ddp.hooks import _placed
 from fusion_passes.ddp.late import reduce_late
 from fusion_passes.install import switch
 from fusion_passes.reporting.journal import journal
@@ -86,6 +91,83 @@ def test_no_thread_waits_for_other_ranks_inside_of_its_backward(
     monkeypatch.setattr(rounds, "reduce_late", reduce)
     _said(lambda: ddp(_inputs()).sum().backward(create_graph=True))
     assert seen == [True]
+
+
+def test_an_interrupt_while_a_backward_waits_for_another_thread_leaves_nothing_behind() -> None:
+    """As of a cell of a notebook that is stopped: later backwards wait for nobody."""
+    ddp = _managed(FusionConfig(backward_graph="compiled_autograd"))
+    compiled, main = torch.compile(ddp), threading.main_thread().ident
+    began, stopped = threading.Event(), threading.Event()
+    assert main is not None
+
+    def hold(_: Tensor) -> None:
+        began.set()
+        while not switch._runner.is_tracing:
+            time.sleep(0.01)
+        time.sleep(0.1)  # It waits now, or soon.
+        signal.pthread_kill(main, signal.SIGINT)
+        stopped.wait(10)
+
+    def held() -> None:
+        output = nn.Linear(4, 4)(_inputs())
+        output.register_hook(hold)
+        output.sum().backward()
+
+    loss = compiled(_inputs()).sum()
+    other = threading.Thread(target=held, daemon=True)
+    other.start()
+    assert began.wait(10)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    stopped.set()
+    other.join()
+    later = threading.Thread(
+        target=lambda: nn.Linear(4, 4)(_inputs()).sum().backward(), daemon=True
+    )
+    later.start()
+    later.join(10)
+    assert not later.is_alive(), "it waits for ever"
+
+
+def _freeing(victims: list[object], attribute: str) -> type[Participant]:
+    """Participants that free a victim each time when they are asked for an attribute."""
+
+    def read(self: Participant) -> Any:
+        if victims:
+            victims.pop()
+        return vars(self)[attribute]
+
+    def write(self: Participant, value: Any) -> None:
+        vars(self)[attribute] = value
+
+    return type("Freeing", (Participant,), {attribute: property(read, write)})
+
+
+@pytest.mark.parametrize("attribute", ["usage", "thread", "rounds", "history"])
+def test_modules_may_be_freed_while_another_one_trains(attribute: str) -> None:
+    """As the collector does, which may run at any time."""
+    inductor_config.ddp_fusion = "concat"
+    victims: list[object] = []
+
+    def free() -> None:
+        if victims:
+            victims.pop()
+
+    _placed[-1] = cast("Any", free)
+    ddp = DistributedDataParallel(two_layers(), find_unused_parameters=True)
+    (mine,) = participants.values()
+    victims += [_managed() for _ in range(50)]
+    mine.__class__ = _freeing(victims, attribute)
+    try:
+        compiled = torch.compile(ddp)
+        for _ in range(2):
+            compiled(_inputs()).sum().backward()
+        inductor_config.ddp_fusion = FusionConfig(bucket_cap_mb=1)  # All agree anew.
+        compiled(_inputs()).sum().backward()
+    finally:
+        _placed.pop(-1)
+        mine.__class__ = Participant
+    assert len(victims) < 50
 
 
 @pytest.mark.parametrize(
