@@ -124,6 +124,21 @@ INSTANCES = [
         tested=CONCAT,
     ),
     on_two(
+        "one-thread",
+        "a training in a thread that is not the main one",
+        "instances:one_thread",
+        graph="aot_autograd",
+        tested=CONCAT,
+    ),
+    on_two(
+        "another-thread",
+        "a training in another thread than the one that constructed DDP",
+        "instances:another_thread",
+        graph="compiled_autograd",
+        warns=("runs in another thread than the one that constructed it",),
+        tested=COALESCED,
+    ),
+    on_two(
         "threads",
         "two modules, each trained in a thread",
         "instances:threads",
