@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from fusion_passes.agreement.launches import FOLLOWS, LATE, Collective, LaunchLi
 from fusion_passes.agreement.rendezvous import RanksDisagreeError, Terms, meet
 from fusion_passes.agreement.sharing import sharing_on
 from fusion_passes.torch_private import resolve_process_group
+from fusion_passes.torch_private.calling_thread import calling_thread
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Participant(History):
             RanksDisagreeError: settings differ, a rank has failed, or one has not come in time.
         """
         if launches is None or (is_optional and not self.is_averaged):
-            self.thread = threading.get_ident()
+            self.thread = calling_thread()
             self._go_local()
             return
         if is_optional:

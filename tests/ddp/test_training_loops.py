@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import fusion_passes
 from fusion_passes import FusionConfig, FusionReport, FusionWarning
@@ -127,6 +128,56 @@ def test_an_interrupt_while_a_backward_waits_for_another_thread_leaves_nothing_b
     later.start()
     later.join(10)
     assert not later.is_alive(), "it waits for ever"
+
+
+class _Deep(nn.Module):
+    """Two layers. So many backwards are inside of one another that autograd runs the second's in a
+    thread of its own, as it runs all on a GPU; ``between`` is called before the first's."""
+
+    def __init__(self, between: Callable[[], object]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.between = between
+        self.threads: set[int] = set()
+        self.second.weight.register_hook(lambda _: self.threads.add(threading.get_ident()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x.register_hook(lambda _: self.between() and None)
+        return self._nested(x, 70)
+
+    def _nested(self, x: Tensor, depth: int) -> Tensor:
+        if not depth:
+            return self.second(x)
+        return cast("Tensor", checkpoint(self._nested, x, depth - 1, use_reentrant=True))
+
+
+def test_a_backward_in_threads_of_autograds_is_not_ended_by_that_of_another_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched: list[tuple[int, ...]] = []
+    run = late._run
+
+    def note(lists: Any) -> None:
+        launched.extend(item.parameters for _, mine in lists for item in mine.collectives)
+        run(lists)
+
+    def train_another() -> None:
+        other = threading.Thread(
+            target=lambda: short(_inputs()).sum().backward(create_graph=True), daemon=True
+        )
+        other.start()
+        other.join(10)
+        assert not other.is_alive()
+        launched.append(())
+
+    inductor_config.ddp_fusion = "concat"
+    deep = DistributedDataParallel(_Deep(train_another))
+    short = DistributedDataParallel(nn.Linear(4, 4, bias=False))
+    monkeypatch.setattr(late, "_run", note)
+    _said(lambda: deep(_inputs()).sum().backward(create_graph=True))
+    assert threading.get_ident() not in deep.module.threads
+    assert launched == [(0,), (), (3, 2, 1, 0)]
 
 
 def _freeing(victims: list[object], attribute: str) -> type[Participant]:
