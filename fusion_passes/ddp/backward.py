@@ -152,8 +152,6 @@ class BackwardRunner:
         averaged = self._averaged_by_itself(ends, call) if can_trace else NONE_AVERAGED
         traced = can_trace and not averaged.participants and self._is_traced(call, outputs, reached)
         meets = traced or bool(averaged.participants)
-        if meets:
-            registry.check_new(check_optimizers)
         timing = launch_clock.timing(averaged) if meets else contextlib.nullcontext()
         sharing = shared_errors(reached, owing, fail_backward)
         with timing, running(), rejoining(), sharing:
@@ -172,6 +170,7 @@ class BackwardRunner:
         return result
 
     def _begin(self, outputs: Sequence[Any], ends: Ends, call: EngineCall, reach: Reach) -> None:
+        registry.check_new(check_optimizers)
         bucket_names.follow_profiler()
         self._starts.note(outputs, ends, call.keeps_graph)
         warn_averaged_later(reach.hooked, is_mixed=reach.others)
