@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from fusion_passes.agreement.launches import FOLLOWS, LATE, Collective, LaunchLi
 from fusion_passes.agreement.rendezvous import RanksDisagreeError, Terms, meet
 from fusion_passes.agreement.sharing import sharing_on
 from fusion_passes.torch_private import resolve_process_group
+from fusion_passes.torch_private.calling_thread import calling_thread
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Participant(History):
             RanksDisagreeError: settings differ, a rank has failed, or one has not come in time.
         """
         if launches is None or (is_optional and not self.is_averaged):
-            self.thread = threading.get_ident()
+            self.thread = calling_thread()
             self._go_local()
             return
         if is_optional:
@@ -191,13 +191,13 @@ class Participant(History):
         self._go_local(launches)
 
     def _fail(self, expected: LaunchList, own: LaunchList, *, is_overtaken: bool) -> NoReturn:
-        """This rank cannot launch what the others launch; ``is_overtaken``: because its foreign
-        collectives would pair up with that, or have."""
-        group = resolve_process_group(self.module)
-        texts = dict.fromkeys(range(group.size()), expected.encode())
-        texts |= {group.rank(): own.encode()}
+        """This rank cannot launch what the ranks have agreed on, whatever the others do;
+        ``is_overtaken``: because its foreign collectives would pair up with that, or have."""
+        texts = {resolve_process_group(self.module).rank(): own.encode()}
         self.leave_word("", texts, is_overtaken=is_overtaken)
-        raise RanksDisagreeError(self.module, texts, is_overtaken=is_overtaken)
+        raise RanksDisagreeError(
+            self.module, texts, agreed=expected.encode(), is_overtaken=is_overtaken
+        )
 
     def _go_local(self, launches: LaunchList | None = None) -> None:
         if self.usage is not None and launches is not None and self._is_part(launches):
@@ -251,6 +251,11 @@ class Participant(History):
         expected = self.agreed[self.position]
         _, after_graph = self.foreign.pop(0) if self.foreign else (0, 0)
         is_overtaken = after_graph > 0 and expected.mode != LATE
+        if not is_overtaken and not expected.parameters <= own.parameters:
+            # As eager DDP, which raises an error in the next forward, if no rank has all of them.
+            reference = self._meet(own, is_change=True) if self.usage is None else None
+            if reference is not None:
+                self.agreed[self.position :] = [expected := reference]
         if is_overtaken or not expected.parameters <= own.parameters:
             self._fail(expected, own, is_overtaken=is_overtaken)
         self.position += 1
@@ -267,9 +272,7 @@ class Participant(History):
         self.meetings += not is_change
         reached = self.usage.reached if self.usage is not None else ()
         statement = statement_of(self.settings(), launches, reached)
-        last = self.agreed[self.position] if self.position < len(self.agreed) else None
-        may_lack = self.usage is not None
-        terms = Terms(self.module, last, is_change, may_lack)
+        terms = Terms(self.module, is_change, may_lack=self.usage is not None)
         try:
             kind, value = meet(meeting, place, statement, terms)
         except RanksDisagreeError as error:

@@ -45,6 +45,8 @@ participants: Final = process_state.keep(
     Lifetime.MODULE,
     reset=dict.clear,
 )
+"""Loops go over a copy: a module that is freed, which the collector may do at any time, takes its
+own out."""
 
 
 @dataclass
@@ -106,7 +108,7 @@ class LaunchCounter:
 
 def forget_histories() -> None:
     """Let the ranks agree anew, but on buckets whose sizes a communication hook may know."""
-    for participant in participants.values():
+    for participant in list(participants.values()):
         lists = [item for items in participant.history.values() for item in items]
         if not any(item.for_hook for item in lists):
             participant.history.clear()
@@ -162,11 +164,11 @@ def agreed_lists() -> tuple[str, ...]:
     """All that the ranks have agreed on: a graph can depend on it."""
     texts = [
         f"{participant.module} {kind}: {item.encode()}"
-        for participant in participants.values()
+        for participant in list(participants.values())
         for kind, items in sorted(participant.history.items())
         for item in items
     ]
-    for participant in participants.values():
+    for participant in list(participants.values()):
         if participant.usage is not None:
             sent = sorted(participant.usage.sent_in(participant.kind))
             reached = sorted(participant.usage.reached)
@@ -195,17 +197,16 @@ def why_failed(modules: Iterable[str]) -> RanksDisagreeError | None:
 def _why(
     participant: Participant, meeting: Meeting, said: Mapping[int, str], verdict: Any
 ) -> RanksDisagreeError | None:
+    own = {}
+    if participant.agreed:
+        last = participant.agreed[max(participant.position - 1, 0)]
+        own = {meeting.rank: last.encode()}
     if verdict is not None and verdict[0] == "failed":
         value = verdict[1]
-        return RanksDisagreeError(
-            participant.module, texts_of(value["statements"]), **value["error"]
-        )
+        texts = texts_of(value["statements"]) | own
+        return RanksDisagreeError(participant.module, texts, **value["error"])
     if verdict is not None and verdict[0] == ENDED:
         return RanksDisagreeError(participant.module, {}, failure=verdict[1])
     if not said or meeting.rank in said:
         return None
-    texts = texts_of(said)
-    if participant.agreed:
-        last = participant.agreed[max(participant.position - 1, 0)]
-        texts |= {meeting.rank: last.encode()}
-    return RanksDisagreeError(participant.module, texts)
+    return RanksDisagreeError(participant.module, texts_of(said) | own)

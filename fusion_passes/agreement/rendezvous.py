@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from fusion_passes.agreement.comparing import compare_statements, texts_of
 from fusion_passes.agreement.exchange import Meeting, RendezvousError, asked, exchange
-from fusion_passes.agreement.launches import LaunchList
 
 SHORT_SECONDS: Final = 2.0
 """How long a rank that has changed, or failed, waits for others to; at most an eighth of the
@@ -24,9 +23,11 @@ class RanksDisagreeError(RuntimeError):
 
     Attributes:
         module: the DDP module's name for its group.
-        collectives: what each rank was to run, as text.
+        collectives: what each rank was to run, as text; of those that are known to this one.
+        agreed: what all have run in earlier steps, as text, where this rank cannot, and does not
+            know of the others; empty otherwise.
         silent: ranks that have not said what they run, though others waited for that as long as
-            the group allows. In ``collectives``, they run what they ran before, if anything.
+            the group allows.
         failure: which rank has failed before it could say, and how; empty if none has.
         settings: what each rank's flag and caps are, where they differ.
         is_overtaken: whether collectives that are not DDP's lie between what ranks launch, so that
@@ -42,11 +43,13 @@ class RanksDisagreeError(RuntimeError):
         text: str = "",
         settings: Mapping[int, str] | None = None,
         *,
+        agreed: str = "",
         is_overtaken: bool = False,
     ) -> None:
         super().__init__(text or failure or f"{module}: {dict(collectives)}")
         self.module = module
         self.collectives = collectives
+        self.agreed = agreed
         self.silent = silent
         self.failure = failure
         self.settings = settings or {}
@@ -59,13 +62,11 @@ class Terms:
 
     Attributes:
         module: the DDP module's name for its group.
-        last: what all ranks have run there before, if anything.
         is_change: whether they may come to run something else instead; others need not.
         may_lack: whether a rank may lack gradients that others reduce, and send zeros for them.
     """
 
     module: str
-    last: LaunchList | None
     is_change: bool
     may_lack: bool
 
@@ -104,10 +105,12 @@ def meet(meeting: Meeting, place: str, statement: str, terms: Terms) -> tuple[st
     except RendezvousError as error:
         raise RanksDisagreeError(terms.module, {}, failure=str(error)) from error.__cause__
     if verdict is None:
-        raise _silence(meeting, said, terms)
+        silent = [rank for rank in range(meeting.world_size) if rank not in said]
+        raise RanksDisagreeError(terms.module, texts_of(said), silent)
     kind, value = json.loads(verdict)
     if kind == "failed":
-        raise RanksDisagreeError(terms.module, texts_of(value["statements"]), **value["error"])
+        texts = texts_of({**value["statements"], meeting.rank: statement})
+        raise RanksDisagreeError(terms.module, texts, **value["error"])
     if kind == "settings":
         settings = {int(rank): json.loads(text)[0] for rank, text in value.items()}
         raise RanksDisagreeError(terms.module, texts_of(value), settings=settings)
@@ -143,11 +146,3 @@ def who_goes_on(meeting: Meeting, place: str, timeout: timedelta) -> list[int] |
         return [rank for rank, key in enumerate(keys) if not meeting.store.check([key])]
 
     return asked(look, timeout.total_seconds())
-
-
-def _silence(meeting: Meeting, said: Mapping[int, str], terms: Terms) -> RanksDisagreeError:
-    silent = [rank for rank in range(meeting.world_size) if rank not in said]
-    texts = texts_of(said)
-    if terms.last is not None:
-        texts |= dict.fromkeys(silent, terms.last.encode())
-    return RanksDisagreeError(terms.module, texts, silent)

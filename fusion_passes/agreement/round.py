@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fusion_passes.agreement.launches import Collective
+from fusion_passes.torch_private.calling_thread import calling_thread
 
 
 @dataclass(kw_only=True)
@@ -36,7 +36,7 @@ class Round:
         absent: what waits for the launches that this rank has sent zeros in.
         is_alone: whether it has ended where it began: no other rank has come to meet this one.
         is_complete: whether the ranks know that none of them sends more in it.
-        thread: in which a gradient has come last.
+        thread: which has called the backward that has given a gradient last.
     """
 
     kind: str = ""
@@ -61,7 +61,7 @@ class Round:
 
     def note(self, came: frozenset[int]) -> frozenset[int]:
         """Note gradients that have come; those of them that an earlier backward has given."""
-        self.thread = threading.get_ident()
+        self.thread = calling_thread()
         self.received |= came
         self.came |= came
         return came & self.earlier

@@ -41,9 +41,10 @@ from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.outside import reducing_outside
 from fusion_passes.ddp.own_flags import writing_own_flags
 from fusion_passes.ddp.prepared import NOT_COMPILED, PreparedForwards, borrowing
-from fusion_passes.ddp.turns import is_main_thread
+from fusion_passes.ddp.turns import is_training_thread
 from fusion_passes.ddp.unused import has_used_others
 from fusion_passes.flag import active_config
+from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.autograd import compiled_forward
 
@@ -53,6 +54,12 @@ _PARTS_BESIDE_OTHERS: Final = (
 )
 """What a rank leaves out it sends by hand. When, among the launches of the other module, it cannot
 know: the others launch it where its graph would be."""
+
+_ANOTHER_THREAD: Final = (
+    "A backward of a DDP module under ddp_fusion runs in another thread than the one that "
+    "constructed it, or modules were constructed in several: compiled autograd traces it, anew in "
+    "each process, so a start takes longer. Construct all modules in the thread that trains them."
+)
 
 _REPLANNED: Final = "the graph of its forward does not launch what the ranks have agreed on"
 
@@ -94,10 +101,11 @@ class AotBackwards:
             ends: of the backward. It accumulates all gradients that it reaches, and keeps no graph.
         """
         config = active_config()
-        if config is None or not is_main_thread():
-            return Averaged(why_not="it is not the main thread's")
-        if config.backward_graph == "compiled_autograd":
+        if config is not None and config.backward_graph == "compiled_autograd":
             return Averaged(why_not="backward_graph is 'compiled_autograd'")
+        if config is None or not is_training_thread():
+            warn_once("another thread", _ANOTHER_THREAD)
+            return Averaged(why_not="its thread has not constructed all modules")
         if not self.prepared:
             modules = [registry.module_of(ddp).group_name for ddp in registry.modules()]
             is_dense_somewhere = any(registry.module(name).dense for name in modules)

@@ -18,7 +18,7 @@ from fusion_passes.ddp.aot_backward import aot_backwards
 from fusion_passes.ddp.autograd_graph import Ends, ends_of
 from fusion_passes.ddp.averaged import NONE_AVERAGED, Averaged
 from fusion_passes.ddp.disagreement import shared_errors
-from fusion_passes.ddp.engine_calls import EngineCall, must_be_kept, reach_of
+from fusion_passes.ddp.engine_calls import EngineCall, Reach, must_be_kept, reach_of
 from fusion_passes.ddp.hooks import put_hooks_last, traced_hooks
 from fusion_passes.ddp.launch_clock import launch_clock
 from fusion_passes.ddp.modules import registry
@@ -39,8 +39,9 @@ from fusion_passes.ddp.traced_inputs import with_usual_inputs
 from fusion_passes.ddp.turns import Turns
 from fusion_passes.ddp.uncompiled import Uncompiled
 from fusion_passes.ddp.unfused import (
+    warn_averaged_later,
     warn_lacking,
-    warn_mixed,
+    warn_not_reduced,
     warn_others_reductions,
     warn_threads,
     warn_unfused,
@@ -143,21 +144,20 @@ class BackwardRunner:
         ends = ends_of(outputs if call.accumulates and len(registry) else ())
         lacking = begin_reach(ends.leaves) if call.accumulates else []
         reach = reach_of(ends)
+        warn_not_reduced(reach.unmanaged)
         if reach.managed:
-            self._begin(outputs, ends, call, is_mixed=reach.others)
+            self._begin(outputs, ends, call, reach)
         reached = functools.partial(registry.reached_by, ends.leaves)
-        can_trace = reach.managed and not call.creates_graph and not reach.others
+        can_trace = reach.managed and not (call.creates_graph or reach.waits)
         averaged = self._averaged_by_itself(ends, call) if can_trace else NONE_AVERAGED
         traced = can_trace and not averaged.participants and self._is_traced(call, outputs, reached)
         meets = traced or bool(averaged.participants)
-        if meets:
-            registry.check_new(check_optimizers)
         timing = launch_clock.timing(averaged) if meets else contextlib.nullcontext()
         sharing = shared_errors(reached, owing, fail_backward)
         with timing, running(), rejoining(), sharing:
             with (
                 self._averaging(averaged),
-                self._running(traced or must_be_kept(call, outputs), reach.others or can_trace),
+                self._running(traced or must_be_kept(call, outputs), reach.waits or can_trace),
                 launch_clock.noting(),
             ):
                 result = engine(outputs, *args, **kw)
@@ -169,11 +169,11 @@ class BackwardRunner:
             self._warn(names, self.journal.reports()[known:])
         return result
 
-    def _begin(self, outputs: Sequence[Any], ends: Ends, call: EngineCall, is_mixed: bool) -> None:
+    def _begin(self, outputs: Sequence[Any], ends: Ends, call: EngineCall, reach: Reach) -> None:
+        registry.check_new(check_optimizers)
         bucket_names.follow_profiler()
         self._starts.note(outputs, ends, call.keeps_graph)
-        if is_mixed:
-            warn_mixed()
+        warn_averaged_later(reach.hooked, is_mixed=reach.others)
 
     def _end(self, lacking: Sequence[Participant]) -> tuple[str, ...]:
         """End a backward; the names of the reductions that were traced in it."""

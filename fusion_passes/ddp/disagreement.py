@@ -113,7 +113,7 @@ def _may_be_a_collectives(error: Exception) -> bool:
 def _progress() -> dict[str, tuple[int, int, int]]:
     return {
         name: (item.rounds, item.meetings, len(item.received))
-        for name, item in participants.items()
+        for name, item in participants.copy().items()
     }
 
 
@@ -131,6 +131,7 @@ def _in_words(error: RanksDisagreeError) -> RanksDisagreeError:
     if error.failure:
         text = f"The backward of {module.label} failed on {error.failure}"
         return RanksDisagreeError(error.module, {}, failure=error.failure, text=text)
+    lists = {rank: LaunchList.decode(text) for rank, text in error.collectives.items()}
     what = f"The ranks of {module.label} do not reduce the same gradients in the same buckets"
     lines = [f"{what}, which would hang or mix them up. All of them stop here."]
     if error.silent:
@@ -138,8 +139,9 @@ def _in_words(error: RanksDisagreeError) -> RanksDisagreeError:
         lines.append(f"Rank {silent} did not answer within the process group's timeout.")
     if error.settings:
         lines += _other_settings(error.settings)
+    elif error.agreed:
+        lines = _unlike_before(error, lists)
     else:
-        lists = {rank: LaunchList.decode(text) for rank, text in error.collectives.items()}
         lines += _differences(lists, module.sent, error.is_overtaken)
     return RanksDisagreeError(
         error.module,
@@ -147,6 +149,7 @@ def _in_words(error: RanksDisagreeError) -> RanksDisagreeError:
         error.silent,
         text="\n".join(lines),
         settings=error.settings,
+        agreed=error.agreed,
         is_overtaken=error.is_overtaken,
     )
 
@@ -162,6 +165,21 @@ def _other_settings(settings: Mapping[int, str]) -> list[str]:
             lines.append(f"{name} must be the same on all ranks, but is:")
             lines += [f"  {value} on rank {shown_list(r)}" for value, r in by_value.items()]
     return [*lines, "Set it to one value on all ranks, before DistributedDataParallel."]
+
+
+def _unlike_before(error: RanksDisagreeError, lists: Mapping[int, LaunchList]) -> list[str]:
+    """What a rank would run now, and what all of them ran before, and the remedy."""
+    module, agreed = registry.module(error.module), LaunchList.decode(error.agreed)
+    ((rank, own),) = lists.items()
+    what = (
+        f"Rank {rank} of {module.label} cannot reduce what all ranks have reduced in earlier steps"
+    )
+    first = f"{what}, and does not know whether the others can. It stops here, and tells them."
+    lacking = [repr(module.sent[number]) for number in sorted(agreed.parameters - own.parameters)]
+    if lacking and not error.is_overtaken:
+        return [first, f"{shown_list(lacking)}: no gradient on rank {rank}.", _TAKE_PART]
+    before, now = agreed.describe(module.sent), own.describe(module.sent)
+    return [first, f"All ranks, before: {before}.", f"Rank {rank}, now: {now}.", _OVERTAKEN]
 
 
 def _differences(

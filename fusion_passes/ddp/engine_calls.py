@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from fusion_passes.ddp.autograd_graph import Ends, ends_of
 from fusion_passes.ddp.modules import registry
+from fusion_passes.ddp.node_hooks import node_hooks
 from fusion_passes.ddp.traceable import can_be_traced
 from fusion_passes.torch_private import (
     has_flattened_parameters,
@@ -63,10 +64,19 @@ class Reach:
         managed: at a parameter of a managed module.
         others: at one whose gradient DDP's own reducer or FSDP must see. Both do nothing in a
             traced backward.
+        hooked: the managed modules with hooks on their parameters' nodes, by name.
+        unmanaged: the tensors that are neither of managed modules nor of these others.
     """
 
     managed: bool = False
     others: bool = False
+    hooked: tuple[str, ...] = ()
+    unmanaged: Sequence[Tensor] = ()
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of managed modules must not be averaged before the backward ends."""
+        return self.others or bool(self.hooked)
 
 
 NOTHING: Final = Reach()
@@ -78,17 +88,23 @@ def reach_of(ends: Ends) -> Reach:
         return NOTHING
     unmanaged = [leaf for leaf in ends.leaves if not registry.manages(leaf)]
     managed, fully_sharded = len(unmanaged) < len(ends.leaves), has_fully_sharded_modules()
+    hooked: tuple[str, ...] = ()
+    if managed and (found := node_hooks.modules()):
+        hooked = tuple(name for name in registry.reached_by(ends.leaves) if name in found)
     if not (unmanaged and (registry.unfused or fully_sharded or has_flattened_parameters())):
-        return Reach(managed)
+        return Reach(managed, False, hooked, unmanaged)
     # What fully_shard puts into a graph is a parameter like any other: in a process that uses it,
     # one that no DDP module manages is taken for its.
-    others = any(
-        leaf in registry.unfused
-        or is_flattened(leaf)
-        or (fully_sharded and isinstance(leaf, nn.Parameter))
+    nobodys = [
+        leaf
         for leaf in unmanaged
-    )
-    return Reach(managed, others)
+        if not (
+            leaf in registry.unfused
+            or is_flattened(leaf)
+            or (fully_sharded and isinstance(leaf, nn.Parameter))
+        )
+    ]
+    return Reach(managed, len(nobodys) < len(unmanaged), hooked, nobodys)
 
 
 def must_be_kept(call: EngineCall, outputs: Sequence[Any]) -> bool:

@@ -38,7 +38,7 @@ def end_forward(ddp: DistributedDataParallel) -> None:
 def _unknown(ddp: DistributedDataParallel) -> Iterator[tuple[Participant, Usage]]:
     """The module, if it may lack gradients and nobody knows. The package may have been reset since
     it was constructed."""
-    for participant in participants.values():
+    for participant in list(participants.values()):
         usage = participant.usage
         if usage is None or usage.has_foreign is not None:
             continue

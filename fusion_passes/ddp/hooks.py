@@ -152,7 +152,7 @@ def _remove(handle: RemovableHandle) -> None:
 def put_hooks_last() -> None:
     """Let the hooks that others have put on the same parameters run first. What they see is the
     gradient of this rank alone, as with DDP's own reducer, which averages after all hooks."""
-    for number, reference in _placed.items():
+    for number, reference in _placed.copy().items():  # A module may be freed meanwhile.
         hooks = reference()
         if hooks and len(hooks) > 1 and number in hooks and next(reversed(hooks)) != number:
             hooks[number] = hooks.pop(number)

@@ -26,7 +26,7 @@ from fusion_passes.ddp.averaged import Averaged
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.replan_meetings import decline
 from fusion_passes.ddp.replanning import AT, Replanning
-from fusion_passes.ddp.turns import is_main_thread
+from fusion_passes.ddp.turns import is_training_thread
 from fusion_passes.ddp.watched import PlannedGraph, Watched
 from fusion_passes.plan.again import ChosenFrom
 from fusion_passes.profile.records import Profile
@@ -86,7 +86,7 @@ class LaunchClock:
             RanksDisagreeError: the ranks have met after it, and another one has failed or has not
                 come.
         """
-        if not self._watched or not is_main_thread():
+        if not self._watched or not is_training_thread():
             yield
             return
         there = [item.watched for item in self._watched.values() if self._is_there(item.watched)]
@@ -110,7 +110,7 @@ class LaunchClock:
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
         """Around the backward itself, in which no other thread launches what this one does."""
-        noted = self._timed if is_main_thread() else []
+        noted = self._timed if is_training_thread() else []
         for item in noted:
             item.note_launches()
         try:
@@ -124,7 +124,7 @@ class LaunchClock:
         backward is over, or, where there is no such backward here, this rank says so and goes on.
         """
         item = next((item for item in self._timed if item.name == participant.module), None)
-        if item is not None and is_main_thread():
+        if item is not None and is_training_thread():
             item.is_due = True
         else:
             self._decline(participant, "a rank had no inputs, or another thread or no graph ran it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Final
 
@@ -80,6 +80,11 @@ class ManagedModule:
     def dense(self) -> tuple[int, ...]:
         """Numbers of the trained parameters whose gradients lie in buckets."""
         return tuple(number for number in self.trained if number not in self.sparse)
+
+    def trained_ids(self, parameters: Sequence[Tensor]) -> list[int]:
+        """The ids of those of its parameters whose gradients are reduced: one that is thawed after
+        construction keeps its own, as with eager DDP."""
+        return [id(parameters[number]) for number in self.trained]
 
     @property
     def flags(self) -> int:

@@ -102,7 +102,7 @@ class Registry:
         self._meet_under(ddp, module.group_name, str(number))
         for alias in module.names():
             register_process_group(alias, group)
-        self._parameter_ids.update(map(id, parameters_of(ddp)))
+        self._parameter_ids.update(module.trained_ids(parameters_of(ddp)))
         self._note_change()
         self._entries[ddp] = self._entry(ddp, module)
         self._named[module.group_name] = ddp
@@ -110,7 +110,7 @@ class Registry:
         return module
 
     def _entry(self, ddp: DistributedDataParallel, module: ManagedModule) -> _Entry:
-        ids = [id(parameter) for parameter in parameters_of(ddp)]
+        ids = module.trained_ids(parameters_of(ddp))
         remove = weakref.finalize(ddp, self._remove, module.group_name, module, ids)
         remove.atexit = False
         return _Entry(module, remove)
@@ -289,7 +289,7 @@ class Registry:
 
     def fingerprint(self) -> tuple[ManagedModule, ...]:
         """Everything about the modules that a compiled graph can depend on."""
-        return tuple(self._modules[name] for name in sorted(self._modules))
+        return tuple(m for _, m in sorted(self._modules.copy().items(), key=lambda item: item[0]))
 
 
 registry: Final = process_state.keep(

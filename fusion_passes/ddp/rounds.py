@@ -31,6 +31,7 @@ from fusion_passes.ddp.unfinished import FORGOTTEN, NOT_ENDED, UNFINISHED, leave
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import clear_backward_cache
 from fusion_passes.torch_private.autograd import after_backward
+from fusion_passes.torch_private.calling_thread import marked_thread
 from fusion_passes.torch_private.ddp import parameters_of
 
 _Expected: TypeAlias = weakref.WeakKeyDictionary[DistributedDataParallel, frozenset[int]]
@@ -132,7 +133,8 @@ def running() -> Iterator[None]:
     thread = threading.get_ident()
     _running.add(thread)
     try:
-        yield
+        with marked_thread():
+            yield
     finally:
         _running.discard(thread)
 
@@ -155,10 +157,9 @@ def _end_unless_running() -> None:
 
 
 def _mine() -> list[Participant]:
-    """The modules, but for those of other threads that are running. On a
-    GPU, hooks may run in threads of autograd's, which run no backward of their own."""
+    """The modules, but for those of other threads that are running."""
     others = _running - {threading.get_ident()}
-    return [item for item in participants.values() if item.thread not in others]
+    return [item for item in list(participants.values()) if item.thread not in others]
 
 
 def end_backward() -> None:

@@ -8,11 +8,11 @@ compiled autograd is off. Managed modules reduce their gradients when such a bac
 they wait in none for another rank. Compilers switch it off, and back to what it was, so nothing is
 compiled by others while it is on.
 
-A backward that is averaged by the graph of its forward waits for other ranks, too. Only the main
-thread's are, so that it waits for none but the main threads of other ranks. While it runs, no other
-thread is traced or runs a backward: instances of a class share a compiled forward, and the graph of
-its backward has the group names of one of them. If another thread's backward runs already, it is
-not averaged so.
+A backward that is averaged by the graph of its forward waits for other ranks, too. Only those of
+one thread are, so that it waits for none but the same thread of other ranks: that which alone has
+constructed managed modules, else the main thread. While it runs, no other thread is traced or runs
+a backward: instances of a class share a compiled forward, and the graph of its backward has the
+group names of one of them. If another thread's backward runs already, it is not averaged so.
 
 A module with DDP's own reducer does wait in its backward for other ranks, as in eager DDP. That
 ends while each rank's other threads run or compile. If a rank has failed there, the others wait for
@@ -23,15 +23,33 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
+from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import compile_lock
 
+_constructing: Final = process_state.keep(
+    weakref.WeakSet[threading.Thread](),
+    "the threads that have begun to construct managed modules",
+    Lifetime.PROCESS,
+    reset=weakref.WeakSet.clear,
+)
 
-def is_main_thread() -> bool:
+
+def note_construction() -> None:
+    """Note that this thread constructs a managed module, before that waits for the other ranks: a
+    module that there is on one rank has its thread noted on all."""
+    _constructing.add(threading.current_thread())
+
+
+def is_training_thread() -> bool:
     """Whether this is the thread whose backwards may wait for other ranks in their graphs."""
-    return threading.current_thread() is threading.main_thread()
+    there = [thread for thread in list(_constructing) if thread.is_alive()]
+    only = there[0] if len(there) == 1 else threading.main_thread()
+    return threading.current_thread() is only
 
 
 @dataclass
@@ -45,6 +63,7 @@ class Turns:
     is_tracing: bool = False
     _thread: int = 0
     _is_on: bool = False
+    _holds_lock: bool = False
     _untraced: int = 0
     _averaging: int = 0
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -61,9 +80,9 @@ class Turns:
             may = not self.is_tracing and not self._averaging
             if may:
                 self.is_tracing, self._thread = True, threading.get_ident()
-        if may:
-            self._switch_on()
         try:
+            if may:
+                self._switch_on()
             yield may
         finally:
             if may:
@@ -115,12 +134,16 @@ class Turns:
                 self._changed.notify_all()
 
     def _switch_on(self) -> None:
+        """Wait for untraced backwards to end. An interrupt meanwhile leaves it half on, for
+        :meth:`_switch_off`."""
         with self._changed:
             self._is_on = True  # Nobody new begins, and those that have begun end by themselves.
             self._changed.wait_for(lambda: not self._untraced)
-        compile_lock().acquire()
+        self._holds_lock = compile_lock().acquire()
 
     def _switch_off(self) -> None:
         self._is_on = False
-        compile_lock().release()
+        if self._holds_lock:
+            self._holds_lock = False
+            compile_lock().release()
         self._changed.notify_all()

@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
 from fusion_passes.agreement.launches import shown_list
 from fusion_passes.agreement.participant import Participant
 from fusion_passes.agreement.protocol import participants
@@ -16,6 +19,7 @@ from fusion_passes.plan.planner import NO_PROFILE
 from fusion_passes.reductions.owners import Owner
 from fusion_passes.reporting.records import FusionReport
 from fusion_passes.reporting.warnings import warn_once
+from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.ddp import parameters_of
 
 
@@ -26,17 +30,6 @@ def warn_threads() -> None:
         "Two threads ran backwards of DDP modules under ddp_fusion at once. Torch can trace only "
         "one at a time: the gradients of the other were reduced when it had ended, with no compute "
         "beside them. Call the backwards from one thread to overlap them.",
-    )
-
-
-def warn_mixed() -> None:
-    """Warn that a backward was not traced because of parameters that it also reaches."""
-    warn_once(
-        "mixed backward",
-        "A backward reaches parameters of a DDP module under ddp_fusion, and others that FSDP or "
-        "DDP's own reducer must handle, which do nothing in a traced backward. It is not traced: "
-        "the gradients of the former are reduced when it has ended. To overlap them with it, call "
-        "backward for the two apart.",
     )
 
 
@@ -54,6 +47,32 @@ _FOREIGN: Final = (
     "SyncBatchNorm takes process_group=). If all parameters take part in each step, construct "
     "DistributedDataParallel without the option."
 )
+
+
+_HOOKS_ON_NODES: Final = (
+    "there are hooks on the autograd nodes that accumulate them (register_hook, register_prehook "
+    "of a node), which are to see the gradients of this rank, as with eager DDP. Put them on the "
+    "parameters (Tensor.register_hook, register_post_accumulate_grad_hook)."
+)
+
+
+def warn_averaged_later(hooked: Iterable[str], *, is_mixed: bool) -> None:
+    """Warn of a backward that must not average gradients before it ends.
+
+    Args:
+        hooked: the modules with hooks on their parameters' nodes, by name.
+        is_mixed: whether it reaches parameters of others too.
+    """
+    if is_mixed:
+        warn_once(
+            "mixed backward",
+            "A backward reaches parameters of a DDP module under ddp_fusion, and others that FSDP "
+            "or DDP's own reducer must handle, which do nothing in a traced backward. It is not "
+            "traced: the gradients of the former are reduced when it has ended. To overlap them "
+            "with it, call backward for the two apart.",
+        )
+    for module in hooked:
+        _warn_by_hand("hooks on nodes", module, _HOOKS_ON_NODES)
 
 
 def warn_lacking(reached: Sequence[Participant]) -> None:
@@ -194,6 +213,40 @@ def warn_local(name: str) -> str:
         "module anew before each backward that is to be averaged.",
     )
     return name
+
+
+_looked_at: Final = process_state.keep(
+    WeakTensorKeyDictionary(),
+    "parameters of which it is known whose they are, and the version of the registry then",
+    Lifetime.PROCESS,
+    reset=WeakTensorKeyDictionary.clear,
+)
+
+
+def warn_not_reduced(unmanaged: Iterable[Tensor]) -> None:
+    """Warn of parameters of managed modules whose gradients DDP does not know of.
+
+    Args:
+        unmanaged: tensors that a backward reaches, and no managed module reduces.
+    """
+    parameters = [leaf for leaf in unmanaged if isinstance(leaf, nn.Parameter)]
+    new = {id(leaf) for leaf in parameters if _looked_at.get(leaf) != registry.version}
+    if not new:
+        return
+    _looked_at.update((leaf, registry.version) for leaf in parameters)
+    for ddp in registry.modules():
+        named = ddp.module.named_parameters()
+        found = [name for name, parameter in named if id(parameter) in new]
+        names = [repr(name) for name in found if name not in ddp.parameters_to_ignore]
+        if names:
+            label = registry.module_of(ddp).label
+            warn_once(
+                f"not reduced {label}",
+                f"Gradients of {label} ({len(names)}: {shown_list(names)}) stay on their rank, as "
+                "with eager DDP: DistributedDataParallel was constructed before these parameters "
+                "were made, or required a gradient. Construct it after the last change of the "
+                "model.",
+            )
 
 
 def _is_averaged_by_another(owner: Owner) -> bool:

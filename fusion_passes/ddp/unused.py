@@ -36,7 +36,7 @@ BESIDE_FOREIGN: Final = (
 
 def any_may_lack() -> bool:
     """Whether there is a module some of whose parameters may go without a gradient."""
-    return any(participant.usage is not None for participant in participants.values())
+    return any(participant.usage is not None for participant in list(participants.values()))
 
 
 def beside(group_name: str, *, in_aot: bool) -> SentBeside | None:
@@ -85,7 +85,7 @@ def note_reach(leaves: Iterable[Tensor]) -> list[Participant]:
     Returns:
         These modules, if it reaches any of their parameters.
     """
-    lacking = [item for item in participants.values() if item.usage is not None]
+    lacking = [item for item in list(participants.values()) if item.usage is not None]
     if not lacking:
         return []
     ids = set(map(id, leaves))

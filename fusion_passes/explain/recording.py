@@ -147,7 +147,7 @@ def _compile_s() -> float:
 
 def _rounds() -> int:
     """How often a module's gradients have been completed."""
-    return sum(participant.rounds for participant in participants.values())
+    return sum(participant.rounds for participant in list(participants.values()))
 
 
 class Recordings:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from fusion_passes.install.patch import Span
 from fusion_passes.install.patches import find
@@ -34,12 +35,14 @@ def replace(undo: contextlib.ExitStack, what: str, value: object) -> None:
         LookupError: there is no such entry in the registry.
     """
     owner, name = _find(what, Span.FLAG)
-    original = getattr(owner, name)
+    replaced[what] = getattr(owner, name)
+    original = inspect.getattr_static(owner, name)
+    if isinstance(original, staticmethod):
+        value = staticmethod(cast("Callable[..., Any]", value))
     setattr(owner, name, value)
-    replaced[what] = original
 
     def restore() -> None:
-        if getattr(owner, name) is value:
+        if inspect.getattr_static(owner, name) is value:
             setattr(owner, name, original)
 
     undo.callback(restore)

@@ -19,6 +19,7 @@ from fusion_passes.ddp.own_reducer import (
     warn_own_reducer,
     warn_without_effect,
 )
+from fusion_passes.ddp.turns import note_construction
 from fusion_passes.flag import active_config
 from fusion_passes.install.changes import patched_setting, value_of
 from fusion_passes.install.conflicts import check_conflicts, check_reducer_mode
@@ -71,6 +72,7 @@ def construct(
     if caps_mb:
         bound.arguments["bucket_cap_mb"] = max(caps_mb)
     fill_slot()
+    note_construction()
     with _python_reducer():
         original(*bound.args, **bound.kwargs)
     ddp.bucket_bytes_cap_list = [mib_to_bytes(cap_mb) for cap_mb in caps_mb]

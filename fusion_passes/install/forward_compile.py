@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fusion_passes.ddp.aot_forward import compiling, find_reduced_inputs
-from fusion_passes.ddp.turns import is_main_thread
+from fusion_passes.ddp.turns import is_training_thread
 from fusion_passes.flag import active_config
 from fusion_passes.install.changes import patched_setting
 from fusion_passes.torch_private import inductor_config, is_compiling_backward
@@ -49,7 +49,7 @@ def compile_forward(
         return original(compiler, model, inputs, *args, **kwargs)
     if config is None or config.backward_graph == "compiled_autograd" or not _is_usual(options):
         return original(compiler, model, inputs, *args, **kwargs)
-    if not torch.is_grad_enabled() or not is_main_thread():
+    if not torch.is_grad_enabled() or not is_training_thread():
         return original(compiler, model, inputs, *args, **kwargs)
     found = find_reduced_inputs(model.graph, inputs, config)
     if found is None:

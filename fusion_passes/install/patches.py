@@ -65,6 +65,11 @@ _WITH_FLAG: Final = (
         "modules that other threads call are none of that trace.",
     ),
     _with_flag(
+        "torch.autograd.function._HookMixin._register_hook",
+        "Hooks on autograd nodes come through it, of which torch tells nobody: on the nodes that "
+        "accumulate gradients they must see these before they are averaged.",
+    ),
+    _with_flag(
         "torch._dynamo.eval_frame.OptimizeContext.__init__",
         "Each torch.compile makes one: its options are those of the backward that comes next.",
     ),

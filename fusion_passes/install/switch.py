@@ -13,6 +13,7 @@ from fusion_passes.ddp.aot_backward import aot_backwards
 from fusion_passes.ddp.backward import BackwardRunner
 from fusion_passes.ddp.comm_hooks import check_flag
 from fusion_passes.ddp.donation import donating
+from fusion_passes.ddp.node_hooks import node_hooks
 from fusion_passes.ddp.rounds import is_running
 from fusion_passes.ddp.tracing import call_module
 from fusion_passes.flag import active_config, add_flag
@@ -102,6 +103,8 @@ class _Installation:
                 wrap(undo, f"{module}._engine_run_backward", _runner.run)
             wrap(undo, f"{INDUCTOR}.__call__", functools.partial(compile_forward, self.fill_slot))
             wrap(undo, "torch.fx.Tracer.call_module", call_module)
+            node_hooks.forget()
+            wrap(undo, "torch.autograd.function._HookMixin._register_hook", node_hooks.register)
             regions = "torch._dynamo.eval_frame.OptimizeContext.__init__"
             wrap(undo, regions, functools.partial(make_region, _runner))
             tracer = "torch._dynamo.compiled_autograd.AutogradCompilerInstance"

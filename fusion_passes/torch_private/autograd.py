@@ -121,6 +121,45 @@ def backward_to_read(context: Any) -> Any:
     return context._forward_cls._lazy_backward_info
 
 
+class _Asked(Exception):  # noqa: N818 - it is an answer
+    """Says which hooks a node has."""
+
+
+def _question() -> None:
+    """Is registered on a node, in vain: see :func:`register_unless_asked`."""
+
+
+def register_unless_asked(register: Callable[..., Any], hooks: Any, hook: Any) -> Any:
+    """Take the place of ``torch.autograd.function._HookMixin._register_hook``, which nodes of C++
+    call with their hooks, and with the one to be added to them: it is the one door to them, since
+    torch tells nobody which nodes have hooks.
+
+    Args:
+        register: the original.
+        hooks: those that the node has, by the ids of their handles, or ``None``.
+        hook: to be added.
+    """
+    if hook is _question:
+        raise _Asked(bool(hooks))
+    return register(hooks, hook)
+
+
+def have_hooks_on_nodes(parameters: Iterable[Tensor]) -> bool:
+    """Whether there are Python hooks on a node that accumulates the gradient of one of these: some
+    microseconds for each. Only where :func:`register_unless_asked` is in its place."""
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+        for register in (node.register_prehook, node.register_hook):
+            try:
+                register(_question)
+            except _Asked as answer:
+                if answer.args[0]:
+                    return True
+    return False
+
+
 # --- Graphs and operators ------------------------------------------------------------------------
 
 

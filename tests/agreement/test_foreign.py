@@ -100,7 +100,8 @@ def test_a_rank_that_would_come_too_late_says_so() -> None:
     with pytest.raises(RanksDisagreeError) as error:
         _module(BETWEEN).announce(OTHERWISE)
     assert error.value.is_overtaken
-    assert error.value.collectives == {0: BETWEEN.encode(), 1: OTHERWISE.encode()}
+    assert error.value.collectives == {1: OTHERWISE.encode()}, "it does not know of rank 0"
+    assert error.value.agreed == BETWEEN.encode()
 
 
 @pytest.mark.usefixtures("issued")

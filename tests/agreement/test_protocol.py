@@ -353,12 +353,19 @@ def leaves_out_a_layer(mode: str, from_step: int, is_traced: bool) -> str:
 def test_a_parameter_without_a_gradient_on_one_rank_is_an_error_on_all(
     run_on_ranks: RUN, mode: str, from_step: int, is_traced: bool
 ) -> None:
-    for text in run_on_ranks(
+    first, second = run_on_ranks(
         2, leaves_out_a_layer, mode=mode, from_step=from_step, is_traced=is_traced
-    ):
-        assert text.startswith("The ranks of DDP 0 (Branch) do not reduce the same gradients")
-        assert "'second.weight', 'second.bias': a gradient on rank 0, and none on rank 1." in text
-        assert "find_unused_parameters=True" in text
+    )
+    layer = "'second.weight', 'second.bias'"
+    assert first.startswith("The ranks of DDP 0 (Branch) do not reduce the same gradients")
+    assert f"{layer}: a gradient on rank 0, and none on rank 1." in first
+    assert "find_unused_parameters=True" in first
+    if from_step == 0:  # All ranks have said what they have.
+        assert second == first
+    else:
+        assert second.startswith("Rank 1 of DDP 0 (Branch) cannot reduce what all ranks have")
+        assert f"{layer}: no gradient on rank 1." in second
+        assert "find_unused_parameters=True" in second
 
 
 def has_another_flag() -> str:

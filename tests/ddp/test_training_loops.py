@@ -7,11 +7,13 @@ said. The numbers are looked at in ``tests/equality/``.
 from __future__ import annotations
 
 import re
+import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,10 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import fusion_passes
 from fusion_passes import FusionConfig, FusionReport, FusionWarning
+from fusion_passes.agreement.participant import Participant
+from fusion_passes.agreement.protocol import participants
 from fusion_passes.ddp import late, rounds
+from fusion_passes.ddp.hooks import _placed
 from fusion_passes.ddp.late import reduce_late
 from fusion_passes.install import switch
 from fusion_passes.reporting.journal import journal
@@ -88,6 +94,133 @@ def test_no_thread_waits_for_other_ranks_inside_of_its_backward(
     assert seen == [True]
 
 
+def test_an_interrupt_while_a_backward_waits_for_another_thread_leaves_nothing_behind() -> None:
+    """As of a cell of a notebook that is stopped: later backwards wait for nobody."""
+    ddp = _managed(FusionConfig(backward_graph="compiled_autograd"))
+    compiled, main = torch.compile(ddp), threading.main_thread().ident
+    began, stopped = threading.Event(), threading.Event()
+    assert main is not None
+
+    def hold(_: Tensor) -> None:
+        began.set()
+        while not switch._runner.is_tracing:
+            time.sleep(0.01)
+        time.sleep(0.1)  # It waits now, or soon.
+        signal.pthread_kill(main, signal.SIGINT)
+        stopped.wait(10)
+
+    def held() -> None:
+        output = nn.Linear(4, 4)(_inputs())
+        output.register_hook(hold)
+        output.sum().backward()
+
+    loss = compiled(_inputs()).sum()
+    other = threading.Thread(target=held, daemon=True)
+    other.start()
+    assert began.wait(10)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    stopped.set()
+    other.join()
+    later = threading.Thread(
+        target=lambda: nn.Linear(4, 4)(_inputs()).sum().backward(), daemon=True
+    )
+    later.start()
+    later.join(10)
+    assert not later.is_alive(), "it waits for ever"
+
+
+class _Deep(nn.Module):
+    """Two layers. So many backwards are inside of one another that autograd runs the second's in a
+    thread of its own, as it runs all on a GPU; ``between`` is called before the first's."""
+
+    def __init__(self, between: Callable[[], object]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.between = between
+        self.threads: set[int] = set()
+        self.second.weight.register_hook(lambda _: self.threads.add(threading.get_ident()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x.register_hook(lambda _: self.between() and None)
+        return self._nested(x, 70)
+
+    def _nested(self, x: Tensor, depth: int) -> Tensor:
+        if not depth:
+            return self.second(x)
+        return cast("Tensor", checkpoint(self._nested, x, depth - 1, use_reentrant=True))
+
+
+def test_a_backward_in_threads_of_autograds_is_not_ended_by_that_of_another_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched: list[tuple[int, ...]] = []
+    run = late._run
+
+    def note(lists: Any) -> None:
+        launched.extend(item.parameters for _, mine in lists for item in mine.collectives)
+        run(lists)
+
+    def train_another() -> None:
+        other = threading.Thread(
+            target=lambda: short(_inputs()).sum().backward(create_graph=True), daemon=True
+        )
+        other.start()
+        other.join(10)
+        assert not other.is_alive()
+        launched.append(())
+
+    inductor_config.ddp_fusion = "concat"
+    deep = DistributedDataParallel(_Deep(train_another))
+    short = DistributedDataParallel(nn.Linear(4, 4, bias=False))
+    monkeypatch.setattr(late, "_run", note)
+    _said(lambda: deep(_inputs()).sum().backward(create_graph=True))
+    assert threading.get_ident() not in deep.module.threads
+    assert launched == [(0,), (), (3, 2, 1, 0)]
+
+
+def _freeing(victims: list[object], attribute: str) -> type[Participant]:
+    """Participants that free a victim each time when they are asked for an attribute."""
+
+    def read(self: Participant) -> Any:
+        if victims:
+            victims.pop()
+        return vars(self)[attribute]
+
+    def write(self: Participant, value: Any) -> None:
+        vars(self)[attribute] = value
+
+    return type("Freeing", (Participant,), {attribute: property(read, write)})
+
+
+@pytest.mark.parametrize("attribute", ["usage", "thread", "rounds", "history"])
+def test_modules_may_be_freed_while_another_one_trains(attribute: str) -> None:
+    """As the collector does, which may run at any time."""
+    inductor_config.ddp_fusion = "concat"
+    victims: list[object] = []
+
+    def free() -> None:
+        if victims:
+            victims.pop()
+
+    _placed[-1] = cast("Any", free)
+    ddp = DistributedDataParallel(two_layers(), find_unused_parameters=True)
+    (mine,) = participants.values()
+    victims += [_managed() for _ in range(50)]
+    mine.__class__ = _freeing(victims, attribute)
+    try:
+        compiled = torch.compile(ddp)
+        for _ in range(2):
+            compiled(_inputs()).sum().backward()
+        inductor_config.ddp_fusion = FusionConfig(bucket_cap_mb=1)  # All agree anew.
+        compiled(_inputs()).sum().backward()
+    finally:
+        _placed.pop(-1)
+        mine.__class__ = Participant
+    assert len(victims) < 50
+
+
 @pytest.mark.parametrize(
     ("cap_bytes", "parameters"),
     [
@@ -114,6 +247,18 @@ def test_caps_hold_for_what_is_reduced_after_the_backward(
 
 def _captures() -> int:
     return torch._dynamo.utils.counters["compiled_autograd"]["captures"]
+
+
+def test_a_gradient_is_saved_with_its_bucket_and_a_clone_without() -> None:
+    """What docs/buckets.md says of memory that gradients share."""
+    ddp = _managed()
+    torch.compile(ddp)(_inputs()).sum().backward()
+    gradients = [parameter.grad for parameter in ddp.parameters()]
+    bucket = sum(gradient.nbytes for gradient in gradients if gradient is not None)
+    for gradient in gradients:
+        assert gradient is not None
+        assert gradient.untyped_storage().nbytes() == bucket
+        assert gradient.clone().untyped_storage().nbytes() == gradient.nbytes
 
 
 def test_backward_inside_the_compiled_step() -> None:
@@ -164,8 +309,8 @@ def test_flag_that_is_set_in_one_thread_and_used_in_another() -> None:
         thread.start()
         thread.join()
 
-    said = _said(run)
-    assert said == []
+    (said,) = _said(run)
+    assert "runs in another thread than the one that constructed it" in said
     assert _only_report().collectives_after == 1
 
 

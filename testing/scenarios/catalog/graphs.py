@@ -5,6 +5,7 @@ from __future__ import annotations
 from testing.scenarios.catalog.making import (
     COALESCED,
     CONCAT,
+    NOT_DDPS_OWN,
     RUNS_EAGERLY,
     TORCH_CRASHES,
     on_four,
@@ -121,6 +122,21 @@ INSTANCES = [
         "two DDP modules over the same weights, called in turn",
         "instances:over_the_same_weights_at_once",
         tested=CONCAT,
+    ),
+    on_two(
+        "one-thread",
+        "a training in a thread that is not the main one",
+        "instances:one_thread",
+        graph="aot_autograd",
+        tested=CONCAT,
+    ),
+    on_two(
+        "another-thread",
+        "a training in another thread than the one that constructed DDP",
+        "instances:another_thread",
+        graph="compiled_autograd",
+        warns=("runs in another thread than the one that constructed it",),
+        tested=COALESCED,
     ),
     on_two(
         "threads",
@@ -259,9 +275,33 @@ RANKS = [
         tested=CONCAT,
     ),
     on_two(
+        "unreached-later",
+        "the same after a plain step, in a gradient penalty",
+        "ranks:unreached_later",
+        becomes="equal, unfused",
+        warns=("compiled autograd cannot trace it, because it differentiates gradients",),
+        tested=CONCAT,
+    ),
+    on_two(
+        "all-replaced",
+        "all parameters replaced after DDP was constructed: local gradients",
+        "ranks:all_replaced",
+        becomes="equal, unfused",
+        warns=NOT_DDPS_OWN,
+        tested=CONCAT,
+    ),
+    on_two(
+        "thawed",
+        "a layer thawed after DDP was constructed: its local gradients",
+        "ranks:thawed",
+        warns=NOT_DDPS_OWN,
+        tested=COALESCED,
+    ),
+    on_two(
         "swapped",
         "a parameter replaced after DDP was constructed: eager DDP's error",
         "ranks:swapped",
+        warns=NOT_DDPS_OWN,
         tested=COALESCED,
     ),
 ]

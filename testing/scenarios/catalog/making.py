@@ -46,6 +46,7 @@ BESIDE_OTHERS = ("A backward reaches parameters of a DDP module under ddp_fusion
 RUNS_EAGERLY = ("are reduced after their backward, with no compute beside them",)
 BESIDE_FOREIGN = ("it has collectives of its own on the process group",)
 NO_EFFECT = ("has no effect under ddp_fusion: it tunes the C++ reducer, which does not run",)
+NOT_DDPS_OWN = ("stay on their rank, as with eager DDP: DistributedDataParallel was constructed",)
 """What the user is told in several scenarios."""
 
 TORCH_CRASHES = "torch 2.11 can crash where one thread is traced while another one runs"

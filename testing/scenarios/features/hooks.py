@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor, nn
@@ -100,6 +101,49 @@ def hooks_in_order(run: Run) -> None:
     weight.register_post_accumulate_grad_hook(note("late"))
     train(run, ddp)
     run.note_end(nn.Module(), **seen)
+
+
+def _hook_node(parameter: Tensor, seen: list[Tensor]) -> list[Any]:
+    """Put hooks on the node that accumulates a parameter's gradient, which note what they see. The
+    first one puts zeros in its place on rank 1. Returns what removes them, and the node."""
+    node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+
+    def before(gradients: Any) -> Any:
+        seen.append(gradients[0].detach().clone())
+        return (gradients[0] * (1 - dist.get_rank()),)
+
+    def behind(_: Any, __: Any) -> None:
+        assert parameter.grad is not None
+        seen.append(parameter.grad.detach().clone())
+
+    return [node.register_prehook(before), node.register_hook(behind), node]
+
+
+def node_hooks(run: Run) -> None:
+    """Hooks on the autograd nodes that accumulate gradients, put there and taken away between
+    steps. They see the gradient of this rank alone, and may change it."""
+    seen: list[Tensor] = []
+    ddp = run.ddp(run.mlp(2))
+    forward = run.compile(ddp)
+    backwards(run, ddp, forward, 1)
+    *handles, _ = _hook_node(ddp.module[0].weight, seen)
+    backwards(run, ddp, forward, 2, first=1)
+    for handle in handles:
+        handle.remove()
+    backwards(run, ddp, forward, 1, first=3)
+    run.note_end(nn.Module(), **{str(number): value for number, value in enumerate(seen)})
+
+
+def node_hooks_before(run: Run) -> None:
+    """The same, put there before the flag was set and DDP was constructed; gradients are kept, and
+    the backward is inside of the compiled function."""
+    seen: list[Tensor] = []
+    model = run.mlp(2).to(run.device)
+    with torch._inductor.config.patch(ddp_fusion=None):
+        hooks = _hook_node(model.get_parameter("0.weight"), seen)
+    train(run, run.ddp(model), Loop("inside", steps=2, micro_batches=2, no_sync=True, zero="kept"))
+    run.note_end(nn.Module(), **{str(number): value for number, value in enumerate(seen)})
+    del hooks
 
 
 def module_hooks(run: Run) -> None:

@@ -150,6 +150,22 @@ def over_the_same_weights_at_once(run: Run) -> None:
         run.note_backward(modules[0])
 
 
+def one_thread(run: Run) -> None:
+    """All of a training, from the constructor on, in one thread that is not the main one."""
+
+    def train() -> None:
+        ddp = run.ddp(run.mlp(2))
+        backwards(run, ddp, run.compile(ddp))
+
+    run_at_once([train])
+
+
+def another_thread(run: Run) -> None:
+    """A training in a thread, of a module that the main one has constructed."""
+    ddp = run.ddp(run.mlp(2))
+    run_at_once([lambda: backwards(run, ddp, run.compile(ddp))])
+
+
 def threads(run: Run) -> None:
     """Two modules on groups of their own, each trained in a thread that sees the flag; one rank
     starts them the other way round."""

@@ -285,6 +285,57 @@ def unreached_inside(run: Run) -> None:
     _note_first_error(run, "error", lambda _: compiled(run.rows(0)[0]))
 
 
+def unreached_later(run: Run) -> None:
+    """A plain step, and then a gradient penalty alone, of a forward that is not compiled: on no
+    rank does it reach the last bias."""
+    ddp = run.ddp(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, OUTPUTS)))
+    forward = run.compile(ddp)
+
+    def step(number: int) -> None:
+        inputs, factors = run.rows(number)
+        if number != 1:
+            (forward(inputs) * factors).sum().backward()
+            return
+        outputs = ddp(inputs.requires_grad_())
+        (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        slope.square().sum().backward()
+
+    _note_first_error(run, "error", step)
+
+
+def _local_backwards(run: Run, ddp: Any) -> None:
+    """Two backwards, of which the gradients are noted that the model's own parameters have now."""
+    forward = run.compile(ddp)
+    for step in range(2):
+        ddp.zero_grad()
+        inputs, factors = run.rows(step)
+        dtype = ddp.module[0].weight.dtype
+        (forward(inputs.to(dtype)) * factors).sum().backward()
+        run.note_backward(ddp.module)
+
+
+def all_replaced(run: Run) -> None:
+    """All parameters are replaced after DDP was constructed, by a conversion: nobody averages their
+    gradients."""
+    ddp = run.ddp(run.mlp(2))
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        ddp.double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    _local_backwards(run, ddp)
+
+
+def thawed(run: Run) -> None:
+    """A layer is thawed after DDP was constructed: nobody averages its gradients."""
+    model = run.mlp(2)
+    model[0].requires_grad_(False)
+    ddp = run.ddp(model)
+    _local_backwards(run, ddp)
+    model[0].requires_grad_(True)
+    _local_backwards(run, ddp)
+
+
 def swapped(run: Run) -> None:
     """A parameter is replaced after DDP was constructed: it has no gradient that DDP knows of."""
     model = run.mlp(2)
