@@ -30,8 +30,10 @@ class NodeHooks:
 
     def register(self, register: Callable[..., Any], hooks: Any, hook: Any) -> Any:
         """Register a hook on a node, which nobody says."""
+        registered = register_unless_asked(register, hooks, hook)
+        # Not reached by a look of our own, which would otherwise be made again in each backward.
         self._none_at = -1
-        return register_unless_asked(register, hooks, hook)
+        return registered
 
     def modules(self) -> frozenset[str]:
         """The names of the modules that have some."""
