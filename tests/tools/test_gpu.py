@@ -206,6 +206,8 @@ def test_parts_are_chosen_in_their_order() -> None:
         "options-concat",
     ]
     assert choose(PARTS, []) == list(PARTS)
+    first = ["norms", "net-gpt2", "graphs", "copies", "starts", "net-resnet"]
+    assert [part.name for part in PARTS[:6]] == first, "short ones before those that end the time"
 
 
 # --- A run ---------------------------------------------------------------------------------------

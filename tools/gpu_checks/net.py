@@ -153,6 +153,8 @@ def _start_all(
             method.processes = RowProcesses(Row("way", method.name), place)
         except RowFailed as error:
             method.fail(str(error))
+        else:
+            method.ask("build", timeout_s=left_s())
 
     def start(method: Method) -> list[Started] | None:
         # Tiny ones take turns on a few cores.

@@ -30,20 +30,25 @@ class CheckRank(Rank):
     def backend(self) -> str:
         return os.environ[BACKEND]
 
-    def wrap(self) -> None:
-        """Build the model and wrap it in DDP; ``"auto"`` measures the network in that."""
+    def build(self) -> None:
+        """Build the model, and import what that needs: no part of a start."""
         from workloads.models import SIZES, subject
-        from workloads.ways import EAGER, WAYS, built, prepare
+        from workloads.ways import built
 
-        mine = self._assignment
+        self._made = subject(self._assignment.model, SIZES[self._assignment.size])
+        self._model = built(self._made, self._device)
+
+    def wrap(self) -> None:
+        """Wrap what was built in DDP; ``"auto"`` measures the network in that."""
+        from workloads.ways import EAGER, WAYS, prepare
+
+        mine, made, model = self._assignment, self._made, self._model
         if mine.row.way == EAGER:
             # Compiled as with the others, so that what differs is how gradients are reduced.
             import torch._dynamo.config
 
             torch._dynamo.config.optimize_ddp = False
             WAYS[EAGER] = replace(WAYS[EAGER], style="outside")
-        made = subject(mine.model, SIZES[mine.size])
-        model = built(made, self._device)
         self._barrier()
         begin = time.perf_counter()
         self._training = prepare(mine.row.way, made, self._device, seed=mine.rank, model=model)
@@ -57,10 +62,20 @@ class CheckRank(Rank):
         self._run()
         self._synchronize()
         seconds = time.perf_counter() - begin
+        self._log_phases(seconds)
         gradients = [p.grad for p in self._training.model.parameters() if p.grad is not None]
         sizes = tuple(gradient.nbytes for gradient in gradients)
         self._give_back()
         return Started(self._wrapped_s + seconds, sizes)
+
+    def _log_phases(self, seconds: float) -> None:
+        """Say in the log what a start was spent on, and what caches gave."""
+        from torch._dynamo.utils import compile_times, counters
+
+        print(f"wrapped in {self._wrapped_s:.3f} s, first step in {seconds:.3f} s")
+        for kind in ("aot_autograd", "inductor", "compiled_autograd"):
+            print(f"{kind}: {dict(counters[kind])}")
+        print(compile_times(), flush=True)
 
     def check(self, reference: str, write: bool) -> Checked:
         checked = super().check(reference, write)
