@@ -10,21 +10,20 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.ddp import node_hooks as module
 from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.node_hooks import node_hooks
+from fusion_passes.torch_private.autograd import have_hooks_on_nodes
 from testing.fake_world import one_rank
 
 
 def test_nodes_are_asked_once_and_again_after_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    ask = module.have_hooks_on_nodes
 
     def counted(parameters: Iterable[Tensor]) -> bool:
         asked.append(1)
-        return ask(parameters)
+        return have_hooks_on_nodes(parameters)
 
-    monkeypatch.setattr(module, "have_hooks_on_nodes", counted)
+    monkeypatch.setattr("fusion_passes.ddp.node_hooks.have_hooks_on_nodes", counted)
     with one_rank(), inductor_config.patch(ddp_fusion="concat"):
         ddp = DistributedDataParallel(nn.Linear(2, 2))
         assert node_hooks.modules() == frozenset()

@@ -75,7 +75,7 @@ class CheckRank(Rank):
         print(f"wrapped in {self._wrapped_s:.3f} s, first step in {seconds:.3f} s")
         for kind in ("aot_autograd", "inductor", "compiled_autograd"):
             print(f"{kind}: {dict(counters[kind])}")
-        print(compile_times(), flush=True)
+        print(compile_times(repr="str"), flush=True)
 
     def check(self, reference: str, write: bool) -> Checked:
         checked = super().check(reference, write)
