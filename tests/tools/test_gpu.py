@@ -32,6 +32,7 @@ from gpu_checks import (
     norms,
     pages,
     plan,
+    rank,
     shaped,
     sharing,
     starts,
@@ -687,6 +688,15 @@ def test_starts_are_over_those_without_ddp(site: Site, monkeypatch: pytest.Monke
     failed = rows[starts.COMPARED.index(bench_ranks.RAISES)]
     assert failed.words.endswith("this way does not compile")
     assert set(failed.figures.values()) == {None}
+
+
+def test_a_log_says_what_a_start_was_spent_on(capsys: pytest.CaptureFixture[str]) -> None:
+    one = rank.CheckRank.__new__(rank.CheckRank)
+    one._wrapped_s = 0.5
+    one._log_phases(1.25)
+    said = capsys.readouterr().out
+    assert said.startswith("wrapped in 0.500 s, first step in 1.250 s\naot_autograd: {")
+    assert "TorchDynamo compilation metrics" in said
 
 
 def test_every_norm_is_compared_above_the_threshold() -> None:
