@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-EXPECTED: Final = "_ddp_fusion_expected"
-"""Attribute of a managed module: whether the next gradients are averaged."""
+from fusion_passes.reducer.reducer import EXPECTED, LOCAL
 
-LOCAL: Final = "_ddp_fusion_local"
-"""Attribute: whether the last forward ran under ``no_sync``."""
+__all__ = ["EXPECTED", "LOCAL"]
 
 
 def note_forward(ddp: Any) -> None:

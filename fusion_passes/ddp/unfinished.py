@@ -8,16 +8,10 @@ from typing import Final, NoReturn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.ddp.managed_module import ManagedModule
+from fusion_passes.reducer.reducer import FORGOTTEN, UNFINISHED, RefusedGradientError
 from fusion_passes.torch_private.ddp import parameters_of, raise_as_ddp
 
-UNFINISHED: Final = "_ddp_fusion_unfinished"
-"""Attribute of a managed module: the error of the next forward, if a backward has left parameters
-without a gradient; else ``None``."""
-
-FORGOTTEN: Final = (
-    "This DistributedDataParallel module was constructed before fusion_passes was reset, which has "
-    "forgotten it, and with it how its gradients are reduced. Construct it anew."
-)
+__all__ = ["FORGOTTEN", "UNFINISHED", "RefusedGradientError"]
 
 NOT_ENDED: Final = (
     "Expected to have finished reduction in the prior iteration before starting a new one. The "
@@ -25,10 +19,6 @@ NOT_ENDED: Final = (
     "cannot know: torch._inductor.config.ddp_fusion was unset after the module was constructed. "
     "Construct DistributedDataParallel anew on all ranks."
 )
-
-
-class RefusedGradientError(RuntimeError):
-    """A gradient has come on this rank that DDP refuses: its own reducer raises a RuntimeError."""
 
 
 def unfinished(ddp: DistributedDataParallel, module: ManagedModule, missing: Iterable[int]) -> str:

@@ -35,6 +35,12 @@ def unflattened(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return pieces
 
 
+def version_of_tensor(tensor: Tensor) -> int:
+    """How often the tensor's memory has been written to."""
+    version: int = tensor._version
+    return version
+
+
 def is_tensor_subclass(value: Any) -> bool:
     """Whether a value is a tensor that is made of others, which AOTAutograd takes apart."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -57,6 +63,27 @@ def any_have_hooks(tensors: Iterable[Tensor], most_after: int) -> bool:
         if tensor._backward_hooks or (after is not None and len(after) > most_after):
             return True
     return False
+
+
+def accumulates_plainly(tensor: Tensor) -> bool:
+    """Whether nobody looks at a tensor's gradient before it is accumulated, or right after: there
+    are no hooks of either kind."""
+    return not tensor._backward_hooks and not tensor._post_accumulate_grad_hooks
+
+
+def hook_behind_accumulation(tensor: Tensor, hook: Callable[..., None]) -> tuple[Any, Any]:
+    """Have a function called whenever a gradient has been accumulated in a tensor, behind all other
+    hooks on it, as DDP's reducer does.
+
+    Args:
+        tensor: a leaf that requires a gradient.
+        hook: called with what the engine gives hooks of nodes.
+
+    Returns:
+        The node, which must be kept, or the hook is gone with it; and the hook's handle.
+    """
+    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    return node, node.register_hook(hook)
 
 
 AccumulateGrad: Final[Any] = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -140,8 +167,21 @@ def register_unless_asked(register: Callable[..., Any], hooks: Any, hook: Any) -
         hook: to be added.
     """
     if hook is _question:
-        raise _Asked(bool(hooks))
+        raise _Asked(len(hooks or ()))
     return register(hooks, hook)
+
+
+def hooks_on_node(node: Any) -> tuple[int, int]:
+    """How many Python hooks run before a node of C++, and after it: some microseconds. Only where
+    :func:`register_unless_asked` is in its place."""
+    counts = []
+    for register in (node.register_prehook, node.register_hook):
+        try:
+            register(_question)
+        except _Asked as answer:
+            counts.append(answer.args[0])
+    before, after = counts
+    return before, after
 
 
 def have_hooks_on_nodes(parameters: Iterable[Tensor]) -> bool:
@@ -150,13 +190,8 @@ def have_hooks_on_nodes(parameters: Iterable[Tensor]) -> bool:
     for parameter in parameters:
         if not parameter.requires_grad:
             continue
-        node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
-        for register in (node.register_prehook, node.register_hook):
-            try:
-                register(_question)
-            except _Asked as answer:
-                if answer.args[0]:
-                    return True
+        if any(hooks_on_node(torch.autograd.graph.get_gradient_edge(parameter).node)):
+            return True
     return False
 
 
@@ -262,6 +297,11 @@ _WEAK_MARKS: Final = "_dynamo_weak_dynamic_indices"
 
 
 # --- The engine ----------------------------------------------------------------------------------
+
+
+def running_node() -> Any:
+    """The autograd node whose backward runs in this thread; ``None`` where none does."""
+    return torch._C._current_autograd_node()
 
 
 def after_backward(function: Any) -> None:

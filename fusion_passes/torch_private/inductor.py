@@ -211,6 +211,17 @@ def register_lowering(target: OpOverload, function: Any) -> None:
     inductor_lowerings().register_lowering(target, type_promotion_kind=None)(function)
 
 
+def run_after(operation: str, buffer: str) -> None:
+    """Have Inductor's scheduler run an operation after the one that makes a buffer, whatever reads
+    what.
+
+    Args:
+        operation: its name.
+        buffer: its name.
+    """
+    graph_lowering().additional_star_deps[operation].add(buffer)
+
+
 def supports_foreach(device: torch.device) -> bool:
     """Whether Inductor generates one kernel for tensors of several sizes on that device."""
     from torch._inductor.codegen.common import BackendFeature

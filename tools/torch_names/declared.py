@@ -26,6 +26,7 @@ VALUES_OF_ROOM: Final[Mapping[str, str]] = {"lowering": "torch._inductor.ir"}
 STANDS_FOR: Final[Mapping[str, str]] = {
     "_Donating": _TRACER,
     "ReducerOfManaged": "torch.distributed.Reducer",
+    "ReducerOfReduced": "torch.distributed.Reducer",
 }
 """Classes of the package that torch takes for another class: what they define, it must have."""
 
@@ -38,6 +39,7 @@ ATTRIBUTES: Final[Mapping[str, tuple[str, str]]] = {
     "_forward_pre_hooks": ("torch.nn.Module", ""),
     "_input_metadata": ("torch.autograd.graph.Node", ""),
     "_sequence_nr": ("torch.autograd.graph.Node", ""),
+    "_split_size": ("torch._inductor.ir.ComputedBuffer", ""),
     "_timeout": ("torch._C._distributed_c10d.Backend.Options", ""),
 }
 """Attributes of objects that the code does not say the class of: what has them, and what they

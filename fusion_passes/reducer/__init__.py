@@ -1,0 +1,1 @@
+"""Averages the gradients of a DDP module over its ranks, as DDP's C++ reducer does."""

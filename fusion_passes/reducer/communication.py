@@ -1,0 +1,290 @@
+"""Sends buckets: averages them, in their own dtype or a smaller one, or calls a communication hook
+in the place of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fusion_passes.reducer.layout import Bucket
+from fusion_passes.torch_private.autograd import version_of_tensor
+from fusion_passes.torch_private.process_groups import (
+    AnyFuture,
+    all_reduce,
+    all_reduce_coalesced,
+    seen_by_autograd,
+)
+
+Wait: TypeAlias = Callable[[], None]
+"""Waits for a bucket. When it has returned, the bucket's memory holds the average."""
+
+_WIDE_RANGE: Final = (torch.float32, torch.float64, torch.bfloat16)
+"""Dtypes in which a sum over all ranks is far from overflow. In fp16 it is not: there gradients are
+divided before they are summed, as in eager DDP."""
+
+_AVERAGING: Final = ("nccl", "gloo")
+"""Backends that average without a kernel of ours."""
+
+
+class Communication(Protocol):
+    """How a module's buckets are sent."""
+
+    def launch(self, bucket: Bucket, memory: Tensor, gradients: Sequence[Tensor]) -> Wait:
+        """Begin to average a bucket.
+
+        Args:
+            bucket: which.
+            memory: its gradients, one behind the other: ``[bucket.numel]``.
+            gradients: the same, as contiguous views of it.
+        """
+
+
+@dataclass
+class AllReduce:
+    """Averages by an all-reduce of each bucket.
+
+    Attributes:
+        group: the ranks.
+        backend: name of the group's backend.
+        is_coalesced: whether a bucket is sent as a list of its gradients.
+        dtype: in which gradients of wider floating-point dtypes are sent; ``None``: in their own.
+        divides_first: whether gradients are divided before they are summed, on any backend.
+        count_ranks: of ``join``: what gradients are divided by in this backward, where that is not
+            the number of all ranks; ``None`` where it is.
+    """
+
+    group: Any
+    backend: str
+    is_coalesced: bool = False
+    dtype: torch.dtype | None = None
+    divides_first: bool = False
+    count_ranks: Callable[[], float | None] | None = None
+
+    def launch(self, bucket: Bucket, memory: Tensor, gradients: Sequence[Tensor]) -> Wait:
+        """See :class:`Communication`."""
+        del bucket
+        size = self.group.size()
+        divisor = self.count_ranks() if self.count_ranks is not None else None
+        is_sent_smaller = (
+            self.dtype is not None
+            and memory.is_floating_point()
+            and memory.dtype.itemsize > self.dtype.itemsize
+        )
+        if size == 1 and not is_sent_smaller:
+            return _nothing
+        if is_sent_smaller:
+            return self._launch_smaller(memory, divisor or size)
+        real = torch.view_as_real(memory) if memory.is_complex() else memory
+        averages = (
+            divisor is None
+            and not self.divides_first
+            and self.backend in _AVERAGING
+            and real.dtype in _WIDE_RANGE
+        )
+        if not averages:
+            real.div_(divisor or size)
+        operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        if self.is_coalesced:
+            parts = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
+            return all_reduce_coalesced(self.group, parts, operation)
+        return all_reduce(self.group, real, operation)
+
+    def _launch_smaller(self, memory: Tensor, divisor: float) -> Wait:
+        """A dtype with a small range is scaled before it is summed, others where that is exact."""
+        is_divided_first = self.dtype == torch.float16
+        if is_divided_first:
+            memory.div_(divisor)
+        sent = memory.to(self.dtype)
+        wait_for_sent = (
+            all_reduce(self.group, sent, dist.ReduceOp.SUM) if self.group.size() > 1 else _nothing
+        )
+
+        def wait() -> None:
+            wait_for_sent()
+            memory.copy_(sent)
+            if not is_divided_first:
+                memory.div_(divisor)
+
+        return wait
+
+
+def _nothing() -> None:
+    pass
+
+
+def average_sparse(group: Any, gradient: Tensor, divisor: float) -> Tensor:
+    """Average the sparse gradients of all ranks, as DDP does: one all-reduce of rows.
+
+    Returns:
+        The average, sparse.
+    """
+    rows = gradient.coalesce() / divisor
+    if group.size() > 1:
+        all_reduce(group, rows, dist.ReduceOp.SUM)()
+    return rows
+
+
+# --- Communication hooks -------------------------------------------------------------------------
+
+
+class GradBucket:
+    """What a communication hook is given: DDP's ``GradBucket``, which cannot be made from Python.
+
+    Args:
+        index: of the bucket in its step, in the order in which the hook is called.
+        buffer: ``[n]``, the gradients of this rank, not divided, one behind the other; of complex
+            ones their real and imaginary parts, as in DDP.
+        parameters: whose gradients they are.
+        is_last: whether no other bucket of the step comes.
+    """
+
+    def __init__(
+        self, index: int, buffer: Tensor, parameters: Sequence[nn.Parameter], is_last: bool
+    ) -> None:
+        self._index = index
+        self._buffer: Tensor | None = buffer
+        self._parameters = list(parameters)
+        self._is_last = is_last
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self._parameters)
+
+    def buffer(self) -> Tensor:
+        """The flat buffer, or what :meth:`set_buffer` was given.
+
+        Raises:
+            RuntimeError: the hook's future is complete.
+        """
+        if self._buffer is None:
+            raise RuntimeError(
+                "A communication hook has used its bucket after the future that it returned was "
+                "complete: under ddp_fusion its memory is that of the gradients then. Clone what "
+                "is needed later."
+            )
+        return self._buffer
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        self._buffer = tensor
+
+    def gradients(self) -> list[Tensor]:
+        """Split the buffer into views of it, of the parameters' shapes, in their order."""
+        parts = self.buffer().split([_numel(parameter) for parameter in self._parameters])
+        return [_shaped(*pair) for pair in zip(parts, self._parameters, strict=True)]
+
+    def take_back(self) -> None:
+        """The hook has given its result."""
+        self._buffer = None
+
+
+@dataclass
+class HookCall:
+    """Calls a communication hook with each bucket.
+
+    Attributes:
+        hook: as it was registered.
+        state: with which it is called.
+        parameters: of the module.
+        order: gives the indices of the buckets that the hook is called with, in their order.
+    """
+
+    hook: Callable[..., Any]
+    state: object
+    parameters: Sequence[nn.Parameter]
+    order: Callable[[], Sequence[int]]
+    _previous: Any = None
+
+    def launch(self, bucket: Bucket, memory: Tensor, gradients: Sequence[Tensor]) -> Wait:
+        """Call the hook; its future gives what the gradients become.
+
+        Raises:
+            RuntimeError: what the hook returned is no future.
+        """
+        del gradients
+        _refuse_capture(memory)
+        parameters = [self.parameters[number] for number in bucket.numbers]
+        buffer = torch.view_as_real(memory).flatten() if memory.is_complex() else memory
+        order = self.order()
+        index, is_last = order.index(bucket.index), bucket.index == order[-1]
+        given = GradBucket(index, buffer, parameters, is_last)
+        versions = [version_of_tensor(parameter) for parameter in parameters]
+        # What a hook does in callbacks of its future (PowerSGD launches collectives there) must
+        # come in one order on all ranks. A GPU's futures are complete at once.
+        if self._previous is not None and not self._previous.done():
+            self._previous.wait()
+        with torch.no_grad(), seen_by_autograd():
+            future = self.hook(self.state, given)
+        if not isinstance(future, AnyFuture):
+            raise RuntimeError(
+                "A communication hook must return a torch.futures.Future of a tensor, and "
+                f"{name_of_hook(self.hook)} returned {type(future).__name__}."
+            )
+        self._previous = future
+
+        def wait() -> None:
+            value = future.wait()
+            result = value[0] if isinstance(value, list | tuple) else value
+            self._check(result, buffer, parameters, versions)
+            if result.data_ptr() != buffer.data_ptr() or result.dtype != buffer.dtype:
+                buffer.copy_(result.reshape(-1))
+            given.take_back()
+
+        return wait
+
+    def _check(
+        self,
+        result: object,
+        buffer: Tensor,
+        parameters: Sequence[nn.Parameter],
+        versions: Sequence[int],
+    ) -> None:
+        name, size = name_of_hook(self.hook), buffer.numel()
+        if not isinstance(result, Tensor) or result.numel() != size:
+            what = (
+                f"{result.numel()} elements" if isinstance(result, Tensor) else repr(type(result))
+            )
+            raise RuntimeError(
+                f"The future of communication hook {name} must give a tensor of the bucket's "
+                f"{size} elements, and gave {what}."
+            )
+        if [version_of_tensor(parameter) for parameter in parameters] != list(versions):
+            raise RuntimeError(
+                f"Communication hook {name} has changed parameters. A compiled backward may still "
+                "have to read them. Change them after the backward, or set ddp_fusion = None "
+                "before the module is constructed."
+            )
+
+
+def name_of_hook(hook: object) -> str:
+    """A hook's name, for people."""
+    return str(getattr(hook, "__qualname__", hook))
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    """Count the elements of its gradient in a bucket."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+def _shaped(part: Tensor, parameter: nn.Parameter) -> Tensor:
+    if parameter.is_complex() and not part.is_complex():
+        return torch.view_as_complex(part.view(*parameter.shape, 2))
+    return part.view(parameter.shape)
+
+
+def _refuse_capture(tensor: Tensor) -> None:
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "A communication hook cannot run in a CUDA graph, which would call it once and replay "
+            "what it launched. Compile without CUDA graphs (mode='reduce-overhead'), or set "
+            "ddp_fusion = None before the module is constructed."
+        )

@@ -1,0 +1,681 @@
+"""Fills, launches and finalizes the buckets of a DDP module: DDP's C++ reducer, which a compiled
+backward can also store gradients into and tell so, from inside.
+
+Words are those of ``reducer.hpp``. A gradient is *marked ready* when it lies in its bucket; a
+bucket is *launched* when it is full and all before it are launched; a round is *finalized* when all
+are. The layout of the buckets is agreed on at the end of the first averaged backward, which all
+ranks reach, and never changes: from then on ranks may run any graphs they like.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from fusion_passes.reducer.communication import Communication, Wait, average_sparse
+from fusion_passes.reducer.layout import (
+    Bucket,
+    Caps,
+    Kind,
+    Layout,
+    Piece,
+    decode,
+    encode,
+    plan_layout,
+)
+from fusion_passes.reducer.words import Words
+from fusion_passes.torch_private.autograd import after_backward, backward_id
+from fusion_passes.torch_private.process_groups import all_reduce, broadcast_first
+
+EXPECTED: Final = "_ddp_fusion_expected"
+"""Attribute of a managed module: whether the next gradients are averaged."""
+
+LOCAL: Final = "_ddp_fusion_local"
+"""Attribute: whether the last forward ran under ``no_sync``."""
+
+UNFINISHED: Final = "_ddp_fusion_unfinished"
+"""Attribute: the error of the next forward, if a backward has left parameters without a gradient;
+else ``None``."""
+
+
+FORGOTTEN: Final = (
+    "This DistributedDataParallel module was constructed before fusion_passes was reset, which has "
+    "forgotten it, and with it how its gradients are reduced. Construct it anew."
+)
+
+ALIGNED_BYTES: Final = 16
+"""What generated code asks of the memory that an operator returns."""
+
+
+class RefusedGradientError(RuntimeError):
+    """A gradient has come on this rank that DDP refuses: its own reducer raises a RuntimeError."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters of a module.
+
+    Attributes:
+        all: in the order in which DDP numbers them.
+        names: of each.
+        strides: of each, in which its gradient is sent: dense.
+        kinds: of those that are trained, by number.
+    """
+
+    all: Sequence[nn.Parameter]
+    names: Sequence[str]
+    strides: Sequence[tuple[int, ...]]
+    kinds: Mapping[int, Kind]
+
+
+@dataclass
+class Round:
+    """What lies between a forward that is to be averaged and the last gradient that it expects.
+
+    Attributes:
+        pending: for each bucket, how many gradients are missing.
+        next: the bucket that is launched next.
+        memory: of the buckets that have some, by index.
+        waits: for the launched buckets, in their order.
+        received: numbers of the parameters whose gradients are there.
+        unused: numbers of those that get none, as this rank knows.
+        existing: gradients that had been there before the backward, by number.
+        stored: numbers of those that a graph has marked ready, and autograd has not accumulated.
+        sparse: gradients of the sparse buckets, by number.
+        sends_used: whether ranks tell each other which parameters they have used.
+        counts: with a static graph, how often a gradient was accumulated.
+        num_stored: how many gradients graphs have stored in their buckets.
+        marked_unused: whether those that get no gradient are marked ready.
+    """
+
+    pending: list[int] = field(default_factory=list)
+    next: int = 0
+    memory: dict[int, Tensor] = field(default_factory=dict)
+    waits: list[Wait] = field(default_factory=list)
+    received: set[int] = field(default_factory=set)
+    unused: set[int] = field(default_factory=set)
+    existing: dict[int, Tensor] = field(default_factory=dict)
+    stored: set[int] = field(default_factory=set)
+    sparse: dict[int, Tensor] = field(default_factory=dict)
+    sends_used: bool = False
+    counts: dict[int, int] = field(default_factory=dict)
+    num_stored: int = 0
+    marked_unused: bool = False
+
+
+class Reducer:
+    """See the module.
+
+    Args:
+        ddp: has the attributes above.
+        parameters: of it.
+        group: the ranks.
+        label: of the module, for people.
+        caps: of its buckets.
+        communication: how they are sent.
+        find_unused: whether parameters may go unused.
+        is_static: whether each backward uses the same parameters as the first one.
+
+    Attributes:
+        layout: once it is agreed on.
+        follows: of the modules that share the group and this backward, the one whose buckets are
+            launched before.
+        leads: the one whose buckets are launched after.
+        backward: that in which it takes part; ``None`` if there is none.
+        reachable: numbers of the parameters that the last forward's outputs reach, if it was asked.
+        entered: with ``retain_graph=True``, where compiled forwards were entered since the last
+            forward: the number of an autograd node, and that of an output.
+        nodes: that accumulate gradients, by number; they keep the hooks on them.
+        steps: how many rounds have ended.
+    """
+
+    def __init__(
+        self,
+        ddp: Any,
+        parameters: Parameters,
+        *,
+        group: Any,
+        label: str,
+        caps: Caps,
+        communication: Communication,
+        find_unused: bool = False,
+        is_static: bool = False,
+    ) -> None:
+        self.parameters = parameters
+        self.group = group
+        self.label = label
+        self.caps = caps
+        self.communication = communication
+        self.find_unused = find_unused
+        self.is_static = is_static
+        self.layout: Layout | None = None
+        self.follows: Reducer | None = None
+        self.leads: Reducer | None = None
+        self.backward: object = None
+        self.stays_local = False
+        self.reachable: frozenset[int] | None = None
+        self.entered: set[tuple[int, int]] = set()
+        self.nodes: dict[int, Any] = {}
+        self.steps = self.steps_told = 0
+        self.on_unseen: Callable[[Reducer], None] = lambda _: None
+        self.last_round: Round | None = None
+        self.words = Words(group, label)
+        self._ddp = weakref.ref(ddp)
+        self._round: Round | None = None
+        self._observed: list[Piece] = []
+        self._used: set[int] = set()
+        self._static_counts: dict[int, int] | None = None
+        self._static_used: set[int] | None = None
+
+    # --- The module's state ----------------------------------------------------------------------
+
+    @property
+    def ddp(self) -> Any:
+        """The module, if it is still there."""
+        return self._ddp()
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether the next gradients are averaged."""
+        ddp = self._ddp()
+        return ddp is not None and getattr(ddp, EXPECTED)
+
+    def expects_more(self, entries: Collection[tuple[int, int]]) -> bool:
+        """Whether a backward goes on with a forward that has had one, from other outputs of it.
+        Eager DDP has not got the gradients yet that these give. A compiled forward has given zeros
+        for them: they are averaged once more, with what there is, and are right then.
+
+        Args:
+            entries: where the backward enters compiled forwards.
+        """
+        ddp = self._ddp()
+        known = {node for node, _ in self.entered}
+        goes_on = bool(entries) and {node for node, _ in entries} <= known
+        if ddp is None or not goes_on or not self.entered.isdisjoint(entries):
+            return False
+        setattr(ddp, EXPECTED, True)
+        return True
+
+    @property
+    def numbers(self) -> Collection[int]:
+        """Of the parameters that are trained."""
+        return self.parameters.kinds.keys()
+
+    @property
+    def hooked_buckets(self) -> list[int]:
+        """The indices of the buckets that a communication hook is called with."""
+        assert self.layout is not None, "it is agreed on"
+        return [b.index for b in self.layout.buckets if b.numel and not b.is_sparse]
+
+    @property
+    def has_launched_all(self) -> bool:
+        """Whether no bucket of the round is left."""
+        now = self._round
+        return now is None or (self.layout is not None and now.next == len(self.layout.buckets))
+
+    def forget(self) -> None:
+        """Let the module train no further: no backward would be averaged any more."""
+        if self.ddp is not None:
+            setattr(self.ddp, UNFINISHED, FORGOTTEN)
+
+    # --- A backward ------------------------------------------------------------------------------
+
+    def begin_backward(self, reached: Collection[int]) -> None:
+        """Prepare for a backward, before the engine runs.
+
+        Args:
+            reached: numbers of the parameters that it reaches, as far as its graph shows.
+        """
+        now = self._round or self._begin_round(reached)
+        self._note_existing(now)
+
+    def _note_existing(self, now: Round) -> None:
+        for number in self.numbers:
+            gradient = self.parameters.all[number].grad
+            if gradient is not None and number not in now.received:
+                now.existing[number] = gradient
+
+    def _begin_round(self, reached: Collection[int]) -> Round:
+        now = self._round = Round()
+        if self.layout is not None:
+            now.pending = [len(bucket.numbers) for bucket in self.layout.buckets]
+        if self.is_static and self._static_counts is not None:
+            now.unused = set(self.numbers) - self._static_counts.keys()
+        elif self.find_unused and not self.is_static:
+            now.sends_used = True
+            now.unused = set(self.numbers).difference(reached, self.reachable or ())
+        return now
+
+    def _mark_unused(self, now: Round) -> None:
+        """Mark those ready that get no gradient in this round, with zeros or what there is: when
+        its first one is there, as in DDP, and not before, for a backward can launch collectives
+        that are not DDP's."""
+        if self.layout is None or now.marked_unused:
+            return
+        now.marked_unused = True
+        for number in sorted(now.unused - now.received):
+            self._copy_in(now, number)
+            self._mark_ready(now, (number,))
+
+    def memory(self, numbers: Piece, offsets: Sequence[int], numel: int) -> Tensor | None:
+        """Where a graph stores the gradients of these parameters.
+
+        Args:
+            numbers: of the parameters.
+            offsets: of each in the memory, in elements.
+            numel: of all.
+
+        Returns:
+            A part of a bucket; ``None`` where they lie otherwise in theirs, or are not averaged, or
+            generated code could not take the part for aligned memory.
+        """
+        if self.layout is None or not self.is_expecting or self._round is None:
+            return None
+        places = self.layout.places
+        index, first = places[numbers[0]]
+        start = first - offsets[0]
+        itemsize = self.layout.buckets[index].dtype.itemsize
+        if start < 0 or start * itemsize % ALIGNED_BYTES:
+            return None
+        if any(
+            places[n] != (index, start + offset) for n, offset in zip(numbers, offsets, strict=True)
+        ):
+            return None
+        return self._memory(self._round, self.layout.buckets[index])[start : start + numel]
+
+    def mark_ready(self, numbers: Piece) -> None:
+        """A graph has stored these gradients in the memory that it was given.
+
+        Raises:
+            RefusedGradientError: one of them is there already.
+        """
+        now, layout = self._round, self.layout
+        assert now is not None, "it was given memory in this round"
+        assert layout is not None, "memory is a bucket's"
+        self._refuse_repeated(now, numbers)
+        for number in numbers:
+            if self.is_static and self._static_counts is not None:
+                self._refuse_unless_used_before(number)
+            gradient = now.existing.get(number)
+            if gradient is not None:  # What was there is averaged too.
+                self._view(now, number).add_(gradient.detach())
+        now.received.update(numbers)
+        now.stored.update(numbers)
+        now.num_stored += len(numbers)
+        self._mark_ready(now, numbers)
+
+    def observe(self, numbers: Piece) -> None:
+        """In a backward before the layout: a graph gives these gradients together."""
+        if self.layout is None and self.is_expecting and self._round is not None:
+            known = {n for piece in self._observed for n in piece}
+            if known.isdisjoint(numbers):
+                self._observed.append(tuple(numbers))
+
+    def accumulated(self, number: int, *, is_defined: bool = True) -> None:
+        """Autograd has accumulated a gradient in ``.grad``: called by a hook behind that.
+
+        Args:
+            number: of the parameter.
+            is_defined: whether there was one. A compiled forward can have a parameter among its
+                inputs that it does not use.
+
+        Raises:
+            RefusedGradientError: the gradient is there already, or must not come.
+        """
+        if is_defined and (self.find_unused or self.is_static):
+            self._used.add(number)
+        if not self.is_expecting:
+            ddp = self._ddp()
+            if ddp is not None and ddp.require_backward_grad_sync and not getattr(ddp, LOCAL):
+                self.stays_local = True
+            return
+        if self.backward is None:
+            self.on_unseen(self)
+        now = self._round
+        if now is None:
+            now = self._begin_round(self.numbers)
+            # Which gradients are new, nobody has seen: none is exchanged for a view.
+            self._note_existing(now)
+        if number in now.stored:
+            now.stored.discard(number)
+            return
+        if self.is_static and not self._counts_up_to_last(now, number):
+            return
+        self._refuse_repeated(now, (number,))
+        now.received.add(number)
+        if self.layout is None:
+            self.observe((number,))
+            return
+        self._copy_in(now, number)
+        self._mark_ready(now, (number,))
+
+    def end_backward(self) -> None:
+        """After the engine has run: finalize, if all gradients are there."""
+        self.follows = self.leads = None
+        now = self._round
+        if now is None:
+            return
+        now.stored.clear()
+        missing = set(self.numbers) - now.received
+        if self.layout is None:
+            if missing - now.unused and not self.is_static:
+                self._leave_unfinished(missing - now.unused)
+                return
+            self._end_first(now, missing)
+        else:
+            if self.is_static and self._static_counts is None:
+                # The first backward of this rank, where others have had theirs (``join``).
+                self._static_counts = dict(now.counts)
+                now.unused.update(missing)
+                now.marked_unused = False
+                self._mark_unused(now)
+            self.launch_ready()
+        if self._round is not now:
+            return
+        if self.has_launched_all:
+            self.finalize()
+        else:
+            self._leave_unfinished(set(self.numbers) - now.received - now.unused)
+
+    def fail_backward(self, error: BaseException) -> None:
+        """After the engine has raised an error: the next forward raises eager DDP's."""
+        self.follows = self.leads = None
+        now = self._round
+        if now is not None:
+            now.stored.clear()
+            self.words.leave(self.steps, f"{type(error).__name__}: {error}")
+            self._leave_unfinished(set(self.numbers) - now.received)
+
+    # --- Buckets ---------------------------------------------------------------------------------
+
+    def _memory(self, now: Round, bucket: Bucket) -> Tensor:
+        memory = now.memory.get(bucket.index)
+        if memory is None:
+            memory = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            now.memory[bucket.index] = memory
+        return memory
+
+    def _view(self, now: Round, number: int) -> Tensor:
+        """A gradient's place in its bucket, in the parameter's shape."""
+        assert self.layout is not None, "there are buckets"
+        index, offset = self.layout.places[number]
+        memory = self._memory(now, self.layout.buckets[index])
+        shape, strides = self.parameters.all[number].shape, self.parameters.strides[number]
+        return memory.as_strided(shape, strides, offset)
+
+    def _copy_in(self, now: Round, number: int) -> None:
+        """Copy what has been accumulated into the bucket. A gradient that is new in this round
+        becomes a view of it, so that there are not both for long."""
+        parameter = self.parameters.all[number]
+        gradient = parameter.grad
+        if self.parameters.kinds[number].is_sparse:
+            if gradient is not None:
+                now.sparse[number] = gradient
+            return
+        with torch.no_grad():
+            place = self._view(now, number)
+            if gradient is None:
+                place.zero_()
+                return
+            place.copy_(gradient)
+            is_plain = (
+                type(gradient) is Tensor
+                and not gradient.requires_grad
+                and gradient.dtype == place.dtype
+                and gradient.layout is torch.strided
+            )
+            if is_plain and number not in now.existing:
+                parameter.grad = place
+
+    def _mark_ready(self, now: Round, numbers: Piece) -> None:
+        assert self.layout is not None, "there are buckets"
+        self._mark_unused(now)
+        for number in numbers:
+            now.pending[self.layout.places[number][0]] -= 1
+        self.launch_ready()
+
+    def launch_ready(self) -> None:
+        """Launch what can be, in order."""
+        now, layout = self._round, self.layout
+        if now is None or layout is None:
+            return
+        if self.follows is not None and not self.follows.has_launched_all:
+            return
+        before = now.next
+        while now.next < len(layout.buckets) and not now.pending[now.next]:
+            now.waits.append(self._launch(now, layout.buckets[now.next]))
+            now.next += 1
+        if before < now.next == len(layout.buckets):
+            if self.leads is not None:
+                self.leads.launch_ready()
+            if backward_id() >= 0:
+                after_backward(self._finalize_in_backward)
+
+    def _launch(self, now: Round, bucket: Bucket) -> Wait:
+        if bucket.is_sparse:
+            return self._launch_sparse(now, bucket.numbers[0])
+        if not bucket.numel:
+            return lambda: None
+        memory = self._memory(now, bucket)
+        ends = [*bucket.offsets[1:], bucket.numel]
+        gradients = [memory[a:b] for a, b in zip(bucket.offsets, ends, strict=True)]
+        with torch.no_grad():
+            return self.communication.launch(bucket, memory, gradients)
+
+    def _launch_sparse(self, now: Round, number: int) -> Wait:
+        parameter = self.parameters.all[number]
+        gradient = now.sparse.get(number)
+        if gradient is None:
+            size = tuple(parameter.shape)
+            indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+            values = torch.empty((0, *size[1:]), dtype=parameter.dtype, device=parameter.device)
+            gradient = torch.sparse_coo_tensor(indices, values, size)
+        divisor = self.group.size()
+        with torch.no_grad():
+            now.sparse[number] = average_sparse(self.group, gradient.detach(), divisor)
+        return lambda: None
+
+    # --- The first round -------------------------------------------------------------------------
+
+    def _end_first(self, now: Round, missing: Collection[int]) -> None:
+        """Agree on the layout, and reduce the gradients of this round by it."""
+        if self.is_static:
+            self._static_counts = dict(now.counts)
+            now.sends_used = True
+        self.agree()
+        assert self.layout is not None, "it is agreed on"
+        now.pending = [0] * len(self.layout.buckets)
+        for bucket in self.layout.buckets:
+            for number in bucket.numbers:
+                self._copy_in(now, number)
+            now.waits.append(self._launch(now, bucket))
+            now.next += 1
+        now.unused.update(missing)
+
+    def agree(self) -> None:
+        """Take the layout that the first rank has seen: a broadcast."""
+        seen = {number for piece in self._observed for number in piece}
+        # DDP's own first order is that of the parameters, in reverse.
+        rest = [(number,) for number in reversed(list(self.numbers)) if number not in seen]
+        numbers = encode([*self._observed, *rest])
+        if self.group.size() > 1:
+            device = next(iter(self.parameters.kinds.values())).device
+            sent = torch.tensor(numbers, dtype=torch.int64, device=device)
+            broadcast_first(self.group, sent)
+            numbers = sent.tolist()
+        self.layout = plan_layout(decode(numbers), self.parameters.kinds, self.caps)
+        self._observed.clear()
+
+    # --- Its end ---------------------------------------------------------------------------------
+
+    def _finalize_in_backward(self) -> None:
+        """At the end of a backward, before callbacks that the user has queued later."""
+        now = self._round
+        if now is not None and not now.stored and self.has_launched_all:
+            self.finalize()
+
+    def finalize(self) -> None:
+        """Wait for all buckets, and give back what they have become."""
+        now, layout = self._round, self.layout
+        assert now is not None, "a round ends"
+        assert layout is not None, "it had buckets"
+        with torch.no_grad():
+            used = self._used_anywhere(now)
+            for bucket, wait in zip(layout.buckets, now.waits, strict=True):
+                wait()
+                self._give_back(now, bucket, used)
+        self._end_round()
+
+    def _used_anywhere(self, now: Round) -> set[int] | None:
+        """Numbers of the parameters that some rank has used; ``None`` where all are. As in DDP, the
+        ranks say so last: a backward that does not average counts too."""
+        if not now.sends_used:
+            return self._static_used
+        values = [int(number in self._used) for number in self.numbers]
+        device = next(iter(self.parameters.kinds.values())).device
+        counts = torch.tensor(values, dtype=torch.int32, device=device)
+        if self.group.size() > 1:
+            all_reduce(self.group, counts, torch.distributed.ReduceOp.SUM)()
+        pairs = zip(self.numbers, counts.tolist(), strict=True)
+        used = {number for number, count in pairs if count}
+        if self.is_static:
+            self._static_used = used
+        return used
+
+    def _give_back(self, now: Round, bucket: Bucket, used: set[int] | None) -> None:
+        memory = now.memory.get(bucket.index)
+        for number, offset in zip(bucket.numbers, bucket.offsets, strict=True):
+            if used is not None and number not in used:
+                continue
+            parameter = self.parameters.all[number]
+            if bucket.is_sparse:
+                parameter.grad = now.sparse[number]
+                continue
+            gradient = parameter.grad
+            if memory is None:  # It is empty.
+                continue
+            if gradient is None:
+                parameter.grad = self._view(now, number)
+            elif gradient.data_ptr() != memory.data_ptr() + offset * memory.itemsize:
+                gradient.copy_(self._view(now, number))
+
+    def _end_round(self) -> None:
+        self.last_round, self._round = self._round, None
+        self.reachable = None
+        self._used.clear()
+        self.steps += 1
+        ddp = self._ddp()
+        if ddp is not None:
+            setattr(ddp, EXPECTED, False)
+            if getattr(ddp, UNFINISHED) is not None:
+                setattr(ddp, UNFINISHED, None)
+
+    # --- Ranks without inputs --------------------------------------------------------------------
+
+    def reduce_zeros(self) -> None:
+        """On a rank without inputs (``join``): take part in what the others do in a backward."""
+        now = self._round = Round()
+        now.sends_used = self.find_unused if not self.is_static else self.layout is None
+        if self.layout is None:
+            self.agree()
+        assert self.layout is not None, "it is agreed on"
+        for bucket in self.layout.buckets:
+            if not bucket.is_sparse:
+                self._memory(now, bucket).zero_()
+            now.waits.append(self._launch(now, bucket))
+        with torch.no_grad():
+            for wait in now.waits:
+                wait()
+        self._used_anywhere(now)
+        self._end_round()
+
+    # --- Errors ----------------------------------------------------------------------------------
+
+    def _counts_up_to_last(self, now: Round, number: int) -> bool:
+        """With a static graph: whether this is the last time that a gradient is accumulated."""
+        now.counts[number] = now.counts.get(number, 0) + 1
+        if self._static_counts is None:
+            if self.layout is not None:
+                self._refuse_repeated(now, (number,))
+            return number not in now.received
+        self._refuse_unless_used_before(number)
+        return now.counts[number] == self._static_counts[number]
+
+    def _refuse_unless_used_before(self, number: int) -> None:
+        assert self._static_counts is not None, "there was a first backward"
+        if number in self._static_counts:
+            return
+        error = (
+            "Your training graph has changed in this iteration, e.g., one parameter is unused in "
+            "first iteration, but then got used in the second iteration. this is not compatible "
+            f"with static_graph set to True: {self.label} has used {self.parameters.names[number]} "
+            "now, and not in its first iteration. Construct DistributedDataParallel without "
+            "static_graph=True."
+        )
+        setattr(self._ddp(), UNFINISHED, error)
+        raise RefusedGradientError(error)
+
+    def _refuse_repeated(self, now: Round, numbers: Collection[int]) -> None:
+        repeated = now.received.intersection(numbers)
+        if repeated:
+            names = ", ".join(self.parameters.names[number] for number in sorted(repeated))
+            raise RefusedGradientError(
+                "Expected to mark a variable ready only once. Since the last forward of "
+                f"{self.label}, gradients of {names} have come twice, and those of others not "
+                "yet. Let every parameter take part in the first backward, freeze it before "
+                "DistributedDataParallel is constructed, or give DistributedDataParallel "
+                "find_unused_parameters=True."
+            )
+
+    def _leave_unfinished(self, missing: Collection[int]) -> None:
+        ddp = self._ddp()
+        if ddp is None:
+            return
+        now = self._round
+        if now is not None and not now.received and not now.unused:
+            self._round = None  # Nothing has come yet: as if it had not begun.
+            return
+        error = self._unfinished(ddp, sorted(missing))
+        setattr(ddp, UNFINISHED, error)
+        if missing and now is not None and self._owes_a_bucket(now):
+            names = ", ".join(repr(self.parameters.names[number]) for number in sorted(missing))
+            self.words.leave(self.steps, f"it has no gradient of {names}")
+
+    def _owes_a_bucket(self, now: Round) -> bool:
+        """Whether others may wait for what this rank cannot launch."""
+        return self.layout is None or now.next < len(self.layout.buckets)
+
+    def _unfinished(self, ddp: Any, missing: Sequence[int]) -> str:
+        names = self.parameters.names
+        kept = {id(parameter) for parameter in ddp.module.parameters()}
+        swapped = [names[n] for n in missing if id(self.parameters.all[n]) not in kept]
+        remedy = (
+            f" {', '.join(swapped)} of the model is another parameter than when {self.label} was "
+            "constructed: construct DistributedDataParallel after the last change of the model."
+            if swapped
+            else " Let every parameter take part in the loss, freeze it before "
+            "DistributedDataParallel is constructed, or give DistributedDataParallel "
+            "find_unused_parameters=True."
+        )
+        rank = self.group.rank()
+        return (
+            "Expected to have finished reduction in the prior iteration before starting a new one. "
+            f"This error indicates that {self.label} has parameters that were not used in "
+            f"producing loss.{remedy}\nParameters which did not receive grad for rank {rank}: "
+            f"{', '.join(names[n] for n in missing)}\nParameter indices which did not receive grad "
+            f"for rank {rank}: {' '.join(map(str, missing))}"
+        )
+
+
+def kinds_of(parameters: Sequence[nn.Parameter], sparse: Collection[int]) -> dict[int, Kind]:
+    """What the layout must know of the trained ones of some parameters, by number."""
+    return {
+        number: Kind(p.numel(), p.dtype, p.device, number in sparse)
+        for number, p in enumerate(parameters)
+        if p.requires_grad
+    }
