@@ -1,0 +1,147 @@
+"""Has a compiled backward store gradients in the memory of reducers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fusion_passes.graph.collectives import is_launch
+from fusion_passes.graph.edits import pin, record
+from fusion_passes.graph.kernels import is_library_kernel
+from fusion_passes.plan.caps import BucketCaps
+from fusion_passes.plan.pieces import StoredInput, StoredPiece, plan_pieces
+from fusion_passes.reducer.operators import BUCKET, STORE_GRADIENTS
+from fusion_passes.reductions.insert import is_aot_backward
+from fusion_passes.torch_private.inductor import let_outputs_lie
+
+
+@dataclass(frozen=True)
+class StoreGradients:
+    """Stores the gradients of DDP modules in memory of their reducers, piece by piece, and says so
+    behind the last of each.
+
+    The graph is a backward that AOTAutograd has made with a forward. Before::
+
+        w_grad: f32[4, 4] = mm(...)
+        b_grad: f32[4] = sum(...)
+        return [w_grad, b_grad, None]
+
+    After::
+
+        bucket: f32[20] = bucket([0, 1], [0, 16], 20, float32, cpu)
+        w_grad: f32[4, 4] = mm(...)
+        b_grad: f32[4] = sum(...)
+        store_gradients_(bucket, [w_grad, b_grad], [0, 16], [4, 1, 1], [0, 1])
+        return [as_strided(bucket, [4, 4], [4, 1], 0), as_strided(bucket, [4], [1], 16), None]
+
+    The library kernel that follows is bound to run after the store, and so is the collective that
+    follows, if the graph has one. Nothing else of DDP is in the
+    graph: no group, no name, no collective and no wait. What is left alone: gradients that are
+    sparse, of symbolic sizes, or of another shape or dtype than their parameter.
+
+    Attributes:
+        inputs: of the forward, those whose gradients are stored.
+        num_inputs: of the forward.
+        caps: of each module.
+    """
+
+    inputs: tuple[StoredInput, ...]
+    num_inputs: int
+    caps: tuple[BucketCaps, ...]
+
+    def __call__(self, graph: fx.Graph) -> bool:
+        output = graph.output_node()
+        gradients: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+        if not is_aot_backward(graph) or len(gradients) != self.num_inputs:
+            return False
+        if graph.find_nodes(op="call_function", target=BUCKET, sort=False):
+            return False  # It has been here.
+        stored = [
+            (item, gradients[item.index])
+            for item in self.inputs
+            if _can_be_stored(gradients[item.index], item)
+        ]
+        seen: set[fx.Node] = set()
+        stored = [(item, node) for item, node in stored if not (node in seen or seen.add(node))]  # type: ignore[func-returns-value]
+        if not stored:
+            return False
+        node_of = {item.index: node for item, node in stored}
+        positions = {node: position for position, node in enumerate(graph.nodes)}
+        stores = []
+        for piece in plan_pieces(graph, stored, self.caps):
+            nodes = [node_of[item.index] for item in piece.inputs]
+            store, results = _store(piece, nodes, positions)
+            stores.append(store)
+            for item, result in zip(piece.inputs, results, strict=True):
+                gradients[item.index] = result
+        output.args = (tuple(gradients),)
+        let_outputs_lie(output, {item.index: item.strides for item, _ in stored})
+        for store in stores:
+            _pin_next(store, is_library_kernel)
+            # What a store makes ready is launched before the next collective that is not DDP's.
+            _pin_next(store, is_launch)
+        return True
+
+    def identity(self) -> str:
+        """What a cached graph depends on."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+
+def _can_be_stored(node: object, item: StoredInput) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and value.dtype == item.dtype
+        and value.device == item.device
+        and tuple(value.shape) == item.shape
+    )
+
+
+def _store(
+    piece: StoredPiece, nodes: Sequence[fx.Node], positions: dict[fx.Node, int]
+) -> tuple[fx.Node, list[fx.Node]]:
+    """Write what stores a piece; its node, and the gradients as they lie in the memory."""
+    in_order = sorted(nodes, key=lambda node: positions[node])
+    first, last = in_order[0], in_order[-1]
+    graph = first.graph
+    places = [item.place for item in piece.inputs]
+    dtype, device = piece.inputs[0].dtype, piece.inputs[0].device
+    offsets = list(piece.offsets)
+    # Not before it is needed: what the forward has saved is freed meanwhile.
+    with graph.inserting_before(first):
+        bucket = graph.call_function(BUCKET, (places, offsets, piece.numel, dtype, device))
+    with nodes[0].meta["val"].fake_mode:
+        bucket.meta["val"] = torch.empty(piece.numel, dtype=dtype, device=device)
+    following = last.next
+    while following.op == "placeholder" or following.target is BUCKET:
+        following = following.next
+    strides = [stride for item in piece.inputs for stride in item.strides]
+    with graph.inserting_before(following):
+        arguments = (bucket, list(nodes), offsets, strides, places)
+        store = graph.call_function(STORE_GRADIENTS, arguments)
+    store.meta["val"] = None
+
+    def as_they_lie(tensors: list[Tensor]) -> list[Tensor]:
+        (memory,) = tensors
+        return [
+            memory.as_strided(item.shape, item.strides, offset)
+            for item, offset in zip(piece.inputs, piece.offsets, strict=True)
+        ]
+
+    results, _ = record(following, as_they_lie, [bucket])
+    return store, results
+
+
+def _pin_next(store: fx.Node, is_next: Callable[[fx.Node], bool]) -> None:
+    """Have the next node of a kind run after a store: Inductor's scheduler moves nodes."""
+    node = store.next
+    while node.op != "output" and not (node.op == "call_function" and is_next(node)):
+        node = node.next
+    if node.op != "output":
+        pin([node], [store.args[0]])  # type: ignore[list-item]

@@ -1,0 +1,172 @@
+"""Cuts the gradients of a backward into pieces that are stored, and marked ready, together. Pure.
+
+A piece is filled in the order of the graph. It is closed by the gradient that brings it to its cap,
+and takes along small ones that are ready with that one. Where a module has a layout, its graphs are
+cut as that is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import fx
+
+from fusion_passes.graph.kernels import is_library_kernel
+from fusion_passes.plan.caps import ALONG_SHARE, BucketCaps
+from fusion_passes.reducer.layout import ALIGNMENT, in_round_order
+
+_Key: TypeAlias = tuple[int, torch.dtype, torch.device]
+
+
+@dataclass(frozen=True)
+class StoredInput:
+    """An input of a compiled forward that is a parameter of a DDP module.
+
+    Attributes:
+        index: among the inputs of the forward.
+        place: among its tensors: there the autograd node of the forward has an edge to it.
+        module: which of the modules that are found among the inputs, counted from 0.
+        shape: of the parameter.
+        strides: in which its gradient is stored.
+        dtype: of the parameter.
+        device: of the parameter.
+        bucket: index of its bucket, and offset there, where the module has a layout.
+    """
+
+    index: int
+    place: int
+    module: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    bucket: tuple[int, int] | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """Gradients that are stored together.
+
+    Attributes:
+        inputs: of the forward, in the order in which their gradients lie.
+        offsets: of each, in elements.
+        numel: of all.
+    """
+
+    inputs: tuple[StoredInput, ...]
+    offsets: tuple[int, ...]
+    numel: int
+
+
+def plan_pieces(
+    graph: fx.Graph,
+    gradients: Sequence[tuple[StoredInput, fx.Node]],
+    caps: Sequence[BucketCaps],
+) -> list[StoredPiece]:
+    """Cut the gradients of a graph into pieces.
+
+    Args:
+        graph: a backward.
+        gradients: those that are stored, each with what it is the gradient of.
+        caps: of each module.
+    """
+    levels = _levels(graph)
+    ordered = sorted(gradients, key=lambda item: (levels[item[1]], item[0].place))
+    if any(item.bucket is not None for item, _ in gradients):
+        return _as_laid_out([item for item, _ in ordered])
+    open_: dict[_Key, list[StoredInput]] = {}
+    closed: dict[_Key, list[list[StoredInput]]] = {}
+    full_at: dict[_Key, int] = {}
+    for item, node in ordered:
+        key = item.module, item.dtype, item.device
+        level, done = levels[node][0], closed.setdefault(key, [])
+        cap = caps[item.module].of_bucket(max(0, len(done) - 1))
+        if key not in open_ and done and full_at[key] == level and _takes_along(done, item, cap):
+            done[-1].append(item)
+            continue
+        piece = open_.setdefault(key, [])
+        piece.append(item)
+        cap = caps[item.module].of_bucket(len(done))
+        if sum(member.nbytes for member in piece) >= cap:
+            done.append(open_.pop(key))
+            full_at[key] = level
+    for key, piece in open_.items():
+        closed[key].append(piece)
+    # In the order in which they are full, so that ranks see it as the graph has it.
+    order = {id(item): number for number, (item, _) in enumerate(ordered)}
+    pieces = [piece for of_key in closed.values() for piece in of_key]
+    pieces.sort(key=lambda piece: max(order[id(item)] for item in piece))
+    return [_placed(piece) for piece in pieces]
+
+
+def _takes_along(done: Sequence[Sequence[StoredInput]], item: StoredInput, cap: int) -> bool:
+    """Whether a full piece takes a gradient along that is ready with what has filled it."""
+    size, along = 0, 0
+    for member in done[-1]:
+        along += member.nbytes if size >= cap else 0
+        size += member.nbytes
+    return (along + item.nbytes) * ALONG_SHARE < cap
+
+
+def _levels(graph: fx.Graph) -> dict[fx.Node, tuple[int, int]]:
+    """For each node, how many library kernels have run before it is there, and its position. What
+    is generated after a kernel is ready with it."""
+    levels, kernels = {}, 0
+    for position, node in enumerate(graph.nodes):
+        if node.op == "call_function" and is_library_kernel(node):
+            kernels += 1
+        levels[node] = (kernels, position)
+    return levels
+
+
+def _placed(piece: Sequence[StoredInput]) -> StoredPiece:
+    order = in_round_order([item.numel for item in piece])
+    inputs = tuple(piece[index] for index in order)
+    offsets, numel = [], 0
+    for item in inputs:
+        offsets.append(numel)
+        numel += item.numel
+    return StoredPiece(inputs, tuple(offsets), numel)
+
+
+def _as_laid_out(items: Sequence[StoredInput]) -> list[StoredPiece]:
+    """The parts of each bucket that a graph has: gradients that lie one behind the other."""
+    buckets: dict[tuple[int, int], list[StoredInput]] = {}
+    for item in items:
+        assert item.bucket is not None, "a layout has all parameters"
+        buckets.setdefault((item.module, item.bucket[0]), []).append(item)
+    pieces = []
+    for members in buckets.values():
+        members.sort(key=_offset)
+        run: list[StoredInput] = []
+        for item in members:
+            if run and _offset(run[-1]) + run[-1].numel != _offset(item):
+                pieces.append(_in_bucket(run))
+                run = []
+            run.append(item)
+        pieces.append(_in_bucket(run))
+    return pieces
+
+
+def _in_bucket(run: Sequence[StoredInput]) -> StoredPiece:
+    # The memory begins where it is aligned, before the first of them.
+    start = _offset(run[0]) // ALIGNMENT * ALIGNMENT
+    offsets = tuple(_offset(item) - start for item in run)
+    return StoredPiece(tuple(run), offsets, offsets[-1] + run[-1].numel)
+
+
+def _offset(item: StoredInput) -> int:
+    assert item.bucket is not None, "a layout has all parameters"
+    return item.bucket[1]
