@@ -20,7 +20,7 @@ FUSION_MODES: Final[tuple[FusionMode, ...]] = get_args(FusionMode)
 ScalingOption: TypeAlias = Literal["auto", "collective", "store", "bucket"]
 SCALING_OPTIONS: Final[tuple[str, ...]] = get_args(ScalingOption)
 
-BackwardGraph: TypeAlias = Literal["auto", "aot_autograd", "compiled_autograd"]
+BackwardGraph: TypeAlias = Literal["auto", "aot_autograd", "compiled_autograd", "reducer"]
 BACKWARD_GRAPHS: Final[tuple[str, ...]] = get_args(BackwardGraph)
 
 ReduceDtype: TypeAlias = Literal["bf16", "fp16"]
@@ -70,7 +70,10 @@ class FusionConfig:
             backward that AOTAutograd compiles with the forward and keeps in its cache, in all steps
             in which that gives what eager DDP gives; docs/backward_graph.md says which.
             ``"compiled_autograd"``: a graph that compiled autograd traces again from the whole
-            backward, in each process. Default ``"auto"``: as ``"aot_autograd"``.
+            backward, in each process. ``"reducer"``: none; compiled backwards store gradients in
+            buckets that are fixed once for all ranks, and a reducer launches them, whatever graphs
+            the ranks run. It is new, and is to become the default.
+            Default ``"auto"``: as ``"aot_autograd"``.
 
     Raises:
         ValueError: an unknown choice; a size that is not a finite number greater than 0; options
@@ -97,9 +100,24 @@ class FusionConfig:
                 "FusionConfig.scaling = 'bucket' needs mode 'concat': the mode 'coalesced' has no "
                 "buffer to scale. Choose scaling = 'auto', 'collective' or 'store'."
             )
+        if self.backward_graph == "reducer":
+            self._check_reducer()
         for field in fields(self):
             if field.name.endswith("_mb"):
                 _check_size(field.name, getattr(self, field.name))
+
+    def _check_reducer(self) -> None:
+        """Refuse what a reducer does not do yet, rather than ignore it."""
+        if self.mode == "auto":
+            raise ValueError(
+                "FusionConfig.backward_graph = 'reducer' needs mode 'concat' or 'coalesced', but "
+                "the mode is 'auto'. Choose one of these, or leave backward_graph out."
+            )
+        if self.max_hold_mb is not None:
+            raise ValueError(
+                "FusionConfig.max_hold_mb must be None with backward_graph = 'reducer', whose "
+                f"buckets are fixed, but is {self.max_hold_mb!r}. Leave it out."
+            )
 
     @property
     def reduces_by(self) -> ReduceMode:

@@ -22,7 +22,7 @@ PACKAGE: Final = ROOT / "fusion_passes"
 
 SAYING: Final = {
     "warn_once", "ValueError", "RuntimeError", "TimeoutError", "raise_as_ddp", "RanksDisagreeError",
-    "ChangedGraphError", "warning",
+    "ChangedGraphError", "RefusedGradientError", "SettingsDifferError", "warning",
 }  # fmt: skip
 """What makes a message for people."""
 

@@ -73,6 +73,7 @@ CONSTANTS = (
     re.Pattern,
     torch.distributed.BuiltinCommHookType,
     torch.dtype,
+    torch.Tag,
     torch.library.Library,
     torch._ops.OpOverload,
     torch._ops.OpOverloadPacket,
@@ -296,8 +297,18 @@ def _timed() -> Any:
     return ddp
 
 
+def _reduced() -> Any:
+    config = fusion_passes.FusionConfig(backward_graph="reducer")
+    with inductor_config.patch(ddp_fusion=config):
+        made = [kind(two_layers()) for kind in (DistributedDataParallel, _Logged)]
+        for ddp in made:
+            _step(ddp, torch.compile(ddp))
+    return made
+
+
 KINDS = (
     _managed,
+    _reduced,
     _timed,
     _copied,
     _moved,
@@ -472,7 +483,7 @@ def main() -> None:
     with fake_world(), warnings.catch_warnings():
         warnings.simplefilter("ignore", fusion_passes.FusionWarning)
         inductor_config.ddp_fusion = "concat"
-        kept = [_managed(), _late(), _copied()]
+        kept = [_managed(), _late(), _copied(), _reduced()]
         run = torch.compile(kept[0])
         _step(kept[0], run)
         trained = sizes()

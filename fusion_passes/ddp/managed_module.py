@@ -157,8 +157,8 @@ def describe(ddp: DistributedDataParallel, number: int) -> ManagedModule:
         world_size=group.size(),
         label=f"DDP {number} ({type(ddp.module).__name__})",
         parameters=tuple(names[id(parameter)] for parameter in parameters_of(ddp)),
-        caps=_caps_of(ddp),
-        strides=tuple(map(_strides_to_send, parameters_of(ddp))),
+        caps=caps_of_ddp(ddp),
+        strides=tuple(map(strides_to_send, parameters_of(ddp))),
         kinds=tuple(map(_kind_of, parameters_of(ddp))),
         trained=tuple(n for n, p in enumerate(parameters_of(ddp)) if p.requires_grad),
         flag_dtype=_flag_dtype(ddp),
@@ -242,7 +242,8 @@ def group_name_of(group: dist.ProcessGroup, number: int) -> str:
     return f"{group.group_name}/ddp{number}"
 
 
-def _caps_of(ddp: DistributedDataParallel) -> ModuleCaps:
+def caps_of_ddp(ddp: DistributedDataParallel) -> ModuleCaps:
+    """The caps of a module's buckets, before any option."""
     if not ddp.bucket_bytes_cap_default:
         return given_caps(int(ddp.bucket_bytes_cap), ddp.bucket_bytes_cap_list)
     rows = {number for number, _ in _numbered(ddp, are_sparse=True)}
@@ -252,10 +253,11 @@ def _caps_of(ddp: DistributedDataParallel) -> ModuleCaps:
 
 
 def _kind_of(parameter: Tensor) -> str:
-    return f"{tuple(parameter.shape)} {parameter.dtype} {_strides_to_send(parameter)}"
+    return f"{tuple(parameter.shape)} {parameter.dtype} {strides_to_send(parameter)}"
 
 
-def _strides_to_send(parameter: Tensor) -> tuple[int, ...]:
+def strides_to_send(parameter: Tensor) -> tuple[int, ...]:
+    """The strides in which a gradient is sent: the parameter's, or contiguous if not dense."""
     if is_dense(parameter):
         return tuple(parameter.stride())
     return tuple(torch.empty(parameter.shape, device="meta").stride())

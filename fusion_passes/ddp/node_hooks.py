@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from fusion_passes.ddp.modules import registry
+from fusion_passes.reducer.backward import reducers
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.autograd import have_hooks_on_nodes, register_unless_asked
 from fusion_passes.torch_private.ddp import parameters_of
@@ -33,6 +34,7 @@ class NodeHooks:
         registered = register_unless_asked(register, hooks, hook)
         # Not reached by a look of our own, which would otherwise be made again in each backward.
         self._none_at = -1
+        reducers.forget_hooks()
         return registered
 
     def modules(self) -> frozenset[str]:
@@ -52,6 +54,7 @@ class NodeHooks:
     def forget(self) -> None:
         """Ask all nodes the next time: hooks may have been registered unseen."""
         self._none_at = -1
+        reducers.forget_hooks()
 
 
 node_hooks: Final = process_state.keep(

@@ -16,6 +16,7 @@ from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.rounds import owing
 from fusion_passes.ddp.unused import beside_foreign, often_in_parts
 from fusion_passes.plan.planner import NO_PROFILE
+from fusion_passes.reducer.backward import reducers
 from fusion_passes.reductions.owners import Owner
 from fusion_passes.reporting.records import FusionReport
 from fusion_passes.reporting.warnings import warn_once
@@ -206,13 +207,18 @@ def warn_local(name: str) -> str:
             "the module anew before each backward that is to be averaged.",
         )
         return name
+    warn_stays_local(label)
+    return name
+
+
+def warn_stays_local(label: str) -> None:
+    """Warn that gradients of a module were not averaged, though nothing asked for that."""
     warn_once(
         f"local gradients of {label}",
         f"The gradients of a backward of {label} stay on their rank, as with eager DDP: its "
         "forward has had its backward before, or did not run through the DDP module. Call the "
         "module anew before each backward that is to be averaged.",
     )
-    return name
 
 
 _looked_at: Final = process_state.keep(
@@ -230,16 +236,18 @@ def warn_not_reduced(unmanaged: Iterable[Tensor]) -> None:
         unmanaged: tensors that a backward reaches, and no managed module reduces.
     """
     parameters = [leaf for leaf in unmanaged if isinstance(leaf, nn.Parameter)]
-    new = {id(leaf) for leaf in parameters if _looked_at.get(leaf) != registry.version}
+    version = registry.version, reducers.version
+    new = {id(leaf) for leaf in parameters if _looked_at.get(leaf) != version}
     if not new:
         return
-    _looked_at.update((leaf, registry.version) for leaf in parameters)
-    for ddp in registry.modules():
+    _looked_at.update((leaf, version) for leaf in parameters)
+    labelled = [(ddp, registry.module_of(ddp).label) for ddp in registry.modules()]
+    labelled += [(r.ddp, r.label) for r in reducers.alive() if r.ddp is not None]
+    for ddp, label in labelled:
         named = ddp.module.named_parameters()
         found = [name for name, parameter in named if id(parameter) in new]
         names = [repr(name) for name in found if name not in ddp.parameters_to_ignore]
         if names:
-            label = registry.module_of(ddp).label
             warn_once(
                 f"not reduced {label}",
                 f"Gradients of {label} ({len(names)}: {shown_list(names)}) stay on their rank, as "

@@ -22,6 +22,7 @@ MOST_NAMES: Final = 4
 _GRAPH_NAMES: Final = (
     ("aot_autograd", "in the backward compiled with the forward"),
     ("compiled_autograd", "in a graph that compiled autograd traced"),
+    ("reducer", "by a reducer, while the backward ran"),
     ("none", "by hand, after the backward"),
 )
 

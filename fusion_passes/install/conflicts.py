@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fusion_passes.config import FusionConfig
 from fusion_passes.flag import FLAG
 from fusion_passes.torch_private import dynamo_config, inductor_config
 from fusion_passes.torch_private.inductor import torch_fuses_ddp
@@ -44,4 +45,18 @@ def check_reducer_mode() -> None:
             f"torch._inductor.config.ddp_fusion = {getattr(inductor_config, FLAG)!r}: the fusion "
             "needs DDP's Python reducer, which it switches on itself. Leave optimize_ddp at its "
             "default, or set ddp_fusion = None."
+        )
+
+
+def check_tracing(config: FusionConfig) -> None:
+    """Refuse to trace the backwards of a module with a reducer, whose calls no graph can hold.
+
+    Raises:
+        ValueError: as :func:`check_conflicts`.
+    """
+    if config.backward_graph == "reducer" and dynamo_config().compiled_autograd:
+        raise ValueError(
+            "torch._dynamo.config.compiled_autograd = True cannot be combined with "
+            "FusionConfig.backward_graph = 'reducer': compiled autograd cannot trace what a "
+            "reducer does. Set it to False, or leave backward_graph out."
         )

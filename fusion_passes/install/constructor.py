@@ -19,10 +19,11 @@ from fusion_passes.ddp.own_reducer import (
     warn_own_reducer,
     warn_without_effect,
 )
+from fusion_passes.ddp.reduced import manage_by_reducer
 from fusion_passes.ddp.turns import note_construction
 from fusion_passes.flag import active_config
 from fusion_passes.install.changes import patched_setting, value_of
-from fusion_passes.install.conflicts import check_conflicts, check_reducer_mode
+from fusion_passes.install.conflicts import check_conflicts, check_reducer_mode, check_tracing
 from fusion_passes.plan.caps import mib_to_bytes
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.torch_private import trace_rules
@@ -59,6 +60,7 @@ def construct(
     given = dict(bound.arguments)
     check_reducer_mode()
     check_conflicts()
+    check_tracing(config)
     check_supported(given)
     reason = reason_for_own_reducer(given)
     if reason is not None:
@@ -76,6 +78,10 @@ def construct(
     with _python_reducer():
         original(*bound.args, **bound.kwargs)
     ddp.bucket_bytes_cap_list = [mib_to_bytes(cap_mb) for cap_mb in caps_mb]
+    if config.backward_graph == "reducer":
+        manage_by_reducer(ddp, config)
+        warn_without_effect(given)
+        return
     manage(ddp)
     if config.mode == "auto":
         learn_costs(ddp, config)

@@ -14,6 +14,7 @@ from fusion_passes.ddp.aot_forward import compiling, find_reduced_inputs
 from fusion_passes.ddp.turns import is_training_thread
 from fusion_passes.flag import active_config
 from fusion_passes.install.changes import patched_setting
+from fusion_passes.install.store_pass import options_to_store
 from fusion_passes.torch_private import inductor_config, is_compiling_backward
 
 INDUCTOR: Final = "torch._TorchCompileInductorWrapper"
@@ -46,6 +47,14 @@ def compile_forward(
     if is_backward or _copies_into_lists(model.graph):
         compiler = _without_reinplacing(compiler, options)
     if is_backward:
+        return original(compiler, model, inputs, *args, **kwargs)
+    if config is not None and config.backward_graph == "reducer":
+        # A replayed CUDA graph writes to the memory that it has recorded, and calls no operator:
+        # there, and where operators are not lowered, hooks bring the gradients.
+        if not any(
+            _value_of(name, options) for name in ("triton.cudagraphs", "fallback_by_default")
+        ):
+            compiler = _with_options(compiler, options_to_store(model.graph, inputs, options))
         return original(compiler, model, inputs, *args, **kwargs)
     if config is None or config.backward_graph == "compiled_autograd" or not _is_usual(options):
         return original(compiler, model, inputs, *args, **kwargs)
@@ -99,6 +108,11 @@ def _without_reinplacing(compiler: Any, options: Mapping[str, Any]) -> Any:
     if not _value_of("fallback_by_default", options):
         return compiler
     switched_off = ",".join(filter(None, (_value_of("disabled_passes", options), _REINPLACING)))
+    return _with_options(compiler, {"disabled_passes": switched_off})
+
+
+def _with_options(compiler: Any, options: Mapping[str, Any]) -> Any:
+    """The backend as it is, but with some options of Inductor."""
     changed = copy.copy(compiler)
-    changed.config = {**compiler.config, "disabled_passes": switched_off}
+    changed.config = {**compiler.config, **options}
     return changed

@@ -86,6 +86,11 @@ IN_OBJECTS: Final = (
     _attribute("_ddp_fusion_expected", "Whether the next gradients are averaged."),
     _attribute("_ddp_fusion_local", "Whether the last forward ran under no_sync."),
     _attribute("_ddp_fusion_unfinished", "The error of the next forward, if there is one."),
+    _in_module(
+        "_ddp_fusion_reducer",
+        "With backward_graph='reducer': what averages the gradients, with the hooks on the "
+        "parameters that tell it of them.",
+    ),
     _attribute("_ddp_fusion_buffers_in", "The group over which buffers are broadcast."),
     _attribute("_ddp_fusion_sent_as", "The dtype in which gradients are sent."),
     _attribute("_ddp_fusion_is_hooked", "Whether a communication hook is called with buckets."),

@@ -26,12 +26,12 @@ class PassSlot:
         none of it yet, or its user may have put other passes there instead."""
         passes = pass_list(value_of(_SLOT))
         if self._own not in passes:
-            write(_SLOT, _pass_value([*passes, self._own]))
+            write(_SLOT, pass_value([*passes, self._own]))
 
     def clear(self) -> None:
         """Take the pass out, and leave those of others."""
         others = [item for item in pass_list(value_of(_SLOT)) if item is not self._own]
-        write(_SLOT, _pass_value(others))
+        write(_SLOT, pass_value(others))
 
 
 def pass_list(value: Any) -> list[Any]:
@@ -47,7 +47,8 @@ def pass_list(value: Any) -> list[Any]:
     return [] if value is None else [value]
 
 
-def _pass_value(passes: list[Any]) -> Any:
+def pass_value(passes: list[Any]) -> Any:
+    """What Inductor takes for several passes, one, or none."""
     if len(passes) <= 1:
         return passes[0] if passes else None
     return PassChain(passes) if takes_one_pass() else list(passes)

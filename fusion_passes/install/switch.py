@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from fusion_passes.agreement.protocol import forget_histories
 from fusion_passes.config import FusionConfig
@@ -13,9 +14,11 @@ from fusion_passes.ddp.aot_backward import aot_backwards
 from fusion_passes.ddp.backward import BackwardRunner
 from fusion_passes.ddp.comm_hooks import check_flag
 from fusion_passes.ddp.donation import donating
+from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.node_hooks import node_hooks
 from fusion_passes.ddp.rounds import is_running
 from fusion_passes.ddp.tracing import call_module
+from fusion_passes.ddp.unfused import warn_not_reduced, warn_stays_local
 from fusion_passes.flag import active_config, add_flag
 from fusion_passes.install.changes import replace, set_to, value_of, wrap
 from fusion_passes.install.constructor import construct, enter_forward
@@ -24,6 +27,8 @@ from fusion_passes.install.inductor_pass import DdpFusionPass
 from fusion_passes.install.pass_slot import PassSlot
 from fusion_passes.install.patch import DDP
 from fusion_passes.install.regions import breaking_at_callbacks, make_region
+from fusion_passes.reducer.backward import reducers
+from fusion_passes.reporting.backwards import backwards
 from fusion_passes.reporting.journal import journal
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
@@ -48,8 +53,19 @@ _runner: Final = process_state.keep(
 )
 
 
+def _run_backward(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call autograd's engine: what reducers do around it, and around that what is traced."""
+    run = functools.partial(_runner.run, engine) if len(registry) else engine
+    return reducers.run(run, *args, **kwargs) if len(reducers) else run(*args, **kwargs)
+
+
 def install_flag() -> None:
     """Add the flag to torch's configuration, and follow it from now on."""
+    reducers.tell(
+        on_local=warn_stays_local,
+        on_unowned=warn_not_reduced,
+        on_averaged=lambda labels: backwards.note(tuple(labels), "reducer"),
+    )
     add_flag(lambda: _installation.follow(active_config()), check_flag, _installation.warn_off)
 
 
@@ -100,7 +116,7 @@ class _Installation:
             wrap(undo, f"{DDP}.__init__", functools.partial(construct, self.fill_slot))
             wrap(undo, f"{DDP}._inside_ddp_forward", enter_forward)
             for module in ("torch.autograd", "torch.autograd.graph"):
-                wrap(undo, f"{module}._engine_run_backward", _runner.run)
+                wrap(undo, f"{module}._engine_run_backward", _run_backward)
             wrap(undo, f"{INDUCTOR}.__call__", functools.partial(compile_forward, self.fill_slot))
             wrap(undo, "torch.fx.Tracer.call_module", call_module)
             node_hooks.forget()

@@ -10,7 +10,7 @@ from typing import Final, Literal, TypeAlias
 
 from fusion_passes.state import Lifetime, process_state
 
-ReducedIn: TypeAlias = Literal["aot_autograd", "compiled_autograd", "none"]
+ReducedIn: TypeAlias = Literal["aot_autograd", "compiled_autograd", "reducer", "none"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class BackwardReport:
         modules: the DDP modules, by number of construction on their group and by class.
         reduced_in: ``"aot_autograd"``: the backward that was compiled with the forward;
             ``"compiled_autograd"``: a graph that compiled autograd has traced from the whole
-            backward; ``"none"``: no graph, but by hand when the backward had ended.
+            backward; ``"reducer"``: no graph, but a reducer, while the backward ran; ``"none"``: no
+            graph, but by hand when the backward had ended.
         because: why not in the first of these; empty for that one.
         count: how many there were.
         outside: how many gradients of each came from what is not compiled, and were reduced by

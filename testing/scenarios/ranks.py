@@ -64,7 +64,10 @@ class RankReport:
 
     @property
     def is_fused(self) -> bool:
-        """Whether graphs have reduced each backward, in buckets that are fewer than gradients."""
+        """Whether graphs have reduced each backward, in buckets that are fewer than gradients; or a
+        reducer has, while it ran."""
+        if self.reduced_in == ("reducer",):
+            return self.gradients > 0
         is_in_graphs = bool(self.reduced_in) and "none" not in self.reduced_in
         are_in_buckets = self.after < self.before and not self.rejected
         return self.gradients > 0 and is_in_graphs and are_in_buckets

@@ -9,7 +9,7 @@ import gc
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ import torch._inductor.config as inductor_config
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes import FusionWarning
+from fusion_passes import FusionConfig, FusionWarning
+from fusion_passes.config import Flag
+from fusion_passes.ddp import reduced
 from fusion_passes.ddp.management import hand_over
 from fusion_passes.install import changes
 from fusion_passes.install.patch import CHECKED_ON, DDP, Patch, Span
@@ -32,6 +34,8 @@ from tests.install.torch_state import changed, different, everything, hook_modul
 
 ROOT = Path(__file__).parent.parent.parent
 INSTALL = ROOT / "fusion_passes" / "install"
+
+REDUCER = FusionConfig(backward_graph="reducer")
 
 RELU = "torch.nn.functional.relu"
 
@@ -192,12 +196,12 @@ class _Own(DistributedDataParallel):
 
 
 def _pair(
-    kind: type[DistributedDataParallel],
+    kind: type[DistributedDataParallel], flag: Flag = "concat"
 ) -> tuple[DistributedDataParallel, DistributedDataParallel]:
     """A module with DDP's Python reducer, and a managed one, else alike."""
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"), _undoing_what_ddp_sets():
         theirs = kind(two_layers(), bucket_cap_mb=25)
-    inductor_config.ddp_fusion = "concat"
+    inductor_config.ddp_fusion = flag
     ours = kind(two_layers(), bucket_cap_mb_list=[25])
     inductor_config.ddp_fusion = None
     return theirs, ours
@@ -220,6 +224,7 @@ def test_what_changes_in_a_module_is_what_is_listed(one_rank: None) -> None:
     for ddp in (theirs, ours):
         ddp.join(enable=False)
     found = different(theirs, ours) | different(own_theirs, own_ours)
+    found |= different(*_pair(DistributedDataParallel, REDUCER))
     entries = {
         patch.what.removeprefix(f"{DDP}.")
         for patch in listed(Span.OBJECT)
@@ -230,10 +235,18 @@ def test_what_changes_in_a_module_is_what_is_listed(one_rank: None) -> None:
 
 
 def test_a_module_that_is_handed_over_has_what_ddp_has(one_rank: None) -> None:
-    for kind in (DistributedDataParallel, _Own):
-        theirs, ours = _pair(kind)
-        with pytest.warns(FusionWarning, match=f"not fused: {kind.__name__}"):
-            hand_over(ours, kind.__name__)
+    leaving: list[tuple[Flag, Callable[..., None]]] = [
+        ("concat", hand_over),
+        (REDUCER, reduced.hand_over),
+    ]
+    ways = [
+        (kind, flag, leave) for kind in (DistributedDataParallel, _Own) for flag, leave in leaving
+    ]
+    for kind, flag, leave in ways:
+        theirs, ours = _pair(kind, flag)
+        reason = f"{kind.__name__} of {leave.__module__}"
+        with pytest.warns(FusionWarning, match=f"not fused: {reason}"):
+            leave(ours, reason)
         undone = {
             patch.what.removeprefix(f"{DDP}.")
             for patch in listed(Span.OBJECT)

@@ -36,8 +36,12 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
-METHODS: Final = ("no DDP", "DDPOptimizer", "concat", "concat, traced")
-FLAGS: Final = {"concat": "aot_autograd", "concat, traced": "compiled_autograd"}
+METHODS: Final = ("no DDP", "DDPOptimizer", "concat", "concat, reducer", "concat, traced")
+FLAGS: Final = {
+    "concat": "aot_autograd",
+    "concat, reducer": "reducer",
+    "concat, traced": "compiled_autograd",
+}
 """By method, the value of ``FusionConfig.backward_graph``."""
 
 BARE_STEP: Final = "step, less collectives"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import torch
 import torch._dynamo
@@ -31,6 +31,7 @@ class Way:
         bucketing: whether torch's ``bucket_all_reduces_fx`` is on.
         overlap: whether torch's overlap scheduling is on, with bucketing.
         caps: whether the size of its buckets can be chosen.
+        graph: ``FusionConfig.backward_graph``; ours only.
     """
 
     style: Style
@@ -40,6 +41,7 @@ class Way:
     bucketing: bool = False
     overlap: bool = False
     caps: bool = False
+    graph: str = "auto"
 
     @property
     def is_ours(self) -> bool:
@@ -75,6 +77,7 @@ WAYS: Final = {
     "concat": Way("outside", "none", fusion="concat", caps=True),
     "coalesced": Way("outside", "none", fusion="coalesced", caps=True),
     AUTO: Way("outside", "none", fusion="auto"),
+    "reducer": Way("outside", "none", fusion="concat", graph="reducer"),
 }
 
 OURS: Final = tuple(name for name, way in WAYS.items() if way.is_ours and way.caps)
@@ -145,9 +148,11 @@ def configure(way: Way) -> None:
     """Set what torch must know before DDP is constructed."""
     torch._dynamo.config.compiled_autograd = way.style == "inside"
     if way.is_ours:
-        import fusion_passes  # noqa: F401  Adds the flag; the others run without the package.
+        import fusion_passes  # It adds the flag; the others run without the package.
 
-        inductor_config.ddp_fusion = way.fusion
+        mode, graph = cast("Any", way.fusion), cast("Any", way.graph)
+        config = fusion_passes.FusionConfig(mode=mode, backward_graph=graph)
+        inductor_config.ddp_fusion = config
     elif way.reducer == "python":
         torch._dynamo.config.optimize_ddp = "python_reducer"
 

@@ -1,0 +1,581 @@
+"""DDP modules whose gradients a :class:`fusion_passes.reducer.reducer.Reducer` averages."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from fusion_passes.config import OPTION, FusionConfig
+from fusion_passes.ddp.buffers import BUFFERS_IN, broadcast_buffers, prepare_buffers, sends_buffers
+from fusion_passes.ddp.exiting import pause_at_exit
+from fusion_passes.ddp.managed_module import caps_of_ddp, embeddings_with_rows, strides_to_send
+from fusion_passes.ddp.tensor_parallel import make_dtensors_when_read
+from fusion_passes.flag import active_config
+from fusion_passes.plan.caps import bucket_caps
+from fusion_passes.plan.scaling import REDUCE_DTYPE_OF
+from fusion_passes.reducer.backward import reducers, walk
+from fusion_passes.reducer.communication import AllReduce, HookCall, name_of_hook
+from fusion_passes.reducer.reducer import (
+    EXPECTED,
+    LOCAL,
+    UNFINISHED,
+    Parameters,
+    Reducer,
+    kinds_of,
+)
+from fusion_passes.reducer.settings import compare_settings
+from fusion_passes.state import Lifetime, process_state
+from fusion_passes.torch_private import (
+    BuiltinCommHookType,
+    begin_no_graph,
+    disable_dynamo,
+    tree_map_only,
+)
+from fusion_passes.torch_private.autograd import hook_behind_accumulation
+from fusion_passes.torch_private.ddp import (
+    HOOKS_OF_REDUCER,
+    USES_PYTHON_REDUCER,
+    comm_hooks,
+    common_rank,
+    divides_by_initial_size,
+    give_own_reducer,
+    hooks_of_reducer,
+    is_joining,
+    log_comm_hook,
+    parameters_of,
+    raise_as_ddp,
+    register_buffer_comm_hook,
+    register_with_reducer,
+    set_static_graph,
+    tell_joined,
+    update_process_group,
+)
+from fusion_passes.torch_private.groups import backend_name
+
+REDUCER: Final = "_ddp_fusion_reducer"
+"""Attribute of a managed module: its reducer, with what keeps its hooks."""
+
+RANGE: Final = "DistributedDataParallel.forward"
+"""Eager DDP's name for its forward in a profile."""
+
+_SENT_AS: Final[Mapping[object, torch.dtype | None]] = MappingProxyType(
+    {
+        default_hooks.allreduce_hook: None,
+        default_hooks.bf16_compress_hook: torch.bfloat16,
+        default_hooks.fp16_compress_hook: torch.float16,
+        BuiltinCommHookType.ALLREDUCE: None,
+        BuiltinCommHookType.FP16_COMPRESS: torch.float16,
+    }
+)
+"""The dtype in which the gradients are sent that a hook averages; ``None``: in their own."""
+
+_STEPS_OPTIMIZER: Final = "_hook_then_optimizer."
+"""How the name of the hook of ``_register_fused_optim`` begins."""
+
+
+class Attached:
+    """A module's reducer, and what belongs to it."""
+
+    def __init__(self, reducer: Reducer, label: str) -> None:
+        self.reducer = reducer
+        self.label = label
+        self.handles: list[Any] = []
+
+    def __deepcopy__(self, _: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def reducer_of(ddp: Any) -> Reducer:
+    """The reducer of a managed module."""
+    attached: Attached = ddp.__dict__[REDUCER]
+    return attached.reducer
+
+
+class ReducedForward(DistributedDataParallel):
+    """What a managed module has in place of DDP's forward and of its parts."""
+
+    @begin_no_graph
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module between the two parts that DDP adds."""
+        if torch.compiler.is_dynamo_compiling():  # Dynamo would warn of the range, and omit it.
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+        with _untraced(torch.autograd.profiler.record_function, RANGE):
+            inputs, kwargs = _untraced(self._pre_forward, *inputs, **kwargs)
+            output = self._run_ddp_forward(*inputs, **kwargs)
+            return _untraced(self._post_forward, output)
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Broadcast buffers, and move inputs to the module's device."""
+        if torch.is_grad_enabled() and getattr(self, UNFINISHED) is not None:
+            _refuse(self)
+        if is_joining(self):
+            _begin_step(self)
+        elif sends_buffers(self):
+            broadcast_buffers(self)
+        if self.device_ids:
+            device = torch.device(self.device_type, self.device_ids[0])
+            return tree_map_only(Tensor, lambda tensor: tensor.to(device), (inputs, kwargs))
+        return inputs, kwargs
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+    def _post_forward(self, output: Any) -> Any:
+        if torch.is_grad_enabled():
+            if self.require_backward_grad_sync:
+                setattr(self, EXPECTED, True)
+                setattr(self, LOCAL, False)
+                if not torch.compiler.is_dynamo_compiling():
+                    reducer_of(self).entered.clear()
+                    if self.find_unused_parameters:
+                        _note_reachable(self, output)
+            else:
+                setattr(self, LOCAL, True)
+        if getattr(self, BUFFERS_IN):
+            # DDP's rule: buffers are broadcast if the forward before was to be synchronised.
+            is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
+            self.require_forward_param_sync = is_synced
+        return output
+
+
+def _refuse_unfinished(ddp: DistributedDataParallel) -> None:
+    error = getattr(ddp, UNFINISHED)
+    if ddp.require_backward_grad_sync:
+        raise_as_ddp(ddp, RuntimeError, error)
+
+
+def _note_reachable(ddp: DistributedDataParallel, output: Any) -> None:
+    tensors: list[Tensor] = []
+    tree_map_only(Tensor, tensors.append, output)
+    reducer = reducer_of(ddp)
+    number_of = {id(reducer.parameters.all[n]): n for n in reducer.numbers}
+    found = walk([tensor for tensor in tensors if tensor.requires_grad]).edges
+    reducer.reachable = frozenset(number_of[key] for key in found if key in number_of)
+
+
+def _begin(ddp: DistributedDataParallel) -> None:
+    """With ``join``: tell ranks without inputs that this one has some, and what comes."""
+    work: Any = Join.notify_join_context(ddp)
+    count_ranks(ddp, work)
+    if sends_buffers(ddp):
+        broadcast_buffers(ddp, common_rank(ddp, is_candidate=True))
+    tell_joined(ddp)
+
+
+def count_ranks(ddp: DistributedDataParallel, work: Any) -> None:
+    """Divide gradients as ``join`` was asked to: by the number of all ranks, or of those that have
+    inputs for the step. A communication hook divides as it likes."""
+    communication = reducer_of(ddp).communication
+    if not isinstance(communication, AllReduce):
+        return
+    if divides_by_initial_size(ddp) or work is None:
+        communication.count_ranks = None
+        return
+
+    def count() -> float:
+        (number,) = work.get_future().wait()
+        return float(number.item())
+
+    communication.count_ranks = count
+
+
+@disable_dynamo
+def _untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+_begin_step = disable_dynamo(_begin)
+_refuse = disable_dynamo(_refuse_unfinished)
+
+
+class ReducedDDP(ReducedForward):
+    """Takes DDP's place among the bases of a managed module's class."""
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Average as a known hook would, or call the hook with the module's buckets."""
+        group = dist.group.WORLD if state is None else state
+        if _is_known(hook) and group is self.process_group:
+            _accept_comm_hook(self, hook, state)
+            return
+        self._check_comm_hook(hook)
+        _check_first_hook(self)
+        _check_reduce_dtype(active_config(), hook)
+        name = name_of_hook(hook)
+        if name.startswith(_STEPS_OPTIMIZER):
+            hand_over(
+                self,
+                f"its communication hook {name} steps an optimizer while a compiled backward may "
+                "still read the parameters. To fuse, step the optimizer after the backward",
+            )
+            DistributedDataParallel.register_comm_hook(self, state, hook)
+            return
+        _note_comm_hook(self, hook, state)
+        reducer = reducer_of(self)
+        ref = weakref.ref(reducer)
+
+        def order() -> list[int]:
+            owner = ref()
+            assert owner is not None, "its buckets are launched"
+            return owner.hooked_buckets
+
+        reducer.communication = HookCall(hook, state, reducer.parameters.all, order)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
+        _accept_comm_hook(self, comm_hook_type)
+
+    def _register_buffer_comm_hook(self, *args: Any, **kwargs: Any) -> None:
+        hand_over(self, "a hook of yours synchronises its buffers")
+        register_buffer_comm_hook(self, *args, **kwargs)
+
+    def _check_and_sync_module_buffers(self) -> None:
+        if getattr(self, UNFINISHED) is not None:
+            _refuse_unfinished(self)
+        if sends_buffers(self):
+            broadcast_buffers(self, common_rank(self, is_candidate=False))
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        reducer_of(self).reduce_zeros()
+
+    def _match_unused_params_allreduce(self) -> None:
+        """Nothing is left to do: the used map has gone before the gradients."""
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        update_process_group(self, new_process_group)
+        attach_reducer(self, active_config() or FusionConfig())
+        setattr(self, UNFINISHED, None)
+
+    def _set_static_graph(self) -> None:
+        """As DDP, where this promise replaces ``find_unused_parameters``."""
+        set_static_graph(self)
+        reducer_of(self).is_static = True
+
+    def __reduce_ex__(self, _: object) -> Any:
+        """A copy of a managed module is managed too."""
+        return _blank, (_users_class(self),), _portable(self.__getstate__())
+
+
+_REPLACED: Final = tuple(
+    name
+    for kind in (ReducedForward, ReducedDDP)
+    for name, value in vars(kind).items()
+    if callable(value)
+)
+"""The methods that a managed module has from :class:`ReducedDDP`."""
+
+_OVERRIDDEN: Final = tuple(name for name in _REPLACED if hasattr(DistributedDataParallel, name))
+"""Those that DDP has too."""
+
+
+class ReducerOfReduced:
+    """Stands for the C++ reducer of a managed module, which does nothing.
+
+    ``torch.distributed.pipelining`` runs all forwards under ``no_sync``, and calls
+    ``prepare_for_backward`` before the backward that is to be averaged. ``join`` lets ranks without
+    inputs rebuild its buckets, which is a collective that the others do not come to.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._reducer: Any = ddp.reducer
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        # Not the C++ reducer's: it would average the gradients once more.
+        ddp = self._ddp()
+        setattr(ddp, EXPECTED, True)
+        if ddp is not None and ddp.find_unused_parameters:
+            _note_reachable(ddp, outputs)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def _push_all_rebuilt_params(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+
+# --- Management ----------------------------------------------------------------------------------
+
+
+def manage_by_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> None:
+    """From now on, averages the gradients of a module by a reducer of the package."""
+    make_dtensors_when_read(ddp.module)
+    for handle in hooks_of_reducer(ddp):
+        handle.remove()
+    hooks_of_reducer(ddp).clear()
+    setattr(ddp, EXPECTED, False)
+    setattr(ddp, LOCAL, False)
+    setattr(ddp, UNFINISHED, None)
+    ddp.reducer = ReducerOfReduced(ddp)  # type: ignore[assignment]
+    prepare_buffers(ddp, ddp.process_group.group_name)
+    attach_reducer(ddp, config)
+    reducer = reducer_of(ddp)
+    compare_settings(
+        reducer.group, reducer.label, _settings_of(ddp, config), torch.device(ddp.device_type)
+    )
+    _attach(ddp)
+
+
+def _settings_of(ddp: DistributedDataParallel, config: FusionConfig) -> dict[str, Any]:
+    """What must be the same on all ranks."""
+    reducer = reducer_of(ddp)
+    names, caps = reducer.parameters.names, caps_of_ddp(ddp)
+    return {
+        OPTION: asdict(config),
+        "bucket_cap_mb of DistributedDataParallel": caps.in_mib(),
+        "find_unused_parameters of DistributedDataParallel": ddp.find_unused_parameters,
+        "static_graph of DistributedDataParallel": bool(ddp.static_graph),
+        "parameters that require a gradient": [names[n] for n in reducer.numbers],
+        "embeddings with sparse=True": [
+            names[n] for n, kind in reducer.parameters.kinds.items() if kind.is_sparse
+        ],
+    }
+
+
+_count: Final = process_state.keep(
+    weakref.WeakKeyDictionary[Any, int](),
+    "the number of the last module on each process group; kept, since the group's store knows it",
+    Lifetime.GROUP,
+    reset=lambda _: None,
+)
+
+
+def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> None:
+    """Give a module a new reducer, in the place of one that it may have."""
+    old: Attached | None = ddp.__dict__.get(REDUCER)
+    group = ddp.process_group
+    backend = backend_name(group, torch.device(ddp.device_type))
+    if backend == "gloo":
+        pause_at_exit()
+    if old is not None:
+        label, communication = old.label, old.reducer.communication
+        _remove_hooks(old)
+        if isinstance(communication, AllReduce):
+            communication.group, communication.backend = group, backend
+    else:
+        number = _count[group] = _count.get(group, -1) + 1
+        label = f"DDP {number} ({type(ddp.module).__name__})"
+        communication = AllReduce(
+            group,
+            backend,
+            is_coalesced=config.reduces_by == "coalesced",
+            dtype=REDUCE_DTYPE_OF[config.reduce_dtype],
+            divides_first=config.scaling in ("store", "bucket"),
+        )
+    parameters = parameters_of(ddp)
+    names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+    sparse_ids = {
+        id(parameter)
+        for layer in embeddings_with_rows(ddp.module)
+        for parameter in layer.parameters(recurse=False)
+    }
+    sparse = {n for n, parameter in enumerate(parameters) if id(parameter) in sparse_ids}
+    reducer = Reducer(
+        ddp,
+        Parameters(
+            parameters,
+            [names.get(id(parameter), "?") for parameter in parameters],
+            [strides_to_send(parameter) for parameter in parameters],
+            kinds_of(parameters, sparse),
+        ),
+        group=group,
+        label=label,
+        caps=bucket_caps(config, caps_of_ddp(ddp)),
+        communication=communication,
+        find_unused=ddp.find_unused_parameters,
+        is_static=bool(ddp.static_graph),
+    )
+    attached = Attached(reducer, label)
+    ref = weakref.ref(reducer)
+    for n in reducer.numbers:
+        hook = functools.partial(_accumulated, ref, n)
+        reducer.nodes[n], handle = hook_behind_accumulation(parameters[n], hook)
+        attached.handles.append(handle)
+    ddp.__dict__[REDUCER] = attached
+    reducers.add(reducer)
+
+
+def _accumulated(ref: weakref.ref[Reducer], number: int, _: Any, gradients: Any) -> None:
+    reducer = ref()
+    if reducer is not None:
+        reducer.accumulated(number, is_defined=gradients[0] is not None)
+
+
+def _remove_hooks(attached: Attached) -> None:
+    reducers.discard(attached.reducer)
+    for handle in attached.handles:
+        handle.remove()
+    attached.handles.clear()
+
+
+def hand_over(ddp: DistributedDataParallel, reason: str) -> None:
+    """From now on, lets DDP's own reducer train a managed module.
+
+    Args:
+        ddp: the module; all ranks of its group must hand it over between the same two steps.
+        reason: for the user.
+    """
+    from fusion_passes.ddp.own_reducer import warn_own_reducer
+
+    ddp.__class__ = _users_class(ddp)
+    for name in _REPLACED:
+        ddp.__dict__.pop(name, None)
+    _remove_hooks(ddp.__dict__.pop(REDUCER))
+    give_own_reducer(ddp)
+    for hook, state in comm_hooks(ddp):
+        register_with_reducer(ddp, hook, state)
+    warn_own_reducer(ddp, reason)
+
+
+def _attach(ddp: DistributedDataParallel) -> None:
+    """Give a module the methods of :class:`ReducedDDP`.
+
+    Where the user's class has some of them too, these must come first and reach ours by ``super``:
+    the module's class becomes one with ours between the user's and DDP's. Otherwise they are
+    attributes of the module, whose class stays what it is: programs compare ``type(model)``.
+    """
+    kind = type(ddp)
+    ddps = DistributedDataParallel
+    if any(getattr(kind, name) is not getattr(ddps, name) for name in _OVERRIDDEN):
+        ddp.__class__ = _with_reduced_methods(kind)
+    else:
+        ref = weakref.ref(ddp)
+        ddp.__dict__ |= {name: _bound(ref, getattr(ReducedDDP, name)) for name in _REPLACED}
+
+
+def _bound(
+    ref: weakref.ref[DistributedDataParallel], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A method that does not keep its module."""
+
+    @begin_no_graph
+    @functools.wraps(function)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        ddp = ref()
+        assert ddp is not None, "a method is called on its module"
+        return function(ddp, *args, **kwargs)
+
+    return method
+
+
+_classes: Final = process_state.keep(
+    weakref.WeakValueDictionary[type[DistributedDataParallel], type[DistributedDataParallel]](),
+    "classes with the methods of ReducedDDP, by the user's class",
+    Lifetime.MODULE,
+    reset=weakref.WeakValueDictionary.clear,
+)
+
+
+def _with_reduced_methods(kind: type[DistributedDataParallel]) -> type[DistributedDataParallel]:
+    """A class like the user's, whose base is :class:`ReducedDDP` wherever it was DDP: one for all
+    modules of that class, or each would be compiled for itself."""
+    managed = _classes.get(kind)
+    if managed is None:
+        names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+        names["_ddp_fusion_users_class"] = kind
+        managed = _classes[kind] = type(kind.__name__, (kind, ReducedDDP), names)
+    return managed
+
+
+def _users_class(ddp: DistributedDataParallel) -> type[DistributedDataParallel]:
+    return getattr(type(ddp), "_ddp_fusion_users_class", type(ddp))
+
+
+# --- Communication hooks -------------------------------------------------------------------------
+
+
+def _is_known(hook: object) -> bool:
+    """Whether the hook averages gradients, in their own or a smaller dtype."""
+    try:
+        return hook in _SENT_AS
+    except TypeError:  # Not hashable.
+        return False
+
+
+def _check_first_hook(ddp: DistributedDataParallel) -> None:
+    if comm_hooks(ddp):
+        raise RuntimeError("register_comm_hook can only be called once.")
+
+
+def _accept_comm_hook(ddp: DistributedDataParallel, hook: Any, state: object = None) -> None:
+    """Let a managed module's gradients be sent as a known hook would send them.
+
+    Raises:
+        RuntimeError: the module has a hook already, as in DDP.
+    """
+    _check_first_hook(ddp)
+    _note_comm_hook(ddp, hook, state)
+    communication = reducer_of(ddp).communication
+    assert isinstance(communication, AllReduce), "it has no other hook"
+    communication.dtype = _SENT_AS[hook]
+
+
+def _note_comm_hook(ddp: DistributedDataParallel, hook: Any, state: object) -> None:
+    """Let DDP know of a hook that its reducer does not call."""
+    comm_hooks(ddp).append((hook, state))
+    log_comm_hook(ddp, name_of_hook(hook))
+
+
+def _check_reduce_dtype(config: FusionConfig | None, hook: Any) -> None:
+    if config is not None and config.reduce_dtype is not None:
+        raise ValueError(
+            f"reduce_dtype={config.reduce_dtype!r} of ddp_fusion contradicts communication hook "
+            f"{name_of_hook(hook)}, which says itself in which dtype gradients are sent. Leave the "
+            "option out, or the hook."
+        )
+
+
+# --- Copies --------------------------------------------------------------------------------------
+
+
+def _portable(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A managed module's attributes without what belongs to this one alone."""
+    left_out = {*_REPLACED, REDUCER}
+    portable = {name: value for name, value in state.items() if name not in left_out}
+    portable[HOOKS_OF_REDUCER] = []
+    return portable
+
+
+def _blank(kind: type[DistributedDataParallel]) -> DistributedDataParallel:
+    """An object that becomes a copy of a managed module when it is given its state."""
+    ddp = kind.__new__(kind)
+    ddp.__dict__["__setstate__"] = _Restoring(ddp)
+    return ddp
+
+
+class _Restoring:
+    """What ``__setstate__`` of such an object does. Where the flag is not set, it becomes a module
+    with DDP's own reducer."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+
+    def __call__(self, state: dict[str, Any]) -> None:
+        ddp = self._ddp
+        del ddp.__dict__["__setstate__"]
+        config = active_config()
+        state = state | {USES_PYTHON_REDUCER: config is not None}
+        type(ddp).__setstate__(ddp, state)
+        if config is not None:
+            manage_by_reducer(ddp, config)
+            for hook, hook_state in list(comm_hooks(ddp)):
+                if _is_known(hook):
+                    comm_hooks(ddp).clear()
+                    _accept_comm_hook(ddp, hook, hook_state)
+            comm_hooks(ddp)[:] = [item for item in comm_hooks(ddp) if _is_known(item[0])]
