@@ -27,7 +27,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_passes.config import FusionConfig
 from fusion_passes.lowering.pack import register_lowerings
+from fusion_passes.lowering.store import register_store_lowerings
 from fusion_passes.passes.pipeline import run_pipeline
+from fusion_passes.passes.store import StoreGradients
+from fusion_passes.plan.caps import BucketCaps
+from fusion_passes.plan.pieces import StoredInput
 from fusion_passes.reductions.owners import Owner
 from fusion_passes.torch_private import FakeTensorMode
 from testing.cuda_calls import read_kernels
@@ -136,6 +140,24 @@ class CardCompiler:
 # --- In the process of its own -----------------------------------------------------------------
 
 
+def store_gradients(graph: fx.Graph) -> None:
+    """A pass that stores the gradients that a graph returns in the memory of a reducer, in one
+    piece."""
+    next(iter(graph.nodes))._rename("tangents_1")  # As AOTAutograd calls it in a backward.
+    gradients: Any = graph.output_node().args[0]
+    values = [node.meta["val"] for node in gradients]
+    inputs = [
+        StoredInput(i, i, 0, tuple(v.shape), tuple(_dense(v)), v.dtype, v.device)
+        for i, v in enumerate(values)
+    ]
+    whole = BucketCaps(2**40, 2**40, 2**40)
+    assert StoreGradients(tuple(inputs), len(inputs), (whole,))(graph), "it stores them"
+
+
+def _dense(value: torch.Tensor) -> tuple[int, ...]:
+    return torch.empty(value.shape, device="meta").stride()
+
+
 def _hide_real_cards() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -151,6 +173,7 @@ def _generate(
 
     copies: list[Mapping[int, str]] = []
     register_lowerings(lambda _, reasons: copies.append(dict(reasons)))
+    register_store_lowerings(lambda _, reasons: copies.append(dict(reasons)))
     # Nothing is launched, and choices of an earlier graph must not come back from a cache.
     settings = {"use_static_triton_launcher": False, "autotune_local_cache": False, **settings}
     with fake_world(WORLD_SIZE), inductor_config.patch(settings):

@@ -108,6 +108,11 @@ def norm_step(name: str, module: str = "cards") -> Callable[..., Any]:
     return partial(_step, name, module)
 
 
+def norm_backward(name: str) -> Callable[..., Any]:
+    """The same, whose gradients nothing reduces: they are returned."""
+    return partial(_backward, name)
+
+
 def norm_step_into_grads(name: str) -> Callable[..., Any]:
     """As :func:`norm_step`, added to gradients that exist: the inputs behind the parameters."""
     return partial(_step_into_grads, name)
@@ -119,6 +124,10 @@ def _step(name: str, module: str, *inputs: Tensor) -> tuple[Tensor, ...]:
         reduce(gradient, f"p{number}", module=module, divide=WORLD_SIZE)
         for number, gradient in reversed(list(numbered))
     )
+
+
+def _backward(name: str, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return _gradients(name, inputs)
 
 
 def _step_into_grads(name: str, *inputs: Tensor) -> None:

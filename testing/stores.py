@@ -25,7 +25,14 @@ _LAUNCHES: Final = (
     "torch.ops._c10d_functional.all_reduce_.default",
     "torch.ops._c10d_functional.all_reduce_coalesced_.default",
 )
-_STORE: Final = "torch.ops.fusion_passes.store_.default"
+_READY: Final = "torch.ops.fusion_passes.mark_ready_.default"
+"""Behind it, a reducer launches what it is given."""
+
+_BUCKET: Final = "torch.ops.fusion_passes.bucket.default"
+_STORES: Final = (
+    "torch.ops.fusion_passes.store_.default",
+    "torch.ops.fusion_passes.copy_in_.default",
+)
 _REUSED: Final = "# reuse"
 
 
@@ -153,6 +160,10 @@ class _Reader:
             size, stride = (_numbers(item) for item in value.args[:2])
             self._allocate(Place(name, size, stride), _Memory())
             return
+        if called == _BUCKET:
+            assert isinstance(value, ast.Call)
+            self._allocate(Place(name, (ast.literal_eval(value.args[2]),), (1,)), _Memory())
+            return
         place = self._place(value)
         if place is None:
             self._allocate(Place(name, (), ()), _Memory(is_foreign=True))
@@ -182,13 +193,13 @@ class _Reader:
             return
         called = ast.unparse(value.func)
         kernel = called.removesuffix(".run")
-        if called in _LAUNCHES:
+        if called in (*_LAUNCHES, _READY):
             first = value.args[0]
             for item in first.elts if isinstance(first, ast.List) else [first]:
                 self._launch(item)
         elif kernel in self._accesses:
             self._run(kernel, value.args)
-        elif called == _STORE:
+        elif called in _STORES:
             self._store(value)
         elif called.endswith(".copy_"):
             assert isinstance(value.func, ast.Attribute)

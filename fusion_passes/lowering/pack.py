@@ -167,27 +167,16 @@ class _Bucket:
         )
 
     def _store(self, number: int, view: Any, is_copied: bool, is_grouped: bool) -> Any:
-        """Point the gradient's kernel at its place, or add one that stores it there; that one
-        Inductor may fuse with the gradient's, if it generates both. It does so with each sum that
-        it computes by a kernel of its own."""
-        ir = inductor_ir()
         gradient = self._gradients[number]
-        is_stored_apart = may_be_bound_anew(gradient)
-        if is_stored_apart:
-            gradient.realize()
-        if isinstance(gradient.data, ir.StorageBox) and not (
-            is_copied or is_stored_apart or self._is_changed(gradient)
-        ):
-            gradient.data.realize()
-            buffer = gradient.data.data
-            buffer.layout = ir.NonOwningLayout(view)
-        else:
-            value = _in_order_of(view, gradient) if is_grouped else _computed_again(gradient)
-            value = scaled(value, self._at_store, self._factor, inductor_lowerings())
-            value = inductor_lowerings().to_dtype(value, self._dtype)
-            buffer = ir.ConcatKernel.realize_into(value, _flat(view) if is_grouped else view)
+        change = self._change if self._is_changed(gradient) else None
+        buffer = store_at(view, gradient, is_copied=is_copied, is_grouped=is_grouped, change=change)
         self._kernel.inputs.append(buffer)
         return buffer
+
+    def _change(self, value: Any) -> Any:
+        """What is stored of a gradient: scaled, then cast."""
+        value = scaled(value, self._at_store, self._factor, inductor_lowerings())
+        return inductor_lowerings().to_dtype(value, self._dtype)
 
     def _register(self) -> None:
         graph = graph_lowering()
@@ -215,6 +204,45 @@ class _Bucket:
             inductor_ir().MutationLayoutSHOULDREMOVE.realize_into(
                 product, self._box, unsafe_alias=True
             )
+
+
+def store_at(
+    view: Any,
+    gradient: Any,
+    *,
+    is_copied: bool,
+    is_grouped: bool,
+    change: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Point a gradient's kernel at its place, or add one that stores it there; that one Inductor
+    may fuse with the gradient's, if it generates both. It does so with each sum that it computes by
+    a kernel of its own.
+
+    Args:
+        view: Inductor's view of the place.
+        gradient: Inductor's value of the gradient.
+        is_copied: whether its own kernel cannot store it there.
+        is_grouped: whether one kernel stores several.
+        change: what is stored of it; by default all as it is.
+
+    Returns:
+        The buffer that stands for the place.
+    """
+    ir = inductor_ir()
+    is_stored_apart = may_be_bound_anew(gradient)
+    if is_stored_apart:
+        gradient.realize()
+    if isinstance(gradient.data, ir.StorageBox) and not (
+        is_copied or is_stored_apart or change is not None
+    ):
+        gradient.data.realize()
+        buffer = gradient.data.data
+        buffer.layout = ir.NonOwningLayout(view)
+        return buffer
+    value = _in_order_of(view, gradient) if is_grouped else _computed_again(gradient)
+    if change is not None:
+        value = change(value)
+    return ir.ConcatKernel.realize_into(value, _flat(view) if is_grouped else view)
 
 
 def _lower_widen(bucket: Any, dtype: torch.dtype, scale: str, factor: float) -> Any:

@@ -14,11 +14,12 @@ import torch
 from torch import fx
 
 from fusion_passes.lowering.obstacles import (
+    computed_from_a_library,
     obstacle_to_storing,
     reason_for_copy,
     written_by_a_library,
 )
-from fusion_passes.lowering.pack import _computed_again, _flat, _in_order_of
+from fusion_passes.lowering.pack import store_at
 from fusion_passes.reducer.operators import BUCKET, COPY_IN, MARK_READY, STORE_GRADIENTS
 from fusion_passes.torch_private.inductor import (
     graph_lowering,
@@ -107,7 +108,10 @@ class _Memory:
         for number, view in enumerate(views):
             if number in copies and not one_kernel:
                 continue
-            is_grouped = number in copies
+            is_grouped = one_kernel and (
+                number in copies
+                or (number not in obstacles and computed_from_a_library(self._gradients[number]))
+            )
             writer = self._store(number, view, number in obstacles, is_grouped)
             if is_grouped:
                 copying.append(writer.get_operation_name())
@@ -143,17 +147,8 @@ class _Memory:
         return ir.ReinterpretView(data=self._bucket.data, layout=layout)
 
     def _store(self, number: int, view: Any, is_copied: bool, is_grouped: bool) -> Any:
-        """Point the gradient's kernel at its place, or add one that stores it there; that one
-        Inductor may fuse with the gradient's, if it generates both."""
-        ir = inductor_ir()
         gradient = self._gradients[number]
-        if isinstance(gradient.data, ir.StorageBox) and not is_copied:
-            gradient.data.realize()
-            writer = gradient.data.data
-            writer.layout = ir.NonOwningLayout(view)
-        else:
-            value = _in_order_of(view, gradient) if is_grouped else _computed_again(gradient)
-            writer = ir.ConcatKernel.realize_into(value, _flat(view) if is_grouped else view)
+        writer = store_at(view, gradient, is_copied=is_copied, is_grouped=is_grouped)
         run_after(writer.get_operation_name(), self._bucket.data.data.get_name())
         self._writers.append(writer)
         return writer

@@ -18,9 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes.config import FusionConfig
 from testing import cuda_models
 from testing.cuda_calls import launched_kernels
-from testing.cuda_codegen import CardCompiler, Generated, why_not
+from testing.cuda_codegen import CardCompiler, Generated, store_gradients, why_not
 from testing.cuda_models import model_inputs, model_step
-from testing.cuda_norms import NAMES, ROWS, norm_inputs, norm_step, norm_step_into_grads
+from testing.cuda_norms import (
+    NAMES,
+    ROWS,
+    norm_backward,
+    norm_inputs,
+    norm_step,
+    norm_step_into_grads,
+)
 from testing.fake_world import fake_world
 from testing.graphs import TensorSpec
 from testing.stores import check_stores
@@ -45,6 +52,21 @@ def mixed(generated: Generated) -> int:
 
 
 # --- Norms on a card -----------------------------------------------------------------------------
+
+
+@on_card
+@pytest.mark.each_torch
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_norms_are_stored_for_a_reducer(compiler: CardCompiler, name: str) -> None:
+    inputs = norm_inputs(name)
+    generated = compiler.generate(
+        norm_backward(name),
+        inputs,
+        fused=False,
+        has_kernels=False,
+        post_grad_custom_post_pass=store_gradients,
+    )
+    assert check_stores(generated.code) == numel(inputs[1:])
 
 
 @on_card

@@ -145,6 +145,7 @@ def eager_layers_between() -> Steps:
         return run_steps(ddp, eager, lambda model, number: model(rows(number, width=ROUND)).sum())
 
 
+@pytest.mark.each_torch
 @pytest.mark.parametrize("job", [other_batch_sizes, breaks_on_one_rank, eager_layers_between])
 def test_ranks_with_other_graphs_launch_the_same_buckets(
     run_on_ranks: RUN, job: Callable[[], Steps]
