@@ -56,7 +56,7 @@ from gpu_checks.results import Result, Row, read_result
 from gpu_checks.sites import Sharing, Site
 from testing.fake_world import one_rank
 from testing.scenarios.catalog import SCENARIOS
-from testing.scenarios.entries import MODES, Scenario
+from testing.scenarios.entries import Scenario
 from tests.support import bench_ranks, gpu_parts
 
 CATALOG = gpu_parts.__name__
@@ -728,7 +728,7 @@ def test_what_one_rank_trains_runs_on_the_cpu(part: str, tmp_path: Path) -> None
     assert gpu.main([*options, "--results", str(results), "--out", str(page)]) == 0
     titles = [row["title"] for row in json.loads((results / f"{part}.json").read_text())["rows"]]
     expected = {
-        "norms": {f"layer_norm, {d}, `{m}`" for d in ("fp32", "bf16") for m in MODES},
+        "norms": {f"layer_norm, {d}, `{m}`" for d in ("fp32", "bf16") for m in norms.FLAGS},
         "graphs": {"gpt: no DDP", "gpt: concat"},
     }
     assert {*titles} == expected[part]
