@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.modules import registry
 from fusion_passes.flag import active_config
-from fusion_passes.torch_private import BuiltinCommHookType
+from fusion_passes.reducer.communication import SENT_AS
 from fusion_passes.torch_private.ddp import (
     comm_hooks,
     dtensor_spec,
@@ -21,18 +18,6 @@ from fusion_passes.torch_private.ddp import (
     parameters_of,
     register_with_reducer,
 )
-
-_SENT_AS: Final[Mapping[object, torch.dtype | None]] = MappingProxyType(
-    {
-        default_hooks.allreduce_hook: None,
-        default_hooks.bf16_compress_hook: torch.bfloat16,
-        default_hooks.fp16_compress_hook: torch.float16,
-        BuiltinCommHookType.ALLREDUCE: None,
-        BuiltinCommHookType.FP16_COMPRESS: torch.float16,
-    }
-)
-"""The dtype in which the gradients are sent that a hook averages; ``None``: in their own."""
-
 
 _STEPS_OPTIMIZER: Final = "_hook_then_optimizer."
 """How the name of the hook of ``_register_fused_optim`` begins."""
@@ -44,7 +29,7 @@ _SENT_AS_ATTRIBUTE: Final = "_ddp_fusion_sent_as"
 def is_known(hook: object) -> bool:
     """Whether the hook averages gradients, in their own or a smaller dtype."""
     try:
-        return hook in _SENT_AS
+        return hook in SENT_AS
     except TypeError:  # Not hashable.
         return False
 
@@ -57,7 +42,7 @@ def accept_comm_hook(ddp: DistributedDataParallel, hook: Any, state: object = No
     """
     check_comm_hook(ddp)
     note_comm_hook(ddp, hook, state)
-    set_sent_as(ddp, _SENT_AS[hook])
+    set_sent_as(ddp, SENT_AS[hook])
 
 
 def check_comm_hook(ddp: DistributedDataParallel) -> None:

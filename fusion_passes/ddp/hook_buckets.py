@@ -21,64 +21,16 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes.agreement.launches import Collective
 from fusion_passes.agreement.protocol import LaunchCounter, participants
 from fusion_passes.plan.layout import as_it_lies
+from fusion_passes.reducer.communication import (
+    GradBucket,
+    name_of_hook,
+    numel_in_bucket,
+    refuse_capture,
+)
 from fusion_passes.torch_private import disable_dynamo
-from fusion_passes.torch_private.ddp import parameters_of, version_of
-from fusion_passes.torch_private.stand_ins import AnyFuture, seen_by_autograd
-
-
-class HookBucket:
-    """What a communication hook is given: DDP's ``GradBucket``, which cannot be made from Python.
-
-    Args:
-        index: of the bucket in its step, in the order in which the hook is called.
-        buffer: ``[n]``, the gradients of this rank, not divided, one after the other; of complex
-            ones their real and imaginary parts, as in DDP.
-        parameters: whose gradients they are.
-        is_last: whether no other bucket of the step comes.
-    """
-
-    def __init__(
-        self, index: int, buffer: Tensor, parameters: Sequence[nn.Parameter], is_last: bool
-    ) -> None:
-        self._index = index
-        self._buffer: Tensor | None = buffer
-        self._parameters = list(parameters)
-        self._is_last = is_last
-
-    def index(self) -> int:
-        return self._index
-
-    def is_last(self) -> bool:
-        return self._is_last
-
-    def parameters(self) -> list[nn.Parameter]:
-        return list(self._parameters)
-
-    def buffer(self) -> Tensor:
-        """The flat buffer, or what :meth:`set_buffer` was given.
-
-        Raises:
-            RuntimeError: the hook's future is complete.
-        """
-        if self._buffer is None:
-            raise RuntimeError(
-                "A communication hook has used its bucket after the future that it returned was "
-                "complete: under ddp_fusion its memory is that of the gradients then. Clone what "
-                "is needed later."
-            )
-        return self._buffer
-
-    def set_buffer(self, tensor: Tensor) -> None:
-        self._buffer = tensor
-
-    def gradients(self) -> list[Tensor]:
-        """Split the buffer into views of it, of the parameters' shapes, in their order."""
-        pieces = self.buffer().split([_numel(parameter) for parameter in self._parameters])
-        return [_shaped(*pair) for pair in zip(pieces, self._parameters, strict=True)]
-
-    def take_back(self) -> None:
-        """The hook has given its result."""
-        self._buffer = None
+from fusion_passes.torch_private.autograd import version_of_tensor
+from fusion_passes.torch_private.ddp import parameters_of
+from fusion_passes.torch_private.process_groups import AnyFuture, seen_by_autograd
 
 
 @dataclass
@@ -119,7 +71,7 @@ class HookCaller:
         flat = [as_it_lies(tensor, tensor.stride()).reshape(-1) for tensor in tensors]
         if not any(piece.numel() for piece in flat):
             return lambda: None
-        _refuse_capture(flat[0])
+        refuse_capture(flat[0])
         index, item, is_last = self._next()
         if item.divided != "hook":
             return None
@@ -128,8 +80,8 @@ class HookCaller:
         numbered = parameters_of(ddp)
         parameters = [numbered[number] for number in item.parameters]
         buffer = flat[0] if len(flat) == 1 else torch.cat(flat)
-        assert buffer.numel() == sum(map(_numel, parameters)), "it is what was announced"
-        bucket = HookBucket(index, buffer, parameters, is_last)
+        assert buffer.numel() == sum(map(numel_in_bucket, parameters)), "it is what was announced"
+        bucket = GradBucket(index, buffer, parameters, is_last)
         # What a hook does in callbacks of its future (PowerSGD launches collectives there) must
         # come in one order on all ranks. A GPU's futures are complete at once.
         if self._previous is not None and not self._previous.done():
@@ -167,17 +119,17 @@ class _Call:
     """A call of a hook, with the future that it has returned."""
 
     def __init__(
-        self, caller: HookCaller, bucket: HookBucket, buffer: Tensor, pieces: list[Tensor]
+        self, caller: HookCaller, bucket: GradBucket, buffer: Tensor, pieces: list[Tensor]
     ) -> None:
         self._caller, self._bucket = caller, bucket
         self._buffer, self._pieces = buffer, pieces
-        self._versions = [version_of(parameter) for parameter in bucket.parameters()]
+        self._versions = [version_of_tensor(parameter) for parameter in bucket.parameters()]
         with torch.no_grad(), seen_by_autograd():
             self.future: AnyFuture[Any] = caller.hook(caller.state, bucket)
         if not isinstance(self.future, AnyFuture):
             raise RuntimeError(
                 "A communication hook must return a torch.futures.Future of a tensor, and "
-                f"{_name(caller.hook)} returned {type(self.future).__name__}."
+                f"{name_of_hook(caller.hook)} returned {type(self.future).__name__}."
             )
 
     def finish(self) -> None:
@@ -199,7 +151,7 @@ class _Call:
         self._bucket.take_back()
 
     def _check(self, result: object) -> None:
-        name, size = _name(self._caller.hook), self._buffer.numel()
+        name, size = name_of_hook(self._caller.hook), self._buffer.numel()
         if not isinstance(result, Tensor) or result.numel() != size:
             what = (
                 f"{result.numel()} elements" if isinstance(result, Tensor) else repr(type(result))
@@ -209,34 +161,10 @@ class _Call:
                 f"{size} elements, and gave {what}."
             )
         parameters = self._bucket.parameters()
-        versions = [version_of(parameter) for parameter in parameters]
+        versions = [version_of_tensor(parameter) for parameter in parameters]
         if versions != self._versions:
             raise RuntimeError(
                 f"Communication hook {name} has changed parameters. A compiled backward may still "
                 "have to read them. Change them after the backward, or set ddp_fusion = None "
                 "before the module is constructed."
             )
-
-
-def _numel(parameter: nn.Parameter) -> int:
-    """Count the elements of its gradient in a bucket."""
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
-
-
-def _shaped(piece: Tensor, parameter: nn.Parameter) -> Tensor:
-    if parameter.is_complex() and not piece.is_complex():
-        return torch.view_as_complex(piece.view(*parameter.shape, 2))
-    return piece.view(parameter.shape)
-
-
-def _name(hook: object) -> str:
-    return str(getattr(hook, "__qualname__", hook))
-
-
-def _refuse_capture(tensor: Tensor) -> None:
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "A communication hook cannot run in a CUDA graph, which would call it once and replay "
-            "what it launched. Compile without CUDA graphs (mode='reduce-overhead'), or set "
-            "ddp_fusion = None before the module is constructed."
-        )

@@ -6,13 +6,11 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,7 +23,7 @@ from fusion_passes.flag import active_config
 from fusion_passes.plan.caps import bucket_caps
 from fusion_passes.plan.scaling import REDUCE_DTYPE_OF
 from fusion_passes.reducer.backward import reducers, walk
-from fusion_passes.reducer.communication import AllReduce, HookCall, name_of_hook
+from fusion_passes.reducer.communication import SENT_AS, AllReduce, HookCall, name_of_hook
 from fusion_passes.reducer.reducer import (
     EXPECTED,
     LOCAL,
@@ -37,7 +35,6 @@ from fusion_passes.reducer.reducer import (
 from fusion_passes.reducer.settings import compare_settings
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import (
-    BuiltinCommHookType,
     begin_no_graph,
     disable_dynamo,
     tree_map_only,
@@ -68,17 +65,6 @@ REDUCER: Final = "_ddp_fusion_reducer"
 
 RANGE: Final = "DistributedDataParallel.forward"
 """Eager DDP's name for its forward in a profile."""
-
-_SENT_AS: Final[Mapping[object, torch.dtype | None]] = MappingProxyType(
-    {
-        default_hooks.allreduce_hook: None,
-        default_hooks.bf16_compress_hook: torch.bfloat16,
-        default_hooks.fp16_compress_hook: torch.float16,
-        BuiltinCommHookType.ALLREDUCE: None,
-        BuiltinCommHookType.FP16_COMPRESS: torch.float16,
-    }
-)
-"""The dtype in which the gradients are sent that a hook averages; ``None``: in their own."""
 
 _STEPS_OPTIMIZER: Final = "_hook_then_optimizer."
 """How the name of the hook of ``_register_fused_optim`` begins."""
@@ -503,7 +489,7 @@ def _users_class(ddp: DistributedDataParallel) -> type[DistributedDataParallel]:
 def _is_known(hook: object) -> bool:
     """Whether the hook averages gradients, in their own or a smaller dtype."""
     try:
-        return hook in _SENT_AS
+        return hook in SENT_AS
     except TypeError:  # Not hashable.
         return False
 
@@ -523,7 +509,7 @@ def _accept_comm_hook(ddp: DistributedDataParallel, hook: Any, state: object = N
     _note_comm_hook(ddp, hook, state)
     communication = reducer_of(ddp).communication
     assert isinstance(communication, AllReduce), "it has no other hook"
-    communication.dtype = _SENT_AS[hook]
+    communication.dtype = SENT_AS[hook]
 
 
 def _note_comm_hook(ddp: DistributedDataParallel, hook: Any, state: object) -> None:

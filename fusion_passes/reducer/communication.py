@@ -3,15 +3,18 @@ in the place of that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from fusion_passes.reducer.layout import Bucket
+from fusion_passes.torch_private import BuiltinCommHookType
 from fusion_passes.torch_private.autograd import version_of_tensor
 from fusion_passes.torch_private.process_groups import (
     AnyFuture,
@@ -132,6 +135,18 @@ def average_sparse(group: Any, gradient: Tensor, divisor: float) -> Tensor:
 # --- Communication hooks -------------------------------------------------------------------------
 
 
+SENT_AS: Final[Mapping[object, torch.dtype | None]] = MappingProxyType(
+    {
+        default_hooks.allreduce_hook: None,
+        default_hooks.bf16_compress_hook: torch.bfloat16,
+        default_hooks.fp16_compress_hook: torch.float16,
+        BuiltinCommHookType.ALLREDUCE: None,
+        BuiltinCommHookType.FP16_COMPRESS: torch.float16,
+    }
+)
+"""The dtype in which the gradients are sent that a hook averages; ``None``: in their own."""
+
+
 class GradBucket:
     """What a communication hook is given: DDP's ``GradBucket``, which cannot be made from Python.
 
@@ -179,7 +194,7 @@ class GradBucket:
 
     def gradients(self) -> list[Tensor]:
         """Split the buffer into views of it, of the parameters' shapes, in their order."""
-        parts = self.buffer().split([_numel(parameter) for parameter in self._parameters])
+        parts = self.buffer().split([numel_in_bucket(parameter) for parameter in self._parameters])
         return [_shaped(*pair) for pair in zip(parts, self._parameters, strict=True)]
 
     def take_back(self) -> None:
@@ -211,7 +226,7 @@ class HookCall:
             RuntimeError: what the hook returned is no future.
         """
         del gradients
-        _refuse_capture(memory)
+        refuse_capture(memory)
         parameters = [self.parameters[number] for number in bucket.numbers]
         buffer = torch.view_as_real(memory).flatten() if memory.is_complex() else memory
         order = self.order()
@@ -270,7 +285,7 @@ def name_of_hook(hook: object) -> str:
     return str(getattr(hook, "__qualname__", hook))
 
 
-def _numel(parameter: nn.Parameter) -> int:
+def numel_in_bucket(parameter: nn.Parameter) -> int:
     """Count the elements of its gradient in a bucket."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
@@ -281,7 +296,12 @@ def _shaped(part: Tensor, parameter: nn.Parameter) -> Tensor:
     return part.view(parameter.shape)
 
 
-def _refuse_capture(tensor: Tensor) -> None:
+def refuse_capture(tensor: Tensor) -> None:
+    """Refuse to call a hook while a CUDA graph is captured.
+
+    Raises:
+        RuntimeError: it is.
+    """
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "A communication hook cannot run in a CUDA graph, which would call it once and replay "

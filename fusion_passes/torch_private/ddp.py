@@ -25,12 +25,6 @@ HOOKS_OF_REDUCER: Final = "_accum_grad_hooks"
 # --- What a module is made of --------------------------------------------------------------------
 
 
-def version_of(parameter: nn.Parameter) -> int:
-    """How often the parameter's memory has been written to."""
-    version: int = parameter._version
-    return version
-
-
 def parameters_of(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     """The parameters that DDP reduces, in the order in which it numbers them."""
     parameters: list[nn.Parameter] = ddp._module_parameters

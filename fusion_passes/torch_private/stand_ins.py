@@ -11,9 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# What a work's future is: torch.futures.Future, the public one, is derived from it.
-from torch._C import Future
-
 # What a process group gives back for a collective; it has no public name.
 from torch._C._distributed_c10d import Work
 
@@ -27,22 +24,9 @@ from fusion_passes.torch_private import (
     unregister_process_group,
 )
 
-AnyFuture: TypeAlias = Future
-"""The class of all futures of torch."""
-
 Launch: TypeAlias = Callable[[Sequence[Tensor]], Callable[[], None] | None]
 """Starts what becomes of some tensors, and returns what waits for it: when that has returned, the
 tensors hold the results. ``None`` if they are to be reduced as they are."""
-
-
-def seen_by_autograd() -> Any:
-    """A context in which tensors count what is written to them, as where no graph runs: a compiled
-    graph can run where they do not."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in (torch._C.DispatchKey.ADInplaceOrView, torch._C.DispatchKey.AutogradOther):
-        excluded = excluded.remove(key)
-    included = torch._C._dispatch_tls_local_include_set()
-    return torch._C._ForceDispatchKeyGuard(included, excluded)
 
 
 class StandInGroup(dist.ProcessGroup):
