@@ -150,7 +150,8 @@ def _backwards(report: Report) -> Iterator[str]:
         modules = ", ".join(item.modules)
         backwards = "backward" if item.count == 1 else "backwards"
         where = f"reduced {words[item.reduced_in]}{because}"
-        beside = f", {item.outside} gradients by hand" if item.outside else ""
+        how = "copied into buckets" if item.reduced_in == "reducer" else "by hand"
+        beside = f", {item.outside} gradients {how}" if item.outside else ""
         yield f"{item.count} {backwards} of {modules}: {where}{beside}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from fusion_passes.agreement.protocol import forget_histories
@@ -59,12 +59,18 @@ def _run_backward(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return reducers.run(run, *args, **kwargs) if len(reducers) else run(*args, **kwargs)
 
 
+def _note_averaged(labels: Sequence[str], copied: int) -> None:
+    """Note a backward that reducers have averaged, for the report."""
+    backwards.note(tuple(labels), "reducer", outside=copied)
+    backwards.ended()
+
+
 def install_flag() -> None:
     """Add the flag to torch's configuration, and follow it from now on."""
     reducers.tell(
         on_local=warn_stays_local,
         on_unowned=warn_not_reduced,
-        on_averaged=lambda labels: backwards.note(tuple(labels), "reducer"),
+        on_averaged=_note_averaged,
     )
     add_flag(lambda: _installation.follow(active_config()), check_flag, _installation.warn_off)
 

@@ -99,7 +99,8 @@ class Reducers:
         regions: of the backwards that run, by autograd node.
         running: the backwards that run, but for those inside of others.
         on_local: called with a module's label when a gradient has stayed on its rank.
-        on_averaged: called with the labels of the modules that a backward has averaged.
+        on_averaged: called with the labels of the modules that a backward has averaged, and how
+            many of their gradients were copied into their buckets.
         on_unowned: called with the tensors that such a backward reaches, and no reducer has.
         version: how often one was added.
     """
@@ -107,7 +108,7 @@ class Reducers:
     regions: dict[Any, Region] = field(default_factory=dict)
     running: list[Run] = field(default_factory=list)
     on_local: Callable[[str], None] = lambda _: None
-    on_averaged: Callable[[Sequence[str]], None] = lambda _: None
+    on_averaged: Callable[[Sequence[str], int], None] = lambda _, __: None
     on_unowned: Callable[[Sequence[Tensor]], None] = lambda _: None
     version: int = 0
     _all: list[weakref.ref[Reducer]] = field(default_factory=list)
@@ -276,7 +277,7 @@ class Reducers:
         self._tell()
 
     def _tell(self) -> None:
-        averaged = []
+        averaged, copied = [], 0
         for reducer in self.alive():
             if reducer.stays_local:
                 reducer.stays_local = False
@@ -284,15 +285,16 @@ class Reducers:
             if reducer.steps > reducer.steps_told:
                 reducer.steps_told = reducer.steps
                 averaged.append(reducer.label)
+                copied += reducer.num_copied
         if averaged:
-            self.on_averaged(averaged)
+            self.on_averaged(averaged, copied)
 
     def tell(
         self,
         *,
         on_local: Callable[[str], None],
         on_unowned: Callable[[Sequence[Tensor]], None],
-        on_averaged: Callable[[Sequence[str]], None],
+        on_averaged: Callable[[Sequence[str], int], None],
     ) -> None:
         """Have these called from now on; see the attributes."""
         self.on_local, self.on_unowned, self.on_averaged = on_local, on_unowned, on_averaged

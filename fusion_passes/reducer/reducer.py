@@ -132,6 +132,7 @@ class Reducer:
             forward: the number of an autograd node, and that of an output.
         nodes: that accumulate gradients, by number; they keep the hooks on them.
         steps: how many rounds have ended.
+        num_stored: how many gradients graphs have stored in their buckets in the last one.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class Reducer:
         self.nodes: dict[int, Any] = {}
         self.steps = self.steps_told = 0
         self.on_unseen: Callable[[Reducer], None] = lambda _: None
-        self.last_round: Round | None = None
+        self.num_stored = 0
         self.words = Words(group, label)
         self._ddp = weakref.ref(ddp)
         self._round: Round | None = None
@@ -205,6 +206,11 @@ class Reducer:
     def numbers(self) -> Collection[int]:
         """Of the parameters that are trained."""
         return self.parameters.kinds.keys()
+
+    @property
+    def num_copied(self) -> int:
+        """How many gradients of the last round no graph has stored in their bucket."""
+        return len(self.numbers) - self.num_stored
 
     @property
     def hooked_buckets(self) -> list[int]:
@@ -565,7 +571,8 @@ class Reducer:
                 gradient.copy_(self._view(now, number))
 
     def _end_round(self) -> None:
-        self.last_round, self._round = self._round, None
+        self.num_stored = self._round.num_stored if self._round is not None else 0
+        self._round = None
         self.reachable = None
         self._used.clear()
         self.steps += 1

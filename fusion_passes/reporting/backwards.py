@@ -26,7 +26,9 @@ class BackwardReport:
         because: why not in the first of these; empty for that one.
         count: how many there were.
         outside: how many gradients of each came from what is not compiled, and were reduced by
-            hand beside the graphs: each bucket when its last gradient was there.
+            hand beside the graphs: each bucket when its last gradient was there. With a reducer,
+            how many were copied into their buckets, by hooks: all in the first backward, and then
+            those that no compiled backward can store there.
     """
 
     modules: tuple[str, ...]

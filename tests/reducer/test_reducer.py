@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,7 +74,7 @@ def run_steps(ddp: Any, eager: Any, step: Callable[[Any, int], Tensor], count: i
         launched = sequence_number()
         step(compiled, number).backward()
         steps.collectives.append(sequence_number() - launched)
-        steps.stored.append(reducer_of(ddp).last_round.num_stored)
+        steps.stored.append(reducer_of(ddp).num_stored)
         pairs = zip(ddp.parameters(), eager.parameters(), strict=True)
         steps.error = max(steps.error, *(float((a.grad - b.grad).abs().max()) for a, b in pairs))
     steps.buckets = [bucket.numbers for bucket in reducer_of(ddp).layout.buckets]
@@ -190,7 +191,7 @@ def second_module() -> list[int]:
             for number in range(2):
                 ddp.zero_grad()
                 compiled(rows(number)).sum().backward()
-        stored = [reducer_of(ddp).last_round.num_stored for ddp in (first, second)]
+        stored = [reducer_of(ddp).num_stored for ddp in (first, second)]
         return [*stored, counters["stats"]["unique_graphs"]]
 
 
@@ -210,3 +211,22 @@ def test_options_that_a_reducer_does_not_take_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         FusionConfig(backward_graph="reducer", **options)
+
+
+def buckets_after_zero_grad() -> int:
+    """How many tensors of a bucket's size, which no other has, outlive its gradients."""
+    with flag():
+        ddp = DistributedDataParallel(models.mlp(3, 7))
+        compiled = torch.compile(ddp)
+        for number in range(3):
+            ddp.zero_grad()
+            compiled(rows(number)).sum().backward()
+        (bucket,) = reducer_of(ddp).layout.buckets
+        ddp.zero_grad()
+        gc.collect()
+        tensors = [item for item in gc.get_objects() if type(item) is Tensor]
+        return sum(tensor.numel() == bucket.numel for tensor in tensors)
+
+
+def test_buckets_are_freed_with_their_gradients(run_on_ranks: RUN) -> None:
+    assert run_on_ranks(2, buckets_after_zero_grad) == [0, 0]
