@@ -36,8 +36,8 @@ class ReducerOfManaged:
         self._ddp = weakref.ref(ddp)
         self._reducer: Any = ddp.reducer
 
-    def prepare_for_backward(self, outputs: Any) -> None:
-        self._reducer.prepare_for_backward(outputs)
+    def prepare_for_backward(self, _: Any) -> None:
+        # Not the C++ reducer's, whose hooks would then average the gradients once more.
         setattr(self._ddp(), EXPECTED, True)
 
     def _rebuild_buckets(self) -> bool:

@@ -55,8 +55,10 @@ _runner: Final = process_state.keep(
 
 def _run_backward(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call autograd's engine: what reducers do around it, and around that what is traced."""
+    if not len(reducers):
+        return _runner.run(engine, *args, **kwargs)
     run = functools.partial(_runner.run, engine) if len(registry) else engine
-    return reducers.run(run, *args, **kwargs) if len(reducers) else run(*args, **kwargs)
+    return reducers.run(run, *args, **kwargs)
 
 
 def _note_averaged(labels: Sequence[str], copied: int) -> None:
