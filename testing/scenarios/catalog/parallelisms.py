@@ -106,7 +106,13 @@ PARALLELISMS = [
         warns=("a region compiled for symbolic sizes takes or returns DTensors",),
         tested=CONCAT,
     ),
-    on_four("pp", "gpipe", "DDP in pipeline stages made by hand, GPipe", "pipeline:gpipe"),
+    on_four(
+        "pp",
+        "gpipe",
+        "DDP in pipeline stages made by hand, GPipe",
+        "pipeline:gpipe",
+        launches=1,
+    ),
     on_four(
         "pp",
         "1f1b",
