@@ -459,8 +459,8 @@ MUTATIONS: Final = (
     Mutation(
         "last-bucket-of-a-hook",
         "ddp/hook_buckets.py",
-        "bucket = HookBucket(index, buffer, parameters, is_last)",
-        "bucket = HookBucket(index, buffer, parameters, index == 0)",
+        "bucket = GradBucket(index, buffer, parameters, is_last)",
+        "bucket = GradBucket(index, buffer, parameters, index == 0)",
         (f"{_SCENARIOS}::test_trains_as_eager_ddp[hook-users-buckets-concat]",),
     ),
     Mutation(
