@@ -13,14 +13,15 @@ Importing the package adds ``ddp_fusion`` to ``torch._inductor.config``::
 ``python -m fusion_passes.explain SCRIPT`` does both around an unchanged script.
 """
 
-from fusion_passes.agreement.rendezvous import RanksDisagreeError
 from fusion_passes.config import FusionConfig
 from fusion_passes.explain.api import report
 from fusion_passes.explain.recording import Recording, record_steps
 from fusion_passes.install.switch import install_flag
+from fusion_passes.reducer.words import RanksDisagreeError
 from fusion_passes.reporting.document import Report
 from fusion_passes.reporting.journal import journal
-from fusion_passes.reporting.records import BucketReport, FusionReport, RejectionReport, RowsReport
+from fusion_passes.reporting.modules import ModuleReport
+from fusion_passes.reporting.records import BucketReport, FusionReport, RejectionReport
 from fusion_passes.reporting.table import format_report
 from fusion_passes.reporting.timeline import Timeline
 from fusion_passes.reporting.warnings import FusionWarning
@@ -31,11 +32,11 @@ __all__ = [
     "FusionConfig",
     "FusionReport",
     "FusionWarning",
+    "ModuleReport",
     "RanksDisagreeError",
     "Recording",
     "RejectionReport",
     "Report",
-    "RowsReport",
     "Timeline",
     "__version__",
     "format_report",

@@ -17,10 +17,10 @@ ReduceMode: TypeAlias = Literal["concat", "coalesced"]
 REDUCE_MODES: Final[tuple[str, ...]] = get_args(ReduceMode)
 FUSION_MODES: Final[tuple[FusionMode, ...]] = get_args(FusionMode)
 
-ScalingOption: TypeAlias = Literal["auto", "collective", "store", "bucket"]
+ScalingOption: TypeAlias = Literal["auto", "collective", "bucket"]
 SCALING_OPTIONS: Final[tuple[str, ...]] = get_args(ScalingOption)
 
-BackwardGraph: TypeAlias = Literal["auto", "aot_autograd", "compiled_autograd", "reducer"]
+BackwardGraph: TypeAlias = Literal["auto", "aot_autograd", "compiled_autograd"]
 BACKWARD_GRAPHS: Final[tuple[str, ...]] = get_args(BackwardGraph)
 
 ReduceDtype: TypeAlias = Literal["bf16", "fp16"]
@@ -52,27 +52,17 @@ class FusionConfig:
         first_bucket_cap_mb: The same for the first bucket of a module, which is kept small so
             that communication starts early. MiB. Default ``None``: as DDP does, 1 if neither
             the module nor this object sets a ``bucket_cap_mb``, else that cap.
-        max_hold_mb: Bound on how long a gradient may wait in a bucket that does not fill:
-            it is closed once this many MiB of gradients, of any kind, became ready since its
-            first one. Default ``None``: four times the largest cap of the module; for ``"auto"``
-            without a cap an eighth of its gradients, at least 100 MiB.
         scaling: Where gradients are divided by the number of ranks. ``"collective"``: the
-            collective averages. ``"store"``: by the kernels that store them in the bucket.
-            ``"bucket"``: by one pass over the bucket before the launch; only for ``"concat"``.
-            Default ``"auto"``: ``"collective"`` on NCCL; on other backends ``"store"`` if no
-            gradient of the bucket comes from a matrix product, else ``"collective"`` on Gloo and
-            ``"bucket"`` elsewhere; fp16 never ``"collective"``. docs/scaling.md says why, and how
-            each rounds.
+            collective averages. ``"bucket"``: by one pass over the bucket before the launch; only
+            for ``"concat"``. Default ``"auto"``: ``"collective"`` on NCCL and Gloo, ``"bucket"``
+            elsewhere; fp16 never ``"collective"``. docs/scaling.md says why, and how each rounds.
         reduce_dtype: The dtype in which gradients of a wider floating-point dtype are sent,
             ``"bf16"`` or ``"fp16"``. Gradients of other dtypes are sent as they are. Default
             ``None``: all are.
-        backward_graph: The graph that the reductions are a part of. ``"aot_autograd"``: the
-            backward that AOTAutograd compiles with the forward and keeps in its cache, in all steps
-            in which that gives what eager DDP gives; docs/backward_graph.md says which.
-            ``"compiled_autograd"``: a graph that compiled autograd traces again from the whole
-            backward, in each process. ``"reducer"``: none; compiled backwards store gradients in
-            buckets that are fixed once for all ranks, and a reducer launches them, whatever graphs
-            the ranks run. It is new, and is to become the default.
+        backward_graph: Which backwards fill the buckets. ``"aot_autograd"``: those that AOTAutograd
+            compiles with each forward and keeps in its cache; hooks bring what none of them stores.
+            ``"compiled_autograd"``: whole backwards, which compiled autograd traces again in each
+            process; docs/backward_graph.md says when that is better.
             Default ``"auto"``: as ``"aot_autograd"``.
 
     Raises:
@@ -83,7 +73,6 @@ class FusionConfig:
     mode: FusionMode = "concat"
     bucket_cap_mb: float | None = None
     first_bucket_cap_mb: float | None = None
-    max_hold_mb: float | None = None
     scaling: ScalingOption = "auto"
     reduce_dtype: ReduceDtype | None = None
     backward_graph: BackwardGraph = "auto"
@@ -98,26 +87,11 @@ class FusionConfig:
         if self.mode == "coalesced" and self.scaling == "bucket":
             raise ValueError(
                 "FusionConfig.scaling = 'bucket' needs mode 'concat': the mode 'coalesced' has no "
-                "buffer to scale. Choose scaling = 'auto', 'collective' or 'store'."
+                "buffer to scale. Choose scaling = 'auto' or 'collective'."
             )
-        if self.backward_graph == "reducer":
-            self._check_reducer()
         for field in fields(self):
             if field.name.endswith("_mb"):
                 _check_size(field.name, getattr(self, field.name))
-
-    def _check_reducer(self) -> None:
-        """Refuse what a reducer does not do yet, rather than ignore it."""
-        if self.mode == "auto":
-            raise ValueError(
-                "FusionConfig.backward_graph = 'reducer' needs mode 'concat' or 'coalesced', but "
-                "the mode is 'auto'. Choose one of these, or leave backward_graph out."
-            )
-        if self.max_hold_mb is not None:
-            raise ValueError(
-                "FusionConfig.max_hold_mb must be None with backward_graph = 'reducer', whose "
-                f"buckets are fixed, but is {self.max_hold_mb!r}. Leave it out."
-            )
 
     @property
     def reduces_by(self) -> ReduceMode:

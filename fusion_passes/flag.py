@@ -52,7 +52,6 @@ class _FlagVariable:
 
     def __init__(self) -> None:
         self.on_change: Callable[[], None] = lambda: None
-        self.check: Callable[[FusionConfig | None], None] = lambda _: None
         self.on_option: Callable[[], None] = lambda: None
         self._context: ContextVar[Any] = ContextVar(FLAG, default=UNSET)
         self._process: Any = UNSET
@@ -63,7 +62,7 @@ class _FlagVariable:
 
     def set(self, value: Any) -> Token[Any]:
         if value is not UNSET:
-            self.check(parse_flag(value))
+            parse_flag(value)
         token = self._context.set(value)
         self._changed(value)
         return token
@@ -97,16 +96,11 @@ _flag_variable: Final = process_state.keep(
 )
 
 
-def add_flag(
-    on_change: Callable[[], None],
-    check: Callable[[FusionConfig | None], None],
-    on_option: Callable[[], None],
-) -> None:
+def add_flag(on_change: Callable[[], None], on_option: Callable[[], None]) -> None:
     """Add ``ddp_fusion`` to ``torch._inductor.config``, with the environment's default.
 
     Args:
         on_change: called now, and whenever the flag has been set for the process.
-        check: called with what the flag is about to become; may raise ``ValueError``.
         on_option: called whenever it has been set for one compile.
 
     Raises:
@@ -120,8 +114,7 @@ def add_flag(
     if default is not None:
         entry.env_value_default = default
     entries[FLAG] = entry
-    _flag_variable.on_change, _flag_variable.check = on_change, check
-    _flag_variable.on_option = on_option
+    _flag_variable.on_change, _flag_variable.on_option = on_change, on_option
     on_change()
 
 

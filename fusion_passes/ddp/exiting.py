@@ -18,6 +18,8 @@ import atexit
 import time
 from typing import Final
 
+import torch.distributed as dist
+
 from fusion_passes.state import Lifetime, process_state
 
 _SECONDS: Final = 0.05
@@ -31,9 +33,10 @@ def pause_at_exit() -> None:
     atexit.register(_pause)
 
 
-def pause_for(backend: str) -> None:
-    """The same before a group of a backend may end."""
-    if backend == "gloo":
+def pause_without_groups() -> None:
+    """The same before a module goes, where all groups are destroyed: the last reference to its own
+    may go with it."""
+    if not dist.is_initialized():
         _pause()
 
 

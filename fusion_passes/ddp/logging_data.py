@@ -1,14 +1,10 @@
-"""What DDP's logging data say of a managed module."""
+"""What DDP's logging data say of a module with a reducer."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from torch.nn.parallel import DistributedDataParallel
-
-from fusion_passes.agreement.protocol import participants
-from fusion_passes.ddp.modules import registry
-from fusion_passes.torch_private.ddp import parameters_of
+from fusion_passes.reducer.reducer import Reducer
 
 _TIMED: Final = ("backward_comm_time", "backward_compute_time")
 _MORE_TIMES: Final = (
@@ -20,22 +16,17 @@ _MORE_TIMES: Final = (
 )
 
 
-def run_time_fields(ddp: DistributedDataParallel) -> dict[str, Any]:
+def run_time_fields(reducer: Reducer) -> dict[str, Any]:
     """What DDP's reducer would have written into its logging data, as far as it is known here.
 
-    Times are not measured: 0, as DDP says where it has none yet. Sparse gradients lie in no bucket,
-    and the flags that say what was used are none.
+    Times are not measured: 0, as DDP says where it has none yet. Sparse gradients lie in no bucket.
     """
-    module = registry.module_of(ddp)
-    participant = participants[module.group_name]
-    rounds, lists = participant.rounds, participant.history.get("", [])
-    parameters = parameters_of(ddp)
-    items = [item for launches in lists for item in launches.buckets]
-    buckets = [tuple(n for n in item.parameters if n != module.flags) for item in items]
+    layout, parameters = reducer.layout, reducer.parameters.all
+    buckets = [b.numbers for b in layout.buckets if not b.is_sparse] if layout is not None else []
     sizes = [sum(parameters[number].nbytes for number in bucket) for bucket in buckets]
     order = [number for bucket in buckets for number in bucket]
     fields = {
-        "iteration": rounds,
+        "iteration": reducer.steps,
         "unused_parameter_size": 0,
         "has_rebuilt_buckets": int(bool(buckets)),
         "num_buckets_reduced": len(buckets),

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.tensor_parallel import check_dtensors
+from fusion_passes.reducer.backward import refuse_optimizer
 from fusion_passes.reporting.warnings import warn_once
+from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.autograd import after_backward, hooks_on_gradient
 from fusion_passes.torch_private.ddp import (
     delayed_gradients,
     delayed_hook,
-    has_optimizer_in_backward,
 )
 
 _UNFUSED: Final[Mapping[str, str]] = MappingProxyType(
@@ -32,6 +32,13 @@ _UNFUSED: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Arguments that DDP's own reducer must handle, each with what to do instead to be fused."""
+
+own_reducers: Final = process_state.keep(
+    weakref.WeakSet[DistributedDataParallel](),
+    "the modules that DDP's own reducer trains, though they were constructed under the flag",
+    Lifetime.MODULE,
+    reset=weakref.WeakSet.clear,
+)
 
 _WITHOUT_EFFECT: Final = ("gradient_as_bucket_view", "batched_grad_copy", "lazy_bucket_allocation")
 
@@ -64,13 +71,7 @@ def check_optimizers(model: nn.Module) -> None:
         ValueError: it names a parameter and the remedy.
     """
     for name, parameter in model.named_parameters():
-        if has_optimizer_in_backward(parameter):
-            raise ValueError(
-                f"_apply_optimizer_in_backward, parameter {name!r}, is not supported while "
-                "torch._inductor.config.ddp_fusion is set: the optimizer would run before the "
-                "gradient is reduced. Step the optimizer after the backward, or set ddp_fusion = "
-                "None before this module is wrapped."
-            )
+        refuse_optimizer(name, parameter)
 
 
 def reason_for_own_reducer(arguments: Mapping[str, Any]) -> str | None:
@@ -90,8 +91,8 @@ def reason_for_own_reducer(arguments: Mapping[str, Any]) -> str | None:
 
 
 def warn_own_reducer(ddp: DistributedDataParallel, reason: str) -> None:
-    """Warn that the module is not fused, and make sure that no backward of it is traced."""
-    registry.unfused.add(ddp)
+    """Warn that the module is not fused."""
+    own_reducers.add(ddp)
     warn_once(
         f"own reducer {type(ddp.module).__name__} {reason}",
         f"DistributedDataParallel({type(ddp.module).__name__}) is trained by DDP's own reducer, as "

@@ -10,19 +10,22 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.config import OPTION, FusionConfig
 from fusion_passes.ddp.buffers import BUFFERS_IN, broadcast_buffers, prepare_buffers, sends_buffers
-from fusion_passes.ddp.exiting import pause_at_exit
-from fusion_passes.ddp.managed_module import caps_of_ddp, embeddings_with_rows, strides_to_send
+from fusion_passes.ddp.exiting import pause_at_exit, pause_without_groups
+from fusion_passes.ddp.learned_layout import learn_layout
+from fusion_passes.ddp.logging_data import run_time_fields
+from fusion_passes.ddp.parameters import caps_of_ddp, sparse_ids, strides_to_send
 from fusion_passes.ddp.tensor_parallel import make_dtensors_when_read
+from fusion_passes.ddp.traced import name_in_graphs, reduce_in_graph
 from fusion_passes.flag import active_config
 from fusion_passes.plan.caps import bucket_caps
 from fusion_passes.plan.scaling import REDUCE_DTYPE_OF
-from fusion_passes.reducer.backward import reducers, walk
+from fusion_passes.reducer.backward import reducers, walk, why_failed
 from fusion_passes.reducer.communication import SENT_AS, AllReduce, HookCall, name_of_hook
 from fusion_passes.reducer.reducer import (
     EXPECTED,
@@ -45,6 +48,7 @@ from fusion_passes.torch_private.ddp import (
     USES_PYTHON_REDUCER,
     comm_hooks,
     common_rank,
+    ddp_logging_data,
     divides_by_initial_size,
     give_own_reducer,
     hooks_of_reducer,
@@ -200,14 +204,10 @@ class ReducedDDP(ReducedForward):
             return
         self._check_comm_hook(hook)
         _check_first_hook(self)
-        _check_reduce_dtype(active_config(), hook)
-        name = name_of_hook(hook)
-        if name.startswith(_STEPS_OPTIMIZER):
-            hand_over(
-                self,
-                f"its communication hook {name} steps an optimizer while a compiled backward may "
-                "still read the parameters. To fuse, step the optimizer after the backward",
-            )
+        check_reduce_dtype(active_config(), hook)
+        reason = _reason_against_hook(self, name_of_hook(hook))
+        if reason is not None:
+            hand_over(self, reason)
             DistributedDataParallel.register_comm_hook(self, state, hook)
             return
         _note_comm_hook(self, hook, state)
@@ -235,7 +235,14 @@ class ReducedDDP(ReducedForward):
             broadcast_buffers(self, common_rank(self, is_candidate=False))
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
-        reducer_of(self).reduce_zeros()
+        reducer = reducer_of(self)
+        try:
+            reducer.reduce_zeros()
+        except Exception as error:
+            said = why_failed([reducer], error)
+            if said is None:
+                raise
+            raise said from error
 
     def _match_unused_params_allreduce(self) -> None:
         """Nothing is left to do: the used map has gone before the gradients."""
@@ -249,6 +256,10 @@ class ReducedDDP(ReducedForward):
         """As DDP, where this promise replaces ``find_unused_parameters``."""
         set_static_graph(self)
         reducer_of(self).is_static = True
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """DDP's, with what its reducer would have counted."""
+        return ddp_logging_data(self) | run_time_fields(reducer_of(self))
 
     def __reduce_ex__(self, _: object) -> Any:
         """A copy of a managed module is managed too."""
@@ -315,6 +326,8 @@ def manage_by_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> Non
     compare_settings(
         reducer.group, reducer.label, _settings_of(ddp, config), torch.device(ddp.device_type)
     )
+    if config.mode == "auto":
+        learn_layout(reducer)
     _attach(ddp)
 
 
@@ -349,6 +362,8 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> None:
     backend = backend_name(group, torch.device(ddp.device_type))
     if backend == "gloo":
         pause_at_exit()
+        if old is None:
+            weakref.finalize(ddp, pause_without_groups).atexit = False
     if old is not None:
         label, communication = old.label, old.reducer.communication
         _remove_hooks(old)
@@ -362,16 +377,12 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> None:
             backend,
             is_coalesced=config.reduces_by == "coalesced",
             dtype=REDUCE_DTYPE_OF[config.reduce_dtype],
-            divides_first=config.scaling in ("store", "bucket"),
+            divides_first=config.scaling == "bucket",
         )
     parameters = parameters_of(ddp)
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
-    sparse_ids = {
-        id(parameter)
-        for layer in embeddings_with_rows(ddp.module)
-        for parameter in layer.parameters(recurse=False)
-    }
-    sparse = {n for n, parameter in enumerate(parameters) if id(parameter) in sparse_ids}
+    rows = sparse_ids(ddp.module)
+    sparse = {n for n, parameter in enumerate(parameters) if id(parameter) in rows}
     reducer = Reducer(
         ddp,
         Parameters(
@@ -387,17 +398,30 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> None:
         find_unused=ddp.find_unused_parameters,
         is_static=bool(ddp.static_graph),
     )
+    reducer.is_to_be_traced = config.backward_graph == "compiled_autograd"
     attached = Attached(reducer, label)
     ref = weakref.ref(reducer)
     for n in reducer.numbers:
-        hook = functools.partial(_accumulated, ref, n)
+        name = f"{name_in_graphs(reducer)}#{n}"
+        hook = functools.partial(_accumulated, ref, n, parameters[n], name, group.size())
         reducer.nodes[n], handle = hook_behind_accumulation(parameters[n], hook)
         attached.handles.append(handle)
     ddp.__dict__[REDUCER] = attached
     reducers.add(reducer)
 
 
-def _accumulated(ref: weakref.ref[Reducer], number: int, _: Any, gradients: Any) -> None:
+def _accumulated(
+    ref: weakref.ref[Reducer],
+    number: int,
+    parameter: nn.Parameter,
+    name: str,
+    world_size: int,
+    _: Any,
+    gradients: Any,
+) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        reduce_in_graph(parameter, name, world_size)
+        return
     reducer = ref()
     if reducer is not None:
         reducer.accumulated(number, is_defined=gradients[0] is not None)
@@ -512,13 +536,33 @@ def _accept_comm_hook(ddp: DistributedDataParallel, hook: Any, state: object = N
     communication.dtype = SENT_AS[hook]
 
 
+def _reason_against_hook(ddp: DistributedDataParallel, name: str) -> str | None:
+    """Why DDP's own reducer is to call a hook; ``None`` if the package's does."""
+    if name.startswith(_STEPS_OPTIMIZER):
+        return (
+            f"its communication hook {name} steps an optimizer while a compiled backward may still "
+            "read the parameters. To fuse, step the optimizer after the backward"
+        )
+    if any(kind.is_sparse for kind in reducer_of(ddp).parameters.kinds.values()):
+        return (
+            f"it has sparse gradients and communication hook {name}, which is to be given them. To "
+            "fuse, construct its embeddings with sparse=False"
+        )
+    return None
+
+
 def _note_comm_hook(ddp: DistributedDataParallel, hook: Any, state: object) -> None:
     """Let DDP know of a hook that its reducer does not call."""
     comm_hooks(ddp).append((hook, state))
     log_comm_hook(ddp, name_of_hook(hook))
 
 
-def _check_reduce_dtype(config: FusionConfig | None, hook: Any) -> None:
+def check_reduce_dtype(config: FusionConfig | None, hook: Any) -> None:
+    """Refuse an option that contradicts a communication hook.
+
+    Raises:
+        ValueError: it names both.
+    """
     if config is not None and config.reduce_dtype is not None:
         raise ValueError(
             f"reduce_dtype={config.reduce_dtype!r} of ddp_fusion contradicts communication hook "

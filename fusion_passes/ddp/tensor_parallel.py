@@ -14,8 +14,6 @@ That is traced with the forward, so the backward yields a plain gradient for a p
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,16 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement
 
-from fusion_passes.ddp.autograd_graph import nodes_behind
-from fusion_passes.reporting.warnings import warn_once
-from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import (
-    AsyncCollectiveTensor,
-    data_parallel_hooks,
-    is_in_part_of_mesh,
-    makes_dtensor,
-    passes_symbolic_dtensors,
-)
+from fusion_passes.torch_private import data_parallel_hooks, is_in_part_of_mesh
 from fusion_passes.torch_private.autograd import forward_hooks, own_parameters
 from fusion_passes.torch_private.ddp import dtensor_spec, ignored_by_ddp
 
@@ -40,13 +29,6 @@ _LAYOUTS: Final = "_ddp_fusion_layouts"
 """Attribute of a module that makes DTensors: a :class:`Layout` by parameter. It belongs to the
 module because Dynamo takes numbers in a module's attributes for constants; elsewhere, it takes
 those that differ for symbolic."""
-
-_models: Final = process_state.keep(
-    weakref.WeakSet[nn.Module](),
-    "tensor-parallel models in DDP: where there are none, nothing has to be looked for",
-    Lifetime.MODULE,
-    reset=weakref.WeakSet.clear,
-)
 
 
 @dataclass(frozen=True)
@@ -102,17 +84,12 @@ def make_dtensors_when_read(model: nn.Module) -> None:
         layouts = module.__dict__.get(_LAYOUTS) or _find_layouts(module)
         if not layouts:
             continue
-        for name in layouts:
-            parameter = own_parameters(module).get(name)
-            if parameter is not None and parameter.requires_grad:
-                parameter.register_hook(_waited_for)
         if _LAYOUTS not in module.__dict__:
             setattr(module, _LAYOUTS, layouts)
             # One class for all modules of a kind, or each would be compiled for itself.
             key = type(module), tuple(layouts)
             kinds[key] = kinds.get(key) or _reading_dtensors(*key)
             module.__class__ = kinds[key]
-        _models.add(model)
     if kinds:
         _remove_hooks(model)
 
@@ -157,11 +134,6 @@ def _property(name: str) -> property:
     return property(read)
 
 
-def _waited_for(gradient: Tensor) -> Tensor:
-    """In eager mode, a gradient may be a collective that has not ended yet."""
-    return gradient.wait() if isinstance(gradient, AsyncCollectiveTensor) else gradient
-
-
 def _remove_hooks(model: nn.Module) -> None:
     """Remove the two hooks that DDP has registered."""
     theirs = data_parallel_hooks()
@@ -169,40 +141,3 @@ def _remove_hooks(model: nn.Module) -> None:
         for table in forward_hooks(module):
             for key in [key for key, hook in table.items() if hook in theirs]:
                 del table[key]
-
-
-# --- Backwards that cannot be traced -------------------------------------------------------------
-
-
-def dtensors_can_be_traced(outputs: Sequence[Any]) -> bool:
-    """Return whether compiled autograd can trace a backward's DTensors; warn if not.
-
-    Args:
-        outputs: tensors or gradient edges that the backward starts from.
-    """
-    if not len(_models):
-        return True
-    for node in nodes_behind(outputs):
-        if makes_dtensor(node):
-            _warn_untraced(
-                "not all of its forward is compiled, and DTensors in an eager one can make its "
-                "trace fail. Compile all that the DDP module does: TORCH_LOGS=graph_breaks shows "
-                "what was left out"
-            )
-            return False
-        if passes_symbolic_dtensors(node):
-            _warn_untraced(
-                "a region compiled for symbolic sizes takes or returns DTensors, which compiled "
-                "autograd cannot trace. Let the model return local tensors, compile the loss with "
-                "it, or give torch.compile dynamic=False"
-            )
-            return False
-    return True
-
-
-def _warn_untraced(reason: str) -> None:
-    warn_once(
-        f"DTensors {reason}",
-        f"The backward of a tensor-parallel model in DDP is not traced, so its gradients are not "
-        f"fused: {reason}.",
-    )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Final
 
 import torch
 import torch.distributed as dist
 
-from fusion_passes.ddp.naming import named_buckets, named_rows
 from fusion_passes.explain.recording import recordings
 from fusion_passes.flag import active_config
 from fusion_passes.passes.pipeline import PASS_NAMES
@@ -21,7 +21,7 @@ from fusion_passes.reporting.advice import advice
 from fusion_passes.reporting.backwards import backwards
 from fusion_passes.reporting.document import SCHEMA, GraphDocument, Report, Totals, graph_documents
 from fusion_passes.reporting.journal import journal
-from fusion_passes.reporting.replans import replans
+from fusion_passes.reporting.modules import ModuleReport, module_reports, named_buckets
 from fusion_passes.reporting.startup import startup_seconds
 from fusion_passes.reporting.timeline import StepTimes, Timeline
 from fusion_passes.reporting.warnings import warnings_so_far
@@ -46,10 +46,14 @@ def report() -> Report:
     times = mine.bucket_times(names) if mine is not None else {}
     started_s = {name: item.started_s for name, item in times.items()}
     predicted_s = timeline.predicted_times(started_s) if timeline is not None else {}
-    tried = replans.reports()
-    dropped = {item.dropped_plan for item in tried}
-    graphs = graph_documents(journal.reports(), names, times, predicted_s, dropped)
-    ran = [bucket for graph in graphs for bucket in graph.buckets if bucket.name]
+    modules = module_reports(times, predicted_s)
+    if not modules and recordings.last is not None:
+        modules = recordings.last.modules
+    graphs = graph_documents(journal.reports(), names, times, predicted_s)
+    # A graph that launches a bucket of a module knows more of it: where it is waited for.
+    parts: tuple[ModuleReport | GraphDocument, ...] = (*modules, *graphs)
+    buckets = itertools.chain.from_iterable(part.buckets for part in parts)
+    ran = {bucket.name: bucket for bucket in buckets if bucket.name}
     return Report(
         SCHEMA,
         {
@@ -61,31 +65,27 @@ def report() -> Report:
         dist.get_world_size() if joined else None,
         None if config is None else asdict(config),
         warnings_so_far(),
-        advice(steps, ran),
+        advice(steps, list(ran.values())),
+        modules,
         graphs,
-        named_rows(),
         backwards.reports(),
         timeline.predicted_from if timeline is not None else "",
-        tried,
-        _totals(names, [graph for graph in graphs if graph.is_used], steps, timeline),
+        _totals(modules, steps, timeline),
         timeline,
     )
 
 
 def _totals(
-    names: Mapping[str, Sequence[str]],
-    graphs: Sequence[GraphDocument],
+    modules: Sequence[ModuleReport],
     steps: StepTimes | None,
     timeline: Timeline | None,
 ) -> Totals:
-    plans = [bucket.plan for graph in graphs for bucket in graph.buckets]
+    plans = [bucket.plan for module in modules for bucket in module.buckets]
     peak, of = _peak_memory()
     first = backwards.first_ended_s
     return Totals(
-        sum(not name.startswith("(") for sent in names.values() for name in sent),
-        len(names),
-        sum(graph.collectives_before for graph in graphs),
-        sum(graph.collectives_after for graph in graphs),
+        sum(len(plan.parameters) for plan in plans),
+        len(plans),
         sum(plan.num_bytes for plan in plans),
         sum(plan.sent_bytes for plan in plans),
         sum(len(plan.copied) for plan in plans),

@@ -11,17 +11,23 @@ from typing import Final
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.ddp.modules import registry
-from fusion_passes.ddp.naming import launched_buckets
-from fusion_passes.ddp.priced import cost_ns
+from fusion_passes.plan.layout import Bucket
 from fusion_passes.profile.files import look_up
 from fusion_passes.profile.known import known_profile
-from fusion_passes.profile.records import Place, Profile, Site
+from fusion_passes.profile.records import Kind, Place, Profile, Site
 from fusion_passes.profile.site import site_of
+from fusion_passes.reducer.backward import reducers
+from fusion_passes.reducer.reducer import Reducer
+from fusion_passes.reductions.find import dtype_name
+from fusion_passes.reporting.modules import (
+    backend_of,
+    buckets_of,
+    mode_of,
+    sent_bytes,
+    sent_dtype,
+)
 from fusion_passes.reporting.timeline import RankSteps
-from fusion_passes.torch_private.ddp import parameters_of
 
 Times = tuple[dict[str, tuple[float, float]], ...]
 """As :attr:`fusion_passes.reporting.timeline.Timeline.predicted`."""
@@ -35,8 +41,8 @@ NOT_HERE: Final = "nothing here: rank 0 knows where all ranks are"
 
 def this_site() -> Site:
     """Where this rank is, with the device of its first module."""
-    parameters = [p for ddp in registry.modules()[:1] for p in parameters_of(ddp)]
-    return site_of(parameters[0].device if parameters else torch.device("cpu"))
+    devices = (kind.device for r in reducers.alive() for kind in r.parameters.kinds.values())
+    return site_of(next(devices, torch.device("cpu")))
 
 
 def by_profile(mine: RankSteps, ranks: Sequence[RankSteps]) -> tuple[Times, str]:
@@ -51,24 +57,24 @@ def by_profile(mine: RankSteps, ranks: Sequence[RankSteps]) -> tuple[Times, str]
         By the clock of a step, and from what that is known, or why it is not.
     """
     sites = {item.rank: item.site for item in ranks}
-    modules = [ddp for ddp in registry.modules() if ddp.process_group.size() > 1]
-    if not modules:
+    averaging = [reducer for reducer in reducers.alive() if reducer.group.size() > 1]
+    if not averaging:
         return (), ""
-    if any(rank not in sites for ddp in modules for rank in _ranks_of(ddp)):
+    if any(rank not in sites for reducer in averaging for rank in _ranks_of(reducer)):
         return (), NOT_HERE
     costs_ns: dict[str, int] = {}
     profiles: dict[str, Profile] = {}
-    for ddp in modules:
-        module = registry.module_of(ddp)
-        place = Place.of(
-            [sites[rank] for rank in _ranks_of(ddp)], module.backend, torch.__version__
-        )
-        profile = known_profile(ddp.process_group) or _kept(place)
+    for reducer in averaging:
+        here = [sites[rank] for rank in _ranks_of(reducer)]
+        place = Place.of(here, backend_of(reducer), torch.__version__)
+        profile = known_profile(reducer.group) or _kept(place)
         if profile is None:
             return (), NO_PROFILE
         profiles[profile.digest()] = profile
-        for name, mode, sent in launched_buckets(module.group_name):
-            costs_ns[name] = cost_ns(ddp, profile, sent, one_by_one=mode == "coalesced")
+        for bucket in buckets_of(reducer):
+            # What a hook sends, and how many rows, nobody knows before.
+            if mode_of(reducer) != "hook" and not bucket.is_sparse:
+                costs_ns[reducer.bucket_name(bucket.index)] = _cost_ns(reducer, profile, bucket)
     launched = {name: item.launched_s for name, item in mine.bucket_times(costs_ns).items()}
     found: dict[str, tuple[float, float]] = {}
     free_s = 0.0
@@ -80,8 +86,18 @@ def by_profile(mine: RankSteps, ranks: Sequence[RankSteps]) -> tuple[Times, str]
     return (found,), f"from when buckets were launched, and from what they cost by profile {used}"
 
 
-def _ranks_of(ddp: DistributedDataParallel) -> list[int]:
-    return dist.get_process_group_ranks(ddp.process_group)
+def _ranks_of(reducer: Reducer) -> list[int]:
+    return dist.get_process_group_ranks(reducer.group)
+
+
+def _cost_ns(reducer: Reducer, profile: Profile, bucket: Bucket) -> int:
+    """What the all-reduce of a bucket costs by a profile of its ranks, in nanoseconds."""
+    dtype = dtype_name(sent_dtype(reducer, bucket).to_real())
+    averages = reducer.communication.scaling(bucket.dtype) == "collective"
+    mode = mode_of(reducer)
+    table = profile.table(Kind(dtype, "avg" if averages else "sum", mode))
+    tensors = len(bucket.numbers) if mode == "coalesced" else 1
+    return table.cost_ns(sent_bytes(reducer, bucket), tensors)
 
 
 def _kept(place: Place) -> Profile | None:

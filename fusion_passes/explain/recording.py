@@ -14,15 +14,17 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile
 
-from fusion_passes.agreement.protocol import participants
-from fusion_passes.ddp.naming import named_buckets
 from fusion_passes.explain.expected import PLANNED, by_profile, this_site
 from fusion_passes.explain.ranks import Gathering
+from fusion_passes.reducer.backward import reducers
 from fusion_passes.reporting.backwards import backwards
-from fusion_passes.reporting.document import graph_documents, planned_times
-from fusion_passes.reporting.journal import journal
+from fusion_passes.reporting.modules import (
+    ModuleReport,
+    module_reports,
+    named_buckets,
+    planned_times,
+)
 from fusion_passes.reporting.profile import new_profiler, read_profile
-from fusion_passes.reporting.replans import replans
 from fusion_passes.reporting.timeline import RankSteps, Timeline
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.compile_times import seconds_by_name
@@ -45,11 +47,14 @@ class Recording:
     Attributes:
         timeline: of all ranks on rank 0, of this rank on others; ``None`` until it is done.
         problem: why there is none; empty if there is, or none yet.
+        modules: the modules as they were after the last step without the profiler. A script can
+            have freed them when it is asked what was done.
     """
 
     def __init__(self, steps: int, plain_steps: int, gather: bool) -> None:
         self.timeline: Timeline | None = None
         self.problem = ""
+        self.modules: tuple[ModuleReport, ...] = ()
         self._wanted = steps
         self._plain_wanted = plain_steps
         self._gather = gather
@@ -66,10 +71,9 @@ class Recording:
 
     def after_backward(self) -> None:
         """Look whether a step has ended, and go on to what comes next."""
-        rounds = _rounds()
-        if rounds == self._rounds or self.is_done:
+        before, self._rounds = self._rounds, _rounds()
+        if self._rounds <= before or self.is_done:  # Fewer, where a module was freed.
             return
-        self._rounds = rounds
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.time_ns()
@@ -80,6 +84,8 @@ class Recording:
                 self._finish(self._profiler)
         elif self._last_ns and len(self._plain) < self._plain_wanted:
             self._plain.append(((now - self._last_ns) / 1e9, compile_s > self._compile_s))
+        if self._profiler is None:
+            self.modules = module_reports()
         if self._profiler is None and len(self._plain) >= self._plain_wanted:
             self._start()
         self._compile_s = compile_s
@@ -118,9 +124,7 @@ class Recording:
         # As many are timed on each rank, whichever of them compile: what follows is the same step.
         seconds = [seconds for seconds, has_compiled in self._plain if not has_compiled]
         plain = statistics.median(seconds) if seconds else 0.0
-        names = named_buckets()
-        dropped = {item.dropped_plan for item in replans.reports()}
-        planned = planned_times(graph_documents(journal.reports(), names, {}, dropped=dropped))
+        names, planned = named_buckets(), planned_times()
         predicted, source = (planned, PLANNED) if planned else by_profile(mine, ranks)
         self.timeline = Timeline(ranks, names, plain, missing, predicted, source)
 
@@ -147,7 +151,7 @@ def _compile_s() -> float:
 
 def _rounds() -> int:
     """How often a module's gradients have been completed."""
-    return sum(participant.rounds for participant in list(participants.values()))
+    return sum(reducer.steps for reducer in reducers.alive())
 
 
 class Recordings:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, TextIO
 
 from rich import box
@@ -10,22 +11,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fusion_passes.reporting.document import BucketDocument, GraphDocument, Report
-from fusion_passes.reporting.table import SCALED, format_bytes
+from fusion_passes.reporting.backwards import ReducedIn
+from fusion_passes.reporting.document import GraphDocument, Report
+from fusion_passes.reporting.modules import ModuleReport
+from fusion_passes.reporting.records import BucketDocument
+from fusion_passes.reporting.table import SCALED, copies_by_reason, format_bytes
 
 MOST_ROWS: Final = 40
-"""Buckets of one graph that a terminal shows; the JSON has all."""
+"""Buckets of one module or graph that a terminal shows; the JSON has all."""
 
 MOST_NAMES: Final = 4
-"""Parameters of one bucket that a terminal shows."""
+"""Parameters that a terminal shows where several are named."""
 
-_GRAPH_NAMES: Final = (
-    ("aot_autograd", "in the backward compiled with the forward"),
-    ("compiled_autograd", "in a graph that compiled autograd traced"),
-    ("reducer", "by a reducer, while the backward ran"),
-    ("none", "by hand, after the backward"),
+_REDUCED_IN: Final[Mapping[ReducedIn, str]] = MappingProxyType(
+    {
+        "reducer": "by a reducer, while the backward ran",
+        "compiled_autograd": "in a graph that compiled autograd traced",
+    }
 )
-
 
 LOG_WIDTH: Final = 120
 """Columns where there is no terminal."""
@@ -40,42 +43,71 @@ def show(report: Report, console: Console) -> None:
     """Print the report: warnings first, advice last."""
     for text in report.warnings:
         console.print(Text.assemble(("warning ", "bold yellow"), text))
-    if not report.graphs and not report.backwards:
+    if not (report.modules or report.graphs or report.backwards):
         console.print(
             "ddp_fusion: no backward of a DDP module has run under the flag in this process."
         )
         return
-    if not report.graphs:
-        console.print("ddp_fusion: no graph with gradient reductions was compiled.")
+    for module in report.modules:
+        _show_module(module, console)
     for graph in report.graphs:
-        console.print(_buckets(graph))
-        for sentence in graph.decision:
-            console.print(Text(f"buckets: {sentence}"))
-        hidden = len(graph.buckets) - MOST_ROWS
-        if hidden > 0:
-            console.print(f"and {hidden} buckets more, which the JSON has")
-        for item in graph.left_alone:
-            console.print(Text(f"left alone: {item.collective}: {item.reason}"))
+        _show_graph(graph, console)
     predicted = [f"predicted: {report.predicted_from}"] if report.predicted_from else []
-    replanned = [f"plan once more: {item.describe()}" for item in report.replans]
-    lines = (*predicted, *_rows(report), *_backwards(report), *replanned, *_totals(report))
+    lines = (*predicted, *_backwards(report), *_totals(report))
     for line in lines:
         console.print(Text(line))
     if report.advice:
         console.print(Text.assemble(("advice ", "bold green"), report.advice))
 
 
-def _buckets(graph: GraphDocument) -> Table:
+def _show_module(module: ModuleReport, console: Console) -> None:
+    hook = f" {module.hook}" if module.hook else ""
+    where = f"{module.mode}{hook}, {_counted(module.group_size, 'rank')} over {module.backend}"
+    if not module.buckets:
+        console.print(
+            Text(f"{module.name}: no averaged backward has ended, so it has no buckets ({where})")
+        )
+        return
+    _show_buckets(
+        f"{module.name}: {module.gradients} gradients in "
+        f"{_counted(len(module.buckets), 'bucket')}, {module.stored} stored there by compiled "
+        f"backwards in the last step ({where})",
+        module.buckets,
+        console,
+    )
+    for sentence in module.decision:
+        console.print(Text(f"buckets: {sentence}"))
+    _show_copies(module.buckets, console)
+
+
+def _show_graph(graph: GraphDocument, console: Console) -> None:
     source = "from the FX graph cache" if graph.from_cache else "compiled here"
     times = f", {graph.compiled} times" if graph.compiled > 1 else ""
-    times += "" if graph.is_used else ", runs no more"
-    timed = any(bucket.times is not None for bucket in graph.buckets)
-    predicted = any(bucket.predicted_s is not None for bucket in graph.buckets)
-    table = Table(
-        title=f"ddp_fusion {graph.mode}: {graph.collectives_before} collectives traced, "
+    _show_buckets(
+        f"ddp_fusion {graph.mode}: {graph.collectives_before} collectives traced, "
         f"{graph.collectives_after} launched a step ({source}{times}, plan {graph.digest})",
+        graph.buckets,
+        console,
+    )
+    for sentence in graph.decision:
+        console.print(Text(f"buckets: {sentence}"))
+    _show_copies(graph.buckets, console)
+    for item in graph.left_alone:
+        console.print(Text(f"left alone: {item.collective}: {item.reason}"))
+
+
+def _show_copies(buckets: Sequence[BucketDocument], console: Console) -> None:
+    for reason, names in copies_by_reason(*(item.plan for item in buckets)).items():
+        console.print(Text(f"copied: {_shown_names(names)}: {reason}"))
+
+
+def _show_buckets(title: str, buckets: Sequence[BucketDocument], console: Console) -> None:
+    """Print a table with a row for each bucket."""
+    timed = any(bucket.times is not None for bucket in buckets)
+    predicted = any(bucket.predicted_s is not None for bucket in buckets)
+    table = Table(
+        title=Text(title, "bold"),
         title_justify="left",
-        title_style="bold",
         box=box.SIMPLE_HEAD,
         padding=(0, 2, 0, 0),
     )
@@ -88,12 +120,15 @@ def _buckets(graph: GraphDocument) -> Table:
         if predicted:
             table.add_column("predicted", justify="right", no_wrap=True)
         table.add_column("exposed", justify="right", no_wrap=True)
-    for number, bucket in enumerate(graph.buckets[:MOST_ROWS]):
+    for number, bucket in enumerate(buckets[:MOST_ROWS]):
         cells = [str(number), *_plan(bucket)]
         if timed:
             cells += _times(bucket, predicted)
         table.add_row(*map(Text, cells))
-    return table
+    console.print(table)
+    hidden = len(buckets) - MOST_ROWS
+    if hidden > 0:
+        console.print(f"and {hidden} buckets more, which the JSON has")
 
 
 def _plan(bucket: BucketDocument) -> Iterator[str]:
@@ -102,11 +137,7 @@ def _plan(bucket: BucketDocument) -> Iterator[str]:
     yield _shown_names(plan.parameters)
     sent = "" if plan.sent_bytes == plan.num_bytes else f" sent as {format_bytes(plan.sent_bytes)}"
     how = [f"{plan.dtype}{sent}, {SCALED[plan.scaling]}"]
-    if plan.copied:
-        reasons = dict.fromkeys(reason for _, reason in plan.copied)
-        how.append(f"{len(plan.copied)} copied: {'; '.join(reasons)}")
-    else:
-        how.append("stored without a copy")
+    how.append(f"{len(plan.copied)} copied" if plan.copied else "stored without a copy")
     if plan.launched:
         how.append(f"launched {plan.launched}")
     if plan.waited:
@@ -128,12 +159,9 @@ def _interval(start_s: float, end_s: float) -> str:
     return f"{start_s * 1e3:.1f} to {end_s * 1e3:.1f}"
 
 
-def _rows(report: Report) -> Iterator[str]:
-    for item in report.rows:
-        yield (
-            f"{item.name}: {_shown_names(item.parameters)}; sparse gradients, gathered when the "
-            "backward has ended"
-        )
+def _counted(count: int, noun: str) -> str:
+    """``1 bucket``, ``2 buckets``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _shown_names(parameters: Sequence[str]) -> str:
@@ -144,15 +172,12 @@ def _shown_names(parameters: Sequence[str]) -> str:
 
 
 def _backwards(report: Report) -> Iterator[str]:
-    words = dict(_GRAPH_NAMES)
     for item in report.backwards:
         because = f", because {item.because}" if item.because else ""
         modules = ", ".join(item.modules)
-        backwards = "backward" if item.count == 1 else "backwards"
-        where = f"reduced {words[item.reduced_in]}{because}"
-        how = "copied into buckets" if item.reduced_in == "reducer" else "by hand"
-        beside = f", {item.outside} gradients {how}" if item.outside else ""
-        yield f"{item.count} {backwards} of {modules}: {where}{beside}"
+        copied = f", {item.copied} copied into their buckets" if item.copied else ""
+        where = f"reduced {_REDUCED_IN[item.reduced_in]}{because}{copied}"
+        yield f"{_counted(item.count, 'backward')} of {modules}: {where}"
 
 
 def _totals(report: Report) -> Iterator[str]:
@@ -168,12 +193,12 @@ def _totals(report: Report) -> Iterator[str]:
         )
     of = "allocated on the GPU" if totals.peak_memory_of == "cuda" else "of the process"
     sent = (
-        f"{totals.gradients} gradients in {totals.launches} all-reduces a step; "
+        f"{totals.gradients} gradients in {_counted(totals.launches, 'bucket')} a step; "
         f"{format_bytes(totals.num_bytes)} of gradients, {format_bytes(totals.sent_bytes)} sent, "
         f"{totals.copied_gradients} gradients copied; "
     )
     peak = f"peak memory {of}: {format_bytes(totals.peak_memory_bytes)}"
-    yield f"{sent if report.graphs else ''}{peak}"
+    yield f"{sent if totals.launches else ''}{peak}"
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in totals.startup_s.items())
     first = totals.first_backward_s
     until = f"first backward after {first:.1f} s; " if first is not None else ""

@@ -22,7 +22,6 @@ ALL_REDUCE: Final = _c10d.all_reduce.default
 ALL_REDUCE_IN_PLACE: Final = _c10d.all_reduce_.default
 ALL_REDUCE_COALESCED: Final = _c10d.all_reduce_coalesced.default
 ALL_REDUCE_COALESCED_IN_PLACE: Final = _c10d.all_reduce_coalesced_.default
-ALL_GATHER: Final = _c10d.all_gather_into_tensor.default
 WAIT: Final = _c10d.wait_tensor.default
 
 _COLLECTIVE_NAMESPACES: Final = frozenset(

@@ -14,17 +14,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fusion_passes.agreement.protocol import announce, deliver
 from fusion_passes.graph.scaling import scaled, store_scaled
 from fusion_passes.torch_private import without_view_tracking
 
 _library: Final = torch.library.Library("fusion_passes", "FRAGMENT")
 
 
-def _define(
-    name: str, signature: str, function: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()
-) -> Any:
-    _library.define(f"{name}{signature}", tags=tags)
+def _define(name: str, signature: str, function: Callable[..., Any]) -> Any:
+    _library.define(f"{name}{signature}")
     _library.impl(name, function, "CompositeExplicitAutograd")
     _library.impl(name, function, "Meta")
     return getattr(torch.ops.fusion_passes, name).default
@@ -70,20 +67,6 @@ def _store(
 def _as_complex(real: Tensor) -> Tensor:
     with without_view_tracking():
         return torch.view_as_complex(real)
-
-
-def _agree(sent: Tensor, module: str, collectives: str, is_optional: bool = False) -> None:
-    if sent.device.type != "meta":
-        announce(module, collectives, is_optional)
-
-
-def _deliver(used: Tensor, averages: Sequence[Tensor], module: str, numbers: Sequence[int]) -> None:
-    if used.device.type != "meta":
-        deliver(module, numbers, averages, used)
-
-
-def _donate(saved: Sequence[Tensor]) -> None:
-    pass
 
 
 def _widen(bucket: Tensor, dtype: torch.dtype, scale: str, factor: float) -> Tensor:
@@ -145,55 +128,3 @@ AS_COMPLEX: Final = _define("as_complex", "(Tensor(a) real) -> Tensor(a)", _as_c
 ``[...]``. A gradient that is a complex view of a real tensor is nothing that Dynamo (torch 2.11 to
 2.15) can make a fake tensor of, in the next compile of a model that has it.
 """
-
-AGREE: Final = _define(
-    "agree_",
-    "(Tensor(a!) sent, str module, str collectives, bool is_optional=False) -> ()",
-    _agree,
-    # Replayed, it would say nothing: Inductor cuts a CUDA graph in two around it.
-    tags=(torch.Tag.cudagraph_unsafe,),
-)
-"""Comes back once all ranks of a DDP module's group are known to run the same collectives, and
-raises if they do not (see :mod:`fusion_passes.agreement.protocol`).
-
-It claims to write ``sent``, the first that is to be sent, so that it runs before the launch. It
-does not touch it.
-
-Args:
-    sent: the first tensor that is to be sent.
-    module: the DDP module's name for its group.
-    collectives: what is going to be launched, as text.
-    is_optional: whether the graph also runs in backwards that are not averaged. There, its
-        collectives stay on this rank.
-"""
-
-DELIVER: Final = _define(
-    "deliver_",
-    "(Tensor(a!) used, Tensor[] averages, str module, int[] numbers) -> ()",
-    _deliver,
-    tags=(torch.Tag.cudagraph_unsafe,),  # As AGREE.
-)
-"""Hands over what a graph has averaged for parameters that it has no gradient of.
-
-It claims to write ``used``, so that it is kept. It does not touch it.
-
-Args:
-    used: ``[n]``: for each parameter of a DDP module that is trained, whether some rank has used
-        it.
-    averages: of the gradients of parameters, of their shapes.
-    module: the module's name for its group.
-    numbers: of these parameters.
-"""
-
-DONATE: Final = _define("donate", "(Tensor[] saved) -> ()", _donate)
-"""Says that these inputs of a graph may be overwritten once they have been read.
-
-It does nothing. Its lowering informs Inductor, and as a part of the graph it is in the key of
-Inductor's cache.
-"""
-torch.fx.has_side_effect(DONATE)  # Kept, though nobody uses what it returns.
-
-
-def is_own(target: object) -> bool:
-    """Whether a node's target is an operator of the package."""
-    return target in (PACK, STORE, WIDEN, AS_COMPLEX, AGREE, DELIVER, DONATE)

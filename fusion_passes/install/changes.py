@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, cast
 
 from fusion_passes.install.patch import Span
@@ -81,18 +81,6 @@ def write(what: str, value: object) -> None:
     """Give a setting a value, which the caller undoes."""
     owner, name = _find(what, Span.FLAG)
     setattr(owner, name, value)
-
-
-@contextlib.contextmanager
-def temporarily(what: str, value: object) -> Iterator[None]:
-    """Set an attribute during a call."""
-    owner, name = _find(what, Span.CALL)
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def patched_setting(what: str, value: object) -> contextlib.AbstractContextManager[None]:

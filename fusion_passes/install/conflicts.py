@@ -54,9 +54,9 @@ def check_tracing(config: FusionConfig) -> None:
     Raises:
         ValueError: as :func:`check_conflicts`.
     """
-    if config.backward_graph == "reducer" and dynamo_config().compiled_autograd:
+    if config.backward_graph == "aot_autograd" and dynamo_config().compiled_autograd:
         raise ValueError(
             "torch._dynamo.config.compiled_autograd = True cannot be combined with "
-            "FusionConfig.backward_graph = 'reducer': compiled autograd cannot trace what a "
+            "FusionConfig.backward_graph = 'aot_autograd': compiled autograd cannot trace what a "
             "reducer does. Set it to False, or leave backward_graph out."
         )

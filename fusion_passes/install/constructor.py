@@ -9,31 +9,26 @@ from typing import Any, Final
 
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.ddp.costs import learn_costs
-from fusion_passes.ddp.management import manage
-from fusion_passes.ddp.modules import registry
 from fusion_passes.ddp.own_reducer import (
     check_supported,
+    own_reducers,
     reason_for_own_reducer,
     wait_for_delayed,
     warn_own_reducer,
     warn_without_effect,
 )
 from fusion_passes.ddp.reduced import manage_by_reducer
-from fusion_passes.ddp.turns import note_construction
 from fusion_passes.flag import active_config
 from fusion_passes.install.changes import patched_setting, value_of
 from fusion_passes.install.conflicts import check_conflicts, check_reducer_mode, check_tracing
 from fusion_passes.plan.caps import mib_to_bytes
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.torch_private import trace_rules
-from fusion_passes.torch_private.ddp import parameters_of
 
 _REDUCER: Final = "torch._dynamo.config.optimize_ddp"
 
 
 def construct(
-    fill_slot: Callable[[], None],
     original: Callable[..., None],
     ddp: DistributedDataParallel,
     /,
@@ -43,7 +38,6 @@ def construct(
     """Do what ``DistributedDataParallel.__init__`` does, and manage the module.
 
     Args:
-        fill_slot: puts the pass among Inductor's, in this thread.
         original: DDP's constructor.
         ddp: the module.
         args: for DDP's constructor.
@@ -73,18 +67,10 @@ def construct(
     caps_mb = bound.arguments.pop("bucket_cap_mb_list", None) or ()
     if caps_mb:
         bound.arguments["bucket_cap_mb"] = max(caps_mb)
-    fill_slot()
-    note_construction()
     with _python_reducer():
         original(*bound.args, **bound.kwargs)
     ddp.bucket_bytes_cap_list = [mib_to_bytes(cap_mb) for cap_mb in caps_mb]
-    if config.backward_graph == "reducer":
-        manage_by_reducer(ddp, config)
-        warn_without_effect(given)
-        return
-    manage(ddp)
-    if config.mode == "auto":
-        learn_costs(ddp, config)
+    manage_by_reducer(ddp, config)
     warn_without_effect(given)
 
 
@@ -111,7 +97,7 @@ def _python_reducer() -> Iterator[None]:
 def enter_forward(original: Callable[..., Any], ddp: DistributedDataParallel) -> Any:
     """Do what ``DistributedDataParallel._inside_ddp_forward`` does, in each forward with DDP's own
     reducer; warn if the module was to be managed."""
-    if active_config() is not None and not any(p in registry.unfused for p in parameters_of(ddp)):
+    if active_config() is not None and ddp not in own_reducers:
         warn_once(
             "late",
             f"DistributedDataParallel({type(ddp.module).__name__}) was constructed before "

@@ -1,5 +1,5 @@
 """What is different in Inductor's compiles under the flag: the backward that is compiled with a
-forward may reduce the gradients of managed modules."""
+forward stores the gradients of managed modules in buckets."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fusion_passes.ddp.aot_forward import compiling, find_reduced_inputs
-from fusion_passes.ddp.turns import is_training_thread
+from fusion_passes.ddp.traced import traced_backwards
 from fusion_passes.flag import active_config
-from fusion_passes.install.changes import patched_setting
+from fusion_passes.install.fuse_pass import options_to_fuse
+from fusion_passes.install.pass_slot import SLOT
 from fusion_passes.install.store_pass import options_to_store
+from fusion_passes.plan.planner import CannotLaunchError
 from fusion_passes.torch_private import inductor_config, is_compiling_backward
 
 INDUCTOR: Final = "torch._TorchCompileInductorWrapper"
@@ -22,7 +23,6 @@ INDUCTOR: Final = "torch._TorchCompileInductorWrapper"
 
 
 def compile_forward(
-    fill_slot: Callable[[], None],
     original: Callable[..., Any],
     compiler: Any,
     model: fx.GraphModule,
@@ -33,7 +33,6 @@ def compile_forward(
     """Do what Inductor's backend of ``torch.compile`` does with a graph of Dynamo's.
 
     Args:
-        fill_slot: puts the pass among Inductor's, in this thread.
         original: its ``__call__``.
         compiler: the backend.
         model: the graph.
@@ -41,32 +40,42 @@ def compile_forward(
         args: for the backend.
         kwargs: for the backend.
     """
-    config = active_config()
     options = {**compiler.config, **(kwargs.get("config_patches") or {})}
-    is_backward = is_compiling_backward()
-    if is_backward or _copies_into_lists(model.graph):
+    config, is_backward = active_config(), is_compiling_backward()
+    if traced_backwards.is_compiling and config is not None:
+        _check_passes_run(options)
+        compiler = _with_options(compiler, options_to_fuse(config, options))
+    elif is_backward or _copies_into_lists(model.graph):
         compiler = _without_reinplacing(compiler, options)
-    if is_backward:
+    if is_backward or config is None or not compiles_usually(options):
         return original(compiler, model, inputs, *args, **kwargs)
-    if config is not None and config.backward_graph == "reducer":
-        # A replayed CUDA graph writes to the memory that it has recorded, and calls no operator:
-        # there, and where operators are not lowered, hooks bring the gradients.
-        if not any(
-            _value_of(name, options) for name in ("triton.cudagraphs", "fallback_by_default")
-        ):
-            compiler = _with_options(compiler, options_to_store(model.graph, inputs, options))
-        return original(compiler, model, inputs, *args, **kwargs)
-    if config is None or config.backward_graph == "compiled_autograd" or not _is_usual(options):
-        return original(compiler, model, inputs, *args, **kwargs)
-    if not torch.is_grad_enabled() or not is_training_thread():
-        return original(compiler, model, inputs, *args, **kwargs)
-    found = find_reduced_inputs(model.graph, inputs, config)
-    if found is None:
-        return original(compiler, model, inputs, *args, **kwargs)
-    lowering = "torch._functorch.config.force_non_lazy_backward_lowering"
-    fill_slot()
-    with compiling(found), patched_setting(lowering, True):
-        return original(compiler, model, inputs, *args, **kwargs)
+    stored = options_to_store(model.graph, inputs, options)
+    if stored:
+        traced_backwards.options = dict(compiler.config)
+    return original(_with_options(compiler, stored), model, inputs, *args, **kwargs)
+
+
+def _check_passes_run(options: Mapping[str, Any]) -> None:
+    """Refuse to compile a traced backward whose gradients would be reduced one by one: other ranks
+    launch buckets.
+
+    Raises:
+        CannotLaunchError: Inductor's passes on post-grad graphs, or those of others, are switched
+            off.
+    """
+    switched_off = str(_value_of("disabled_passes", options) or "").split(",")
+    if not _value_of("use_post_grad_passes", options) or SLOT in switched_off:
+        raise CannotLaunchError("Inductor's passes on post-grad graphs are switched off")
+
+
+def compiles_usually(options: Mapping[str, Any]) -> bool:
+    """Whether what is compiled with these options can tell a reducer of its gradients.
+
+    A replayed CUDA graph writes to the memory that it has recorded, and calls no operator: there,
+    and where operators are not lowered, hooks bring the gradients.
+    """
+    unusual = ("triton.cudagraphs", "fallback_by_default")
+    return not any(_value_of(name, options) for name in unusual)
 
 
 def _value_of(name: str, options: Mapping[str, Any]) -> Any:
@@ -77,13 +86,6 @@ def _value_of(name: str, options: Mapping[str, Any]) -> Any:
     for part in name.split("."):
         owner = getattr(owner, part)
     return owner
-
-
-def _is_usual(options: Mapping[str, Any]) -> bool:
-    """Whether a compiled backward asks before each run whether its collectives are to average: not
-    in a replayed CUDA graph, nor where passes are switched off, or operators are not lowered."""
-    unusual = ("triton.cudagraphs", "disabled_passes", "fallback_by_default")
-    return not any(_value_of(name, options) for name in unusual)
 
 
 _REINPLACING: Final = "reinplace_inplaceable_ops"
@@ -103,7 +105,7 @@ def _without_reinplacing(compiler: Any, options: Mapping[str, Any]) -> Any:
       another: a read comes before the write, and gradients of a traced backward are wrong
       (``tests/tools/test_fuzz.py`` has a case).
     * ``_foreach_copy_`` gives ``None`` where what stood there gave a list: an error of the compile
-      (``buffers-called`` in ``tests/equality/test_scenarios.py``).
+      (``buffers-called`` in ``tests/reducer/test_scenarios.py``).
     """
     if not _value_of("fallback_by_default", options):
         return compiler

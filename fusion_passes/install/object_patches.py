@@ -30,8 +30,8 @@ IN_OBJECTS: Final = (
     _in_module("_post_forward", f"{_FORWARD} It notes which backward is to be averaged."),
     _in_module(
         "register_comm_hook",
-        "Hooks that average become collectives, others are called with each bucket; with some "
-        "options these need DDP's own reducer, which takes over then.",
+        "Hooks that average become collectives, others are called with each bucket; one that steps "
+        "an optimizer needs DDP's own reducer, which takes over then.",
     ),
     _in_module("_register_builtin_comm_hook", "As register_comm_hook; all of these average."),
     _in_module(
@@ -48,16 +48,15 @@ IN_OBJECTS: Final = (
     ),
     _in_module(
         "_match_unused_params_allreduce",
-        "Which parameters were used travels with the gradients, and needs no collective.",
+        "Ranks tell each other which parameters they have used when their buckets are launched.",
     ),
     _in_module(
         "_update_process_group",
-        "The module's names for its group follow it, and graphs for another number of ranks are "
-        "compiled anew.",
+        "The module gets a new reducer, over the new group.",
     ),
     _in_module(
         "_set_static_graph",
-        "It takes the place of find_unused_parameters, of which the package's agreement must know.",
+        "It takes the place of find_unused_parameters, of which the reducer must know.",
     ),
     _in_module(
         "_get_ddp_logging_data",
@@ -76,29 +75,26 @@ IN_OBJECTS: Final = (
     ),
     _in_module(
         "_accum_grad_hooks",
-        "DDP's hooks on the parameters are replaced: those of the package name the module in the "
-        "graph, and do what eager DDP does where they are not traced.",
+        "DDP's hooks on the parameters are replaced: those of the package tell the reducer of "
+        "each gradient; traced, they are an all-reduce.",
     ),
     _attribute(
         "bucket_bytes_cap_list",
-        "The Python reducer refuses the argument; the passes fill buckets by it.",
+        "The Python reducer refuses the argument; buckets are filled by it.",
     ),
     _attribute("_ddp_fusion_expected", "Whether the next gradients are averaged."),
     _attribute("_ddp_fusion_local", "Whether the last forward ran under no_sync."),
     _attribute("_ddp_fusion_unfinished", "The error of the next forward, if there is one."),
     _in_module(
         "_ddp_fusion_reducer",
-        "With backward_graph='reducer': what averages the gradients, with the hooks on the "
-        "parameters that tell it of them.",
+        "What averages the gradients, with the hooks on the parameters that tell it of them.",
     ),
     _attribute("_ddp_fusion_buffers_in", "The group over which buffers are broadcast."),
-    _attribute("_ddp_fusion_sent_as", "The dtype in which gradients are sent."),
-    _attribute("_ddp_fusion_is_hooked", "Whether a communication hook is called with buckets."),
     Patch(
         "torch.distributed.distributed_c10d._register_process_group",
         "A group name in a graph says whose gradient is reduced.",
         Span.OBJECT,
-        "when the module is constructed or copied",
+        "when a backward of the module is first traced by compiled autograd",
         "when the module is freed, or DDP's own reducer takes it over",
         "names of the module's process group",
     ),
@@ -109,7 +105,7 @@ IN_OBJECTS: Final = (
         Span.OBJECT,
         "when DDP wraps a tensor-parallel model whose mesh it knows",
         "with the model: DDP has changed its parameters for good, too",
-        "properties of the model's class, _ddp_fusion_layouts, and hooks that wait for gradients",
+        "properties of the model's class, and _ddp_fusion_layouts",
     ),
     Patch(
         f"{DDP}._delayed_all_reduce_hook",
@@ -117,22 +113,5 @@ IN_OBJECTS: Final = (
         Span.OBJECT,
         "when a module with delay_all_reduce_named_params is constructed under the flag",
         "with the module",
-    ),
-    Patch(
-        "torch._functorch._aot_autograd.runtime_wrappers."
-        "CachedAutogradLazyBackwardCompileInfo.bw_module_fn",
-        "A backward with symbolic sizes can be read from AOTAutograd's cache, where torch (2.11 to "
-        "2.15) raises.",
-        Span.OBJECT,
-        "when a backward that comes from that cache is first traced",
-        "with its compiled forward",
-    ),
-    Patch(
-        "torch._functorch._aot_autograd.runtime_wrappers.CompiledFunction.compiled_bw",
-        "Buckets that are planned once more from measured steps are those of a second compile of "
-        "the same backward.",
-        Span.OBJECT,
-        "when ddp_fusion is 'auto' and measured steps predict buckets that are better by 5 %",
-        "after some steps, where they were not better; with its compiled forward otherwise",
     ),
 )

@@ -37,8 +37,8 @@ def _for_good(what: str, why: str, made: str, undone: str, *, adds: str) -> Patc
 _WITH_FLAG: Final = (
     _with_flag(
         f"{DDP}.__init__",
-        "A module that is constructed under the flag gets DDP's Python reducer, whose hooks can be "
-        "traced, and is managed from then on.",
+        "A module that is constructed under the flag gets DDP's Python reducer, whose hooks the "
+        "package's take the place of, and is managed from then on.",
     ),
     _with_flag(
         f"{DDP}._inside_ddp_forward",
@@ -47,8 +47,8 @@ _WITH_FLAG: Final = (
     ),
     _with_flag(
         "torch.autograd._engine_run_backward",
-        "Each Tensor.backward and torch.autograd.backward comes through it: those that reach a "
-        "managed module are traced.",
+        "Each Tensor.backward and torch.autograd.backward comes through it: reducers prepare for "
+        "those that reach their parameters.",
     ),
     _with_flag(
         "torch.autograd.graph._engine_run_backward",
@@ -57,12 +57,8 @@ _WITH_FLAG: Final = (
     _with_flag(
         "torch._TorchCompileInductorWrapper.__call__",
         "Each graph that torch.compile gives to Inductor comes through it: which of its inputs are "
-        "parameters of a managed module is noted for the compile of its backward.",
-    ),
-    _with_flag(
-        "torch.fx.Tracer.call_module",
-        "While a thread reads a backward from AOTAutograd's cache, which torch does by tracing it, "
-        "modules that other threads call are none of that trace.",
+        "parameters of a managed module is noted, and the compile gets a pass that stores their "
+        "gradients in buckets.",
     ),
     _with_flag(
         "torch.autograd.function._HookMixin._register_hook",
@@ -70,39 +66,8 @@ _WITH_FLAG: Final = (
         "accumulate gradients they must see these before they are averaged.",
     ),
     _with_flag(
-        "torch._dynamo.eval_frame.OptimizeContext.__init__",
-        "Each torch.compile makes one: its options are those of the backward that comes next.",
-    ),
-    _with_flag(
-        f"{_AUTOGRAD}.AutogradCompilerInstance",
-        "The class that traces a backward: it also marks the saved tensors that the graph may "
-        "overwrite, mends inputs that it could not trace, and lets other threads' backwards run "
-        "while the graph does.",
-    ),
-    _with_flag(
-        "torch.autograd.Variable._execution_engine",
-        "Callbacks that hooks of a traced backward queue are kept until its end; the engine would "
-        "forget them.",
-    ),
-    _with_flag(
-        "torch._dynamo.variables.misc.AutogradEngineVariable.call_method",
-        "Where a hook of a traced backward queues a callback, the graph breaks, instead of an "
-        "AssertionError.",
-    ),
-    _with_flag(
         "torch._inductor.config._fuse_ddp_communication",
         "Torch's own fusion would fuse the same gradients.",
-    ),
-    _with_flag(
-        "torch._dynamo.external_utils.call_hook",
-        "A user's hook that breaks the graph of a traced backward runs as it is: torch would "
-        "compile it by itself, for each shape of a parameter, and cannot where it reads .grad.",
-        adds="that Dynamo compiles nothing in it",
-    ),
-    _with_flag(
-        "torch._inductor.config.post_grad_custom_post_pass",
-        "The place of the package's passes among Inductor's, after those of others.",
-        adds="the package's pass",
     ),
 )
 
@@ -120,22 +85,10 @@ _IN_A_CALL: Final = (
         "DDP's constructor adds its file to it, so that Dynamo would inline what only DDP's own "
         "reducer does: it is taken out again.",
     ),
-    Patch(
-        "torch._functorch.config.force_non_lazy_backward_lowering",
-        "A backward that reduces gradients is compiled with its forward: all ranks do it then, and "
-        "AOTAutograd's cache gets both.",
-        Span.CALL,
-        "when such a forward is compiled",
-        "when that is done",
-    ),
     _in_backward(
         f"{_AUTOGRAD}.compiled_autograd_enabled",
-        "Compiled autograd is on for the backwards that reach a managed module, and only those.",
-    ),
-    _in_backward(
-        f"{_AUTOGRAD}.in_compiled_autograd_region",
-        "It is off while Dynamo traces a call of queue_callback: that is what makes the graph "
-        "break there.",
+        "Compiled autograd is on for the backwards that are to be traced, and off for others that "
+        "reach a managed module.",
     ),
     Patch(
         f"{DDP}.__setstate__",
@@ -168,13 +121,6 @@ _FOR_GOOD: Final = (
         "when the package is imported",
         "nothing else calls them",
         adds="the package's operators",
-    ),
-    _for_good(
-        "torch.fx.node._side_effectful_functions",
-        "The operator that says what may be overwritten is not to be removed as unused.",
-        "when the package is imported",
-        "nothing else calls it",
-        adds="fusion_passes.donate",
     ),
     _for_good(
         "torch._inductor.lowering.lowerings",

@@ -5,12 +5,15 @@ Inductor's caches: shapes, places and caps, and no names."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fusion_passes.install.pass_slot import pass_list, pass_value
+from fusion_passes.graph.sparse import give_own_memory
+from fusion_passes.graph.text import graph_text
+from fusion_passes.install.fuse_pass import source_hash
+from fusion_passes.install.pass_slot import SLOT, pass_list, pass_value
 from fusion_passes.lowering.store import register_store_lowerings
 from fusion_passes.passes.store import StoreGradients
 from fusion_passes.plan.caps import BucketCaps
@@ -20,10 +23,8 @@ from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import CustomGraphPass, inductor_config
 from fusion_passes.torch_private.autograd import is_tensor_subclass
-from fusion_passes.torch_private.inductor import donates_buffers, run_observed
+from fusion_passes.torch_private.inductor import donates_buffers, run_observed, trace_artifact
 from fusion_passes.version import __version__
-
-_SLOT: Final = "post_grad_custom_post_pass"
 
 
 class StorePass(CustomGraphPass):
@@ -35,13 +36,15 @@ class StorePass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         _teach_inductor()
         assert graph.owning_module is not None, "a post-grad graph belongs to a module"
-        run_observed(graph.owning_module, type(self._stores).__name__, self._stores)
+        give_own_memory(graph)
+        if run_observed(graph.owning_module, type(self._stores).__name__, self._stores):
+            trace_artifact("ddp_fusion_stored", lambda: graph_text(graph))
 
     def uuid(self) -> str:
         """Identity of what this pass does to a graph: the FX graph cache's key holds it."""
         # A backward that may overwrite what its forward has saved must not come back for one that
         # may not: the key of torch's own cache does not hold this setting (torch 2.11 to 2.14).
-        return f"{__version__} {donates_buffers()} {self._stores.identity()}"
+        return f"{__version__} {source_hash()} {donates_buffers()} {self._stores.identity()}"
 
 
 def options_to_store(
@@ -58,8 +61,8 @@ def options_to_store(
     stores = find_stored(graph, inputs) if torch.is_grad_enabled() else None
     if stores is None:
         return {}
-    passes = pass_list(options.get(_SLOT, getattr(inductor_config, _SLOT)))
-    return {_SLOT: pass_value([*passes, StorePass(stores)])}
+    passes = pass_list(options.get(SLOT, getattr(inductor_config, SLOT)))
+    return {SLOT: pass_value([*passes, StorePass(stores)])}
 
 
 def find_stored(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients | None:
@@ -74,7 +77,7 @@ def find_stored(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients | None
         return None
     modules: dict[Reducer, int] = {}
     found: dict[int, StoredInput] = {}
-    place = -1
+    place, has_some = -1, False
     for index, value in enumerate(inputs):
         if not isinstance(value, Tensor):
             continue
@@ -83,6 +86,7 @@ def find_stored(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients | None
         if len(owners) != 1 or id(value) in found:
             continue
         reducer, number = owners[0]
+        has_some = True
         if reducer.parameters.kinds[number].is_sparse:
             continue
         found[id(value)] = StoredInput(
@@ -95,9 +99,9 @@ def find_stored(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients | None
             value.device,
             reducer.layout.places[number] if reducer.layout is not None else None,
         )
-    if not found:
+    if not has_some:
         return None
-    caps: list[BucketCaps] = [reducer.caps for reducer in modules]  # type: ignore[misc]
+    caps: list[BucketCaps] = [reducer.piece_caps for reducer in modules]  # type: ignore[misc]
     return StoreGradients(tuple(found.values()), len(inputs), tuple(caps))
 
 

@@ -4,67 +4,43 @@ everything back."""
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
-from fusion_passes.agreement.protocol import forget_histories
 from fusion_passes.config import FusionConfig
-from fusion_passes.ddp.aot_backward import aot_backwards
-from fusion_passes.ddp.backward import BackwardRunner
-from fusion_passes.ddp.comm_hooks import check_flag
-from fusion_passes.ddp.donation import donating
-from fusion_passes.ddp.modules import registry
-from fusion_passes.ddp.node_hooks import node_hooks
-from fusion_passes.ddp.rounds import is_running
-from fusion_passes.ddp.tracing import call_module
-from fusion_passes.ddp.unfused import warn_not_reduced, warn_stays_local
+from fusion_passes.ddp.traced import traced_backwards
+from fusion_passes.ddp.warned import warn_not_reduced, warn_stays_local
 from fusion_passes.flag import active_config, add_flag
-from fusion_passes.install.changes import replace, set_to, value_of, wrap
+from fusion_passes.install.changes import set_to, wrap
 from fusion_passes.install.constructor import construct, enter_forward
 from fusion_passes.install.forward_compile import INDUCTOR, compile_forward
-from fusion_passes.install.inductor_pass import DdpFusionPass
-from fusion_passes.install.pass_slot import PassSlot
 from fusion_passes.install.patch import DDP
-from fusion_passes.install.regions import breaking_at_callbacks, make_region
-from fusion_passes.reducer.backward import reducers
+from fusion_passes.reducer.backward import Run, reducers, register_on_node
 from fusion_passes.reporting.backwards import backwards
-from fusion_passes.reporting.journal import journal
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import (
-    clear_backward_cache,
-    engine_with_queue,
-    is_compiling_graph,
-)
-from fusion_passes.torch_private.autograd import backward_id, compile_hooks_alone
+from fusion_passes.torch_private import clear_backward_cache, is_compiling_graph
+from fusion_passes.torch_private.autograd import backward_id
 
-_OPTION_ALONE: Final = (
-    "torch.compile(options={'ddp_fusion': ...}) fuses nothing: it chooses the fusion of one "
-    "compile while torch._inductor.config.ddp_fusion is set, which it is not. Set that before you "
-    "construct DistributedDataParallel."
-)
-
-_runner: Final = process_state.keep(
-    BackwardRunner(journal),
-    "what the next backward must know of the last ones",
-    Lifetime.MODULE,
-    reset=BackwardRunner.reset,
+_OPTION_OF_ONE_COMPILE: Final = (
+    "torch.compile(options={'ddp_fusion': ...}) has no effect: a module has the options that it "
+    "was constructed with. Set torch._inductor.config.ddp_fusion before you construct "
+    "DistributedDataParallel, and leave the option out."
 )
 
 
-def _run_backward(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call autograd's engine: what reducers do around it, and around that what is traced."""
-    if not len(reducers):
-        return _runner.run(engine, *args, **kwargs)
-    run = functools.partial(_runner.run, engine) if len(registry) else engine
-    return reducers.run(run, *args, **kwargs)
-
-
-def _note_averaged(labels: Sequence[str], copied: int) -> None:
+def _note_averaged(run: Run, labels: Sequence[str], copied: int) -> None:
     """Note a backward that reducers have averaged, for the report."""
-    backwards.note(tuple(labels), "reducer", outside=copied)
+    if run.is_traced:
+        backwards.note(tuple(labels), "compiled_autograd")
+    else:
+        backwards.note(tuple(labels), "reducer", run.why_untraced, copied=copied)
     backwards.ended()
+
+
+def _warn_of_option() -> None:
+    """Warn that one compile was given the flag as its option."""
+    warn_once("an option of one compile", _OPTION_OF_ONE_COMPILE)
 
 
 def install_flag() -> None:
@@ -74,7 +50,8 @@ def install_flag() -> None:
         on_unowned=warn_not_reduced,
         on_averaged=_note_averaged,
     )
-    add_flag(lambda: _installation.follow(active_config()), check_flag, _installation.warn_off)
+    reducers.run_engine = traced_backwards.run_engine
+    add_flag(lambda: _installation.follow(active_config()), _warn_of_option)
 
 
 class _Installation:
@@ -83,7 +60,6 @@ class _Installation:
     def __init__(self) -> None:
         self._config: FusionConfig | None = None
         self._undo: contextlib.ExitStack | None = None
-        self._slot = PassSlot(DdpFusionPass())
 
     def follow(self, config: FusionConfig | None) -> None:
         if config == self._config:
@@ -97,14 +73,6 @@ class _Installation:
         # Compiled autograd knows its graphs by the autograd nodes alone: without this, a backward
         # that was compiled under the flag's old value would go on running.
         clear_backward_cache()
-        _runner.forget_region()
-        aot_backwards.forget()
-        forget_histories()
-
-    def warn_off(self) -> None:
-        """Warn if one compile was given the option while the flag is not set."""
-        if self._undo is None and active_config() is not None:
-            warn_once("an option alone", _OPTION_ALONE)
 
     def reset(self) -> None:
         """Undo all. This comes before anything else is forgotten.
@@ -112,7 +80,7 @@ class _Installation:
         Raises:
             RuntimeError: something runs that needs what would be undone.
         """
-        if is_running() or backward_id() >= 0 or is_compiling_graph():
+        if reducers.running or backward_id() >= 0 or is_compiling_graph():
             raise RuntimeError(
                 "fusion_passes cannot be reset while a backward runs or a graph is being compiled: "
                 "its gradients would be lost. Reset it between two steps."
@@ -121,33 +89,15 @@ class _Installation:
 
     def _switch_on(self) -> None:
         with contextlib.ExitStack() as undo:
-            wrap(undo, f"{DDP}.__init__", functools.partial(construct, self.fill_slot))
+            wrap(undo, f"{DDP}.__init__", construct)
             wrap(undo, f"{DDP}._inside_ddp_forward", enter_forward)
             for module in ("torch.autograd", "torch.autograd.graph"):
-                wrap(undo, f"{module}._engine_run_backward", _run_backward)
-            wrap(undo, f"{INDUCTOR}.__call__", functools.partial(compile_forward, self.fill_slot))
-            wrap(undo, "torch.fx.Tracer.call_module", call_module)
-            node_hooks.forget()
-            wrap(undo, "torch.autograd.function._HookMixin._register_hook", node_hooks.register)
-            regions = "torch._dynamo.eval_frame.OptimizeContext.__init__"
-            wrap(undo, regions, functools.partial(make_region, _runner))
-            tracer = "torch._dynamo.compiled_autograd.AutogradCompilerInstance"
-            traces = donating(value_of(tracer), lambda: _runner.is_tracing, _runner.executing)
-            replace(undo, tracer, traces)
-            engine = "torch.autograd.Variable._execution_engine"
-            replace(undo, engine, engine_with_queue(_runner.queue))
-            calls = "torch._dynamo.variables.misc.AutogradEngineVariable.call_method"
-            replace(undo, calls, breaking_at_callbacks(value_of(calls)))
+                wrap(undo, f"{module}._engine_run_backward", reducers.run)
+            wrap(undo, f"{INDUCTOR}.__call__", compile_forward)
+            reducers.forget_hooks()
+            wrap(undo, "torch.autograd.function._HookMixin._register_hook", register_on_node)
             set_to(undo, "torch._inductor.config._fuse_ddp_communication", False)
-            undo.callback(compile_hooks_alone, True)
-            undo.callback(self._slot.clear)
-            self._slot.fill()
             self._undo = undo.pop_all()
-
-    def fill_slot(self) -> None:
-        """Put the pass among Inductor's in this thread, too."""
-        assert self._undo is not None, "only while the flag is set"
-        self._slot.fill()
 
 
 _installation: Final = process_state.keep(
@@ -156,4 +106,3 @@ _installation: Final = process_state.keep(
     Lifetime.PROCESS,
     reset=_Installation.reset,
 )
-_runner.before_traced = _installation.fill_slot

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +17,6 @@ from fusion_passes.passes.contract import GraphPass
 from fusion_passes.passes.rewrite import Replacement, cast, replace_buckets, settle
 from fusion_passes.passes.verify import GraphFacts
 from fusion_passes.plan.buckets import Bucket
-from fusion_passes.plan.layout import as_it_lies
 from fusion_passes.reductions.find import GradientReduction
 
 
@@ -40,8 +40,7 @@ class FuseByCoalescing(GraphPass):
     sent as they lie in memory, whatever the order of their dimensions; where they are sent in a
     smaller dtype, each is cast before and back after its wait.
 
-    Each result has the shape, dtype and strides of the reduction that it replaces. Empty buckets
-    are left alone.
+    Each result has the shape, dtype and strides of the reduction that it replaces.
 
     Attributes:
         buckets: which reductions to fuse; from :func:`fusion_passes.plan.planner.plan_buckets` for
@@ -78,7 +77,7 @@ def _reduce(bucket: Bucket, gradients: list[Tensor]) -> list[Tensor]:
 
 
 def _to_send(member: GradientReduction, gradient: Tensor) -> Tensor:
-    flat = as_it_lies(gradient, member.strides)
+    flat = _as_it_lies(gradient, member.strides)
     return torch.view_as_real(flat) if flat.is_complex() else flat
 
 
@@ -89,3 +88,19 @@ def _in_place(member: GradientReduction, reduced: Tensor) -> Tensor:
     if reduced.shape != shape or reduced.stride() != member.strides:
         reduced = reduced.as_strided(shape, member.strides)
     return settle(member, reduced)
+
+
+def _as_it_lies(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """A contiguous tensor with the elements in the order in which they lie in memory with these
+    strides: a view, if ``tensor`` lies so too. Backends take contiguous tensors only.
+
+    Args:
+        tensor: of any layout.
+        strides: dense.
+    """
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    if order != sorted(order):
+        tensor = tensor.permute(order)
+    if not tensor.is_contiguous():
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +16,6 @@ from fusion_passes.passes.contract import GraphPass
 from fusion_passes.passes.rewrite import Replacement, replace_buckets, settle
 from fusion_passes.passes.verify import GraphFacts
 from fusion_passes.plan.buckets import Bucket
-from fusion_passes.plan.layout import lay_out
 from fusion_passes.reductions.find import GradientReduction
 from fusion_passes.reductions.producers import source_of
 
@@ -41,8 +41,7 @@ class FuseByConcat(GraphPass):
     after the wait casts it back.
 
     Each result has the shape, dtype and strides of the reduction that it replaces. A complex
-    gradient is packed as its real and imaginary parts, which is how c10d reduces it. Empty buckets
-    are left alone.
+    gradient is packed as its real and imaginary parts, which is how c10d reduces it.
 
     Attributes:
         buckets: which reductions to fuse; from :func:`fusion_passes.plan.planner.plan_buckets` for
@@ -85,19 +84,14 @@ def _reduce(
 ) -> list[Tensor]:
     """The averaged gradients, as views of one buffer."""
     key, scaling = bucket.key, bucket.scaling
-    is_complex = key.dtype.is_complex
-    reals = [torch.view_as_real(g) if is_complex else g for g in gradients]
-    filled = [i for i, real in enumerate(reals) if real.numel()]
-    places = lay_out(
-        [reals[i].numel() for i in filled],
-        [strides[i] for i in filled],
-        key.reduce_dtype.itemsize,
-        in_order=scaling.method == "hook",
-    )
+    reals = [torch.view_as_real(g) if key.dtype.is_complex else g for g in gradients]
+    # In the order of the layout, without a gap: as reducers of other ranks have them.
+    offsets = list(itertools.accumulate((real.numel() for real in reals[:-1]), initial=0))
+    filled = [index for index, real in enumerate(reals) if real.numel()]
     reduced = PACK(
-        [reals[i] for i in filled],
-        [place.offset for place in places],
-        [stride for place in places for stride in place.strides],
+        [reals[index] for index in filled],
+        [offsets[index] for index in filled],
+        [stride for index in filled for stride in strides[index]],
         key.reduce_dtype.to_real(),
         scaling.before.kind,
         float(scaling.by.value),
@@ -107,10 +101,9 @@ def _reduce(
     reduced = all_reduce(reduced, scaling.reduce_op, key.group_name)
     if key.reduce_dtype != key.dtype:
         reduced = WIDEN(reduced, key.dtype, scaling.after.kind, float(scaling.by.value))
-    offsets = {i: place.offset for i, place in zip(filled, places, strict=True)}
     return [
-        _view(member, reduced, offsets[i]) if i in offsets else _empty(gradients[i])
-        for i, member in enumerate(bucket.members)
+        _view(member, reduced, offset) if member.num_bytes else _empty(gradient)
+        for member, offset, gradient in zip(bucket.members, offsets, gradients, strict=True)
     ]
 
 

@@ -18,11 +18,9 @@ class GraphPass(ABC):
     Attributes:
         others_need_it: whether the passes after it work on what it makes: where it is switched
             off, they do not run.
-        why_always: why it cannot be switched off; empty for a pass that can.
     """
 
     others_need_it: ClassVar[bool] = False
-    why_always: ClassVar[str] = ""
 
     @property
     def name(self) -> str:

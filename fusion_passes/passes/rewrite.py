@@ -42,28 +42,27 @@ def replace_buckets(
 
     Args:
         graph: changed in place.
-        buckets: of a plan, in order; empty ones stay as they were traced.
+        buckets: of a plan, in order.
         foreign: the other collectives of the graph, in order.
         replacement_for: says what becomes of a bucket, given its number.
 
     Returns:
         Whether there was a bucket to fuse.
     """
-    fused = [(index, bucket) for index, bucket in enumerate(buckets) if not bucket.is_empty]
     replacements: dict[fx.Node, fx.Node] = {}
-    for index, bucket in fused:
+    for index, bucket in enumerate(buckets):
         replacement = replacement_for(index, bucket)
         results, _ = record(bucket.ready.start, replacement.function, replacement.inputs)
         replacements |= zip((member.result for member in bucket.members), results, strict=True)
     # A gradient can be the result of another bucket: written above as a member's result.
     replace_uses(replacements)
-    for _, bucket in fused:
+    for bucket in buckets:
         for member in bucket.members:
             _erase_reduction(member)
-    if fused:
+    if buckets:
         keys = {node: (index,) for index, node in enumerate(graph.nodes)}
         reorder(graph, keys, issue_order(foreign))
-    return bool(fused)
+    return bool(buckets)
 
 
 def _erase_reduction(member: GradientReduction) -> None:

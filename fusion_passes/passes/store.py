@@ -16,7 +16,6 @@ from fusion_passes.graph.kernels import is_library_kernel
 from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.plan.pieces import StoredInput, StoredPiece, plan_pieces
 from fusion_passes.reducer.operators import BUCKET, STORE_GRADIENTS
-from fusion_passes.reductions.insert import is_aot_backward
 from fusion_passes.torch_private.inductor import let_outputs_lie
 
 
@@ -57,7 +56,7 @@ class StoreGradients:
     def __call__(self, graph: fx.Graph) -> bool:
         output = graph.output_node()
         gradients: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-        if not is_aot_backward(graph) or len(gradients) != self.num_inputs:
+        if not _is_aot_backward(graph) or len(gradients) != self.num_inputs:
             return False
         if graph.find_nodes(op="call_function", target=BUCKET, sort=False):
             return False  # It has been here.
@@ -90,6 +89,12 @@ class StoreGradients:
     def identity(self) -> str:
         """What a cached graph depends on."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
+
+
+def _is_aot_backward(graph: fx.Graph) -> bool:
+    """Whether AOTAutograd has made the graph for the backward of a forward."""
+    # Its partitioner gives the gradients of the outputs this name (torch 2.11 to 2.15).
+    return any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder"))
 
 
 def _can_be_stored(node: object, item: StoredInput) -> bool:

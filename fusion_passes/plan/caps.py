@@ -18,14 +18,6 @@ measured."""
 ALONG_SHARE: Final = 8
 """A full bucket takes along what is ready together with it, up to this part of its cap."""
 
-HOLD_CAPS: Final = 4
-"""How many bucket caps of gradients may become ready while a bucket waits to be filled."""
-
-MEASURED_HOLD_BYTES: Final = 100 * MIB
-MEASURED_HOLD_SHARE: Final = 8
-"""Where buckets are chosen from measurement and have no cap, the gradients that became ready since
-a bucket's first one are less than the greater of this and this part of the module's gradients: four
-of DDP's own caps, as elsewhere, or an eighth of all. It bounds what waiting costs in memory."""
 
 KEPT_ON_CPU_BYTES: Final = 32 * MIB - 4096
 """Up to what the C library keeps memory that is freed: glibc's largest ``M_MMAP_THRESHOLD``
@@ -71,23 +63,18 @@ class BucketCaps:
         cap_bytes: cap of every later one. A bucket is closed by the reduction that brings it to
             its cap, so it can be larger by less than that reduction, as in eager DDP; and by less
             than an eighth of the cap, for what is ready together with that reduction.
-        hold_bytes: a bucket is closed once this many bytes of reductions, of any key, became
-            ready since its first one.
         listed_bytes: caps of the first buckets of each key one by one, in the place of
             ``first_bytes``; the last one is that of all further buckets.
         most_bytes: where buckets are chosen from measurement, what one of several gradients has at
             most: the caps that the user has set; ``None`` if there are none.
         first_most_bytes: the same for the first bucket of each key; ``None``: as the others.
-        max_hold_bytes: ``hold_bytes``, if the user has set it.
     """
 
     first_bytes: int
     cap_bytes: int
-    hold_bytes: int
     listed_bytes: tuple[int, ...] = ()
     most_bytes: int | None = None
     first_most_bytes: int | None = None
-    max_hold_bytes: int | None = None
 
     def of_bucket(self, index: int) -> int:
         """The cap of a key's bucket, counted from 0."""
@@ -126,7 +113,7 @@ def bucket_caps(config: FusionConfig, module: ModuleCaps) -> BucketCaps:
     """The caps of a module's buckets: the user's options, else the module's own.
 
     ``bucket_cap_mb`` replaces all of the module's, ``first_bucket_cap_mb`` that of its first
-    bucket. The memory bound follows from the largest cap, unless ``max_hold_mb`` sets it.
+    bucket.
     """
     first_bytes, cap_bytes, listed_bytes = module.first_bytes, module.cap_bytes, module.listed_bytes
     is_given, first_most = module.is_given, None
@@ -136,29 +123,11 @@ def bucket_caps(config: FusionConfig, module: ModuleCaps) -> BucketCaps:
     if config.first_bucket_cap_mb is not None:
         first_bytes = first_most = mib_to_bytes(config.first_bucket_cap_mb)
         listed_bytes = (first_bytes, *(listed_bytes[1:] or (cap_bytes,))) if listed_bytes else ()
-    hold_bytes = HOLD_CAPS * max((first_bytes, cap_bytes, *listed_bytes))
-    max_hold = None if config.max_hold_mb is None else mib_to_bytes(config.max_hold_mb)
     return BucketCaps(
         first_bytes,
         cap_bytes,
-        hold_bytes if max_hold is None else max_hold,
         listed_bytes,
         # A list bounds each bucket by its own place; the smallest bounds all.
         min((cap_bytes, *listed_bytes)) if is_given else None,
         first_most,
-        max_hold,
     )
-
-
-def measured_hold_bytes(caps: BucketCaps, gradient_bytes: int) -> int:
-    """The memory bound of buckets that are chosen from measurement.
-
-    Args:
-        caps: of the module.
-        gradient_bytes: of its gradients in the graph.
-    """
-    if caps.max_hold_bytes is not None:
-        return caps.max_hold_bytes
-    if caps.most_bytes is not None:
-        return caps.hold_bytes
-    return max(MEASURED_HOLD_BYTES, gradient_bytes // MEASURED_HOLD_SHARE)

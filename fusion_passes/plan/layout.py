@@ -1,82 +1,169 @@
-"""Where each gradient of a bucket lies in its buffer, and in which order its elements are sent.
-Pure, and the same on every rank."""
+"""In which bucket, and where there, the gradient of each parameter lies. Pure, and the same on
+every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
 
-ALIGNMENT_BYTES: Final = 64
-"""A cache line, and a multiple of what vectorised loads and stores of CPUs and GPUs take."""
+Piece: TypeAlias = tuple[int, ...]
+"""Numbers of parameters whose gradients lie one behind the other, in this order."""
 
-ALIGNMENT_ELEMENTS: Final = 16
-"""What Inductor asks of an offset, in elements, to call a pointer aligned."""
+ALIGNMENT: Final = 16
+"""Elements: what Inductor asks of an offset to call a pointer aligned; in fp32 a cache line too."""
+
+
+class Caps(Protocol):
+    """Says at which size a bucket is closed."""
+
+    def of_bucket(self, index: int) -> int:
+        """Bytes that close a bucket of gradients of one kind, counted from 0."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """A gradient's place in the buffer.
+class Kind:
+    """What the layout must know of a parameter.
 
     Attributes:
-        offset: where it starts, in elements.
-        strides: in elements; the place is dense.
+        numel: of its gradient.
+        dtype: of its gradient.
+        device: of its gradient.
+        is_sparse: whether its gradient is sparse: it has a bucket of its own, and no memory there.
     """
 
-    offset: int
-    strides: tuple[int, ...]
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    is_sparse: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
 
-def lay_out(
-    numels: Sequence[int],
-    strides: Sequence[tuple[int, ...]],
-    itemsize: int,
-    in_order: bool = False,
-) -> tuple[Place, ...]:
-    """Places for gradients of some sizes, without a gap between them.
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are sent together.
 
-    The rounder a gradient's size, the nearer to the start it lies: first all whose size is a
-    multiple of the alignment, then all of a multiple of half of it, and so on. So each place is
-    aligned as well as the rows of a gradient of its size can be, and there is no padding that would
-    have to be filled, sent, and kept from a check for NaN.
+    Attributes:
+        index: in the order in which buckets are launched.
+        numbers: of the parameters, in the order in which their gradients lie.
+        offsets: where each starts, in elements.
+        numel: of all of them.
+        dtype: of all of them.
+        device: of all of them.
+        is_sparse: whether it is the sparse gradient of one parameter.
+    """
+
+    index: int
+    numbers: Piece
+    offsets: tuple[int, ...]
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    is_sparse: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The buckets of a module.
+
+    Attributes:
+        buckets: in the order in which they are launched.
+        places: index of the bucket, and offset there in elements, by the number of a parameter.
+    """
+
+    buckets: tuple[Bucket, ...]
+    places: Mapping[int, tuple[int, int]] = field(repr=False)
+
+
+def plan_layout(pieces: Iterable[Piece], kinds: Mapping[int, Kind], caps: Caps) -> Layout:
+    """Put whole pieces together to buckets, in the order in which they have come.
+
+    A piece that brings a bucket to its cap closes it. Within a bucket, pieces of round sizes come
+    first, so that what lies behind them is aligned.
 
     Args:
-        numels: elements of each gradient.
-        strides: of each gradient.
-        itemsize: of an element, in bytes.
-        in_order: whether they lie in the order given, as communication hooks find them.
+        pieces: of all parameters, each in one of them; those of a piece are of one kind.
+        kinds: by number.
+        caps: of the buckets of each dtype and device.
     """
-    alignment = max(ALIGNMENT_BYTES // itemsize, ALIGNMENT_ELEMENTS)
-    order = list(range(len(numels)))
-    if not in_order:
-        order.sort(key=lambda index: -_power_of_two_in(numels[index], alignment))
-    offsets = [0] * len(numels)
-    offset = 0
-    for index in order:
-        offsets[index] = offset
-        offset += numels[index]
-    return tuple(Place(*place) for place in zip(offsets, strides, strict=True))
+    open_: dict[tuple[torch.dtype, torch.device], list[Piece]] = {}
+    closed: list[list[Piece]] = []
+    count: dict[tuple[torch.dtype, torch.device], int] = {}
+    for piece in pieces:
+        kind = kinds[piece[0]]
+        if kind.is_sparse:
+            closed.append([piece])
+            continue
+        key = kind.dtype, kind.device
+        bucket = open_.setdefault(key, [])
+        bucket.append(piece)
+        if _nbytes(bucket, kinds) >= caps.of_bucket(count.get(key, 0)):
+            closed.append(open_.pop(key))
+            count[key] = count.get(key, 0) + 1
+    return lay_out([*closed, *open_.values()], kinds)
 
 
-def as_it_lies(tensor: Tensor, strides: Sequence[int]) -> Tensor:
-    """A contiguous tensor with the elements in the order in which they lie in memory with these
-    strides: a view, if ``tensor`` lies so too. Backends take contiguous tensors only.
+def lay_out(members: Iterable[Sequence[Piece]], kinds: Mapping[int, Kind]) -> Layout:
+    """The layout of some buckets.
 
     Args:
-        tensor: of any layout.
-        strides: dense.
+        members: pieces of each, in the order in which buckets are launched; of all parameters, and
+            of one kind in each bucket.
+        kinds: by number.
     """
-    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-    if order != sorted(order):
-        tensor = tensor.permute(order)
-    if not tensor.is_contiguous():
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return tensor
+    buckets = tuple(_bucket(index, pieces, kinds) for index, pieces in enumerate(members))
+    places = {
+        number: (bucket.index, offset)
+        for bucket in buckets
+        for number, offset in zip(bucket.numbers, bucket.offsets, strict=True)
+    }
+    return Layout(buckets, MappingProxyType(places))
 
 
-def _power_of_two_in(number: int, limit: int) -> int:
-    """The largest power of two, up to ``limit``, that divides the number."""
-    return min(number & -number, limit) if number else limit
+def in_round_order(numels: Sequence[int]) -> list[int]:
+    """The order in which parts of these sizes lie: the rounder a size, the nearer to the start. So
+    each is aligned as well as a part of its size can be, without padding that would have to be
+    filled, sent, and kept from a check for NaN."""
+    return sorted(range(len(numels)), key=lambda index: -_power_of_two_in(numels[index]))
+
+
+def _bucket(index: int, pieces: Sequence[Piece], kinds: Mapping[int, Kind]) -> Bucket:
+    sizes = [sum(kinds[number].numel for number in piece) for piece in pieces]
+    numbers = tuple(n for place in in_round_order(sizes) for n in pieces[place])
+    offsets, numel = [], 0
+    for number in numbers:
+        offsets.append(numel)
+        numel += kinds[number].numel
+    kind = kinds[numbers[0]]
+    return Bucket(index, numbers, tuple(offsets), numel, kind.dtype, kind.device, kind.is_sparse)
+
+
+def _nbytes(pieces: Iterable[Piece], kinds: Mapping[int, Kind]) -> int:
+    return sum(kinds[number].nbytes for piece in pieces for number in piece)
+
+
+def _power_of_two_in(number: int) -> int:
+    """The largest power of two, up to the alignment, that divides the number."""
+    return min(number & -number, ALIGNMENT) if number else ALIGNMENT
+
+
+# --- As numbers, for a broadcast -----------------------------------------------------------------
+
+
+def encode(pieces: Iterable[Piece]) -> list[int]:
+    """Pieces as numbers, two for each parameter: its own, and that of its piece."""
+    return [part for piece, numbers in enumerate(pieces) for n in numbers for part in (n, piece)]
+
+
+def decode(numbers: Sequence[int]) -> list[Piece]:
+    """What :func:`encode` was given."""
+    pieces: dict[int, list[int]] = {}
+    for number, piece in zip(numbers[::2], numbers[1::2], strict=True):
+        pieces.setdefault(piece, []).append(number)
+    return [tuple(piece) for piece in pieces.values()]

@@ -17,7 +17,7 @@ from torch import fx
 
 from fusion_passes.graph.kernels import is_library_kernel
 from fusion_passes.plan.caps import ALONG_SHARE, BucketCaps
-from fusion_passes.reducer.layout import ALIGNMENT, in_round_order
+from fusion_passes.plan.layout import ALIGNMENT, in_round_order
 
 _Key: TypeAlias = tuple[int, torch.dtype, torch.device]
 

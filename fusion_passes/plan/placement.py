@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
 from torch import fx
 
-from fusion_passes.graph.collectives import group_name_of, is_launch, is_wait
+from fusion_passes.graph.collectives import is_launch, is_wait
 from fusion_passes.graph.dependencies import SortKey
 from fusion_passes.graph.kernels import is_library_kernel
 from fusion_passes.graph.operators import PACK, WIDEN
@@ -86,17 +86,11 @@ class PlacementPlan:
         keys: where each node should stand.
         queues: launches that must keep the order in which they are listed, by process group.
         placements: of DDP's collectives, in the order in which the graph had them.
-        foreign: on the process group of each DDP module, by the name of its group, how many
-            collectives are not DDP's.
-        behind: how many of these are launched before each of DDP's collectives, in order, by the
-            group name in the graph.
     """
 
     keys: dict[fx.Node, SortKey]
     queues: tuple[tuple[fx.Node, ...], ...]
     placements: tuple[Placement, ...]
-    foreign: Mapping[str, int] = field(default_factory=dict)
-    behind: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 def plan_placement(graph: fx.Graph, groups: DdpGroups) -> PlacementPlan:
@@ -134,8 +128,7 @@ def plan_placement(graph: fx.Graph, groups: DdpGroups) -> PlacementPlan:
                 kernels[-1] - kernels[actual + 1],
             )
         )
-    foreign, behind = _beside_foreign(queues, groups)
-    return PlacementPlan(keys, queues, tuple(placements), foreign, behind)
+    return PlacementPlan(keys, queues, tuple(placements))
 
 
 def _launch_early(start: fx.Node, keys: dict[fx.Node, SortKey], index: dict[fx.Node, int]) -> None:
@@ -222,26 +215,6 @@ def _queues(nodes: Sequence[fx.Node], groups: DdpGroups) -> tuple[tuple[fx.Node,
         if is_launch(node):
             queues.setdefault(groups.queue_of(node), []).append(node)
     return tuple(tuple(queue) for queue in queues.values())
-
-
-def _beside_foreign(
-    queues: Sequence[Sequence[fx.Node]], groups: DdpGroups
-) -> tuple[dict[str, int], dict[str, list[int]]]:
-    """How many collectives that are not DDP's there are on the process group of each DDP module,
-    and before each of DDP's."""
-    foreign: dict[str, int] = {}
-    behind: dict[str, list[int]] = {}
-    for queue in queues:
-        count, names = 0, set()
-        for launch in queue:
-            owner = groups.owner_of(launch)
-            if owner is None:
-                count += 1
-            else:
-                names.add(owner.group_name)
-                behind.setdefault(group_name_of(launch) or "", []).append(count)
-        foreign |= dict.fromkeys(names, count)
-    return foreign, behind
 
 
 def _launched_at(

@@ -1,1 +1,1 @@
-"""What collectives and compute cost on this machine and network: tables, and how they are found."""
+"""What collectives cost on this machine and network: tables, and how they are found."""

@@ -21,13 +21,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fusion_passes.agreement.exchange import meeting_of
-from fusion_passes.profile.agree import Wanted, Where, measure_profile
+from fusion_passes.profile.consensus import Where, agree_on_place, keep, measure_together
 from fusion_passes.profile.files import path_of
-from fusion_passes.profile.known import next_meeting
 from fusion_passes.profile.measure import SECONDS
 from fusion_passes.profile.records import Kind, Profile
-from fusion_passes.torch_private.groups import backend_name
 from fusion_passes.torch_private.profiling import world_group
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -46,19 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = _device(options.backend)
     dist.init_process_group(options.backend)
     try:
-        group = world_group()
-        meeting = meeting_of(group.group_name)
-        assert meeting is not None, "there are several ranks"
-        backend = backend_name(group, device)
+        where = Where(world_group(), device)
         # fp16 is divided before it is summed, others are averaged where the backend can.
         kinds = tuple(Kind(name, "sum" if name == "float16" else "avg") for name in options.dtypes)
-        profile = measure_profile(
-            meeting,
-            Where(group, device),
-            Wanted(backend, kinds),
-            next_meeting(group),
-            options.seconds,
-        )
+        profile = measure_together(where, agree_on_place(where), kinds, options.seconds)
+        keep(where, profile)
         if dist.get_rank() == 0:
             print(as_text(profile))
             if options.plot is not None:
@@ -112,11 +101,7 @@ def as_text(profile: Profile) -> str:
             f"{size / 1024:>10.0f}  {time / 1000:>10.1f}"
             for size, time in zip(table.num_bytes, table.times_ns, strict=True)
         ]
-    rates = profile.rates
-    flops = ", ".join(f"{value / 1e9:.0f} GFLOP/s of {name}" for name, value in rates.flops)
-    moved = f"{rates.bytes_per_s / 1e9:.1f} GB/s of memory"
-    lines += ["", f"compute: {flops}; {moved}; a kernel takes {rates.kernel_ns / 1000:.1f} us"]
-    lines += [f"contention: an all-reduce takes {rates.taken} from the compute beside it"]
+    lines += ["", f"contention: an all-reduce takes {profile.taken} from the compute beside it"]
     return "\n".join(lines)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from typing import Final
 
@@ -17,14 +16,6 @@ _profiles: Final = process_state.keep(
     reset=weakref.WeakKeyDictionary.clear,
 )
 
-_meetings: Final = process_state.keep(
-    weakref.WeakKeyDictionary[ProcessGroup, "itertools.count[int]"](),
-    "how often the ranks of a process group have met for that; a reset keeps it, since the store "
-    "of the group knows the others",
-    Lifetime.GROUP,
-    reset=lambda _: None,
-)
-
 
 def known_profile(group: ProcessGroup) -> Profile | None:
     """What collectives cost on a group; ``None`` where its ranks have not agreed on that."""
@@ -34,8 +25,3 @@ def known_profile(group: ProcessGroup) -> Profile | None:
 def remember_profile(group: ProcessGroup, profile: Profile) -> None:
     """Note what the ranks of a group have agreed on."""
     _profiles[group] = profile
-
-
-def next_meeting(group: ProcessGroup) -> str:
-    """Where in the group's store its ranks meet next to agree on a profile."""
-    return f"ddp_fusion/profile/{next(_meetings.setdefault(group, itertools.count()))}"

@@ -1,4 +1,4 @@
-"""Measures what collectives and compute cost. All ranks of a group call this together."""
+"""Measures what collectives cost. All ranks of a group call this together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from fusion_passes.profile.records import Kind, Place, Profile, Rates
+from fusion_passes.profile.records import Kind, Place, Profile
 from fusion_passes.profile.tables import MIB, CostTable, Taken, table_sizes
 from fusion_passes.torch_private import ProcessGroup
 
@@ -33,7 +33,6 @@ IN_FLIGHT_BYTES: Final = 4 * MIB
 
 _PRODUCT: Final = 768
 """Rows and columns of the matrices that are multiplied: a layer of a small transformer."""
-_COPIED_BYTES: Final = 16 * MIB
 
 _BESIDE_S: Final = 0.02
 """All-reduces beside which compute is measured take at most about this, if one does."""
@@ -133,20 +132,7 @@ def measure(ranks: Ranks, place: Place, kinds: Sequence[Kind], seconds: float = 
     """
     share = seconds / len(kinds)
     tables = tuple((kind, _table(ranks, kind, share)) for kind in kinds)
-    dtypes = sorted({kind.dtype for kind in kinds})
-    flops = []
-    for name in dtypes:
-        factor = torch.ones(_PRODUCT, _PRODUCT, dtype=getattr(torch, name), device=ranks.device)
-        elapsed = statistics.median(ranks.times(lambda f=factor: f @ f))  # type: ignore[misc]
-        flops.append((name, _rate(2 * _PRODUCT**3, elapsed)))
-    source = torch.ones(_COPIED_BYTES // 4, device=ranks.device)
-    target = torch.empty_like(source)
-    copying = statistics.median(ranks.times(lambda: target.copy_(source)))
-    small = torch.ones(16, device=ranks.device)
-    starting = statistics.median(ranks.times(lambda: small.add_(1)))
-    taken = measure_taken(ranks, *tables[0])
-    rates = Rates(tuple(flops), _rate(2 * _COPIED_BYTES, copying), round(starting * 1e9), taken)
-    return Profile(place, tables, rates)
+    return Profile(place, tables, measure_taken(ranks, *tables[0]))
 
 
 def measure_taken(ranks: Ranks, kind: Kind, costs: CostTable) -> Taken:
@@ -197,10 +183,6 @@ def _taken(ranks: Ranks, kind: Kind, costs: CostTable, size: int) -> float:
         statistics.median(ranks.slowest(seconds[1:])) for seconds in (alone, beside)
     )
     return min(max(beside_s - alone_s, 0.0) / len(buffers), cost_s)
-
-
-def _rate(amount: int, seconds: float) -> int:
-    return max(round(amount / max(seconds, 1e-9)), 1)
 
 
 def _table(ranks: Ranks, kind: Kind, seconds: float) -> CostTable:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from fusion_passes.profile.tables import NOTHING_TAKEN, CostTable, Taken
 
-FORMAT: Final = 4
+FORMAT: Final = 5
 """Of the file. Another one is measured anew."""
 
 
@@ -93,39 +93,18 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Rates:
-    """How fast a rank computes, while the others compute too; the slowest rank's.
-
-    Attributes:
-        flops: operations a second of matrix products, by dtype without ``torch.``.
-        bytes_per_s: that generated kernels read and write.
-        kernel_ns: of any kernel, at least.
-        taken: what an all-reduce takes from the compute beside it.
-    """
-
-    flops: tuple[tuple[str, int], ...]
-    bytes_per_s: int
-    kernel_ns: int
-    taken: Taken = NOTHING_TAKEN
-
-    def flops_of(self, dtype: str) -> int:
-        """Operations a second in a dtype; in the first one that was measured, if not in this."""
-        return dict(self.flops).get(dtype, self.flops[0][1])
-
-
-@dataclass(frozen=True)
 class Profile:
-    """What collectives and compute cost in a place.
+    """What collectives cost in a place.
 
     Attributes:
         place: where.
         tables: by kind of collective.
-        rates: of compute.
+        taken: what an all-reduce takes from the compute beside it.
     """
 
     place: Place
     tables: tuple[tuple[Kind, CostTable], ...]
-    rates: Rates
+    taken: Taken = NOTHING_TAKEN
 
     def __post_init__(self) -> None:
         # Equal profiles have equal texts.
@@ -153,9 +132,7 @@ class Profile:
     def with_tables_of(self, other: Profile) -> Profile:
         """This profile with what another one of the place has measured beside it."""
         tables = dict(other.tables) | dict(self.tables)
-        flops = dict(other.rates.flops) | dict(self.rates.flops)
-        rates = replace(self.rates, flops=tuple(sorted(flops.items())))
-        return replace(self, tables=tuple(tables.items()), rates=rates)
+        return replace(self, tables=tuple(tables.items()))
 
     def digest(self) -> str:
         """Equal for equal profiles; 16 hexadecimal digits."""
@@ -183,12 +160,9 @@ class Profile:
                 )
                 for kind, table in data["tables"]
             ]
-            flops = tuple((str(name), int(value)) for name, value in data["rates"]["flops"])
-            taken = Taken(**data["rates"]["taken"])
-            rates = Rates(**{**data["rates"], "flops": flops, "taken": taken})
-            profile = Profile(Place(**place), tuple(tables), rates)
-        if not tables or not flops or min(rates.bytes_per_s, *(value for _, value in flops)) <= 0:
-            raise ValueError("it has no table, or a rate that is not greater than 0")
+            profile = Profile(Place(**place), tuple(tables), Taken(**data["taken"]))
+        if not tables:
+            raise ValueError("it has no table")
         return profile
 
 

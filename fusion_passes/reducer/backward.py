@@ -12,12 +12,21 @@ import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fusion_passes.reducer.layout import Piece
+from fusion_passes.plan.layout import Piece
+from fusion_passes.reducer.copies import (
+    BESIDE,
+    CREATES_GRAPH,
+    HOOKED,
+    NOT_COMPILED,
+    SEVERAL,
+    SHARED,
+    SOME_INPUTS,
+)
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import is_compiled_forward, is_compiling_graph
@@ -27,11 +36,16 @@ from fusion_passes.torch_private.autograd import (
     after_backward,
     backward_id,
     hooks_on_node,
+    register_unless_asked,
     running_node,
     sequence_number,
 )
+from fusion_passes.torch_private.ddp import has_optimizer_in_backward
 
 _ACCUMULATES: Final = "accumulate_grad"
+
+_ReachedNumbers: TypeAlias = dict[Reducer, dict[int, str]]
+"""See :meth:`Reducers._reached`."""
 
 
 @dataclass
@@ -62,6 +76,8 @@ class Region:
         """See :meth:`fusion_passes.reducer.reducer.Reducer.memory`."""
         found = self._of(places)
         if found is None:
+            for reducer, number in (self.owners[place] for place in places if place in self.owners):
+                reducer.refuse_memory((number,), BESIDE)
             return None
         reducer, numbers = found
         memory = reducer.memory(numbers, offsets, numel)
@@ -86,9 +102,34 @@ class Run:
 
     Attributes:
         taking_part: the reducers that average in it, in the order in which they launch.
+        reached: numbers of the parameters that it reaches, by reducer, each with the reason why its
+            gradient is not final where a compiled backward gives it; empty if it is.
+        keeps_graph: ``retain_graph=True``.
+        creates_graph: ``create_graph=True``.
+        only_some: whether it was called with ``inputs``.
+        has_others: whether it reaches leaves that not just one of these reducers has.
+        is_traced: whether a graph that was traced of it has averaged all gradients.
+        why_untraced: why it was not, where that was asked for.
+        has_entered_graph: whether the graph that was traced of it runs, or has run.
     """
 
-    taking_part: list[Reducer]
+    taking_part: list[Reducer] = field(default_factory=list)
+    reached: dict[Reducer, dict[int, str]] = field(default_factory=dict)
+    keeps_graph: bool = False
+    creates_graph: bool = False
+    only_some: bool = False
+    has_others: bool = False
+    is_traced: bool = False
+    why_untraced: str = ""
+    has_entered_graph: bool = False
+
+
+OnAveraged: TypeAlias = Callable[[Run, Sequence[str], int], None]
+"""Receives a backward, the labels of the modules that it has averaged, and how many of their
+gradients were copied into their buckets."""
+
+RunEngine: TypeAlias = Callable[[Run, Sequence[Any], Callable[[], Any]], Any]
+"""Runs a backward of these outputs, by the call of autograd's engine that it is given."""
 
 
 @dataclass
@@ -98,17 +139,18 @@ class Reducers:
     Attributes:
         regions: of the backwards that run, by autograd node.
         running: the backwards that run, but for those inside of others.
+        run_engine: calls the engine, which may be traced by compiled autograd.
         on_local: called with a module's label when a gradient has stayed on its rank.
-        on_averaged: called with the labels of the modules that a backward has averaged, and how
-            many of their gradients were copied into their buckets.
+        on_averaged: called with each backward that has averaged modules.
         on_unowned: called with the tensors that such a backward reaches, and no reducer has.
         version: how often one was added.
     """
 
     regions: dict[Any, Region] = field(default_factory=dict)
     running: list[Run] = field(default_factory=list)
+    run_engine: RunEngine = lambda _, __, engine: engine()
     on_local: Callable[[str], None] = lambda _: None
-    on_averaged: Callable[[Sequence[str], int], None] = lambda _, __: None
+    on_averaged: OnAveraged = lambda _, __, ___: None
     on_unowned: Callable[[Sequence[Tensor]], None] = lambda _: None
     version: int = 0
     _all: list[weakref.ref[Reducer]] = field(default_factory=list)
@@ -123,8 +165,18 @@ class Reducers:
         self._all.append(weakref.ref(reducer, self._forget))
         reducer.on_unseen = self.take
         self.version += 1
+        self._name_all()
         self.forget_hooks()
         self._owners = None
+
+    def _name_all(self) -> None:
+        """Tell modules with one label apart: labels are counted on each group."""
+        alive = self.alive()
+        labels = [reducer.label for reducer in alive]
+        for reducer in alive:
+            is_alone = labels.count(reducer.label) == 1
+            group = "" if is_alone else f" on group {reducer.group.group_name}"
+            reducer.name = f"{reducer.label}{group}"
 
     def discard(self, reducer: Reducer) -> None:
         self._all = [ref for ref in self._all if ref() is not reducer]
@@ -162,12 +214,12 @@ class Reducers:
         """
         if not kw.get(_ACCUMULATES) or backward_id() >= 0 or is_compiling_graph():
             return engine(outputs, *args, **kw)
-        run = Run([])
+        run = Run()
         self.running.append(run)
         nodes: list[Any] = []
         try:
             nodes = self._begin(run, outputs, *args, **kw)
-            result = engine(outputs, *args, **kw)
+            result = self.run_engine(run, outputs, lambda: engine(outputs, *args, **kw))
         except BaseException as error:
             said = why_failed(run.taking_part, error)
             for reducer in run.taking_part:
@@ -180,7 +232,7 @@ class Reducers:
             self.running.remove(run)
             for node in nodes:
                 self.regions.pop(node, None)
-        self._end(run.taking_part)
+        self._end(run)
         return result
 
     def take(self, reducer: Reducer) -> None:
@@ -195,52 +247,80 @@ class Reducers:
 
     def _begin(self, run: Run, outputs: Sequence[Any], *args: Any, **kw: Any) -> list[Any]:
         """Walk the graph, and prepare the reducers that it reaches; the nodes of its regions."""
-        keeps_graph = bool(args[1] if len(args) > 1 else kw.get("retain_graph", False))
+        run.keeps_graph = bool(args[1] if len(args) > 1 else kw.get("retain_graph", False))
         idle = [r for r in self.alive() if r.backward is None]
         expecting = {r for r in idle if r.is_expecting}
         others = {r for r in idle if r.entered}
         if not expecting and not others:
             return []
-        creates_graph = bool(args[2] if len(args) > 2 else kw.get("create_graph", False))
-        only_some = bool(args[3] if len(args) > 3 else kw.get("inputs", False))
-        found = walk(outputs, with_entries=keeps_graph or bool(others))
+        run.creates_graph = bool(args[2] if len(args) > 2 else kw.get("create_graph", False))
+        run.only_some = bool(args[3] if len(args) > 3 else kw.get("inputs", False))
+        self._find_hooked()  # It may refuse what there is.
+        found = walk(outputs, with_entries=run.keeps_graph or bool(others))
         expecting |= {r for r in others if r.expects_more(found.entries)}
-        reached: dict[Reducer, set[int]] = {}
-        owner_of: dict[int, tuple[Reducer, int]] = {}
-        final: set[int] = set()
-        unowned: list[Tensor] = []
-        for leaf, count in found.edges.values():
-            owners = [item for item in self.owners_of(leaf) if item[0] in expecting]
-            for reducer, number in owners:
-                reached.setdefault(reducer, set()).add(number)
-            if not owners and not self.owners_of(leaf):
-                unowned.append(leaf)
-            if len(owners) == 1:
-                owner_of[id(leaf)] = owners[0]
-                if count == 1 and not creates_graph and not only_some and self._is_plain(leaf):
-                    final.add(id(leaf))
-        if unowned:
-            self.on_unowned(unowned)
-        nodes = self._add_regions(found, owner_of, final)
-        run.taking_part += [r for r in reversed(self.alive()) if r in reached]
+        why = CREATES_GRAPH if run.creates_graph else SOME_INPUTS if run.only_some else ""
+        owner_of = self._reached(run, found, expecting, why)
+        nodes = self._add_regions(found, owner_of, run.reached)
+        run.taking_part += [r for r in reversed(self.alive()) if r in run.reached]
         _put_in_order(run.taking_part)
         for reducer in run.taking_part:
             reducer.backward = run
-            reducer.begin_backward(reached[reducer])
-            if keeps_graph:
+            reducer.begin_backward(run.reached[reducer])
+            if run.keeps_graph:
                 reducer.entered |= found.entries
         return nodes
 
-    def _is_plain(self, leaf: Tensor) -> bool:
-        """Whether nobody but a reducer looks at a gradient before it is averaged."""
-        if self._hooked is None:
-            self._hooked = frozenset(
-                id(reducer.parameters.all[number])
-                for reducer in self.alive()
-                for number, node in reducer.nodes.items()
-                if hooks_on_node(node) != (0, len(self.owners_of(reducer.parameters.all[number])))
-            )
-        return id(leaf) not in self._hooked and accumulates_plainly(leaf)
+    def _find_hooked(self) -> frozenset[int]:
+        """The parameters that somebody else has hooks on, by id."""
+        if self._hooked is not None:
+            return self._hooked
+        found = set()
+        for reducer in self.alive():
+            for number, node in reducer.nodes.items():
+                parameter = reducer.parameters.all[number]
+                if hooks_on_node(node) != (0, len(self.owners_of(parameter))):
+                    refuse_optimizer(reducer.parameters.names[number], parameter)
+                    found.add(id(parameter))
+        self._hooked = frozenset(found)
+        return self._hooked
+
+    def _reached(
+        self, run: Run, found: Reached, expecting: Collection[Reducer], why: str
+    ) -> dict[int, tuple[Reducer, int]]:
+        """Note which parameters a backward reaches; the reducers and numbers of those that one
+        reducer has, by id.
+
+        Args:
+            run: the backward.
+            found: by the walk.
+            expecting: the reducers that average.
+            why: the reason, if there is one for all of them.
+        """
+        owner_of: dict[int, tuple[Reducer, int]] = {}
+        nobodys: list[Tensor] = []
+        for leaf, count in found.edges.values():
+            every = self.owners_of(leaf)
+            owners = [item for item in every if item[0] in expecting]
+            if not every:
+                nobodys.append(leaf)
+            if owners:
+                not_final = why or self._why_not_final(leaf, count, found, len(owners))
+                for reducer, number in owners:
+                    run.reached.setdefault(reducer, {})[number] = not_final
+            if len(owners) == 1:
+                owner_of[id(leaf)] = owners[0]
+            else:
+                run.has_others = True
+        if nobodys:
+            self.on_unowned(nobodys)
+        return owner_of
+
+    def _why_not_final(self, leaf: Tensor, count: int, found: Reached, num_owners: int) -> str:
+        if num_owners > 1:
+            return SHARED
+        if count > 1:
+            return NOT_COMPILED if count == 2 and id(leaf) in found.uncompiled else SEVERAL
+        return "" if _is_plain(leaf, self._find_hooked()) else HOOKED
 
     def forget_hooks(self) -> None:
         """Ask all nodes again which hooks they have: one may have been registered."""
@@ -250,51 +330,55 @@ class Reducers:
         self,
         found: Reached,
         owner_of: Mapping[int, tuple[Reducer, int]],
-        final: Collection[int],
+        reached: _ReachedNumbers,
     ) -> list[Any]:
         """Note whose gradients come from which place of each compiled forward; their nodes."""
         nodes = []
         for node, leaves in found.compiled.items():
             owners = {p: owner_of[id(leaf)] for p, leaf in leaves if id(leaf) in owner_of}
             if owners and node not in self.regions:
-                places = frozenset(p for p, leaf in leaves if id(leaf) in final)
-                self.regions[node] = Region(owners, places)
+                final = (p for p, (reducer, n) in owners.items() if not reached[reducer][n])
+                self.regions[node] = Region(owners, frozenset(final))
                 nodes.append(node)
         return nodes
 
-    def _end(self, taking_part: Sequence[Reducer]) -> None:
+    def _end(self, run: Run) -> None:
         errors: list[BaseException] = []
-        for each in taking_part:
+        for each in run.taking_part:
             each.backward = None
             try:
-                each.end_backward()
+                if run.is_traced:
+                    each.end_traced_backward()
+                else:
+                    each.end_backward()
             except BaseException as error:  # noqa: BLE001  The others must end too.
                 said = why_failed([each], error)
                 each.fail_backward(said or error)
                 errors.append(said or error)
         if errors:
             raise errors[0]
-        self._tell()
+        self._tell(run)
 
-    def _tell(self) -> None:
-        averaged, copied = [], 0
+    def _tell(self, run: Run) -> None:
+        averaged = [reducer for reducer in self.alive() if reducer.steps > reducer.steps_told]
+        for reducer in averaged:
+            reducer.steps_told = reducer.steps
         for reducer in self.alive():
             if reducer.stays_local:
                 reducer.stays_local = False
-                self.on_local(reducer.label)
-            if reducer.steps > reducer.steps_told:
-                reducer.steps_told = reducer.steps
-                averaged.append(reducer.label)
-                copied += reducer.num_copied
+                # Of modules over the same weights, one averages for all.
+                if not any(reducer.shares_weights(other) for other in averaged):
+                    self.on_local(reducer.label)
         if averaged:
-            self.on_averaged(averaged, copied)
+            labels = [reducer.label for reducer in averaged]
+            self.on_averaged(run, labels, sum(reducer.num_copied for reducer in averaged))
 
     def tell(
         self,
         *,
         on_local: Callable[[str], None],
         on_unowned: Callable[[Sequence[Tensor]], None],
-        on_averaged: Callable[[Sequence[str], int], None],
+        on_averaged: OnAveraged,
     ) -> None:
         """Have these called from now on; see the attributes."""
         self.on_local, self.on_unowned, self.on_averaged = on_local, on_unowned, on_averaged
@@ -303,9 +387,14 @@ class Reducers:
         """Forget all reducers."""
         for reducer in self.alive():
             reducer.forget()
-        told = self.on_local, self.on_averaged, self.on_unowned
+        told = self.on_local, self.on_averaged, self.on_unowned, self.run_engine
         vars(self).update(vars(Reducers()))
-        self.on_local, self.on_averaged, self.on_unowned = told
+        self.on_local, self.on_averaged, self.on_unowned, self.run_engine = told
+
+
+def _is_plain(leaf: Tensor, hooked: Collection[int]) -> bool:
+    """Whether nobody but a reducer looks at a gradient before it is averaged."""
+    return id(leaf) not in hooked and accumulates_plainly(leaf)
 
 
 def _put_in_order(taking_part: Sequence[Reducer]) -> None:
@@ -326,6 +415,14 @@ reducers: Final = process_state.keep(
     Lifetime.MODULE,
     reset=Reducers.reset,
 )
+
+
+def register_on_node(register: Callable[..., Any], hooks: Any, hook: Any) -> Any:
+    """Register a hook on an autograd node, of which torch tells nobody: it may be one that
+    accumulates a parameter's gradient, and must see that before it is averaged."""
+    registered = register_unless_asked(register, hooks, hook)
+    reducers.forget_hooks()
+    return registered
 
 
 def memory_of_bucket(
@@ -349,6 +446,21 @@ def mark_ready(places: Sequence[int]) -> None:
         region.mark_ready(places)
 
 
+def refuse_optimizer(name: str, parameter: nn.Parameter) -> None:
+    """Refuse an optimizer that runs in the backward.
+
+    Raises:
+        ValueError: the parameter has one; it names the parameter and the remedy.
+    """
+    if has_optimizer_in_backward(parameter):
+        raise ValueError(
+            f"_apply_optimizer_in_backward, parameter {name!r}, is not supported while "
+            "torch._inductor.config.ddp_fusion is set: the optimizer would run before the "
+            "gradient is reduced. Step the optimizer after the backward, or set ddp_fusion = "
+            "None before this module is wrapped."
+        )
+
+
 def why_failed(taking_part: Sequence[Reducer], error: BaseException) -> Exception | None:
     """What another rank of these modules has said of its failure, where a collective has failed."""
     if not isinstance(error, Exception):
@@ -367,12 +479,14 @@ class Reached:
     Attributes:
         edges: the tensors in which gradients are accumulated, and how many edges end there, by id;
             those of what is not compiled count twice.
+        uncompiled: ids of those in which what is not compiled accumulates.
         compiled: for each compiled forward, those among its inputs, with their places.
         entries: where compiled forwards are entered: the number of the node, and of the output; if
             that was asked for.
     """
 
     edges: Mapping[int, tuple[Tensor, int]]
+    uncompiled: Collection[int]
     compiled: Mapping[Any, Sequence[tuple[int, Tensor]]]
     entries: frozenset[tuple[int, int]] = frozenset()
 
@@ -389,7 +503,9 @@ def walk(outputs: Sequence[Any], *, with_entries: bool = False) -> Reached:
     edges: dict[int, tuple[Tensor, int]] = {}
     compiled: dict[Any, list[tuple[int, Tensor]]] = {}
     # Where the backward starts at a leaf, no graph gives its gradient.
-    _count(edges, [n.variable for n in pending if isinstance(n, AccumulateGrad)], 2)
+    roots = [node.variable for node in pending if isinstance(node, AccumulateGrad)]
+    _count(edges, roots, 2)
+    uncompiled = set(map(id, roots))
     seen = set()
     while pending:
         node = pending.pop()
@@ -407,8 +523,10 @@ def walk(outputs: Sequence[Any], *, with_entries: bool = False) -> Reached:
             _count(edges, [leaf for _, leaf in leaves], 1 if is_compiled else 2)
             if is_compiled:
                 compiled[node] = leaves
+            else:
+                uncompiled.update(id(leaf) for _, leaf in leaves)
     entries = _entries(outputs, seen, compiled) if with_entries else frozenset()
-    return Reached(edges, compiled, entries)
+    return Reached(edges, uncompiled, compiled, entries)
 
 
 def _entries(

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from fusion_passes.reducer.layout import Bucket
+from fusion_passes.plan.layout import Bucket
+from fusion_passes.plan.scaling import averages
 from fusion_passes.torch_private import BuiltinCommHookType
 from fusion_passes.torch_private.autograd import version_of_tensor
 from fusion_passes.torch_private.process_groups import (
@@ -22,29 +23,33 @@ from fusion_passes.torch_private.process_groups import (
     all_reduce_coalesced,
     seen_by_autograd,
 )
+from fusion_passes.torch_private.profiling import range_in_profile
 
 Wait: TypeAlias = Callable[[], None]
 """Waits for a bucket. When it has returned, the bucket's memory holds the average."""
-
-_WIDE_RANGE: Final = (torch.float32, torch.float64, torch.bfloat16)
-"""Dtypes in which a sum over all ranks is far from overflow. In fp16 it is not: there gradients are
-divided before they are summed, as in eager DDP."""
-
-_AVERAGING: Final = ("nccl", "gloo")
-"""Backends that average without a kernel of ours."""
 
 
 class Communication(Protocol):
     """How a module's buckets are sent."""
 
-    def launch(self, bucket: Bucket, memory: Tensor, gradients: Sequence[Tensor]) -> Wait:
+    def launch(
+        self, bucket: Bucket, memory: Tensor, gradients: Sequence[Tensor], name: str = ""
+    ) -> Wait:
         """Begin to average a bucket.
 
         Args:
             bucket: which.
             memory: its gradients, one behind the other: ``[bucket.numel]``.
             gradients: the same, as contiguous views of it.
+            name: what the launch is called in a profile.
         """
+
+    def scaling(self, dtype: torch.dtype) -> str:
+        """Where gradients of a dtype are divided by the number of ranks: a key of
+        :data:`fusion_passes.reporting.table.SCALED`."""
+
+    def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of a dtype are sent."""
 
 
 @dataclass
@@ -68,44 +73,62 @@ class AllReduce:
     divides_first: bool = False
     count_ranks: Callable[[], float | None] | None = None
 
-    def launch(self, bucket: Bucket, memory: Tensor, gradients: Sequence[Tensor]) -> Wait:
+    def launch(
+        self, bucket: Bucket, memory: Tensor, gradients: Sequence[Tensor], name: str = ""
+    ) -> Wait:
         """See :class:`Communication`."""
         del bucket
         size = self.group.size()
         divisor = self.count_ranks() if self.count_ranks is not None else None
-        is_sent_smaller = (
-            self.dtype is not None
-            and memory.is_floating_point()
-            and memory.dtype.itemsize > self.dtype.itemsize
-        )
+        is_sent_smaller = self.sent_dtype(memory.dtype) != memory.dtype.to_real()
         if size == 1 and not is_sent_smaller:
             return _nothing
         if is_sent_smaller:
-            return self._launch_smaller(memory, divisor or size)
+            return self._launch_smaller(memory, divisor or size, name)
         real = torch.view_as_real(memory) if memory.is_complex() else memory
-        averages = (
-            divisor is None
-            and not self.divides_first
-            and self.backend in _AVERAGING
-            and real.dtype in _WIDE_RANGE
-        )
-        if not averages:
+        is_averaged = divisor is None and self.averages(memory.dtype)
+        if not is_averaged:
             real.div_(divisor or size)
-        operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
-        if self.is_coalesced:
-            parts = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
-            return all_reduce_coalesced(self.group, parts, operation)
-        return all_reduce(self.group, real, operation)
+        operation = dist.ReduceOp.AVG if is_averaged else dist.ReduceOp.SUM
+        # A GPU shows the range for as long as what was launched in it runs: the collective alone.
+        with range_in_profile(f"{name} launch"):
+            if self.is_coalesced:
+                parts = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
+                return all_reduce_coalesced(self.group, parts, operation)
+            return all_reduce(self.group, real, operation)
 
-    def _launch_smaller(self, memory: Tensor, divisor: float) -> Wait:
+    def scaling(self, dtype: torch.dtype) -> str:
+        """See :class:`Communication`."""
+        if self.group.size() == 1:
+            return "none"
+        if self.sent_dtype(dtype) != dtype.to_real():
+            return "bucket" if self.dtype == torch.float16 else "result"
+        return "collective" if self.averages(dtype) else "bucket"
+
+    def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """See :class:`Communication`."""
+        if self.dtype is None or not dtype.is_floating_point:
+            return dtype.to_real()
+        return self.dtype if dtype.itemsize > self.dtype.itemsize else dtype
+
+    def averages(self, dtype: torch.dtype) -> bool:
+        """Whether the collective of gradients of this dtype averages them, where all ranks have
+        inputs; otherwise it sums."""
+        sent = self.sent_dtype(dtype)
+        return sent == dtype.to_real() and averages(
+            self.backend, sent, divides_first=self.divides_first
+        )
+
+    def _launch_smaller(self, memory: Tensor, divisor: float, name: str) -> Wait:
         """A dtype with a small range is scaled before it is summed, others where that is exact."""
         is_divided_first = self.dtype == torch.float16
         if is_divided_first:
             memory.div_(divisor)
         sent = memory.to(self.dtype)
-        wait_for_sent = (
-            all_reduce(self.group, sent, dist.ReduceOp.SUM) if self.group.size() > 1 else _nothing
-        )
+        wait_for_sent: Wait = _nothing
+        if self.group.size() > 1:
+            with range_in_profile(f"{name} launch"):
+                wait_for_sent = all_reduce(self.group, sent, dist.ReduceOp.SUM)
 
         def wait() -> None:
             wait_for_sent()
@@ -120,16 +143,27 @@ def _nothing() -> None:
     pass
 
 
-def average_sparse(group: Any, gradient: Tensor, divisor: float) -> Tensor:
+def average_sparse(group: Any, gradient: Tensor, divisor: float, name: str = "") -> Tensor:
     """Average the sparse gradients of all ranks, as DDP does: one all-reduce of rows.
 
+    Args:
+        group: the ranks.
+        gradient: of this rank: ``[rows, ...]``; dense where a compiled forward gives it so, or
+            another layer reads the table too.
+        divisor: the number of ranks.
+        name: what the launch is called in a profile.
+
     Returns:
-        The average, sparse.
+        The average, of this rank's layout.
     """
-    rows = gradient.coalesce() / divisor
+    is_dense = gradient.layout is torch.strided
+    # Divided first, as in eager DDP, to the last bit.
+    rows = ((gradient.to_sparse(1) if is_dense else gradient) / divisor).coalesce()
     if group.size() > 1:
-        all_reduce(group, rows, dist.ReduceOp.SUM)()
-    return rows
+        with range_in_profile(f"{name} launch"):
+            wait = all_reduce(group, rows, dist.ReduceOp.SUM)
+        wait()
+    return rows.to_dense() if is_dense else rows
 
 
 # --- Communication hooks -------------------------------------------------------------------------
@@ -219,7 +253,9 @@ class HookCall:
     order: Callable[[], Sequence[int]]
     _previous: Any = None
 
-    def launch(self, bucket: Bucket, memory: Tensor, gradients: Sequence[Tensor]) -> Wait:
+    def launch(
+        self, bucket: Bucket, memory: Tensor, gradients: Sequence[Tensor], name: str = ""
+    ) -> Wait:
         """Call the hook; its future gives what the gradients become.
 
         Raises:
@@ -237,7 +273,7 @@ class HookCall:
         # come in one order on all ranks. A GPU's futures are complete at once.
         if self._previous is not None and not self._previous.done():
             self._previous.wait()
-        with torch.no_grad(), seen_by_autograd():
+        with torch.no_grad(), seen_by_autograd(), range_in_profile(f"{name} launch"):
             future = self.hook(self.state, given)
         if not isinstance(future, AnyFuture):
             raise RuntimeError(
@@ -255,6 +291,15 @@ class HookCall:
             given.take_back()
 
         return wait
+
+    def scaling(self, dtype: torch.dtype) -> str:
+        """See :class:`Communication`."""
+        del dtype
+        return "hook"
+
+    def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """See :class:`Communication`: what a hook sends, only it knows."""
+        return dtype
 
     def _check(
         self,

@@ -4,7 +4,8 @@ backward can also store gradients into and tell so, from inside.
 Words are those of ``reducer.hpp``. A gradient is *marked ready* when it lies in its bucket; a
 bucket is *launched* when it is full and all before it are launched; a round is *finalized* when all
 are. The layout of the buckets is agreed on at the end of the first averaged backward, which all
-ranks reach, and never changes: from then on ranks may run any graphs they like.
+ranks reach, or when the module is constructed, from what an earlier run has measured. It never
+changes: from then on ranks may run any graphs they like.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fusion_passes.reducer.communication import Communication, Wait, average_sparse
-from fusion_passes.reducer.layout import (
+from fusion_passes.plan.layout import (
     Bucket,
     Caps,
     Kind,
@@ -28,9 +28,13 @@ from fusion_passes.reducer.layout import (
     encode,
     plan_layout,
 )
+from fusion_passes.reducer.communication import Communication, Wait, average_sparse
+from fusion_passes.reducer.copies import ELSEWHERE, UNALIGNED, Copies
+from fusion_passes.reducer.ready_clock import ReadyClock
 from fusion_passes.reducer.words import Words
 from fusion_passes.torch_private.autograd import after_backward, backward_id
 from fusion_passes.torch_private.process_groups import all_reduce, broadcast_first
+from fusion_passes.torch_private.profiling import is_profiling, named_in_profile
 
 EXPECTED: Final = "_ddp_fusion_expected"
 """Attribute of a managed module: whether the next gradients are averaged."""
@@ -89,7 +93,7 @@ class Round:
         sparse: gradients of the sparse buckets, by number.
         sends_used: whether ranks tell each other which parameters they have used.
         counts: with a static graph, how often a gradient was accumulated.
-        num_stored: how many gradients graphs have stored in their buckets.
+        copies: how its gradients have come into their buckets.
         marked_unused: whether those that get no gradient are marked ready.
     """
 
@@ -104,7 +108,7 @@ class Round:
     sparse: dict[int, Tensor] = field(default_factory=dict)
     sends_used: bool = False
     counts: dict[int, int] = field(default_factory=dict)
-    num_stored: int = 0
+    copies: Copies = field(default_factory=Copies)
     marked_unused: bool = False
 
 
@@ -132,7 +136,18 @@ class Reducer:
             forward: the number of an autograd node, and that of an output.
         nodes: that accumulate gradients, by number; they keep the hooks on them.
         steps: how many rounds have ended.
-        num_stored: how many gradients graphs have stored in their buckets in the last one.
+        copies: how gradients have come into their buckets in the last one.
+        name: of the module in reports and profiles: its label, with the group where others have
+            that label too.
+        is_to_be_traced: whether its backwards are to be traced, where they can be.
+        why_untraced: why none of them is any more; empty if they are.
+        piece_caps: of what graphs store together where there is no layout.
+        clock: measures when gradients are marked ready, in the mode ``"auto"``; ``None`` where that
+            is known, or not asked for.
+        decision: in the mode ``"auto"``, from what the buckets were chosen, and what is expected of
+            them; one sentence each.
+        predicted: when each bucket is expected to be sent: its start and end, in nanoseconds from
+            the start of the backward, by its index. Empty where nobody knows.
     """
 
     def __init__(
@@ -150,7 +165,7 @@ class Reducer:
         self.parameters = parameters
         self.group = group
         self.label = label
-        self.caps = caps
+        self.caps = self.piece_caps = caps
         self.communication = communication
         self.find_unused = find_unused
         self.is_static = is_static
@@ -164,7 +179,13 @@ class Reducer:
         self.nodes: dict[int, Any] = {}
         self.steps = self.steps_told = 0
         self.on_unseen: Callable[[Reducer], None] = lambda _: None
-        self.num_stored = 0
+        self.copies = Copies()
+        self.name = label
+        self.is_to_be_traced = False
+        self.why_untraced = ""
+        self.clock: ReadyClock | None = None
+        self.decision: tuple[str, ...] = ()
+        self.predicted: Mapping[int, tuple[int, int]] = {}
         self.words = Words(group, label)
         self._ddp = weakref.ref(ddp)
         self._round: Round | None = None
@@ -172,6 +193,7 @@ class Reducer:
         self._used: set[int] = set()
         self._static_counts: dict[int, int] | None = None
         self._static_used: set[int] | None = None
+        self._is_forgotten = False
 
     # --- The module's state ----------------------------------------------------------------------
 
@@ -203,14 +225,40 @@ class Reducer:
         return True
 
     @property
+    def reduces_at_end(self) -> bool:
+        """Whether the gradients of a round are reduced when its backward has ended: nobody knows
+        the buckets before, or how often each gradient is accumulated in a static graph."""
+        return self.layout is None or (self.is_static and self._static_counts is None)
+
+    @property
     def numbers(self) -> Collection[int]:
         """Of the parameters that are trained."""
         return self.parameters.kinds.keys()
+
+    def shares_weights(self, other: Reducer) -> bool:
+        """Whether another reducer has some of the trained parameters too."""
+        mine, its = (
+            {id(reducer.parameters.all[n]) for n in reducer.numbers} for reducer in (self, other)
+        )
+        return not mine.isdisjoint(its)
+
+    @property
+    def num_stored(self) -> int:
+        """How many gradients of the last round compiled backwards have stored in their buckets."""
+        return len(self.copies.stored)
 
     @property
     def num_copied(self) -> int:
         """How many gradients of the last round no graph has stored in their bucket."""
         return len(self.numbers) - self.num_stored
+
+    def why_copied(self) -> Mapping[int, str]:
+        """Why no graph has stored them, by number; empty before the first round has ended."""
+        return self.copies.reasons(self.parameters.kinds) if self.steps else {}
+
+    def bucket_name(self, index: int) -> str:
+        """A bucket in reports and profiles: ``DDP 0 (Net) bucket 3``."""
+        return f"{self.name} bucket {index}"
 
     @property
     def hooked_buckets(self) -> list[int]:
@@ -226,18 +274,21 @@ class Reducer:
 
     def forget(self) -> None:
         """Let the module train no further: no backward would be averaged any more."""
+        self._is_forgotten = True
         if self.ddp is not None:
             setattr(self.ddp, UNFINISHED, FORGOTTEN)
 
     # --- A backward ------------------------------------------------------------------------------
 
-    def begin_backward(self, reached: Collection[int]) -> None:
+    def begin_backward(self, reached: Mapping[int, str]) -> None:
         """Prepare for a backward, before the engine runs.
 
         Args:
-            reached: numbers of the parameters that it reaches, as far as its graph shows.
+            reached: numbers of the parameters that it reaches, as far as its graph shows, each with
+                the reason why no graph may mark its gradient ready; empty if one may.
         """
         now = self._round or self._begin_round(reached)
+        now.copies.reached.append(reached)
         self._note_existing(now)
 
     def _note_existing(self, now: Round) -> None:
@@ -248,6 +299,7 @@ class Reducer:
 
     def _begin_round(self, reached: Collection[int]) -> Round:
         now = self._round = Round()
+        now.copies.is_first = self.layout is None
         if self.layout is not None:
             now.pending = [len(bucket.numbers) for bucket in self.layout.buckets]
         if self.is_static and self._static_counts is not None:
@@ -255,6 +307,8 @@ class Reducer:
         elif self.find_unused and not self.is_static:
             now.sends_used = True
             now.unused = set(self.numbers).difference(reached, self.reachable or ())
+        if self.clock is not None:
+            self.clock.begin_round()
         return now
 
     def _mark_unused(self, now: Round) -> None:
@@ -280,17 +334,18 @@ class Reducer:
             A part of a bucket; ``None`` where they lie otherwise in theirs, or are not averaged, or
             generated code could not take the part for aligned memory.
         """
-        if self.layout is None or not self.is_expecting or self._round is None:
+        if self.reduces_at_end or not self.is_expecting or self._round is None:
             return None
+        assert self.layout is not None, "there are buckets"
         places = self.layout.places
         index, first = places[numbers[0]]
         start = first - offsets[0]
         itemsize = self.layout.buckets[index].dtype.itemsize
-        if start < 0 or start * itemsize % ALIGNED_BYTES:
-            return None
-        if any(
-            places[n] != (index, start + offset) for n, offset in zip(numbers, offsets, strict=True)
-        ):
+        lies_so = start >= 0 and all(
+            places[n] == (index, start + offset) for n, offset in zip(numbers, offsets, strict=True)
+        )
+        if not lies_so or start * itemsize % ALIGNED_BYTES:
+            self._round.copies.refuse(numbers, UNALIGNED if lies_so else ELSEWHERE)
             return None
         return self._memory(self._round, self.layout.buckets[index])[start : start + numel]
 
@@ -312,8 +367,13 @@ class Reducer:
                 self._view(now, number).add_(gradient.detach())
         now.received.update(numbers)
         now.stored.update(numbers)
-        now.num_stored += len(numbers)
+        now.copies.stored.update(numbers)
         self._mark_ready(now, numbers)
+
+    def refuse_memory(self, numbers: Collection[int], why: str) -> None:
+        """Note why a graph is given no memory for these gradients."""
+        if self._round is not None:
+            self._round.copies.refuse(numbers, why)
 
     def observe(self, numbers: Piece) -> None:
         """In a backward before the layout: a graph gives these gradients together."""
@@ -333,6 +393,8 @@ class Reducer:
         Raises:
             RefusedGradientError: the gradient is there already, or must not come.
         """
+        if self._is_forgotten:
+            raise RefusedGradientError(FORGOTTEN)
         if is_defined and (self.find_unused or self.is_static):
             self._used.add(number)
         if not self.is_expecting:
@@ -354,7 +416,7 @@ class Reducer:
             return
         self._refuse_repeated(now, (number,))
         now.received.add(number)
-        if self.layout is None:
+        if self.reduces_at_end:
             self.observe((number,))
             return
         self._copy_in(now, number)
@@ -368,18 +430,12 @@ class Reducer:
             return
         now.stored.clear()
         missing = set(self.numbers) - now.received
-        if self.layout is None:
+        if self.reduces_at_end:
             if missing - now.unused and not self.is_static:
                 self._leave_unfinished(missing - now.unused)
                 return
             self._end_first(now, missing)
         else:
-            if self.is_static and self._static_counts is None:
-                # The first backward of this rank, where others have had theirs (``join``).
-                self._static_counts = dict(now.counts)
-                now.unused.update(missing)
-                now.marked_unused = False
-                self._mark_unused(now)
             self.launch_ready()
         if self._round is not now:
             return
@@ -387,6 +443,18 @@ class Reducer:
             self.finalize()
         else:
             self._leave_unfinished(set(self.numbers) - now.received - now.unused)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether gradients of the round are there already."""
+        return self._round is not None and bool(self._round.received)
+
+    def end_traced_backward(self) -> None:
+        """After the engine has run, where a graph has averaged all gradients of the module."""
+        self.follows = self.leads = None
+        if self._round is not None:
+            self._round.copies.stored = set(self.numbers)
+        self._end_round()
 
     def fail_backward(self, error: BaseException) -> None:
         """After the engine has raised an error: the next forward raises eager DDP's."""
@@ -428,18 +496,25 @@ class Reducer:
             if gradient is None:
                 place.zero_()
                 return
+            if gradient.layout is not torch.strided:
+                raise RefusedGradientError(
+                    f"{self.parameters.names[number]} of {self.label} has a gradient of layout "
+                    f"{gradient.layout}, which DDP reduces for nn.Embedding(sparse=True) and "
+                    "nn.EmbeddingBag(sparse=True) only, as they were when it was constructed."
+                )
             place.copy_(gradient)
             is_plain = (
                 type(gradient) is Tensor
                 and not gradient.requires_grad
                 and gradient.dtype == place.dtype
-                and gradient.layout is torch.strided
             )
             if is_plain and number not in now.existing:
                 parameter.grad = place
 
     def _mark_ready(self, now: Round, numbers: Piece) -> None:
         assert self.layout is not None, "there are buckets"
+        if self.clock is not None:
+            self.clock.note_ready(numbers)
         self._mark_unused(now)
         for number in numbers:
             now.pending[self.layout.places[number][0]] -= 1
@@ -452,6 +527,8 @@ class Reducer:
             return
         if self.follows is not None and not self.follows.has_launched_all:
             return
+        if self.clock is not None and self.clock.is_running and any(now.pending):
+            return  # What is sent meanwhile would take from the compute that is measured.
         before = now.next
         while now.next < len(layout.buckets) and not now.pending[now.next]:
             now.waits.append(self._launch(now, layout.buckets[now.next]))
@@ -463,17 +540,20 @@ class Reducer:
                 after_backward(self._finalize_in_backward)
 
     def _launch(self, now: Round, bucket: Bucket) -> Wait:
+        """Begin to average a bucket. While a profiler records, it is called by its name there."""
+        name = self.bucket_name(bucket.index) if is_profiling() else ""
         if bucket.is_sparse:
-            return self._launch_sparse(now, bucket.numbers[0])
+            return self._launch_sparse(now, bucket.numbers[0], name)
         if not bucket.numel:
             return lambda: None
         memory = self._memory(now, bucket)
         ends = [*bucket.offsets[1:], bucket.numel]
         gradients = [memory[a:b] for a, b in zip(bucket.offsets, ends, strict=True)]
         with torch.no_grad():
-            return self.communication.launch(bucket, memory, gradients)
+            wait = self.communication.launch(bucket, memory, gradients, name)
+        return named_in_profile(wait, f"{name} wait") if name else wait
 
-    def _launch_sparse(self, now: Round, number: int) -> Wait:
+    def _launch_sparse(self, now: Round, number: int, name: str) -> Wait:
         parameter = self.parameters.all[number]
         gradient = now.sparse.get(number)
         if gradient is None:
@@ -483,17 +563,18 @@ class Reducer:
             gradient = torch.sparse_coo_tensor(indices, values, size)
         divisor = self.group.size()
         with torch.no_grad():
-            now.sparse[number] = average_sparse(self.group, gradient.detach(), divisor)
+            now.sparse[number] = average_sparse(self.group, gradient.detach(), divisor, name)
         return lambda: None
 
     # --- The first round -------------------------------------------------------------------------
 
     def _end_first(self, now: Round, missing: Collection[int]) -> None:
-        """Agree on the layout, and reduce the gradients of this round by it."""
+        """Reduce the gradients of this round, in a layout that is agreed on if there is none."""
         if self.is_static:
             self._static_counts = dict(now.counts)
-            now.sends_used = True
-        self.agree()
+            now.sends_used = self._static_used is None
+        if self.layout is None:
+            self.agree()
         assert self.layout is not None, "it is agreed on"
         now.pending = [0] * len(self.layout.buckets)
         for bucket in self.layout.buckets:
@@ -571,7 +652,11 @@ class Reducer:
                 gradient.copy_(self._view(now, number))
 
     def _end_round(self) -> None:
-        self.num_stored = self._round.num_stored if self._round is not None else 0
+        if self._round is not None:
+            self.copies = self._round.copies
+            self.copies.unused = self._round.unused
+        if self.clock is not None and self.clock.end_round():
+            self.clock = None
         self._round = None
         self.reachable = None
         self._used.clear()
@@ -587,7 +672,8 @@ class Reducer:
     def reduce_zeros(self) -> None:
         """On a rank without inputs (``join``): take part in what the others do in a backward."""
         now = self._round = Round()
-        now.sends_used = self.find_unused if not self.is_static else self.layout is None
+        now.sends_used = self._static_used is None if self.is_static else self.find_unused
+        now.unused = set(self.numbers)
         if self.layout is None:
             self.agree()
         assert self.layout is not None, "it is agreed on"
@@ -607,8 +693,6 @@ class Reducer:
         """With a static graph: whether this is the last time that a gradient is accumulated."""
         now.counts[number] = now.counts.get(number, 0) + 1
         if self._static_counts is None:
-            if self.layout is not None:
-                self._refuse_repeated(now, (number,))
             return number not in now.received
         self._refuse_unless_used_before(number)
         return now.counts[number] == self._static_counts[number]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusion_passes.agreement.rendezvous import RanksDisagreeError
+from fusion_passes.reducer.words import RanksDisagreeError
 from fusion_passes.torch_private.process_groups import all_gather
 
 
@@ -46,7 +46,7 @@ def compare_settings(
     first = {digest: digests.index(digest) for digest in digests}
     texts = {rank: store.get(f"{place}/{rank}").decode() for rank in first.values()}
     values = [json.loads(texts[first[digest]]) for digest in digests]
-    raise SettingsDifferError(label, {}, text=_in_words(label, values))
+    raise SettingsDifferError(label, _in_words(label, values))
 
 
 def _in_words(label: str, values: Sequence[Mapping[str, Any]]) -> str:

@@ -4,20 +4,38 @@ goes well."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
-
-from fusion_passes.agreement.exchange import asked
-from fusion_passes.agreement.rendezvous import RanksDisagreeError
 
 _SHOWN_CHARACTERS: Final = 500
 """Of another rank's error."""
 
 _GLOO_TEXTS: Final = ("gloo", "pair closure", "timed out", "Timed out")
 """What errors of Gloo's have in their texts; they have no class of their own."""
+
+
+_T = TypeVar("_T")
+
+ASKING_SECONDS: Final = 1.0
+"""How long the store may take to answer while an error is handled: its host may be what failed."""
+
+
+class RanksDisagreeError(RuntimeError):
+    """The ranks of a module cannot run the same collectives. The text says why.
+
+    Attributes:
+        module: the DDP module, for people.
+    """
+
+    def __init__(self, module: str, text: str) -> None:
+        super().__init__(text)
+        self.module = module
 
 
 @dataclass
@@ -59,8 +77,7 @@ class Words:
             return None
         return RanksDisagreeError(
             self.label,
-            {},
-            text=f"A collective of {self.label} under ddp_fusion has failed, since rank {rank} "
+            f"A collective of {self.label} under ddp_fusion has failed, since rank {rank} "
             f"cannot finish its backward: {text}",
         )
 
@@ -77,3 +94,22 @@ def _may_be_a_collectives(error: Exception) -> bool:
     is, whatever the other ranks do."""
     texts = _GLOO_TEXTS if type(error) is RuntimeError else ()
     return isinstance(error, dist.DistError) or any(text in str(error) for text in texts)
+
+
+def asked(ask: Callable[[], _T]) -> _T | None:
+    """What ``ask`` returns; ``None`` where the store does not answer, in time or at all: a request
+    to it has no timeout of its own.
+
+    Args:
+        ask: is called in a thread.
+    """
+    results: list[_T] = []
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError, TimeoutError, OSError):
+            results.append(ask())
+
+    thread = threading.Thread(target=run, name="fusion_passes store", daemon=True)
+    thread.start()
+    thread.join(ASKING_SECONDS)
+    return results[0] if results else None

@@ -10,7 +10,7 @@ reader of the wait, if all that it does is to cast back or to change the layout:
 channels-last parameter, for instance. What follows is no part of the reduction.
 
 A reduction is recognised by this structure and by its group name: a DDP module under the flag
-reduces over names of its own (see :mod:`fusion_passes.ddp.modules`), so a tensor-parallel
+reduces over names of its own (see :mod:`fusion_passes.ddp.traced`), so a tensor-parallel
 all-reduce or one that a user wrote is never taken for one of DDP's.
 """
 
@@ -22,7 +22,6 @@ from typing import Final, Literal
 import torch
 from torch import fx
 
-from fusion_passes.agreement.launches import Collective, Divided
 from fusion_passes.graph.collectives import (
     ALL_REDUCE,
     AllReduce,
@@ -53,7 +52,6 @@ class ReductionKey:
         dtype: of the gradients, before and after.
         reduce_dtype: in which they are sent.
         scaling: what they are scaled by before they are summed, as it was traced.
-        calls_hook: whether a communication hook is called in the place of the collective.
     """
 
     kind: Literal["all_reduce"]
@@ -63,7 +61,6 @@ class ReductionKey:
     reduce_dtype: torch.dtype
     device: torch.device
     scaling: Scaling
-    calls_hook: bool = False
 
     def __str__(self) -> str:
         dtype = dtype_name(self.dtype)
@@ -126,17 +123,6 @@ class Rejection:
 
     def __str__(self) -> str:
         return f"{self.node.name} ({self.node.target}): {self.reason}"
-
-    def later(self) -> Collective:
-        """What becomes of a gradient of DDP's that is not reduced in the graph: it is as it came
-        to the launch, where the hook of DDP's Python reducer has divided what is summed."""
-        call = decode_all_reduce(self.node)
-        assert call is not None, "else it is none of DDP's gradients"
-        assert self.owner is not None, "likewise"
-        divided: Divided = "by" if call.reduce_op == "avg" else "before"
-        dtype = dtype_name(call.tensor.meta["val"].dtype)
-        divided = "hook" if self.owner.calls_hook else divided
-        return Collective(divided, dtype, (self.owner.number,), 0)
 
 
 @dataclass(frozen=True)
@@ -222,7 +208,6 @@ def _reduction(node: fx.Node, call: AllReduce, owner: Owner, position: int) -> G
             node.meta["val"].dtype,
             value.device,
             scaling,
-            owner.calls_hook,
         ),
         num_bytes=value.numel() * value.element_size(),
         position=position,

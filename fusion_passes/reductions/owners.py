@@ -25,7 +25,6 @@ class Owner:
             ranks.
         strides: of the parameter in memory, in which its gradient lies in a bucket: the same on
             all ranks, as the order of elements must be; ``None`` for those of the result.
-        calls_hook: whether a communication hook is called in the place of the collective.
     """
 
     group_name: str
@@ -36,7 +35,6 @@ class Owner:
     world_size: int
     number: int
     strides: tuple[int, ...] | None = None
-    calls_hook: bool = False
 
 
 OwnerOf = Callable[[str], Owner | None]

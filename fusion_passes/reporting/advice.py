@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from fusion_passes.reporting.document import BucketDocument
+from fusion_passes.reporting.records import BucketDocument
 from fusion_passes.reporting.timeline import StepTimes
 
 NEGLIGIBLE: Final = 0.05
@@ -57,8 +57,7 @@ def _worst(steps: StepTimes, buckets: Sequence[BucketDocument]) -> str:
             'no bucket has most of it. Try ddp_fusion = "auto", which measures the network, or '
             "another bucket_cap_mb, and compare the steps."
         )
-    # What is in parentheses is no parameter.
-    names = [name for name in worst.plan.parameters if not name.startswith("(")]
+    names = worst.plan.parameters
     last = "the last bucket" if worst is timed[-1][0] else _called(worst)
     held = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     if worst.plan.num_bytes < SMALL_BYTES:

@@ -1,4 +1,4 @@
-"""Which graph has reduced the gradients of the backwards of this process, and why that one."""
+"""How the gradients of the backwards of this process were reduced, and why so."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, Literal, TypeAlias
 
 from fusion_passes.state import Lifetime, process_state
 
-ReducedIn: TypeAlias = Literal["aot_autograd", "compiled_autograd", "reducer", "none"]
+ReducedIn: TypeAlias = Literal["reducer", "compiled_autograd"]
 
 
 @dataclass(frozen=True)
@@ -19,23 +19,19 @@ class BackwardReport:
 
     Attributes:
         modules: the DDP modules, by number of construction on their group and by class.
-        reduced_in: ``"aot_autograd"``: the backward that was compiled with the forward;
-            ``"compiled_autograd"``: a graph that compiled autograd has traced from the whole
-            backward; ``"reducer"``: no graph, but a reducer, while the backward ran; ``"none"``: no
-            graph, but by hand when the backward had ended.
-        because: why not in the first of these; empty for that one.
+        reduced_in: ``"reducer"``: by a reducer, while the backward ran; ``"compiled_autograd"``: in
+            a graph that compiled autograd has traced from the whole backward.
+        because: where the latter was asked for, why it was not traced; else empty.
         count: how many there were.
-        outside: how many gradients of each came from what is not compiled, and were reduced by
-            hand beside the graphs: each bucket when its last gradient was there. With a reducer,
-            how many were copied into their buckets, by hooks: all in the first backward, and then
-            those that no compiled backward can store there.
+        copied: how many gradients of each were copied into their buckets, by hooks: all in the
+            first backward, and then those that no compiled backward can store there.
     """
 
     modules: tuple[str, ...]
     reduced_in: ReducedIn
     because: str
     count: int
-    outside: int
+    copied: int
 
 
 @dataclass
@@ -57,10 +53,10 @@ class Backwards:
         modules: tuple[str, ...],
         reduced_in: ReducedIn,
         because: str = "",
-        outside: int = 0,
+        copied: int = 0,
     ) -> None:
         """Note a backward; see :class:`BackwardReport`."""
-        self._counts[modules, reduced_in, because, outside] += 1
+        self._counts[modules, reduced_in, because, copied] += 1
 
     def ended(self) -> None:
         """A backward has ended, and what it was to average is averaged."""
@@ -72,8 +68,8 @@ class Backwards:
     def reports(self) -> tuple[BackwardReport, ...]:
         """In the order in which the first of each kind ran."""
         return tuple(
-            BackwardReport(modules, reduced_in, because, count, outside)
-            for (modules, reduced_in, because, outside), count in self._counts.items()
+            BackwardReport(modules, reduced_in, because, count, copied)
+            for (modules, reduced_in, because, copied), count in self._counts.items()
         )
 
     def reset(self) -> None:
@@ -82,7 +78,7 @@ class Backwards:
 
 backwards: Final = process_state.keep(
     Backwards(),
-    "how many backwards each kind of graph has reduced, and who is called after one",
+    "how many backwards were reduced in each way, and who is called after one",
     Lifetime.PROCESS,
     reset=Backwards.reset,
 )

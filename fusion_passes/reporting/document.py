@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -12,36 +12,23 @@ from typing import Any, Final
 
 from fusion_passes.reporting.backwards import BackwardReport
 from fusion_passes.reporting.drawing import write_timeline
-from fusion_passes.reporting.records import BucketReport, FusionReport, RejectionReport, RowsReport
-from fusion_passes.reporting.replans import ReplanReport
+from fusion_passes.reporting.modules import ModuleReport
+from fusion_passes.reporting.records import (
+    BucketDocument,
+    BucketReport,
+    FusionReport,
+    RejectionReport,
+)
 from fusion_passes.reporting.timeline import BucketTimes, StepTimes, Timeline
 
-SCHEMA: Final = "fusion_passes.report/1"
+SCHEMA: Final = "fusion_passes.report/2"
 """Name and version of the JSON. A field that comes makes no new version; one that goes, or means
 something else, does."""
 
 
 @dataclass(frozen=True)
-class BucketDocument:
-    """A bucket, and when it was on its way.
-
-    Attributes:
-        name: in profiles and timelines: ``DDP 0 (Net) bucket 3``; empty if it never ran.
-        plan: what was decided, and what became of it.
-        times: in recorded steps, of this rank; ``None`` where none were recorded.
-        predicted_s: when the network was expected to begin and to be done with it, by the clock of
-            those steps; ``None`` where that is not known.
-    """
-
-    name: str
-    plan: BucketReport
-    times: BucketTimes | None
-    predicted_s: tuple[float, float] | None = None
-
-
-@dataclass(frozen=True)
 class GraphDocument:
-    """A compiled graph with gradient reductions.
+    """A graph of compiled autograd with gradient reductions.
 
     Attributes:
         mode: how buckets are reduced.
@@ -53,7 +40,6 @@ class GraphDocument:
         decision: in the mode ``"auto"``, why these buckets were chosen; one sentence each.
         buckets: in the order of their launches.
         left_alone: the collectives that are not DDP's, in graph order.
-        is_used: whether it runs: not where another plan of the same backward was kept.
     """
 
     mode: str
@@ -65,7 +51,6 @@ class GraphDocument:
     decision: tuple[str, ...]
     buckets: tuple[BucketDocument, ...]
     left_alone: tuple[RejectionReport, ...]
-    is_used: bool
 
 
 @dataclass(frozen=True)
@@ -74,13 +59,10 @@ class Totals:
 
     Attributes:
         gradients: how many a step has that are averaged in buckets, of all modules.
-        launches: how many all-reduces of buckets it launches for them.
-        collectives_before: launches as traced, of all graphs. Here and in the next ones, a graph
-            that runs for several blocks of a module counts once.
-        collectives_after: launches as they run, of all graphs.
-        num_bytes: of the gradients in buckets, of all graphs.
+        launches: how many buckets it launches for them, by one collective each.
+        num_bytes: of the gradients in buckets.
         sent_bytes: of what is sent for them.
-        copied_gradients: how many gradients are copied into their bucket.
+        copied_gradients: how many gradients were copied into their bucket in the last step.
         steps: times of recorded steps, of this rank; ``None`` where none were recorded.
         overlap: share of the time of the network that is hidden by compute; ``None`` likewise, and
             where nothing was sent.
@@ -95,8 +77,6 @@ class Totals:
 
     gradients: int
     launches: int
-    collectives_before: int
-    collectives_after: int
     num_bytes: int
     sent_bytes: int
     copied_gradients: int
@@ -121,12 +101,13 @@ class Report:
         flag: the options that are set now, by name; ``None`` where the flag is off.
         warnings: what the process has warned of.
         advice: one line on what is worth trying; empty if there is none.
-        graphs: one for each plan, in the order in which the first was compiled.
-        rows: sparse gradients, of the modules that are there now.
-        backwards: in which graph gradients were reduced, and why in that one.
+        modules: the DDP modules that are there now and that reducers average, in the order of their
+            construction; where none is left, those that were there when steps were recorded.
+        graphs: of compiled autograd, one for each plan, in the order in which the first was
+            compiled.
+        backwards: how gradients were reduced, and why so.
         predicted_from: from what it is known when the network was expected to be busy with buckets,
             or why it is not; empty where no steps were recorded, or nothing is sent.
-        replans: what became of planning buckets once more from measured steps, by module.
         totals: sums, and what was measured.
         timeline: the steps that were recorded last, of all ranks on rank 0; ``None`` if there are
             none. It is no part of the JSON.
@@ -139,11 +120,10 @@ class Report:
     flag: Mapping[str, Any] | None
     warnings: tuple[str, ...]
     advice: str
+    modules: tuple[ModuleReport, ...]
     graphs: tuple[GraphDocument, ...]
-    rows: tuple[RowsReport, ...]
     backwards: tuple[BackwardReport, ...]
     predicted_from: str
-    replans: tuple[ReplanReport, ...]
     totals: Totals
     timeline: Timeline | None = field(repr=False, compare=False)
 
@@ -172,9 +152,6 @@ class Report:
         known: dict[str, float | None] = {
             "gradients": totals.gradients,
             "launches": totals.launches,
-            "collectives_before": totals.collectives_before,
-            "collectives_after": totals.collectives_after,
-            "buckets": sum(len(graph.buckets) for graph in self.graphs if graph.is_used),
             "sent_mib": totals.sent_bytes / 2**20,
             "copied_gradients": totals.copied_gradients,
             "peak_memory_mib": totals.peak_memory_bytes / 2**20,
@@ -195,7 +172,6 @@ def graph_documents(
     names: Mapping[str, tuple[str, ...]],
     times: Mapping[str, BucketTimes],
     predicted_s: Mapping[str, tuple[float, float]] = MappingProxyType({}),
-    dropped: Collection[str] = (),
 ) -> tuple[GraphDocument, ...]:
     """The graphs of some reports, each plan once, with what was measured of their buckets.
 
@@ -204,7 +180,6 @@ def graph_documents(
         names: the parameters of each bucket that runs, by its name in profiles.
         times: when a bucket was on its way, by that name.
         predicted_s: when it was expected to be, by that name and the same clock.
-        dropped: digests of the plans in whose place another one was kept.
     """
     by_plan: dict[str, list[FusionReport]] = {}
     for report in reports:
@@ -225,36 +200,17 @@ def graph_documents(
             last.decision,
             tuple(map(document, last.buckets)),
             last.rejections,
-            last.digest not in dropped,
         )
         for *earlier, last in by_plan.values()
     )
 
 
-def planned_times(
-    graphs: Iterable[GraphDocument],
-) -> tuple[dict[str, tuple[float, float]], ...]:
-    """When each graph's buckets are sent by its plan, by name, in seconds from its start; without
-    the graphs whose plan does not say it, or that run no more."""
-    found = []
-    for graph in graphs:
-        if not graph.is_used:
-            continue
-        times = {
-            bucket.name: (bucket.plan.predicted_start_s, bucket.plan.predicted_end_s)
-            for bucket in graph.buckets
-            if bucket.name
-        }
-        known = {n: (a, b) for n, (a, b) in times.items() if a is not None and b is not None}
-        found += [known] if known else []
-    return tuple(found)
-
-
 def _name_of(bucket: BucketReport, names: Mapping[str, tuple[str, ...]]) -> str:
+    held = sorted(bucket.parameters)
     found = [
         name
         for name, parameters in names.items()
-        if parameters == bucket.parameters and name.startswith(f"{bucket.module} ")
+        if sorted(parameters) == held and name.startswith(f"{bucket.module} ")
     ]
     on_group = [name for name in found if f" on group {bucket.group} " in name]
     return next(iter(on_group or found), "")

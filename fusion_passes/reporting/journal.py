@@ -45,17 +45,12 @@ class _Pending:
 
 
 class Journal:
-    """The reports of this process, oldest first.
-
-    Attributes:
-        unreadable: how many graphs came from the cache without their report.
-    """
+    """The reports of this process, oldest first."""
 
     def __init__(self) -> None:
         self._reports: list[FusionReport] = []
         self._counted: dict[str, int] = {}
         self._pending: dict[str, _Pending] = {}
-        self.unreadable = 0
 
     def expect(self, report: FusionReport, label: str, buckets: Collection[int]) -> None:
         """Record a graph once it is known how its gradients are stored, which only its lowering
@@ -123,9 +118,7 @@ class Journal:
             known = self._counted.get(key, 0)
             for _ in range(count - known if count >= known else count):
                 report = _load(key.removeprefix(COUNTER_PREFIX))
-                if report is None:
-                    self.unreadable += 1
-                else:
+                if report is not None:
                     self._reports.append(report)
         self._counted = counted
 

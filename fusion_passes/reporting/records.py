@@ -12,32 +12,40 @@ from typing import Any
 from fusion_passes.plan.buckets import Bucket, BucketPlan
 from fusion_passes.plan.placement import Placement
 from fusion_passes.reductions.find import dtype_name
+from fusion_passes.reporting.timeline import BucketTimes
 
 
 @dataclass(frozen=True)
 class BucketReport:
-    """One collective that a step launches for DDP.
+    """One bucket: what a step launches for DDP by one collective.
 
     Attributes:
         module: the DDP module, by number of construction on its group and by class.
         group: name of the process group.
         dtype: of the gradients, as in torch.
         num_bytes: size of the gradients.
-        sent_bytes: what is sent: less than ``num_bytes`` in a smaller dtype.
-        cap_bytes: the cap under which the bucket was filled; 0 if there was none.
-        scaling: how its gradients are scaled: :data:`fusion_passes.plan.scaling.ScalingMethod`.
-        parameters: names of the parameters whose gradients it holds, in ready order.
+        sent_bytes: what is sent: less than ``num_bytes`` in a smaller dtype. Of sparse gradients
+            both are those of all rows.
+        cap_bytes: the cap under which the bucket was filled; 0 if there was none, and of a traced
+            graph, which has the buckets of its module.
+        scaling: how its gradients are scaled: :data:`fusion_passes.plan.scaling.ScalingMethod`, or
+            ``"hook"`` by a communication hook, or ``"rows"`` for sparse ones, of which each rank
+            divides its rows.
+        parameters: names of the parameters whose gradients it holds, in the order in which they
+            lie.
         copied: for each gradient that is copied into the bucket, instead of stored there by the
-            kernel that produces it: the parameter's name, and why.
+            kernel that produces it: the parameter's name, and why. Of a module's bucket that is
+            so for the last step.
         note: what the backend does with the bucket that nobody would expect; may be empty.
-        launched: where in the graph its collective is launched.
+        launched: where in a traced graph its collective is launched; empty for a module's bucket,
+            which is launched when it is full and all before it are. Likewise the next three.
         waited: where in the graph the result is waited for, and why there.
         overlapped: library kernels (matrix products, convolutions, attention) that run between
             launch and wait.
         following: library kernels that follow the launch: where more than ``overlapped``,
             something in the graph reads the result before the end.
         predicted_start_s: when ``"auto"`` expects the network to begin with it, in seconds from the
-            start of the compiled backward; ``None`` in other modes.
+            start of the backward; ``None`` in other modes.
         predicted_end_s: when it expects the network to be done with it; likewise.
     """
 
@@ -60,29 +68,29 @@ class BucketReport:
 
 
 @dataclass(frozen=True)
+class BucketDocument:
+    """A bucket, and when it was on its way.
+
+    Attributes:
+        name: in profiles and timelines: ``DDP 0 (Net) bucket 3``; empty if it never ran.
+        plan: what was decided, and what became of it.
+        times: in recorded steps, of this rank; ``None`` where none were recorded.
+        predicted_s: when the network was expected to begin and to be done with it, by the clock of
+            those steps; ``None`` where that is not known.
+    """
+
+    name: str
+    plan: BucketReport
+    times: BucketTimes | None
+    predicted_s: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
 class RejectionReport:
     """A collective that was left as it is, and why."""
 
     collective: str
     reason: str
-
-
-@dataclass(frozen=True)
-class RowsReport:
-    """Sparse gradients, which lie in no bucket: the ranks gather their rows when a backward has
-    ended.
-
-    Attributes:
-        name: in profiles and timelines: ``DDP 0 (Net) rows``.
-        module: the DDP module, by number of construction on its group and by class.
-        group: name of its process group.
-        parameters: the names of the tables.
-    """
-
-    name: str
-    module: str
-    group: str
-    parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -156,13 +164,11 @@ def with_copies(report: FusionReport, index: int, copied: Mapping[int, str]) -> 
 def report_plan(plan: BucketPlan, mode: str) -> FusionReport:
     """The report of a plan that was carried out."""
     reductions = sum(len(bucket.members) for bucket in plan.buckets)
-    fused = sum(not bucket.is_empty for bucket in plan.buckets)
-    unfused = sum(len(bucket.members) for bucket in plan.buckets if bucket.is_empty)
     left_alone = sum(item.owner is None for item in plan.rejections)
     return FusionReport(
         mode=mode,
         collectives_before=reductions + len(plan.rejections),
-        collectives_after=fused + unfused + left_alone,
+        collectives_after=len(plan.buckets) + left_alone,
         buckets=tuple(
             _report_bucket(bucket, placement, mode)
             for bucket, placement in zip_longest(plan.buckets, plan.placements)
@@ -172,7 +178,6 @@ def report_plan(plan: BucketPlan, mode: str) -> FusionReport:
             for item in plan.rejections
         ),
         digest=hashlib.sha256(f"{mode} {plan.digest()}".encode()).hexdigest()[:16],
-        decision=plan.decision,
     )
 
 
@@ -184,20 +189,18 @@ def _report_bucket(bucket: Bucket, placement: Placement | None, mode: str) -> Bu
         dtype=dtype_name(bucket.key.dtype),
         num_bytes=bucket.num_bytes,
         sent_bytes=bucket.sent_bytes,
-        cap_bytes=bucket.cap_bytes,
+        cap_bytes=0,
         scaling=bucket.scaling.method,
         parameters=tuple(member.owner.parameter for member in bucket.members),
-        note=_FLATTENS if mode == "coalesced" and owner.backend == "gloo" else "",
+        note=FLATTENS if mode == "coalesced" and owner.backend == "gloo" else "",
         launched=placement.why_launched() if placement else "",
         waited=placement.why_waited() if placement else "",
         overlapped=placement.overlapped if placement else 0,
         following=placement.following if placement else 0,
-        predicted_start_s=bucket.predicted.start_ns / 1e9 if bucket.predicted else None,
-        predicted_end_s=bucket.predicted.end_ns / 1e9 if bucket.predicted else None,
     )
 
 
-_FLATTENS = (
+FLATTENS = (
     "Gloo copies the gradients into a buffer of its own, reduces that, and copies them back: "
     "mode 'concat' does without"
 )

@@ -18,8 +18,6 @@ _NAMES: Final = MappingProxyType(
 )
 """For each phase torch's names of what is counted, and of what is a part of that and is not."""
 
-PHASES: Final = (*_NAMES, "passes")
-
 
 def startup_seconds(pass_names: Collection[str]) -> dict[str, float]:
     """Seconds that this process has spent compiling, by phase, as torch counts them.

@@ -11,6 +11,7 @@ from fusion_passes.reporting.records import BucketReport, FusionReport
 SCALED: Final = MappingProxyType(
     {
         "none": "not scaled",
+        "rows": "sparse, rows divided and summed",
         "collective": "averaged by the collective",
         "hook": "given to its communication hook",
         "store": "scaled where stored",
@@ -44,8 +45,8 @@ def format_report(report: FusionReport, *, width: int = 100) -> str:
             f"  {len(bucket.parameters):>9}  "
         )
         lines += _hang(head, _contents(bucket), width)
-        for names, reason in _copies(bucket):
-            lines += _hang(" " * len(head), f"copied: {names}: {reason}", width)
+        for reason, names in copies_by_reason(bucket).items():
+            lines += _hang(" " * len(head), f"copied: {', '.join(names)}: {reason}", width)
         if bucket.overlapped < bucket.following:
             lines += _hang(" " * len(head), f"waited for {bucket.waited}", width)
         if bucket.note:
@@ -75,12 +76,13 @@ def _contents(bucket: BucketReport) -> str:
     return f"{where}, group {bucket.group}: {', '.join(bucket.parameters)}"
 
 
-def _copies(bucket: BucketReport) -> list[tuple[str, str]]:
-    """The gradients that are copied, by reason."""
+def copies_by_reason(*buckets: BucketReport) -> dict[str, list[str]]:
+    """Names of the parameters whose gradients are copied, by the reason."""
     names: dict[str, list[str]] = {}
-    for name, reason in bucket.copied:
-        names.setdefault(reason, []).append(name)
-    return [(", ".join(group), reason) for reason, group in names.items()]
+    for bucket in buckets:
+        for name, reason in bucket.copied:
+            names.setdefault(reason, []).append(name)
+    return names
 
 
 def _hang(head: str, text: str, width: int) -> list[str]:

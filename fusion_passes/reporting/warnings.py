@@ -62,3 +62,7 @@ def _users_level() -> int:
     while frame and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
         frame, level = frame.f_back, level + 1
     return level
+
+
+_SHOWN: Final = 5
+"""How many items of a list are shown to people."""

@@ -28,15 +28,11 @@ from torch._ops import OpOverload
 # Fake tensors carry shapes, dtypes and strides of the nodes that a pass adds.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-# In eager mode, a gradient of a tensor-parallel parameter may be a collective that has not ended.
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
 # A second name for a group says in the graph to which DDP module, and to which of its
 # parameters, a reduction belongs. Groups are resolved by name when the graph runs.
 from torch.distributed.distributed_c10d import (
     ProcessGroup,
     _register_process_group,
-    _resolve_process_group,
     _unregister_process_group,
 )
 
@@ -57,11 +53,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Arguments of a forward can be nested.
 from torch.utils._pytree import tree_map_only
 
-from fusion_passes.state import Lifetime, process_state
-
 __all__ = [  # Of the names that are imported; those that are defined here follow.
     "UNSET",
-    "AsyncCollectiveTensor",
     "ConfigDefinition",
     "ConfigEntry",
     "CustomGraphPass",
@@ -105,35 +98,6 @@ def unregister_process_group(name: str) -> None:
     _unregister_process_group(name)  # type: ignore[arg-type]
 
 
-@process_state.once("a group of this rank alone", Lifetime.PROCESS)
-def local_process_group() -> ProcessGroup:
-    """A group of this rank alone, whose collectives give back what they are given: torch's fake
-    group, made without a rendezvous, for which there is no public way."""
-    from torch._C._distributed_c10d import FakeProcessGroup
-
-    group = ProcessGroup(torch.distributed.HashStore(), 0, 1)
-    backend = FakeProcessGroup._create_internal(0, 1)
-    kind = ProcessGroup.BackendType.CUSTOM
-    for device in ("cpu", "cuda"):
-        group._register_backend(torch.device(device), kind, backend)
-    group._set_group_name("fusion_passes/local")  # type: ignore[arg-type]
-    return group
-
-
-def stand_for_local(name: str) -> None:
-    """Let a name stand for the group of this rank alone, unless it stands for a group already."""
-    try:
-        _resolve_process_group(name)  # type: ignore[arg-type]
-    except RuntimeError:
-        register_process_group(name, local_process_group())
-
-
-def resolve_process_group(name: str) -> ProcessGroup:
-    """The group that ``name`` stands for, where what graphs call by it is another object too."""
-    group = _resolve_process_group(name)  # type: ignore[arg-type]
-    return getattr(group, "named_group", group)
-
-
 def dynamo_config() -> Any:
     """``torch._dynamo.config``: holds ``optimize_ddp`` and ``compiled_autograd``."""
     import torch._dynamo.config
@@ -156,22 +120,6 @@ def owner_of_name(name: str) -> tuple[Any, str]:
     return pkgutil.resolve_name(path), last
 
 
-def engine_with_queue(queue: Callable[[Callable[[], None]], bool]) -> Any:
-    """Autograd's engine, for ``torch.autograd.Variable._execution_engine``, where callbacks can be
-    queued in another place.
-
-    Args:
-        queue: takes a callback, or returns False: then the engine does.
-    """
-
-    class Engine(torch._C._ImperativeEngine):
-        def queue_callback(self, callback: Callable[[], None]) -> None:
-            if not queue(callback):
-                super().queue_callback(callback)
-
-    return Engine()
-
-
 def compile_lock() -> Any:
     """The lock that Dynamo holds while it compiles, reentrant. Compilers switch compiled autograd
     off for a while, and on again if it was on."""
@@ -184,18 +132,6 @@ def is_compiling_backward() -> bool:
     """Whether a graph that compiled autograd has traced is being compiled or run."""
     autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     return autograd is not None and autograd.in_compiled_autograd_region
-
-
-def has_fully_sharded_modules() -> bool:
-    """Whether ``fully_shard`` (or another composable of its kind) manages a module of this process.
-    Nothing is imported for that: where it was not, there is none."""
-    states = sys.modules.get("torch.distributed._composable_state")
-    return states is not None and len(states._module_state_mapping) > 0
-
-
-def has_flattened_parameters() -> bool:
-    """Whether there can be parameters of FSDP's first form, several flattened into one."""
-    return "torch.distributed.fsdp._flat_param" in sys.modules
 
 
 def is_flattened(parameter: torch.Tensor) -> bool:
@@ -226,21 +162,6 @@ def data_parallel_hooks() -> tuple[Any, ...]:
 def is_in_part_of_mesh(mesh: Any) -> bool:
     """Whether a device mesh is a part of a larger one: DDP makes local tensors of DTensors then."""
     return bool(mesh._get_root_mesh() != mesh)
-
-
-def makes_dtensor(node: Any) -> bool:
-    """Whether an autograd node belongs to an eager ``DTensor.from_local``."""
-    from torch.distributed.tensor._api import _FromTorchTensor
-
-    return getattr(node, "_forward_cls", None) is _FromTorchTensor
-
-
-def passes_symbolic_dtensors(node: Any) -> bool:
-    """Whether an autograd node belongs to a compiled region with symbolic sizes that takes or
-    returns tensor subclasses."""
-    region: Any = getattr(node, "_forward_cls", None)
-    subclasses = getattr(region, "maybe_subclass_metadata", None)
-    return subclasses is not None and region.num_symints_saved_for_bw > 0
 
 
 def is_compiled_forward(node: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fusion_passes.torch_private import ProcessGroup, resolve_process_group
+from fusion_passes.torch_private import ProcessGroup
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:
@@ -19,20 +19,3 @@ def group_timeout(group: ProcessGroup) -> timedelta:
 def backend_name(group: ProcessGroup, device: torch.device) -> str:
     """Name of the group's backend for a device: ``"gloo"``, ``"nccl"``."""
     return str(group._get_backend(device).name())
-
-
-def collectives_issued(name: str) -> int | None:
-    """How many collectives of any kind, whoever asked for them, this process has put on the queue
-    of a process group; torch counts them to tell which rank is behind, and only so.
-
-    Args:
-        name: the process group's.
-
-    Returns:
-        ``None`` where that is not known: its backend does not count, or there is no such group.
-    """
-    try:
-        group: Any = resolve_process_group(name)
-        return int(group._get_sequence_number_for_group())
-    except RuntimeError:
-        return None

@@ -39,8 +39,6 @@ def run_observed(
     graph_module: torch.fx.GraphModule,
     name: str,
     run: Callable[[torch.fx.Graph], Any],
-    *,
-    can_be_disabled: bool = True,
 ) -> Any:
     """Call a pass as Inductor calls its own: ``TORCHINDUCTOR_DISABLED_PASSES`` and torch's
     bisector can switch it off by name, and its time stands under it.
@@ -49,26 +47,14 @@ def run_observed(
         graph_module: whose graph the pass is called with.
         name: of the pass.
         run: the pass.
-        can_be_disabled: otherwise it is timed alone.
 
     Returns:
         What the pass returns; ``None`` if it is switched off.
     """
-    from torch._dynamo.utils import dynamo_timed
     from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
-    if not can_be_disabled:
-        with dynamo_timed(f"pass.post_grad_passes.{name}"):
-            return run(graph_module.graph)
     observer = GraphTransformObserver(graph_module, name, subsystem="post_grad_passes")
     return observer.apply_graph_pass(run)
-
-
-def is_pass_disabled(name: str) -> bool:
-    """Whether ``TORCHINDUCTOR_DISABLED_PASSES`` names the pass, by Inductor's own rule."""
-    import torch._inductor.config as inductor_config
-
-    return name.upper() in inductor_config.disabled_passes.upper()
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
@@ -105,20 +91,6 @@ def hash_files(paths: tuple[str, ...]) -> bytes:
     from torch._inductor.custom_graph_pass import get_hash_for_files
 
     return get_hash_for_files(paths)
-
-
-def calls_operators_by_default() -> bool:
-    """Whether operators are called, as in Inductor's lite mode, and lowered only where
-    :func:`lower_by_inductor` says so."""
-    from torch._inductor import config
-
-    return bool(config.fallback_by_default)
-
-
-def lower_by_inductor(node: torch.fx.Node) -> None:
-    """Let Inductor lower an operator that it would call otherwise, as it does with regions that a
-    user annotates."""
-    node.meta["custom"] = {**(node.meta.get("custom") or {}), "compile_with_inductor": True}
 
 
 def let_outputs_lie(output: torch.fx.Node, strides: Mapping[int, tuple[int, ...]]) -> None:

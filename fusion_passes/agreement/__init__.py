@@ -1,1 +1,0 @@
-"""What the ranks agree on before anything is launched."""

@@ -1,0 +1,246 @@
+"""Mode ``"auto"``: a module's buckets are planned, when it is constructed, from what an earlier run
+has measured; the first run fills caps and measures.
+
+Rank 0 reads and writes the files. What it has found goes to all ranks by one broadcast, so that all
+plan the same, whatever files the others have.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import socket
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, TypeVar
+
+import torch
+
+from fusion_passes.plan.caps import BucketCaps
+from fusion_passes.plan.layout import lay_out
+from fusion_passes.plan.timetable import Sent, plan_timetable
+from fusion_passes.profile.consensus import (
+    Where,
+    agree_on_place,
+    first_text,
+    keep,
+    measure_together,
+)
+from fusion_passes.profile.files import look_up, path_of
+from fusion_passes.profile.known import known_profile, remember_profile
+from fusion_passes.profile.ready_times import (
+    ReadyTimes,
+    parameters_key,
+    ready_path,
+    store_ready,
+)
+from fusion_passes.profile.records import Kind, Place, Profile
+from fusion_passes.reducer.communication import AllReduce
+from fusion_passes.reducer.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
+from fusion_passes.reducer.reducer import Reducer
+from fusion_passes.reductions.find import dtype_name
+
+log = logging.getLogger(__name__)
+
+PIECES: Final = 8
+"""Into how many pieces a graph cuts a bucket whose ready times are measured: all gradients of a
+piece are marked ready with its last one."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What rank 0 has found.
+
+    Attributes:
+        profile: of the place; ``None`` where there is none that can be used.
+        times: of the module; ``None`` likewise.
+        path: of the file that has these times, or is to have them.
+        said: why something cannot be used.
+    """
+
+    profile: Profile | None
+    times: ReadyTimes | None
+    path: str
+    said: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """As text; :meth:`from_json` reads it."""
+        parts = (self.profile and self.profile.to_json(), self.times and self.times.to_json())
+        return json.dumps([*parts, self.path, self.said])
+
+    @staticmethod
+    def from_json(text: str) -> Kept:
+        """What :meth:`to_json` wrote."""
+        profile, times, path, said = json.loads(text)
+        return Kept(
+            Profile.from_json(profile) if profile is not None else None,
+            ReadyTimes.from_json(times) if times is not None else None,
+            path,
+            tuple(said),
+        )
+
+
+def learn_layout(reducer: Reducer) -> None:
+    """Plan a module's buckets from what is kept, or have its ready times measured.
+
+    All ranks must call this for the same module, before its first backward.
+
+    Raises:
+        RuntimeError: a rank has failed or not come in time, or they differ in what no profile can
+            hold for.
+    """
+    group = reducer.group
+    if group.size() == 1 or group.name() == "fake" or not _dtypes(reducer):
+        _say(reducer, "nothing is sent in buckets, so they are filled up to caps")
+        return
+    where = Where(group, next(iter(reducer.parameters.kinds.values())).device)
+    place = agree_on_place(where)
+    text = _find(reducer, place).to_json() if group.rank() == 0 else ""
+    kept = Kept.from_json(first_text(where, text))
+    for sentence in kept.said:
+        log.warning("%s: %s", reducer.label, sentence)
+    reducer.decision = kept.said
+    profile = _profile(where, place, kept.profile, _wanted(reducer))
+    if kept.times is None:
+        _measure(reducer, where, kept.path)
+    else:
+        _plan(reducer, profile, kept.times, kept.path)
+
+
+# --- What is kept --------------------------------------------------------------------------------
+
+
+def _key(reducer: Reducer) -> str:
+    """Equal for modules of equal parameters."""
+    known = reducer.parameters
+    return parameters_key(
+        [
+            (n, known.names[n], tuple(known.all[n].shape), dtype_name(known.all[n].dtype))
+            for n in reducer.numbers
+        ]
+    )
+
+
+def _find(reducer: Reducer, place: Place) -> Kept:
+    """What this rank has kept."""
+    path = ready_path(place, _key(reducer))
+    said: list[str] = []
+
+    def read(file: Path, read_it: Callable[[], _T]) -> _T | None:
+        try:
+            return read_it()
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            said.append(f"{file} cannot be used, and is measured anew: {error}")
+            return None
+
+    profile = known_profile(reducer.group) or read(path_of(place), lambda: look_up(place))
+    times = read(path, lambda: _times_of(path, reducer))
+    return Kept(profile, times, str(path), tuple(said))
+
+
+def _times_of(path: Path, reducer: Reducer) -> ReadyTimes:
+    times = ReadyTimes.from_json(path.read_text())
+    if not set(times.numbers) <= set(reducer.numbers):
+        raise ValueError("it is one of other parameters")
+    return times
+
+
+def _profile(where: Where, place: Place, kept: Profile | None, kinds: tuple[Kind, ...]) -> Profile:
+    """What collectives cost: what is kept, and what is measured beside it."""
+    missing = kinds if kept is None else kept.missing(kinds)
+    if kept is None or missing:
+        measured = measure_together(where, place, missing)
+        kept = measured if kept is None else measured.with_tables_of(kept)
+        keep(where, kept)
+    remember_profile(where.group, kept)
+    return kept
+
+
+def _wanted(reducer: Reducer) -> tuple[Kind, ...]:
+    """The kinds of collectives that average the gradients, in the same order on all ranks."""
+    kinds = {_kind_of(reducer, dtype) for dtype in _dtypes(reducer)}
+    return tuple(sorted(kinds, key=str))
+
+
+def _dtypes(reducer: Reducer) -> list[torch.dtype]:
+    kinds = reducer.parameters.kinds.values()
+    return list(dict.fromkeys(kind.dtype for kind in kinds if not kind.is_sparse))
+
+
+def _kind_of(reducer: Reducer, dtype: torch.dtype) -> Kind:
+    communication = reducer.communication
+    assert isinstance(communication, AllReduce), "a hook comes after the constructor"
+    operation = "avg" if communication.averages(dtype) else "sum"
+    return Kind(dtype_name(communication.sent_dtype(dtype)), operation)
+
+
+# --- With kept times -----------------------------------------------------------------------------
+
+
+def _plan(reducer: Reducer, profile: Profile, times: ReadyTimes, path: str) -> None:
+    """Give a reducer its layout, before its first backward."""
+    sent = {}
+    for dtype in _dtypes(reducer):
+        kind = _kind_of(reducer, dtype)
+        sent[dtype] = Sent(getattr(torch, kind.dtype).itemsize, profile.table(kind))
+    kinds = reducer.parameters.kinds
+    planned = plan_timetable(times, kinds, sent, _caps(reducer), profile.taken)
+    reducer.layout = lay_out([[(n,) for n in numbers] for numbers in planned.buckets], kinds)
+    reducer.predicted = planned.sent_ns
+    source = (
+        f"buckets are planned from profile {profile.digest()} ({profile.place}), and from ready "
+        f"times of {times.rounds} steps, measured {times.measured} ({path} of rank 0)"
+    )
+    _say(reducer, source, *planned.lines())
+
+
+def _caps(reducer: Reducer) -> BucketCaps:
+    assert isinstance(reducer.caps, BucketCaps), "managed modules have these"
+    return reducer.caps
+
+
+# --- Without -------------------------------------------------------------------------------------
+
+
+def _measure(reducer: Reducer, where: Where, path: str) -> None:
+    """Have a reducer measure what the next run plans from."""
+    first, last = SKIPPED_ROUNDS + 1, SKIPPED_ROUNDS + MEASURED_ROUNDS
+    _say(
+        reducer,
+        "first run: no ready times are kept of this module here, so buckets are filled up to caps, "
+        f"and steps {first} to {last} measure, in which nothing is sent before all gradients are "
+        f"there; the next run plans from {path} of rank 0",
+    )
+    caps = _caps(reducer)
+    size = max(caps.cap_bytes // PIECES, 1)
+    reducer.piece_caps = replace(caps, first_bytes=size, cap_bytes=size, listed_bytes=())
+    ended = functools.partial(_keep, weakref.ref(reducer), Path(path))
+    reducer.clock = ReadyClock(where.group, where.device, [*reducer.numbers], ended)
+
+
+def _keep(ref: weakref.ref[Reducer], path: Path, ready_ns: Mapping[int, int]) -> None:
+    reducer = ref()
+    assert reducer is not None, "its round has ended"
+    if not ready_ns:
+        _say(reducer, "no step was measured: the next run measures again")
+        return
+    measured = f"{time.strftime('%Y-%m-%d %H:%M')} on {socket.gethostname()}"
+    times = ReadyTimes(MEASURED_ROUNDS, (*ready_ns,), (*ready_ns.values(),), measured)
+    if reducer.group.rank() == 0 and not store_ready(path, times):
+        _say(reducer, f"ready times were measured, but cannot be kept in {path.parent}")
+        return
+    _say(reducer, f"ready times were measured in {times.rounds} steps; rank 0 keeps them")
+
+
+def _say(reducer: Reducer, *sentences: str) -> None:
+    reducer.decision += sentences
+    for sentence in sentences:
+        log.info("%s: %s", reducer.label, sentence)

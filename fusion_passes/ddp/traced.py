@@ -1,0 +1,333 @@
+"""Backwards that compiled autograd traces, of modules whose gradients a reducer averages.
+
+Where it is asked for (``backward_graph="compiled_autograd"``, or compiled autograd that the user
+has switched on), a backward becomes one graph, with its hooks: a gradient's hook is traced as an
+all-reduce, on a name of the process group that is that gradient's own. The passes fuse them to the
+buckets of the layout, in its order, so that other ranks need not know of it: they may run any
+backward, traced or not.
+
+Traced is a backward whose graph can launch all that a module launches; of any other, compiled
+backwards and hooks tell the reducer of each gradient, and the report says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType, TracebackType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx, nn
+
+from fusion_passes.graph.collectives import all_reduce
+from fusion_passes.plan.planner import ModuleBuckets
+from fusion_passes.reducer.backward import Run, walk
+from fusion_passes.reducer.communication import AllReduce
+from fusion_passes.reducer.reducer import Reducer
+from fusion_passes.reductions.owners import Owner
+from fusion_passes.reporting.warnings import warn_once
+from fusion_passes.state import Lifetime, process_state
+from fusion_passes.torch_private import (
+    register_process_group,
+    unregister_process_group,
+)
+from fusion_passes.torch_private.backward_tracing import (
+    in_one_graph,
+    is_error_of_a_compile,
+    traces_backwards,
+    tracing_backwards,
+    tracing_none,
+    weak_marks,
+)
+
+FIRST: Final = "it is the first one, which shows in which order gradients come"
+
+_MARK: Final = "#"
+"""In a name, between the module's and the number of the parameter."""
+
+
+# --- Names ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class TracedModules:
+    """The modules whose gradients graphs reduce, by the names of their process groups in graphs:
+    ``0/ddp1`` for the second module on group ``0``, and ``0/ddp1#5`` for the gradient of its
+    parameter 5."""
+
+    _reducers: dict[str, weakref.ref[Reducer]] = field(default_factory=dict)
+
+    def note(self, name: str, reducer: Reducer) -> None:
+        """Let a module's names stand for its process group, as long as it is there."""
+        known = self._reducers.get(name)
+        if known is not None and known() is reducer:
+            return
+        names = [name, *(f"{name}{_MARK}{number}" for number in reducer.numbers)]
+        if known is not None:
+            self._forget(name, known, names)
+        reference = self._reducers[name] = weakref.ref(reducer)
+        for each in names:
+            register_process_group(each, reducer.group)
+        weakref.finalize(reducer, self._forget, name, reference, names).atexit = False
+
+    def _forget(self, name: str, reference: weakref.ref[Reducer], names: Sequence[str]) -> None:
+        if self._reducers.get(name) is not reference:
+            return  # Another one has the name.
+        del self._reducers[name]
+        if torch.distributed.is_initialized():  # Else destroying the groups has removed them.
+            for each in names:
+                unregister_process_group(each)
+
+    def reducer_of(self, name: str) -> Reducer | None:
+        """The reducer of a module's name."""
+        reference = self._reducers.get(name)
+        return reference() if reference is not None else None
+
+    def owner_of(self, name: str) -> Owner | None:
+        """As :data:`fusion_passes.reductions.owners.OwnerOf`."""
+        base, _, number = name.partition(_MARK)
+        reducer = self.reducer_of(base)
+        if reducer is None:
+            return None
+        index = int(number) if number else -1
+        communication = reducer.communication
+        assert isinstance(communication, AllReduce), "else it is not traced"
+        return Owner(
+            group_name=base,
+            process_group=reducer.group.group_name,
+            module=reducer.label,
+            parameter=reducer.parameters.names[index] if number else "",
+            backend=communication.backend,
+            world_size=reducer.group.size(),
+            number=index,
+            strides=tuple(reducer.parameters.strides[index]) if number else None,
+        )
+
+    def buckets_of(self, name: str) -> ModuleBuckets:
+        """What a graph has to launch for a module."""
+        reducer = self.reducer_of(name)
+        assert reducer is not None, "its graph is being compiled"
+        assert reducer.layout is not None, "likewise"
+        communication = reducer.communication
+        assert isinstance(communication, AllReduce), "likewise"
+        return ModuleBuckets(
+            tuple(bucket.numbers for bucket in reducer.layout.buckets),
+            communication.dtype,
+            communication.divides_first,
+        )
+
+    def identity(self) -> str:
+        """What a cached graph depends on."""
+        names = [name for name, reference in sorted(self._reducers.items()) if reference()]
+        return repr([(self.owner_of(name), self.buckets_of(name)) for name in names])
+
+    def reset(self) -> None:
+        self._reducers.clear()
+
+
+traced_modules: Final = process_state.keep(
+    TracedModules(),
+    "the modules whose gradients graphs reduce, by the names that these have for their groups",
+    Lifetime.MODULE,
+    reset=TracedModules.reset,
+)
+
+
+# --- The hook ------------------------------------------------------------------------------------
+
+
+def reduce_in_graph(parameter: nn.Parameter, name: str, world_size: int) -> None:
+    """Average ``parameter.grad`` over the ranks, in place, as DDP's Python reducer does it: while
+    Dynamo traces a backward."""
+    assert parameter.grad is not None, "it has been accumulated"
+    parameter.grad.copy_(all_reduce(parameter.grad / world_size, "sum", name))
+
+
+# --- Which backwards are traced ------------------------------------------------------------------
+
+
+@dataclass
+class TracedBackwards:
+    """Has backwards traced that are to be.
+
+    Attributes:
+        options: those of Inductor in the last compile of a forward of a managed module.
+        is_compiling: whether what Inductor compiles is the graph of a traced backward.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    is_compiling: bool = False
+    _run: Run | None = None
+    _threads: set[int] = field(default_factory=set)
+    _capturing: threading.RLock = field(default_factory=threading.RLock)
+
+    def run_engine(self, run: Run, outputs: Sequence[Any], engine: Callable[[], Any]) -> Any:
+        """Call autograd's engine; have compiled autograd trace it, or not."""
+        self._threads.add(threading.get_ident())
+        is_on = traces_backwards()
+        reducers = run.taking_part
+        is_asked = bool(reducers) and (is_on or any(r.is_to_be_traced for r in reducers))
+        run.why_untraced = self._why_not(run) if is_asked else ""
+        if is_asked and not run.why_untraced:
+            for reducer in reducers:
+                traced_modules.note(name_in_graphs(reducer), reducer)
+            try:
+                with self._capturing, self._entering(run), tracing_backwards(self._compile, False):
+                    return engine()
+            except Exception as error:
+                if run.has_entered_graph:
+                    raise
+                # Compiled autograd cannot trace it: nothing of it has run.
+                _give_up(run, error)
+        with self._capturing:  # While another thread's backward is traced, this one would be.
+            pass
+        must_be_off = is_on and (reducers or _reaches_managed(outputs))
+        with tracing_none() if must_be_off else contextlib.nullcontext():
+            return engine()
+
+    @contextlib.contextmanager
+    def _entering(self, run: Run) -> Iterator[None]:
+        self._run = run
+        try:
+            yield
+        finally:
+            self._run = None
+
+    def _why_not(self, run: Run) -> str:
+        """Why a backward is not traced; empty if it is."""
+        if len(self._threads) > 1:
+            return "backwards run in several threads"
+        if run.keeps_graph or run.creates_graph or run.only_some:
+            return "it was called with retain_graph, create_graph or inputs"
+        if run.has_others:
+            return "it reaches parameters that are not trained under ddp_fusion"
+        if len({reducer.group for reducer in run.taking_part}) < len(run.taking_part):
+            return "several modules are averaged over the same ranks in it"
+        return next(filter(None, (_why_not(r, run.reached[r]) for r in run.taking_part)), "")
+
+    def _compile(self, traced: fx.GraphModule) -> Callable[..., Any]:
+        """Compile the graph of a traced backward, or run it as it is: then hooks run one by one."""
+        compiled = torch.compile(traced, options={**self.options, **_OPTIONS}, dynamic=False)
+        why = ""  # It was not compiled.
+
+        def run(inputs: list[Tensor], *arguments: Any) -> Any:
+            nonlocal why
+            running = self._run
+            assert running is not None, "it runs"
+            running.has_entered_graph = True
+            if not why:
+                try:
+                    with self._running(), weak_marks(inputs):
+                        result = compiled(inputs, *arguments)
+                except Exception as error:
+                    if not is_error_of_a_compile(error) or _has_run(traced, error.__traceback__):
+                        raise
+                    why = _give_up(running, error)
+                else:
+                    running.is_traced = True
+                    return result
+            with self._running():
+                return traced.forward(inputs, *arguments)
+
+        return run
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Around the run of a graph: compiled autograd is off, and other threads may go on."""
+        self._capturing.release()
+        self.is_compiling = True
+        try:
+            with in_one_graph():
+                yield
+        finally:
+            self.is_compiling = False
+            self._capturing.acquire()
+
+    def reset(self) -> None:
+        vars(self).update(vars(TracedBackwards()))
+
+
+def name_in_graphs(reducer: Reducer) -> str:
+    """The name of a module's process group in graphs."""
+    return f"{reducer.group.group_name}/{reducer.label.partition(' (')[0].replace(' ', '').lower()}"
+
+
+_OPTIONS: Final = MappingProxyType({"triton.cudagraphs": False, "fallback_by_default": False})
+"""Options of Inductor under which a graph with collectives is not compiled."""
+
+
+def _give_up(run: Run, error: Exception) -> str:
+    """Trace no backward of these modules any more; why, in a line."""
+    run.why_untraced = f"torch cannot make one graph of it: {_in_a_line(error)}"
+    for reducer in run.taking_part:
+        reducer.why_untraced = run.why_untraced
+    labels = ", ".join(reducer.label for reducer in run.taking_part)
+    warn_once(
+        f"untraced {labels}",
+        f"Backwards of {labels} are not traced by compiled autograd, as it was asked for: torch "
+        f"cannot make one graph of them: {_in_a_line(error)}. Their gradients are averaged in the "
+        "same buckets, by compiled backwards and hooks.",
+    )
+    return run.why_untraced
+
+
+def _why_not(reducer: Reducer, reached: Collection[int]) -> str:
+    """Why the gradients of a module cannot be reduced in a traced graph; empty if they can."""
+    communication, kinds = reducer.communication, reducer.parameters.kinds
+    reasons = {
+        reducer.why_untraced: bool(reducer.why_untraced),
+        FIRST: reducer.layout is None,
+        "it is measured when its gradients are ready": reducer.clock is not None,
+        "a communication hook is called with its buckets": not isinstance(communication, AllReduce),
+        "join divides by the number of ranks that have inputs": (
+            isinstance(communication, AllReduce) and communication.count_ranks is not None
+        ),
+        "find_unused_parameters has ranks tell each other which they have used": (
+            reducer.find_unused and not reducer.is_static
+        ),
+        "it has sparse gradients": any(kind.is_sparse for kind in kinds.values()),
+        "it does not reach all parameters of a module": (
+            set(reached) != set(reducer.numbers) or reducer.has_begun
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _reaches_managed(outputs: Sequence[Any]) -> bool:
+    from fusion_passes.reducer.backward import reducers
+
+    return any(reducers.owners_of(leaf) for leaf, _ in walk(outputs).edges.values())
+
+
+def _has_run(traced: fx.GraphModule, trace: TracebackType | None) -> bool:
+    """Whether a part of a traced backward was running when an error was raised: what it has done
+    must not be done twice. Dynamo compiles its first part before anything of it runs."""
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == traced.forward.__code__.co_filename:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _in_a_line(error: Exception) -> str:
+    """What an error of a compile says, without its advice."""
+    error = getattr(error, "inner_exception", error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    explained = [line for line in lines if line.startswith("Explanation:")]
+    text = (explained or lines or [type(error).__name__])[0]
+    return f"{type(error).__name__}: {text.removeprefix('Explanation: ')[:_SHOWN]}"
+
+
+_SHOWN: Final = 240
+"""Characters of an error that a report has."""
+
+traced_backwards: Final = process_state.keep(
+    TracedBackwards(),
+    "which backward is being traced, and how those before were compiled",
+    Lifetime.PROCESS,
+    reset=TracedBackwards.reset,
+)

@@ -1,0 +1,205 @@
+"""Memory in which gradients are stored, each in its place, as it is lowered.
+
+What produces a gradient is pointed at its place: a library's matrix product by ``out=``, a
+generated kernel by storing there. What cannot be pointed there is copied, all such gradients by one
+kernel (of up to 125 copies, on CUDA).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fusion_passes.lowering.obstacles import (
+    computed_from_a_library,
+    may_be_bound_anew,
+    obstacle_to_storing,
+    reason_for_copy,
+    written_by_a_library,
+)
+from fusion_passes.torch_private.inductor import (
+    digit,
+    graph_lowering,
+    inductor_ir,
+    supports_foreach,
+)
+
+
+class Memory(ABC):
+    """Memory that gradients are being stored in.
+
+    Args:
+        data: Inductor's value of it, which views are made of.
+        nodes: of the gradients.
+        gradients: Inductor's values of them.
+        device: of all.
+        dtype: of the memory.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        nodes: Sequence[fx.Node],
+        gradients: Sequence[Any],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.data = data
+        self.gradients = gradients
+        self.device = device
+        self.dtype = dtype
+        self._nodes = nodes
+
+    def fill(self, places: Sequence[tuple[int, Sequence[int]]]) -> dict[int, str]:
+        """Store the gradients.
+
+        Args:
+            places: offset and strides of each, in elements.
+
+        Returns:
+            Why a gradient is copied, by its number, for those that are.
+        """
+        views = [self._view(*item) for item in zip(self.gradients, places, strict=True)]
+        obstacles, relaid = {}, {}
+        for number, (node, gradient) in enumerate(zip(self._nodes, self.gradients, strict=True)):
+            is_changed = self.change_of(gradient) is not None
+            obstacle = obstacle_to_storing(node, gradient, views[number], is_changed=is_changed)
+            if obstacle is not None:
+                obstacles[number] = obstacle
+            elif (reason := reason_for_copy(node, gradient)) is not None:
+                relaid[number] = reason
+        copies = [n for n in obstacles if written_by_a_library(self.gradients[n])]
+        one_kernel = supports_foreach(self.device)
+        copying = []
+        for number, (gradient, view) in enumerate(zip(self.gradients, views, strict=True)):
+            if number in copies and not one_kernel:
+                continue
+            is_grouped = one_kernel and (
+                number in copies or (number not in obstacles and computed_from_a_library(gradient))
+            )
+            writer = store_at(
+                view,
+                gradient,
+                is_copied=number in obstacles,
+                is_grouped=is_grouped,
+                change=self.change_of(gradient),
+            )
+            self.note_writer(writer)
+            if is_grouped:
+                copying.append(writer.get_operation_name())
+        if len(copying) > 1:
+            graph_lowering().register_operation_list(copying)
+        self.end_stores()
+        if copies and not one_kernel:
+            strides = [stride for n in copies for stride in places[n][1]]
+            self.copy([self.gradients[n] for n in copies], [places[n][0] for n in copies], strides)
+        return relaid | obstacles
+
+    def change_of(self, gradient: Any) -> Callable[[Any], Any] | None:
+        """What is done to a gradient as it is stored; ``None`` if it is stored as it is."""
+        del gradient
+        return None
+
+    @abstractmethod
+    def note_writer(self, writer: Any) -> None:
+        """A buffer has been made that stands for a gradient's place."""
+
+    def end_stores(self) -> None:  # noqa: B027 - for most, nothing is left to do
+        """All that kernels store is lowered; what a call copies is not."""
+
+    @abstractmethod
+    def copy(self, values: list[Any], offsets: list[int], strides: list[int]) -> None:
+        """Copy gradients to their places, by one call.
+
+        Args:
+            values: the gradients.
+            offsets: of their places, in elements.
+            strides: of their places, one gradient's after the other's.
+        """
+
+    def _view(self, gradient: Any, place: tuple[int, Sequence[int]]) -> Any:
+        ir = inductor_ir()
+        offset, strides = place
+        size = list(gradient.get_size())
+        layout = ir.FixedLayout(self.device, self.dtype, size, list(strides), offset)
+        return ir.ReinterpretView(data=self.data, layout=layout)
+
+
+def store_at(
+    view: Any,
+    gradient: Any,
+    *,
+    is_copied: bool,
+    is_grouped: bool,
+    change: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Point a gradient's kernel at its place, or add one that stores it there; that one Inductor
+    may fuse with the gradient's, if it generates both. It does so with each sum that it computes by
+    a kernel of its own.
+
+    Args:
+        view: Inductor's view of the place.
+        gradient: Inductor's value of the gradient.
+        is_copied: whether its own kernel cannot store it there.
+        is_grouped: whether one kernel stores several.
+        change: what is stored of it; by default all as it is.
+
+    Returns:
+        The buffer that stands for the place.
+    """
+    ir = inductor_ir()
+    is_stored_apart = may_be_bound_anew(gradient)
+    if is_stored_apart:
+        gradient.realize()
+    if isinstance(gradient.data, ir.StorageBox) and not (
+        is_copied or is_stored_apart or change is not None
+    ):
+        gradient.data.realize()
+        buffer = gradient.data.data
+        buffer.layout = ir.NonOwningLayout(view)
+        return buffer
+    value = _in_order_of(view, gradient) if is_grouped else _computed_again(gradient)
+    if change is not None:
+        value = change(value)
+    return ir.ConcatKernel.realize_into(value, _flat(view) if is_grouped else view)
+
+
+def _computed_again(value: Any) -> Any:
+    """A value of its own, computed from ``value`` where it is stored."""
+    return inductor_ir().Pointwise.create(
+        device=value.get_device(),
+        dtype=value.get_dtype(),
+        inner_fn=value.make_loader(),
+        ranges=list(value.get_size()),
+    )
+
+
+def _in_order_of(place: Any, value: Any) -> Any:
+    """As :func:`_computed_again`, in one loop over the memory of ``place``. Inductor puts such
+    loops into one kernel, whatever they read; loops over two dimensions, as it makes them where a
+    layout changes, only if one of the two has the same size in all."""
+    load, sizes, strides = value.make_loader(), place.get_size(), place.get_stride()
+
+    def load_at(index: Sequence[Any]) -> Any:
+        digits = [digit(index[0], *numbers) for numbers in zip(strides, sizes, strict=True)]
+        return load(digits)
+
+    return inductor_ir().Pointwise.create(
+        device=value.get_device(),
+        dtype=value.get_dtype(),
+        inner_fn=load_at,
+        ranges=[math.prod(sizes)],
+    )
+
+
+def _flat(place: Any) -> Any:
+    """The memory of a place, which is dense, as one dimension."""
+    ir = inductor_ir()
+    old = place.layout
+    layout = ir.FixedLayout(old.device, old.dtype, [math.prod(old.size)], [1], old.offset)
+    return ir.ReinterpretView(data=place.data, layout=layout)

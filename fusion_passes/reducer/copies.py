@@ -1,0 +1,80 @@
+"""Which gradients a round has copied into their buckets, and why no compiled backward has stored
+them there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from fusion_passes.plan.layout import Kind
+
+FIRST: Final = "the buckets are agreed on at the end of the first averaged backward, which this was"
+NOT_COMPILED: Final = "the forward that reads the parameter is not compiled"
+SEVERAL: Final = "it comes from more than one place of the backward, and is a sum"
+HOOKED: Final = "a hook of yours on the parameter, or on its autograd node, is to see it"
+CREATES_GRAPH: Final = "the backward was called with create_graph=True"
+SOME_INPUTS: Final = "the backward was called with inputs="
+SHARED: Final = "several DistributedDataParallel modules average it"
+BESIDE: Final = "its compiled backward stores it together with one that is copied"
+ELSEWHERE: Final = (
+    "its compiled backward has it beside other gradients than the buckets: it was compiled before "
+    "they were agreed on"
+)
+UNALIGNED: Final = "its place in the bucket is not aligned as generated code needs it"
+SPARSE: Final = "it is sparse, and is sent as rows"
+INNER: Final = "it comes from a backward inside of another one, as of reentrant checkpointing"
+UNUSED: Final = "nothing on this rank has used the parameter in this step"
+NOT_STORED: Final = (
+    "its compiled backward does not store it: its size is symbolic, its shape or dtype is another "
+    "than the parameter's, Inductor has not compiled it, or it was compiled before "
+    "DistributedDataParallel was constructed"
+)
+
+
+@dataclass
+class Copies:
+    """What a round knows of how its gradients have come into their buckets. It keeps no gradients
+    and no graph, so it outlives the round.
+
+    Attributes:
+        stored: numbers of the parameters whose gradients a compiled backward has stored.
+        reached: for each of its backwards, the numbers of the parameters that it has reached, each
+            with the reason why no graph may store its gradient; empty if one may.
+        refused: why a graph that would store them was given no memory, by number.
+        unused: numbers of the parameters that get no gradient.
+        is_first: whether there was no layout yet.
+    """
+
+    stored: set[int] = field(default_factory=set)
+    reached: list[Mapping[int, str]] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+    unused: Collection[int] = ()
+    is_first: bool = False
+
+    def refuse(self, numbers: Iterable[int], why: str) -> None:
+        """Note why a graph is given no memory for some gradients."""
+        self.refused.update(dict.fromkeys(numbers, why))
+
+    def reasons(self, kinds: Mapping[int, Kind]) -> dict[int, str]:
+        """Why each of the gradients was copied that were, by number.
+
+        Args:
+            kinds: of the parameters that are trained, by number.
+        """
+        reached: dict[int, str] = {}
+        for numbers in self.reached:
+            reached |= {number: why for number, why in numbers.items() if not reached.get(number)}
+
+        def why(number: int) -> str:
+            if kinds[number].is_sparse:
+                return SPARSE
+            if self.is_first:
+                return FIRST
+            if number in self.unused:
+                return UNUSED
+            if number not in reached:
+                return INNER
+            return reached[number] or self.refused.get(number, NOT_STORED)
+
+        return {number: why(number) for number in kinds if number not in self.stored}
