@@ -32,11 +32,12 @@ from fusion_passes.passes.pipeline import run_pipeline
 from fusion_passes.passes.store import StoreGradients
 from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.plan.pieces import StoredInput
+from fusion_passes.plan.scaling import REDUCE_DTYPE_OF
 from fusion_passes.reductions.owners import Owner
 from fusion_passes.torch_private import FakeTensorMode
 from testing.cuda_calls import read_kernels
 from testing.fake_world import fake_world
-from testing.graphs import TensorSpec, caps
+from testing.graphs import TensorSpec, buckets_of, number_of
 
 WORLD_SIZE: Final = 4
 BACKEND_OF: Final = {"cards": "nccl", "hosts": "gloo"}
@@ -150,7 +151,7 @@ def store_gradients(graph: fx.Graph) -> None:
         StoredInput(i, i, 0, tuple(v.shape), tuple(_dense(v)), v.dtype, v.device)
         for i, v in enumerate(values)
     ]
-    whole = BucketCaps(2**40, 2**40, 2**40)
+    whole = BucketCaps(2**40, 2**40)
     assert StoreGradients(tuple(inputs), len(inputs), (whole,))(graph), "it stores them"
 
 
@@ -186,14 +187,21 @@ def _generate(
 
 
 def _fuse(config: FusionConfig, graph: fx.Graph) -> None:
-    run_pipeline(graph, config, _owner_of, caps())
+    buckets = buckets_of(
+        graph,
+        owners=_owner_of,
+        reduce_dtype=REDUCE_DTYPE_OF[config.reduce_dtype],
+        divides_first=config.scaling == "bucket",
+    )
+    run_pipeline(graph, config.reduces_by, _owner_of, buckets)
 
 
 def _owner_of(group_name: str) -> Owner | None:
     module, _, parameter = group_name.partition("#")
     if module not in BACKEND_OF:
         return None
-    return Owner(module, module, module.upper(), parameter, BACKEND_OF[module], WORLD_SIZE, 0)
+    number = number_of(parameter) if parameter else -1
+    return Owner(module, module, module.upper(), parameter, BACKEND_OF[module], WORLD_SIZE, number)
 
 
 def _trace_on_card(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import string
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_passes.agreement.launches import LaunchList
-from fusion_passes.config import FusionConfig, FusionMode
+from fusion_passes.config import ReduceMode
 from fusion_passes.graph.collectives import (
     ALL_REDUCE,
     ALL_REDUCE_COALESCED,
@@ -37,7 +36,6 @@ from fusion_passes.graph.collectives import (
     is_launch,
     is_pinned,
 )
-from fusion_passes.graph.operators import AGREE
 from fusion_passes.graph.text import graph_text
 from fusion_passes.passes.coalesced import FuseByCoalescing
 from fusion_passes.passes.concat import FuseByConcat
@@ -46,18 +44,15 @@ from fusion_passes.passes.pipeline import run_pipeline
 from fusion_passes.passes.place import PlaceReductions
 from fusion_passes.passes.verify import GraphFacts, graph_facts, verify
 from fusion_passes.plan.buckets import BucketPlan
-from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.plan.placement import plan_placement
-from fusion_passes.plan.planner import (
-    DEFAULT_OPTIONS,
-    CapsOf,
-    PlanOptions,
-    ProfileOf,
-    no_profile,
-    plan_buckets,
+from fusion_passes.plan.planner import BucketsOf, ModuleBuckets, plan_buckets
+from fusion_passes.reductions.find import (
+    FoundReductions,
+    GradientReduction,
+    ReductionKey,
+    find_gradient_reductions,
 )
-from fusion_passes.reductions.find import FoundReductions, find_gradient_reductions
-from fusion_passes.reductions.owners import DdpGroups, Owner
+from fusion_passes.reductions.owners import DdpGroups, Owner, OwnerOf
 from fusion_passes.torch_private import FakeTensorMode
 from testing.fake_world import fake_world
 
@@ -181,7 +176,7 @@ def owner_of(group_name: str) -> Owner | None:
         parameter or "?",
         backend,
         AVERAGED_OVER,
-        _number(parameter) if parameter else -1,
+        number_of(parameter) if parameter else -1,
     )
 
 
@@ -195,33 +190,55 @@ def find(graph: fx.Graph) -> FoundReductions:
     return find_gradient_reductions(graph, groups_of(graph))
 
 
-def _number(parameter: str) -> int:
+def number_of(parameter: str) -> int:
     """3 for ``w3`` and for ``d``."""
     digits = parameter.lstrip(string.ascii_letters + "_")
     return int(digits) if digits.isdigit() else ord(parameter[:1] or "a") - ord("a")
 
 
-def caps(cap: int = 1 << 40, first: int | None = None, hold: int = 1 << 40) -> CapsOf:
-    """The same caps in bytes for every module."""
-    return lambda group_name: BucketCaps(cap if first is None else first, cap, hold)
+def buckets_of(
+    graph: fx.Graph, cap: int = 1 << 40, owners: OwnerOf = owner_of, **options: Any
+) -> BucketsOf:
+    """Layouts for the modules of a graph, as if it were that of the first averaged backward.
+
+    Args:
+        graph: with the reductions of all parameters of its modules.
+        cap: the bytes that close a bucket of gradients of one kind.
+        owners: of its names.
+        options: of :class:`fusion_passes.plan.planner.ModuleBuckets`.
+    """
+    found = find_gradient_reductions(graph, DdpGroups.of(graph, owners))
+    open_: dict[ReductionKey, list[GradientReduction]] = {}
+    full: dict[str, list[tuple[int, ...]]] = {}
+    for reduction in found.reductions:
+        module = reduction.key.group_name
+        bucket = open_.setdefault(reduction.key, [])
+        bucket.append(reduction)
+        full.setdefault(module, [])
+        if sum(member.num_bytes for member in bucket) >= cap:
+            full[module].append(_numbers(open_.pop(reduction.key)))
+    for key, bucket in open_.items():
+        full[key.group_name].append(_numbers(bucket))
+    return lambda module: ModuleBuckets(tuple(full.get(module, ())), **options)
 
 
-def plan_of(
-    graph: fx.Graph, caps_of: CapsOf | None = None, options: PlanOptions = DEFAULT_OPTIONS
-) -> BucketPlan:
-    found = find(graph)
-    return plan_buckets(graph, found.reductions, caps_of or caps(), found.rejections, options)
+def _numbers(reductions: Sequence[GradientReduction]) -> tuple[int, ...]:
+    return tuple(reduction.owner.number for reduction in reductions)
+
+
+def plan_of(graph: fx.Graph, cap: int = 1 << 40, **options: Any) -> BucketPlan:
+    return plan_buckets(graph, find(graph), buckets_of(graph, cap, **options))
 
 
 # --- The passes, made for a graph --------------------------------------------------------------
 
 
-def concat(caps_of: CapsOf | None = None, **options: Any) -> RewriteFor:
-    return lambda graph: FuseByConcat(*_plan_arguments(graph, caps_of, options))
+def concat(cap: int = 1 << 40, **options: Any) -> RewriteFor:
+    return lambda graph: FuseByConcat(*_plan_arguments(graph, cap, options))
 
 
-def coalesced(caps_of: CapsOf | None = None, **options: Any) -> RewriteFor:
-    return lambda graph: FuseByCoalescing(*_plan_arguments(graph, caps_of, options))
+def coalesced(cap: int = 1 << 40, **options: Any) -> RewriteFor:
+    return lambda graph: FuseByCoalescing(*_plan_arguments(graph, cap, options))
 
 
 def place() -> RewriteFor:
@@ -232,32 +249,26 @@ def pin() -> RewriteFor:
     return lambda graph: PinOrder(groups_of(graph))
 
 
-def pipeline(
-    mode: FusionMode = "concat",
-    caps_of: CapsOf | None = None,
-    agreed: LaunchList | None = None,
-    profile_of: ProfileOf = no_profile,
-) -> RewriteFor:
+def pipeline(mode: ReduceMode = "concat", cap: int = 1 << 40, **options: Any) -> RewriteFor:
     """All passes, as one: it returns whether the graph's text changed.
 
     Args:
         mode: of the fusion.
-        caps_of: the caps.
-        agreed: what the ranks have agreed on for the gradients of its parameters.
-        profile_of: what collectives cost.
+        cap: the bytes that close a bucket.
+        options: of :class:`fusion_passes.plan.planner.ModuleBuckets`.
     """
 
-    def agreed_of(_: str, parameters: Collection[int]) -> LaunchList | None:
-        return agreed if agreed is not None and agreed.parameters == set(parameters) else None
+    def rewrite_for(graph: fx.Graph) -> Rewrite:
+        of = buckets_of(graph, cap, **options)
 
-    def run(graph: fx.Graph) -> bool:
-        before = graph_text(graph)
-        config = FusionConfig(mode=mode)
-        limits = caps_of or caps()
-        run_pipeline(graph, config, owner_of, limits, agreed_of, profile_of=profile_of)
-        return graph_text(graph) != before
+        def run(graph: fx.Graph) -> bool:
+            before = graph_text(graph)
+            run_pipeline(graph, mode, owner_of, of)
+            return graph_text(graph) != before
 
-    return lambda graph: run
+        return run
+
+    return rewrite_for
 
 
 def chain(*rewrites: RewriteFor) -> RewriteFor:
@@ -270,10 +281,8 @@ def chain(*rewrites: RewriteFor) -> RewriteFor:
     return lambda graph: run
 
 
-def _plan_arguments(
-    graph: fx.Graph, caps_of: CapsOf | None, options: Mapping[str, Any]
-) -> tuple[Any, Any]:
-    plan = plan_of(graph, caps_of, PlanOptions(**options))
+def _plan_arguments(graph: fx.Graph, cap: int, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    plan = plan_of(graph, cap, **options)
     return plan.buckets, tuple(rejection.node for rejection in plan.rejections)
 
 
@@ -412,8 +421,6 @@ class _Player(fx.Interpreter):
             return self._launch(args[0] if n.target is ALL_REDUCE_IN_PLACE else None, result)
         if n.target is ALL_REDUCE_COALESCED:
             return [self._launch(None, _reduced(item, args[1], args[2])) for item in args[0]]
-        if n.target is AGREE:
-            return None  # The groups of these graphs do not exist.
         if is_launch(n):
             shape = n.meta["val"].shape
             return self._launch(None, torch.full(shape, args[0].sum(), dtype=args[0].dtype))

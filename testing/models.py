@@ -46,13 +46,6 @@ def mlp(
     return model
 
 
-def partly_frozen() -> nn.Sequential:
-    """Exact. The middle layer's parameters need no gradient."""
-    model = mlp()
-    model[2].requires_grad_(False)
-    return model
-
-
 class Tied(nn.Module):
     """Exact. Two layers share a weight, as an embedding and an output layer often do."""
 

@@ -9,13 +9,13 @@ import pytest
 
 from fusion_passes.config import FusionConfig, parse_environment, parse_flag
 
-SIZES = ["bucket_cap_mb", "first_bucket_cap_mb", "max_hold_mb"]
+SIZES = ["bucket_cap_mb", "first_bucket_cap_mb"]
 
 
 def test_defaults_leave_the_sizes_to_the_modules() -> None:
     config = FusionConfig()
     assert config.mode == "concat"
-    assert [getattr(config, name) for name in SIZES] == [None, None, None]
+    assert [getattr(config, name) for name in SIZES] == [None, None]
 
 
 def test_options_are_frozen_named_and_compared_by_value() -> None:
@@ -68,6 +68,20 @@ def test_sizes_that_are_taken(name: str, value: Any) -> None:
 def test_sizes_that_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"FusionConfig\.{name} must be .* MiB"):
         FusionConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "choices"),
+    [
+        ("scaling", "store", "'auto', 'collective', 'bucket'"),
+        ("backward_graph", "reducer", "'auto', 'aot_autograd', 'compiled_autograd'"),
+        ("reduce_dtype", "fp8", "'bf16', 'fp16'"),
+    ],
+)
+def test_choices_that_there_are_not_are_refused(name: str, value: str, choices: str) -> None:
+    words = f"FusionConfig.{name} must be one of {choices}, but is '{value}'"
+    with pytest.raises(ValueError, match=words):
+        FusionConfig(**{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", [None, "", "0", "  "])

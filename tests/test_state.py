@@ -18,11 +18,9 @@ import pkgutil
 import re
 import subprocess
 import sys
-import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,16 +34,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
-from fusion_passes.agreement.protocol import participants
-from fusion_passes.ddp import rounds
-from fusion_passes.ddp.aot_backward import aot_backwards
-from fusion_passes.ddp.launch_clock import launch_clock
-from fusion_passes.ddp.modules import registry
+from fusion_passes.ddp.reduced import reducer_of
 from fusion_passes.install.changes import replaced, value_of
+from fusion_passes.reducer.backward import reducers
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, ProcessState, process_state
 from testing.fake_world import fake_world, two_layers
-from tests.profile.test_records import PROFILE
 
 MODULES = [
     importlib.import_module(found.name)
@@ -290,26 +284,27 @@ def _tensor_parallel() -> Any:
     return DistributedDataParallel(model, device_mesh=mesh["dp"])
 
 
-def _timed() -> Any:
-    ddp = DistributedDataParallel(two_layers())
-    registry.set_costs(ddp, PROFILE, None)
-    launch_clock.watch(ddp, PROFILE, Path("never written"), None)
-    return ddp
-
-
-def _reduced() -> Any:
-    config = fusion_passes.FusionConfig(backward_graph="reducer")
-    with inductor_config.patch(ddp_fusion=config):
-        made = [kind(two_layers()) for kind in (DistributedDataParallel, _Logged)]
-        for ddp in made:
-            _step(ddp, torch.compile(ddp))
+def _compiled() -> Any:
+    made = [kind(two_layers()) for kind in (DistributedDataParallel, _Logged)]
+    for ddp in made:
+        _step(ddp, torch.compile(ddp))
     return made
+
+
+def _traced() -> Any:
+    flag = fusion_passes.FusionConfig(backward_graph="compiled_autograd")
+    with inductor_config.patch(ddp_fusion=flag):
+        ddp = DistributedDataParallel(two_layers())
+        run = torch.compile(ddp)
+        for _ in range(2):  # The first backward is not traced.
+            _step(ddp, run)
+    return ddp
 
 
 KINDS = (
     _managed,
-    _reduced,
-    _timed,
+    _compiled,
+    _traced,
     _copied,
     _moved,
     _hooked,
@@ -359,20 +354,6 @@ def test_what_is_about_a_module_goes_with_it() -> None:
     assert grown >= _of(Lifetime.MODULE), "each of them has had something to forget"
 
 
-@pytest.mark.usefixtures("_world")
-def test_why_a_module_is_traced_goes_with_it() -> None:
-    """Names of modules start again with each default process group: a later module of the same name
-    must not be refused for what was found about this one."""
-    ddp = _managed()
-    aot_backwards.obstacles[ddp] = "its forward is compiled in parts"
-    aot_backwards.left_to_compiled_autograd.add(ddp)
-    assert aot_backwards.refusal(ddp)
-    del ddp
-    _forget()
-    assert not aot_backwards.obstacles
-    assert not aot_backwards.left_to_compiled_autograd
-
-
 def group_comes_and_goes() -> tuple[int, int, int]:
     """Entries that are about a group: before there is one, meanwhile, and after."""
 
@@ -410,14 +391,13 @@ def test_a_reset_undoes_the_flag_and_forgets_the_modules() -> None:
     process_state.reset()
     assert inductor_config.ddp_fusion is None
     assert all(value_of(what) is value for what, value in before.items())
-    assert not len(registry)
+    assert not len(reducers)
     with pytest.raises(RuntimeError, match=r"before fusion_passes was reset.*Construct it anew"):
         ddp(torch.ones(2, 4))
     inductor_config.ddp_fusion = "concat"
     anew = _managed()
     assert all(parameter.grad is not None for parameter in anew.parameters())
-    (module,) = registry.fingerprint()
-    assert module.group_name.endswith("ddp1"), "its group's store knows number 0"
+    assert reducer_of(anew).label.startswith("DDP 1 "), "its group's store knows number 0"
 
 
 @pytest.mark.parametrize("flag", [None, "concat"])
@@ -447,18 +427,8 @@ def test_no_reset_while_a_backward_runs(flag: str | None) -> None:
     output.register_hook(torch.compiler.disable(reset))
     output.sum().backward()
     assert refusals
-    assert len(registry) == len(participants) == 1
+    assert len(reducers) == 1
     _step(ddp)
-
-
-def test_threads_that_a_fork_has_left_behind_run_nothing() -> None:
-    thread = threading.Thread(target=lambda: None)
-    thread.start()
-    thread.join()
-    assert thread.ident is not None
-    rounds._running.add(thread.ident)
-    process_state.reset()
-    assert not rounds._running
 
 
 def test_users_are_warned_anew_after_a_reset() -> None:
@@ -483,17 +453,17 @@ def main() -> None:
     with fake_world(), warnings.catch_warnings():
         warnings.simplefilter("ignore", fusion_passes.FusionWarning)
         inductor_config.ddp_fusion = "concat"
-        kept = [_managed(), _late(), _copied(), _reduced()]
+        kept = [_managed(), _late(), _copied(), _compiled()]
         run = torch.compile(kept[0])
         _step(kept[0], run)
         trained = sizes()
-        reports = len(fusion_passes.reports())
+        reports = len(fusion_passes.report().backwards)
         del kept, run
         _forget()
         process_state.reset()
     gc.collect()
     is_set = inductor_config.ddp_fusion is not None
-    left = len(fusion_passes.reports())
+    left = len(fusion_passes.report().backwards)
     print(json.dumps([after_import, trained, sizes(), reports, left, is_set]))
 
 

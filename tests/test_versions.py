@@ -64,7 +64,7 @@ def test_each_name_for_older_torch_says_how_long_it_stays() -> None:
     assert public <= older_torch.NEEDED_UP_TO.keys() <= vars(older_torch).keys()
 
 
-TELLING = ("agree.py", "api.py", "expected.py")
+TELLING = ("consensus.py", "api.py", "expected.py")
 """Files that say which torch it was, of a profile and of a report, and decide nothing by it."""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch._functorch.config
 import torch._inductor.config
 import torch.distributed as dist
 from torch._C._distributed_c10d import _get_work_registry_size
@@ -66,7 +67,11 @@ def train_both(scenario: Scenario, dtype: str, flag: Any, device: torch.device) 
     fused, unwaited = Run("fused", kind, device), _get_work_registry_size()
     counters.clear()
     backwards.reset()
-    with torch._inductor.config.patch(ddp_fusion=flag), noted_warnings() as warned:
+    with (
+        torch._inductor.config.patch(ddp_fusion=flag),
+        torch._functorch.config.patch(donated_buffer=not scenario.keeps_graph),
+        noted_warnings() as warned,
+    ):
         failure = _attempt(target, fused)
     if failure or eager_failure:
         return RankReport(rank, eager_failure, failure, warned=tuple(warned))

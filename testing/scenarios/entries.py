@@ -7,7 +7,6 @@ from typing import Any, Final, Literal
 
 MODES: Final = ("concat", "coalesced")
 
-Graph = Literal["", "aot_autograd", "compiled_autograd"]
 Becomes = Literal["equal", "equal, unfused", "refused"]
 
 
@@ -29,18 +28,21 @@ class Scenario:
             of the largest element of its tensor; 0 for the same bits.
         becomes: as eager DDP and fused; as eager DDP, but not all of it fused; an error that names
             the flag, on each rank.
-        graph: which of the two graphs reduces: AOTAutograd's backward, or one that compiled
-            autograd has traced; empty if it can be both. In the first dtype.
+        averages: whether any backward is averaged. Where each is eager DDP's error, or gives no
+            gradient of DDP's, there is nothing to fuse.
         by_hand: whether gradients must have the same bits as those of the model compiled in the
             same way, without DDP, that are averaged one by one by hand. It shows that what differs
             from eager DDP by a tolerance is what compiled kernels round otherwise, and nothing
             else.
-        warns: a part of each text that each rank warns of. ``None`` if that depends on the time:
-            it may then be fused or not.
-        launches: collectives of DDP's groups in each backward that averages; 0 if that is not said.
+        warns: a part of each text that each rank warns of.
+        launches: collectives of DDP's groups in each backward that averages, without those with
+            which reducers agree on their layouts; 0 if that is not said.
+        keeps_graph: whether a second backward goes through a compiled forward, with
+            ``retain_graph=True``: torch wants ``torch._functorch.config.donated_buffer = False``
+            there, with DDP or without.
         leaves_unwaited: whether a backward fails, whose collectives nobody waits for then.
-        must_fail: eager DDP has nothing to compare with, and each rank must raise an error that
-            names ``ddp_fusion`` and this text. Empty: it is to be trained.
+        must_fail: eager DDP has nothing to compare with, and each rank must raise an error, on some
+            rank one that names ``ddp_fusion`` and this text. Empty: it is to be trained.
         options: of ``FusionConfig``, by name, beside mode and graph.
         group_timeout_s: how long a collective may take.
         quick: whether it belongs to the quick selection of the matrix, in its first dtype; which
@@ -64,9 +66,10 @@ class Scenario:
     tolerance_eps: float = 0.0
     by_hand: bool = False
     becomes: Becomes = "equal"
-    graph: Graph = ""
-    warns: tuple[str, ...] | None = ()
+    averages: bool = True
+    warns: tuple[str, ...] = ()
     launches: int = 0
+    keeps_graph: bool = False
     leaves_unwaited: bool = False
     must_fail: str = ""
     options: tuple[tuple[str, Any], ...] = ()

@@ -35,13 +35,13 @@ class RankReport:
         fused: why it could not be trained under the flag.
         differences: where the two differ, in words.
         gradients: how many parameters of DDP modules got a dense gradient that was to be averaged.
-        reduced_in: where the package says that gradients of its backwards were reduced: graphs, or
-            ``"none"``.
-        rejected: why gradients in graphs are in no bucket.
+        reduced_in: where the package says that gradients of its backwards were reduced: by a
+            reducer, in graphs, or ``"none"``.
+        rejected: why gradients in traced graphs are in no bucket.
         before: collectives that were traced, in all graphs.
         after: collectives that are launched instead.
         launches: collectives of DDP's groups in the backwards that average, from the least to the
-            most.
+            most, without those with which reducers agree on their layouts.
         traced: backwards that compiled autograd has traced.
         unwaited: tensors of compiled collectives that nobody has waited for: numbers can be right
             by luck where a bucket was read too early.
@@ -64,13 +64,12 @@ class RankReport:
 
     @property
     def is_fused(self) -> bool:
-        """Whether graphs have reduced each backward, in buckets that are fewer than gradients; or a
-        reducer has, while it ran."""
-        if self.reduced_in == ("reducer",):
-            return self.gradients > 0
-        is_in_graphs = bool(self.reduced_in) and "none" not in self.reduced_in
-        are_in_buckets = self.after < self.before and not self.rejected
-        return self.gradients > 0 and is_in_graphs and are_in_buckets
+        """Whether each backward was reduced while it ran, by reducers or in traced graphs; there in
+        buckets that are fewer than gradients."""
+        while_it_ran = bool(self.reduced_in) and "none" not in self.reduced_in
+        is_traced = "compiled_autograd" in self.reduced_in
+        are_in_buckets = not self.rejected and (self.after < self.before or not is_traced)
+        return self.gradients > 0 and while_it_ran and are_in_buckets
 
     def write(self, directory: Path) -> None:
         """Put the report where :func:`read_reports` finds it; it appears whole or not at all."""

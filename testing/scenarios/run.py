@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes import FusionReport
+from fusion_passes.ddp.reduced import REDUCER, reducer_of
+from fusion_passes.reducer.reducer import Reducer
 from testing import models
 from testing.models import Batch
 
@@ -64,6 +66,7 @@ class Run:
         self._averaged_by_hand: list[nn.Module] = []
         self._wrapped: list[weakref.ref[DistributedDataParallel]] = []
         self._averaged: set[int] = set()
+        self._with_layout: weakref.WeakSet[Reducer] = weakref.WeakSet()
         self._parameters: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = (
             weakref.WeakKeyDictionary()
         )
@@ -172,10 +175,19 @@ class Run:
         return fusion_passes.reports()[self._reports_before :]
 
     def _count_launches(self) -> int:
-        """Collectives since the last call; none can hide, for each backend numbers them."""
+        """Collectives since the last call; none can hide, for each backend numbers them. Those with
+        which a reducer agrees on its layout, once, do not count."""
         total = sum(group._get_sequence_number_for_group() for group in self._groups.values())
         launched, self._launched = total - self._launched, total
-        return launched
+        return launched - self._count_layouts()
+
+    def _count_layouts(self) -> int:
+        """Layouts that there are since the last call."""
+        modules = filter(None, (reference() for reference in self._wrapped))
+        reducers = {reducer_of(module) for module in modules if REDUCER in module.__dict__}
+        new = {r for r in reducers if r.layout is not None} - set(self._with_layout)
+        self._with_layout.update(new)
+        return len(new)
 
     def _parameters_of(self, model: nn.Module) -> Mapping[str, nn.Parameter]:
         """By name: those that a DDP module was made with, where ``model`` is one."""

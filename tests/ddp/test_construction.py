@@ -18,10 +18,12 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusion_passes import FusionConfig, FusionWarning
-from fusion_passes.ddp.modules import registry
-from fusion_passes.install.inductor_pass import caps_of
-from fusion_passes.plan.caps import BucketCaps, ModuleCaps
+from fusion_passes.ddp.own_reducer import own_reducers
+from fusion_passes.ddp.reduced import reducer_of
+from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.profile.tables import MIB
+from fusion_passes.reducer.backward import reducers
+from fusion_passes.torch_private.autograd import hooks_on_node
 from testing.fake_world import fake_world, two_layers
 
 
@@ -36,7 +38,7 @@ def test_refuses_mixed_precision() -> None:
     options = _MixedPrecision(param_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"mixed_precision=\.\.\.\).*autocast.*ddp_fusion = None"):
         DistributedDataParallel(two_layers(), mixed_precision=options)
-    assert not len(registry), "nothing was changed before the refusal"
+    assert not len(reducers), "nothing was changed before the refusal"
 
 
 @pytest.mark.parametrize("flag", [None, "concat"])
@@ -47,7 +49,7 @@ def test_refuses_synchronised_batch_norm_on_the_cpu_as_eager_ddp_does(flag: str 
         pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules"),
     ):
         DistributedDataParallel(model)
-    assert not len(registry)
+    assert not len(reducers)
 
 
 def test_inputs_go_to_the_device_of_device_ids() -> None:
@@ -84,28 +86,25 @@ def test_leaves_to_ddps_reducer_what_the_python_reducer_ignores() -> None:
     with pytest.warns(FusionWarning, match=words):
         ddp = DistributedDataParallel(model, **_delayed(model))
     assert not ddp._use_python_reducer
-    assert not len(registry)
-    assert model.get_parameter("1.weight") in registry.unfused
+    assert not len(reducers)
+    assert ddp in own_reducers
 
 
 def test_forgets_what_ddps_reducer_has_trained() -> None:
-    gc.collect()
-    before = bool(registry.unfused)
     model = two_layers()
     with pytest.warns(FusionWarning):
         ddp = DistributedDataParallel(model, **_delayed(model))
-    weight = ddp.module[0].weight
-    del ddp, model
+    assert len(own_reducers) == 1
+    del ddp
     gc.collect()
-    assert weight not in registry.unfused
-    assert bool(registry.unfused) == before
+    assert not len(own_reducers)
 
 
 def test_sparse_gradients_count_in_no_bucket() -> None:
     model = nn.Sequential(nn.Embedding(2**20, 4, sparse=True), nn.Linear(4, 4))
-    module = registry.module_of(DistributedDataParallel(model))
-    assert (set(module.sparse), module.dense) == ({0}, (1, 2))
-    assert module.caps == registry.module_of(DistributedDataParallel(nn.Linear(4, 4))).caps
+    reducer = reducer_of(DistributedDataParallel(model))
+    assert [number for number, kind in reducer.parameters.kinds.items() if kind.is_sparse] == [0]
+    assert reducer.caps == reducer_of(DistributedDataParallel(nn.Linear(4, 4))).caps
 
 
 @pytest.mark.parametrize("mode", ["no_optimization", "ddp_optimizer", False])
@@ -149,83 +148,78 @@ def test_leaves_the_settings_that_the_constructor_writes() -> None:
     assert after == before
 
 
+def _caps(config: FusionConfig | str, model: nn.Module | None = None, **options: Any) -> BucketCaps:
+    """Of a module that is constructed with these options."""
+    with inductor_config.patch(ddp_fusion=config):
+        ddp = DistributedDataParallel(two_layers() if model is None else model, **options)
+        caps = reducer_of(ddp).caps
+    assert isinstance(caps, BucketCaps)
+    return caps
+
+
 def test_caps_are_the_modules_own_unless_set_by_option() -> None:
-    default = DistributedDataParallel(two_layers())
-    small = DistributedDataParallel(two_layers(), bucket_cap_mb=2)
-    first, second = (module.group_name for module in registry.fingerprint())
-    config = FusionConfig()
-    assert caps_of(config, first) == BucketCaps(MIB, MIB, 4 * MIB)
-    assert caps_of(config, second) == BucketCaps(2 * MIB, 2 * MIB, 8 * MIB, most_bytes=2 * MIB)
-    config = FusionConfig(bucket_cap_mb=4, first_bucket_cap_mb=0.5, max_hold_mb=3)
-    assert caps_of(config, second) == BucketCaps(
+    assert _caps("concat") == BucketCaps(MIB, MIB)
+    own = BucketCaps(2 * MIB, 2 * MIB, most_bytes=2 * MIB)
+    assert _caps("concat", bucket_cap_mb=2) == own
+    config = FusionConfig(bucket_cap_mb=4, first_bucket_cap_mb=0.5)
+    assert _caps(config, bucket_cap_mb=2) == BucketCaps(
         MIB // 2,
         4 * MIB,
-        3 * MIB,
         most_bytes=4 * MIB,
         first_most_bytes=MIB // 2,
-        max_hold_bytes=3 * MIB,
     )
-    del default, small
 
 
 def test_without_a_cap_of_the_users_it_is_that_of_the_gradients() -> None:
     model = nn.Linear(1024, 4 * 1024)
-    own = DistributedDataParallel(model)
-    (module,) = registry.fingerprint()
-    assert module.caps == ModuleCaps(MIB, (1024 + 1) * 4 * 1024 * 4 // 8)
-    del own
-    ddps = DistributedDataParallel(model, bucket_cap_mb=25)
-    (module,) = registry.fingerprint()
-    assert module.caps == ModuleCaps(25 * MIB, 25 * MIB, is_given=True)
-    del ddps
+    caps = _caps("concat", model)
+    assert (caps.first_bytes, caps.cap_bytes) == (MIB, (1024 + 1) * 4 * 1024 * 4 // 8)
+    caps = _caps("concat", model, bucket_cap_mb=25)
+    assert (caps.first_bytes, caps.cap_bytes) == (25 * MIB, 25 * MIB)
 
 
 def test_caps_can_be_a_list() -> None:
-    ddp = DistributedDataParallel(two_layers(), bucket_cap_mb_list=[1, 3, 2])
-    (module,) = registry.fingerprint()
-    assert module.caps == ModuleCaps(3 * MIB, 3 * MIB, (MIB, 3 * MIB, 2 * MIB), is_given=True)
-    del ddp
+    caps = _caps("concat", bucket_cap_mb_list=[1, 3, 2])
+    assert [caps.of_bucket(index) for index in range(4)] == [MIB, 3 * MIB, 2 * MIB, 2 * MIB]
 
 
-def test_names_parameters_and_ignores_ignored_ones() -> None:
+def _hooks_on(model: nn.Module) -> list[int]:
+    """How many functions are called behind the accumulation of each gradient."""
+    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in model.parameters()]
+    return [sum(hooks_on_node(node)) for node in nodes]
+
+
+def test_ignored_parameters_are_none_of_the_reducers() -> None:
     model = two_layers()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])
-    ddp = DistributedDataParallel(model)
-    (module,) = registry.fingerprint()
-    assert module.parameters == ("0.weight", "1.weight", "1.bias")
-    owner = registry.owner_of(module.name_for(2))
-    assert owner is not None
-    assert owner.parameter == "1.bias"
-    assert registry.owner_of("0") is None, "the group's own name is nobody's"
-    assert not model[0].bias._post_accumulate_grad_hooks
+    reducer = reducer_of(ddp := DistributedDataParallel(model))
+    names = [reducer.parameters.names[number] for number in reducer.numbers]
+    assert names == ["0.weight", "1.weight", "1.bias"]
+    assert _hooks_on(model) == [1, 0, 1, 1]
     del ddp
 
 
 def test_a_module_is_freed_and_leaves_no_hook() -> None:
     model = two_layers()
     ddp = DistributedDataParallel(model)
-    assert len(registry) == 1
-    assert all(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    assert len(reducers) == 1
+    assert _hooks_on(model) == [1] * 4
     del ddp
     gc.collect()
-    assert not len(registry)
+    assert not len(reducers)
+    assert _hooks_on(model) == [0] * 4
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("is_freed", [True, False])
-def test_a_module_that_outlives_its_group_leaves_the_next_ones_names(is_freed: bool) -> None:
+def test_a_module_that_outlives_its_group_leaves_the_next_one_alone() -> None:
     old = DistributedDataParallel(two_layers())
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     new = DistributedDataParallel(two_layers())
-    (module,) = registry.fingerprint()
-    assert registry.ddp_of(module.group_name) is new
-    if is_freed:
-        del old
-        gc.collect()
-    else:
-        registry.discard(old)
-    assert registry.fingerprint() == (module,)
-    assert registry.ddp_of(module.group_name) is new
-    assert registry.owner_of(module.name_for(0)) is not None
-    assert registry.manages(new.module[0].weight)
+    weight = new.module[0].weight
+    assert reducers.owners_of(weight) == [(reducer_of(new), 0)]
+    del old
+    gc.collect()
+    assert reducers.owners_of(weight) == [(reducer_of(new), 0)]
+    new(torch.ones(2, 4)).sum().backward()
+    assert weight.grad is not None

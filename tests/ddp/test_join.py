@@ -1,10 +1,10 @@
-"""``join``: what is divided by, what is agreed on, and errors. The catalogue of scenarios has
+"""``join``: what is divided by, and errors. The catalogue of scenarios has
 trainings beside eager DDP."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.agreement import participant
-from fusion_passes.agreement.rendezvous import meet
+import fusion_passes  # noqa: F401 - it adds the flag
 from testing import models
 
 RUN = Callable[..., list[Any]]
@@ -55,31 +54,6 @@ def divided(initial: bool) -> list[float]:
     return gradients
 
 
-def test_nothing_is_agreed_on_anew(run_on_ranks: RUN) -> None:
-    for meetings in run_on_ranks(2, meetings_in_steps):
-        assert not any(meetings[1:])
-
-
-def meetings_in_steps() -> list[int]:
-    """How often the ranks meet, in each step and in those without inputs."""
-    count, counts = 0, []
-
-    def counting(*args: Any) -> Any:
-        nonlocal count
-        count += 1
-        return meet(*args)
-
-    with (
-        torch._inductor.config.patch(ddp_fusion="concat"),
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setattr(participant, "meet", counting)
-        for _ in train(2 + 2 * dist.get_rank()):
-            counts.append(count)
-            count = 0
-    return [*counts, count]
-
-
 def test_an_error_where_one_runs_out_first(run_on_ranks: RUN) -> None:
     ended, warned = run_on_ranks(2, words_of_error)
     assert "Rank 0 exhausted all inputs" in ended
@@ -106,27 +80,30 @@ class Fails(torch.autograd.Function):
 
 
 def test_an_error_reaches_those_without_inputs(run_on_ranks: RUN) -> None:
-    (ended, seconds), (failed, _) = run_on_ranks(2, fail_without_others)
-    assert "no gradient today" in failed
-    assert "failed on rank 1: ValueError: no gradient today" in ended
-    assert seconds < 20
+    ended, failed = run_on_ranks(2, fail_without_others)
+    assert failed == "no gradient today"
+    assert "rank 1 cannot finish its backward: ValueError: no gradient today" in ended
 
 
-def fail_without_others() -> tuple[str, float]:
-    """What a rank raises when the one with inputs fails in its first backward, and after how many
-    seconds."""
-    start = time.monotonic()
+def fail_without_others() -> str:
+    """What a rank raises when the one with inputs fails in its first backward."""
 
     def run() -> None:
-        ddp = DistributedDataParallel(models.mlp())
+        group = dist.new_group()
+        ddp = DistributedDataParallel(models.mlp(), process_group=group)
         compiled = torch.compile(ddp)
         with ddp.join():
             if dist.get_rank() == 1:
-                Fails.apply(compiled(torch.ones(4, models.WIDTH))).sum().backward()
+                output = Fails.apply(compiled(torch.ones(4, models.WIDTH)))
+                dist.barrier()
+                output.sum().backward()
+            else:
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), group)
+                dist.barrier()
 
     with (
         torch._inductor.config.patch(ddp_fusion="concat"),
         pytest.raises((ValueError, RuntimeError)) as caught,
     ):
         run()
-    return str(caught.value), time.monotonic() - start
+    return str(caught.value)

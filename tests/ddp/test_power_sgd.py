@@ -11,7 +11,7 @@ import torch
 import torch._inductor.config
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-import fusion_passes
+from fusion_passes.ddp.reduced import reducer_of
 from testing.equality import tensor_difference
 from testing.scenarios.features.bucket_hooks import CAP_MB, power_sgd_state
 from testing.scenarios.features.unused import train_branching
@@ -40,7 +40,7 @@ def in_several_buckets() -> list[Tensors]:
         ddp = run.ddp(run.mlp(), bucket_cap_mb=CAP_MB)
         _register(ddp)
         backwards(run, ddp, run.compile(ddp), 6)
-        assert len(fusion_passes.reports()[0].buckets) > 1
+        assert len(reducer_of(ddp).hooked_buckets) > 1
 
     return _trained(train)
 

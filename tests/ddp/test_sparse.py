@@ -18,7 +18,7 @@ from torch._inductor import config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
-from fusion_passes import FusionConfig
+from fusion_passes.ddp.reduced import reducer_of
 from testing import models
 from testing.equality import tensor_difference
 
@@ -26,9 +26,6 @@ RUN = Callable[..., list[Any]]
 ROWS = 16
 SMALL_MB = 4 * models.OUTPUTS * (models.WIDTH + 1) / 2**20
 """The last layer is a bucket, and of the other one each parameter."""
-
-TABLES = {("first.weight", "second.weight")}
-"""The parameters that are gathered as rows, together."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,6 @@ class Case:
         is_dense: whether tables of the training beside it are dense: eager DDP cannot do this.
         padding: the first table's ``padding_idx``.
         max_norm: likewise. Torch makes dense gradients of it, if the forward is compiled.
-        is_repeated: whether the first table is used twice, whose sum AOTAutograd's backward cannot
-            make, with or without DDP (torch 2.11 to 2.14).
     """
 
     local: Sequence[int] = ()
@@ -60,7 +55,6 @@ class Case:
     is_dense: bool = False
     padding: int | None = None
     max_norm: float | None = None
-    is_repeated: bool = False
 
 
 CASES = {
@@ -68,7 +62,6 @@ CASES = {
     "coalesced": Case(flag="coalesced", inside=True),
     "accumulated": Case(local=(0, 2), zero="kept"),
     "zeroed": Case(zero="zero"),
-    "traced": Case(flag=FusionConfig(backward_graph="compiled_autograd"), is_repeated=True),
     "padding": Case(padding=1),
     "all used": Case(options={"find_unused_parameters": True}),
     "static graph": Case(options={"static_graph": True}),
@@ -78,9 +71,6 @@ CASES = {
         is_dense=True,
     ),
     "max norm": Case(max_norm=0.5, is_dense=True),
-    "max norm, traced": Case(
-        flag=FusionConfig(backward_graph="compiled_autograd"), max_norm=0.5, is_dense=True
-    ),
     "joined": Case(uneven=True),
 }
 
@@ -90,7 +80,6 @@ class Tables(nn.Module):
 
     def __init__(self, case: Case, *, is_sparse: bool) -> None:
         super().__init__()
-        self.is_repeated = case.is_repeated
         options: dict[str, Any] = {"padding_idx": case.padding, "max_norm": case.max_norm}
         self.first = nn.Embedding(ROWS, models.WIDTH, sparse=is_sparse, **options)
         self.second = nn.EmbeddingBag(ROWS, models.WIDTH, sparse=is_sparse, mode="sum")
@@ -100,8 +89,6 @@ class Tables(nn.Module):
 
     def forward(self, ids: Tensor, takes: bool) -> Tensor:
         x = self.first(ids).sum(1)
-        if self.is_repeated:
-            x = x + self.first(ids // 2).sum(1)
         if takes:
             offsets = torch.arange(ids.shape[0]) * ids.shape[1]
             x = x + self.second(ids.reshape(-1), offsets)
@@ -117,7 +104,6 @@ class Training:
     collectives: list[int] = field(default_factory=list)
     warned: list[str] = field(default_factory=list)
     buckets: list[int] = field(default_factory=list)
-    rows: list[tuple[str, ...]] = field(default_factory=list)
     logged: dict[str, Any] = field(default_factory=dict)
 
 
@@ -139,7 +125,6 @@ def train(case: Case, *, flagged: bool) -> Training:
 
         if flagged and case.inside:
             step = torch.compile(step)
-        known = len(fusion_passes.reports())
         takes = case.takes[: 2 + rank] if case.uneven else case.takes
         with ddp.join() if case.uneven else contextlib.nullcontext():
             for number, uses in enumerate(takes):
@@ -150,10 +135,11 @@ def train(case: Case, *, flagged: bool) -> Training:
                 training.gradients.append({n: _copy(p.grad) for n, p in model.named_parameters()})
                 if number not in case.local:
                     _zero(model, case.zero)
-        reports = fusion_passes.reports()[known:]
-        training.rows = [item.parameters for item in fusion_passes.report().rows]
         training.logged = ddp._get_ddp_logging_data()
-        training.buckets = [len(b.parameters) for report in reports for b in report.buckets]
+        if flagged:
+            layout = reducer_of(ddp).layout
+            assert layout is not None
+            training.buckets = [len(b.numbers) for b in layout.buckets if not b.is_sparse]
     training.warned = [
         str(w.message) for w in caught if issubclass(w.category, fusion_passes.FusionWarning)
     ]
@@ -227,28 +213,17 @@ def check(run_on_ranks: RUN, names: Sequence[str], ranks: int = 2) -> list[dict[
 
 
 def test_as_eager_ddp(run_on_ranks: RUN) -> None:
-    """The rest of the model is in buckets; both tables are three collectives together."""
-    for ours in check(run_on_ranks, ["plain", "accumulated", "max norm"]):
-        assert ours["plain"].warned == ours["accumulated"].warned == ours["max norm"].warned == []
-        assert set(ours["plain"].buckets) == {1, 2}
-        assert ours["plain"].collectives[1:] == [6, 6, 6]
-        assert set(ours["plain"].rows) == TABLES
+    """Each table is a bucket of its own, of rows: a collective or two, as Gloo sends them."""
+    for ours in check(run_on_ranks, ["plain", "accumulated", "max norm", "unused"]):
+        assert all(training.warned == [] for training in ours.values())
+        assert ours["plain"].buckets == [2, 2]
+        assert len(set(ours["plain"].collectives[1:])) == 1
         logged = ours["plain"].logged
-        assert logged["num_buckets_reduced"] == 3
+        assert logged["num_buckets_reduced"] == 2
         order = logged["prev_iteration_grad_ready_order_indices"]
         assert set(map(int, order.split(", "))) == {2, 3, 4, 5}
-        assert ours["accumulated"].collectives == [0, 4, 0, 4]
-        assert set(ours["accumulated"].buckets) == {4}
-        assert ours["max norm"].collectives[1:] == [4, 4, 4]
-
-
-def test_rows_are_no_bucket_in_reports(run_on_ranks: RUN) -> None:
-    for ours in check(run_on_ranks, ["traced", "unused"]):
-        assert {name for item in ours.values() for name in item.rows} == TABLES
-        assert [item.warned for item in ours.values()] == [[], []]
-        assert set(ours["traced"].buckets) == {4}
-        assert ours["traced"].collectives[-1] == ours["unused"].collectives[-1] == 4
-        assert set(ours["unused"].buckets) == {5}, "the flags are one of them"
+        assert ours["accumulated"].buckets == ours["max norm"].buckets == [4]
+        assert ours["accumulated"].collectives[::2] == [0, 0]
 
 
 def test_on_three_ranks(run_on_ranks: RUN) -> None:
@@ -256,7 +231,7 @@ def test_on_three_ranks(run_on_ranks: RUN) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("plain", "traced")])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "plain"])
 def test_all_as_eager_ddp(run_on_ranks: RUN, name: str) -> None:
     for ours in check(run_on_ranks, [name]):
         assert ours[name].warned == []

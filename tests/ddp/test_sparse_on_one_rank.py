@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes import FusionWarning
 from fusion_passes.config import FusionMode
-from fusion_passes.ddp.sparse_backwards import apart
-from fusion_passes.graph.operators import DONATE
 from testing import fake_world
 
 WIDTH = 4
@@ -53,19 +50,29 @@ class _Called(nn.Module):
         return nn.functional.embedding(ids, self.weight, sparse=True)
 
 
-@pytest.mark.filterwarnings("ignore::fusion_passes.FusionWarning")
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (_Tied, "Expected variable to have sparse gradient: table.weight of DDP"),
-        (_Called, "weight of DDP .* has a gradient of layout torch.sparse_coo"),
-    ],
-)
-def test_what_eager_ddp_cannot_do_is_refused(kind: type[nn.Module], words: str) -> None:
+def test_a_sparse_gradient_of_what_is_no_table_is_refused() -> None:
     with fake_world.fake_world(2, 0), inductor_config.patch(ddp_fusion="concat"):
-        ddp = DistributedDataParallel(kind())
+        ddp = DistributedDataParallel(_Called())
+        words = "weight of DDP .* has a gradient of layout torch.sparse_coo"
         with pytest.raises(RuntimeError, match=words):
             ddp(torch.arange(3)).sum().backward()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_table_that_a_dense_layer_uses_too_keeps_its_dense_gradient() -> None:
+    """Eager DDP refuses it."""
+    alone, ids = _Tied(), torch.arange(3)
+    alone(ids).sum().backward()
+    with inductor_config.patch(ddp_fusion="concat"):
+        ddp = DistributedDataParallel(copy.deepcopy(alone))
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(ids).sum().backward()
+    gradient = ddp.module.table.weight.grad
+    gradient, wanted = ddp.module.table.weight.grad, alone.table.weight.grad
+    assert isinstance(gradient, Tensor)
+    assert isinstance(wanted, Tensor)
+    assert torch.equal(gradient, wanted)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -120,25 +127,9 @@ def test_nothing_is_computed_where_a_gradient_lies(mode: FusionMode) -> None:
     with inductor_config.patch(ddp_fusion=mode):
         ddp = DistributedDataParallel(model)
         torch.compile(ddp)(ids).square().sum().backward()
-    assert fusion_passes.report().backwards[-1].reduced_in == "aot_autograd"
+    assert fusion_passes.report().backwards[-1].reduced_in == "reducer"
     for name, parameter in alone.named_parameters():
         gradient, wanted = model.get_parameter(name).grad, parameter.grad
         assert gradient is not None
         assert wanted is not None
         torch.testing.assert_close(gradient.to_dense(), wanted.to_dense(), msg=name)
-
-
-def test_what_rows_are_made_of_is_overwritten_by_nothing() -> None:
-    graph, compiled = fx.Graph(), list[fx.GraphModule]()
-    inputs = graph.placeholder("inputs")
-    ids, values, saved = (graph.call_function(operator.getitem, (inputs, n)) for n in range(3))
-    graph.call_function(DONATE, ([values, saved],))
-    makes_rows = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
-    graph.call_function(makes_rows, (1, 1, [4, 4], ids, values))
-    graph.output(graph.call_function(torch.relu, (saved,)))
-    apart(compiled.append)(fx.GraphModule(nn.Module(), graph))
-    (left,) = compiled
-    names = [getattr(node.target, "__name__", node.op) for node in left.graph.nodes]
-    assert names.index("relu") < names.index("run_sparse_gradients"), "at the end"
-    (donation,) = left.graph.find_nodes(op="call_function", target=DONATE)
-    assert [node.args[1] for node in donation.all_input_nodes] == [2]

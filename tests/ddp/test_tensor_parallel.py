@@ -13,18 +13,21 @@ import pytest
 import torch
 import torch._dynamo
 import torch._inductor.config as inductor_config
-from torch import fx, nn
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor, fx, nn
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes import FusionConfig, FusionWarning
+from fusion_passes import FusionConfig
+from fusion_passes.ddp.reduced import reducer_of
 from fusion_passes.graph.collectives import is_launch
-from fusion_passes.install import inductor_pass
+from fusion_passes.install import fuse_pass
 from fusion_passes.passes import pipeline
 from fusion_passes.plan.buckets import BucketPlan
-from testing.fake_world import fake_world
+from testing.fake_world import fake_world, one_rank
 from testing.models import WIDTH
 from testing.scenarios.features.tensor import LENGTH, FeedForward, columns_and_rows, sequences
 
@@ -38,8 +41,8 @@ def mesh() -> Iterator[DeviceMesh]:
         torch._dynamo.reset()
 
 
-CAP_MB = 1e-3
-"""Less than the weights of two feed-forwards: a first bucket is full in the middle."""
+CAP_MB = 5e-4
+"""About the weights of a feed-forward: a first bucket is full in the middle."""
 
 COLLECTIVE = re.compile(r"_c10d_functional\.(?!wait)(\w+?)_?\.default\(.*?, '([^']*)'\)")
 
@@ -48,7 +51,7 @@ Found = list[tuple[str, str]]
 
 
 def collectives(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> tuple[Found, Found]:
-    """Those of a forward and its backward: as they were traced, and in the generated code."""
+    """Those of a traced backward: as they were traced, and in the generated code."""
     traced: Found = []
 
     def run_pipeline(graph: fx.Graph, *args: Any, **options: Any) -> BucketPlan:
@@ -56,7 +59,7 @@ def collectives(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> tuple[Foun
             traced.append((str(node.target).split(".")[1].removesuffix("_"), node.args[-1]))
         return pipeline.run_pipeline(graph, *args, **options)
 
-    monkeypatch.setattr(inductor_pass, "run_pipeline", run_pipeline)
+    monkeypatch.setattr(fuse_pass, "run_pipeline", run_pipeline)
     torch._dynamo.reset()
     flag = FusionConfig(backward_graph="compiled_autograd")
     with inductor_config.patch(ddp_fusion=flag, fx_graph_cache=False):
@@ -65,8 +68,9 @@ def collectives(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> tuple[Foun
         )
         compiled = torch.compile(ddp, fullgraph=True)
         step = lambda: compiled(torch.ones(2, LENGTH, WIDTH)).sum().backward()  # noqa: E731
-        codes = run_and_get_code(step)[1]
-    return traced, [found for code in codes for found in COLLECTIVE.findall(code)]
+        step()  # The first backward is not traced.
+        *_, code = run_and_get_code(step)[1]  # The forward is compiled anew, and comes first.
+    return traced, COLLECTIVE.findall(code)
 
 
 @pytest.mark.slow
@@ -79,9 +83,46 @@ def test_collectives_of_tensor_parallelism_stay_as_they_are(
     assert kept == before
     assert set(kept) == {"all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"}
     buckets = [index for index, (_, group) in enumerate(fused) if group != tp]
-    assert len(buckets) == 2
+    assert len(buckets) == 3
     assert fused[buckets[0] :].count(("all_reduce", tp)) > 0, "DDP's are launched among them"
     assert len(traced) - len(before) == 12
+
+
+# --- Gradients ---------------------------------------------------------------------------------
+
+
+def test_compiled_backwards_store_them(mesh: DeviceMesh) -> None:
+    with inductor_config.patch(ddp_fusion="concat"):
+        ddp = DistributedDataParallel(sequences(mesh["tp"]), device_mesh=mesh["dp"])
+        compiled = torch.compile(ddp)
+        for _ in range(2):
+            compiled(torch.ones(2, LENGTH, WIDTH)).sum().backward()
+    assert reducer_of(ddp).num_stored == len(list(ddp.parameters())) == 12
+
+
+def test_eager_ones_may_be_collectives_that_run() -> None:
+    kinds: set[type] = set()
+
+    def reduce(gradient: Tensor) -> Tensor:
+        assert dist.group.WORLD is not None
+        reduced = funcol.all_reduce(gradient, "sum", dist.group.WORLD)
+        kinds.add(type(reduced))
+        return reduced
+
+    plain = FeedForward()
+    plain(torch.ones(2, WIDTH)).sum().backward()
+    with one_rank(), inductor_config.patch(ddp_fusion="concat"):
+        ddp = DistributedDataParallel(FeedForward())
+        for parameter in ddp.parameters():
+            parameter.register_hook(reduce)
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(torch.ones(2, WIDTH)).sum().backward()
+            for parameter, expected in zip(ddp.parameters(), plain.parameters(), strict=True):
+                assert parameter.grad is not None
+                assert expected.grad is not None
+                assert torch.equal(parameter.grad, expected.grad)
+    assert kinds == {funcol.AsyncCollectiveTensor}
 
 
 # --- Modules -------------------------------------------------------------------------------------
@@ -96,8 +137,7 @@ def ddp(mesh: DeviceMesh) -> Iterator[DistributedDataParallel]:
 def test_module_keeps_its_parameters(ddp: DistributedDataParallel) -> None:
     before = {name: id(parameter) for name, parameter in ddp.named_parameters()}
     state = list(ddp.state_dict())
-    with pytest.warns(FusionWarning, match="not all of its forward is compiled"):
-        ddp(torch.ones(2, LENGTH, WIDTH)).sum().backward()
+    ddp(torch.ones(2, LENGTH, WIDTH)).sum().backward()
     assert {name: id(parameter) for name, parameter in ddp.named_parameters()} == before
     assert list(ddp.state_dict()) == state == list(before)
 

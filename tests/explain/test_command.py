@@ -12,6 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from fusion_passes.reducer.copies import BESIDE, SEVERAL
 from fusion_passes.reporting.schema import json_schema
 
 ROOT = Path(__file__).parent.parent.parent
@@ -23,29 +24,46 @@ import torch.distributed as dist
 from helper import STEPS
 from torch import nn
 
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+store, rank, ranks, *rest = sys.argv[1:]
+dist.init_process_group(
+    "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks)
+)
 model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+weight = model.module.weight
 model_compiled = torch.compile(model)
 for _ in range(STEPS):
-    model_compiled(torch.ones(2, 4)).sum().backward()
+    (model_compiled(torch.ones(2, 4)).sum() + weight.sum()).backward()
     model.zero_grad()
-print("the script ends", sys.argv[2:], __name__)
+if rank != '0':
+    sys.exit()
+print("the script ends", rest, __name__)
 dist.destroy_process_group()
 """
 
 
-def explain(folder: Path, *options: str, steps: int = 12) -> subprocess.CompletedProcess[str]:
+def explain(folder: Path, *options: str, steps: int = 12, ranks: int = 1) -> tuple[str, str]:
+    """What the first rank has written to its output and its errors."""
     (folder / "script.py").write_text(SCRIPT)
     (folder / "helper.py").write_text(f"STEPS = {steps}")
-    command = [sys.executable, "-m", "fusion_passes.explain", *options]
-    return subprocess.run(
-        [*command, str(folder / "script.py"), str(folder / "store"), "--its-own"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    command = [sys.executable, "-m", "fusion_passes.explain", *options, str(folder / "script.py")]
+    processes = [
+        subprocess.Popen(
+            [*command, str(folder / "store"), str(rank), str(ranks), "--its-own"],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        said = [process.communicate(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    # A process that ends under a profiler must not crash.
+    assert [process.returncode for process in processes] == [0] * ranks, said
+    return said[0]
 
 
 @pytest.mark.slow
@@ -53,16 +71,20 @@ def test_a_script_is_run_as_it_is_and_explained(tmp_path: Path) -> None:
     page, trace, report = (tmp_path / name for name in ("a.html", "a.json", "report.json"))
     options = [f"--timeline={page}", f"--timeline={trace}", f"--json={report}"]
     options.append(f"--timeline={tmp_path}/a.png")
-    done = explain(tmp_path, "--flag=coalesced", "--steps=2", *options)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "the script ends ['--its-own'] __main__\n"
-    assert "ddp_fusion coalesced: 2 collectives traced, 1 launched a step" in done.stderr
-    assert "reduced in the backward compiled with the forward" in done.stderr
+    output, errors = explain(tmp_path, "--flag=coalesced", "--steps=2", *options, ranks=2)
+    assert output == "the script ends ['--its-own'] __main__\n"
+    said = " ".join(errors.split())
+    assert "DDP 0 (Linear): 2 gradients in 1 bucket, 0 stored there by compiled backwards" in said
+    assert f"copied: 1: weight: {SEVERAL}" in said
+    assert f"copied: 1: bias: {BESIDE}" in said
+    assert "sent, ms" in said
+    assert "of DDP 0 (Linear): reduced by a reducer, while the backward ran" in said
     found: dict[str, Any] = json.loads(report.read_text())
     jsonschema.validate(found, json_schema())
     assert found["flag"]["mode"] == "coalesced"
-    assert found["graphs"][0]["buckets"][0]["times"]["ended_s"] > 0
-    assert f"written: {report}" in done.stderr
+    assert found["modules"][0]["mode"] == "coalesced"
+    assert found["modules"][0]["buckets"][0]["times"]["ended_s"] > 0
+    assert f"written: {report}" in errors
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert page.read_text().startswith("<!doctype html>")
     assert json.loads(trace.read_text())["traceEvents"]
@@ -70,10 +92,10 @@ def test_a_script_is_run_as_it_is_and_explained(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_is_known_is_shown_where_the_script_ends_too_soon(tmp_path: Path) -> None:
-    done = explain(tmp_path, steps=6)
-    assert done.returncode == 0, "it ends under the profiler, which must not crash: " + done.stderr
-    assert "1 launched a step" in done.stderr
-    assert "the script ended before its steps were recorded" in done.stderr
+    """The script has freed its module by then."""
+    _, errors = explain(tmp_path, steps=6)
+    assert "DDP 0 (Linear): 2 gradients in 1 bucket" in " ".join(errors.split())
+    assert "the script ended before its steps were recorded" in errors
 
 
 @pytest.mark.parametrize(

@@ -22,23 +22,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import fusion_passes
-from fusion_passes import FusionConfig
-from fusion_passes.ddp.naming import named_buckets
+from fusion_passes.config import ReduceMode
 from fusion_passes.explain.expected import NOT_HERE
 from fusion_passes.profile import files
-from fusion_passes.profile.records import Kind, Place, Profile, Rates
+from fusion_passes.profile.records import Kind, Place, Profile
 from fusion_passes.profile.site import site_of
 from fusion_passes.profile.tables import CostTable
 from fusion_passes.reporting.backwards import backwards
 from fusion_passes.reporting.schema import json_schema
-from fusion_passes.torch_private.profiling import has_named_group
 from testing.fake_world import fake_world, two_layers
 
 RUN = Callable[..., list[Any]]
 ROOT = Path(__file__).parent.parent.parent
 
 
-def _train(mode: str, steps: int) -> Callable[..., None]:
+def _train(steps: int) -> Callable[..., None]:
     """A training of three buckets; makes ``steps`` steps, and returns one to make."""
     torch.manual_seed(0)
     layers = [nn.Linear(32, 32) for _ in range(3)]
@@ -65,7 +63,6 @@ def _known_network() -> Iterator[Profile]:
     profile = Profile(
         Place.of([site_of(torch.device("cpu"))] * 2, "gloo", torch.__version__),
         tuple((kind, costs) for kind in kinds),
-        Rates((("float32", 1),), 1, 1),
     )
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -75,10 +72,11 @@ def _known_network() -> Iterator[Profile]:
         yield profile
 
 
-def record(mode: str) -> dict[str, Any]:
+def record(mode: ReduceMode) -> dict[str, Any]:
     """Record steps, and say what was found on this rank."""
+    torch._dynamo.reset()
     with inductor_config.patch(ddp_fusion=mode), _known_network() as known:
-        step = _train(mode, 1)
+        step = _train(1)
         recording = fusion_passes.record_steps(2, plain_steps=2)
         for _ in range(7):
             step()
@@ -89,7 +87,8 @@ def record(mode: str) -> dict[str, Any]:
         with profile(activities=[ProfilerActivity.CPU]) as seen:
             step(keeps_gradients=True)
         step()
-        (name,) = (n.rpartition(" bucket ")[0] for n in list(named_buckets())[:1])
+        with mock.patch.object(torch.autograd.profiler, "record_function") as ranges:
+            step()
         return {
             "report": json.loads(text),
             "scalars": fusion_passes.report().scalars(),
@@ -98,9 +97,8 @@ def record(mode: str) -> dict[str, Any]:
             "starts": [item.start_s for item in timeline.ranks],
             "steps": [len(item.ends_s) for item in timeline.ranks],
             "profiled": {e.name for e in seen.events() if e.name.startswith("ddp_fusion")},
-            "is named": has_named_group("0/ddp0"),
+            "ranges": [call.args[0] for call in ranges.call_args_list],
             "gradients": gradients,
-            "label": name,
             "profile": known.digest(),
         }
 
@@ -123,11 +121,13 @@ def test_steps_of_all_ranks_are_recorded(run_on_ranks: RUN, mode: str) -> None:
     assert 0 < first["errors"][1] < 1, "half of a question and its answer"
     assert first["gradients"] == second["gradients"]
     for found in (first, second):
-        (graph,) = found["report"]["graphs"]
-        buckets = graph["buckets"]
-        assert [item["name"] for item in buckets] == [
-            f"{found['label']} bucket {n}" for n in range(3)
-        ]
+        (module,) = found["report"]["modules"]
+        name, buckets = module["name"], module["buckets"]
+        assert (module["mode"], module["backend"], module["group_size"]) == (mode, "gloo", 2)
+        assert (module["gradients"], module["stored"]) == (6, 6)
+        assert module["steps"] >= 8
+        assert [item["name"] for item in buckets] == [f"{name} bucket {n}" for n in range(3)]
+        assert [item["plan"]["copied"] for item in buckets] == [[]] * 3
         for item in buckets:
             times = item["times"]
             assert times["launched_s"] < times["started_s"] < times["ended_s"]
@@ -135,14 +135,13 @@ def test_steps_of_all_ranks_are_recorded(run_on_ranks: RUN, mode: str) -> None:
             assert times["ended_s"] < found["report"]["totals"]["steps"]["step_s"]
             assert 0 <= times["exposed_s"] <= times["resumed_s"] - times["launched_s"]
         assert found["profiled"] == {
-            f"ddp_fusion: {found['label']} bucket {n} {what}"
-            for n in range(3)
-            for what in ("launch", "wait")
+            f"ddp_fusion: {name} bucket {n} {what}" for n in range(3) for what in ("launch", "wait")
         }
+        assert not [range_ for range_ in found["ranges"] if "ddp_fusion" in range_]
         totals = found["report"]["totals"]
-        assert (totals["gradients"], totals["launches"]) == (6, 3)
-        assert not found["is named"], "no profiler, no names"
-        assert found["scalars"]["ddp_fusion/collectives_after"] == 3
+        assert (totals["gradients"], totals["launches"], totals["copied_gradients"]) == (6, 3, 0)
+        assert totals["sent_bytes"] == totals["num_bytes"] == 3 * (32 * 32 + 32) * 4
+        assert found["scalars"]["ddp_fusion/launches"] == 3
         assert 0 <= found["scalars"]["ddp_fusion/overlap"] <= 1
         jsonschema.validate(found["report"], json_schema())
     _check_predictions(first["report"], first["profile"])
@@ -152,14 +151,14 @@ def test_steps_of_all_ranks_are_recorded(run_on_ranks: RUN, mode: str) -> None:
 def _check_predictions(report: dict[str, Any], profile: str) -> None:
     assert report["predicted_from"].startswith("from when buckets were launched")
     assert profile in report["predicted_from"]
-    (graph,) = report["graphs"]
+    (module,) = report["modules"]
     before = 0.0
-    for item in graph["buckets"]:
+    for item in module["buckets"]:
         begin, end = item["predicted_s"]
         assert end - begin == pytest.approx(0.002), "what the profile says"
         assert begin >= before, "one after the other"
         before = end
-    first = graph["buckets"][0]
+    first = module["buckets"][0]
     assert first["predicted_s"][0] == pytest.approx(first["times"]["started_s"])
 
 
@@ -180,7 +179,8 @@ def _property(schema: dict[str, Any], name: str) -> dict[str, Any]:
 
 def test_a_report_without_a_flag_says_that_nothing_was_done() -> None:
     found = fusion_passes.report()
-    assert (found.flag, found.graphs, found.backwards, found.advice) == (None, (), (), "")
+    assert (found.flag, found.modules, found.graphs, found.backwards) == (None, (), (), ())
+    assert found.advice == ""
     assert (found.timeline, found.totals.steps) == (None, None)
     jsonschema.validate(json.loads(found.to_json()), json_schema())
     wrong = json.loads(found.to_json()) | {"unheard of": 1}
@@ -214,30 +214,3 @@ def test_a_recording_must_end_before_the_next() -> None:
     fusion_passes.record_steps(1)
     with pytest.raises(ValueError, match="still on their way"):
         fusion_passes.record_steps(1)
-
-
-# --- Which graph ---------------------------------------------------------------------------------
-
-
-def _kinds(flag: Any, **options: Any) -> list[tuple[str, str]]:
-    with fake_world(), inductor_config.patch(ddp_fusion=flag):
-        torch._dynamo.reset()  # Tests share the model's class.
-        ddp = DistributedDataParallel(two_layers(), **options)
-        torch.compile(ddp)(torch.ones(2, 4)).sum().backward()
-        return [(item.reduced_in, item.because) for item in fusion_passes.report().backwards]
-
-
-@pytest.mark.parametrize(
-    ("flag", "options", "because"),
-    [
-        (FusionConfig(backward_graph="compiled_autograd"), {}, "backward_graph is"),
-        (FusionConfig(scaling="store"), {}, "scaling='store' scales"),
-        ("concat", {}, "fake cannot average"),
-    ],
-)
-def test_the_report_says_which_graph_and_why(
-    flag: Any, options: dict[str, Any], because: str
-) -> None:
-    ((reduced_in, said),) = _kinds(flag, **options)
-    assert reduced_in == "compiled_autograd"
-    assert said.startswith(because)

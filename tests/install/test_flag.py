@@ -20,12 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes import FusionConfig, FusionWarning
-from fusion_passes.agreement import protocol
 from fusion_passes.install.changes import value_of
-from fusion_passes.install.pass_slot import pass_list
+from fusion_passes.install.fuse_pass import FusePass
+from fusion_passes.install.pass_slot import SLOT
 from fusion_passes.install.patch import Span
 from fusion_passes.install.patches import PATCHES
-from fusion_passes.torch_private.older_torch import takes_one_pass
+from fusion_passes.install.store_pass import StorePass
+from fusion_passes.reducer.backward import reducers
 from testing.fake_world import fake_world, one_rank, two_layers, without_kernels
 
 
@@ -46,9 +47,15 @@ def _torch_state() -> dict[str, object]:
     return {what: set(v) if isinstance(v, set) else v for what, v in values.items()}
 
 
+NO_CACHE: Any = {"fx_graph_cache": False}
+
+
 class _UsersPass(CustomGraphPass):
+    def __init__(self, ran: list[str]) -> None:
+        self._ran = ran
+
     def __call__(self, graph: torch.fx.Graph) -> None:
-        pass
+        self._ran.append("theirs")
 
     def uuid(self) -> str:
         return "users pass"
@@ -76,19 +83,41 @@ def test_refuses_a_wrong_option_of_one_compile(value: Any) -> None:
         torch.compile(lambda x: x, options={"ddp_fusion": value})
 
 
-def test_an_option_of_one_compile_alone_fuses_nothing_and_says_so() -> None:
+@pytest.mark.parametrize("flag", [None, "concat"])
+@pytest.mark.parametrize("option", ["coalesced", None])
+def test_an_option_of_one_compile_has_no_effect_and_says_so(
+    flag: str | None, option: str | None
+) -> None:
+    torch._dynamo.reset()
     before = _torch_state()
-    options: dict[str, Any] = {"ddp_fusion": "concat"}
+    inductor_config.ddp_fusion = flag
+    options: dict[str, Any] = {"ddp_fusion": option}
     with one_rank(), without_kernels():
         ddp = DistributedDataParallel(two_layers())
         compiled = torch.compile(lambda x: ddp(x).sum(), options=options)
-        with pytest.warns(FusionWarning, match="fuses nothing: it chooses"):
+        with pytest.warns(FusionWarning, match="has no effect: a module has the options"):
             loss = compiled(torch.ones(2, 4))
         with warnings.catch_warnings():
             warnings.simplefilter("error", FusionWarning)
             loss.backward()
+            compiled(torch.ones(3, 4)).backward()
+        modules = fusion_passes.report().modules
+    assert inductor_config.ddp_fusion == flag
+    inductor_config.ddp_fusion = None
     assert _torch_state() == before
-    assert not fusion_passes.reports()
+    assert [module.mode for module in modules] == ([flag] if flag else [])
+
+
+@pytest.mark.parametrize("flag", [None, "concat"])
+def test_compiles_without_the_option_warn_of_none(flag: str | None) -> None:
+    inductor_config.ddp_fusion = flag
+    with one_rank(), without_kernels(), warnings.catch_warnings():
+        warnings.simplefilter("error", FusionWarning)
+        compiled = torch.compile(
+            DistributedDataParallel(two_layers()), options={"max_autotune": True}
+        )
+        compiled(torch.ones(2, 4)).sum().backward()
+    inductor_config.ddp_fusion = None
 
 
 def test_patch_sets_and_restores() -> None:
@@ -126,14 +155,19 @@ def test_unsetting_leaves_torch_as_it_was() -> None:
 
 
 def test_what_others_have_put_around_a_replacement_stays() -> None:
-    autograd: Any = torch._dynamo.compiled_autograd
-    before = autograd.AutogradCompilerInstance
+    inductor: Any = torch._TorchCompileInductorWrapper
+    before = inductor.__call__
     inductor_config.ddp_fusion = "concat"
-    theirs = type("Theirs", (autograd.AutogradCompilerInstance,), {})
-    autograd.AutogradCompilerInstance = theirs
+    ours = inductor.__call__
+    assert ours is not before
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
+
+    inductor.__call__ = theirs
     inductor_config.ddp_fusion = None
-    assert autograd.AutogradCompilerInstance is theirs
-    autograd.AutogradCompilerInstance = before
+    assert inductor.__call__ is theirs
+    inductor.__call__ = before
 
 
 def test_what_others_have_put_around_a_replacement_works_with_the_flag_unset() -> None:
@@ -150,13 +184,11 @@ def test_what_others_have_put_around_a_replacement_works_with_the_flag_unset() -
         module = DistributedDataParallel(two_layers())
         inductor_config.ddp_fusion = None
         try:
-            with pytest.warns(FusionWarning, match="reduced after their backward"):
-                module(torch.ones(2, 4)).sum().backward()
+            module(torch.ones(2, 4)).sum().backward()
         finally:
             torch.autograd._engine_run_backward = engine
         assert all(parameter.grad is not None for parameter in module.parameters())
         assert len(calls) == 1
-        assert inductor_config.post_grad_custom_post_pass is None
         del module
 
 
@@ -167,11 +199,11 @@ def test_modules_that_are_gone_leave_nothing_behind() -> None:
         for _ in range(3):
             module = DistributedDataParallel(two_layers())
             module(torch.ones(2, 4)).sum().backward()
-            assert len(protocol.participants) == 1
+            assert len(reducers) == 1
             del module
             torch._dynamo.reset()  # Compiled code can keep what it was traced with.
             gc.collect()
-            assert not protocol.participants
+            assert not len(reducers)
         inductor_config.ddp_fusion = None
 
 
@@ -185,37 +217,28 @@ def test_unsetting_after_a_module_was_constructed_leaves_torch_as_it_was() -> No
     assert _torch_state() == before
 
 
-def test_other_peoples_passes_stay_in_their_order() -> None:
-    first, second = _UsersPass(), _UsersPass()
-    with inductor_config.patch(post_grad_custom_post_pass=first):
-        inductor_config.ddp_fusion = "concat"
-        passes = _installed_passes()
-        assert passes[0] is first
-        assert [type(item).__name__ for item in passes[1:]] == ["DdpFusionPass"]
-        inductor_config.ddp_fusion = None
-        assert inductor_config.post_grad_custom_post_pass is first
-    if not takes_one_pass():
-        inductor_config.ddp_fusion = "concat"
-        ours = _installed_passes()
-        inductor_config.post_grad_custom_post_pass = [*ours, second]
-        inductor_config.ddp_fusion = None
-        assert inductor_config.post_grad_custom_post_pass is second
-        inductor_config.post_grad_custom_post_pass = None
-
-
-def _installed_passes() -> list[object]:
-    return pass_list(inductor_config.post_grad_custom_post_pass)
-
-
-def test_a_pass_that_was_thrown_away_comes_back_with_the_next_module() -> None:
-    with fake_world():
-        inductor_config.ddp_fusion = "concat"
-        inductor_config.post_grad_custom_post_pass = _UsersPass()
-        module = DistributedDataParallel(two_layers())
-        assert len(_installed_passes()) == 2
-        del module
-    inductor_config.ddp_fusion = None
-    inductor_config.post_grad_custom_post_pass = None
+@pytest.mark.parametrize("given", ["for all compiles", "for one"])
+@pytest.mark.parametrize("graph", ["aot_autograd", "compiled_autograd"])
+def test_other_peoples_passes_come_first_and_stay(
+    monkeypatch: pytest.MonkeyPatch, given: str, graph: Any
+) -> None:
+    torch._dynamo.reset()
+    ran: list[str] = []
+    theirs = _UsersPass(ran)
+    for ours in (StorePass, FusePass):
+        monkeypatch.setattr(ours, "__call__", lambda self, _: ran.append(type(self).__name__))
+    is_global = given == "for all compiles"
+    flag = FusionConfig(backward_graph=graph)
+    slot = {SLOT: theirs} if is_global else {}
+    with one_rank(), without_kernels(), inductor_config.patch(ddp_fusion=flag, **NO_CACHE, **slot):
+        ddp = DistributedDataParallel(two_layers())
+        compiled = torch.compile(ddp, options=None if is_global else {SLOT: theirs})
+        compiled(torch.ones(2, 4)).sum().backward()
+        assert ran == ["theirs", "StorePass"] * 2, "of the forward, and of the backward"
+        ran.clear()
+        compiled(torch.ones(2, 4)).sum().backward()
+        assert ran[-2:] == (["theirs", "FusePass"] if graph == "compiled_autograd" else [])
+        assert getattr(inductor_config, SLOT) is (theirs if is_global else None)
 
 
 def test_another_thread_sees_the_flag() -> None:

@@ -1,8 +1,10 @@
-"""What the keys of torch's caches hold of the package, so that no graph is taken for another."""
+"""What the keys of torch's caches hold of the package, so that no graph is taken for another, and
+graphs are shared where they can be."""
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 import torch._functorch.config
@@ -10,43 +12,84 @@ import torch._inductor.config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig
-from fusion_passes.ddp.aot_forward import compiling, find_reduced_inputs
-from fusion_passes.install.inductor_pass import DdpFusionPass
+from fusion_passes.ddp.reduced import reducer_of
+from fusion_passes.ddp.traced import name_in_graphs, traced_modules
+from fusion_passes.install.fuse_pass import FusePass
+from fusion_passes.install.store_pass import StorePass, find_stored
 from testing.fake_world import one_rank, two_layers
 
 
-def _identity(config: FusionConfig, order: list[tuple[int, int]]) -> str:
-    """Of the backward of a forward with these parameters of these modules as its inputs."""
-    with one_rank(), inductor_config.patch(ddp_fusion=config):
-        modules = [DistributedDataParallel(two_layers()) for _ in range(2)]
+def _identity(
+    order: list[tuple[int, int]], flag: Any = "concat", *, steps: int = 0, **options: Any
+) -> str:
+    """Of the backward of a forward with these parameters of these modules as its inputs.
+
+    Args:
+        order: of the inputs: the number of a module, and that of a parameter.
+        flag: of ``ddp_fusion``.
+        steps: how many backwards both modules have had.
+        options: of DDP.
+    """
+    with one_rank(), inductor_config.patch(ddp_fusion=flag):
+        modules = [DistributedDataParallel(two_layers(), **options) for _ in range(2)]
+        for ddp in modules * steps:
+            ddp(torch.ones(2, 4)).sum().backward()
         inputs = [list(modules[module].parameters())[number] for module, number in order]
         graph = torch.fx.Graph()
         for number in range(len(inputs)):
             graph.placeholder(f"input_{number}")
-        if config.backward_graph == "compiled_autograd":
-            return DdpFusionPass().uuid()
-        found = find_reduced_inputs(graph, inputs, config)
-        assert found is not None
-        with compiling(found):
-            return DdpFusionPass().uuid()
+        stores = find_stored(graph, inputs)
+        assert stores is not None
+        return StorePass(stores).uuid()
 
 
-def test_names_order_instances_and_the_graph_that_reduces_are_in_it() -> None:
-    first = [(0, number) for number in range(4)]
-    second = [(1, number) for number in range(4)]
-    orders = [first, second, first + second, second + first, [first[2], first[3], *first[:2]]]
-    auto, traced = FusionConfig(), FusionConfig(backward_graph="compiled_autograd")
-    identities = [_identity(auto, order) for order in orders]
-    assert identities == [_identity(auto, order) for order in orders], "in each process the same"
-    identities.append(_identity(traced, first))
-    assert all(one != other for one, other in itertools.combinations(identities, 2))
+FIRST = [(0, number) for number in range(4)]
+SECOND = [(1, number) for number in range(4)]
+
+
+def test_order_caps_and_layout_are_in_it() -> None:
+    def identities() -> list[str]:
+        return [
+            _identity(FIRST),
+            _identity(FIRST + SECOND),
+            _identity(FIRST[:2]),
+            _identity(FIRST, bucket_cap_mb=2),
+            _identity(FIRST, FusionConfig(bucket_cap_mb=3)),
+            _identity(FIRST, steps=1),
+            _identity([*FIRST[2:], *FIRST[:2]], steps=1),
+        ]
+
+    found = identities()
+    assert found == identities(), "in each process the same"
+    assert all(one != other for one, other in itertools.combinations(found, 2))
+
+
+def test_instances_and_modes_share_graphs() -> None:
+    assert _identity(FIRST) == _identity(SECOND) == _identity(FIRST, "coalesced")
+    assert _identity(FIRST + SECOND) == _identity(SECOND + FIRST)
 
 
 def test_donated_buffers_are_in_it() -> None:
     """In the key of torch's cache they are not: see :mod:`tests.install.test_cache`."""
-    with inductor_config.patch(ddp_fusion="concat"):
-        identities = set()
-        for donates in (True, False):
-            with torch._functorch.config.patch(donated_buffer=donates):
-                identities.add(DdpFusionPass().uuid())
+    identities = set()
+    for donates in (True, False):
+        with torch._functorch.config.patch(donated_buffer=donates):
+            identities.add(_identity(FIRST))
     assert len(identities) == 2
+
+
+def _identity_of_traced(**options: Any) -> str:
+    """Of a traced backward of a module that has had its first one."""
+    flag = FusionConfig()
+    with one_rank(), inductor_config.patch(ddp_fusion=flag):
+        traced_modules.reset()
+        ddp = DistributedDataParallel(two_layers(), **options)
+        ddp(torch.ones(2, 4)).sum().backward()
+        reducer = reducer_of(ddp)
+        traced_modules.note(name_in_graphs(reducer), reducer)
+        return FusePass(flag).uuid()
+
+
+def test_layouts_are_in_that_of_a_traced_backward() -> None:
+    assert _identity_of_traced() == _identity_of_traced()
+    assert _identity_of_traced() != _identity_of_traced(bucket_cap_mb=1e-5)

@@ -9,7 +9,7 @@ import gc
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +20,18 @@ import torch._inductor.config as inductor_config
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes import FusionConfig, FusionWarning
-from fusion_passes.config import Flag
-from fusion_passes.ddp import reduced
-from fusion_passes.ddp.management import hand_over
+from fusion_passes import FusionWarning
+from fusion_passes.ddp.reduced import hand_over
 from fusion_passes.install import changes
 from fusion_passes.install.patch import CHECKED_ON, DDP, Patch, Span
 from fusion_passes.install.patches import PATCHES, find
-from fusion_passes.torch_private import owner_of_name, resolve_process_group
+from fusion_passes.torch_private import owner_of_name
 from testing import fake_world
 from testing.fake_world import two_layers
 from tests.install.torch_state import changed, different, everything, hook_modules
 
 ROOT = Path(__file__).parent.parent.parent
 INSTALL = ROOT / "fusion_passes" / "install"
-
-REDUCER = FusionConfig(backward_graph="reducer")
 
 RELU = "torch.nn.functional.relu"
 
@@ -91,7 +87,7 @@ def test_what_is_not_listed_cannot_be_changed() -> None:
         for change in (changes.replace, changes.wrap, changes.set_to):
             with pytest.raises(LookupError, match=r"functional\.relu is not in .*patches\.py"):
                 change(undo, RELU, lambda *_: None)
-        with pytest.raises(LookupError, match="relu"), changes.temporarily(RELU, None):
+        with pytest.raises(LookupError, match="relu"), changes.patched_setting(RELU, None):
             pass
     assert torch.nn.functional.relu is before
 
@@ -116,8 +112,8 @@ def test_only_one_file_changes_what_is_torchs(path: Path) -> None:
     ]
     allowed = {
         "constructor.py": ["ddp.bucket_bytes_cap_list"],
-        "forward_compile.py": ["changed.config"],  # Of a copy.
-        "switch.py": ["_runner.before_traced"],
+        "forward_compile.py": ["changed.config", "traced_backwards.options"],  # Of a copy.
+        "switch.py": ["reducers.run_engine"],
     }
     if path.name != "changes.py":
         assert changing == allowed.get(path.name, [])
@@ -144,8 +140,6 @@ def test_what_the_flag_changes_is_what_is_listed() -> None:
         inductor_config.ddp_fusion = None
         assert changed(before, everything()) == set()
     found = changed(before, during) - {"torch._inductor.config.ddp_fusion"}
-    # Dynamo keeps that beside the function's code: tests/ddp/test_traceable.py looks at it.
-    found.add("torch._dynamo.external_utils.call_hook")
     assert found == {_canonical(patch.what) for patch in listed(Span.FLAG)}
 
 
@@ -196,12 +190,12 @@ class _Own(DistributedDataParallel):
 
 
 def _pair(
-    kind: type[DistributedDataParallel], flag: Flag = "concat"
+    kind: type[DistributedDataParallel],
 ) -> tuple[DistributedDataParallel, DistributedDataParallel]:
     """A module with DDP's Python reducer, and a managed one, else alike."""
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"), _undoing_what_ddp_sets():
         theirs = kind(two_layers(), bucket_cap_mb=25)
-    inductor_config.ddp_fusion = flag
+    inductor_config.ddp_fusion = "concat"
     ours = kind(two_layers(), bucket_cap_mb_list=[25])
     inductor_config.ddp_fusion = None
     return theirs, ours
@@ -224,7 +218,6 @@ def test_what_changes_in_a_module_is_what_is_listed(one_rank: None) -> None:
     for ddp in (theirs, ours):
         ddp.join(enable=False)
     found = different(theirs, ours) | different(own_theirs, own_ours)
-    found |= different(*_pair(DistributedDataParallel, REDUCER))
     entries = {
         patch.what.removeprefix(f"{DDP}.")
         for patch in listed(Span.OBJECT)
@@ -235,18 +228,11 @@ def test_what_changes_in_a_module_is_what_is_listed(one_rank: None) -> None:
 
 
 def test_a_module_that_is_handed_over_has_what_ddp_has(one_rank: None) -> None:
-    leaving: list[tuple[Flag, Callable[..., None]]] = [
-        ("concat", hand_over),
-        (REDUCER, reduced.hand_over),
-    ]
-    ways = [
-        (kind, flag, leave) for kind in (DistributedDataParallel, _Own) for flag, leave in leaving
-    ]
-    for kind, flag, leave in ways:
-        theirs, ours = _pair(kind, flag)
-        reason = f"{kind.__name__} of {leave.__module__}"
+    for kind in (DistributedDataParallel, _Own):
+        theirs, ours = _pair(kind)
+        reason = f"it is a {kind.__name__}"
         with pytest.warns(FusionWarning, match=f"not fused: {reason}"):
-            leave(ours, reason)
+            hand_over(ours, reason)
         undone = {
             patch.what.removeprefix(f"{DDP}.")
             for patch in listed(Span.OBJECT)
@@ -255,27 +241,6 @@ def test_a_module_that_is_handed_over_has_what_ddp_has(one_rank: None) -> None:
         assert {"forward", "reducer", "__class__"} <= undone
         assert different(theirs, ours) & undone <= {"_accum_grad_hooks"}
         assert hook_modules(ours) == set(), "the C++ reducer has hooks of its own kind"
-
-
-def test_names_of_a_group_go_with_the_module(one_rank: None) -> None:
-    inductor_config.ddp_fusion = "concat"
-    ddp = DistributedDataParallel(two_layers())
-    names = [f"0/ddp{number}" for number in range(20) if _is_name(f"0/ddp{number}")]
-    assert len(names) == 1
-    assert _is_name(f"{names[0]}#3")
-    del ddp
-    gc.collect()
-    assert not _is_name(names[0])
-    assert not _is_name(f"{names[0]}#3")
-    inductor_config.ddp_fusion = None
-
-
-def _is_name(name: str) -> bool:
-    try:
-        resolve_process_group(name)
-    except (RuntimeError, ValueError):
-        return False
-    return True
 
 
 # --- What changes for good ---------------------------------------------------------------------

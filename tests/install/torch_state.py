@@ -143,13 +143,14 @@ def main() -> None:
     before, callbacks = contents(), atexit._ncallbacks()
 
     from fusion_passes import FusionReport
-    from fusion_passes.install.inductor_pass import _teach_inductor
+    from fusion_passes.install import fuse_pass, store_pass
     from fusion_passes.install.patches import PATCHES
     from fusion_passes.reporting.journal import journal
 
     torch._inductor.config.ddp_fusion = "concat"
     DistributedDataParallel(torch.nn.Linear(2, 2))
-    _teach_inductor()
+    fuse_pass._teach_inductor()
+    store_pass._teach_inductor()
     journal.add(FusionReport("concat", 1, 1, (), (), "digest"))
     torch._inductor.config.ddp_fusion = None
     names = _differences(before, contents(), {patch.what for patch in PATCHES})

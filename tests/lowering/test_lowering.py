@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.graph.operators import PACK, WIDEN
-from fusion_passes.plan.layout import lay_out
+from fusion_passes.plan.layout import in_round_order
 from tests.support.lowered import lower
 
 RUN = Callable[..., list[Any]]
@@ -43,11 +43,14 @@ def reduced(
 ) -> list[Tensor]:
     """The gradients, packed into a bucket and reduced over all ranks, as views of it."""
     strides = strides or [_contiguous(gradient) for gradient in gradients]
-    places = lay_out([g.numel() for g in gradients], strides, dtype.itemsize)
+    numels = [gradient.numel() for gradient in gradients]
+    offsets, end = [0] * len(numels), 0
+    for index in in_round_order(numels):
+        offsets[index], end = end, end + numels[index]
     bucket = PACK(
         list(gradients),
-        [place.offset for place in places],
-        [number for place in places for number in place.strides],
+        offsets,
+        [number for numbers in strides for number in numbers],
         dtype,
         scale,
         2.0,
@@ -58,8 +61,8 @@ def reduced(
     if dtype != torch.float32:
         bucket = WIDEN(bucket, torch.float32, "div", 2.0)
     return [
-        bucket.as_strided(gradient.shape, place.strides, place.offset)
-        for gradient, place in zip(gradients, places, strict=True)
+        bucket.as_strided(gradient.shape, numbers, offset)
+        for gradient, numbers, offset in zip(gradients, strides, offsets, strict=True)
     ]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,12 +78,14 @@ def generate(
     model: nn.Module,
     batch: Tensor,
     flag: object,
-    steps: int = 1,
+    *,
+    keeps_gradients: bool = False,
     cap_mb: float = CAP_MB,
-    world: Callable[[], AbstractContextManager[None]] = fake_world,
+    world: Callable[[], AbstractContextManager[None]] = one_rank,
 ) -> str:
-    """The generated code of the last step's backward: the first makes gradients, another one adds
-    to them. Compiled autograd has traced it in ``fake_world``, whose collectives average nothing."""
+    """The generated code of the second step's backward, or of the first one where that is not
+    traced by compiled autograd: the second step does not compile anew. Gradients are new, unless
+    they are kept."""
     torch._dynamo.reset()
     journal.clear()
     with world(), inductor_config.patch(ddp_fusion=flag, fx_graph_cache=False):
@@ -90,14 +93,17 @@ def generate(
         compiled = torch.compile(ddp)
 
         def step() -> None:
+            if not keeps_gradients:
+                ddp.zero_grad()
             compiled(batch).square().mean().backward()
 
-        codes = [run_and_get_code(step)[1] for _ in range(steps)]
+        codes = [code for _ in range(2) for code in run_and_get_code(step)[1]]
         fusion_passes.reports()
     torch._dynamo.reset()
-    return codes[-1][-1]
+    return codes[-1]
 
 
+TRACED = FusionConfig(backward_graph="compiled_autograd")
 TOKENS = torch.arange(16).view(2, 8)
 IMAGES = torch.ones(2, 3, 8, 8)
 
@@ -105,7 +111,7 @@ IMAGES = torch.ones(2, 3, 8, 8)
 def test_the_calls_of_a_transformers_backward() -> None:
     """Each gradient is stored where it is sent by the kernel that computes it. Nothing is behind
     the waits."""
-    code = generate(Block(), TOKENS, FusionConfig(scaling="collective"))
+    code = generate(Block(), TOKENS, TRACED)
     assert_expected_inline(
         call_sequence(code),
         """\
@@ -114,8 +120,7 @@ generated -> A[1024:1040]
 mm
 mm -> A[1040:2064]
 generated -> A[2064:2128]
-fusion_passes.agree_ -> A
-launch A, avg
+launch A, sum
 mm
 mm -> B[0:256]
 generated -> B[256:272]
@@ -123,46 +128,47 @@ mm
 aten._scaled_dot_product_flash_attention_for_cpu_backward
 mm -> B[272:1040]
 generated -> B[1040:1088]
-launch B, avg
 mm
-generated -> C[0:16], C[16:32], C[32:544]
-launch C, avg
+generated -> B[1088:1104], B[1104:1120]
+launch B, sum
+generated -> C[0:512]
+launch C, sum
 wait for A
 wait for B
 wait for C
-return C[0:16], B[272:1040], B[0:256], A[1040:2064], A[0:1024], A[1024:1040], A[2064:2128], B[256:272], B[1040:1088], C[16:32], C[32:544]
+return B[1088:1104], B[272:1040], B[0:256], A[1040:2064], A[0:1024], A[1024:1040], A[2064:2128], B[256:272], B[1040:1088], B[1104:1120], C[0:512]
 """,
     )
 
 
 @pytest.mark.slow
 def test_the_calls_of_the_backward_that_is_compiled_with_the_forward() -> None:
-    """Each gradient is stored where it is sent, as in what compiled autograd traces; buckets have
-    other neighbours, since the gradients come in another order."""
-    code = generate(Block(), TOKENS, "concat", world=one_rank)
+    """Each gradient is stored where it is sent; a reducer is told of each bucket when its last one
+    is there, and launches it."""
+    code = generate(Block(), TOKENS, "concat")
     assert_expected_inline(
         call_sequence(code),
         """\
 mm
+fusion_passes.bucket
 mm -> A[0:1024]
 generated -> A[1024:1040]
 mm
 mm -> A[1040:2064]
 generated -> A[2064:2128]
-fusion_passes.agree_ -> A
-launch A, sum
+fusion_passes.mark_ready_ -> A
 mm
+fusion_passes.bucket
 mm -> B[0:256]
 generated -> B[256:272]
 aten._scaled_dot_product_flash_attention_for_cpu_backward
 mm
 mm -> B[272:1040]
-generated -> B[1040:1088], C[0:512], B[1088:1104], B[1104:1120]
-launch B, sum
-launch C, sum
-wait for A
-wait for B
-wait for C
+generated -> B[1040:1088]
+fusion_passes.bucket
+generated -> C[0:512], B[1088:1104], B[1104:1120]
+fusion_passes.mark_ready_ -> B
+fusion_passes.mark_ready_ -> C
 return C[0:512], B[1088:1104], B[1104:1120], B[272:1040], B[1040:1088], B[0:256], B[256:272], A[1040:2064], A[2064:2128], A[0:1024], A[1024:1040]
 """,
     )
@@ -171,7 +177,7 @@ return C[0:512], B[1088:1104], B[1104:1120], B[272:1040], B[1040:1088], B[0:256]
 @pytest.mark.slow
 def test_the_calls_with_existing_gradients() -> None:
     """They are added to as they are stored, and written by one kernel for each bucket."""
-    code = generate(Block(), TOKENS, FusionConfig(scaling="collective"), steps=2)
+    code = generate(Block(), TOKENS, TRACED, keeps_gradients=True)
     assert_expected_inline(
         call_sequence(code),
         """\
@@ -180,8 +186,7 @@ generated -> A[1024:1040]
 mm
 addmm -> A[1040:2064]
 generated -> A[2064:2128]
-fusion_passes.agree_ -> A
-launch A, avg
+launch A, sum
 mm
 addmm -> B[0:256]
 generated -> B[256:272]
@@ -189,10 +194,11 @@ mm
 aten._scaled_dot_product_flash_attention_for_cpu_backward
 addmm -> B[272:1040]
 generated -> B[1040:1088]
-launch B, avg
 mm
-generated -> C[0:16], C[16:32], C[32:544]
-launch C, avg
+generated -> B[1088:1104], B[1104:1120]
+launch B, sum
+generated -> C[0:512]
+launch C, sum
 wait for A
 wait for B
 wait for C
@@ -205,7 +211,7 @@ return what was given
 def test_the_calls_of_convolutions() -> None:
     """One call copies what the library allocates; all that is stored by generated kernels is
     scaled there."""
-    code = generate(Convolutions(), IMAGES, "concat", cap_mb=25)
+    code = generate(Convolutions(), IMAGES, TRACED, cap_mb=25, world=fake_world)
     assert_expected_inline(
         call_sequence(code),
         """\
@@ -214,7 +220,6 @@ generated -> A[288:296], A[296:304]
 aten.convolution_backward
 generated -> A[0:288], A[304:520]
 fusion_passes.store_ -> A
-fusion_passes.agree_ -> A
 launch A, sum
 wait for A
 return A[296:304], A[528:532], A[0:288], A[288:296], A[520:528], A[304:520]
@@ -227,17 +232,16 @@ return A[296:304], A[528:532], A[0:288], A[288:296], A[520:528], A[304:520]
 def test_averages_of_convolutions_come_back_as_they_were_sent() -> None:
     """In the layouts of the parameters: the library gives gradients channels last, and a copy into
     that layout would be copied once more on the way to ``.grad``."""
-    code = generate(Convolutions(), IMAGES, "concat", cap_mb=25, world=one_rank)
+    code = generate(Convolutions(), IMAGES, "concat", cap_mb=25)
     assert_expected_inline(
         call_sequence(code),
         """\
 aten.convolution_backward
+fusion_passes.bucket
 generated -> A[288:296], A[296:304]
 aten.convolution_backward
-fusion_passes.store_ -> A
-fusion_passes.agree_ -> A
-launch A, sum
-wait for A
+fusion_passes.copy_in_ -> A
+fusion_passes.mark_ready_ -> A
 return A[304:520], A[520:528], A[296:304], A[288:296], A[0:288], A[528:532]
 """,
     )
@@ -246,26 +250,25 @@ return A[304:520], A[520:528], A[296:304], A[288:296], A[0:288], A[528:532]
 @pytest.mark.slow
 def test_the_calls_in_a_smaller_dtype() -> None:
     """One call casts what matrix products give, and one kernel casts and scales what comes back."""
-    code = generate(Block(), TOKENS, FusionConfig(reduce_dtype="bf16"), cap_mb=25)
+    code = generate(Block(), TOKENS, replace(TRACED, reduce_dtype="bf16"), cap_mb=25)
     assert_expected_inline(
         call_sequence(code),
         """\
 mm
-generated -> A[3648:3664]
+generated -> A[1024:1040]
 mm
 mm
-generated -> A[2048:2112]
+generated -> A[2064:2128]
 mm
 mm
-generated -> A[3664:3680]
+generated -> A[2384:2400]
 mm
 aten._scaled_dot_product_flash_attention_for_cpu_backward
 mm
-generated -> A[3680:3728]
+generated -> A[3168:3216]
 mm
-generated -> A[3728:3744], A[3744:3760], A[3136:3648]
+generated -> A[3216:3232], A[3232:3248], A[3248:3760]
 fusion_passes.store_ -> A
-fusion_passes.agree_ -> A
 launch A, sum
 wait for A
 return what was given
@@ -282,7 +285,7 @@ return what was given
     ],
 )
 def test_no_byte_is_moved_but_by_the_kernels_that_compute_it(mode: FusionMode) -> None:
-    flag = FusionConfig(mode=mode, scaling="collective")
+    flag = replace(TRACED, mode=mode)
     traffic = read_traffic(generate(Block(), TOKENS, flag))
     plain = read_traffic(generate_plain(Block(), TOKENS))
     gradients = sum(parameter.nbytes for parameter in Block().parameters())
@@ -294,7 +297,7 @@ def test_no_byte_is_moved_but_by_the_kernels_that_compute_it(mode: FusionMode) -
 
 
 def test_what_was_copied_is_reported() -> None:
-    generate(Convolutions(), IMAGES, "concat", cap_mb=25)
+    generate(Convolutions(), IMAGES, TRACED, cap_mb=25, world=fake_world)
     (report,) = fusion_passes.reports()
     (bucket,) = report.buckets
     reasons = dict(bucket.copied)
@@ -303,12 +306,14 @@ def test_what_was_copied_is_reported() -> None:
     assert reasons["layers.0.weight"] == reasons["layers.3.weight"] == relaid
     assert reasons["layers.0.bias"] == reasons["layers.3.bias"] == library
     assert reasons["layers.1.bias"] == "something else reads it too"
-    assert "copied: layers.3.bias" in re.sub(r"\s+", " ", fusion_passes.format_report(report))
+    assert "copied: layers.0.bias, layers.3.bias" in re.sub(
+        r"\s+", " ", fusion_passes.format_report(report)
+    )
 
 
 def test_what_a_pinned_kernel_gives_is_reported() -> None:
     """In small buckets, the first convolution is pinned behind the launch of the others."""
-    generate(Convolutions(), IMAGES, "concat", cap_mb=1e-4)
+    generate(Convolutions(), IMAGES, TRACED, cap_mb=1e-4)
     (report,) = fusion_passes.reports()
     assert len(report.buckets) > 1
     reasons = dict(item for bucket in report.buckets for item in bucket.copied)

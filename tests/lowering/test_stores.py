@@ -112,7 +112,6 @@ def test_a_sum_of_few_parts_is_stored(compiler: CardCompiler) -> None:
         pytest.param(FusionConfig(mode="coalesced"), id="coalesced"),
         pytest.param(FusionConfig(reduce_dtype="bf16"), id="bf16"),
         pytest.param(FusionConfig(reduce_dtype="fp16"), id="fp16", marks=pytest.mark.nightly),
-        pytest.param(FusionConfig(scaling="store"), id="scaled where it is stored"),
         pytest.param(FusionConfig(scaling="bucket"), id="scaled in the bucket"),
     ],
 )

@@ -28,11 +28,11 @@ x_1: f32[2, 3]
 y_1: f32[4]
 neg: f32[2, 3] = neg(x_1)
 neg_1: f32[4] = neg(y_1)
-pack_default: f32[10] = pack([neg, neg_1], [4, 0], [3, 1, 1], torch.float32, 'div', 2.0, False, 'plan:0')
-all_reduce_default: f32[10] = all_reduce(pack_default, 'sum', 'ddp0')
+pack_default: f32[10] = pack([neg, neg_1], [0, 6], [3, 1, 1], torch.float32, 'none', 1.0, False, 'plan:0')
+all_reduce_default: f32[10] = all_reduce(pack_default, 'avg', 'ddp0')
 wait_tensor_default: f32[10] = wait_tensor(all_reduce_default)
-as_strided_default: f32[2, 3] = as_strided(wait_tensor_default, [2, 3], [3, 1], 4)
-as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 0)
+as_strided_default: f32[2, 3] = as_strided(wait_tensor_default, [2, 3], [3, 1], 0)
+as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 6)
 return (as_strided_default, as_strided_default_1)
 """,
     )
@@ -54,12 +54,12 @@ neg: f32[2, 3] = neg(x_1)
 add: f32[2, 3] = add(a_1, neg)
 neg_1: f32[4] = neg(y_1)
 add_1: f32[4] = add(b_1, neg_1)
-pack_default: f32[10] = pack([add, add_1], [4, 0], [3, 1, 1], torch.float32, 'div', 2.0, False, 'plan:0')
-all_reduce_default: f32[10] = all_reduce(pack_default, 'sum', 'ddp0')
+pack_default: f32[10] = pack([add, add_1], [0, 6], [3, 1, 1], torch.float32, 'none', 1.0, False, 'plan:0')
+all_reduce_default: f32[10] = all_reduce(pack_default, 'avg', 'ddp0')
 wait_tensor_default: f32[10] = wait_tensor(all_reduce_default)
-as_strided_default: f32[2, 3] = as_strided(wait_tensor_default, [2, 3], [3, 1], 4)
+as_strided_default: f32[2, 3] = as_strided(wait_tensor_default, [2, 3], [3, 1], 0)
 copy_: f32[2, 3] = copy_(a_1, as_strided_default)
-as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 0)
+as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 6)
 copy__1: f32[4] = copy_(b_1, as_strided_default_1)
 return None
 """,
@@ -135,11 +135,11 @@ x_1: f32[2, 3]strides[1, 2]
 y_1: f32[4]
 neg: f32[2, 3]strides[1, 2] = neg(x_1)
 neg_1: f32[4] = neg(y_1)
-pack_default: f32[10] = pack([neg, neg_1], [4, 0], [1, 2, 1], torch.float32, 'div', 2.0, False, 'plan:0')
-all_reduce_default: f32[10] = all_reduce(pack_default, 'sum', 'ddp0')
+pack_default: f32[10] = pack([neg, neg_1], [0, 6], [1, 2, 1], torch.float32, 'none', 1.0, False, 'plan:0')
+all_reduce_default: f32[10] = all_reduce(pack_default, 'avg', 'ddp0')
 wait_tensor_default: f32[10] = wait_tensor(all_reduce_default)
-as_strided_default: f32[2, 3]strides[1, 2] = as_strided(wait_tensor_default, [2, 3], [1, 2], 4)
-as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 0)
+as_strided_default: f32[2, 3]strides[1, 2] = as_strided(wait_tensor_default, [2, 3], [1, 2], 0)
+as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 6)
 return (as_strided_default, as_strided_default_1)
 """,
     )
@@ -155,12 +155,12 @@ def test_scalars_and_empty_gradients_have_their_piece() -> None:
 x_1: f32[]
 y_1: f32[0, 4]
 z_1: f32[4]
-pack_default: f32[5] = pack([x_1, z_1], [4, 0], [1], torch.float32, 'div', 2.0, False, 'plan:0')
-all_reduce_default: f32[5] = all_reduce(pack_default, 'sum', 'ddp0')
+pack_default: f32[5] = pack([x_1, z_1], [0, 1], [1], torch.float32, 'none', 1.0, False, 'plan:0')
+all_reduce_default: f32[5] = all_reduce(pack_default, 'avg', 'ddp0')
 wait_tensor_default: f32[5] = wait_tensor(all_reduce_default)
-as_strided_default: f32[] = as_strided(wait_tensor_default, [], [], 4)
+as_strided_default: f32[] = as_strided(wait_tensor_default, [], [], 0)
 clone_default: f32[0, 4] = clone(y_1, memory_format=torch.contiguous_format)
-as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 0)
+as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 1)
 return (as_strided_default, clone_default, as_strided_default_1)
 """,
     )
@@ -177,8 +177,8 @@ x_1: c64[2]
 y_1: c64[2]
 view_as_real_default: f32[2, 2] = view_as_real(x_1)
 view_as_real_default_1: f32[2, 2] = view_as_real(y_1)
-pack_default: f32[8] = pack([view_as_real_default, view_as_real_default_1], [0, 4], [2, 1, 2, 1], torch.float32, 'div', 2.0, False, 'plan:0')
-all_reduce_default: f32[8] = all_reduce(pack_default, 'sum', 'ddp0')
+pack_default: f32[8] = pack([view_as_real_default, view_as_real_default_1], [0, 4], [2, 1, 2, 1], torch.float32, 'none', 1.0, False, 'plan:0')
+all_reduce_default: f32[8] = all_reduce(pack_default, 'avg', 'ddp0')
 wait_tensor_default: f32[8] = wait_tensor(all_reduce_default)
 as_strided_default: f32[2, 2] = as_strided(wait_tensor_default, [2, 2], [2, 1], 0)
 as_complex_default: c64[2] = as_complex(as_strided_default)
@@ -199,8 +199,8 @@ def test_the_same_gradient_twice() -> None:
         """\
 x_1: f32[4]
 neg: f32[4] = neg(x_1)
-pack_default: f32[8] = pack([neg, neg], [0, 4], [1, 1], torch.float32, 'div', 2.0, False, 'plan:0')
-all_reduce_default: f32[8] = all_reduce(pack_default, 'sum', 'ddp0')
+pack_default: f32[8] = pack([neg, neg], [0, 4], [1, 1], torch.float32, 'none', 1.0, False, 'plan:0')
+all_reduce_default: f32[8] = all_reduce(pack_default, 'avg', 'ddp0')
 wait_tensor_default: f32[8] = wait_tensor(all_reduce_default)
 as_strided_default: f32[4] = as_strided(wait_tensor_default, [4], [1], 0)
 as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 4)
@@ -220,8 +220,8 @@ def test_gradients_that_share_memory_with_something_else() -> None:
 x_1: f32[3]
 expand: f32[2, 3]strides[0, 1] = expand(x_1, [2, 3])
 permute: f32[3, 2]strides[1, 0] = permute(expand, [1, 0])
-pack_default: f32[12] = pack([expand, permute], [0, 6], [3, 1, 2, 1], torch.float32, 'div', 2.0, False, 'plan:0')
-all_reduce_default: f32[12] = all_reduce(pack_default, 'sum', 'ddp0')
+pack_default: f32[12] = pack([expand, permute], [0, 6], [3, 1, 2, 1], torch.float32, 'none', 1.0, False, 'plan:0')
+all_reduce_default: f32[12] = all_reduce(pack_default, 'avg', 'ddp0')
 wait_tensor_default: f32[12] = wait_tensor(all_reduce_default)
 as_strided_default: f32[2, 3] = as_strided(wait_tensor_default, [2, 3], [3, 1], 0)
 as_strided_default_1: f32[3, 2] = as_strided(wait_tensor_default, [3, 2], [2, 1], 6)

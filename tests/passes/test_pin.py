@@ -54,17 +54,14 @@ def test_waits_of_one_launch_are_pinned_together() -> None:
         """\
 x_1: f32[2, 2]
 neg: f32[2, 2] = neg(x_1)
-_foreach_div_scalar: (f32[2, 2], f32[2, 2]) = _foreach_div([x_1, neg], 2)
-getitem: f32[2, 2] = getitem(_foreach_div_scalar, 0)
-getitem_1: f32[2, 2] = getitem(_foreach_div_scalar, 1)
-all_reduce_coalesced_default: (f32[2, 2], f32[2, 2]) = all_reduce_coalesced([getitem, getitem_1], 'sum', 'ddp0')
-getitem_2: f32[2, 2] = getitem(all_reduce_coalesced_default, 0)
-getitem_3: f32[2, 2] = getitem(all_reduce_coalesced_default, 1)
+all_reduce_coalesced_default: (f32[2, 2], f32[2, 2]) = all_reduce_coalesced([x_1, neg], 'avg', 'ddp0')
+getitem: f32[2, 2] = getitem(all_reduce_coalesced_default, 0)
+getitem_1: f32[2, 2] = getitem(all_reduce_coalesced_default, 1)
 pinned_wait_tensor_default: ? = pinned_wait_tensor_default()
-pinned_wait_tensor_default_1: (f32[2, 2], f32[2, 2]) = control_deps((getitem_2), pinned_wait_tensor_default, getitem_2, getitem_3)
-getitem_4: f32[2, 2] = getitem(pinned_wait_tensor_default_1, 0)
-getitem_5: f32[2, 2] = getitem(pinned_wait_tensor_default_1, 1)
-return (getitem_4, getitem_5)
+pinned_wait_tensor_default_1: (f32[2, 2], f32[2, 2]) = control_deps((getitem), pinned_wait_tensor_default, getitem, getitem_1)
+getitem_2: f32[2, 2] = getitem(pinned_wait_tensor_default_1, 0)
+getitem_3: f32[2, 2] = getitem(pinned_wait_tensor_default_1, 1)
+return (getitem_2, getitem_3)
 """,
     )
 
@@ -77,8 +74,7 @@ def test_a_kernel_that_reads_two_results_of_one_launch_follows_both_waits() -> N
 
     text = check(backward, [tensor(2, 2)], chain(coalesced(), pin()))
     assert (
-        "pinned_mm_1: f32[2, 2] = control_deps((getitem_2), pinned_mm, getitem_4, getitem_5)"
-        in text
+        "pinned_mm_1: f32[2, 2] = control_deps((getitem), pinned_mm, getitem_2, getitem_3)" in text
     )
 
 

@@ -17,8 +17,7 @@ from torch import fx
 from torch._dynamo.utils import compilation_time_metrics
 from torch._logging._internal import trace_log
 
-from fusion_passes.agreement.launches import Collective, LaunchList
-from fusion_passes.config import FUSION_MODES, FusionConfig, FusionMode
+from fusion_passes.config import REDUCE_MODES, ReduceMode
 from fusion_passes.graph.collectives import ALL_REDUCE, WAIT, all_reduce, is_launch, is_pinned
 from fusion_passes.graph.text import graph_text
 from fusion_passes.passes import pipeline as pipeline_module
@@ -35,12 +34,13 @@ from fusion_passes.passes.place import PlaceReductions
 from fusion_passes.passes.verify import BrokenInvariantError
 from fusion_passes.plan.buckets import BucketPlan
 from fusion_passes.plan.placement import PlacementPlan, plan_placement
+from fusion_passes.plan.planner import CannotLaunchError, ModuleBuckets
 from fusion_passes.reductions.owners import DdpGroups
 from testing.graphs import (
     Backward,
     assert_same_numbers,
     assert_topological,
-    caps,
+    buckets_of,
     check,
     check_unchanged,
     coalesced,
@@ -77,8 +77,7 @@ w2_1: f32[2, 2]
 mm: f32[2, 2] = mm(x_1, w2_1)
 mm_1: f32[2, 2] = mm(w2_1, x_1)
 mm_2: f32[2, 2] = mm(mm_1, w1_1)
-pack_default: f32[8] = pack([mm, mm_2], [0, 4], [2, 1, 2, 1], torch.float32, 'none', 1.0, False, 'b9749fde35c89923:0')
-agree__default: ? = agree_(pack_default, 'ddp0', 'concat; avg float32 2-1')
+pack_default: f32[8] = pack([mm, mm_2], [0, 4], [2, 1, 2, 1], torch.float32, 'none', 1.0, False, '4358543927e20de1:0')
 all_reduce_default: f32[8] = all_reduce(pack_default, 'avg', 'ddp0')
 pinned_wait_tensor_default: ? = pinned_wait_tensor_default()
 pinned_wait_tensor_default_1: f32[8] = control_deps((all_reduce_default), pinned_wait_tensor_default, all_reduce_default)
@@ -99,7 +98,6 @@ w2_1: f32[2, 2]
 mm: f32[2, 2] = mm(x_1, w2_1)
 mm_1: f32[2, 2] = mm(w2_1, x_1)
 mm_2: f32[2, 2] = mm(mm_1, w1_1)
-agree__default: ? = agree_(mm, 'ddp0', 'coalesced; avg float32 2-1')
 all_reduce_coalesced_default: (f32[2, 2], f32[2, 2]) = all_reduce_coalesced([mm, mm_2], 'avg', 'ddp0')
 getitem: f32[2, 2] = getitem(all_reduce_coalesced_default, 0)
 getitem_1: f32[2, 2] = getitem(all_reduce_coalesced_default, 1)
@@ -112,107 +110,29 @@ return (getitem_2, getitem_3)
     )
 
 
-def test_what_the_ranks_have_agreed_on_comes_before_what_the_graph_suggests() -> None:
-    """Here the second layer's gradient is there first; the other ranks send the first one's first,
-    and divide in another place."""
-    items = (Collective("before", "float32", (1,), 0), Collective("before", "float32", (2,), 1))
-    agreed = LaunchList("concat", items)
-    assert_expected_inline(
-        check(_layers, _INPUTS, pipeline("concat", agreed=agreed)),
-        """\
-x_1: f32[2, 2]
-w1_1: f32[2, 2]
-w2_1: f32[2, 2]
-mm: f32[2, 2] = mm(x_1, w2_1)
-pack_default_1: f32[4] = pack([mm], [0], [2, 1], torch.float32, 'div', 2.0, True, 'ca312903924d0cbe:1')
-mm_1: f32[2, 2] = mm(w2_1, x_1)
-mm_2: f32[2, 2] = mm(mm_1, w1_1)
-pack_default: f32[4] = pack([mm_2], [0], [2, 1], torch.float32, 'div', 2.0, True, 'ca312903924d0cbe:0')
-agree__default: ? = agree_(pack_default, 'ddp0', 'concat; sum float32 1; sum float32 2')
-all_reduce_default: f32[4] = all_reduce(pack_default, 'sum', 'ddp0')
-all_reduce_default_1: f32[4] = all_reduce(pack_default_1, 'sum', 'ddp0')
-pinned_wait_tensor_default: ? = pinned_wait_tensor_default()
-pinned_wait_tensor_default_1: f32[4] = control_deps((all_reduce_default_1, all_reduce_default), pinned_wait_tensor_default, all_reduce_default)
-as_strided_default: f32[2, 2] = as_strided(pinned_wait_tensor_default_1, [2, 2], [2, 1], 0)
-pinned_wait_tensor_default_2: ? = pinned_wait_tensor_default_1()
-pinned_wait_tensor_default_3: f32[4] = control_deps((all_reduce_default_1, all_reduce_default), pinned_wait_tensor_default_2, all_reduce_default_1)
-as_strided_default_1: f32[2, 2] = as_strided(pinned_wait_tensor_default_3, [2, 2], [2, 1], 0)
-return (as_strided_default_1, as_strided_default)
-""",
-    )
-
-
-def test_an_agreement_that_a_graph_cannot_keep_is_left() -> None:
-    """One gradient depends on the other's average: one bucket would wait for itself."""
-
-    def backward(x, w):
-        g2 = reduce(torch.mm(x, w), "w2")
-        return g2, reduce(torch.mm(g2, w), "w1")
-
-    agreed = LaunchList("concat", (Collective("by", "float32", (1, 2), 0),))
-    inputs = [tensor(2, 2)] * 2
-    own = check(backward, inputs, pipeline("concat"))
-    assert check(backward, inputs, pipeline("concat", agreed=agreed)) == own
-
-
-@pytest.mark.parametrize(
-    ("group", "said"),
-    [
-        ("world", "concat; avg float32 2; +1 avg float32 1; foreign 2"),
-        ("pairs", "concat; avg float32 2; avg float32 1"),
-    ],
-)
-def test_a_list_says_which_collectives_lie_between(group: str, said: str) -> None:
-    """Of the model's own, on the same process group: ranks pair up with them in this order too."""
-
-    def backward(x, w1, w2):
-        g2 = reduce(torch.mm(x, w2), "w2")
-        hidden = all_reduce(torch.mm(w2, x), "sum", group)
-        g1 = reduce(torch.mm(hidden, w1), "w1")
-        return g2, g1, all_reduce(torch.mm(hidden, x), "sum", group)
-
-    text = check(backward, _INPUTS, pipeline("concat", caps(1)))
-    assert f"'{said}')" in text
-
-
-@pytest.mark.parametrize(
-    ("disabled", "is_fused", "is_pinned"),
-    [("", True, True), ("PinOrder", True, False), ("FuseByConcat", False, False)],
-)
-def test_passes_can_be_switched_off(disabled: str, is_fused: bool, is_pinned: bool) -> None:
+def test_passes_that_order_can_be_switched_off() -> None:
     module = trace(_layers, _INPUTS)
-    with inductor_config.patch(disabled_passes=disabled):
-        plan = _run(module)
-    text = graph_text(module.graph)
-    assert bool(plan.buckets) == ("pack(" in text) == ("agree_(" in text) == is_fused
-    assert ("control_deps" in text) == is_pinned
+    with inductor_config.patch(disabled_passes="PinOrder"):
+        assert _run(module).buckets
+    assert "control_deps" not in graph_text(module.graph)
 
 
-def test_dead_code_removal_can_be_switched_off() -> None:
-    """A gradient with a dead reader beside its wait is none that can be fused."""
+@pytest.mark.parametrize("disabled", ["FuseByConcat", "EraseDeadCode"])
+def test_without_a_pass_that_fuses_a_graph_cannot_be_run(disabled: str) -> None:
+    """Other ranks launch buckets. A gradient with a dead reader is none that can be fused."""
 
     def backward(x):
         launch = ALL_REDUCE(torch.div(x, 2), "sum", "ddp0#a")
         torch.neg(launch)
         return WAIT(launch)
 
-    assert _run(trace(backward, [tensor(4)])).buckets
-    with inductor_config.patch(disabled_passes="EraseDeadCode"):
-        assert not _run(trace(backward, [tensor(4)])).buckets
+    def run() -> BucketPlan:
+        graph = trace(backward, [tensor(4)]).graph
+        return run_pipeline(graph, "concat", owner_of, lambda _: ModuleBuckets(((0,),)))
 
-
-def test_the_agreement_of_the_ranks_cannot_be_switched_off(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    module = trace(_layers, _INPUTS)
-    with inductor_config.patch(disabled_passes="AgreeBeforeLaunch"):
-        _run(module)
-    assert "agree_(" in graph_text(module.graph)
-    said = (
-        "AgreeBeforeLaunch runs, though TORCHINDUCTOR_DISABLED_PASSES names it: "
-        "without it, ranks whose graphs differ would hang."
-    )
-    assert said in caplog.messages
+    assert run().buckets
+    with inductor_config.patch(disabled_passes=disabled), pytest.raises(CannotLaunchError):
+        run()
 
 
 def test_each_pass_is_timed_under_its_name() -> None:
@@ -234,15 +154,15 @@ def test_each_pass_leaves_its_graph_in_a_trace() -> None:
     graphs = [f"ddp_fusion_{i}_{name}" for i, name in enumerate(names)]
     assert list(records.texts) == [*graphs, "ddp_fusion_plan"]
     assert records.texts["ddp_fusion_0_traced"] == traced
-    assert records.texts["ddp_fusion_7_PinOrder"] == graph_text(module.graph)
+    assert records.texts["ddp_fusion_4_PinOrder"] == graph_text(module.graph)
 
 
 def _all_passes() -> list[GraphPass]:
-    config, plan, groups = FusionConfig(mode="concat"), BucketPlan((), ()), DdpGroups({})
+    plan, groups = BucketPlan((), ()), DdpGroups({})
     return [
         *passes_before_planning(groups),
-        *passes_that_fuse(config, plan, groups),
-        *passes_that_order(config, plan, PlacementPlan({}, (), ()), groups),
+        *passes_that_fuse("concat", plan),
+        *passes_that_order(PlacementPlan({}, (), ()), groups),
     ]
 
 
@@ -266,32 +186,20 @@ def test_the_plan_says_where_buckets_were_placed() -> None:
         assert _run(trace(_layers, _INPUTS)).placements == (None,)
 
 
-def test_a_bucket_without_elements_is_placed_nowhere() -> None:
-    """It stays as it was traced; the next bucket's place is its own."""
-
-    def backward(x, empty):
-        return reduce(empty, "e"), reduce(torch.mm(x, x), "a"), torch.mm(x, x)
-
-    plan = _run(trace(backward, [tensor(2, 2), tensor(0, dtype=torch.float64)]))
-    assert [bucket.is_empty for bucket in plan.buckets] == [True, False]
-    assert [placement and placement.following for placement in plan.placements] == [None, 1]
-
-
 def test_single_reductions_are_placed_and_pinned_too() -> None:
     assert_expected_inline(
-        check(_layers, _INPUTS, pipeline("concat", caps(1))),
+        check(_layers, _INPUTS, pipeline("concat", 1)),
         """\
 x_1: f32[2, 2]
 w1_1: f32[2, 2]
 w2_1: f32[2, 2]
 mm: f32[2, 2] = mm(x_1, w2_1)
-pack_default: f32[4] = pack([mm], [0], [2, 1], torch.float32, 'none', 1.0, False, '2cd998c85c8d6f01:0')
-agree__default: ? = agree_(pack_default, 'ddp0', 'concat; avg float32 2; avg float32 1')
+pack_default: f32[4] = pack([mm], [0], [2, 1], torch.float32, 'none', 1.0, False, 'b9943525ce7e2e24:0')
 all_reduce_default: f32[4] = all_reduce(pack_default, 'avg', 'ddp0')
 pinned_mm_1: ? = pinned_mm_1()
 pinned_mm_2: f32[2, 2] = control_deps((all_reduce_default), pinned_mm_1, w2_1, x_1)
 mm_2: f32[2, 2] = mm(pinned_mm_2, w1_1)
-pack_default_1: f32[4] = pack([mm_2], [0], [2, 1], torch.float32, 'none', 1.0, False, '2cd998c85c8d6f01:1')
+pack_default_1: f32[4] = pack([mm_2], [0], [2, 1], torch.float32, 'none', 1.0, False, 'b9943525ce7e2e24:1')
 all_reduce_default_1: f32[4] = all_reduce(pack_default_1, 'avg', 'ddp0')
 pinned_wait_tensor_default: ? = pinned_wait_tensor_default()
 pinned_wait_tensor_default_1: f32[4] = control_deps((all_reduce_default_1), pinned_wait_tensor_default, all_reduce_default)
@@ -320,22 +228,22 @@ mm: f32[2, 2] = mm(x_1, x_1)
 add: f32[2, 2] = add(g2_1, mm)
 sin: f32[2, 2] = sin(x_1)
 add_1: f32[2, 2] = add(g1_1, sin)
-pack_default: f32[8] = pack([add, add_1], [0, 4], [2, 1, 2, 1], torch.float32, 'div', 2.0, False, '74f4771723083d46:0')
-agree__default: ? = agree_(pack_default, 'ddp0', 'concat; sum float32 2-1')
-all_reduce_default: f32[8] = all_reduce(pack_default, 'sum', 'ddp0')
+pack_default: f32[8] = pack([add, add_1], [0, 4], [2, 1, 2, 1], torch.float32, 'none', 1.0, False, '4358543927e20de1:0')
+all_reduce_default: f32[8] = all_reduce(pack_default, 'avg', 'ddp0')
 pinned_wait_tensor_default: ? = pinned_wait_tensor_default()
 pinned_wait_tensor_default_1: f32[8] = control_deps((all_reduce_default, mm), pinned_wait_tensor_default, all_reduce_default)
 as_strided_default: f32[2, 2] = as_strided(pinned_wait_tensor_default_1, [2, 2], [2, 1], 0)
+copy_: f32[2, 2] = copy_(g2_1, as_strided_default)
 as_strided_default_1: f32[2, 2] = as_strided(pinned_wait_tensor_default_1, [2, 2], [2, 1], 4)
-_foreach_copy__default: ? = _foreach_copy_([g2_1, g1_1], [as_strided_default, as_strided_default_1])
+copy__1: f32[2, 2] = copy_(g1_1, as_strided_default_1)
 cos: f32[2, 2] = cos(x_1)
 return cos
 """,
     )
 
 
-@pytest.mark.parametrize("mode", FUSION_MODES)
-def test_a_second_run_changes_nothing(mode: FusionMode) -> None:
+@pytest.mark.parametrize("mode", REDUCE_MODES)
+def test_a_second_run_changes_nothing(mode: ReduceMode) -> None:
     """Two kernels stand behind the first bucket."""
 
     def backward(x):
@@ -354,8 +262,8 @@ def test_a_second_run_changes_nothing(mode: FusionMode) -> None:
         ),
     ],
 )
-@pytest.mark.parametrize("mode", FUSION_MODES)
-def test_graphs_that_are_none_of_its_business(mode: FusionMode, backward: Backward) -> None:
+@pytest.mark.parametrize("mode", REDUCE_MODES)
+def test_graphs_that_are_none_of_its_business(mode: ReduceMode, backward: Backward) -> None:
     check_unchanged(backward, [tensor(2, 2)], pipeline(mode))
 
 
@@ -366,16 +274,16 @@ def test_the_plan_of_a_graph_without_reductions_keeps_the_reasons() -> None:
     assert [rejection.node.name for rejection in plan.rejections] == ["all_reduce"]
 
 
-def _run(module: fx.GraphModule, mode: FusionMode = "concat") -> BucketPlan:
-    return run_pipeline(module.graph, FusionConfig(mode=mode), owner_of, caps())
+def _run(module: fx.GraphModule, mode: ReduceMode = "concat") -> BucketPlan:
+    return run_pipeline(module.graph, mode, owner_of, buckets_of(module.graph))
 
 
 @pytest.mark.parametrize(
     ("mode", "fuse"), [("concat", FuseByConcat), ("coalesced", FuseByCoalescing)]
 )
-def test_the_mode_chooses_the_pass(mode: FusionMode, fuse: type) -> None:
+def test_the_mode_chooses_the_pass(mode: ReduceMode, fuse: type) -> None:
     plan = BucketPlan((), ())
-    assert isinstance(passes_that_fuse(FusionConfig(mode=mode), plan, DdpGroups({}))[0], fuse)
+    assert isinstance(passes_that_fuse(mode, plan)[0], fuse)
 
 
 @dataclass(frozen=True)
@@ -460,20 +368,21 @@ def _backward_of(steps: list[tuple[str, int, str]]) -> Backward:
     return backward
 
 
-@pytest.mark.parametrize("mode", FUSION_MODES)
+@pytest.mark.parametrize("mode", REDUCE_MODES)
 @settings(max_examples=20, derandomize=True, deadline=None, database=None)
 @given(steps=_STEPS, cap=st.sampled_from([1, 40, 1000]))
 def test_any_graph_gives_the_same_numbers(mode, steps, cap) -> None:
     """The pipeline's own invariants hold too: it raises where they do not."""
     module = trace(_backward_of(steps), _INPUTS)
     before, numbers = graph_text(module.graph), execute(module)
-    plan = run_pipeline(module.graph, FusionConfig(mode=mode), owner_of, caps(cap))
+    try:
+        plan = run_pipeline(module.graph, mode, owner_of, buckets_of(module.graph, cap))
+    except CannotLaunchError:
+        return
     assert_topological(module.graph)
     assert_same_numbers(numbers, execute(module))
     launches = [n for n in module.graph.nodes if n.op == "call_function" and is_launch(n)]
-    assert len(launches) == len(plan.buckets) + len(plan.rejections) + sum(
-        len(bucket.members) - 1 for bucket in plan.buckets if bucket.is_empty
-    )
+    assert len(launches) == len(plan.buckets) + len(plan.rejections)
     if not plan.buckets:
         assert graph_text(module.graph) == before
         assert not any(is_pinned(node) for node in module.graph.nodes)
@@ -486,7 +395,10 @@ def test_placing_changes_nothing_that_the_placement_says(fuse, steps, cap) -> No
     """The report reads the plan that was made before anything moved: one of the graph as it then
     stands would say the same."""
     graph = trace(_backward_of(steps), _INPUTS).graph
-    fuse(caps(cap))(graph)(graph)
+    try:
+        fuse(cap)(graph)(graph)
+    except CannotLaunchError:
+        return
     plan = plan_placement(graph, groups_of(graph))
     PlaceReductions(plan)(graph)
     assert _said(plan_placement(graph, groups_of(graph))) == _said(plan)

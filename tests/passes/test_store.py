@@ -19,7 +19,7 @@ from fusion_passes.plan.pieces import StoredInput
 from fusion_passes.torch_private import FakeTensorMode
 
 CPU = torch.device("cpu")
-LARGE = BucketCaps(2**20, 2**20, 2**30)
+LARGE = BucketCaps(2**20, 2**20)
 
 
 def stored(index: int, *shape: int, module: int = 0, bucket: Any = None) -> StoredInput:
@@ -85,7 +85,7 @@ return (as_strided_default_1, as_strided_default, as_strided_default_2, None)
 
 def test_two_pieces() -> None:
     inputs = [stored(0, 16, 16), stored(1, 8, 16), stored(2, 8)]
-    caps = BucketCaps(8 * 16 * 4, 8 * 16 * 4, 2**30)
+    caps = BucketCaps(8 * 16 * 4, 8 * 16 * 4)
     assert_expected_inline(
         check(trace(two_layers, *SHAPES), inputs, 4, caps),
         """\

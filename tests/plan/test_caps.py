@@ -8,12 +8,10 @@ import pytest
 
 from fusion_passes.config import FusionConfig
 from fusion_passes.plan.caps import (
-    HOLD_CAPS,
     ModuleCaps,
     bucket_caps,
     default_caps,
     given_caps,
-    measured_hold_bytes,
     mib_to_bytes,
 )
 from fusion_passes.profile.tables import MIB
@@ -68,9 +66,8 @@ def test_options_go_before_the_module(
     options: dict[str, Any], module: ModuleCaps, first_mb: int, cap_mb: int
 ) -> None:
     caps = bucket_caps(FusionConfig(**options), module)
-    hold_bytes = HOLD_CAPS * max(first_mb, cap_mb) * MIB
     assert (caps.first_bytes, caps.cap_bytes) == (first_mb * MIB, cap_mb * MIB)
-    assert (caps.hold_bytes, caps.listed_bytes) == (hold_bytes, ())
+    assert caps.listed_bytes == ()
 
 
 @pytest.mark.parametrize(
@@ -93,49 +90,22 @@ def test_each_bucket_of_a_list_has_its_cap(
     assert [caps.of_bucket(index) for index in range(4)] == [size * MIB for size in sizes_mb]
 
 
-@pytest.mark.parametrize(
-    ("options", "module", "hold_mb"),
-    [
-        pytest.param({}, DEFAULT, 4 * 3, id="of the largest cap"),
-        pytest.param({"first_bucket_cap_mb": 10}, DEFAULT, 4 * 10, id="which is the first"),
-        pytest.param({}, LISTED, 4 * 3, id="which is listed"),
-        pytest.param({"max_hold_mb": 1}, LISTED, 1, id="set below a cap"),
-        pytest.param({"max_hold_mb": 50}, DEFAULT, 50, id="set above the default"),
-    ],
-)
-def test_the_memory_bound_is_four_caps_unless_it_is_set(
-    options: dict[str, Any], module: ModuleCaps, hold_mb: int
-) -> None:
-    assert bucket_caps(FusionConfig(**options), module).hold_bytes == hold_mb * MIB
-
-
 GIVEN = given_caps(3 * MIB, (2 * MIB, 4 * MIB))
 
 
 @pytest.mark.parametrize(
-    ("options", "module", "most_mb", "first_mb", "hold_mb"),
+    ("options", "module", "most_mb", "first_mb"),
     [
-        pytest.param({}, DEFAULT, None, None, 100, id="nothing is set"),
-        pytest.param({}, given_caps(5 * MIB), 5, None, 20, id="the module was given one"),
-        pytest.param({}, GIVEN, 2, None, 16, id="the smallest of a list"),
-        pytest.param({"bucket_cap_mb": 7}, GIVEN, 7, None, 28, id="an option goes before"),
-        pytest.param({"first_bucket_cap_mb": 1}, DEFAULT, None, 1, 100, id="of the first alone"),
-        pytest.param({"max_hold_mb": 3}, DEFAULT, None, None, 3, id="a memory bound"),
+        pytest.param({}, DEFAULT, None, None, id="nothing is set"),
+        pytest.param({}, given_caps(5 * MIB), 5, None, id="the module was given one"),
+        pytest.param({}, GIVEN, 2, None, id="the smallest of a list"),
+        pytest.param({"bucket_cap_mb": 7}, GIVEN, 7, None, id="an option goes before"),
+        pytest.param({"first_bucket_cap_mb": 1}, DEFAULT, None, 1, id="of the first alone"),
     ],
 )
 def test_what_the_user_sets_bounds_buckets_that_are_chosen_from_measurement(
-    options: dict[str, Any],
-    module: ModuleCaps,
-    most_mb: int | None,
-    first_mb: int | None,
-    hold_mb: int,
+    options: dict[str, Any], module: ModuleCaps, most_mb: int | None, first_mb: int | None
 ) -> None:
     caps = bucket_caps(FusionConfig(mode="auto", **options), module)
     assert caps.most_bytes == (None if most_mb is None else most_mb * MIB)
     assert caps.first_most_bytes == (None if first_mb is None else first_mb * MIB)
-    assert measured_hold_bytes(caps, 80 * MIB) == hold_mb * MIB
-
-
-def test_without_a_cap_an_eighth_of_large_models_may_wait() -> None:
-    caps = bucket_caps(FusionConfig(mode="auto"), DEFAULT)
-    assert measured_hold_bytes(caps, 1600 * MIB) == 200 * MIB

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusion_passes.config import ScalingOption
 from fusion_passes.graph.scaling import NO_SCALING, Scaling
-from fusion_passes.plan.planner import PlanOptions
 from fusion_passes.plan.scaling import BucketScaling
 from testing.graphs import plan_of, reduce, tensor, trace
 
@@ -21,7 +19,7 @@ def scaling_of(
     module: str = GLOO,
     dtype: torch.dtype = torch.float32,
     product: bool = False,
-    option: ScalingOption = "auto",
+    divides_first: bool = False,
     reduce_dtype: torch.dtype | None = None,
     **traced: Any,
 ) -> BucketScaling:
@@ -32,7 +30,7 @@ def scaling_of(
         return [reduce(g, n, module=module, **traced) for g, n in ((first, "a"), (y, "b"))]
 
     graph = trace(backward, [tensor(2, 2, dtype=dtype), tensor(4, dtype=dtype)]).graph
-    (bucket,) = plan_of(graph, options=PlanOptions(option, reduce_dtype)).buckets
+    (bucket,) = plan_of(graph, divides_first=divides_first, reduce_dtype=reduce_dtype).buckets
     return bucket.scaling
 
 
@@ -47,14 +45,11 @@ def test_nccl_does_not_average_fp16() -> None:
     assert scaling_of(NCCL, torch.float16) == BucketScaling("store", "sum", HALF)
 
 
-def test_gloo_is_given_what_is_divided_already_where_that_costs_nothing() -> None:
-    assert scaling_of(GLOO) == BucketScaling("store", "sum", HALF)
-
-
+@pytest.mark.parametrize("product", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_gloo_averages_what_a_matrix_product_has_stored(dtype: torch.dtype) -> None:
+def test_gloo_averages(dtype: torch.dtype, product: bool) -> None:
     expected = BucketScaling("collective", "avg", NO_SCALING)
-    assert scaling_of(GLOO, dtype, product=True) == expected
+    assert scaling_of(GLOO, dtype, product=product) == expected
 
 
 @pytest.mark.parametrize("module", [GLOO, NCCL])
@@ -68,8 +63,8 @@ def test_a_sum_into_rows_cannot_divide_what_it_has_stored() -> None:
         return reduce(summed, "a"), reduce(y, "b")
 
     inputs = [tensor(2, 2), tensor(4), tensor(2, dtype=torch.int64)]
-    (bucket,) = plan_of(trace(backward, inputs).graph).buckets
-    assert bucket.scaling.method == "collective"
+    (bucket,) = plan_of(trace(backward, inputs).graph, divides_first=True).buckets
+    assert bucket.scaling.method == "bucket"
 
 
 def test_a_backend_that_is_not_known_is_given_what_is_divided() -> None:
@@ -83,25 +78,19 @@ def test_one_rank_divides_by_nothing(module: str) -> None:
     assert scaling_of(module, divide=None) == BucketScaling("none", "sum", NO_SCALING)
 
 
-@pytest.mark.parametrize("option", ["store", "bucket"])
 @pytest.mark.parametrize("module", [GLOO, NCCL])
-def test_the_user_decides(module: str, option: ScalingOption) -> None:
-    for product in (False, True):
-        assert scaling_of(module, product=product, option=option).method == option
+def test_the_user_may_have_them_divided_first(module: str) -> None:
+    """By kernels that store them, if these can: the values are the same."""
+    assert scaling_of(module, divides_first=True) == BucketScaling("store", "sum", HALF)
+    assert scaling_of(module, product=True, divides_first=True).method == "bucket"
 
 
-def test_the_user_may_let_gloo_average() -> None:
-    expected = BucketScaling("collective", "avg", NO_SCALING)
-    assert scaling_of(GLOO, product=True, option="collective") == expected
-
-
-@pytest.mark.parametrize("option", ["auto", "collective"])
 @pytest.mark.parametrize("traced", [{"divide": 3}, {"divide": None, "multiply": 0.5}], ids=str)
 def test_what_is_no_average_over_the_group_is_not_left_to_the_collective(
-    option: ScalingOption, traced: dict[str, Any]
+    traced: dict[str, Any],
 ) -> None:
-    assert scaling_of(NCCL, option=option, **traced).method == "store"
-    assert scaling_of(NCCL, option=option, product=True, **traced).method == "bucket"
+    assert scaling_of(NCCL, **traced).method == "store"
+    assert scaling_of(NCCL, product=True, **traced).method == "bucket"
 
 
 @pytest.mark.parametrize("module", [GLOO, NCCL])

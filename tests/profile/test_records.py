@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 
 from fusion_passes.profile import files
-from fusion_passes.profile.records import Kind, Place, Profile, Rates
+from fusion_passes.profile.records import Kind, Place, Profile
 from fusion_passes.profile.tables import CostTable
 
 PLACE = Place(2, ("a", "b"), "gloo", "cpu", "", "2.13.0")
 FLOAT, HALF = Kind("float32", "avg"), Kind("float16", "sum")
 TABLE = CostTable((1024, 2048), (10, 20))
-RATES = Rates((("float32", 10**12),), 10**10, 1000)
-PROFILE = Profile(PLACE, ((FLOAT, TABLE),), RATES)
+PROFILE = Profile(PLACE, ((FLOAT, TABLE),))
 
 
 @pytest.fixture(autouse=True)
@@ -70,9 +69,8 @@ def damaged(edit) -> str:
         damaged(lambda data: data.update(format=1)),
         damaged(lambda data: data.update(tables=[])),
         damaged(lambda data: data["tables"][0][1].update(times_ns=[20, 10])),
-        damaged(lambda data: data["rates"].update(bytes_per_s=0)),
-        damaged(lambda data: data["rates"]["taken"].update(each_ns=-1)),
-        damaged(lambda data: data["rates"].pop("taken")),
+        damaged(lambda data: data["taken"].update(each_ns=-1)),
+        damaged(lambda data: data.pop("taken")),
         damaged(lambda data: data["place"].pop("hosts")),
     ],
 )
@@ -124,4 +122,3 @@ def test_costs_that_were_not_measured_are_those_of_the_next_kind() -> None:
     assert profile.table(Kind("bfloat16", "avg")) is TABLE
     assert profile.missing([FLOAT, Kind("float32", "sum")]) == (Kind("float32", "sum"),)
     assert PROFILE.with_tables_of(profile).missing([FLOAT, HALF]) == ()
-    assert RATES.flops_of("float32") == RATES.flops_of("bfloat16") == 10**12

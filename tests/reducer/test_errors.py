@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._inductor import config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes import FusionConfig
+import fusion_passes  # noqa: F401 - it adds the flag
 from testing import models
 
 RUN = Callable[..., list[Any]]
@@ -22,7 +22,7 @@ TIMEOUT = timedelta(seconds=3)
 def _lacks_on_one_rank(good_steps: int) -> str:
     """After some steps, rank 1 leaves out a branch that rank 0 takes; the error of this rank."""
     torch._dynamo.reset()
-    with inductor_config.patch(ddp_fusion=FusionConfig(backward_graph="reducer")):
+    with inductor_config.patch(ddp_fusion="concat"):
         group = dist.new_group()
         ddp = DistributedDataParallel(models.Branching(), process_group=group)
         for step in range(good_steps + 2):
@@ -53,7 +53,7 @@ def test_a_missing_gradient_is_named_on_the_rank_that_waits(
 def _fails_on_one_rank() -> str:
     """The third backward of rank 1 raises an error of the user's; the error of this rank."""
     torch._dynamo.reset()
-    with inductor_config.patch(ddp_fusion=FusionConfig(backward_graph="reducer")):
+    with inductor_config.patch(ddp_fusion="concat"):
         group = dist.new_group()
         ddp = DistributedDataParallel(models.mlp(3), process_group=group)
         for step in range(3):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_passes.reducer.layout import Kind, decode, encode, plan_layout
+from fusion_passes.plan.layout import Kind, decode, encode, plan_layout
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -46,7 +46,7 @@ class Steps:
 
 @contextlib.contextmanager
 def flag(**options: Any) -> Iterator[None]:
-    value = FusionConfig(backward_graph="reducer", **options)
+    value = FusionConfig(**options)
     torch._dynamo.reset()
     counters.clear()
     with inductor_config.patch(ddp_fusion=value):
@@ -197,20 +197,6 @@ def second_module() -> list[int]:
 
 def test_instances_share_a_compiled_forward(run_on_ranks: RUN) -> None:
     assert run_on_ranks(2, second_module) == [[6, 6, 1], [6, 6, 1]]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"mode": "auto"}, "needs mode 'concat' or 'coalesced', but the mode is 'auto'"),
-        ({"max_hold_mb": 4.0}, "max_hold_mb must be None with backward_graph = 'reducer'"),
-    ],
-)
-def test_options_that_a_reducer_does_not_take_are_refused(
-    options: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        FusionConfig(backward_graph="reducer", **options)
 
 
 def buckets_after_zero_grad() -> int:

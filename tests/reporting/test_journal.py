@@ -15,7 +15,7 @@ from fusion_passes.reporting.journal import Journal
 from fusion_passes.reporting.records import FusionReport, report_plan
 from fusion_passes.reporting.table import format_report
 from fusion_passes.torch_private import ddp_graph_log
-from testing.graphs import caps, plan_of, reduce, tensor, trace
+from testing.graphs import plan_of, reduce, tensor, trace
 from tests.reporting.test_table import REPORT
 
 OTHER = dataclasses.replace(REPORT, digest="fedcba9876543210", mode="coalesced")
@@ -154,14 +154,14 @@ def test_the_report_of_a_plan() -> None:
         return *gradients, reduce(y, "d", op="max")
 
     module = trace(backward, [tensor(4), tensor(2, 3), tensor(4)])
-    report = report_plan(plan_of(module.graph, caps(1000)), "concat")
+    report = report_plan(plan_of(module.graph, 1000), "concat")
     assert (report.collectives_before, report.collectives_after) == (4, 3)
     first, second = report.buckets
     assert (first.module, first.group, first.parameters) == ("DDP0", "world", ("a", "b"))
-    assert (first.num_bytes, first.cap_bytes, first.dtype) == (40, 1000, "float32")
+    assert (first.num_bytes, first.cap_bytes, first.dtype) == (40, 0, "float32")
     assert (second.module, second.group, second.parameters) == ("DDP2", "pairs", ("c",))
     assert [item.reason for item in report.rejections] == ["reduces by max, not by sum or avg"]
-    other_mode = report_plan(plan_of(module.graph, caps(1000)), "coalesced")
+    other_mode = report_plan(plan_of(module.graph, 1000), "coalesced")
     assert other_mode.digest != report.digest
 
 

@@ -7,6 +7,9 @@ import re
 from typing import Final
 
 _LAUNCH: Final = re.compile(r"_c10d_functional\.all_reduce_\.default\((\w+), '(\w+)'")
+_MEMORY: Final = re.compile(
+    r"^assert_size_stride\((\w+), .*'torch\.ops\.fusion_passes\.bucket\.default'\)"
+)
 _WAIT: Final = re.compile(r"_c10d_functional\.wait_tensor\.default\((\w+)\)")
 _ALIAS: Final = re.compile(
     r"^(\w+) = reinterpret_tensor\((\w+), \((.*?)\), \(.*?\), (\d+)\)  # alias"
@@ -21,12 +24,14 @@ _SIGNATURE: Final = re.compile(r"^(\w+) = async_compile\.cpp_pybinding\(\[(.*?)\
 def call_sequence(code: str) -> str:
     """The calls of the last graph in ``code``, one a line, in order.
 
-    Buckets are ``A``, ``B``, ... in the order of their launches; ``A[16:32]`` are elements of one.
+    Buckets are ``A``, ``B``, ... in the order of their launches, or in which a reducer is asked for
+    their memory; ``A[16:32]`` are elements of one.
     Generated kernels that store in no bucket are left out: how many there are is Inductor's.
     """
     body = [line.strip() for line in code[code.rindex("def call(") :].splitlines()]
     body = body[: next(i for i, line in enumerate(body) if line.startswith("return (")) + 1]
-    launched = [match.group(1) for line in body if (match := _LAUNCH.search(line))]
+    found = [_LAUNCH.search(line) or _MEMORY.match(line) for line in body]
+    launched = [match.group(1) for match in found if match]
     reader = _Reader(
         {name: chr(ord("A") + index) for index, name in enumerate(dict.fromkeys(launched))},
         {name: types.split(", ") for name, types in _SIGNATURE.findall(code)},

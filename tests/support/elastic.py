@@ -55,8 +55,8 @@ def train(directory: Path, way: str, dies_in: int) -> None:
             (directory / "new.pt").replace(checkpoint)
         dist.barrier()
     if rank == 0:
-        buckets = sum(len(report.buckets) for report in fusion_passes.reports())
-        print(f"steps {first} to {STEPS}, {buckets} buckets")
+        averaged = sum(item.count for item in fusion_passes.report().backwards)
+        print(f"steps {first} to {STEPS}, {averaged} averaged")
     # A thread of Gloo that has just ended a collective needs Python to drop it, and a process group
     # that is dropped waits for its threads without letting go of Python: one run in about twenty
     # hung here with eager DDP alone (torch 2.13, in ~ProcessGroupGloo).

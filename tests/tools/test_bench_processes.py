@@ -78,6 +78,19 @@ def test_groups_share_the_limits(place: Place) -> None:
     assert cell.find(PROBE) is not None
 
 
+@pytest.mark.parametrize("warm", [False, True])
+def test_auto_is_measured_with_the_buckets_that_a_run_before_has_planned(
+    place: Place, warm: bool
+) -> None:
+    """On each network: it is measured there."""
+    cells, _ = measured(place, ["auto"], warm=warm)
+    for cell in cells:
+        row = cell.find(Row("way", "auto"))
+        assert row is not None
+        assert row.plan == "planned"
+        assert row.ratios == pytest.approx([1.2, 1.2])
+
+
 def test_ranks_that_hang_are_killed(place: Place) -> None:
     row = RowProcesses(Row("way", bench_ranks.HANGS), place)
     row.ask("start")

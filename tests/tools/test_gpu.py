@@ -502,8 +502,8 @@ def test_a_newer_nccl_is_found_where_packages_are(
 @pytest.mark.parametrize(
     ("fused", "is_right", "words"),
     [
-        ({"collectives_after": 1}, True, ""),
-        ({"collectives_after": 41}, False, "nothing is fused"),
+        ({"launches": 1}, True, ""),
+        ({"launches": 41}, False, "nothing is fused"),
         ({"off": 1e-3}, False, "weights differ by more than 1e-05"),
         ({"off": math.nan}, False, "weights differ by more than 1e-05"),
         ({"warnings": ["not all of it"]}, False, "not all of it"),
@@ -519,7 +519,7 @@ def test_a_trainer_must_be_fused_and_end_where_it_ends_without_the_flag(
         assert ranks == 2
         if flag and "error" in fused:
             raise RuntimeError(fused["error"])
-        totals = {"collectives_before": 41, "collectives_after": 1, **fused}
+        totals = {"gradients": 41, "launches": 1, **fused}
         weights = {"weight": torch.tensor([1.0, 2.0 + (fused.get("off", 0.0) if flag else 0.0)])}
         report = {"totals": totals, "warnings": fused.get("warnings", [])}
         return trainers.Trained(weights, report)
@@ -594,7 +594,8 @@ def test_methods_are_compared_round_by_round_at_each_rate(
         assert failed.words.endswith("this way does not compile")
         hung = noted[f"gpt2, {rate}: {bench_ranks.HANGS}"]
         assert "has not answered for 3 s" in hung.words
-    assert "gpt2, 1 Gbit/s: auto" in noted
+    planned = noted["gpt2, 1 Gbit/s: auto"].figures["time over no DDP"]
+    assert planned == pytest.approx(1.2), "in the run after the one that measures"
     assert "gpt2, 10 Gbit/s: auto" not in noted, "its buckets are for the other network"
     assert noted["gpt2: over gloo"].words == "a network"
     assert all(row.is_right for row in noted.values()), "what is torch's is no fault of ours"

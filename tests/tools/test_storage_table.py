@@ -8,7 +8,7 @@ import pytest
 
 from benches.results import Origin
 from benches.storage import COLUMNS, as_markdown, misses
-from storage.code import Traffic
+from storage.code import Traffic, read_traffic
 from workloads.ways import PLAIN, TRACED
 
 ORIGIN = Origin("2026-01-01", "python tools/bench.py storage", "torch x", "machine")
@@ -33,6 +33,25 @@ def cells_of(ours: dict[str, Any]) -> Cells:
         ("GPT-2", TRACED): cell(Traffic(0, 0, 500, 0, 7), 110, 1.02),
         ("GPT-2", "concat"): ours,
     }
+
+
+PIECE = """
+def call(args):
+    buf0 = torch.ops.fusion_passes.bucket.default([2, 0, 1], [0, 8, 12], 16, torch.float32, device)
+    buf1 = buf0
+    buf2 = reinterpret_tensor(buf1, (2, 4), (4, 1), 0)  # alias
+    extern_kernels.mm(arg0_1, arg1_1, out=buf2)
+    buf3 = torch.ops.aten.convolution_backward.default(arg2_1)
+    buf4 = empty_strided_cpu((4, ), (1, ), torch.float32)
+    buf5 = empty_strided_cpu((4, ), (1, ), torch.float32)
+    torch.ops.fusion_passes.copy_in_.default(buf1, [buf4, buf5], [8, 12], [1, 1])
+    torch.ops.fusion_passes.mark_ready_.default(buf1, [2, 0, 1])
+"""
+
+
+def test_what_is_stored_in_a_reducers_memory_is_counted() -> None:
+    """64 bytes of which a product stores 32; what is copied is read and written."""
+    assert read_traffic(PIECE) == Traffic(64, 32, 64, 1, 3)
 
 
 def rows(cells: Cells) -> dict[str, list[str]]:

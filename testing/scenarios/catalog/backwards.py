@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from testing.scenarios.catalog.making import COALESCED, CONCAT, RUNS_EAGERLY, STAYS_LOCAL, on_two
+from testing.scenarios.catalog.making import COALESCED, CONCAT, STAYS_LOCAL, on_two
 
 BACKWARDS = [
     on_two(
         "retain-graph",
         "two backwards through one forward",
         "backwards:backward_twice",
-        graph="compiled_autograd",
         warns=STAYS_LOCAL,
         tested=CONCAT,
         each_torch=True,
+        keeps_graph=True,
     ),
     on_two(
         "grad-of-inputs",
@@ -24,8 +24,6 @@ BACKWARDS = [
         "gradient-penalty",
         "a loss with gradients in it, of a model that is not compiled",
         "backwards:gradient_penalty",
-        becomes="equal, unfused",
-        warns=("it differentiates gradients",),
         tested=CONCAT,
     ),
     on_two(
@@ -34,12 +32,12 @@ BACKWARDS = [
         "backwards:no_sync_elsewhere",
         warns=STAYS_LOCAL,
         tested=CONCAT,
+        keeps_graph=True,
     ),
     on_two(
         "local-gradients",
         "`no_sync`, then `torch.autograd.grad`",
         "backwards:local_gradients",
-        graph="aot_autograd",
         tested=COALESCED,
         each_torch=True,
     ),
@@ -47,36 +45,31 @@ BACKWARDS = [
         "backward-inputs",
         "`backward(inputs=...)`",
         "backwards:some_inputs",
-        graph="compiled_autograd",
         tested=COALESCED,
+        keeps_graph=True,
     ),
     on_two(
         "loss-reads-parameter",
         "a loss that reads a parameter",
         "backwards:loss_that_reads_a_parameter",
-        graph="compiled_autograd",
         tested=CONCAT,
     ),
     on_two(
         "flag-unset",
         "the flag unset while training",
         "backwards:flag_unset",
-        warns=RUNS_EAGERLY,
-        graph="aot_autograd",
         tested=CONCAT,
     ),
     on_two(
         "another-flag",
         "another flag while training",
         "backwards:another_flag",
-        graph="compiled_autograd",
         tested=COALESCED,
     ),
     on_two(
         "kept-tensors",
         "gradients kept in tensors of their own, on some ranks",
         "backwards:kept_gradients",
-        graph="aot_autograd",
         tested=COALESCED,
         each_torch=True,
     ),
@@ -84,14 +77,12 @@ BACKWARDS = [
         "kept-unused",
         "gradients kept with `find_unused_parameters`",
         "backwards:kept_gradients_of_what_may_be_unused",
-        graph="aot_autograd",
         tested=CONCAT,
     ),
     on_two(
         "kept-in-graph",
         "gradients kept that belong to a graph of autograd",
         "backwards:kept_in_a_graph",
-        graph="compiled_autograd",
         tested=CONCAT,
     ),
     on_two(
@@ -109,7 +100,6 @@ BACKWARDS = [
         "failing",
         "a backward that fails",
         "backwards:failing",
-        graph="aot_autograd",
         tested=COALESCED,
     ),
     on_two(

@@ -9,7 +9,6 @@ from testing.scenarios.catalog.making import (
     COALESCED,
     CONCAT,
     ROUNDS_EPS,
-    RUNS_EAGERLY,
     on_four,
     on_two,
 )
@@ -69,7 +68,6 @@ BUCKET_HOOKS = [
         "-flag-unset",
         ", the flag unset while training",
         "flag_unset",
-        warns=RUNS_EAGERLY,
         tested=CONCAT,
     ),
     _users("-unused", ", `find_unused_parameters`", "unused", launches=2, tested=CONCAT),

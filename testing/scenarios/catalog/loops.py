@@ -10,7 +10,6 @@ LOOPS = [
         "backward inside the compiled function",
         "loops:backward_inside",
         dtypes=("fp32", "bf16", "fp16"),
-        graph="aot_autograd",
         launches=1,
         tested=COALESCED,
         each_torch=True,
@@ -42,7 +41,6 @@ LOOPS = [
         "several-forwards",
         "several forwards before one backward",
         "loops:several_forwards",
-        graph="compiled_autograd",
         tested=COALESCED,
     ),
     on_two(
@@ -66,7 +64,6 @@ LOOPS = [
         "`dynamic=True`, several batch sizes",
         "loops:dynamic",
         launches=1,
-        graph="aot_autograd",
     ),
     on_two(
         "automatic-dynamic",
@@ -87,15 +84,12 @@ LOOPS = [
         "checkpointing-reentrant",
         "reentrant activation checkpointing, other batch sizes",
         "shapes:reentrant_checkpointing",
-        warns=("use_reentrant=False",),
         tested=COALESCED,
     ),
     on_two(
         "upsampled",
         "an eager `nn.Upsample`, several batch sizes",
         "shapes:upsampled",
-        becomes="equal, unfused",
-        warns=("it runs operator by operator",),
         tested=CONCAT,
     ),
     on_two(
@@ -103,7 +97,6 @@ LOOPS = [
         "`mark_dynamic`",
         "shapes:marked_dynamic",
         launches=1,
-        graph="aot_autograd",
         tested=COALESCED,
     ),
     on_two(

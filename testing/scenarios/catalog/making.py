@@ -42,9 +42,6 @@ STAYS_LOCAL = ("stay on their rank, as with eager DDP: its forward has had its",
 OWN_REDUCER = (
     "is trained by DDP's own reducer, as without ddp_fusion, and its gradients are not fused:"
 )
-BESIDE_OTHERS = ("A backward reaches parameters of a DDP module under ddp_fusion, and others",)
-RUNS_EAGERLY = ("are reduced after their backward, with no compute beside them",)
-BESIDE_FOREIGN = ("it has collectives of its own on the process group",)
 NO_EFFECT = ("has no effect under ddp_fusion: it tunes the C++ reducer, which does not run",)
 NOT_DDPS_OWN = ("stay on their rank, as with eager DDP: DistributedDataParallel was constructed",)
 """What the user is told in several scenarios."""

@@ -54,7 +54,6 @@ PRECISION = [
         "precision:grad_scaler_autocast",
         dtypes=("fp16",),
         tolerance_eps=FP16_EPS,
-        graph="aot_autograd",
         tested=CONCAT,
     ),
     on_two(
@@ -68,7 +67,6 @@ PRECISION = [
         "fp64",
         "fp64 parameters",
         "precision:double_precision",
-        graph="aot_autograd",
         launches=1,
     ),
 ]
@@ -94,7 +92,6 @@ SCALING = [
         )
         for scaling, tested in (
             ("collective", CONCAT),
-            ("store", COALESCED),
             ("bucket", CONCAT),
         )
     ),
@@ -108,7 +105,7 @@ SCALING = [
             launches=1,
             tested=tested,
         )
-        for scaling, tested in (("collective", COALESCED), ("store", CONCAT), ("bucket", ()))
+        for scaling, tested in (("collective", COALESCED), ("bucket", CONCAT))
     ),
     *(
         on_four(
@@ -126,7 +123,6 @@ SCALING = [
         for scaling, tested in (
             ("auto", ()),
             ("collective", COALESCED),
-            ("store", CONCAT),
             ("bucket", ()),
         )
     ),
@@ -163,7 +159,7 @@ SCALING = [
             launches=1,
             tested=tested,
         )
-        for scaling, tested in (("collective", ()), ("store", COALESCED), ("bucket", ()))
+        for scaling, tested in (("collective", ()), ("bucket", ()))
     ),
     on_two(
         "reduce-small",

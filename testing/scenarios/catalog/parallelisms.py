@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from testing.scenarios.catalog.making import (
-    BESIDE_OTHERS,
     COALESCED,
     CONCAT,
     ROUNDS_EPS,
@@ -18,7 +17,6 @@ PARALLELISMS = [
         "loops:plain",
         dtypes=("fp32", "bf16", "fp16"),
         quick=CONCAT,
-        graph="aot_autograd",
         launches=1,
         tested=("concat", "concat/bf16"),
         each_torch=True,
@@ -73,8 +71,6 @@ PARALLELISMS = [
         "eager-forward",
         "DDP and tensor parallel, nothing compiled but the backward",
         "tensor:colwise_rowwise_eager_forward",
-        becomes="equal, unfused",
-        warns=("not all of its forward is compiled",),
         tested=CONCAT,
     ),
     on_four(
@@ -102,8 +98,6 @@ PARALLELISMS = [
         "returns-dtensors",
         "DDP and tensor parallel, a DTensor returned, several batch sizes",
         "tensor:returning_dtensors",
-        becomes="equal, unfused",
-        warns=("a region compiled for symbolic sizes takes or returns DTensors",),
         tested=CONCAT,
     ),
     on_four(
@@ -137,8 +131,6 @@ PARALLELISMS = [
         "`fully_shard` beside a DDP module",
         "sharded:beside",
         ranks=2,
-        becomes="equal, unfused",
-        warns=BESIDE_OTHERS,
         tested=CONCAT,
     ),
     on_four(
@@ -147,8 +139,6 @@ PARALLELISMS = [
         "`fully_shard` beside a DDP module, backward inside",
         "sharded:beside_inside",
         ranks=2,
-        becomes="equal, unfused",
-        warns=BESIDE_OTHERS,
     ),
     on_four(
         "fsdp",
@@ -156,15 +146,11 @@ PARALLELISMS = [
         "a submodule under `fully_shard` inside of a DDP module",
         "sharded:within",
         ranks=2,
-        becomes="equal, unfused",
-        warns=BESIDE_OTHERS,
     ),
     on_four(
         "hsdp",
         "beside",
         "HSDP beside a DDP module",
         "sharded:hybrid_beside",
-        becomes="equal, unfused",
-        warns=BESIDE_OTHERS,
     ),
 ]

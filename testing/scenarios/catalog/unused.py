@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from testing.scenarios.catalog.making import BESIDE_FOREIGN, COALESCED, CONCAT, on_two
-
-SENDS_OTHER_PARTS = (
-    "it broke into several graphs, and with find_unused_parameters=True a rank must",
-)
+from testing.scenarios.catalog.making import COALESCED, CONCAT, on_two
 
 UNUSED = [
     on_two(
@@ -91,15 +87,12 @@ UNUSED = [
         "unused-several-graphs",
         "`find_unused_parameters`, a backward in several graphs, other ranks in each step",
         "unused:in_several_graphs",
-        becomes="equal, unfused",
-        warns=SENDS_OTHER_PARTS,
         tested=CONCAT,
     ),
     on_two(
         "unused-in-parts",
         "`find_unused_parameters`, a forward in several graphs",
         "unused:in_equal_parts",
-        graph="aot_autograd",
         tested=CONCAT,
         newest_torch=True,
     ),
@@ -113,14 +106,12 @@ UNUSED = [
         "unused-shared-parts",
         "`find_unused_parameters`, blocks that share a compiled forward, some left out",
         "unused:in_shared_parts",
-        graph="aot_autograd",
         tested=CONCAT,
     ),
     on_two(
         "unused-shared-zeroed",
         "`find_unused_parameters`, a graph break in a loop over blocks, gradients kept",
         "unused:in_shared_parts_with_zeros",
-        graph="aot_autograd",
     ),
     on_two(
         "unused-shared-others",
@@ -132,7 +123,6 @@ UNUSED = [
         "unused-shared-order",
         "`find_unused_parameters`, blocks that share a compiled forward, others on each rank",
         "unused:in_shared_parts_of_others",
-        graph="aot_autograd",
         warns=(),
         tested=COALESCED,
     ),
@@ -140,7 +130,6 @@ UNUSED = [
         "unused-instances",
         "`find_unused_parameters`, two modules of one class",
         "unused:by_instances",
-        graph="aot_autograd",
         tested=COALESCED,
     ),
     on_two(
@@ -152,8 +141,6 @@ UNUSED = [
         "unused-beside-foreign",
         "`find_unused_parameters`, collectives of the model's own between layers that are left out",
         "foreign:with_unused",
-        becomes="equal, unfused",
-        warns=BESIDE_FOREIGN,
     ),
     on_two("skip-unused", "`skip_all_reduce_unused_params`", "unused:skipped_reduction"),
     on_two(

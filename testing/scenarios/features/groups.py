@@ -55,12 +55,6 @@ def two_caps(run: Run) -> None:
     first = run.ddp(run.mlp(3, models.WIDTH))
     second = run.ddp(run.mlp(), bucket_cap_mb=300 / 2**20)
     train(run, nn.Sequential(first, nn.ReLU(), second), Loop(style="inside"))
-    for report in run.reports():
-        caps: dict[str, list[int]] = {}
-        for bucket in report.buckets:
-            caps.setdefault(bucket.module, []).append(bucket.cap_bytes)
-        # DDP's default for a first bucket is 1 MiB.
-        assert sorted(caps.values()) == [[300, 300], [2**20]]
 
 
 def alternating(run: Run) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from fusion_passes.flag import active_config
 from testing import models
 from testing.models import Batch, linear_loss
 from testing.scenarios.features.hooks import renamed
@@ -108,36 +107,14 @@ def double_precision(run: Run) -> None:
 # Where gradients are scaled, and in which dtype they are sent
 
 
-def _assert_reported(run: Run, **of_dtypes: tuple[str, float]) -> None:
-    """What the flag says of all buckets; eager DDP has nothing to say.
-
-    Args:
-        run: the run.
-        of_dtypes: where the gradients of a dtype are scaled, unless an option of the flag says so,
-            and the bytes that are sent over those of the gradients.
-    """
-    config = active_config()
-    if config is None or config.backward_graph == "reducer":  # Whose buckets are in no graph.
-        return
-    wanted = {
-        dtype: (scaling if config.scaling == "auto" else config.scaling, sent)
-        for dtype, (scaling, sent) in of_dtypes.items()
-    }
-    buckets = [bucket for report in run.reports() for bucket in report.buckets]
-    found = {(b.dtype, b.scaling, b.sent_bytes / b.num_bytes) for b in buckets}
-    assert found == {(dtype, *values) for dtype, values in wanted.items()}
-
-
 def scaled(run: Run) -> None:
     """As the option ``scaling`` says."""
     train(run, run.ddp(models.mlp()))
-    _assert_reported(run, float32=("collective", 1.0))
 
 
 def scaled_and_kept(run: Run) -> None:
     """The same with gradients that are set to zero and kept."""
     train(run, run.ddp(models.mlp()), Loop(zero="kept"))
-    _assert_reported(run, float32=("collective", 1.0))
 
 
 def in_thirds(run: Run) -> None:
@@ -184,25 +161,21 @@ def _train_sending(run: Run, hook: Any, model: nn.Module, zero: Any = "none") ->
 def sent_in_bf16(run: Run) -> None:
     """``reduce_dtype``; bf16 has fp32's range, and what is sent needs no scaling before."""
     _train_sending(run, default_hooks.bf16_compress_hook, models.mlp())
-    _assert_reported(run, float32=("result", 0.5))
 
 
 def sent_in_bf16_and_kept(run: Run) -> None:
     """The same with gradients that are set to zero and kept."""
     _train_sending(run, default_hooks.bf16_compress_hook, models.mlp(), "kept")
-    _assert_reported(run, float32=("result", 0.5))
 
 
 def sent_in_fp16(run: Run) -> None:
     """``reduce_dtype``; fp16 has a smaller range than fp32."""
     _train_sending(run, default_hooks.fp16_compress_hook, models.mlp())
-    _assert_reported(run, float32=("store", 0.5))
 
 
 def sent_in_fp16_and_kept(run: Run) -> None:
     """The same with gradients that are set to zero and kept."""
     _train_sending(run, default_hooks.fp16_compress_hook, models.mlp(), "kept")
-    _assert_reported(run, float32=("store", 0.5))
 
 
 def _compress_single(state: Any, bucket: dist.GradBucket) -> Any:
@@ -214,4 +187,3 @@ def _compress_single(state: Any, bucket: dist.GradBucket) -> Any:
 def small_already(run: Run) -> None:
     """``reduce_dtype`` for fp32 and bf16 parameters: what is small is sent as it is."""
     _train_sending(run, _compress_single, models.TwoDtypes())
-    _assert_reported(run, float32=("store", 0.5), bfloat16=("collective", 1.0))

@@ -62,14 +62,6 @@ def bucket_cap_mb(run: Run) -> None:
 def caps_of_the_flag(run: Run) -> None:
     """Several buckets of 300 bytes, by options of the flag."""
     train(run, run.ddp(run.mlp(5)), Loop(style="inside"))
-    for report in run.reports():
-        # In ready order: 16 + 128 + 32 + 256, and then 32 + 256 three times, of which the last two
-        # gradients of one layer may change places.
-        sizes = [bucket.num_bytes for bucket in report.buckets]
-        assert len(sizes) > 2
-        assert all(bucket.cap_bytes == 300 for bucket in report.buckets)
-        assert all(size >= 300 for size in sizes[:-1])
-        assert sum(sizes) == 16 + 128 + 4 * (32 + 256)
 
 
 def bucket_cap_mb_list(run: Run) -> None:

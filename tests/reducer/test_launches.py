@@ -1,9 +1,5 @@
-"""Graphs that reduce go on beside their launches, and what AOTAutograd's backward must not reduce
-is traced.
-
-Which graph reduces what, and that both give the gradients of eager DDP, is said and tested for each
-entry of the catalogue (``test_scenarios.py``).
-"""
+"""A backward goes on beside its launches: no graph, and nothing between graphs, waits for a bucket
+before all are launched."""
 
 from __future__ import annotations
 
@@ -15,20 +11,13 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes import FusionConfig
-from testing.models import linear_loss
 from testing.scenarios.features.parts import InParts, Outside
 from testing.scenarios.loop import backwards
 from testing.scenarios.run import Run
 
 RUN = Callable[..., list[Any]]
-
-
-def _run() -> Run:
-    return Run("fused", torch.float32, torch.device("cpu"))
 
 
 def goes_on_beside_its_launches(mode: str, has_outside: bool) -> None:
@@ -41,14 +30,15 @@ def goes_on_beside_its_launches(mode: str, has_outside: bool) -> None:
     def tell(_: Tensor) -> None:
         dist.send(word, 1, others)
 
-    run, make = _run(), Outside if has_outside else InParts
+    run = Run("fused", torch.float32, torch.device("cpu"))
+    make = Outside if has_outside else InParts
     x = run.rows(2)[0]
     want = DistributedDataParallel(make())
     want(x).square().sum().backward()
     with inductor_config.patch(ddp_fusion=mode):
-        ddp = run.ddp(make())
+        ddp = run.ddp(make(), bucket_cap_mb=1e-6)
         call = run.compile(ddp)
-        backwards(run, ddp, call, 2)  # The ranks meet in the first one.
+        backwards(run, ddp, call, 2)  # The ranks agree on the layout in the first one.
         ddp.zero_grad()
         x.requires_grad_()
         y = call(x)
@@ -70,24 +60,7 @@ def goes_on_beside_its_launches(mode: str, has_outside: bool) -> None:
         pytest.param("coalesced", False, marks=pytest.mark.nightly),
     ],
 )
-def test_a_graph_does_not_wait_for_what_was_launched_before(
+def test_a_backward_does_not_wait_for_what_was_launched_before(
     run_on_ranks: RUN, mode: str, has_outside: bool
 ) -> None:
     run_on_ranks(2, goes_on_beside_its_launches, mode=mode, has_outside=has_outside)
-
-
-def no_trace(**settings: Any) -> int:
-    """How many backwards are traced of a plain training with these options."""
-    run = _run()
-    with inductor_config.patch(ddp_fusion=FusionConfig(**settings)):
-        ddp = run.ddp(run.mlp(2))
-        counters.clear()
-        linear_loss(run.compile(ddp), run.rows(0)).backward()
-    return int(counters["compiled_autograd"]["captures"])
-
-
-@pytest.mark.parametrize("settings", [{"scaling": "store"}, {"reduce_dtype": "bf16"}], ids=str)
-def test_what_aot_autograd_must_not_reduce_is_traced(
-    run_on_ranks: RUN, settings: dict[str, Any]
-) -> None:
-    assert all(run_on_ranks(2, no_trace, **settings))

@@ -1,0 +1,349 @@
+"""Backwards that compiled autograd traces: which are, what they launch, and what becomes of those
+that are not."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import fusion_passes
+from fusion_passes import FusionConfig, FusionWarning
+from fusion_passes.config import ReduceMode
+from fusion_passes.ddp.traced import FIRST
+from fusion_passes.reporting.backwards import backwards
+from testing import models
+from testing.fake_world import one_rank, two_layers
+from tests.reducer.test_reducer import CAP_MB, flag, pair, reducer_of, rows, run_steps
+
+RUN = Callable[..., list[Any]]
+
+
+def traced(**options: Any) -> FusionConfig:
+    return FusionConfig(backward_graph="compiled_autograd", **options)
+
+
+def reasons() -> list[tuple[str, str, int]]:
+    """Where the backwards of this process were reduced, why, and how many."""
+    return [(b.reduced_in, b.because, b.count) for b in fusion_passes.report().backwards]
+
+
+def train(ddp: Any, steps: int = 3, **backward: Any) -> list[Tensor | None]:
+    """The gradients of some steps, averaged over one rank."""
+    gradients = []
+    for step in range(steps):
+        ddp.zero_grad()
+        ddp(torch.arange(4.0 * (step + 2)).view(-1, 4) / 8).square().mean().backward(**backward)
+        gradients += [parameter.grad for parameter in ddp.parameters()]
+    return gradients
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> None:
+    torch._dynamo.reset()
+    backwards.reset()
+
+
+# --- On one rank ---------------------------------------------------------------------------------
+
+
+@pytest.mark.each_torch
+def test_the_first_backward_is_not_traced() -> None:
+    """It shows in which order gradients come. What follows launches the layout's buckets."""
+    expected = train(two_layers())
+    with inductor_config.patch(ddp_fusion=traced()), one_rank():
+        ddp = DistributedDataParallel(two_layers())
+        torch.testing.assert_close(train(torch.compile(ddp, dynamic=False)), expected)
+        assert reasons() == [("reducer", FIRST, 1), ("compiled_autograd", "", 2)]
+        (report, *_) = fusion_passes.reports()
+    assert (report.collectives_before, report.collectives_after) == (4, 1)
+
+
+@pytest.mark.each_torch
+def test_compiled_autograd_of_the_users_traces_too() -> None:
+    expected = train(two_layers())
+    with inductor_config.patch(ddp_fusion="concat"), one_rank():
+        ddp = DistributedDataParallel(two_layers())
+
+        def step(x: Tensor) -> None:
+            ddp(x).square().mean().backward()
+
+        gradients = []
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            step = torch.compile(step, dynamic=False)
+            for number in range(3):
+                ddp.zero_grad()
+                step(torch.arange(4.0 * (number + 2)).view(-1, 4) / 8)
+                gradients += [parameter.grad for parameter in ddp.parameters()]
+        torch.testing.assert_close(gradients, expected)
+        assert reasons() == [("reducer", FIRST, 1), ("compiled_autograd", "", 2)]
+
+
+def _find_unused() -> tuple[nn.Module, dict[str, Any]]:
+    return DistributedDataParallel(two_layers(), find_unused_parameters=True), {}
+
+
+def _hooked() -> tuple[nn.Module, dict[str, Any]]:
+    world = dist.group.WORLD
+    assert world is not None
+    ddp = DistributedDataParallel(two_layers())
+    ddp.register_comm_hook(None, lambda _, bucket: default_hooks.allreduce_hook(world, bucket))
+    return ddp, {}
+
+
+def _keeps_graph() -> tuple[nn.Module, dict[str, Any]]:
+    return DistributedDataParallel(two_layers()), {"retain_graph": True}
+
+
+def _beside_others() -> tuple[nn.Module, dict[str, Any]]:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ddp, self.other = DistributedDataParallel(two_layers()), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.other(self.ddp(x))
+
+    return Model(), {}
+
+
+def _two_modules() -> tuple[nn.Module, dict[str, Any]]:
+    return nn.Sequential(*(DistributedDataParallel(two_layers()) for _ in range(2))), {}
+
+
+def _sparse() -> tuple[nn.Module, dict[str, Any]]:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer = nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + self.table(torch.tensor([0, 2]))[0]
+
+    torch.manual_seed(0)
+    return DistributedDataParallel(Model()), {}
+
+
+@pytest.mark.parametrize(
+    ("make", "because"),
+    [
+        (_find_unused, "find_unused_parameters has ranks tell each other"),
+        (_hooked, "a communication hook is called with its buckets"),
+        (_keeps_graph, "it was called with retain_graph, create_graph or inputs"),
+        (_beside_others, "it reaches parameters that are not trained under ddp_fusion"),
+        (_two_modules, "several modules are averaged over the same ranks in it"),
+        (_sparse, "it has sparse gradients"),
+    ],
+)
+def test_what_a_graph_could_not_launch_alike_is_left_to_reducers(
+    make: Callable[[], tuple[nn.Module, dict[str, Any]]], because: str
+) -> None:
+    with inductor_config.patch(ddp_fusion=traced()), one_rank():
+        model, backward = make()
+        train(model, **backward)
+        reduced_in, said, count = reasons()[-1]
+    assert reduced_in == "reducer"
+    assert count >= 2
+    assert said.startswith(because)
+
+
+def test_a_graph_that_breaks_runs_as_it_is_once_and_is_then_left_to_the_reducer() -> None:
+    def gradients(model: nn.Module) -> tuple[list[Tensor | None], list[float]]:
+        norms: list[float] = []
+        for parameter in model.parameters():
+            parameter.register_hook(lambda grad: norms.append(grad.norm().item()))
+        return train(model), sorted(norms)
+
+    expected = gradients(two_layers())
+    with inductor_config.patch(ddp_fusion=traced()), one_rank():
+        ddp = DistributedDataParallel(two_layers())
+        with pytest.warns(FusionWarning, match="cannot make one graph of them") as said:
+            torch.testing.assert_close(gradients(ddp), expected)
+        assert [item[0] for item in reasons()] == ["reducer", "reducer"]
+        assert reasons()[-1][1].startswith("torch cannot make one graph of it")
+    assert len([w for w in said if issubclass(w.category, FusionWarning)]) == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"use_post_grad_passes": False}, {"disabled_passes": "post_grad_custom_post_pass"}],
+    ids=str,
+)
+def test_a_graph_that_no_pass_would_see_is_left_to_the_reducer(settings: dict[str, Any]) -> None:
+    """Its gradients would be reduced one by one, where other ranks launch buckets."""
+    expected = train(two_layers())
+    with inductor_config.patch(ddp_fusion=traced(), **settings), one_rank():
+        ddp = DistributedDataParallel(two_layers())
+        with pytest.warns(FusionWarning, match="passes on post-grad graphs are switched off"):
+            torch.testing.assert_close(train(ddp), expected)
+        assert {item[0] for item in reasons()} == {"reducer"}
+
+
+class _Jagged(nn.Module):
+    """Takes nested tensors, which compiled autograd cannot read the sizes of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.layer(x))
+
+
+def test_what_compiled_autograd_cannot_trace_is_left_to_the_reducer() -> None:
+    def gradients(model: nn.Module) -> list[Tensor | None]:
+        found = []
+        for length in (3, 5, 4):
+            given = [torch.arange(4.0 * n).view(n, 4) / 8 for n in (2, length)]
+            model.zero_grad()
+            out = model(torch.nested.nested_tensor(given, layout=torch.jagged))
+            out.values().sum().backward()
+            found += [parameter.grad for parameter in model.parameters()]
+        return found
+
+    expected = gradients(_Jagged())
+    with inductor_config.patch(ddp_fusion=traced()), one_rank():
+        ddp = DistributedDataParallel(_Jagged())
+        with pytest.warns(FusionWarning, match="cannot make one graph of them"):
+            torch.testing.assert_close(gradients(ddp), expected)
+
+
+def test_a_users_error_in_a_traced_backward_is_theirs() -> None:
+    with inductor_config.patch(ddp_fusion=traced()), one_rank():
+        ddp = DistributedDataParallel(two_layers())
+        train(ddp, 1)
+        next(ddp.parameters()).register_hook(lambda _: 1 / 0)
+        with pytest.warns(FusionWarning), pytest.raises(ZeroDivisionError):
+            train(ddp, 1)
+
+
+def test_sizes_that_are_marked_dynamic_may_be_fixed_by_a_traced_backward() -> None:
+    with inductor_config.patch(ddp_fusion=traced()), one_rank():
+        ddp = DistributedDataParallel(two_layers())
+        model = torch.compile(ddp)
+        for size in (3, 5, 5):
+            x = torch.arange(4.0 * size).view(size, 4) / 8
+            torch._dynamo.mark_dynamic(x, 0)
+            ddp.zero_grad()
+            model(x).square().mean().backward()
+            assert x._dynamo_dynamic_indices == {0}  # type: ignore[attr-defined]
+        assert [item[0] for item in reasons()] == ["reducer", "compiled_autograd"]
+
+
+def test_backwards_of_several_threads_are_not_traced() -> None:
+    with inductor_config.patch(ddp_fusion=traced()), one_rank():
+        ddp = DistributedDataParallel(two_layers())
+        train(ddp)
+        thread = threading.Thread(target=lambda: torch.ones(2, requires_grad=True).sum().backward())
+        thread.start()
+        thread.join()
+        train(ddp, 1)
+        assert reasons()[-1] == ("reducer", "backwards run in several threads", 1)
+
+
+# --- On two ranks --------------------------------------------------------------------------------
+
+
+def _breaking(gradient: Tensor) -> Tensor:
+    """A hook that breaks the graph."""
+    print(end="")
+    return gradient
+
+
+def relative_error(ddp: Any, eager: Any) -> float:
+    """By how much gradients of some steps differ, over the largest of the last step."""
+    error = run_steps(ddp, eager, lambda model, number: model(rows(number)).sum()).error
+    return error / max(float(parameter.grad.abs().max()) for parameter in eager.parameters())
+
+
+def as_eager(mode: ReduceMode, **options: Any) -> tuple[float, list[tuple[str, int]]]:
+    with flag(mode=mode, backward_graph="compiled_autograd", bucket_cap_mb=CAP_MB, **options):
+        backwards.reset()
+        ddp, eager = pair(lambda: models.mlp(5))
+        error = relative_error(ddp, eager)
+        return error, [(where, count) for where, _, count in reasons()]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"mode": "concat"},
+    {"mode": "coalesced"},
+    {"mode": "concat", "scaling": "bucket"},
+    {"mode": "concat", "reduce_dtype": "bf16"},
+    {"mode": "coalesced", "reduce_dtype": "fp16"},
+]
+
+
+def tolerance(options: dict[str, Any]) -> float:
+    """Of the largest gradient: a unit of what is sent, for each rank, and for what is divided."""
+    return {"bf16": 2.0**-7, "fp16": 2.0**-10}.get(options.get("reduce_dtype", ""), 1e-6)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradients_are_those_of_eager_ddp(run_on_ranks: RUN, options: dict[str, Any]) -> None:
+    for error, where in run_on_ranks(2, as_eager, **options):
+        assert where == [("reducer", 1), ("compiled_autograd", 3)]
+        assert error <= tolerance(options)
+
+
+def beside_a_rank_that_is_not_traced(mode: ReduceMode, **options: Any) -> tuple[float, str]:
+    """Rank 1 has a hook that breaks the graph."""
+    with flag(mode=mode, backward_graph="compiled_autograd", bucket_cap_mb=CAP_MB, **options):
+        backwards.reset()
+        ddp, eager = pair(lambda: models.mlp(5))
+        if dist.get_rank() == 1:
+            for model in (ddp, eager):
+                next(model.parameters()).register_hook(_breaking)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FusionWarning)
+            error = relative_error(ddp, eager)
+        assert len(reducer_of(ddp).layout.buckets) > 2
+        return error, reasons()[-1][0]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_rank_may_trace_what_another_does_not(run_on_ranks: RUN, options: dict[str, Any]) -> None:
+    """What they send are the same buckets, with the elements in the same order, divided alike."""
+    first, second = run_on_ranks(2, beside_a_rank_that_is_not_traced, **options)
+    assert (first[1], second[1]) == ("compiled_autograd", "reducer")
+    assert max(first[0], second[0]) <= tolerance(options)
+
+
+def not_averaged_in_between() -> tuple[float, list[tuple[str, int]]]:
+    """Compiled autograd is the user's, on in all steps; one of them runs under ``no_sync``."""
+    with flag(bucket_cap_mb=CAP_MB), torch._dynamo.config.patch(compiled_autograd=True):
+        backwards.reset()
+        ddp, eager = pair(lambda: models.mlp(3))
+
+        @torch.compile
+        def step(number: Tensor, x: Tensor) -> None:
+            ddp(x).sum().backward()
+
+        for number in range(6):
+            x = rows(number)
+            if number % 2:
+                with ddp.no_sync(), eager.no_sync():
+                    step(torch.tensor(number), x)
+                    eager(x).sum().backward()
+                continue
+            step(torch.tensor(number), x)
+            eager(x).sum().backward()
+        pairs = zip(ddp.parameters(), eager.parameters(), strict=True)
+        error = max(float((a.grad - b.grad).abs().max()) for a, b in pairs)
+        return error, [(where, count) for where, _, count in reasons()]
+
+
+def test_a_backward_that_is_not_averaged_launches_nothing(run_on_ranks: RUN) -> None:
+    for error, where in run_on_ranks(2, not_averaged_in_between):
+        assert where == [("reducer", 1), ("compiled_autograd", 2)]
+        assert error < 1e-4

@@ -1,0 +1,202 @@
+"""Why gradients are copied into their buckets, instead of stored there by a compiled backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._functorch.config as functorch_config
+from torch import Tensor, nn
+from torch._inductor import config as inductor_config
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from fusion_passes.ddp.reduced import reducer_of
+from fusion_passes.reducer import copies
+from testing.fake_world import one_rank
+
+ALL = ("0.bias", "0.weight", "1.bias", "1.weight", "2.bias", "2.weight")
+X = torch.ones(2, 4)
+
+
+@pytest.fixture(autouse=True)
+def _flag() -> Iterator[None]:
+    torch._dynamo.reset()
+    with one_rank(), inductor_config.patch(ddp_fusion="concat"):
+        yield
+
+
+def layers(**options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    return DistributedDataParallel(model, **options)
+
+
+def reasons(ddp: Any, step: Callable[[], None], count: int = 2) -> dict[str, str]:
+    """Why gradients of the last of some steps were copied, by the parameter."""
+    for _ in range(count):
+        ddp.zero_grad()
+        step()
+    reducer = reducer_of(ddp)
+    found = {reducer.parameters.names[n]: why for n, why in reducer.why_copied().items()}
+    assert len(found) == reducer.num_copied or not count
+    return dict(sorted(found.items()))
+
+
+def test_before_the_first_step_nothing_is_said() -> None:
+    assert reasons(layers(), lambda: None, 0) == {}
+
+
+def test_the_first_step_copies_all_and_the_next_ones_nothing() -> None:
+    ddp = layers()
+    compiled = torch.compile(ddp)
+
+    def step() -> None:
+        compiled(X).sum().backward()
+
+    assert reasons(ddp, step, 1) == dict.fromkeys(ALL, copies.FIRST)
+    assert reasons(ddp, step, 1) == {}
+
+
+def test_what_is_not_compiled() -> None:
+    ddp = layers()
+    ddp.module[0] = torch.compile(ddp.module[0])
+    found = reasons(ddp, lambda: ddp(X).sum().backward())
+    assert found == dict.fromkeys(ALL[2:], copies.NOT_COMPILED)
+
+
+def test_a_weight_that_the_loss_reads_too() -> None:
+    ddp = layers()
+    compiled = torch.compile(ddp)
+    weight = ddp.module[1].weight
+
+    def step() -> None:
+        (compiled(X).sum() + weight.sum()).backward()
+
+    found = reasons(ddp, step)
+    assert found.pop("1.weight") == copies.SEVERAL
+    # What its graph stores together with it cannot be marked ready without it.
+    assert found == {name: copies.BESIDE for name in ALL if name != "1.weight"}
+
+
+def test_two_forwards_of_one_backward() -> None:
+    ddp = layers()
+    compiled = torch.compile(ddp)
+
+    def step() -> None:
+        (compiled(X).sum() + compiled(2 * X).sum()).backward()
+
+    assert reasons(ddp, step) == dict.fromkeys(ALL, copies.SEVERAL)
+
+
+@pytest.mark.parametrize(
+    "register", ["register_hook", "register_post_accumulate_grad_hook", "node"]
+)
+def test_a_hook_of_the_user(register: str) -> None:
+    ddp = layers()
+    compiled = torch.compile(ddp)
+    weight = ddp.module[2].weight
+    if register == "node":
+        torch.autograd.graph.get_gradient_edge(weight).node.register_prehook(lambda g: g)
+    else:
+        getattr(weight, register)(lambda _: None)
+    found = reasons(ddp, lambda: compiled(X).sum().backward())
+    assert found.pop("2.weight") == copies.HOOKED
+    assert found == {name: copies.BESIDE for name in ALL if name != "2.weight"}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"create_graph": True}, copies.CREATES_GRAPH), ({"inputs": True}, copies.SOME_INPUTS)],
+)
+def test_how_backward_is_called(options: dict[str, Any], why: str) -> None:
+    ddp = layers()
+    compiled = torch.compile(ddp)
+    if "inputs" in options:
+        options = {"inputs": list(ddp.parameters())}
+    with functorch_config.patch(donated_buffer=False):  # Torch asks for that with create_graph.
+        found = reasons(ddp, lambda: compiled(X).sum().backward(**options))
+    assert found == dict.fromkeys(ALL, why)
+
+
+def test_two_modules_that_average_one_weight() -> None:
+    ddp = layers()
+    other = DistributedDataParallel(nn.Sequential(ddp.module[2]))
+    compiled, others = torch.compile(ddp), torch.compile(other)
+
+    def step() -> None:
+        (compiled(X).sum() + others(X).sum()).backward()
+
+    found = reasons(ddp, step)
+    assert {name for name, why in found.items() if why == copies.SHARED} == {"2.bias", "2.weight"}
+
+
+def test_a_graph_that_was_compiled_before_the_buckets_were_agreed_on() -> None:
+    """In the order of another branch, with the gradients beside others."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor, *, is_first: bool) -> Tensor:
+            for part in self.parts if is_first else reversed(self.parts):
+                x = part(x).sin()
+            return x
+
+    ddp = DistributedDataParallel(Branches(), bucket_cap_mb=100 / 2**20)
+    compiled = torch.compile(ddp)
+
+    def step(*, is_first: bool) -> Callable[[], None]:
+        return lambda: compiled(X, is_first=is_first).sum().backward()
+
+    with ddp.no_sync():
+        step(is_first=False)()
+    assert reasons(ddp, step(is_first=True)) == {}
+    found = reasons(ddp, step(is_first=False))
+    assert set(found.values()) == {copies.ELSEWHERE}
+
+
+def test_a_backward_inside_of_another_one() -> None:
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for part in self.parts:
+                x = checkpoint(part, x, use_reentrant=True)
+            return x
+
+    ddp = DistributedDataParallel(Model())
+    found = reasons(ddp, lambda: ddp(X.clone().requires_grad_()).sum().backward())
+    assert found == {f"parts.{name}": copies.INNER for name in ALL}
+
+
+def test_what_a_step_does_not_use() -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.parts[0](x)
+
+    ddp = DistributedDataParallel(Skips(), find_unused_parameters=True)
+    compiled = torch.compile(ddp)
+    found = reasons(ddp, lambda: compiled(X).sum().backward())
+    assert found == {"parts.1.bias": copies.UNUSED, "parts.1.weight": copies.UNUSED}
+
+
+def test_sparse_gradients_and_another_backend_than_inductor() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+    ddp = DistributedDataParallel(model)
+    compiled = torch.compile(ddp, backend="aot_eager")
+    rows = torch.tensor([1, 2])
+    found = reasons(ddp, lambda: compiled(rows).sum().backward())
+    assert found.pop("0.weight") == copies.SPARSE
+    assert found == dict.fromkeys(ALL[2:4], copies.NOT_STORED)

@@ -1,0 +1,113 @@
+"""What the catalogue of scenarios says, where a reducer has its layout before the first backward,
+as in the mode ``"auto"``: in an order that no backward has."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, Final
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fusion_passes.ddp import reduced
+from fusion_passes.plan.layout import lay_out
+from testing import models
+from testing.scenarios.catalog import SCENARIOS
+from testing.scenarios.entries import Scenario
+from testing.scenarios.ranks import RankReport
+from tests.reducer.test_reducer import Steps, flag, pair, rows, run_steps
+from tests.reducer.test_scenarios import GROUPS, train
+
+RUN = Callable[..., list[Any]]
+
+_CHECKED: Final = (
+    *("static-graph-unused", "static-graph-without-some", "static-graph-changes"),
+    *("join-several-times", "join-static-graph", "unused-some", "unused-changing"),
+)
+"""Features that a first backward with a layout is about; nightly jobs train all."""
+
+BY_BUCKET: Final = ("hook-powersgd", "hook-wrapper-powersgd")
+"""What a bucket of theirs becomes depends on which gradients are in it: eager DDP has others."""
+
+COUNTED: Final = ("collectives instead of", "{'calls': ")
+"""Differences in how often something is called: once for each bucket. Eager DDP has fewer."""
+
+IN_A_BUCKET: Final = 3
+
+
+def give_layout(reducer: Any) -> None:
+    """In the place of one that was learned: parameters in no order, some in each bucket."""
+    kinds = reducer.parameters.kinds
+    mixed = sorted(kinds, key=lambda number: (number * 7919 % 13, number))
+    buckets: list[tuple[int, ...]] = []
+    by_kind = sorted(mixed, key=lambda n: (str(kinds[n].dtype), str(kinds[n].device)))
+    for kind, numbers in itertools.groupby(by_kind, lambda n: (kinds[n].dtype, kinds[n].is_sparse)):
+        size = 1 if kind[1] else IN_A_BUCKET
+        listed = list(numbers)
+        buckets += [tuple(listed[i : i + size]) for i in range(0, len(listed), size)]
+    reducer.layout = lay_out([[(n,) for n in bucket] for bucket in buckets], kinds)
+
+
+def _cases() -> list[Any]:
+    found = []
+    for scenario in SCENARIOS:
+        # The first one waits for a timeout: see test_errors.py.
+        if scenario.feature in ("missing-one", *BY_BUCKET):
+            continue
+        marks = [] if scenario.feature in _CHECKED else [pytest.mark.nightly]
+        if scenario.ranks > 2:
+            marks.append(pytest.mark.xdist_group(GROUPS[scenario.ranks]))
+        name = f"{scenario.parallelism}/{scenario.feature}"
+        found.append(pytest.param(scenario, marks=marks, id=name))
+    return found
+
+
+def train_given(scenario: Scenario) -> RankReport:
+    """A job for every rank."""
+    with mock.patch.object(reduced, "learn_layout", give_layout):
+        return train(scenario, "auto", scenario.dtypes[0])
+
+
+class Twice(nn.Module):
+    """Exact. A layer that two parts of the model use, which are compiled apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.first, self.last = (nn.Linear(models.WIDTH, models.WIDTH) for _ in "123")
+        models.fill_whole(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.shared(self.first(x)).relu()
+        torch._dynamo.graph_break()
+        return self.last(self.shared(x))
+
+
+def static_and_shared() -> Steps:
+    """The gradient of a layer is accumulated twice, and a static graph says when that is."""
+    with mock.patch.object(reduced, "learn_layout", give_layout), flag(mode="auto"):
+        ddp, eager = pair(Twice, static_graph=True)
+        return run_steps(ddp, eager, lambda model, number: model(rows(number)).sum())
+
+
+def test_a_static_graph_counts_in_its_first_round(run_on_ranks: RUN) -> None:
+    for rank in run_on_ranks(2, static_and_shared):
+        assert rank.error == 0
+        # And in the first one ranks say what they have used.
+        buckets = len(rank.buckets)
+        assert rank.collectives == [buckets + 1, *[buckets] * 3]
+
+
+@pytest.mark.parametrize("scenario", _cases())
+def test_trains_as_eager_ddp(run_on_ranks: RUN, scenario: Scenario) -> None:
+    reports = run_on_ranks(scenario.ranks, train_given, scenario=scenario)
+    if scenario.must_fail or scenario.becomes == "refused":
+        assert all(report.fused is not None for report in reports)
+        return
+    for report in reports:
+        found = [item for item in report.differences if not any(w in item for w in COUNTED)]
+        assert found == []
+        if scenario.averages and scenario.becomes == "equal":
+            assert report.is_fused, report

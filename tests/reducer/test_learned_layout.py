@@ -1,0 +1,360 @@
+"""``ddp_fusion = "auto"`` with a reducer: the first start measures, the next one plans from that.
+Each job on ranks is a start; each rank has files of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from fusion_passes.profile import consensus, files, measure
+from fusion_passes.profile.ready_times import ReadyTimes
+from fusion_passes.profile.tables import CostTable, Taken
+from fusion_passes.reducer import ready_clock
+from fusion_passes.reducer.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
+from testing import models
+from tests.reducer.test_reducer import Steps, flag, pair, reducer_of, rows, run_steps
+
+RUN = Callable[..., list[Any]]
+
+COSTS = CostTable((1, 2**20), (1000, 2**30))
+"""About a microsecond for a byte."""
+LAYERS = 5
+ROUNDS = SKIPPED_ROUNDS + MEASURED_ROUNDS
+
+
+@dataclass
+class Start:
+    """What came of a start on a rank.
+
+    Attributes:
+        planned: the buckets when the module is constructed; empty without a layout.
+        predicted: when each is expected to be sent.
+        steps: of training, beside eager DDP.
+        decision: what was said.
+        measured: how often costs were measured.
+        kept: names of this rank's files.
+        clock: whether ready times are still measured at the end.
+    """
+
+    planned: list[tuple[int, ...]]
+    predicted: dict[int, tuple[int, int]]
+    steps: Steps
+    decision: tuple[str, ...]
+    measured: int
+    kept: list[str]
+    clock: bool
+
+
+@contextlib.contextmanager
+def files_in(directory: Path) -> Iterator[list[int]]:
+    """A folder for this rank's files, and costs that are given; counts what is measured."""
+    calls: list[int] = []
+    original, before = measure.measure, os.environ.get(files.DIRECTORY_VARIABLE)
+    os.environ[files.DIRECTORY_VARIABLE] = str(directory / str(dist.get_rank()))
+
+    def quick(ranks, place, kinds, _):
+        calls.append(len(kinds))
+        profile = original(ranks, place, kinds, 0.05)
+        tables = tuple((kind, COSTS) for kind, _ in profile.tables)
+        return replace(profile, tables=tables, taken=Taken())
+
+    try:
+        with mock.patch.object(consensus, "measure", quick):
+            yield calls
+    finally:
+        os.environ.pop(files.DIRECTORY_VARIABLE)
+        if before is not None:
+            os.environ[files.DIRECTORY_VARIABLE] = before
+
+
+def start(directory: Path, count: int = 2, torch_version: str = "", **options: Any) -> Start:
+    """Construct a module, and train it."""
+    version = mock.patch.object(torch, "__version__", torch_version or torch.__version__)
+    with files_in(directory) as calls, flag(mode="auto", **options):
+        with version:
+            ddp, eager = pair(lambda: models.mlp(LAYERS))
+        reducer = reducer_of(ddp)
+        layout = reducer.layout
+        planned = [bucket.numbers for bucket in layout.buckets] if layout else []
+        steps = run_steps(ddp, eager, lambda model, number: model(rows(number)).sum(), count)
+        folder = Path(os.environ[files.DIRECTORY_VARIABLE])
+        return Start(
+            planned,
+            dict(reducer.predicted),
+            steps,
+            reducer.decision,
+            len(calls),
+            sorted(path.name for path in folder.glob("*")),
+            reducer.clock is not None,
+        )
+
+
+def ready_file(directory: Path, rank: int) -> Path:
+    (path,) = (directory / str(rank)).glob("*.ready.json")
+    return path
+
+
+def said(ranks: list[Start], words: str) -> bool:
+    return all(any(words in line for line in rank.decision) for rank in ranks)
+
+
+@pytest.fixture(scope="module")
+def first(run_on_ranks: RUN, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Start]]:
+    """What a start that measures leaves."""
+    directory = tmp_path_factory.mktemp("first")
+    return directory, run_on_ranks(2, start, directory=directory, count=ROUNDS)
+
+
+@pytest.fixture
+def kept(first: tuple[Path, list[Start]], tmp_path: Path) -> Path:
+    """Files of that start, which a test may change."""
+    shutil.copytree(first[0], tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def test_the_first_start_fills_caps_and_measures(first: tuple[Path, list[Start]]) -> None:
+    directory, ranks = first
+    assert said(ranks, "first run: no ready times are kept of this module here")
+    assert said(ranks, f"ready times were measured in {MEASURED_ROUNDS} steps; rank 0 keeps them")
+    assert said(ranks, f"the next run plans from {ready_file(directory, 0)} of rank 0")
+    for rank in ranks:
+        assert (rank.planned, rank.predicted, rank.measured) == ([], {}, 1)
+        assert rank.steps.error == 0
+        assert not rank.clock
+    # Rank 0 keeps them.
+    assert [len(rank.kept) for rank in ranks] == [2, 0]
+    times = ReadyTimes.from_json(ready_file(directory, 0).read_text())
+    assert times.rounds == MEASURED_ROUNDS
+    assert sorted(times.numbers) == list(range(2 * LAYERS))
+    # A backward computes the last layers first; biases are summed by kernels that are shared.
+    weights = [number for number in times.numbers if number % 2 == 0]
+    assert weights == sorted(weights, reverse=True)
+
+
+def test_the_next_start_plans_from_what_rank_0_has(run_on_ranks: RUN, kept: Path) -> None:
+    # What rank 0 has counts, whatever the other has: one second for each gradient, in an order
+    # that no backward has.
+    order = (3, 2, 1, 0, 9, 8, 7, 6, 5, 4)
+    second_ns = 10**9
+    given = ReadyTimes(5, order, tuple(second_ns * k for k in range(1, 11)), "today")
+    ready_file(kept, 0).write_text(given.to_json())
+    (kept / "1").mkdir()
+    other = replace(given, numbers=order[::-1])
+    (kept / "1" / ready_file(kept, 0).name).write_text(other.to_json())
+    second = run_on_ranks(2, start, directory=kept)
+    assert said(second, f"times of 5 steps, measured today ({ready_file(kept, 0)} of rank 0)")
+    assert said(second, "in buckets filled up to caps")
+    for rank in second:
+        assert rank.measured == 0
+        assert rank.steps.error == 0
+        assert rank.steps.keys == 0
+        assert rank.planned == second[0].planned == rank.steps.buckets
+        # The last bucket begins with the last gradient, and has that one alone.
+        assert rank.planned[-1] == (4,)
+        assert {n for bucket in rank.planned for n in bucket} == set(order)
+        assert [min(map(order.index, bucket)) for bucket in rank.planned] == sorted(
+            min(map(order.index, bucket)) for bucket in rank.planned
+        )
+        assert rank.predicted.keys() == set(range(len(rank.planned)))
+        assert rank.predicted[len(rank.planned) - 1][0] == 10 * second_ns
+        # No broadcast of a layout, and graphs are cut as it is from the first step on.
+        assert rank.steps.collectives == [len(rank.planned)] * 2
+        assert rank.steps.stored == [2 * LAYERS] * 2
+        assert not rank.clock
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 1, "rounds": 5}'])
+def test_damaged_files_are_measured_anew_and_that_is_said(
+    run_on_ranks: RUN, kept: Path, text: str
+) -> None:
+    for path in (kept / "0").glob("*"):
+        path.write_text(text)
+    again = run_on_ranks(2, start, directory=kept)
+    assert said(again, f"{ready_file(kept, 0)} cannot be used, and is measured anew")
+    assert said(again, "first run")
+    for rank in again:
+        assert (rank.planned, rank.measured, rank.clock) == ([], 1, True)
+        assert rank.steps.error == 0
+
+
+def test_another_torch_measures_anew(run_on_ranks: RUN, kept: Path) -> None:
+    again = run_on_ranks(2, start, directory=kept, torch_version="2.99.0")
+    assert said(again, "first run")
+    assert [(rank.planned, rank.measured) for rank in again] == [([], 1)] * 2
+
+
+def test_a_users_cap_bounds_the_buckets(run_on_ranks: RUN, kept: Path) -> None:
+    sizes = [parameter.nbytes for parameter in models.mlp(LAYERS).parameters()]
+    cap = 1.5 * max(sizes)
+    options = {"bucket_cap_mb": cap / 2**20, "first_bucket_cap_mb": cap / 2**20}
+    capped = run_on_ranks(2, start, directory=kept, **options)
+    assert said(capped, "your bucket cap costs")
+    for rank in capped:
+        assert rank.steps.error == 0
+        assert max(sum(sizes[n] for n in bucket) for bucket in rank.planned) <= cap
+
+
+def versions_differ(directory: Path) -> str:
+    try:
+        start(directory, torch_version=f"2.9{dist.get_rank()}.0")
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_versions_get_an_error(run_on_ranks: RUN, tmp_path: Path) -> None:
+    for text in run_on_ranks(2, versions_differ, directory=tmp_path):
+        assert "torch is '2.90.0' on rank 0, and '2.91.0' on rank 1" in text
+
+
+def launches(directory: Path) -> list[list[int]]:
+    """How many gradients are missing at each launch, in each step."""
+    # Two layers and more.
+    options = {"bucket_cap_mb": 600 / 2**20, "first_bucket_cap_mb": 600 / 2**20}
+    with files_in(directory), flag(mode="auto", **options):
+        ddp = DistributedDataParallel(models.mlp(LAYERS))
+        reducer = reducer_of(ddp)
+        original = reducer.communication.launch
+        missing: list[list[int]] = []
+
+        def launch(*args: Any) -> Any:
+            missing[-1].append(sum(reducer._round.pending))
+            return original(*args)
+
+        reducer.communication.launch = launch
+        compiled = torch.compile(ddp)
+        for number in range(ROUNDS + 1):
+            missing.append([])
+            ddp.zero_grad()
+            compiled(rows(number)).sum().backward()
+        return missing
+
+
+def test_nothing_is_sent_while_ready_times_are_measured(run_on_ranks: RUN, tmp_path: Path) -> None:
+    for missing in run_on_ranks(2, launches, directory=tmp_path):
+        assert len(missing[1]) > 1
+        # The first round is reduced at its end.
+        waits = [not any(step) for step in missing]
+        measured = [SKIPPED_ROUNDS <= number < ROUNDS for number in range(ROUNDS + 1)]
+        assert waits == [number == 0 or is_measured for number, is_measured in enumerate(measured)]
+    # Graphs tell more times than there are buckets.
+    times = ReadyTimes.from_json(ready_file(tmp_path, 0).read_text())
+    assert len(set(times.ready_ns)) >= LAYERS > len(missing[1])
+
+
+def joined(directory: Path) -> tuple[tuple[str, ...], bool]:
+    """Rank 1 has no inputs any more while times are measured."""
+    with files_in(directory), flag(mode="auto"):
+        ddp = DistributedDataParallel(models.mlp(2))
+        compiled = torch.compile(ddp)
+        with ddp.join():
+            for number in range(ROUNDS + 1 if dist.get_rank() == 0 else 2):
+                ddp.zero_grad()
+                compiled(rows(number)).sum().backward()
+        return reducer_of(ddp).decision, reducer_of(ddp).clock is None
+
+
+def test_ranks_without_inputs_take_part(run_on_ranks: RUN, tmp_path: Path) -> None:
+    for decision, has_ended in run_on_ranks(2, joined, directory=tmp_path):
+        assert has_ended
+        assert "ready times were measured" in decision[-1]
+    assert ready_file(tmp_path, 0).exists()
+
+
+def texts() -> tuple[list[str], list[str]]:
+    where = consensus.Where(dist.group.WORLD, torch.device("cpu"))
+    mine = "\u00fc" * (3 * dist.get_rank())
+    return consensus.gather_texts(where, mine), [
+        consensus.first_text(where, text) for text in (f"from {dist.get_rank()}", mine)
+    ]
+
+
+def test_texts_of_any_length_come_to_all_ranks(run_on_ranks: RUN) -> None:
+    wanted = ["", "\u00fc" * 3], ["from 0", ""]
+    assert run_on_ranks(2, texts) == [wanted, wanted]
+
+
+def test_of_the_rounds_the_one_in_the_middle_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ready_clock, "all_reduce", lambda *_: lambda: None)
+    now = 0
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: now)
+    measured: list[dict[int, int]] = []
+    clock = ReadyClock(None, torch.device("cpu"), [0, 1, 2, 3], lambda t: measured.append(dict(t)))
+    ends = []
+    for number in range(ROUNDS):
+        clock.begin_round()
+        begin = now
+        for numbers, at in (((2,), 10 + 100 * (number == SKIPPED_ROUNDS)), ((1, 0), 30 + number)):
+            now = begin + at
+            clock.note_ready(numbers)
+        ends.append(clock.end_round())
+        now = begin + 1000
+    assert ends == [False] * (ROUNDS - 1) + [True]
+    # Nobody has seen the gradient of 3.
+    assert measured == [{2: 10, 1: 30 + SKIPPED_ROUNDS + 2, 0: 30 + SKIPPED_ROUNDS + 2}]
+    assert list(measured[0]) == [2, 1, 0]
+
+
+class Event:
+    """In the place of ``torch.cuda.Event``: the GPU is so many ms behind the host."""
+
+    now_ms = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at_ms = -1.0
+
+    def record(self) -> None:
+        self.at_ms = Event.now_ms
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at_ms - self.at_ms
+
+
+def test_a_gpu_is_asked_by_events_which_are_read_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph that is captured is no round: what it does is done later, and more than once."""
+    captured = False
+    waited: list[Any] = []
+    make = torch.tensor
+    monkeypatch.setattr(ready_clock, "all_reduce", lambda *_: lambda: None)
+    monkeypatch.setattr(torch, "tensor", lambda values, *, dtype, device: make(values, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    measured: list[dict[int, int]] = []
+    gpu = torch.device("cuda", 0)
+    clock = ReadyClock(None, gpu, [0, 1], lambda times: measured.append(dict(times)))
+    ended = False
+    for number in range(2 * ROUNDS):
+        captured = number % 2 == 0
+        assert not ended
+        assert not waited
+        begin = Event.now_ms
+        clock.begin_round()
+        for parameter in (1, 0):
+            Event.now_ms = begin + 2 - parameter
+            clock.note_ready((parameter,))
+        ended = clock.end_round()
+    assert ended
+    assert waited == [gpu]
+    assert measured == [{1: 1_000_000, 0: 2_000_000}]
+
+
+def test_one_rank_fills_caps_and_says_so(run_on_ranks: RUN, tmp_path: Path) -> None:
+    (alone,) = run_on_ranks(1, start, directory=tmp_path)
+    assert said([alone], "nothing is sent in buckets")
+    assert (alone.kept, alone.measured, alone.clock) == ([], 0, False)
