@@ -104,7 +104,6 @@ def _span(name: str) -> str:
 def _unused(found: Found) -> list[str]:
     rows = {
         *declared.ATTRIBUTES,
-        *declared.PARAMETERS,
         *declared.STANDS_FOR,
         *declared.VALUES_OF_ROOM,
         *declared.WRITTEN_IN,

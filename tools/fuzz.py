@@ -99,7 +99,7 @@ def _draw(seed: int, options: argparse.Namespace) -> Case:
         return case
     flag = {**case.flag, "mode": options.mode} if isinstance(case.flag, dict) else options.mode
     if isinstance(flag, dict) and flag.get("scaling") == "bucket":
-        flag["scaling"] = "store"
+        flag["scaling"] = "collective"
     return replace(case, flag=flag)
 
 
@@ -145,7 +145,7 @@ def _run_all(runner: Runner, options: argparse.Namespace) -> int:
 
 def _log(output: Path, case: Case, outcome: Outcome) -> None:
     line = {"seed": case.seed, "kind": outcome.kind, "seconds": outcome.seconds}
-    line |= {"words": outcome.words[:2000], "fused": outcome.fused, "cpu": outcome.cpu}
+    line |= {"words": outcome.words[:2000], "averaged": outcome.averaged, "cpu": outcome.cpu}
     with (output / "results.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -160,8 +160,8 @@ def _show(runner: Runner, case: Case) -> int:
 
 def _say(case: Case, outcome: Outcome) -> int:
     words = outcome.words.strip().partition("\n")[0][:160]
-    fused = " ".join(f"{before}>{after}" for before, after in outcome.fused)
-    print(f"{case.seed}: {outcome.kind} ({outcome.seconds:.0f} s) [{fused}] {words}", flush=True)
+    averaged = " ".join(f"{count}x{copied}" for count, copied in outcome.averaged)
+    print(f"{case.seed}: {outcome.kind} ({outcome.seconds:.0f} s) [{averaged}] {words}", flush=True)
     return int(outcome.bad)
 
 

@@ -1,4 +1,4 @@
-"""Draws the rooms of a package as SVG: boxes on floors, arrows for imports, a gradient's walk."""
+"""Draws the rooms of a package as SVG: boxes on floors, arrows for imports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ MARGIN, LEGEND = 70, 150
 LETTERS: Final = 36
 """That fit beside each other in a box."""
 
-STATION: Final = re.compile(r"\*\*(\d+)\. (\w+)\.?\*\*")
 FILE: Final = re.compile(r"fusion_passes/(\w+)")
 ROW: Final = re.compile(r"^\| (`fusion_passes/.*?) \| (.*) \|$", re.MULTILINE)
 
@@ -32,27 +30,11 @@ STYLE: Final = """\
   .box { fill: #f4f7fa; stroke: #5b6b7b; stroke-width: 1.2; }
   .import { fill: none; stroke: #5b6b7b; stroke-width: 1.4; }
   .implied { fill: none; stroke: #c9d3dc; stroke-width: 1; }
-  .walk { fill: none; stroke: #d9822b; stroke-width: 2.4; }
-  .station { fill: #d9822b; }
-  .number { font-size: 11px; font-weight: bold; fill: white; text-anchor: middle; }
 """
 
 HEAD: Final = """\
 <defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" \
 orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="context-stroke"/></marker></defs>"""
-
-
-@dataclass(frozen=True)
-class Station:
-    """One of the numbered paragraphs that follow a gradient.
-
-    Attributes:
-        room: of the first file that the paragraph names.
-    """
-
-    number: int
-    name: str
-    room: str
 
 
 @dataclass(frozen=True)
@@ -65,22 +47,6 @@ class Box:
     @property
     def middle(self) -> float:
         return self.x + WIDTH / 2
-
-
-def stations_of(page: str) -> list[Station]:
-    """The stations of a gradient's walk that a page has.
-
-    Args:
-        page: ``docs/architecture.md``.
-    """
-    found = [*STATION.finditer(page)]
-    ends = [*(match.start() for match in found[1:]), len(page)]
-    stations = []
-    for match, end in zip(found, ends, strict=False):
-        file = FILE.search(page, match.end(), end)
-        if file is not None:
-            stations.append(Station(int(match[1]), match[2], file[1]))
-    return stations
 
 
 def purposes_of(page: str) -> dict[str, str]:
@@ -124,11 +90,10 @@ def draw(rooms: Sequence[Room], page: str) -> str:
 
     Args:
         rooms: each after those that it imports.
-        page: ``docs/architecture.md``, which says what they do and where a gradient goes; empty
-            for a package without one.
+        page: ``docs/architecture.md``, which says what they do; empty for a package without
+            one.
     """
     boxes, width, height = _boxes(floors_of(rooms))
-    stations = [station for station in stations_of(page) if station.room in boxes]
     purposes = purposes_of(page)
     return "\n".join(
         [
@@ -137,10 +102,8 @@ def draw(rooms: Sequence[Room], page: str) -> str:
             HEAD,
             f'<rect width="{width:g}" height="{height:g}" fill="white"/>',
             *_arrows(rooms, boxes),
-            *_path(_places(stations, boxes)),
             *(line for name, box in boxes.items() for line in _box(name, box, purposes)),
-            *_numbers(_places(stations, boxes)),
-            *_legend(stations, height),
+            *_legend(height),
             "</svg>",
             "",
         ]
@@ -197,38 +160,8 @@ def _box(name: str, box: Box, purposes: Mapping[str, str]) -> Iterator[str]:
         yield f'<text class="what" x="{x:g}" y="{y:g}">{escape(line)}</text>'
 
 
-def _places(
-    stations: Sequence[Station], boxes: Mapping[str, Box]
-) -> list[tuple[Station, float, float]]:
-    """The stations with their points, at the left edges of their rooms."""
-    places = []
-    for index, station in enumerate(stations):
-        before = sum(earlier.room == station.room for earlier in stations[:index])
-        box = boxes[station.room]
-        places.append((station, box.x, box.y + 12 + 18 * before))
-    return places
-
-
-def _path(places: Sequence[tuple[Station, float, float]]) -> Iterator[str]:
-    """From station to station, around on the left; drawn before the boxes, it passes behind."""
-    for (station, x, y), (following, to_x, to_y) in pairwise(places):
-        out = min(x, to_x) - (20 if station.room == following.room else 60)
-        curve = f"M{x:g},{y:g} C{out:g},{y:g} {out:g},{to_y:g} {to_x:g},{to_y:g}"
-        yield f'<path class="walk" d="{curve}"/>'
-
-
-def _numbers(places: Sequence[tuple[Station, float, float]]) -> Iterator[str]:
-    for station, x, y in places:
-        title = f"<title>{station.number}. {escape(station.name)}</title>"
-        yield f'<circle class="station" cx="{x:g}" cy="{y:g}" r="9">{title}</circle>'
-        yield f'<text class="number" x="{x:g}" y="{y + 4:g}">{station.number}</text>'
-
-
-def _legend(stations: Sequence[Station], height: float) -> Iterator[str]:
-    lines = ["An arrow is an import; a faint", "one is implied by the others."]
-    if stations:
-        lines += ["", "A gradient's walk:"]
-        lines += [f"{station.number}. {station.name.lower()}" for station in stations]
+def _legend(height: float) -> Iterator[str]:
+    lines = ("An arrow is an import; a faint", "one is implied by the others.")
     for number, line in enumerate(lines):
         y = height - MARGIN / 2 - 15 * (len(lines) - 1 - number)
         yield f'<text class="note" x="16" y="{y:g}">{escape(line)}</text>'

@@ -179,9 +179,6 @@ def _targets_of_auto(cell: Cell) -> list[Target]:
         if rows and best is not None:
             name = f"auto over {words} fastest at its best cap ({best.row.label})"
             found.append(Target(name, limit, over(auto, best), beyond_spread=True))
-    if auto.predicted is not None:
-        off = abs(auto.predicted - 1)
-        found.append(Target("auto: predicted backward, off by", 0.10, _exact(off)))
     return found
 
 

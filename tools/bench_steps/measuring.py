@@ -14,19 +14,19 @@ from bench_steps.places import together_of
 from bench_steps.processes import Place, RowFailed, RowProcesses
 from bench_steps.progress import Progress
 from bench_steps.results import COMPUTE, NETWORK, PROBE, REFERENCE, Cell, RowResult
-from bench_steps.rows import Checked, Planned, Row, Started, Stepped, groups_of, rows_of
+from bench_steps.rows import Checked, Row, Started, Stepped, groups_of, rows_of
 from bench_steps.timelines import Timeline
 from fusion_passes.profile.files import DIRECTORY_VARIABLE
 from fusion_passes.profile.tables import Taken, table_sizes
+from fusion_passes.reducer.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS
 from workloads.ways import EAGER, PLAIN, WAYS
 
 START_TIMEOUT_S = 900.0
 """At most, for the first step: compilation on a busy core."""
 
 WARM_UP_STEPS = 3
-SETTLING_STEPS = 26
-"""Of a way that plans its buckets once more from measured steps: by then it has, has measured the
-second plan, and has kept one of both (``fusion_passes/ddp/replanning.py``)."""
+MEASURING_STEPS = SKIPPED_ROUNDS + MEASURED_ROUNDS
+"""Of a way that plans its buckets from what an earlier run has measured: it has by then."""
 MAX_STEPS = 50
 
 
@@ -160,7 +160,8 @@ class Measuring:
 
     def _starts(self, row: Row) -> int:
         # The kernels of other caps are the default's, which are in its cache.
-        return 1 + (self._effort.warm and row.kind == "way" and row.cap_mb is None)
+        is_warm = self._effort.warm and row.kind == "way" and row.cap_mb is None
+        return 1 + (is_warm or _starts_anew(row))
 
     def _measure_group(
         self,
@@ -202,7 +203,8 @@ class Measuring:
 
     def _started(self, row: Row, start: RowResult, rate: str | None = None) -> _Alive:
         """Start a row; one at its default twice, as on a new machine and with what the first left
-        in its caches, and in its profile of a network of that rate."""
+        in its caches; and so one whose first run measures what the second plans from, on a network
+        of that rate."""
         profile = str(self._place.directory / "profiles" / f"{rate}")
         variables = self._place.variables | {DIRECTORY_VARIABLE: profile}
         place = replace(self._place, variables=variables)
@@ -212,6 +214,8 @@ class Measuring:
             processes = RowProcesses(row, place)
             try:
                 start.cold_s = _slowest(processes.ask("start", timeout_s=START_TIMEOUT_S))
+                if _starts_anew(row):
+                    processes.ask("steps", MEASURING_STEPS)
             finally:
                 processes.end()
         self._progress.begin(f"{row.label}: start")
@@ -297,16 +301,16 @@ class Measuring:
         cell.note_ready(probed)
 
     def _note_plans(self, alive: Sequence[_Alive], results: Mapping[Row, RowResult]) -> None:
-        """Note what came of planning once more."""
+        """Note which buckets were planned, and why."""
         for item in alive:
             row = item.result.row
             if _starts_anew(row) and not results[row].reason:
                 try:
-                    planned: list[Planned] = item.processes.ask("planned")
+                    planned: list[str] = item.processes.ask("planned")
                 except RowFailed as error:
                     results[row].reason = str(error)
                 else:
-                    results[row].note_planned(planned[0])
+                    results[row].plan = planned[0]
 
     def _warm_up(self, alive: Sequence[_Alive], results: dict[Row, RowResult]) -> None:
         """Make the first steps at a rate, and choose how many of them fit in a turn."""
@@ -316,15 +320,13 @@ class Measuring:
             if results[row].reason:
                 continue
             try:
-                steps = SETTLING_STEPS if _starts_anew(row) else WARM_UP_STEPS
-                stepped = item.processes.ask("steps", steps)
+                stepped = item.processes.ask("steps", WARM_UP_STEPS)
             except RowFailed as error:
                 results[row].reason = item.result.reason = str(error)
                 if row in (COMPUTE, NETWORK):
                     raise
                 continue
-            # Its last steps: those before may have had other buckets.
-            fastest = max(min(one.seconds[-WARM_UP_STEPS:]) for one in stepped)
+            fastest = max(min(one.seconds) for one in stepped)
             item.steps = min(MAX_STEPS, max(2, math.ceil(self._effort.round_s / fastest)))
 
 

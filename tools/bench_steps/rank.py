@@ -21,7 +21,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from bench_steps.rows import Assignment, Checked, Planned, Started, Stepped
+from bench_steps.rows import Assignment, Checked, Started, Stepped
 
 PR_SET_PDEATHSIG = 1
 
@@ -261,22 +261,15 @@ class Rank:
             found.append(read_profile(profiler, begin, end))
         return found[1:]  # The first time, the profiler is set up.
 
-    def planned(self) -> Planned:
-        """What became of the way's plan, where it plans once more."""
+    def planned(self) -> str:
+        """The way's buckets, and why they are these."""
         import fusion_passes
 
-        made = fusion_passes.report()
-        sizes = [b.plan.num_bytes for g in made.graphs if g.is_used for b in g.buckets]
-        mib = " + ".join(f"{size / 2**20:.1f}" for size in sizes)
-        if not made.replans:
-            return Planned(f"no second plan yet; {mib} MiB", None, None)
-        (report,) = made.replans
-        is_first = report.kept == "first"
-        return Planned(
-            f"{report.describe()}; {mib} MiB",
-            report.predicted_first_s if is_first else report.predicted_second_s,
-            report.first_s if is_first else report.second_s,
-        )
+        modules = fusion_passes.report().modules
+        buckets = [bucket.plan for module in modules for bucket in module.buckets]
+        mib = " + ".join(f"{bucket.num_bytes / 2**20:.1f}" for bucket in buckets)
+        said = [sentence for module in modules for sentence in module.decision]
+        return "; ".join([*said, f"{mib} MiB"])
 
     def peak(self) -> int:
         """Bytes: the peak of a step, and what DDP keeps between steps."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from bench_steps.limits import lower_bound, ready_shares
-from bench_steps.rows import Planned, Row, Stepped
+from bench_steps.rows import Row, Stepped
 from fusion_passes.profile.tables import NOTHING_TAKEN, CostTable, Taken
 from workloads.ways import EAGER, PLAIN, TRACED
 
@@ -36,9 +36,7 @@ class RowResult:
         seconds: of a step, for each round: the median of its steps on the slowest rank.
         ratios: the same, over compute alone in the same round.
         cpu_s: CPU seconds of a step, of all ranks together, for each round.
-        plan: what became of planning its buckets once more, for people; empty where that is not
-            done.
-        predicted: of its backward, what was predicted over what was measured.
+        plan: its buckets and why they are these, for people; empty where it measures nothing.
     """
 
     row: Row
@@ -54,7 +52,6 @@ class RowResult:
     ratios: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     plan: str = ""
-    predicted: float | None = None
 
     @property
     def is_right(self) -> bool:
@@ -66,12 +63,6 @@ class RowResult:
         self.seconds.append(seconds)
         self.ratios.append(ratio)
         self.cpu_s.append(cpu_s)
-
-    def note_planned(self, planned: Planned) -> None:
-        """Note what became of planning once more."""
-        self.plan = planned.words
-        if planned.predicted_s is not None and planned.measured_s:
-            self.predicted = planned.predicted_s / planned.measured_s
 
     def without_figures(self) -> RowResult:
         """A copy for another rate."""
@@ -188,7 +179,10 @@ class Cell:
     def from_json(cls, data: dict[str, Any]) -> Cell:
         values = {name: value for name, value in data.items() if not name.endswith("_bound_s")}
         values.pop("taken_s", None)  # Of results from before 2026-11-26, by another rule.
-        rows = [RowResult(**{**row, "row": Row(**row["row"])}) for row in values.pop("rows")]
+        rows = []
+        for row in values.pop("rows"):
+            row.pop("predicted", None)  # Of results from before 2026-11-27: plans within a run.
+            rows.append(RowResult(**{**row, "row": Row(**row["row"])}))
         taken = values.pop("taken", None)
         plain: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value

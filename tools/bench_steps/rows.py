@@ -107,22 +107,6 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """What became of planning buckets once more from measured steps.
-
-    Attributes:
-        words: for people.
-        predicted_s: seconds until the last all-reduce of a backward ends, as predicted of the plan
-            that runs; ``None`` where nothing was.
-        measured_s: of a backward, as measured with that plan.
-    """
-
-    words: str
-    predicted_s: float | None
-    measured_s: float | None
-
-
-@dataclass(frozen=True)
 class Stepped:
     """Some steps of a rank.
 

@@ -12,11 +12,12 @@ sizes, is left out and says so.
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,15 +30,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
 from benches.results import Origin, keep, page, parser_of, table
-from fusion_passes.config import FusionConfig
+from fusion_passes.config import ReduceMode
 from fusion_passes.passes.pipeline import run_pipeline
 from fusion_passes.plan.caps import BucketCaps
+from fusion_passes.plan.layout import Kind, plan_layout
+from fusion_passes.plan.planner import ModuleBuckets
 from fusion_passes.profile.tables import MIB
 from fusion_passes.reductions.owners import Owner
 
 SIZES = (100, 1_000, 10_000)
 GRADIENT = (40, 64)
 """Shape of a gradient: 10,000 of 10 KiB make 98 MiB, five buckets under DDP's default caps."""
+MODULE = "0/ddp0"
+"""The name in graphs of the module's process group; each gradient has one that begins so."""
 LIMIT_S = 5.0
 LIMIT_GROWTH = 20.0
 """From 1,000 to 10,000 gradients. Linear is 10; sorting and cache misses get as much again."""
@@ -67,10 +72,10 @@ def main(arguments: Sequence[str]) -> int:
 def ways() -> dict[str, Way]:
     """What is timed, by name. Torch's passes are those that it would run by default, in order."""
     return {
-        "concat": partial(_run_ours, FusionConfig(mode="concat")),
-        "coalesced": partial(_run_ours, FusionConfig(mode="coalesced")),
-        "torch concat": partial(_run_torch, torch_fusion.fuse_ddp_with_concat_op),
-        "torch coalesced": partial(_run_torch, torch_fusion.fuse_ddp_with_coalesced_op),
+        "concat": functools.partial(_run_ours, "concat"),
+        "coalesced": functools.partial(_run_ours, "coalesced"),
+        "torch concat": functools.partial(_run_torch, torch_fusion.fuse_ddp_with_concat_op),
+        "torch coalesced": functools.partial(_run_torch, torch_fusion.fuse_ddp_with_coalesced_op),
     }
 
 
@@ -89,15 +94,22 @@ def measure(rounds: int, torch_limit_s: float) -> dict[tuple[str, int], float]:
                         smaller is None or smaller * 100 > torch_limit_s
                     )
                     if not (is_torch and too_long):
-                        taken.setdefault(name, []).append(_time(way, build_graph(size)))
+                        graph = build_graph(size, named=not is_torch)
+                        taken.setdefault(name, []).append(_time(way, graph))
                     bar.update()
             for name, times in taken.items():
                 seconds[name, size] = statistics.median(times)
     return seconds
 
 
-def build_graph(size: int) -> fx.GraphModule:
-    """A chain of ``size`` operators with a traced gradient reduction behind each."""
+def build_graph(size: int, *, named: bool) -> fx.GraphModule:
+    """A chain of operators with a traced gradient reduction behind each.
+
+    Args:
+        size: how many operators.
+        named: whether each reduction has a group name of its own, as this package traces it, or all
+            have that of their process group.
+    """
     graph = fx.Graph()
     c10d = torch.ops._c10d_functional
     mode = FakeTensorMode()
@@ -110,11 +122,12 @@ def build_graph(size: int) -> fx.GraphModule:
 
     last = _with_value(graph.placeholder("x"), value)
     waits = []
-    for _ in range(size):
+    for number in range(size):
         last = call(torch.ops.aten.relu.default, last)
         gradient = call(torch.ops.aten.neg.default, last)
         scaled = call(torch.ops.aten.div.Tensor, gradient, 2)
-        start = call(c10d.all_reduce.default, scaled, "sum", "0")
+        group_name = f"{MODULE}#{number}" if named else "0"
+        start = call(c10d.all_reduce.default, scaled, "sum", group_name)
         waits.append(call(c10d.wait_tensor.default, start))
     graph.output(tuple(waits))
     return fx.GraphModule(torch.nn.Module(), graph)
@@ -134,12 +147,26 @@ def _time(way: Way, module: fx.GraphModule) -> float:
     return time.process_time() - start
 
 
-def _run_ours(config: FusionConfig, module: fx.GraphModule) -> None:
-    caps = BucketCaps(1 * MIB, 25 * MIB, 100 * MIB)
-    owner = Owner("0", "0", "DDP 0", "parameter", backend="gloo", world_size=2, number=0)
-    plan = run_pipeline(module.graph, config, lambda _: owner, lambda _: caps)
+def _run_ours(mode: ReduceMode, module: fx.GraphModule) -> None:
+    size = len(module.graph.output_node().all_input_nodes)
+    plan = run_pipeline(module.graph, mode, _owner_of, lambda _: _buckets(size))
     members = sum(len(bucket.members) for bucket in plan.buckets)
     assert members > len(plan.buckets) > 0, "nothing was fused, so nothing was timed"
+
+
+def _owner_of(name: str) -> Owner:
+    _, _, number = name.partition("#")
+    index = int(number) if number else -1
+    return Owner(MODULE, "0", "DDP 0", f"parameter {number}", "gloo", 2, index)
+
+
+@functools.cache
+def _buckets(size: int) -> ModuleBuckets:
+    """Those that a module of so many gradients has had from its first backward on."""
+    kind = Kind(math.prod(GRADIENT), torch.float32, torch.device("cpu"))
+    pieces = [(number,) for number in range(size)]
+    layout = plan_layout(pieces, dict.fromkeys(range(size), kind), BucketCaps(1 * MIB, 25 * MIB))
+    return ModuleBuckets(tuple(bucket.numbers for bucket in layout.buckets))
 
 
 def _run_torch(fuse: Callable[..., None], module: fx.GraphModule) -> None:

@@ -36,10 +36,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
-METHODS: Final = ("no DDP", "DDPOptimizer", "concat", "concat, reducer", "concat, traced")
+METHODS: Final = ("no DDP", "DDPOptimizer", "concat", "concat, traced")
 FLAGS: Final = {
     "concat": "aot_autograd",
-    "concat, reducer": "reducer",
     "concat, traced": "compiled_autograd",
 }
 """By method, the value of ``FusionConfig.backward_graph``."""
@@ -243,23 +242,16 @@ def _seconds_of_collectives(ddp: DistributedDataParallel, is_fused: bool) -> flo
     import torch
     import torch.distributed as dist
 
-    if is_fused:
-        import fusion_passes
-
-        sent = [bucket for report in fusion_passes.reports() for bucket in report.buckets]
-        averages = {True: dist.ReduceOp.AVG, False: dist.ReduceOp.SUM}
-        reduced = [(bucket.sent_bytes, averages[bucket.scaling == "collective"]) for bucket in sent]
-    else:
-        sizes = ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")
-        reduced = [(int(size), dist.ReduceOp.SUM) for size in sizes]
-    buckets = [(torch.zeros(size // torch.float32.itemsize), op) for size, op in reduced]
+    sizes = map(int, ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(","))
+    op = dist.ReduceOp.AVG if is_fused else dist.ReduceOp.SUM
+    buckets = [torch.zeros(size // torch.float32.itemsize) for size in sizes]
     buffers = [buffer.detach() for buffer in ddp.buffers() if not is_fused]
 
     def step() -> float:
         start = time.process_time()
         if buffers:
             dist._broadcast_coalesced(ddp.process_group, buffers, sum(b.nbytes for b in buffers), 0)
-        works = [dist.all_reduce(bucket, op, async_op=True) for bucket, op in buckets]
+        works = [dist.all_reduce(bucket, op, async_op=True) for bucket in buckets]
         for work in works:
             work.wait()
         return time.process_time() - start

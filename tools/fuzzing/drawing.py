@@ -123,11 +123,11 @@ def _flag(random: Random) -> str | dict[str, Any]:
     if random.random() < 0.6:
         return mode
     flag: dict[str, Any] = {"mode": mode}
-    for name in ("bucket_cap_mb", "first_bucket_cap_mb", "max_hold_mb"):
+    for name in ("bucket_cap_mb", "first_bucket_cap_mb"):
         if random.random() < 0.4:
             flag[name] = random.choice((0.0001, 0.0005, 0.002, 0.05, 1.0))
     if random.random() < 0.6:
-        scalings = ["collective", "store"] + (["bucket"] if mode == "concat" else [])
+        scalings = ["auto", "collective"] + (["bucket"] if mode == "concat" else [])
         flag["scaling"] = random.choice(scalings)
     if random.random() < 0.2:
         flag["reduce_dtype"] = random.choice(("bf16", "fp16"))

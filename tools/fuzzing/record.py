@@ -17,7 +17,7 @@ class Record:
         parameters: in the end.
         buffers: in the end.
         warnings: of this package.
-        fused: collectives before and after, of each graph.
+        averaged: backwards that reducers have averaged, and gradients that each has copied.
         cpu: seconds of this rank, and of the C++ compilers that it started.
     """
 
@@ -26,5 +26,5 @@ class Record:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    fused: list[tuple[int, int]] = field(default_factory=list)
+    averaged: list[tuple[int, int]] = field(default_factory=list)
     cpu: tuple[float, float] = (0.0, 0.0)

@@ -46,14 +46,14 @@ class Outcome:
             later stage.
         words: differences, the error, or warnings.
         seconds: it took.
-        fused: collectives before and after, of each graph of rank 0.
+        averaged: as rank 0 has recorded it.
         cpu: seconds of the ranks themselves, and of the C++ compilers that they started.
     """
 
     kind: str
     words: str = ""
     seconds: float = 0.0
-    fused: tuple[tuple[int, int], ...] = ()
+    averaged: tuple[tuple[int, int], ...] = ()
     cpu: tuple[float, float] = (0.0, 0.0)
 
     @property
@@ -158,15 +158,17 @@ class Runner:
             refused = "ValueError" in actual.error and "ddp_fusion" in actual.error
             kind = "refused" if refused and actual.stage == (-1,) else "crashed"
             return Outcome(kind, f"{actual.error}\n{actual.text}")
-        fused = tuple(actual[0].fused)
+        averaged = tuple(actual[0].averaged)
         if isinstance(expected, Failure):
-            return Outcome("silent", f"no error, but eager DDP: {expected.error}", fused=fused)
+            return Outcome(
+                "silent", f"no error, but eager DDP: {expected.error}", averaged=averaged
+            )
         found = differences(actual, expected, tolerance_of(case))
         warned = "\n".join(sorted({text for record in actual for text in record.warnings}))
         cpu = tuple(
             round(sum(seconds), 1) for seconds in zip(*(r.cpu for r in actual), strict=True)
         )
-        outcome = Outcome("warned" if warned else "equal", warned, fused=fused, cpu=cpu)
+        outcome = Outcome("warned" if warned else "equal", warned, averaged=averaged, cpu=cpu)
         if found:
             return replace(outcome, kind="different", words="\n".join([*found[:12], warned]))
         return outcome
@@ -181,7 +183,7 @@ class Runner:
             goes_on = outcome.kind == "silent" and control.kind == "late"
             if goes_on or control.signature == outcome.signature:
                 words = f"{outcome.kind}: {outcome.words}\n\nwithout the flag:\n{control.words}"
-                return Outcome("torch", words, fused=outcome.fused)
+                return Outcome("torch", words, averaged=outcome.averaged)
         return outcome
 
 

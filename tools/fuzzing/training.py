@@ -42,7 +42,6 @@ def train(case: Case, kind: Kind) -> Record:
     record, start = Record(), os.times()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        known = _reports()
         kernels = torch._inductor.config.patch(fallback_by_default=not case.loop.kernels)
         divided = kind != "undivided" and torch._dynamo.config.optimize_ddp
         graphs = torch._dynamo.config.patch(optimize_ddp=divided)
@@ -52,7 +51,7 @@ def train(case: Case, kind: Kind) -> Record:
                 training.run()
             except Exception as error:
                 raise StageError(training.stage) from error
-        record.fused = _reports()[len(known) :]
+        record.averaged = _averaged() if kind == "fused" else []
     end = os.times()
     own = end.user + end.system - start.user - start.system
     children = end.children_user + end.children_system
@@ -78,12 +77,11 @@ def _flag(case: Case, kind: Kind) -> Iterator[None]:
         yield
 
 
-def _reports() -> list[tuple[int, int]]:
-    """Collectives before and after, of each graph that was fused in this process."""
+def _averaged() -> list[tuple[int, int]]:
+    """How many backwards reducers have averaged, and how many gradients each has copied."""
     import fusion_passes
 
-    reports = fusion_passes.reports()
-    return [(report.collectives_before, report.collectives_after) for report in reports]
+    return [(item.count, item.copied) for item in fusion_passes.report().backwards]
 
 
 class Training:

@@ -13,7 +13,7 @@ from gpu_checks.results import Row
 from workloads.ways import AUTO, EAGER, OURS, PLAIN, WAYS
 
 THEIRS: Final = (EAGER, "DDPOptimizer", "torch concat")
-COMPARED: Final = (PLAIN, *THEIRS, *OURS, "reducer", AUTO)
+COMPARED: Final = (PLAIN, *THEIRS, *OURS, AUTO)
 COMPARED_IF_SMALL: Final = (PLAIN, EAGER, "concat", AUTO)
 ALONE: Final = "all-reduce alone"
 

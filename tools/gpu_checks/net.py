@@ -11,11 +11,12 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
+from bench_steps.measuring import MEASURING_STEPS
 from bench_steps.processes import Place, RowFailed, RowProcesses, cores_of
 from bench_steps.rows import Checked, Row, Started, Stepped
 from fusion_passes.profile.files import DIRECTORY_VARIABLE
@@ -36,9 +37,6 @@ WORKER: Final = "gpu_checks.rank"
 ROUNDS: Final = 3
 ROUND_S: Final = 0.4
 MAX_STEPS: Final = 20
-SETTLING_STEPS: Final = 24
-"""Of ``"auto"``: it plans once more from the first ones, and may compile for that."""
-
 START_S: Final = 120.0
 RESERVE_S: Final = 30.0
 """Before the part's end all methods must have started, so that there is time to measure."""
@@ -156,6 +154,9 @@ def _start_all(
         else:
             method.ask("build", timeout_s=left_s())
 
+    def wrap(method: Method) -> None:
+        method.ask("wrap", timeout_s=left_s())
+
     def start(method: Method) -> list[Started] | None:
         # Tiny ones take turns on a few cores.
         return method.ask("start", timeout_s=left_s() if site.is_small else min(START_S, left_s()))
@@ -174,8 +175,8 @@ def _start_all(
     note("launched")
     # While nothing else is on the network, "auto" measures it.
     ordered = sorted(methods, key=lambda method: method.name != AUTO)
-    ordered[0].ask("wrap", timeout_s=left_s())
-    list(pool.map(lambda method: method.ask("wrap", timeout_s=left_s()), ordered[1:]))
+    wrap(ordered[0])
+    list(pool.map(wrap, ordered[1:]))
     note("wrapped")
     # In its first step a method has all in memory for as long as its backward is compiled. What
     # torch traces takes longest, so it is first.
@@ -183,10 +184,31 @@ def _start_all(
     with ThreadPoolExecutor(max(1, min(together, len(methods)))) as few:
         started = list(few.map(start, sorted(methods, key=lambda method: method.name not in SLOW)))
         note("started")
+        pool.submit(_plan, ordered[0], left_s, (launch, wrap, start)).result()
+        note("planned")
         few.submit(check, methods[1]).result()
         list(few.map(check, [method for method in methods if method is not methods[1]]))
     note("checked")
     return next((sum(one[0].gradient_bytes) for one in started if one), 0)
+
+
+def _plan(
+    method: Method, left_s: Callable[[], float], starting: Iterable[Callable[[Method], object]]
+) -> None:
+    """Start ``"auto"`` once more: it plans from what the run before has measured.
+
+    Args:
+        method: that is alive; another one is left as it is.
+        left_s: seconds for a command.
+        starting: what starts a method, in order.
+    """
+    if method.name != AUTO:
+        return
+    method.ask("steps", MEASURING_STEPS, timeout_s=left_s())
+    if method.processes is not None:
+        _end(method)
+        for step in starting:
+            step(method)
 
 
 def _judge(method: Method, answers: list[Checked] | None) -> None:
@@ -222,14 +244,10 @@ def _measure(
                 return
             if method.name == AUTO and rate != compared.rates[0]:
                 continue
-            settles = number == 0 and method.name == AUTO
-            count = counts.get(method.name, SETTLING_STEPS if settles else 1)
-            stepped: list[Stepped] | None = method.ask(
-                "steps", count, timeout_s=START_S if settles else 0.0
-            )
+            stepped: list[Stepped] | None = method.ask("steps", counts.get(method.name, 1))
             if stepped is None:
                 continue
-            seconds = max(statistics.median(one.seconds[-MAX_STEPS:]) for one in stepped)
+            seconds = max(statistics.median(one.seconds) for one in stepped)
             if number:
                 method.seconds.setdefault(rate, []).append(seconds)
             counts[method.name] = min(MAX_STEPS, max(2, math.ceil(ROUND_S / seconds)))

@@ -14,7 +14,7 @@ TARGETS: Final = "gpu_checks.targets"
 Group = Literal["norms", "steps", "starts", "graphs", "copies", "correctness", "trainers", "probe"]
 """Which section of the page a part belongs to."""
 
-SCALINGS: Final = ("auto", "collective", "store", "bucket")
+SCALINGS: Final = ("auto", "collective", "bucket")
 DTYPES: Final = ("fp32", "bf16", "fp16")
 REDUCE_DTYPES: Final = ("bf16", "fp16")
 

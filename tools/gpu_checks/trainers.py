@@ -59,7 +59,7 @@ def _row(package: str, path: Path, site: Site) -> Row:
         (fused.weights[name] - value).abs().max().item() for name, value in plain.weights.items()
     )
     totals = fused.report["totals"]
-    before, after = totals["collectives_before"], totals["collectives_after"]
+    before, after = totals["gradients"], totals["launches"]
     wrong = [*fused.report["warnings"]]
     if not off <= TOLERANCE:
         wrong.append(f"weights differ by more than {TOLERANCE:g}")

@@ -30,8 +30,8 @@ class Outcome:
         kind: ``equal``: trained as eager DDP does it, fused. ``equal, unfused``: trained as eager
             DDP does it, and a warning has said that not all of it is fused. ``refused``: every
             rank raised an error that names the flag, or that the ranks disagree on what they
-            reduce, before the first step was done. ``broken``:
-            all else.
+            reduce, before the first step was done; or, where there must be an error, an error
+            with its words on some rank. ``broken``: all else.
         words: what the user was warned of, or what is broken.
         detail: for finding out why: tracebacks, the end of the log.
     """
@@ -72,22 +72,25 @@ def judge(
     if scenario.must_fail:
         words = f"trained without an error, which must name {scenario.must_fail!r}"
         return Outcome("broken", words, log)
-    return _judge_training(present, log)
+    return _judge_training(scenario, present, log)
 
 
 def _judge_failures(
     scenario: Scenario, reports: Sequence[RankReport], failures: Sequence[Failure]
 ) -> Outcome:
-    is_refusal = len(failures) == len(reports) and all(
-        {"ValueError", "RuntimeError"}.intersection(failure.kinds)
-        and (FLAG in failure.text or DISAGREEMENT in failure.kinds)
-        and scenario.must_fail in failure.text
-        and failure.backwards == 0
-        for failure in failures
+    fail_alike = len(failures) == len(reports) and all(
+        {"ValueError", "RuntimeError"}.intersection(failure.kinds) for failure in failures
     )
-    words = tidy(failures[0].text)
+    telling = [f for f in failures if FLAG in f.text or DISAGREEMENT in f.kinds]
+    if scenario.must_fail:
+        # A rank that lacks a gradient has eager DDP's error; the others learn why they waited.
+        telling = [failure for failure in telling if scenario.must_fail in failure.text]
+        is_refusal = fail_alike and bool(telling)
+    else:
+        all_tell = len(telling) == len(failures)
+        is_refusal = fail_alike and all_tell and not any(f.backwards for f in failures)
     if is_refusal:
-        return Outcome("refused", words)
+        return Outcome("refused", tidy(telling[0].text))
     raised = [report.rank for report in reports if report.fused is not None]
     # The rank that says most about the flag knows more than those that were left waiting.
     failure = max(failures, key=lambda failure: FLAG in failure.text)
@@ -96,7 +99,7 @@ def _judge_failures(
     return Outcome("broken", tidy(words), "\n\n".join(_traces(reports)))
 
 
-def _judge_training(reports: Sequence[RankReport], log: str) -> Outcome:
+def _judge_training(scenario: Scenario, reports: Sequence[RankReport], log: str) -> Outcome:
     differences = [
         f"rank {report.rank}: {difference}"
         for report in reports
@@ -107,15 +110,16 @@ def _judge_training(reports: Sequence[RankReport], log: str) -> Outcome:
         return Outcome("broken", tidy(words), "\n".join([*differences[:40], "", log]))
     warned = list(dict.fromkeys(text for report in reports for text in report.warned))
     words = tidy(" ".join(warned))
-    if all(report.is_fused for report in reports):
+    if all(report.is_fused for report in reports) or not scenario.averages:
         return Outcome("equal", words)
     silent = [report.rank for report in reports if not report.is_fused and not report.warned]
     if not silent:
         return Outcome("equal, unfused", words)
     first = reports[silent[0]]
     words = (
-        f"equal, but not fused, and nobody was warned on ranks {silent}: {first.after} collectives "
-        f"of {first.before} for {first.gradients} gradients, reduced in {list(first.reduced_in)}"
+        f"equal, but not fused, and nobody was warned on ranks {silent}: {first.gradients} "
+        f"gradients, reduced in {list(first.reduced_in)}, {first.after} of {first.before} traced "
+        "collectives are left"
         f"{', left alone: ' if first.rejected else ''}{'; '.join(first.rejected)}"
     )
     return Outcome("broken", words, log)

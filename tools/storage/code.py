@@ -27,11 +27,15 @@ _LIBRARY: Final = re.compile(r"extern_kernels\.\w+\(.*\bout=(?:reinterpret_tenso
 _LAUNCH: Final = re.compile(
     r"_c10d_functional\.all_reduce(?:_coalesced)?_\.default\((.*?), '(?:sum|avg)'"
 )
-_STORE: Final = re.compile(r"fusion_passes\.store_\.default\((\w+), \[(.*?)\], ")
+_BUCKET: Final = re.compile(
+    r"^(\w+) = torch\.ops\.fusion_passes\.bucket\.default\(\[.*?\], \[.*?\], (\d+), torch\.(\w+), "
+)
+_READY: Final = re.compile(r"fusion_passes\.mark_ready_\.default\((\w+), ")
+_STORE: Final = re.compile(r"fusion_passes\.(?:store|copy_in)_\.default\((\w+), \[(.*?)\], ")
 _FALLBACK: Final = re.compile(r"^(\w+) = torch\.ops\.aten\.flatten\S*\((\w+)")
 _CALL: Final = re.compile(
     r"^(?:\w+ = )?"
-    r"(?:cpp_fused\w*\(|extern_kernels\.\w+\(|torch\.ops\.(?!_c10d_functional\.|fusion_passes\.agree_))"
+    r"(?:cpp_fused\w*\(|extern_kernels\.\w+\(|torch\.ops\.(?!_c10d_functional\.|fusion_passes\.(?:bucket|mark_ready_)\.))"
 )
 _NAME: Final = re.compile(r"\b(?:buf|arg)\w+")
 _PARAMETER: Final = re.compile(r"(?:const )?\w+\*\s+(\w+)")
@@ -53,9 +57,9 @@ class Traffic:
         reduced: gradients.
         stored: of them, those that the kernels that compute them have stored where they are sent.
         copied: read and written by kernels and calls that only copy, cast or scale gradients.
-        buckets: collectives.
-        calls: of kernels and fallbacks, for whatever purpose; but not collectives, their waits, and
-            the one call of a backward in which the ranks agree on them.
+        buckets: collectives, or pieces of a reducer's buckets, of which it is told.
+        calls: of kernels and fallbacks, for whatever purpose; but not collectives and their waits,
+            and what gives memory of a reducer and tells it that a piece is there.
     """
 
     reduced: int = 0
@@ -104,6 +108,8 @@ def read_traffic(code: str) -> Traffic:
 def _read_line(reader: _Reader, line: str) -> None:
     if match := _LAUNCH.search(line):
         _launch(reader, _NAME.findall(match.group(1)))
+    elif match := _READY.search(line):
+        _launch(reader, [match.group(1)])
     elif match := _STORE.search(line):
         _store(reader, match.group(1), _NAME.findall(match.group(2)))
     elif match := _FUSED.match(line):
@@ -112,13 +118,19 @@ def _read_line(reader: _Reader, line: str) -> None:
         reader.write(match.group(1), is_copy=False)
     elif match := _FALLBACK.match(line):
         reader.regions[match.group(1)] = reader.region(match.group(2))
+    elif match := _BUCKET.match(line):
+        _allocate(reader, match.group(1), int(match.group(2)), match.group(3))
     elif match := _EMPTY.match(line):
         name, sizes, dtype = match.groups()
         count = math.prod(int(size) for size in sizes.split(",") if size.strip())
-        reader.itemsizes[name] = _SIZES[dtype]
-        reader.regions[name] = _Region(name, count * _SIZES[dtype])
+        _allocate(reader, name, count, dtype)
     elif match := _ALIAS.match(line):
         _alias(reader, *match.groups())
+
+
+def _allocate(reader: _Reader, name: str, numel: int, dtype: str) -> None:
+    reader.itemsizes[name] = _SIZES[dtype]
+    reader.regions[name] = _Region(name, numel * _SIZES[dtype])
 
 
 def _alias(

@@ -15,7 +15,6 @@ from torch._inductor.utils import run_and_get_code
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fusion_passes
-from fusion_passes.ddp import modules
 from storage.code import read_traffic
 from storage.subjects import SUBJECTS, cap_mb_of
 from workloads.memory import peak_bytes
@@ -27,16 +26,16 @@ WARM_UP_STEPS = 3
 def read_code(model: str, way: str) -> dict[str, Any]:
     """Traffic of the generated backward for two ranks, and what the package reports as copied."""
     inductor_config.fx_graph_cache = False  # A hit generates nothing.
-    # Two ranks in one process: a process group that does nothing, called by the name of one.
+    # Two ranks in one process: a process group that does nothing.
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    modules.backend_name = lambda *_: "gloo"  # type: ignore[attr-defined]
     training = _prepare(way, model, torch.device("cpu"))
     _, codes = run_and_get_code(training.run)
     copied: dict[str, str] = {}
     if way in OURS:
         copied = {
             name: reason
-            for bucket in fusion_passes.reports()[-1].buckets
+            for report in fusion_passes.reports()
+            for bucket in report.buckets
             for name, reason in bucket.copied
         }
     sizes = {name: p.nbytes for name, p in training.model.named_parameters()}

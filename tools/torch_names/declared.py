@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Final
 
 _WRAPPERS: Final = "torch._functorch._aot_autograd.runtime_wrappers"
-_TRACER: Final = "torch._dynamo.compiled_autograd.AutogradCompilerInstance"
 
 VERSIONS: Final[Mapping[str, tuple[str, str]]] = {
     "torch._inductor.custom_graph_pass.get_custom_graph_passes": ("2.13", ""),
@@ -23,11 +22,7 @@ VERSIONS: Final[Mapping[str, tuple[str, str]]] = {
 VALUES_OF_ROOM: Final[Mapping[str, str]] = {"lowering": "torch._inductor.ir"}
 """What is annotated ``Any`` in a room: an object of any class in a module."""
 
-STANDS_FOR: Final[Mapping[str, str]] = {
-    "_Donating": _TRACER,
-    "ReducerOfManaged": "torch.distributed.Reducer",
-    "ReducerOfReduced": "torch.distributed.Reducer",
-}
+STANDS_FOR: Final[Mapping[str, str]] = {"ReducerOfReduced": "torch.distributed.Reducer"}
 """Classes of the package that torch takes for another class: what they define, it must have."""
 
 ATTRIBUTES: Final[Mapping[str, tuple[str, str]]] = {
@@ -37,7 +32,6 @@ ATTRIBUTES: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "_forward_hooks": ("torch.nn.Module", ""),
     "_forward_pre_hooks": ("torch.nn.Module", ""),
-    "_input_metadata": ("torch.autograd.graph.Node", ""),
     "_sequence_nr": ("torch.autograd.graph.Node", ""),
     "_split_size": ("torch._inductor.ir.ComputedBuffer", ""),
     "_timeout": ("torch._C._distributed_c10d.Backend.Options", ""),
@@ -63,21 +57,8 @@ WRITTEN_IN: Final[Mapping[str, str]] = {
     "lazy_bucket_allocation": _DDP,
     "mixed_precision": _DDP,
     "param_to_hook_all_reduce": _DDP,
-    "rebuild_ctx": "torch._dynamo.eval_frame",
-    # Attributes and variables that are looked up by name.
-    "_time_taken_ns": "torch._inductor.output_code",
-    "bw_compiler": _WRAPPERS,
     # Keys and names of other kinds.
-    "compile_with_inductor": "torch.fx.passes.regional_inductor",
     "ddp_graphs": "torch._logging._registrations",
     "python_reducer": _DDP,
 }
 """Names that stand in strings, and the module of torch whose source has them."""
-
-PARAMETERS: Final[Mapping[str, str]] = {
-    "_closed_over.forward": f"{_WRAPPERS}.CompiledFunction",
-    "compile_again.forward": f"{_WRAPPERS}.CompiledFunction",
-    "why_not_again.forward": f"{_WRAPPERS}.CompiledFunction",
-    "make_readable.lazy_backward": f"{_WRAPPERS}.CachedAutogradLazyBackwardCompileInfo",
-}
-"""What parameters of the package's functions take that are annotated ``Any``."""

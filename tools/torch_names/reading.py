@@ -11,7 +11,7 @@ import ast
 from typing import Any, Final
 
 from torch_names import values
-from torch_names.declared import PARAMETERS, STANDS_FOR
+from torch_names.declared import STANDS_FOR
 from torch_names.expressions import Expressions, items_of
 from torch_names.lookups import OWN_MARK, Found
 from torch_names.package import NAME, Class, File, Function, own_names
@@ -146,12 +146,6 @@ class _Reader(Expressions):
         inner._run(node.body)
 
     def _parameter(self, function: Function, item: ast.arg) -> Any:
-        name = f"{function.node.name}.{item.arg}"
-        if name in PARAMETERS:
-            self.found.declared.add(name)
-            found = values.instance_of(PARAMETERS[name])
-            self.found.note(PARAMETERS[name], found is not None, self.where)
-            return found
         annotated = self.annotated(item.annotation)
         return annotated if annotated is not None else function.parameters.get(item.arg)
 

@@ -118,11 +118,11 @@ def _case(module: Any, directory: Path | None) -> type[unittest.TestCase]:
                 super()._run(rank, *args, **kwargs)
             finally:
                 if directory is not None:
-                    directory.joinpath(f"buckets-{rank}").write_text(str(_buckets()))
+                    directory.joinpath(f"buckets-{rank}").write_text(str(_backwards()))
 
     return DdpTests
 
 
-def _buckets() -> int:
-    package = sys.modules[PACKAGE]
-    return sum(len(report.buckets) for report in package.reports())
+def _backwards() -> int:
+    """How many backwards the package has averaged."""
+    return sum(item.count for item in sys.modules[PACKAGE].report().backwards)

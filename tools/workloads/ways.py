@@ -31,7 +31,6 @@ class Way:
         bucketing: whether torch's ``bucket_all_reduces_fx`` is on.
         overlap: whether torch's overlap scheduling is on, with bucketing.
         caps: whether the size of its buckets can be chosen.
-        graph: ``FusionConfig.backward_graph``; ours only.
     """
 
     style: Style
@@ -41,7 +40,6 @@ class Way:
     bucketing: bool = False
     overlap: bool = False
     caps: bool = False
-    graph: str = "auto"
 
     @property
     def is_ours(self) -> bool:
@@ -77,7 +75,6 @@ WAYS: Final = {
     "concat": Way("outside", "none", fusion="concat", caps=True),
     "coalesced": Way("outside", "none", fusion="coalesced", caps=True),
     AUTO: Way("outside", "none", fusion="auto"),
-    "reducer": Way("outside", "none", fusion="concat", graph="reducer"),
 }
 
 OURS: Final = tuple(name for name, way in WAYS.items() if way.is_ours and way.caps)
@@ -150,9 +147,7 @@ def configure(way: Way) -> None:
     if way.is_ours:
         import fusion_passes  # It adds the flag; the others run without the package.
 
-        mode, graph = cast("Any", way.fusion), cast("Any", way.graph)
-        config = fusion_passes.FusionConfig(mode=mode, backward_graph=graph)
-        inductor_config.ddp_fusion = config
+        inductor_config.ddp_fusion = fusion_passes.FusionConfig(mode=cast("Any", way.fusion))
     elif way.reducer == "python":
         torch._dynamo.config.optimize_ddp = "python_reducer"
 

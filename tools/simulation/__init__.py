@@ -1,1 +1,0 @@
-"""Simulated steps: the buckets of auto and of others, for models, networks and numbers of ranks."""
