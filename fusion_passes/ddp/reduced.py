@@ -77,9 +77,10 @@ _STEPS_OPTIMIZER: Final = "_hook_then_optimizer."
 class Attached:
     """A module's reducer, and what belongs to it."""
 
-    def __init__(self, reducer: Reducer, label: str) -> None:
+    def __init__(self, reducer: Reducer, label: str, config: FusionConfig) -> None:
         self.reducer = reducer
         self.label = label
+        self.config = config
         self.handles: list[Any] = []
 
     def __deepcopy__(self, _: Any) -> None:
@@ -89,10 +90,14 @@ class Attached:
         return type(None), ()
 
 
+def _attached(ddp: Any) -> Attached:
+    attached: Attached = ddp.__dict__[REDUCER]
+    return attached
+
+
 def reducer_of(ddp: Any) -> Reducer:
     """The reducer of a managed module."""
-    attached: Attached = ddp.__dict__[REDUCER]
-    return attached.reducer
+    return _attached(ddp).reducer
 
 
 class ReducedForward(DistributedDataParallel):
@@ -204,7 +209,7 @@ class ReducedDDP(ReducedForward):
             return
         self._check_comm_hook(hook)
         _check_first_hook(self)
-        check_reduce_dtype(active_config(), hook)
+        check_reduce_dtype(_attached(self).config, hook)
         reason = _reason_against_hook(self, name_of_hook(hook))
         if reason is not None:
             hand_over(self, reason)
@@ -249,7 +254,7 @@ class ReducedDDP(ReducedForward):
 
     def _update_process_group(self, new_process_group: Any) -> None:
         update_process_group(self, new_process_group)
-        attach_reducer(self, active_config() or FusionConfig())
+        attach_reducer(self, _attached(self).config)
         setattr(self, UNFINISHED, None)
 
     def _set_static_graph(self) -> None:
@@ -399,7 +404,7 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> None:
         is_static=bool(ddp.static_graph),
     )
     reducer.is_to_be_traced = config.backward_graph == "compiled_autograd"
-    attached = Attached(reducer, label)
+    attached = Attached(reducer, label, config)
     ref = weakref.ref(reducer)
     for n in reducer.numbers:
         name = f"{name_in_graphs(reducer)}#{n}"

@@ -50,6 +50,9 @@ class Words:
     group: Any
     label: str
     _left_in: int = -1
+    _is_silent: bool = False
+    """Whether the store has not answered: its host may be what has failed. It is not asked again,
+    so that an error comes no later than it must."""
 
     def leave(self, round_: int, text: str) -> None:
         """Say why this rank cannot finish a round; the first word of a round stays.
@@ -63,13 +66,13 @@ class Words:
         self._left_in = round_
         text = f"{self.group.rank()} {text[:_SHOWN_CHARACTERS]}"
         key = self._key(round_)
-        asked(lambda: self.group.get_group_store().compare_set(key, "", text))
+        self._ask(lambda: self.group.get_group_store().compare_set(key, "", text))
 
     def why_failed(self, round_: int, error: Exception) -> RanksDisagreeError | None:
         """What another rank has said, where a collective of this one has failed."""
         if self.group.size() == 1 or not _may_be_a_collectives(error):
             return None
-        word = asked(functools.partial(self._read, self._key(round_)))
+        word = self._ask(functools.partial(self._read, self._key(round_)))
         if not word:
             return None
         rank, _, text = word.partition(" ")
@@ -80,6 +83,11 @@ class Words:
             f"A collective of {self.label} under ddp_fusion has failed, since rank {rank} "
             f"cannot finish its backward: {text}",
         )
+
+    def _ask(self, ask: Callable[[], Any]) -> Any:
+        answer = None if self._is_silent else asked(ask)
+        self._is_silent = answer is None
+        return answer
 
     def _key(self, round_: int) -> str:
         return f"ddp_fusion/word/{self.label}/{round_}"
