@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.plan.planner import ModuleBuckets
-from fusion_passes.reducer.backward import Run, walk
+from fusion_passes.reducer.backward import Run, reducers, walk
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reductions.owners import Owner
@@ -169,11 +169,11 @@ class TracedBackwards:
         """Call autograd's engine; have compiled autograd trace it, or not."""
         self._threads.add(threading.get_ident())
         is_on = traces_backwards()
-        reducers = run.taking_part
-        is_asked = bool(reducers) and (is_on or any(r.is_to_be_traced for r in reducers))
+        modules = run.taking_part
+        is_asked = bool(modules) and (is_on or any(r.is_to_be_traced for r in modules))
         run.why_untraced = self._why_not(run) if is_asked else ""
         if is_asked and not run.why_untraced:
-            for reducer in reducers:
+            for reducer in modules:
                 traced_modules.note(name_in_graphs(reducer), reducer)
             try:
                 with self._capturing, self._entering(run), tracing_backwards(self._compile, False):
@@ -185,7 +185,7 @@ class TracedBackwards:
                 _give_up(run, error)
         with self._capturing:  # While another thread's backward is traced, this one would be.
             pass
-        must_be_off = is_on and (reducers or _reaches_managed(outputs))
+        must_be_off = is_on and (modules or _reaches_managed(outputs))
         with tracing_none() if must_be_off else contextlib.nullcontext():
             return engine()
 
@@ -228,7 +228,8 @@ class TracedBackwards:
                         raise
                     why = _give_up(running, error)
                 else:
-                    running.is_traced = True
+                    # Not where Dynamo has run it as it is, as it may be told to.
+                    running.is_traced = not any(r.has_begun for r in running.taking_part)
                     return result
             with self._running():
                 return traced.forward(inputs, *arguments)
@@ -298,8 +299,6 @@ def _why_not(reducer: Reducer, reached: Collection[int]) -> str:
 
 
 def _reaches_managed(outputs: Sequence[Any]) -> bool:
-    from fusion_passes.reducer.backward import reducers
-
     return any(reducers.owners_of(leaf) for leaf, _ in walk(outputs).edges.values())
 
 

@@ -3,6 +3,7 @@ that are not."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable
@@ -187,6 +188,24 @@ def test_a_graph_that_no_pass_would_see_is_left_to_the_reducer(settings: dict[st
         with pytest.warns(FusionWarning, match="passes on post-grad graphs are switched off"):
             torch.testing.assert_close(train(ddp), expected)
         assert {item[0] for item in reasons()} == {"reducer"}
+
+
+@pytest.mark.parametrize("how", ["disable", "force_eager"])
+def test_what_dynamo_runs_as_it_is_is_averaged_by_the_reducer(how: str) -> None:
+    """Hooks run one by one then, in what was to be a graph."""
+    expected = train(two_layers())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(inductor_config.patch(ddp_fusion=traced()))
+        stack.enter_context(one_rank())
+        ddp = DistributedDataParallel(two_layers())
+        first = train(ddp, 1)
+        if how == "force_eager":
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        else:
+            stack.enter_context(torch._dynamo.config.patch({how: True}))
+        torch.testing.assert_close([*first, *train(ddp)[len(first) :]], expected)
+        assert {item[0] for item in reasons()} == {"reducer"}
+    assert reducer_of(ddp).steps == 4
 
 
 class _Jagged(nn.Module):
