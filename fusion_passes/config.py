@@ -39,11 +39,11 @@ class FusionConfig:
     A mode's name alone (``ddp_fusion = "concat"``) is ``FusionConfig(mode="concat")``.
 
     Attributes:
-        mode: How a bucket is reduced. ``"concat"``: the gradients are stored in one flat buffer,
-            which is all-reduced once. ``"coalesced"``: one ``all_reduce_coalesced`` over the
-            gradients as they are. ``"auto"``: as ``"concat"``, in the buckets with which the last
-            all-reduce ends earliest, by a profile of what all-reduces cost between these ranks,
-            measured once. Default ``"concat"``, torch's own default for
+        mode: How a bucket is reduced. ``"concat"``: by one all-reduce of its memory, in which the
+            gradients lie one behind the other. ``"coalesced"``: by one ``all_reduce_coalesced`` of
+            its gradients. ``"auto"``: as ``"concat"``, in the buckets with which the last
+            all-reduce ends earliest, by what an earlier run has measured; the first one fills
+            buckets up to caps, and measures. Default ``"concat"``, torch's own default for
             ``_fuse_ddp_communication_passes``.
         bucket_cap_mb: A bucket is closed by the gradient that brings it to this size, and by small
             ones that are ready with it, less than an eighth of it together. MiB.

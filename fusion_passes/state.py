@@ -3,7 +3,7 @@
 A room keeps its own piece in a module global of the piece's own type, which it reads directly::
 
     participants: Final = process_state.keep(
-        dict[str, Participant](), "...", Lifetime.MODULE, reset=dict.clear
+        dict[str, Profile](), "...", Lifetime.MODULE, reset=dict.clear
     )
 
 ``tests/test_state.py`` fails on a mutable global of the package that is not declared so, and on

@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
-from fusion_passes.ddp.reduced import reducer_of
+from fusion_passes.ddp.module import reducer_of
 from fusion_passes.install.changes import replaced, value_of
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reporting.warnings import warn_once

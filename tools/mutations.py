@@ -285,7 +285,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "no-sync-ignored",
-        "ddp/reduced.py",
+        "ddp/module.py",
         "            if self.require_backward_grad_sync:\n                setattr(self, EXPECTED",
         "            if True:\n                setattr(self, EXPECTED",
         (f"{_SCENARIOS}::test_trains_as_eager_ddp[no-sync-concat]",),

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes.ddp.module import manage_by_reducer
 from fusion_passes.ddp.own_reducer import (
     check_supported,
     own_reducers,
@@ -17,7 +18,6 @@ from fusion_passes.ddp.own_reducer import (
     warn_own_reducer,
     warn_without_effect,
 )
-from fusion_passes.ddp.reduced import manage_by_reducer
 from fusion_passes.flag import active_config
 from fusion_passes.install.changes import patched_setting, value_of
 from fusion_passes.install.conflicts import check_conflicts, check_reducer_mode, check_tracing

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes import FusionReport
-from fusion_passes.ddp.reduced import REDUCER, reducer_of
+from fusion_passes.ddp.module import REDUCER, reducer_of
 from fusion_passes.reducer.reducer import Reducer
 from testing import models
 from testing.models import Batch

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig
-from fusion_passes.ddp.reduced import reducer_of
+from fusion_passes.ddp.module import reducer_of
 from fusion_passes.graph.collectives import is_launch
 from fusion_passes.install import fuse_pass
 from fusion_passes.passes import pipeline

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusion_passes
 from fusion_passes import FusionWarning
-from fusion_passes.ddp.reduced import reducer_of
+from fusion_passes.ddp.module import reducer_of
 from fusion_passes.reducer.communication import AllReduce
 from testing.fake_world import fake_world, two_layers
 

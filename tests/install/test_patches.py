@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionWarning
-from fusion_passes.ddp.reduced import hand_over
+from fusion_passes.ddp.module import hand_over
 from fusion_passes.install import changes
 from fusion_passes.install.patch import CHECKED_ON, DDP, Patch, Span
 from fusion_passes.install.patches import PATCHES, find

@@ -14,7 +14,7 @@ from torch._inductor import config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from fusion_passes.ddp.reduced import reducer_of
+from fusion_passes.ddp.module import reducer_of
 from fusion_passes.reducer import copies
 from testing.fake_world import one_rank
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusion_passes.ddp import reduced
+from fusion_passes.ddp import module
 from fusion_passes.plan.layout import lay_out
 from testing import models
 from testing.scenarios.catalog import SCENARIOS
@@ -67,7 +67,7 @@ def _cases() -> list[Any]:
 
 def train_given(scenario: Scenario) -> RankReport:
     """A job for every rank."""
-    with mock.patch.object(reduced, "learn_layout", give_layout):
+    with mock.patch.object(module, "learn_layout", give_layout):
         return train(scenario, "auto", scenario.dtypes[0])
 
 
@@ -87,7 +87,7 @@ class Twice(nn.Module):
 
 def static_and_shared() -> Steps:
     """The gradient of a layer is accumulated twice, and a static graph says when that is."""
-    with mock.patch.object(reduced, "learn_layout", give_layout), flag(mode="auto"):
+    with mock.patch.object(module, "learn_layout", give_layout), flag(mode="auto"):
         ddp, eager = pair(Twice, static_graph=True)
         return run_steps(ddp, eager, lambda model, number: model(rows(number)).sum())
 

@@ -198,7 +198,7 @@ def test_what_is_declared_and_needed_by_no_code_is_an_error(tmp_path: Path) -> N
     (tmp_path / "example.py").write_text("x = 'bucket_cap_mb_list'")
     stale = [text.split()[0] for kind, text in check(tmp_path, "2.13") if kind == STALE]
     assert "bucket_cap_mb_list" not in stale
-    assert {"_forward_cls", "ReducerOfReduced", "lowering"} <= set(stale)
+    assert {"_forward_cls", "ReducerOfManaged", "lowering"} <= set(stale)
     assert set(WRITTEN_IN) - {"bucket_cap_mb_list"} <= set(stale)
 
 

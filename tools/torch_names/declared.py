@@ -22,7 +22,7 @@ VERSIONS: Final[Mapping[str, tuple[str, str]]] = {
 VALUES_OF_ROOM: Final[Mapping[str, str]] = {"lowering": "torch._inductor.ir"}
 """What is annotated ``Any`` in a room: an object of any class in a module."""
 
-STANDS_FOR: Final[Mapping[str, str]] = {"ReducerOfReduced": "torch.distributed.Reducer"}
+STANDS_FOR: Final[Mapping[str, str]] = {"ReducerOfManaged": "torch.distributed.Reducer"}
 """Classes of the package that torch takes for another class: what they define, it must have."""
 
 ATTRIBUTES: Final[Mapping[str, tuple[str, str]]] = {

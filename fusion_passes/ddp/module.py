@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -18,12 +18,10 @@ from fusion_passes.config import OPTION, FusionConfig
 from fusion_passes.ddp.buffers import BUFFERS_IN, broadcast_buffers, prepare_buffers, sends_buffers
 from fusion_passes.ddp.exiting import pause_at_exit, pause_without_groups
 from fusion_passes.ddp.learned_layout import learn_layout
-from fusion_passes.ddp.logging_data import run_time_fields
-from fusion_passes.ddp.parameters import caps_of_ddp, sparse_ids, strides_to_send
 from fusion_passes.ddp.tensor_parallel import make_dtensors_when_read
 from fusion_passes.ddp.traced import name_in_graphs, reduce_in_graph
 from fusion_passes.flag import active_config
-from fusion_passes.plan.caps import bucket_caps
+from fusion_passes.plan.caps import ModuleCaps, bucket_caps, default_caps, given_caps
 from fusion_passes.plan.scaling import REDUCE_DTYPE_OF
 from fusion_passes.reducer.backward import reducers, walk, why_failed
 from fusion_passes.reducer.communication import SENT_AS, AllReduce, HookCall, name_of_hook
@@ -36,8 +34,10 @@ from fusion_passes.reducer.reducer import (
     kinds_of,
 )
 from fusion_passes.reducer.settings import compare_settings
+from fusion_passes.reductions.hook_pattern import is_dense
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import (
+    DEFAULT_FIRST_BUCKET_BYTES,
     begin_no_graph,
     disable_dynamo,
     tree_map_only,
@@ -100,7 +100,7 @@ def reducer_of(ddp: Any) -> Reducer:
     return _attached(ddp).reducer
 
 
-class ReducedForward(DistributedDataParallel):
+class ManagedForward(DistributedDataParallel):
     """What a managed module has in place of DDP's forward and of its parts."""
 
     @begin_no_graph
@@ -198,7 +198,7 @@ _begin_step = disable_dynamo(_begin)
 _refuse = disable_dynamo(_refuse_unfinished)
 
 
-class ReducedDDP(ReducedForward):
+class ManagedDDP(ManagedForward):
     """Takes DDP's place among the bases of a managed module's class."""
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -273,17 +273,17 @@ class ReducedDDP(ReducedForward):
 
 _REPLACED: Final = tuple(
     name
-    for kind in (ReducedForward, ReducedDDP)
+    for kind in (ManagedForward, ManagedDDP)
     for name, value in vars(kind).items()
     if callable(value)
 )
-"""The methods that a managed module has from :class:`ReducedDDP`."""
+"""The methods that a managed module has from :class:`ManagedDDP`."""
 
 _OVERRIDDEN: Final = tuple(name for name in _REPLACED if hasattr(DistributedDataParallel, name))
 """Those that DDP has too."""
 
 
-class ReducerOfReduced:
+class ReducerOfManaged:
     """Stands for the C++ reducer of a managed module, which does nothing.
 
     ``torch.distributed.pipelining`` runs all forwards under ``no_sync``, and calls
@@ -324,7 +324,7 @@ def manage_by_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> Non
     setattr(ddp, EXPECTED, False)
     setattr(ddp, LOCAL, False)
     setattr(ddp, UNFINISHED, None)
-    ddp.reducer = ReducerOfReduced(ddp)  # type: ignore[assignment]
+    ddp.reducer = ReducerOfManaged(ddp)  # type: ignore[assignment]
     prepare_buffers(ddp, ddp.process_group.group_name)
     attach_reducer(ddp, config)
     reducer = reducer_of(ddp)
@@ -459,7 +459,7 @@ def hand_over(ddp: DistributedDataParallel, reason: str) -> None:
 
 
 def _attach(ddp: DistributedDataParallel) -> None:
-    """Give a module the methods of :class:`ReducedDDP`.
+    """Give a module the methods of :class:`ManagedDDP`.
 
     Where the user's class has some of them too, these must come first and reach ours by ``super``:
     the module's class becomes one with ours between the user's and DDP's. Otherwise they are
@@ -468,10 +468,10 @@ def _attach(ddp: DistributedDataParallel) -> None:
     kind = type(ddp)
     ddps = DistributedDataParallel
     if any(getattr(kind, name) is not getattr(ddps, name) for name in _OVERRIDDEN):
-        ddp.__class__ = _with_reduced_methods(kind)
+        ddp.__class__ = _with_managed_methods(kind)
     else:
         ref = weakref.ref(ddp)
-        ddp.__dict__ |= {name: _bound(ref, getattr(ReducedDDP, name)) for name in _REPLACED}
+        ddp.__dict__ |= {name: _bound(ref, getattr(ManagedDDP, name)) for name in _REPLACED}
 
 
 def _bound(
@@ -491,25 +491,96 @@ def _bound(
 
 _classes: Final = process_state.keep(
     weakref.WeakValueDictionary[type[DistributedDataParallel], type[DistributedDataParallel]](),
-    "classes with the methods of ReducedDDP, by the user's class",
+    "classes with the methods of ManagedDDP, by the user's class",
     Lifetime.MODULE,
     reset=weakref.WeakValueDictionary.clear,
 )
 
 
-def _with_reduced_methods(kind: type[DistributedDataParallel]) -> type[DistributedDataParallel]:
-    """A class like the user's, whose base is :class:`ReducedDDP` wherever it was DDP: one for all
+def _with_managed_methods(kind: type[DistributedDataParallel]) -> type[DistributedDataParallel]:
+    """A class like the user's, whose base is :class:`ManagedDDP` wherever it was DDP: one for all
     modules of that class, or each would be compiled for itself."""
     managed = _classes.get(kind)
     if managed is None:
         names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
         names["_ddp_fusion_users_class"] = kind
-        managed = _classes[kind] = type(kind.__name__, (kind, ReducedDDP), names)
+        managed = _classes[kind] = type(kind.__name__, (kind, ManagedDDP), names)
     return managed
 
 
 def _users_class(ddp: DistributedDataParallel) -> type[DistributedDataParallel]:
     return getattr(type(ddp), "_ddp_fusion_users_class", type(ddp))
+
+
+# --- Parameters -----------------------------------------------------------------------------------
+
+
+def embeddings_with_rows(
+    model: torch.nn.Module,
+) -> Iterator[torch.nn.Embedding | torch.nn.EmbeddingBag]:
+    """The layers of a model whose gradients are sparse: those of which DDP expects that."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            yield module
+
+
+def sparse_ids(model: torch.nn.Module) -> set[int]:
+    """The ids of the parameters whose gradients are sparse."""
+    layers = embeddings_with_rows(model)
+    return {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+
+
+def caps_of_ddp(ddp: DistributedDataParallel) -> ModuleCaps:
+    """The caps of a module's buckets, before any option."""
+    if not ddp.bucket_bytes_cap_default:
+        return given_caps(int(ddp.bucket_bytes_cap), ddp.bucket_bytes_cap_list)
+    sparse = sparse_ids(ddp.module)
+    dense = [parameter for parameter in parameters_of(ddp) if id(parameter) not in sparse]
+    gradient_bytes = sum(parameter.nbytes for parameter in dense)
+    return default_caps(gradient_bytes, DEFAULT_FIRST_BUCKET_BYTES, ddp.bucket_bytes_cap)
+
+
+def strides_to_send(parameter: Tensor) -> tuple[int, ...]:
+    """The strides in which a gradient is sent: the parameter's, or contiguous if not dense."""
+    if is_dense(parameter):
+        return tuple(parameter.stride())
+    return tuple(torch.empty(parameter.shape, device="meta").stride())
+
+
+# --- What DDP's logging data say ------------------------------------------------------------------
+
+
+_TIMED: Final = ("backward_comm_time", "backward_compute_time")
+_MORE_TIMES: Final = (
+    "forward_compute_time",
+    "forward_compute_time_start",
+    "avg_forward_compute_time",
+    "backward_compute_comm_overlap_time",
+    "avg_backward_compute_comm_overlap_time",
+)
+
+
+def run_time_fields(reducer: Reducer) -> dict[str, Any]:
+    """What DDP's reducer would have written into its logging data, as far as it is known here.
+
+    Times are not measured: 0, as DDP says where it has none yet. Sparse gradients lie in no bucket.
+    """
+    layout, parameters = reducer.layout, reducer.parameters.all
+    buckets = [b.numbers for b in layout.buckets if not b.is_sparse] if layout is not None else []
+    sizes = [sum(parameters[number].nbytes for number in bucket) for bucket in buckets]
+    order = [number for bucket in buckets for number in bucket]
+    fields = {
+        "iteration": reducer.steps,
+        "unused_parameter_size": 0,
+        "has_rebuilt_buckets": int(bool(buckets)),
+        "num_buckets_reduced": len(buckets),
+        "rebuilt_bucket_sizes": ", ".join(map(str, sizes)),
+        "rebuilt_per_bucket_param_indices": ", ".join(" ".join(map(str, b)) for b in buckets),
+        "prev_iteration_grad_ready_order_indices": ", ".join(map(str, order)),
+    }
+    times = [f"{name}_{end}" for name in _TIMED for end in ("start", "end")]
+    times += [f"{prefix}{name}" for name in _TIMED for prefix in ("", "avg_")]
+    return dict.fromkeys((*times, *_MORE_TIMES), 0) | fields
 
 
 # --- Communication hooks -------------------------------------------------------------------------
