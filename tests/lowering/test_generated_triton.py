@@ -14,6 +14,7 @@ import torch._inductor.config as inductor_config
 from expecttest import assert_expected_inline
 from torch._inductor.codegen import cpp_wrapper_gpu
 
+from fusion_passes import FusionConfig
 from testing.cuda_backwards import (
     NAMES,
     autocast_step,
@@ -23,7 +24,6 @@ from testing.cuda_backwards import (
     convolution_step,
     given,
     pointwise,
-    step_into_grads,
     step_on_cards,
 )
 from testing.cuda_calls import kernel_body, launched_kernels, read_calls, read_kernels
@@ -69,7 +69,6 @@ triton_per(t6, up_bias, t3) -> t6, bucket[262400: 1, 1024]
 mm(t6, up) -> t5
 mm(t6.T, t2) -> bucket[263424: 1024, 256]
 triton_per(t5, x, t0, t1) -> bucket[525568: 256], bucket[525824: 256]
-agree_(bucket, 'cards', 'concat; avg float32 0,0,0,0,0,0')
 all_reduce_(bucket, 'avg', 'cards')
 wait_tensor(bucket)
 return bucket[0: 256], bucket[256: 256, 1024], bucket[262400: 1024], bucket[263424: 1024, 256],
@@ -111,21 +110,13 @@ def test_scaled_by_one_kernel_where_the_collective_does_not_average(compiler: Ca
 
 
 def test_scaled_by_the_kernels_that_store(compiler: CardCompiler) -> None:
-    generated = compiler.generate(biases_on_hosts, [tensor(64, 128), tensor(64, 96)])
+    divided = FusionConfig(scaling="bucket")
+    inputs = [tensor(64, 128), tensor(64, 96)]
+    generated = compiler.generate(biases_on_hosts, inputs, config=divided)
     launch, wait, _ = reading_buckets(read_calls(generated.code))
     assert launch == "all_reduce_(bucket, 'sum', 'hosts')"
     assert wait == "wait_tensor(bucket)"
     assert all("tl.full([1, 1], 0.25," in body for body in read_kernels(generated.code).values())
-
-
-def test_existing_gradients_are_written_by_one_kernel(compiler: CardCompiler) -> None:
-    inputs = block_inputs()
-    generated = compiler.generate(step_into_grads, [*inputs, *inputs[1:]])
-    assert generated.copies == ({},)
-    calls = read_calls(generated.code)
-    behind = calls[calls.index("wait_tensor(bucket)") + 1 :]
-    assert [call.partition("(")[0] for call in behind] == ["triton_for", "return None"]
-    assert behind[0].partition(" -> ")[2] == "arg7, arg8, arg9, arg10, arg11, arg12"
 
 
 def test_a_bias_gradient_is_stored_by_the_kernel_that_sums_it(compiler: CardCompiler) -> None:
@@ -137,7 +128,6 @@ def test_a_bias_gradient_is_stored_by_the_kernel_that_sums_it(compiler: CardComp
 bucket = empty(224, torch.float32)
 triton_per(arg0) -> bucket[0: 128]
 triton_per(arg1) -> bucket[128: 96]
-agree_(bucket, 'cards', 'concat; avg float32 0,0')
 all_reduce_(bucket, 'avg', 'cards')
 wait_tensor(bucket)
 return bucket[0: 128], bucket[128: 96]
@@ -194,7 +184,6 @@ triton_poi(arg0) -> bucket[0: 64, 128]
 triton_poi(arg1) -> bucket[8192: 1000, 12]
 triton_poi(arg2) -> bucket[20192: 130]
 triton_poi(arg3) -> bucket[20322: 130]
-agree_(bucket, 'cards', 'concat; avg float32 0,0,0,0')
 all_reduce_(bucket, 'avg', 'cards')
 wait_tensor(bucket)
 return bucket[0: 64, 128], bucket[8192: 1000, 12], bucket[20192: 130], bucket[20322: 130]
@@ -228,7 +217,6 @@ convolution_backward(t3[0], t0, arg2) -> t4
 convolution_backward(t4[0], arg0, arg1) -> t5
 bucket = empty(1448, torch.float32)
 triton_for(t3[1], t4[1], t5[1]) -> bucket[0: 80], bucket[80: 1152], bucket[1232: 216]
-agree_(bucket, 'cards', 'concat; avg float32 0,0,0')
 all_reduce_(bucket, 'avg', 'cards')
 wait_tensor(bucket)
 return bucket[0: 5, 16, 1, 1], bucket[80: 16, 8, 3, 3], bucket[1232: 8, 3, 3, 3]
@@ -308,17 +296,3 @@ def test_the_cpp_wrapper_stores_in_the_bucket(compiler: CardCompiler) -> None:
     assert len({*places} & {*products}) == 2
     assert generated.code.count("all_reduce_(") == 1
     assert "custom_op_wrapper" not in generated.code[generated.code.rindex("inductor_entry_impl") :]
-
-
-def test_ranks_agree_in_front_of_each_replay_of_a_cuda_graph(compiler: CardCompiler) -> None:
-    """``mode="reduce-overhead"``: what Python does is not recorded, so the graph is cut there."""
-    settings: dict[str, Any] = {"triton__cudagraphs": True}
-    code = compiler.generate(step_on_cards, block_inputs(), **settings).code
-    recorded = code[code.index("def partition_0(") : code.index("class Runner")]
-    before, behind = recorded.split("def partition_1(")
-    replaying = code[code.index("class Runner") :]
-    assert "agree_" not in recorded
-    assert "all_reduce_" not in before
-    assert "all_reduce_" in behind
-    agreeing = replaying.index("agree_")
-    assert replaying.index("self.partitions[0]") < agreeing < replaying.index("self.partitions[1]")

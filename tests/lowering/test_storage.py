@@ -108,6 +108,7 @@ TOKENS = torch.arange(16).view(2, 8)
 IMAGES = torch.ones(2, 3, 8, 8)
 
 
+@pytest.mark.slow
 def test_the_calls_of_a_transformers_backward() -> None:
     """Each gradient is stored where it is sent by the kernel that computes it. Nothing is behind
     the waits."""

@@ -8,7 +8,8 @@ from typing import Final
 
 _LAUNCH: Final = re.compile(r"_c10d_functional\.all_reduce_\.default\((\w+), '(\w+)'")
 _MEMORY: Final = re.compile(
-    r"^assert_size_stride\((\w+), .*'torch\.ops\.fusion_passes\.bucket\.default'\)"
+    r"^assert_(?:size_stride|tensor_metadata)\((\w+), "
+    r".*'torch\.ops\.fusion_passes\.bucket\.default'\)"
 )
 _WAIT: Final = re.compile(r"_c10d_functional\.wait_tensor\.default\((\w+)\)")
 _ALIAS: Final = re.compile(
