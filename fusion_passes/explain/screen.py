@@ -68,32 +68,34 @@ def _show_module(module: ModuleReport, console: Console) -> None:
             Text(f"{module.name}: no averaged backward has ended, so it has no buckets ({where})")
         )
         return
-    _show_buckets(
+    _show_plan(
         f"{module.name}: {module.gradients} gradients in "
         f"{_counted(len(module.buckets), 'bucket')}, {module.stored} stored there by compiled "
         f"backwards in the last step ({where})",
-        module.buckets,
+        module,
         console,
     )
-    for sentence in module.decision:
-        console.print(Text(f"buckets: {sentence}"))
-    _show_copies(module.buckets, console)
 
 
 def _show_graph(graph: GraphDocument, console: Console) -> None:
     source = "from the FX graph cache" if graph.from_cache else "compiled here"
     times = f", {graph.compiled} times" if graph.compiled > 1 else ""
-    _show_buckets(
+    _show_plan(
         f"ddp_fusion {graph.mode}: {graph.collectives_before} collectives traced, "
         f"{graph.collectives_after} launched a step ({source}{times}, plan {graph.digest})",
-        graph.buckets,
+        graph,
         console,
     )
-    for sentence in graph.decision:
-        console.print(Text(f"buckets: {sentence}"))
-    _show_copies(graph.buckets, console)
     for item in graph.left_alone:
         console.print(Text(f"left alone: {item.collective}: {item.reason}"))
+
+
+def _show_plan(title: str, of: ModuleReport | GraphDocument, console: Console) -> None:
+    """The buckets of a module or a graph, why they are these, and what is copied into them."""
+    _show_buckets(title, of.buckets, console)
+    for sentence in of.decision:
+        console.print(Text(f"buckets: {sentence}"))
+    _show_copies(of.buckets, console)
 
 
 def _show_copies(buckets: Sequence[BucketDocument], console: Console) -> None:

@@ -63,18 +63,33 @@ def store(profile: Profile) -> Path | None:
         The file; ``None`` if it cannot be written, which the log says.
     """
     path = path_of(profile.place)
+    return path if keep(path, profile.to_json(), "The profile") else None
+
+
+def keep(path: Path, text: str, what: str) -> bool:
+    """Write a file of what was measured; the log says if that cannot be.
+
+    Args:
+        path: of the file.
+        text: all of it.
+        what: is kept, for people.
+
+    Returns:
+        Whether it is written.
+    """
     try:
-        write_whole(path, profile.to_json())
+        write_whole(path, text)
     except OSError as error:
         log.warning(
-            "The profile cannot be kept in %s, so each start measures again: %s. Set %s to a "
-            "directory that can be written.",
+            "%s cannot be kept in %s, so each start measures again: %s. Set %s to a directory that "
+            "can be written.",
+            what,
             path.parent,
             error,
             DIRECTORY_VARIABLE,
         )
-        return None
-    return path
+        return False
+    return True
 
 
 def write_whole(path: Path, text: str) -> None:

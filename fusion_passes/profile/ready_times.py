@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from fusion_passes.profile.files import DIRECTORY_VARIABLE, directory, write_whole
+from fusion_passes.profile.files import directory, keep
 from fusion_passes.profile.records import Place, read_format
-
-log = logging.getLogger(__name__)
 
 FORMAT: Final = 1
 """Of the file. Another one is measured anew."""
@@ -91,15 +88,4 @@ def store_ready(path: Path, times: ReadyTimes) -> bool:
     Returns:
         Whether it is kept.
     """
-    try:
-        write_whole(path, times.to_json())
-    except OSError as error:
-        log.warning(
-            "Ready times cannot be kept in %s, so each start measures again: %s. Set %s to a "
-            "directory that can be written.",
-            path.parent,
-            error,
-            DIRECTORY_VARIABLE,
-        )
-        return False
-    return True
+    return keep(path, times.to_json(), "Ready times")

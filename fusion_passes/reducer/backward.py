@@ -45,7 +45,7 @@ from fusion_passes.torch_private.ddp import has_optimizer_in_backward
 _ACCUMULATES: Final = "accumulate_grad"
 
 _ReachedNumbers: TypeAlias = dict[Reducer, dict[int, str]]
-"""See :meth:`Reducers._reached`."""
+"""See :attr:`Run.reached`."""
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Run:
     """
 
     taking_part: list[Reducer] = field(default_factory=list)
-    reached: dict[Reducer, dict[int, str]] = field(default_factory=dict)
+    reached: _ReachedNumbers = field(default_factory=dict)
     keeps_graph: bool = False
     creates_graph: bool = False
     only_some: bool = False
