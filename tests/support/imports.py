@@ -1,4 +1,4 @@
-"""What a file imports, and which of torch's names it writes out: read from its code, wherever in it
+"""What a file imports, and which names of torch it writes out: read from its code, wherever in it
 they stand."""
 
 from __future__ import annotations
@@ -27,12 +27,26 @@ def names_of_torch(path: Path) -> set[str]:
     that it begins with, but for ``torch`` itself."""
     aliases = _torch_aliases(path)
     found = {name for name in imported_names(path) if name.startswith("torch.")}
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and _DOTTED.fullmatch(text := ast.unparse(node)):
-            head, _, rest = text.partition(".")
-            if head in aliases:
-                found.add(f"{aliases[head]}.{rest}")
+    for head, rest in _attributes(path):
+        if head in aliases and _DOTTED.fullmatch(f"{head}.{rest}"):
+            found.add(f"{aliases[head]}.{rest}")
     return found
+
+
+def private_attributes(path: Path) -> set[str]:
+    """Names with an underscore that a file asks of objects: not of itself, nor of what it has
+    imported from torch."""
+    others = {"self", "cls", *_torch_aliases(path)}
+    names = {rest.rpartition(".")[2] for head, rest in _attributes(path) if head not in others}
+    return {name for name in names if re.match(r"_[^_]", name)}
+
+
+def _attributes(path: Path) -> Iterator[tuple[str, str]]:
+    """Each attribute as ``ddp``, ``logger._set_static_graph``; a call has its arguments there."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            head, _, rest = ast.unparse(node).partition(".")
+            yield head, rest
 
 
 def _torch_aliases(path: Path) -> dict[str, str]:
