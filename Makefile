@@ -12,7 +12,6 @@
 #   make fuzz ARGS="--seeds 0:100"          random trainings beside eager DDP; --case N for one
 #   make faults ARGS=--quick                trainings with a rank that dies, stops or fails
 #   make torch-tests                        torch's own DDP tests, without and under the flag
-#   make mutations                          one-line breaks, each of which a test must notice
 #   make gpu                                what needs a GPU, in minutes; ARGS=--list names the parts
 #   make docs                               the guide and all other pages, into site/
 #   make check                              format, lint, types, then all tests
@@ -27,7 +26,7 @@ ARGS ?=
 
 RUN = exec $(PYTHON) tools/setup_env.py --torch "$(TORCH)" --
 
-.PHONY: train test bench fuzz faults torch-tests mutations gpu lint check format
+.PHONY: train test bench fuzz faults torch-tests gpu lint check format
 .PHONY: clean docs
 
 train:
@@ -47,9 +46,6 @@ faults:
 
 torch-tests:
 	@$(RUN) python tools/torch_tests.py $(ARGS)
-
-mutations:
-	@$(RUN) python tools/mutations.py $(ARGS)
 
 gpu:
 	@exec $(PYTHON) tools/gpu.py $(ARGS)
