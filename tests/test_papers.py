@@ -32,14 +32,6 @@ PYTHON_FILE: Final = re.compile(r"(?<![\w./-])([\w/]+\.py)\b")
 CODE: Final = re.compile(r"`([^`\n]+)`")
 NAME: Final = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*(?:\(\))?")
 
-FOREIGN: Final = {
-    "AOTAutogradCache",
-    "MALLOC_MMAP_THRESHOLD_",
-    "MALLOC_TRIM_THRESHOLD_",
-    "call_aot_bwd_prologue",
-}
-"""Names of others that the papers mention and no code here uses."""
-
 PLACEHOLDERS: Final = {"ddp_fusion_1_EraseDeadCode"}
 """What a page itself gives a name to, or the code puts together."""
 
@@ -110,7 +102,7 @@ def unknown_names(text: str) -> Iterator[str]:
     for code in CODE.findall(prose(text)):
         if NAME.fullmatch(code) and not code.startswith("torch."):
             last = code.removesuffix("()").split(".")[-1]
-            if last not in words_of_code() | FOREIGN | PLACEHOLDERS:
+            if last not in words_of_code() | PLACEHOLDERS:
                 yield code
 
 

@@ -38,11 +38,10 @@ from command_line import parser_of
 from gpu_checks import pages, sharing
 from gpu_checks.machine import Machine
 from gpu_checks.parts import Part, choose
-from gpu_checks.processes import PartProcesses, run_parts
+from gpu_checks.processes import PartProcesses, environment, run_parts
 from gpu_checks.results import Result, read_result
 from gpu_checks.sites import Sharing, Site
 from interrupting import INTERRUPTED, terminated_as_interrupted
-from nightly_matrix.processes import environment
 
 UNTIMED: Final = ("correctness", "trainers")
 """Groups of parts that may run side by side."""

@@ -1,19 +1,16 @@
-"""What became of a cell, from what its ranks tell."""
+"""What became of a scenario, from what its ranks tell."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from testing.scenarios.entries import Scenario
 from testing.scenarios.ranks import Failure, RankReport
 
 Kind = Literal["equal", "equal, unfused", "refused", "broken"]
-
-KINDS: tuple[Kind, ...] = get_args(Kind)
-"""From the best to the worst."""
 
 FLAG = "ddp_fusion"
 DISAGREEMENT = "RanksDisagreeError"
@@ -24,7 +21,7 @@ MAX_WORDS = 600
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a cell.
+    """What became of a scenario.
 
     Attributes:
         kind: ``equal``: trained as eager DDP does it, fused. ``equal, unfused``: trained as eager
@@ -41,15 +38,10 @@ class Outcome:
     detail: str = ""
 
 
-def is_worse(kind: Kind, than: Kind) -> bool:
-    """Whether ``kind`` comes behind ``than``."""
-    return KINDS.index(kind) > KINDS.index(than)
-
-
 def judge(
-    scenario: Scenario, reports: Sequence[RankReport | None], *, fate: str, log: str
+    scenario: Scenario, reports: Sequence[RankReport | None], *, fate: str = "", log: str = ""
 ) -> Outcome:
-    """The outcome of a cell.
+    """The outcome of a scenario.
 
     Args:
         scenario: what was to be trained.
