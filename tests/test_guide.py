@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import re
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +12,7 @@ import messages
 import pytest
 import torch
 
+from fusion_passes.reducer import copies
 from testing.fake_world import fake_world
 
 ROOT: Final = Path(__file__).parent.parent
@@ -44,6 +46,13 @@ def f(x):
         (messages.PARTS, "a reason"),
         (messages.PARTS, "another one"),
     }
+
+
+def test_what_to_do_about_copied_gradients_is_in_the_symptoms() -> None:
+    page = (DOCS / "symptoms.md").read_text()
+    reasons = [text for name, text in vars(copies).items() if name.isupper()]
+    assert len(reasons) > 10
+    assert [text for text in reasons if re.split("[:,]", text)[0] not in page] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
