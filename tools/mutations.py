@@ -87,7 +87,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "own-files-on-each-rank",
-        "profile/consensus.py",
+        "profile/measure.py",
         "    return bytes(sent.tolist()).decode()",
         "    return text or bytes(sent.tolist()).decode()",
         (f"{_LEARNED}::test_texts_of_any_length_come_to_all_ranks",),

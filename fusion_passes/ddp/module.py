@@ -36,14 +36,10 @@ from fusion_passes.reducer.reducer import (
 from fusion_passes.reducer.settings import compare_settings
 from fusion_passes.reductions.hook_pattern import is_dense
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import (
-    DEFAULT_FIRST_BUCKET_BYTES,
-    begin_no_graph,
-    disable_dynamo,
-    tree_map_only,
-)
+from fusion_passes.torch_private import tree_map_only
 from fusion_passes.torch_private.autograd import hook_behind_accumulation
 from fusion_passes.torch_private.ddp import (
+    DEFAULT_FIRST_BUCKET_BYTES,
     HOOKS_OF_REDUCER,
     USES_PYTHON_REDUCER,
     comm_hooks,
@@ -62,7 +58,8 @@ from fusion_passes.torch_private.ddp import (
     tell_joined,
     update_process_group,
 )
-from fusion_passes.torch_private.groups import backend_name
+from fusion_passes.torch_private.dynamo import begin_no_graph, disable_dynamo
+from fusion_passes.torch_private.process_groups import backend_name
 
 REDUCER: Final = "_ddp_fusion_reducer"
 """Attribute of a managed module: its reducer, with what keeps its hooks."""

@@ -31,17 +31,17 @@ from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reductions.owners import Owner
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import (
-    register_process_group,
-    unregister_process_group,
-)
-from fusion_passes.torch_private.backward_tracing import (
+from fusion_passes.torch_private.dynamo import (
     in_one_graph,
     is_error_of_a_compile,
     traces_backwards,
     tracing_backwards,
     tracing_none,
     weak_marks,
+)
+from fusion_passes.torch_private.process_groups import (
+    register_process_group,
+    unregister_process_group,
 )
 
 FIRST: Final = "it is the first one, which shows in which order gradients come"

@@ -11,12 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from fusion_passes.graph.transparent import RESHAPE, TRACED_RESHAPES
-from fusion_passes.torch_private import (
-    FakeTensor,
-    FakeTensorMode,
-    TorchDispatchMode,
-    below_autograd,
-)
+from fusion_passes.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode
+from fusion_passes.torch_private.autograd import below_autograd
 from fusion_passes.torch_private.inductor import control_deps, make_subgraph
 from fusion_passes.torch_private.older_torch import first_of_list
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusion_passes.graph.scaling import scaled, store_scaled
-from fusion_passes.torch_private import without_view_tracking
+from fusion_passes.torch_private.autograd import without_view_tracking
 
 _library: Final = torch.library.Library("fusion_passes", "FRAGMENT")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fusion_passes.plan.caps import KEPT_ON_CPU_BYTES, BucketCaps
 from fusion_passes.plan.layout import Kind
 from fusion_passes.plan.timetable import Sent, Timetable, plan_timetable
-from fusion_passes.profile.ready_times import ReadyTimes, parameters_key
+from fusion_passes.profile.records import ReadyTimes, parameters_key
 from fusion_passes.profile.tables import CostTable
 
 FP32, BF16 = torch.float32, torch.bfloat16

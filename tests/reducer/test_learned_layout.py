@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.profile import consensus, files, measure
-from fusion_passes.profile.ready_times import ReadyTimes
+from fusion_passes.profile import files, measure
+from fusion_passes.profile.records import ReadyTimes
 from fusion_passes.profile.tables import CostTable, Taken
 from fusion_passes.reducer import ready_clock
 from fusion_passes.reducer.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
@@ -71,7 +71,7 @@ def files_in(directory: Path) -> Iterator[list[int]]:
         return replace(profile, tables=tables, taken=Taken())
 
     try:
-        with mock.patch.object(consensus, "measure", quick):
+        with mock.patch.object(measure, "measure", quick):
             yield calls
     finally:
         os.environ.pop(files.DIRECTORY_VARIABLE)
@@ -274,10 +274,10 @@ def test_ranks_without_inputs_take_part(run_on_ranks: RUN, tmp_path: Path) -> No
 
 
 def texts() -> tuple[list[str], list[str]]:
-    where = consensus.Where(dist.group.WORLD, torch.device("cpu"))
+    ranks = measure.Ranks.of(dist.group.WORLD, torch.device("cpu"))
     mine = "\u00fc" * (3 * dist.get_rank())
-    return consensus.gather_texts(where, mine), [
-        consensus.first_text(where, text) for text in (f"from {dist.get_rank()}", mine)
+    return measure.gather_texts(ranks, mine), [
+        measure.first_text(ranks, text) for text in (f"from {dist.get_rank()}", mine)
     ]
 
 

@@ -74,7 +74,7 @@ def test_names_that_are_gone_are_found_with_who_needs_them(
 ) -> None:
     gone = {
         "torch._C._current_graph_task_id": "torch_private/autograd.py",
-        "torch._dynamo.compiled_autograd._enable": "torch_private/backward_tracing.py",
+        "torch._dynamo.compiled_autograd._enable": "torch_private/dynamo.py",
         "torch._inductor.ir.ConcatKernel.realize_into": "lowering/memory.py",
         "torch.nn.parallel.DistributedDataParallel._log_and_throw": "torch_private/ddp.py",
     }
