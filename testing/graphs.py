@@ -43,9 +43,8 @@ from fusion_passes.passes.pin import PinOrder
 from fusion_passes.passes.pipeline import run_pipeline
 from fusion_passes.passes.place import PlaceReductions
 from fusion_passes.passes.verify import GraphFacts, graph_facts, verify
-from fusion_passes.plan.buckets import BucketPlan
+from fusion_passes.plan.buckets import BucketPlan, BucketsOf, ModuleBuckets, plan_buckets
 from fusion_passes.plan.placement import plan_placement
-from fusion_passes.plan.planner import BucketsOf, ModuleBuckets, plan_buckets
 from fusion_passes.reductions.find import (
     FoundReductions,
     GradientReduction,
@@ -205,7 +204,7 @@ def buckets_of(
         graph: with the reductions of all parameters of its modules.
         cap: the bytes that close a bucket of gradients of one kind.
         owners: of its names.
-        options: of :class:`fusion_passes.plan.planner.ModuleBuckets`.
+        options: of :class:`fusion_passes.plan.buckets.ModuleBuckets`.
     """
     found = find_gradient_reductions(graph, DdpGroups.of(graph, owners))
     open_: dict[ReductionKey, list[GradientReduction]] = {}
@@ -255,7 +254,7 @@ def pipeline(mode: ReduceMode = "concat", cap: int = 1 << 40, **options: Any) ->
     Args:
         mode: of the fusion.
         cap: the bytes that close a bucket.
-        options: of :class:`fusion_passes.plan.planner.ModuleBuckets`.
+        options: of :class:`fusion_passes.plan.buckets.ModuleBuckets`.
     """
 
     def rewrite_for(graph: fx.Graph) -> Rewrite:

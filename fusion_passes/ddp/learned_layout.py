@@ -20,7 +20,6 @@ from typing import Final, TypeVar
 
 import torch
 
-from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.plan.layout import lay_out
 from fusion_passes.plan.timetable import Sent, plan_timetable
 from fusion_passes.profile.files import keep, known_profiles, look_up, path_of, ready_path
@@ -29,7 +28,7 @@ from fusion_passes.profile.measure import (
     agree_on_place,
     first_text,
     keep_profile,
-    measure_together,
+    measure,
 )
 from fusion_passes.profile.records import Kind, Place, Profile, ReadyTimes, parameters_key
 from fusion_passes.reducer.communication import AllReduce
@@ -150,7 +149,7 @@ def _profile(ranks: Ranks, place: Place, kept: Profile | None, kinds: tuple[Kind
     """What collectives cost: what is kept, and what is measured beside it."""
     missing = kinds if kept is None else kept.missing(kinds)
     if kept is None or missing:
-        measured = measure_together(ranks, place, missing)
+        measured = measure(ranks, place, missing)
         kept = measured if kept is None else measured.with_tables_of(kept)
         keep_profile(ranks, kept)
     known_profiles[ranks.group] = kept
@@ -185,7 +184,7 @@ def _plan(reducer: Reducer, profile: Profile, times: ReadyTimes, path: str) -> N
         kind = _kind_of(reducer, dtype)
         sent[dtype] = Sent(getattr(torch, kind.dtype).itemsize, profile.table(kind))
     kinds = reducer.parameters.kinds
-    planned = plan_timetable(times, kinds, sent, _caps(reducer), profile.taken)
+    planned = plan_timetable(times, kinds, sent, reducer.caps, profile.taken)
     reducer.layout = lay_out([[(n,) for n in numbers] for numbers in planned.buckets], kinds)
     reducer.predicted = planned.sent_ns
     source = (
@@ -193,11 +192,6 @@ def _plan(reducer: Reducer, profile: Profile, times: ReadyTimes, path: str) -> N
         f"times of {times.rounds} steps, measured {times.measured} ({path} of rank 0)"
     )
     _say(reducer, source, *planned.lines())
-
-
-def _caps(reducer: Reducer) -> BucketCaps:
-    assert isinstance(reducer.caps, BucketCaps), "managed modules have these"
-    return reducer.caps
 
 
 # --- Without -------------------------------------------------------------------------------------
@@ -212,9 +206,8 @@ def _measure(reducer: Reducer, ranks: Ranks, path: str) -> None:
         f"and steps {first} to {last} measure, in which nothing is sent before all gradients are "
         f"there; the next run plans from {path} of rank 0",
     )
-    caps = _caps(reducer)
-    size = max(caps.cap_bytes // PIECES, 1)
-    reducer.piece_caps = replace(caps, first_bytes=size, cap_bytes=size, listed_bytes=())
+    size = max(reducer.caps.cap_bytes // PIECES, 1)
+    reducer.piece_caps = replace(reducer.caps, first_bytes=size, cap_bytes=size, listed_bytes=())
     ended = functools.partial(_keep, weakref.ref(reducer), Path(path))
     reducer.clock = ReadyClock(ranks.group, ranks.device, [*reducer.numbers], ended)
 

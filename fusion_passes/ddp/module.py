@@ -21,7 +21,7 @@ from fusion_passes.ddp.learned_layout import learn_layout
 from fusion_passes.ddp.tensor_parallel import make_dtensors_when_read
 from fusion_passes.ddp.traced import name_in_graphs, reduce_in_graph
 from fusion_passes.flag import active_config
-from fusion_passes.plan.caps import ModuleCaps, bucket_caps, default_caps, given_caps
+from fusion_passes.plan.caps import BucketCaps, bucket_caps, default_caps, given_caps
 from fusion_passes.plan.scaling import REDUCE_DTYPE_OF
 from fusion_passes.reducer.backward import reducers, walk, why_failed
 from fusion_passes.reducer.communication import SENT_AS, AllReduce, HookCall, name_of_hook
@@ -527,7 +527,7 @@ def sparse_ids(model: torch.nn.Module) -> set[int]:
     return {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
 
 
-def caps_of_ddp(ddp: DistributedDataParallel) -> ModuleCaps:
+def caps_of_ddp(ddp: DistributedDataParallel) -> BucketCaps:
     """The caps of a module's buckets, before any option."""
     if not ddp.bucket_bytes_cap_default:
         return given_caps(int(ddp.bucket_bytes_cap), ddp.bucket_bytes_cap_list)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fusion_passes.graph.collectives import all_reduce
-from fusion_passes.plan.planner import ModuleBuckets
+from fusion_passes.plan.buckets import ModuleBuckets
 from fusion_passes.reducer.backward import Run, reducers, walk
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import Reducer

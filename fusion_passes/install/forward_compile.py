@@ -15,7 +15,7 @@ from fusion_passes.flag import active_config
 from fusion_passes.install.fuse_pass import options_to_fuse
 from fusion_passes.install.pass_slot import SLOT
 from fusion_passes.install.store_pass import options_to_store
-from fusion_passes.plan.planner import CannotLaunchError
+from fusion_passes.plan.buckets import CannotLaunchError
 from fusion_passes.torch_private import inductor_config
 from fusion_passes.torch_private.dynamo import is_compiling_backward
 

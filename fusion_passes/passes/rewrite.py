@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from fusion_passes.graph.collectives import issue_order
 from fusion_passes.graph.dependencies import reorder
 from fusion_passes.graph.edits import erase, record, replace_uses
-from fusion_passes.graph.transparent import CAST, COPY
+from fusion_passes.graph.families import CAST, COPY
 from fusion_passes.plan.buckets import Bucket
 from fusion_passes.reductions.find import GradientReduction
 from fusion_passes.reductions.hook_pattern import is_laid_out, is_only_copied
@@ -52,7 +52,7 @@ def replace_buckets(
     replacements: dict[fx.Node, fx.Node] = {}
     for index, bucket in enumerate(buckets):
         replacement = replacement_for(index, bucket)
-        results, _ = record(bucket.ready.start, replacement.function, replacement.inputs)
+        results = record(bucket.ready.start, replacement.function, replacement.inputs)
         replacements |= zip((member.result for member in bucket.members), results, strict=True)
     # A gradient can be the result of another bucket: written above as a member's result.
     replace_uses(replacements)

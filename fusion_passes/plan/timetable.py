@@ -1,10 +1,9 @@
 """The buckets of a module by measured ready times and costs, and when each is sent. Pure.
 
 Gradients of one dtype and device, as nearly all are, get the best buckets that there are
-(:mod:`fusion_passes.plan.optimum`). Those of several dtypes or devices share the network: the best
-of two candidates is taken, the best of each kind by itself and the buckets that caps give, both
-with neighbours merged. That is never worse than those caps by these costs, but nobody has shown it
-to be the best.
+(:mod:`fusion_passes.plan.optimum`). Those of several dtypes or devices share the network, of which
+that knows nothing: each kind gets the best buckets that it would have alone, or all of them those
+that caps give, whichever end earlier.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -22,9 +21,6 @@ from fusion_passes.plan.layout import Kind, Piece
 from fusion_passes.plan.optimum import Queue, best_cuts, times_of
 from fusion_passes.profile.records import ReadyTimes
 from fusion_passes.profile.tables import NOTHING_TAKEN, CostTable, Taken
-
-_MERGED_AT_MOST: Final = 128
-"""Of more buckets than these, of several kinds, none are merged: it would take long."""
 
 
 @dataclass(frozen=True)
@@ -210,28 +206,11 @@ def _filled(numbers: Sequence[int], kinds: Mapping[int, Kind], caps: BucketCaps)
 
 
 def _best(slots: Sequence[_Slot], filled: _Cuts | None) -> _Cuts:
-    """The best buckets of one slot, or the best that are tried of several."""
+    """The best buckets of one slot; of several, the best of each or those that caps give."""
     alone = [best_cuts(slot.queue) for slot in slots]
-    if len(slots) < 2:
+    if len(slots) < 2 or filled is None:
         return alone
-    candidates = [_merged(slots, cuts) for cuts in (alone, filled) if cuts is not None]
-    return min(candidates, key=lambda cuts: (_last_end(slots, cuts), sum(map(len, cuts))))
-
-
-def _merged(slots: Sequence[_Slot], cuts: _Cuts) -> _Cuts:
-    """Merge neighbours, one after another, wherever the last collective ends no later."""
-    if sum(map(len, cuts)) > _MERGED_AT_MOST:
-        return cuts
-    end = _last_end(slots, cuts)
-    for number, slot in enumerate(slots):
-        for cut in cuts[number][1:-1]:
-            left = [other for other in cuts[number] if other != cut]
-            before = max(other for other in left if other < cut)
-            after = min(other for other in left if other > cut)
-            trial = [*cuts[:number], left, *cuts[number + 1 :]]
-            if slot.queue.may_share(before, after) and (reached := _last_end(slots, trial)) <= end:
-                cuts, end = trial, reached
-    return cuts
+    return min(alone, filled, key=lambda cuts: (_last_end(slots, cuts), sum(map(len, cuts))))
 
 
 def _last_end(slots: Sequence[_Slot], cuts: _Cuts) -> int:

@@ -27,7 +27,7 @@ from fusion_passes.profile.measure import (
     Ranks,
     agree_on_place,
     keep_profile,
-    measure_together,
+    measure,
 )
 from fusion_passes.profile.records import Kind, Profile
 from fusion_passes.torch_private.process_groups import world_group
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ranks = Ranks.of(world_group(), device)
         # fp16 is divided before it is summed, others are averaged where the backend can.
         kinds = tuple(Kind(name, "sum" if name == "float16" else "avg") for name in options.dtypes)
-        profile = measure_together(ranks, agree_on_place(ranks), kinds, options.seconds)
+        profile = measure(ranks, agree_on_place(ranks), kinds, options.seconds)
         keep_profile(ranks, profile)
         if ranks.is_first:
             print(as_text(profile))

@@ -149,17 +149,35 @@ class Ranks:
 
 
 def measure(ranks: Ranks, place: Place, kinds: Sequence[Kind], seconds: float = SECONDS) -> Profile:
-    """Measure a profile; the same on all ranks, to the last nanosecond.
+    """Measure a profile, the same on all ranks, to the last nanosecond; rank 0 says so.
 
     Args:
         ranks: all of a process group; each must call this.
         place: where they are.
         kinds: of collectives, in the same order on all ranks; at least one.
         seconds: at most, for all tables together, if a single collective of 1 KiB is fast.
+
+    Raises:
+        RuntimeError: a rank has failed, or has not come in time.
     """
-    share = seconds / len(kinds)
-    tables = tuple((kind, _table(ranks, kind, share)) for kind in kinds)
-    return Profile(place, tables, measure_taken(ranks, *tables[0]))
+    if ranks.is_first:
+        line = f"fusion_passes: measuring all-reduces of {place}, for at most about {seconds:g} s"
+        print(line, file=sys.stderr, flush=True)
+    try:
+        share = seconds / len(kinds)
+        tables = tuple((kind, _table(ranks, kind, share)) for kind in kinds)
+        taken = measure_taken(ranks, *tables[0])
+    except RuntimeError as error:
+        raise RuntimeError(
+            "torch._inductor.config.ddp_fusion = 'auto' measures the network while "
+            f"DistributedDataParallel is constructed, and that has failed on rank "
+            f"{ranks.group.rank()}: {error}. If it is a collective that has failed, another rank "
+            "has probably died or stalled: look at its output."
+        ) from error
+    if ranks.is_first:
+        for kind, table in tables:
+            print(f"fusion_passes: {kind}: {table.fit()}", file=sys.stderr, flush=True)
+    return Profile(place, tables, taken)
 
 
 def measure_taken(ranks: Ranks, kind: Kind, costs: CostTable) -> Taken:
@@ -271,38 +289,6 @@ def agree_on_place(ranks: Ranks) -> Place:
                     "ddp_fusion = 'concat'."
                 )
     return Place.of([Site(**item["site"]) for item in said], **same)
-
-
-def measure_together(
-    ranks: Ranks, place: Place, kinds: Sequence[Kind], seconds: float = SECONDS
-) -> Profile:
-    """Measure a profile, of which rank 0 says so.
-
-    Args:
-        ranks: all of a process group; each must call this.
-        place: of all of them.
-        kinds: of collectives, in the same order on all ranks; at least one.
-        seconds: for all tables together.
-
-    Raises:
-        RuntimeError: a rank has failed, or has not come in time.
-    """
-    if ranks.is_first:
-        line = f"fusion_passes: measuring all-reduces of {place}, for at most about {seconds:g} s"
-        print(line, file=sys.stderr, flush=True)
-    try:
-        profile = measure(ranks, place, kinds, seconds)
-    except RuntimeError as error:
-        raise RuntimeError(
-            "torch._inductor.config.ddp_fusion = 'auto' measures the network while "
-            f"DistributedDataParallel is constructed, and that has failed on rank "
-            f"{ranks.group.rank()}: {error}. If it is a collective that has failed, another rank "
-            "has probably died or stalled: look at its output."
-        ) from error
-    if ranks.is_first:
-        for kind, table in profile.tables:
-            print(f"fusion_passes: {kind}: {table.fit()}", file=sys.stderr, flush=True)
-    return profile
 
 
 def keep_profile(ranks: Ranks, profile: Profile) -> None:

@@ -30,9 +30,9 @@ from fusion_passes.graph.collectives import (
     is_launch,
     is_wait,
 )
+from fusion_passes.graph.families import CAST
 from fusion_passes.graph.operators import PACK
 from fusion_passes.graph.scaling import Scaling
-from fusion_passes.graph.transparent import CAST
 from fusion_passes.reductions.hook_pattern import (
     layout_template,
     result_strides,
