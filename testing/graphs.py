@@ -18,7 +18,7 @@ from __future__ import annotations
 import string
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -233,11 +233,11 @@ def plan_of(graph: fx.Graph, cap: int = 1 << 40, **options: Any) -> BucketPlan:
 
 
 def concat(cap: int = 1 << 40, **options: Any) -> RewriteFor:
-    return lambda graph: FuseByConcat(*_plan_arguments(graph, cap, options))
+    return lambda graph: FuseByConcat(plan_of(graph, cap, **options).buckets)
 
 
 def coalesced(cap: int = 1 << 40, **options: Any) -> RewriteFor:
-    return lambda graph: FuseByCoalescing(*_plan_arguments(graph, cap, options))
+    return lambda graph: FuseByCoalescing(plan_of(graph, cap, **options).buckets)
 
 
 def place() -> RewriteFor:
@@ -278,11 +278,6 @@ def chain(*rewrites: RewriteFor) -> RewriteFor:
         return any(changed)
 
     return lambda graph: run
-
-
-def _plan_arguments(graph: fx.Graph, cap: int, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    plan = plan_of(graph, cap, **options)
-    return plan.buckets, tuple(rejection.node for rejection in plan.rejections)
 
 
 # --- The runner --------------------------------------------------------------------------------

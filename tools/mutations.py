@@ -192,14 +192,14 @@ MUTATIONS: Final = (
     Mutation(
         "averages-averaged-again",
         "plan/buckets.py",
-        "if any(levels[reduction.start] for reduction in found.reductions):",
+        "if any(reduction.start in averaged for reduction in found.reductions):",
         "if False:",
         ("tests/plan/test_buckets.py",),
     ),
     Mutation(
         "sent-after-it-is-overwritten",
         "plan/buckets.py",
-        "if overwritten_at[member.start] < item.ready.position:",
+        "if bisect.bisect(at, member.position) < bisect.bisect_left(at, bucket.ready.position):",
         "if False:",
         ("tests/plan/test_buckets.py",),
     ),

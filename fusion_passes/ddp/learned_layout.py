@@ -206,8 +206,9 @@ def _measure(reducer: Reducer, ranks: Ranks, path: str) -> None:
         f"and steps {first} to {last} measure, in which nothing is sent before all gradients are "
         f"there; the next run plans from {path} of rank 0",
     )
-    size = max(reducer.caps.cap_bytes // PIECES, 1)
-    reducer.piece_caps = replace(reducer.caps, first_bytes=size, cap_bytes=size, listed_bytes=())
+    caps = reducer.caps
+    size = max(caps.cap_bytes // PIECES, 1)
+    reducer.piece_caps = replace(caps, first_bytes=size, cap_bytes=size, listed_bytes=())
     ended = functools.partial(_keep, weakref.ref(reducer), Path(path))
     reducer.clock = ReadyClock(ranks.group, ranks.device, [*reducer.numbers], ended)
 

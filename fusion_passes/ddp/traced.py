@@ -176,7 +176,7 @@ class TracedBackwards:
             for reducer in modules:
                 traced_modules.note(name_in_graphs(reducer), reducer)
             try:
-                with self._capturing, self._entering(run), tracing_backwards(self._compile, False):
+                with self._capturing, self._entering(run), tracing_backwards(self._compile):
                     return engine()
             except Exception as error:
                 if run.has_entered_graph:

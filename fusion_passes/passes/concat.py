@@ -44,16 +44,14 @@ class FuseByConcat(GraphPass):
     Attributes:
         buckets: which reductions to fuse; from :func:`fusion_passes.plan.buckets.plan_buckets` for
             the graph that the pass is called with.
-        foreign: the other collectives of the graph, in order; they keep it.
         label: names the plan, for the report of what was copied.
     """
 
     buckets: tuple[Bucket, ...]
-    foreign: tuple[fx.Node, ...] = ()
     label: str = "plan"
 
     def __call__(self, graph: fx.Graph) -> bool:
-        return replace_buckets(graph, self.buckets, self.foreign, self._replacement_for)
+        return replace_buckets(graph, self.buckets, self._replacement_for)
 
     def facts_after(self, before: GraphFacts) -> GraphFacts:
         return before.with_buckets(self.buckets)

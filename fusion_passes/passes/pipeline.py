@@ -62,7 +62,8 @@ def run_pipeline(
         plan = plan_buckets(graph, find_gradient_reductions(graph, groups), buckets_of)
         if not plan.buckets:
             return plan
-        if not runner.run(_pass_that_fuses(mode, plan)):
+        concat = FuseByConcat(plan.buckets, plan.digest())
+        if not runner.run(concat if mode == "concat" else FuseByCoalescing(plan.buckets)):
             raise CannotLaunchError("the pass that fuses them is switched off")
         placement = plan_placement(graph, groups)  # Needs the final launches.
         is_placed = runner.run(PlaceReductions(placement))  # It moves, but adds nothing.
@@ -70,13 +71,6 @@ def run_pipeline(
         log.info("plan %s:\n%s", plan.digest(), plan.describe())
         trace_artifact("ddp_fusion_plan", plan.describe)
         return replace(plan, placements=placement.placements) if is_placed else plan
-
-
-def _pass_that_fuses(mode: ReduceMode, plan: BucketPlan) -> GraphPass:
-    foreign = tuple(rejection.node for rejection in plan.rejections)
-    if mode == "concat":
-        return FuseByConcat(plan.buckets, foreign, plan.digest())
-    return FuseByCoalescing(plan.buckets, foreign)
 
 
 @contextlib.contextmanager

@@ -44,8 +44,8 @@ class BucketCaps:
             than an eighth of the cap, for what is ready together with that reduction.
         listed_bytes: caps of the first buckets of each key one by one, in the place of
             ``first_bytes``; the last one is that of all further buckets.
-        most_bytes: where buckets are chosen from measurement, what one of several gradients has at
-            most: the caps that the user has set; ``None`` if there are none.
+        most_bytes: of a bucket of several gradients, where buckets are chosen from measurement: the
+            cap that the user has set; ``None`` if there is none.
         first_most_bytes: the same for the first bucket of each key; ``None``: as the others.
     """
 

@@ -98,16 +98,15 @@ def traces_backwards() -> bool:
 
 
 def tracing_backwards(
-    compiler: Callable[[fx.GraphModule], Any], dynamic: bool
+    compiler: Callable[[fx.GraphModule], Any],
 ) -> contextlib.AbstractContextManager[None]:
-    """A context in which compiled autograd traces backwards.
+    """A context in which compiled autograd traces backwards, with sizes as they are.
 
     Args:
         compiler: compiles their graphs.
-        dynamic: whether sizes are symbolic.
     """
     context: contextlib.AbstractContextManager[None] = compiled_autograd()._enable(
-        compiler, dynamic=dynamic
+        compiler, dynamic=False
     )
     return context
 
