@@ -20,7 +20,7 @@ from fusion_passes.torch_private.older_torch import first_of_list
 def record(
     before: fx.Node, function: Callable[..., Any], inputs: Sequence[fx.Node]
 ) -> list[fx.Node]:
-    """Write what ``function`` does before a node.
+    """Write the operators that a function calls into a graph, before a node.
 
     Args:
         before: the node that the new ones stand before, in the order of the calls.

@@ -98,7 +98,7 @@ class Ranks:
         return [float(value) for value in values.tolist()]
 
     def times(self, run: Callable[[], object], rounds: int = ROUNDS) -> list[float]:
-        """Seconds of some rounds, of the slowest rank of each; one more runs before them."""
+        """Seconds of some rounds, each of its slowest rank. A round before them does not count."""
         run()
         measured = []
         for _ in range(rounds):

@@ -44,7 +44,7 @@ class Site:
 
 
 NOWHERE: Final = Site("", "", "")
-"""Where a rank is of which that does not matter."""
+"""The site of a rank of which it does not matter."""
 
 
 def site_of(device: torch.device) -> Site:
@@ -56,7 +56,7 @@ def site_of(device: torch.device) -> Site:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a profile holds: with anything else of this, collectives cost something else.
+    """The ranks, hosts, device, backend and torch for which a profile holds.
 
     Attributes:
         world_size: ranks of the process group.

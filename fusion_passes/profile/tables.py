@@ -179,11 +179,11 @@ class Taken:
 
 
 NOTHING_TAKEN: Final = Taken()
-"""Where collectives run beside no compute, or on what does none of it."""
+"""For collectives that run beside no compute, or on a processor of their own."""
 
 
 def table_sizes(total_bytes: int, growth: int = 2) -> tuple[int, ...]:
-    """Sizes to measure for gradients of a size, in bytes: from the smallest, less than the whole.
+    """Sizes to measure, in bytes: from the smallest on, below that of all gradients.
 
     Args:
         total_bytes: of all gradients.
