@@ -71,7 +71,7 @@ def check(queue: Queue, cuts: list[int]) -> None:
     assert all(is_allowed(queue, *edge) for edge in pairwise(cuts))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(queues())
 def test_no_buckets_end_earlier(queue: Queue) -> None:
     cuts = best_cuts(queue)
@@ -79,7 +79,7 @@ def test_no_buckets_end_earlier(queue: Queue) -> None:
     assert last_end(queue, cuts) == min(ends(queue))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(queues(), st.builds(Taken, st.integers(0, 40), st.integers(0, 2 * MIB)))
 def test_no_buckets_end_earlier_where_they_take_compute(queue: Queue, taken: Taken) -> None:
     queue = replace(queue, taken=taken)
