@@ -20,8 +20,9 @@ def last_end(queue: Queue, cuts: list[int]) -> int:
 
 
 def is_allowed(queue: Queue, begin: int, end: int) -> bool:
-    first = begin == 0 and queue.first_cap_bytes is not None
-    cap = queue.first_cap_bytes if first else queue.cap_bytes
+    cap = queue.cap_bytes
+    if begin == 0 and queue.first_cap_bytes is not None:
+        cap = queue.first_cap_bytes
     return end - begin == 1 or sum(queue.num_bytes[begin:end]) <= cap
 
 

@@ -60,7 +60,8 @@ def test_a_fit_is_for_people() -> None:
     assert CostTable((1, 1000), (1, 10_000)).fit().alpha_us >= 0
     assert CostTable((1, 2), (0, 0)).fit().gbytes_per_s == math.inf
     flat = CostTable((1, 1000), (5_000, 5_000)).fit()
-    assert (flat.alpha_us, flat.gbytes_per_s) == (pytest.approx(5), math.inf)
+    assert flat.alpha_us == pytest.approx(5)
+    assert flat.gbytes_per_s == math.inf
     assert CostTable((1000,), (2_000,)).fit().alpha_us == pytest.approx(2)
 
 

@@ -23,6 +23,7 @@ from fusion_passes.profile.records import Kind, ReadyTimes
 from fusion_passes.profile.tables import CostTable, Taken
 from fusion_passes.reducer import ready_clock
 from fusion_passes.reducer.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
+from fusion_passes.torch_private.process_groups import world_group
 from testing import models
 from tests.reducer.test_reducer import Steps, flag, pair, reducer_of, rows, run_steps
 
@@ -277,7 +278,7 @@ def test_ranks_without_inputs_take_part(run_on_ranks: RUN, tmp_path: Path) -> No
 
 
 def texts() -> tuple[list[str], list[str]]:
-    ranks = measure.Ranks.of(dist.group.WORLD, torch.device("cpu"))
+    ranks = measure.Ranks.of(world_group(), torch.device("cpu"))
     mine = "\u00fc" * (3 * dist.get_rank())
     return measure.gather_texts(ranks, mine), [
         measure.first_text(ranks, text) for text in (f"from {dist.get_rank()}", mine)
