@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from fusion_passes.torch_private.compile_times import on_compile
+from fusion_passes.torch_private.profiling import on_compile
 
 
 @contextlib.contextmanager

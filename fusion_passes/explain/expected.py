@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 
 from fusion_passes.plan.layout import Bucket
-from fusion_passes.profile.files import look_up
-from fusion_passes.profile.known import known_profile
-from fusion_passes.profile.records import Kind, Place, Profile, Site
-from fusion_passes.profile.site import site_of
+from fusion_passes.profile.files import known_profiles, look_up
+from fusion_passes.profile.records import Kind, Place, Profile, Site, site_of
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reductions.find import dtype_name
@@ -67,7 +65,7 @@ def by_profile(mine: RankSteps, ranks: Sequence[RankSteps]) -> tuple[Times, str]
     for reducer in averaging:
         here = [sites[rank] for rank in _ranks_of(reducer)]
         place = Place.of(here, backend_of(reducer), torch.__version__)
-        profile = known_profile(reducer.group) or _kept(place)
+        profile = known_profiles.get(reducer.group) or _kept(place)
         if profile is None:
             return (), NO_PROFILE
         profiles[profile.digest()] = profile
@@ -94,10 +92,8 @@ def _cost_ns(reducer: Reducer, profile: Profile, bucket: Bucket) -> int:
     """What the all-reduce of a bucket costs by a profile of its ranks, in nanoseconds."""
     dtype = dtype_name(sent_dtype(reducer, bucket).to_real())
     averages = reducer.communication.scaling(bucket.dtype) == "collective"
-    mode = mode_of(reducer)
-    table = profile.table(Kind(dtype, "avg" if averages else "sum", mode))
-    tensors = len(bucket.numbers) if mode == "coalesced" else 1
-    return table.cost_ns(sent_bytes(reducer, bucket), tensors)
+    table = profile.table(Kind(dtype, "avg" if averages else "sum"))
+    return table.cost_ns(sent_bytes(reducer, bucket))
 
 
 def _kept(place: Place) -> Profile | None:

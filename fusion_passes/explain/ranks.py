@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fusion_passes.reporting.timeline import RankSteps, rank_from_json
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private.profiling import world_group
+from fusion_passes.torch_private.process_groups import world_group
 
 log = logging.getLogger(__name__)
 

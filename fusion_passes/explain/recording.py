@@ -27,8 +27,7 @@ from fusion_passes.reporting.modules import (
 from fusion_passes.reporting.profile import new_profiler, read_profile
 from fusion_passes.reporting.timeline import RankSteps, Timeline
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private.compile_times import seconds_by_name
-from fusion_passes.torch_private.profiling import is_profiling
+from fusion_passes.torch_private.profiling import is_profiling, seconds_by_name
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ from typing import Any, Final, cast
 from fusion_passes.install.patch import Span
 from fusion_passes.install.patches import find
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import disable_dynamo, owner_of_name
+from fusion_passes.torch_private import owner_of_name
+from fusion_passes.torch_private.dynamo import disable_dynamo
 
 replaced: Final = process_state.keep(
     dict[str, object](),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fusion_passes.config import FusionConfig
 from fusion_passes.flag import FLAG
-from fusion_passes.torch_private import dynamo_config, inductor_config
+from fusion_passes.torch_private import inductor_config
+from fusion_passes.torch_private.dynamo import dynamo_config
 from fusion_passes.torch_private.inductor import torch_fuses_ddp
 
 

@@ -23,7 +23,7 @@ from fusion_passes.install.changes import patched_setting, value_of
 from fusion_passes.install.conflicts import check_conflicts, check_reducer_mode, check_tracing
 from fusion_passes.plan.caps import mib_to_bytes
 from fusion_passes.reporting.warnings import warn_once
-from fusion_passes.torch_private import trace_rules
+from fusion_passes.torch_private.dynamo import trace_rules
 
 _REDUCER: Final = "torch._dynamo.config.optimize_ddp"
 

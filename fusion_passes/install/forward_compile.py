@@ -15,8 +15,9 @@ from fusion_passes.flag import active_config
 from fusion_passes.install.fuse_pass import options_to_fuse
 from fusion_passes.install.pass_slot import SLOT
 from fusion_passes.install.store_pass import options_to_store
-from fusion_passes.plan.planner import CannotLaunchError
-from fusion_passes.torch_private import inductor_config, is_compiling_backward
+from fusion_passes.plan.buckets import CannotLaunchError
+from fusion_passes.torch_private import inductor_config
+from fusion_passes.torch_private.dynamo import is_compiling_backward
 
 INDUCTOR: Final = "torch._TorchCompileInductorWrapper"
 """Inductor, as a backend of ``torch.compile``."""

@@ -11,7 +11,7 @@ from torch import fx
 
 from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.traced import traced_modules
-from fusion_passes.graph.sparse import give_own_memory
+from fusion_passes.graph.operators import give_own_memory
 from fusion_passes.install.pass_slot import SLOT, pass_list, pass_value
 from fusion_passes.lowering.pack import register_lowerings
 from fusion_passes.passes.pipeline import run_pipeline

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fusion_passes.graph.sparse import give_own_memory
+from fusion_passes.graph.operators import give_own_memory
 from fusion_passes.graph.text import graph_text
 from fusion_passes.install.fuse_pass import source_hash
 from fusion_passes.install.pass_slot import SLOT, pass_list, pass_value
 from fusion_passes.lowering.store import register_store_lowerings
 from fusion_passes.passes.store import StoreGradients
-from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.plan.pieces import StoredInput
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.reducer import Reducer
@@ -101,8 +100,8 @@ def find_stored(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients | None
         )
     if not has_some:
         return None
-    caps: list[BucketCaps] = [reducer.piece_caps for reducer in modules]  # type: ignore[misc]
-    return StoreGradients(tuple(found.values()), len(inputs), tuple(caps))
+    caps = tuple(reducer.piece_caps for reducer in modules)
+    return StoreGradients(tuple(found.values()), len(inputs), caps)
 
 
 @process_state.once("whether Inductor knows how gradients are stored", Lifetime.PROCESS)

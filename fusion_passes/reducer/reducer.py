@@ -18,9 +18,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.plan.layout import (
     Bucket,
-    Caps,
     Kind,
     Layout,
     Piece,
@@ -157,7 +157,7 @@ class Reducer:
         *,
         group: Any,
         label: str,
-        caps: Caps,
+        caps: BucketCaps,
         communication: Communication,
         find_unused: bool = False,
         is_static: bool = False,

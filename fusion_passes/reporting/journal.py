@@ -19,7 +19,7 @@ from fusion_passes.profile.files import write_whole
 from fusion_passes.reporting.records import FusionReport, with_copies
 from fusion_passes.reporting.table import format_report
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import ddp_graph_log
+from fusion_passes.torch_private.dynamo import ddp_graph_log
 from fusion_passes.torch_private.inductor import (
     cache_directory,
     carried_text,

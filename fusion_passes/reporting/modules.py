@@ -16,7 +16,7 @@ from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reductions.find import dtype_name
 from fusion_passes.reporting.records import FLATTENS, BucketDocument, BucketReport
 from fusion_passes.reporting.timeline import BucketTimes
-from fusion_passes.torch_private.groups import backend_name
+from fusion_passes.torch_private.process_groups import backend_name
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from types import MappingProxyType
 from typing import Final
 
-from fusion_passes.torch_private.compile_times import seconds_by_name
+from fusion_passes.torch_private.profiling import seconds_by_name
 
 _NAMES: Final = MappingProxyType(
     {
