@@ -29,9 +29,7 @@ SAYING: Final = {
 NOT_FOR_USERS: Final = {"passes", "graph", "lowering", "torch_private", "plan", "state.py"}
 """Rooms whose errors are bugs of the package, and whose texts are explained with the report."""
 
-NO_MESSAGES: Final = {
-    "advice.py", "command.py", "object_patches.py", "patch.py", "patches.py", "records.py",
-}  # fmt: skip
+NO_MESSAGES: Final = {"advice.py", "command.py", "records.py"}
 """Files with texts that are no warnings and no errors."""
 
 SHORTEST: Final = 30

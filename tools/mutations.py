@@ -102,9 +102,9 @@ MUTATIONS: Final = (
     # Sparse gradients.
     Mutation(
         "sparse-shared-memory",
-        "install/store_pass.py",
-        "        give_own_memory(graph)",
-        "        pass",
+        "install/compiles.py",
+        "        give_own_memory(graph)\n        if run_observed(",
+        "        if run_observed(",
         ("tests/ddp/test_sparse_on_one_rank.py::test_nothing_is_computed_where_a_gradient_lies",),
     ),
     Mutation(
@@ -313,7 +313,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "traced-cache-key-without-layouts",
-        "install/fuse_pass.py",
+        "install/compiles.py",
         "self._config, donates_buffers(), self._modules]",
         "self._config, donates_buffers()]",
         ("tests/install/test_pass_identity.py",),

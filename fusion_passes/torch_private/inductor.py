@@ -5,6 +5,7 @@ They are slow to import, and are imported inside functions.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +26,15 @@ def inductor_entries() -> dict[str, ConfigEntry]:
 def torch_fuses_ddp() -> bool:
     """Whether torch's own fusion of DDP's all-reduces is on."""
     return bool(inductor_config._fuse_ddp_communication)
+
+
+def without_torchs_ddp_fusion() -> contextlib.AbstractContextManager[None]:
+    """A context in which that is off; what is set of it meanwhile is undone at the end."""
+    size = inductor_config._fuse_ddp_bucket_size
+    patch: contextlib.AbstractContextManager[None] = inductor_config.patch(
+        _fuse_ddp_communication=False, _fuse_ddp_bucket_size=size
+    )
+    return patch
 
 
 def inductor_counters() -> Any:
