@@ -15,7 +15,6 @@
 #   make torch-tests                        torch's own DDP tests, without and under the flag
 #   make mutations                          one-line breaks, each of which a test must notice
 #   make gpu                                what needs a GPU, in minutes; ARGS=--list names the parts
-#   make check-torch                        whether torch has all private names that are used
 #   make docs                               the guide and all other pages, into site/
 #   make check                              format, lint, types, then all tests
 #
@@ -29,7 +28,7 @@ ARGS ?=
 
 RUN = exec $(PYTHON) tools/setup_env.py --torch "$(TORCH)" --
 
-.PHONY: train test nightly bench fuzz faults torch-tests mutations gpu check-torch lint check format
+.PHONY: train test nightly bench fuzz faults torch-tests mutations gpu lint check format
 .PHONY: clean docs
 
 train:
@@ -58,9 +57,6 @@ mutations:
 
 gpu:
 	@exec $(PYTHON) tools/gpu.py $(ARGS)
-
-check-torch:
-	@$(RUN) python tools/check_torch.py $(ARGS)
 
 lint:
 	@$(RUN) ruff format --check .

@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
@@ -181,8 +181,8 @@ def inductor_lowerings() -> Any:
     return torch._inductor.lowering
 
 
-def graph_lowering() -> Annotated[Any, "torch._inductor.graph.GraphLowering"]:
-    """The graph that Inductor is lowering."""
+def graph_lowering() -> Any:
+    """The graph that Inductor is lowering: its ``GraphLowering``."""
     from torch._inductor.virtualized import V
 
     return V.graph
