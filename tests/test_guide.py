@@ -29,7 +29,7 @@ SAYING: Final = {
 NOT_FOR_USERS: Final = {"passes", "graph", "lowering", "torch_private", "plan", "state.py"}
 """Rooms whose errors are bugs of the package, and whose texts are explained with the report."""
 
-NO_MESSAGES: Final = {"advice.py", "command.py", "records.py"}
+NO_MESSAGES: Final = {"explain.py", "report.py", "table.py"}
 """Files with texts that are no warnings and no errors."""
 
 SHORTEST: Final = 30

@@ -27,8 +27,7 @@ from fusion_passes.plan.pieces import StoredInput
 from fusion_passes.plan.planner import CannotLaunchError
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.reporting.journal import journal
-from fusion_passes.reporting.records import report_plan
+from fusion_passes.reporting.graphs import compile_log, report_plan
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import CustomGraphPass, inductor_config, is_compiling_backward
 from fusion_passes.torch_private.autograd import is_tensor_subclass
@@ -53,10 +52,11 @@ def compile_forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Do what Inductor's backend of ``torch.compile`` does with a graph of Dynamo's.
+    """Compile a graph of Dynamo's as Inductor's backend of ``torch.compile`` does, with a pass of
+    the package's where it has one for the graph.
 
     Args:
-        original: its ``__call__``.
+        original: the backend's ``__call__``.
         compiler: the backend.
         model: the graph.
         inputs: what it was traced with: parameters are the module's own.
@@ -135,7 +135,8 @@ _REINPLACING: Final = "reinplace_inplaceable_ops"
 
 
 def _copies_into_lists(graph: fx.Graph) -> bool:
-    """Whether a forward does what gives a module its buffers in a compiled step."""
+    """Whether a forward copies into a list of tensors, as what was broadcast is copied into a
+    module's buffers in a compiled step."""
     return bool(graph.find_nodes(op="call_function", target=torch._foreach_copy_, sort=False))
 
 
@@ -183,7 +184,7 @@ class FusePass(CustomGraphPass):
         give_own_memory(graph)
         if plan.buckets:
             packed = range(len(plan.buckets)) if mode == "concat" else ()
-            journal.expect(report_plan(plan, self._config.mode), plan.digest(), tuple(packed))
+            compile_log.expect(report_plan(plan, self._config.mode), plan.digest(), tuple(packed))
 
     def uuid(self) -> str:
         """Identity of what this pass does to a graph: the FX graph cache's key holds it. Another
@@ -258,7 +259,7 @@ def find_stored(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients | None
 @process_state.once("whether Inductor knows the package's operators", Lifetime.PROCESS)
 def _teach_inductor() -> None:
     """Once, and not before something is compiled: Inductor takes a second to import."""
-    register_lowerings(journal.packed)
+    register_lowerings(compile_log.packed)
     register_store_lowerings(lambda _, __: None)
 
 

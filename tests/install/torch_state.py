@@ -164,12 +164,12 @@ def main() -> None:
 
     from fusion_passes import FusionReport
     from fusion_passes.install import compiles
-    from fusion_passes.reporting.journal import journal
+    from fusion_passes.reporting.graphs import compile_log
 
     torch._inductor.config.ddp_fusion = "concat"
     DistributedDataParallel(torch.nn.Linear(2, 2))
     compiles._teach_inductor()
-    journal.add(FusionReport("concat", 1, 1, (), (), "digest"))
+    compile_log.add(FusionReport("concat", 1, 1, (), (), "digest"))
     torch._inductor.config.ddp_fusion = None
     names = _differences(before, contents(), listed("Until the process ends"))
     at_exit = ["atexit.register"] * (atexit._ncallbacks() > callbacks)
