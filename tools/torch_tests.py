@@ -18,6 +18,7 @@ status is 1 if there is another one.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import sys
 import tempfile
@@ -27,7 +28,6 @@ from pathlib import Path
 
 from command_line import parser_of
 from interrupting import INTERRUPTED, terminated_as_interrupted
-from nightly_matrix.processes import ROOT, torch_version
 from torch_tests_run.comparing import (
     MODELS,
     MODES,
@@ -45,7 +45,8 @@ from torch_tests_run.comparing import (
 from torch_tests_run.processes import Processes
 from torch_tests_run.source import TorchTest, ddp_tests, source_path
 
-KNOWN = Path(__file__).parent / "torch_tests_run" / "known.json"
+ROOT = Path(__file__).parent.parent
+KNOWN = ROOT / "tools" / "torch_tests_run" / "known.json"
 TIMEOUT_S = 300.0
 
 
@@ -89,7 +90,8 @@ def _select(tests: list[TorchTest], patterns: Sequence[str]) -> list[TorchTest]:
 
 
 def _run(tests: list[TorchTest], options: argparse.Namespace) -> int:
-    known, version = read_known(KNOWN), torch_version()
+    known = read_known(KNOWN)
+    version = importlib.metadata.version("torch").partition("+")[0]
     modes = (OFF, *(options.mode or MODES[1:]))
     runs = {
         Run(test.name, models, mode): test.ranks

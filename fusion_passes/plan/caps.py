@@ -12,7 +12,7 @@ from fusion_passes.profile.tables import MIB
 
 DEFAULT_BUCKETS: Final = 8
 """Into about how many buckets a DDP module's gradients are cut by default: what is sent after the
-backward is an eighth, and nobody pays for more launches than these. docs/bench.md has what was
+backward is an eighth, and nobody pays for more launches than these. docs/decisions.md has what was
 measured."""
 
 ALONG_SHARE: Final = 8
@@ -23,7 +23,7 @@ KEPT_ON_CPU_BYTES: Final = 32 * MIB - 4096
 """Up to what the C library keeps memory that is freed: glibc's largest ``M_MMAP_THRESHOLD``
 (mallopt(3), on 64 bits), less a page for what it adds to what is asked for. More it maps anew each
 time, and the kernel clears each page when it is first written, in each step: 0.36 ms for a MiB,
-where memory that is kept takes 0.02 (record 27 of docs/decisions). No measured cost of a collective
+where memory that is kept takes 0.02 (docs/decisions.md). No measured cost of a collective
 has that, since it is measured in memory that stays."""
 
 

@@ -190,7 +190,7 @@ def _table(ranks: Ranks, kind: Kind, seconds: float) -> CostTable:
 
     A cost is a share of the time that several take which are in flight together, as those of a
     backward are. One alone says little about it: over Gloo, with a core for each rank, one of 64
-    KiB takes a tenth of that, and one of 1 MiB nearly twice as long (docs/decisions, record 21).
+    KiB takes a tenth of that, and one of 1 MiB nearly twice as long (docs/decisions.md).
     """
     dtype: torch.dtype = getattr(torch, kind.dtype)
     sizes, medians, spent = [], [], 0.0

@@ -39,7 +39,7 @@ class Run:
 
     Attributes:
         way: which.
-        dtype: of the cell.
+        dtype: of its gradients, or of autocast.
         device: of this rank.
         casts: whether models get that dtype, whatever they were made in.
         backwards: gradients after each backward, by the parameter's name.
@@ -108,12 +108,12 @@ class Run:
         return compiled
 
     def mlp(self, depth: int = 3, outputs: int = models.OUTPUTS) -> nn.Sequential:
-        """An exact model in the cell's dtype. In 16 bits, two layers stay exact, and no more."""
+        """An exact model in the run's dtype. In 16 bits, two layers stay exact, and no more."""
         depth = depth if self.dtype.itemsize >= torch.float32.itemsize else min(depth, 2)
         return models.mlp(depth, outputs, self.dtype)
 
     def rows(self, step: int, micro: int = 0, *, seat: int | None = None, size: int = 4) -> Batch:
-        """A batch of whole numbers in the cell's dtype, for an exact model.
+        """A batch of whole numbers in the run's dtype, for an exact model.
 
         Args:
             step: of the optimizer.

@@ -47,7 +47,6 @@ LOOPS = [
         "several-backwards",
         "several forwards and backwards in a step",
         "loops:several_backwards",
-        quick=COALESCED,
         launches=1,
         tested=CONCAT,
     ),
