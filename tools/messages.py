@@ -64,7 +64,7 @@ def text_of(node: ast.AST | None, names: dict[str, str]) -> str:
 
 
 def constants(trees: Iterable[ast.Module]) -> dict[str, str]:
-    """Texts of constants, of those that have one text wherever they are defined."""
+    """The texts of constants, of those that have one text wherever they are defined."""
     found: dict[str, set[str]] = {}
     for node in (node for tree in trees for node in tree.body):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -74,7 +74,7 @@ def constants(trees: Iterable[ast.Module]) -> dict[str, str]:
 
 
 def messages(tree: ast.Module, names: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """What a file says to people, each text with its heading."""
+    """The texts that a file has for people, each with its heading."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func).rpartition(".")[2]
