@@ -144,7 +144,7 @@ def timeline_of(
 def _with_names(
     lane: Lane, parts: Iterable[tuple[float, float]], events: Sequence[Event]
 ) -> Iterator[Span]:
-    """Spans of these parts, each with the name of the named event that it overlaps."""
+    """Make spans of these parts, each with the name of the named event that it overlaps."""
     named = [(match[1], a, b) for n, a, b in events if (match := _NAMED.fullmatch(n))]
     starts = [start for _, start, _ in named]
     for low, high in parts:
@@ -154,7 +154,7 @@ def _with_names(
 
 
 def _sent(sent: Sequence[Event], launches: Sequence[Event]) -> Iterator[Event]:
-    """Events on the network, each under the name of the bucket that it sends.
+    """Give each event on the network the name of the bucket that it sends.
 
     A backend runs what is launched in its order, so the nth that it runs is the nth launch. Where
     several process groups run at once, their orders can mix, and so can the names.
