@@ -260,7 +260,7 @@ def find_stored(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients | None
 def _teach_inductor() -> None:
     """Once, and not before something is compiled: Inductor takes a second to import."""
     register_lowerings(compile_log.packed)
-    register_store_lowerings(lambda _, __: None)
+    register_store_lowerings()
 
 
 @process_state.once("a hash of the package's code", Lifetime.PROCESS)

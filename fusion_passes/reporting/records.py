@@ -35,9 +35,9 @@ class BucketReport:
             divides its rows.
         parameters: names of the parameters whose gradients it holds, in the order in which they
             lie.
-        copied: for each gradient that is copied into the bucket, instead of stored there by the
-            kernel that produces it: the parameter's name, and why. Of a module's bucket that is
-            so for the last step.
+        copied: for each gradient that is copied into the bucket, by a hook or by the compiled
+            backward, instead of stored there by the kernel that produces it: the parameter's name,
+            and why. Of a module's bucket that is so for the last step.
         note: what the backend does with the bucket that nobody would expect; may be empty.
         launched: where in a traced graph its collective is launched; empty for a module's bucket,
             which is launched when it is full and all before it are. Likewise the next three.
@@ -89,8 +89,9 @@ class ModuleReport:
         hook: name of that hook; empty if there is none.
         steps: how many it has averaged.
         gradients: how many are averaged in a step.
-        stored: how many of them compiled backwards have stored in their buckets in the last step.
-            The others are among ``copied`` of their bucket, with the reason.
+        stored: how many of them compiled backwards have stored in their buckets in the last step,
+            some by a copy. These and the others are among ``copied`` of their bucket, with the
+            reason.
         decision: in the mode ``"auto"``, why these buckets were chosen; one sentence each.
         buckets: in the order of their launches; none before the first step has ended, since the
             ranks agree on them there.
