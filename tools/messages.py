@@ -18,7 +18,7 @@ PACKAGE: Final = Path(__file__).parent.parent / "fusion_passes"
 NOT_FOR_USERS: Final = ("graph", "lowering", "passes", "plan", "reductions", "torch_private")
 """Rooms whose errors are bugs of the package."""
 
-WITH_PARTS: Final = ("config.py", "ddp", "explain", "profile", "reducer")
+WITH_PARTS: Final = ("config.py", "ddp", "explain.py", "profile", "reducer", "reporting")
 """Rooms that also return and keep what becomes a part of a message, or a reason in the report."""
 
 PARTS: Final = "Reasons and parts"

@@ -446,6 +446,17 @@ def mark_ready(places: Sequence[int]) -> None:
         region.mark_ready(places)
 
 
+def note_copied(places: Sequence[int], why: Sequence[str]) -> None:
+    """Note why a compiled backward copies the gradients of some places into their bucket."""
+    region = reducers.regions.get(running_node())
+    if region is None:
+        return
+    for place, reason in zip(places, why, strict=True):
+        if place in region.owners:
+            reducer, number = region.owners[place]
+            reducer.note_copied(number, reason)
+
+
 def refuse_optimizer(name: str, parameter: nn.Parameter) -> None:
     """Refuse an optimizer that runs in the backward.
 

@@ -43,6 +43,7 @@ class Copies:
             with the reason why no graph may store its gradient; empty if one may.
         refused: why a graph that would store them was given no memory, by number.
         unused: numbers of the parameters that get no gradient.
+        in_graph: why a compiled backward copies a gradient to its place, by number.
         is_first: whether there was no layout yet.
     """
 
@@ -50,6 +51,7 @@ class Copies:
     reached: list[Mapping[int, str]] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
     unused: Collection[int] = ()
+    in_graph: dict[int, str] = field(default_factory=dict)
     is_first: bool = False
 
     def refuse(self, numbers: Iterable[int], why: str) -> None:
@@ -67,6 +69,8 @@ class Copies:
             reached |= {number: why for number, why in numbers.items() if not reached.get(number)}
 
         def why(number: int) -> str:
+            if number in self.stored:
+                return self.in_graph.get(number, "")
             if kinds[number].is_sparse:
                 return SPARSE
             if self.is_first:
@@ -77,4 +81,5 @@ class Copies:
                 return INNER
             return reached[number] or self.refused.get(number, NOT_STORED)
 
-        return {number: why(number) for number in kinds if number not in self.stored}
+        reasons = {number: why(number) for number in kinds}
+        return {number: reason for number, reason in reasons.items() if reason}

@@ -253,7 +253,8 @@ class Reducer:
         return len(self.numbers) - self.num_stored
 
     def why_copied(self) -> Mapping[int, str]:
-        """Why no graph has stored them, by number; empty before the first round has ended."""
+        """Why gradients of the last round were copied into their buckets, by number: by a hook, or
+        by the graph that has stored them. Empty before the first round has ended."""
         return self.copies.reasons(self.parameters.kinds) if self.steps else {}
 
     def bucket_name(self, index: int) -> str:
@@ -369,6 +370,11 @@ class Reducer:
         now.stored.update(numbers)
         now.copies.stored.update(numbers)
         self._mark_ready(now, numbers)
+
+    def note_copied(self, number: int, why: str) -> None:
+        """Note why a graph copies a gradient to where it stores it."""
+        if self._round is not None:
+            self._round.copies.in_graph[number] = why
 
     def refuse_memory(self, numbers: Collection[int], why: str) -> None:
         """Note why a graph is given no memory for these gradients."""

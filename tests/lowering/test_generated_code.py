@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes
 from fusion_passes import FusionConfig
 from fusion_passes.config import FusionMode
-from fusion_passes.reporting.journal import journal
+from fusion_passes.reporting.graphs import compile_log
 from testing.codegen import Call, indices, read_calls
 from testing.fake_world import fake_world
 
@@ -58,7 +58,7 @@ def compile_backwards(
     """The backward of a model, else of three blocks, that makes fresh gradients; with two steps,
     the one behind it too, that writes into existing ones."""
     torch._dynamo.reset()
-    journal.clear()
+    compile_log.clear()
     # The code of a graph that comes from the cache cannot be caught.
     flag = FusionConfig(mode=mode, backward_graph="compiled_autograd")
     with fake_world(), inductor_config.patch(ddp_fusion=flag, fx_graph_cache=False):

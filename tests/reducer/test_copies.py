@@ -14,6 +14,7 @@ from torch._inductor import config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import fusion_passes
 from fusion_passes.ddp.module import reducer_of
 from fusion_passes.reducer import copies
 from testing.fake_world import one_rank
@@ -200,3 +201,19 @@ def test_sparse_gradients_and_another_backend_than_inductor() -> None:
     found = reasons(ddp, lambda: compiled(rows).sum().backward())
     assert found.pop("0.weight") == copies.SPARSE
     assert found == dict.fromkeys(ALL[2:4], copies.NOT_STORED)
+
+
+def test_what_a_compiled_backward_copies_itself_is_in_the_report() -> None:
+    """Also of a graph from a cache, which is not lowered in this process."""
+    for _ in range(2):
+        torch._dynamo.reset()
+        ddp = DistributedDataParallel(nn.Conv2d(1, 4, 3))
+        compiled = torch.compile(ddp)
+        for _ in range(2):
+            ddp.zero_grad()
+            compiled(torch.ones(2, 1, 8, 8)).sum().backward()
+        *_, module = fusion_passes.report().modules
+        copied = dict(pair for bucket in module.buckets for pair in bucket.copied)
+        assert module.stored == 2
+        why = "aten.convolution_backward allocates its result itself"
+        assert copied == {"weight": why, "bias": why}

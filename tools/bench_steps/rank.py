@@ -247,7 +247,7 @@ class Rank:
 
     def timelines(self, count: int) -> list[Any]:
         """What this rank does when, in each of some steps: a ``RankTimeline`` for each."""
-        from fusion_passes.reporting.profile import new_profiler, read_profile
+        from fusion_passes.reporting.recording import new_profiler, read_profile
 
         self.steps(2)
         found = []
@@ -266,7 +266,7 @@ class Rank:
         import fusion_passes
 
         modules = fusion_passes.report().modules
-        buckets = [bucket.plan for module in modules for bucket in module.buckets]
+        buckets = [bucket for module in modules for bucket in module.buckets]
         mib = " + ".join(f"{bucket.num_bytes / 2**20:.1f}" for bucket in buckets)
         said = [sentence for module in modules for sentence in module.decision]
         return "; ".join([*said, f"{mib} MiB"])

@@ -1,33 +1,39 @@
-"""Records some steps of a training that knows nothing of it."""
+"""Records steps of an unchanged training loop with torch's profiler, and brings those of all ranks
+to rank 0."""
 
 from __future__ import annotations
 
 import atexit
+import itertools
+import json
 import logging
 import os
 import socket
 import statistics
 import time
-from typing import Final
+import zlib
+from dataclasses import asdict, replace
+from datetime import timedelta
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.profiler import profile
+from torch.profiler import ProfilerActivity, profile
 
-from fusion_passes.explain.expected import PLANNED, by_profile, this_site
-from fusion_passes.explain.ranks import Gathering
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reporting.backwards import backwards
-from fusion_passes.reporting.modules import (
-    ModuleReport,
-    module_reports,
-    named_buckets,
-    planned_times,
-)
-from fusion_passes.reporting.profile import new_profiler, read_profile
-from fusion_passes.reporting.timeline import RankSteps, Timeline
+from fusion_passes.reporting.modules import module_reports, named_buckets, predictions, this_site
+from fusion_passes.reporting.records import ModuleReport
+from fusion_passes.reporting.spans import Event, RankTimeline, lane_of, timeline_of
+from fusion_passes.reporting.timeline import RankSteps, Timeline, rank_from_json
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private.profiling import is_profiling, seconds_by_name
+from fusion_passes.torch_private.process_groups import world_group
+from fusion_passes.torch_private.profiling import (
+    PREFIX,
+    is_profiling,
+    recorded_events,
+    seconds_by_name,
+)
 
 log = logging.getLogger(__name__)
 
@@ -119,13 +125,12 @@ class Recording:
             this_site(),
         )
         # In the order of the ranks; each by the clock of rank 0.
-        ranks, missing = Gathering(mine).run() if self._gather else ((mine,), ())
+        ranks, missing = _Gathering(mine).run() if self._gather else ((mine,), ())
         # As many are timed on each rank, whichever of them compile: what follows is the same step.
         seconds = [seconds for seconds, has_compiled in self._plain if not has_compiled]
         plain = statistics.median(seconds) if seconds else 0.0
-        names, planned = named_buckets(), planned_times()
-        predicted, source = (planned, PLANNED) if planned else by_profile(mine, ranks)
-        self.timeline = Timeline(ranks, names, plain, missing, predicted, source)
+        predicted, source = predictions(mine, ranks)
+        self.timeline = Timeline(ranks, named_buckets(), plain, missing, predicted, source)
 
     def abandon(self) -> None:
         """Record no more, if the steps are not recorded yet."""
@@ -204,3 +209,126 @@ def record_steps(steps: int = 3, *, plain_steps: int = 3, gather: bool = True) -
     recordings.last = Recording(steps, plain_steps, gather)
     backwards.after = recordings.last.after_backward
     return recordings.last
+
+
+# --- The profiler --------------------------------------------------------------------------------
+
+
+def new_profiler() -> profile:
+    """A profiler of the host, and of the GPU where there is one."""
+    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    return profile(activities=[ProfilerActivity.CPU, *gpu])
+
+
+def read_profile(
+    profiler: profile, begin_ns: int, end_ns: int, *, host_computes: bool = False
+) -> RankTimeline:
+    """The timeline of what began between two times.
+
+    Args:
+        profiler: stopped.
+        begin_ns: as of ``time.time_ns()``.
+        end_ns: likewise.
+        host_computes: as for :func:`fusion_passes.reporting.spans.timeline_of`.
+    """
+    cuda = torch.cuda.is_available()
+    events: list[Event] = []
+    for name, start, end, on_host in recorded_events(profiler):
+        if begin_ns <= start < end_ns and _counts(name, on_host, cuda):
+            # A GPU shows a range as long as what was launched in it runs: that is the network.
+            shown = name if on_host or not name.startswith(PREFIX) else name.removesuffix(" launch")
+            events.append((shown, (start - begin_ns) / 1e9, (end - begin_ns) / 1e9))
+    return timeline_of(events, (end_ns - begin_ns) / 1e9, host_computes=host_computes)
+
+
+def _counts(name: str, on_host: bool, cuda: bool) -> bool:
+    """On a GPU, computing and sending is what its kernels do, not what the host says."""
+    if name.startswith(PREFIX):
+        return on_host or name.endswith(" launch")
+    return not cuda or on_host == (lane_of(name) in ("launch", "wait"))
+
+
+# --- All ranks -----------------------------------------------------------------------------------
+
+QUESTIONS: Final = 5
+"""How often a rank asks rank 0 for the time; the fastest answer counts."""
+
+PATIENCE_SECONDS: Final = 60.0
+"""How long a rank waits for another one here."""
+
+_numbers: Final = process_state.keep(
+    [itertools.count()],
+    "the number of the next gathering; a reset keeps it, since the store knows the others",
+    Lifetime.PROCESS,
+    reset=lambda _: None,
+)
+
+
+class _Gathering:
+    """Brings what all ranks have recorded to rank 0, and their clocks together.
+
+    All of it goes over the store of the default process group, so that no collective is added to
+    those of the training.
+
+    Args:
+        mine: what this rank has recorded, by its own clock.
+    """
+
+    def __init__(self, mine: RankSteps) -> None:
+        self._mine = mine
+        self._ranks = dist.get_world_size()
+        self._place = f"fusion_passes/steps/{next(_numbers[0])}"
+        self._store: Any = None
+
+    def run(self) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
+        """On rank 0 the steps of all ranks by its clock, and the ranks that have not answered; on
+        others their own, by the same clock."""
+        if self._ranks == 1 or dist.get_backend() == "fake":
+            return (replace(self._mine, start_s=0.0),), ()
+        # A connection of its own: others in this process use the group's.
+        self._store = world_group().get_group_store().clone()
+        self._store.set_timeout(timedelta(seconds=PATIENCE_SECONDS))
+        return self._gather() if self._mine.rank == 0 else self._send()
+
+    def _gather(self) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
+        found, missing = [replace(self._mine, start_s=0.0)], []
+        for rank in range(1, self._ranks):
+            try:
+                for number in range(QUESTIONS):
+                    self._store.get(f"{self._place}/ask/{rank}/{number}")
+                    self._store.set(f"{self._place}/answer/{rank}/{number}", str(time.time_ns()))
+                packed = self._store.get(f"{self._place}/steps/{rank}")
+                self._store.delete_key(f"{self._place}/steps/{rank}")  # It can be megabytes.
+            except RuntimeError:  # Silent, or gone.
+                missing.append(rank)
+                continue
+            theirs = rank_from_json(json.loads(zlib.decompress(packed)))
+            found.append(replace(theirs, start_s=theirs.start_s - self._mine.start_s))
+        if missing:
+            log.warning("Ranks %s have not sent what they recorded.", missing)
+        return tuple(found), tuple(missing)
+
+    def _send(self) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
+        mine = self._mine
+        try:
+            ahead_s, error_s = self._compare_clocks()
+            mine = replace(mine, start_s=mine.start_s - ahead_s, clock_error_s=error_s)
+            text = json.dumps(asdict(mine)).encode()
+            self._store.set(f"{self._place}/steps/{mine.rank}", zlib.compress(text))
+        except RuntimeError as error:
+            log.warning("Rank 0 does not take what this rank recorded: %s", error)
+        return (replace(mine, start_s=0.0),), ()
+
+    def _compare_clocks(self) -> tuple[float, float]:
+        """How far this rank's clock is ahead of that of rank 0, and how wrong that can be: half of
+        the time that the fastest answer took. Both in seconds."""
+        best = (0.0, float("inf"))
+        for number in range(QUESTIONS):
+            asked = time.time_ns()
+            self._store.set(f"{self._place}/ask/{self._mine.rank}/{number}", "")
+            answer = int(self._store.get(f"{self._place}/answer/{self._mine.rank}/{number}"))
+            heard = time.time_ns()
+            error_s = (heard - asked) / 2e9
+            if error_s < best[1]:
+                best = ((asked + heard) / 2e9 - answer / 1e9, error_s)
+        return best

@@ -23,11 +23,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import fusion_passes
 from fusion_passes.config import ReduceMode
-from fusion_passes.explain.expected import NOT_HERE
 from fusion_passes.profile import files
 from fusion_passes.profile.records import Kind, Place, Profile, site_of
 from fusion_passes.profile.tables import CostTable
 from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.modules import NOT_HERE
 from fusion_passes.reporting.schema import json_schema
 from testing.fake_world import fake_world, two_layers
 
@@ -125,7 +125,7 @@ def test_steps_of_all_ranks_are_recorded(run_on_ranks: RUN, mode: str) -> None:
         assert (module["gradients"], module["stored"]) == (6, 6)
         assert module["steps"] >= 8
         assert [item["name"] for item in buckets] == [f"{name} bucket {n}" for n in range(3)]
-        assert [item["plan"]["copied"] for item in buckets] == [[]] * 3
+        assert [item["copied"] for item in buckets] == [[]] * 3
         for item in buckets:
             times = item["times"]
             assert times["launched_s"] < times["started_s"] < times["ended_s"]

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import importlib.util
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -17,12 +20,12 @@ from typing import Final
 import torch.distributed as dist
 
 from fusion_passes.config import ENVIRONMENT_VARIABLE, FUSION_MODES
-from fusion_passes.explain.api import report
-from fusion_passes.explain.compiling import saying_what_compiles
-from fusion_passes.explain.recording import ENDED, Recording, record_steps
 from fusion_passes.reporting.backwards import backwards
 from fusion_passes.reporting.drawing import FORMS
+from fusion_passes.reporting.recording import ENDED, Recording, record_steps
+from fusion_passes.reporting.report import report
 from fusion_passes.torch_private import inductor_config
+from fusion_passes.torch_private.profiling import on_compile
 
 DESCRIPTION: Final = """\
 Runs a training script as it is, with gradients fused, and shows after some steps what was done:
@@ -56,7 +59,7 @@ class _Explained:
         found, options = report(), self.options
         if found.rank not in (None, 0):
             return
-        from fusion_passes.explain.screen import console_for, show
+        from fusion_passes.reporting.screen import console_for, show
 
         show(found, console_for(sys.stderr))
         if found.timeline is None:
@@ -103,6 +106,36 @@ def main(arguments: Sequence[str]) -> None:
             # As Python does: a script can change its directory and import from its old one.
             sys.path[0] = str(Path(options.script).resolve().parent)
             runpy.run_path(str(Path(options.script).absolute()), run_name="__main__")
+
+
+@contextlib.contextmanager
+def saying_what_compiles(say: Callable[[str], None], every_s: float = 5.0) -> Iterator[None]:
+    """A context in which a thread says every few seconds what is being compiled, if anything is.
+
+    Args:
+        say: called in that thread: ``"compiling graph 0/0 for 12 s"``.
+        every_s: seconds between two calls.
+    """
+    state: list[tuple[str, float]] = []
+    is_over = threading.Event()
+
+    def begun(what: str) -> None:
+        state[:] = [(what, time.monotonic())]
+
+    def watch() -> None:
+        while not is_over.wait(every_s):
+            for what, since in state:
+                say(f"compiling {what} for {time.monotonic() - since:.0f} s")
+
+    undo = on_compile(begun, state.clear)
+    thread = threading.Thread(target=watch, name="fusion_passes compiling", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        undo()
+        is_over.set()
+        thread.join()
 
 
 def _need(package: str, what_for: str) -> None:
@@ -176,3 +209,7 @@ def _at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

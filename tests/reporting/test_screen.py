@@ -7,9 +7,8 @@ import io
 
 import fusion_passes
 from fusion_passes import BucketReport, FusionReport, ModuleReport, RejectionReport
-from fusion_passes.explain.screen import console_for, show
-from fusion_passes.reporting.document import graph_documents
-from fusion_passes.reporting.records import BucketDocument
+from fusion_passes.reporting.graphs import graph_reports
+from fusion_passes.reporting.screen import console_for, show
 from fusion_passes.reporting.timeline import BucketTimes
 
 PLAN = BucketReport(
@@ -24,8 +23,7 @@ PLAN = BucketReport(
     copied=(("head.weight", "its reason"),),
     launched="after mm, its last gradient",
     waited="at the end",
-    predicted_start_s=0.001,
-    predicted_end_s=0.003,
+    planned_s=(0.001, 0.003),
 )
 GRAPH = FusionReport(
     mode="auto",
@@ -37,13 +35,11 @@ GRAPH = FusionReport(
             PLAN,
             parameters=("body",),
             copied=(),
-            predicted_start_s=0.005,
-            predicted_end_s=0.009,
+            planned_s=(0.005, 0.009),
         ),
     ),
     rejections=(RejectionReport("all_reduce_7", "not DDP's"),),
     digest="0123456789abcdef",
-    decision=("chosen from profile abc",),
 )
 NAMES = {"DDP 0 (Net) bucket 0": PLAN.parameters, "DDP 0 (Net) bucket 1": ("body",)}
 PREDICTED = {
@@ -71,17 +67,13 @@ MODULE = ModuleReport(
     stored=2,
     decision=("planned from profile abc",),
     buckets=(
-        BucketDocument(f"{LABEL} bucket 0", STORED, TIMES[f"{LABEL} bucket 0"], None),
-        BucketDocument(
-            f"{LABEL} bucket 1",
-            dataclasses.replace(
-                STORED,
-                parameters=tuple(name for name, _ in (*COPIED, ("table", ""))),
-                scaling="rows",
-                copied=(*COPIED, ("table", "another reason")),
-            ),
-            TIMES[f"{LABEL} bucket 1"],
-            None,
+        dataclasses.replace(STORED, times=TIMES[f"{LABEL} bucket 0"]),
+        dataclasses.replace(
+            STORED,
+            parameters=tuple(name for name, _ in (*COPIED, ("table", ""))),
+            scaling="rows",
+            copied=(*COPIED, ("table", "another reason")),
+            times=TIMES[f"{LABEL} bucket 1"],
         ),
     ),
 )
@@ -124,7 +116,7 @@ def test_a_module_before_its_first_step_and_one_with_a_hook() -> None:
 
 
 def shown(names: dict[str, tuple[str, ...]], times: dict[str, BucketTimes]) -> str:
-    graphs = graph_documents([GRAPH], names, times, PREDICTED if times else {})
+    graphs = graph_reports([GRAPH], names, times, PREDICTED if times else {})
     report = dataclasses.replace(
         fusion_passes.report(),
         graphs=graphs,
@@ -146,7 +138,6 @@ def test_each_bucket_has_its_plan_and_its_times() -> None:
     assert "ddp_fusion auto: 8 collectives traced, 3 launched a step" in text
     assert "copied: 1: head.weight: its reason" in text
     assert "launched after mm, its last gradient" in text
-    assert "buckets: chosen from profile abc" in text
     assert "predicted: by magic" in text
     assert "left alone: all_reduce_7: not DDP's" in text
     first, second = (line for line in lines if " to " in line)
@@ -177,5 +168,5 @@ def test_a_graph_that_launches_a_modules_bucket_has_its_name_whatever_the_order(
         "DDP 0 (Net) bucket 0": ("head.weight", "head.bias"),
         "DDP 0 (Other) bucket 1": ("body",),
     }
-    (graph,) = graph_documents([GRAPH], names, {})
+    (graph,) = graph_reports([GRAPH], names, {}, {})
     assert [bucket.name for bucket in graph.buckets] == ["DDP 0 (Net) bucket 0", ""]

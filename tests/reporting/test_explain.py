@@ -109,7 +109,7 @@ def test_what_is_known_is_shown_where_the_script_ends_too_soon(tmp_path: Path) -
 def test_wrong_options_are_refused_in_words(
     options: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fusion_passes.explain.command import main
+    from fusion_passes.explain import main
 
     with pytest.raises(SystemExit):
         main([*options, "script.py"])

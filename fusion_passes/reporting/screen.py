@@ -11,10 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fusion_passes.reporting.backwards import ReducedIn
-from fusion_passes.reporting.document import GraphDocument, Report
-from fusion_passes.reporting.modules import ModuleReport
-from fusion_passes.reporting.records import BucketDocument
+from fusion_passes.reporting.records import (
+    BucketReport,
+    FusionReport,
+    ModuleReport,
+    ReducedIn,
+    Report,
+)
 from fusion_passes.reporting.table import SCALED, copies_by_reason, format_bytes
 
 MOST_ROWS: Final = 40
@@ -68,42 +71,39 @@ def _show_module(module: ModuleReport, console: Console) -> None:
             Text(f"{module.name}: no averaged backward has ended, so it has no buckets ({where})")
         )
         return
-    _show_plan(
+    _show_buckets(
         f"{module.name}: {module.gradients} gradients in "
         f"{_counted(len(module.buckets), 'bucket')}, {module.stored} stored there by compiled "
         f"backwards in the last step ({where})",
-        module,
+        module.buckets,
         console,
     )
+    for sentence in module.decision:
+        console.print(Text(f"buckets: {sentence}"))
+    _show_copies(module.buckets, console)
 
 
-def _show_graph(graph: GraphDocument, console: Console) -> None:
+def _show_graph(graph: FusionReport, console: Console) -> None:
     source = "from the FX graph cache" if graph.from_cache else "compiled here"
     times = f", {graph.compiled} times" if graph.compiled > 1 else ""
-    _show_plan(
+    _show_buckets(
         f"ddp_fusion {graph.mode}: {graph.collectives_before} collectives traced, "
         f"{graph.collectives_after} launched a step ({source}{times}, plan {graph.digest})",
-        graph,
+        graph.buckets,
         console,
     )
-    for item in graph.left_alone:
+    _show_copies(graph.buckets, console)
+    for item in graph.rejections:
         console.print(Text(f"left alone: {item.collective}: {item.reason}"))
 
 
-def _show_plan(title: str, of: ModuleReport | GraphDocument, console: Console) -> None:
-    """The buckets of a module or a graph, why they are these, and what is copied into them."""
-    _show_buckets(title, of.buckets, console)
-    for sentence in of.decision:
-        console.print(Text(f"buckets: {sentence}"))
-    _show_copies(of.buckets, console)
-
-
-def _show_copies(buckets: Sequence[BucketDocument], console: Console) -> None:
-    for reason, names in copies_by_reason(*(item.plan for item in buckets)).items():
+def _show_copies(buckets: Sequence[BucketReport], console: Console) -> None:
+    """Print which gradients are copied, by the reason."""
+    for reason, names in copies_by_reason(*buckets).items():
         console.print(Text(f"copied: {_shown_names(names)}: {reason}"))
 
 
-def _show_buckets(title: str, buckets: Sequence[BucketDocument], console: Console) -> None:
+def _show_buckets(title: str, buckets: Sequence[BucketReport], console: Console) -> None:
     """Print a table with a row for each bucket."""
     timed = any(bucket.times is not None for bucket in buckets)
     predicted = any(bucket.predicted_s is not None for bucket in buckets)
@@ -123,7 +123,7 @@ def _show_buckets(title: str, buckets: Sequence[BucketDocument], console: Consol
             table.add_column("predicted", justify="right", no_wrap=True)
         table.add_column("exposed", justify="right", no_wrap=True)
     for number, bucket in enumerate(buckets[:MOST_ROWS]):
-        cells = [str(number), *_plan(bucket)]
+        cells = [str(number), *_contents(bucket)]
         if timed:
             cells += _times(bucket, predicted)
         table.add_row(*map(Text, cells))
@@ -133,21 +133,25 @@ def _show_buckets(title: str, buckets: Sequence[BucketDocument], console: Consol
         console.print(f"and {hidden} buckets more, which the JSON has")
 
 
-def _plan(bucket: BucketDocument) -> Iterator[str]:
-    plan = bucket.plan
-    yield format_bytes(plan.num_bytes)
-    yield _shown_names(plan.parameters)
-    sent = "" if plan.sent_bytes == plan.num_bytes else f" sent as {format_bytes(plan.sent_bytes)}"
-    how = [f"{plan.dtype}{sent}, {SCALED[plan.scaling]}"]
-    how.append(f"{len(plan.copied)} copied" if plan.copied else "stored without a copy")
-    if plan.launched:
-        how.append(f"launched {plan.launched}")
-    if plan.waited:
-        how.append(f"waited for {plan.waited}")
-    yield "\n".join([*how, *([plan.note] if plan.note else [])])
+def _contents(bucket: BucketReport) -> Iterator[str]:
+    """The size of a bucket, its gradients, and what was done with them."""
+    yield format_bytes(bucket.num_bytes)
+    yield _shown_names(bucket.parameters)
+    sent = (
+        ""
+        if bucket.sent_bytes == bucket.num_bytes
+        else f" sent as {format_bytes(bucket.sent_bytes)}"
+    )
+    how = [f"{bucket.dtype}{sent}, {SCALED[bucket.scaling]}"]
+    how.append(f"{len(bucket.copied)} copied" if bucket.copied else "stored without a copy")
+    if bucket.launched:
+        how.append(f"launched {bucket.launched}")
+    if bucket.waited:
+        how.append(f"waited for {bucket.waited}")
+    yield "\n".join([*how, *([bucket.note] if bucket.note else [])])
 
 
-def _times(bucket: BucketDocument, predicted: bool) -> Iterator[str]:
+def _times(bucket: BucketReport, predicted: bool) -> Iterator[str]:
     """When the network was busy with a bucket, when it was expected to be if that is known of any,
     and what of it was exposed."""
     times = bucket.times
