@@ -17,7 +17,7 @@ from fusion_passes.config import FusionConfig
 from fusion_passes.explain.api import report
 from fusion_passes.explain.recording import Recording, record_steps
 from fusion_passes.install.switch import install_flag
-from fusion_passes.reducer.words import RanksDisagreeError
+from fusion_passes.reducer.rank_errors import RanksDisagreeError
 from fusion_passes.reporting.document import Report
 from fusion_passes.reporting.journal import journal
 from fusion_passes.reporting.modules import ModuleReport

@@ -292,7 +292,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "settings-not-compared",
-        "reducer/settings.py",
+        "reducer/rank_errors.py",
         "    if len(set(digests)) == 1:\n",
         "    if digests:\n",
         ("tests/reducer/test_reducer.py",),
@@ -300,7 +300,7 @@ MUTATIONS: Final = (
     Mutation(
         "missing-gradient-told-to-nobody",
         "reducer/reducer.py",
-        '            self.words.leave(self.steps, f"it has no gradient of {names}")\n',
+        '            self.failures.leave(self.steps, f"it has no gradient of {names}")\n',
         "            pass\n",
         ("tests/reducer/test_errors.py",),
     ),

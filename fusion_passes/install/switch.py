@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from fusion_passes.config import FusionConfig
+from fusion_passes.ddp.module import warn_not_reduced, warn_stays_local
 from fusion_passes.ddp.traced import traced_backwards
-from fusion_passes.ddp.warned import warn_not_reduced, warn_stays_local
 from fusion_passes.flag import active_config, add_flag
 from fusion_passes.install.changes import set_to, wrap
 from fusion_passes.install.constructor import construct, enter_forward

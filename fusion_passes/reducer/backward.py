@@ -465,7 +465,7 @@ def why_failed(taking_part: Sequence[Reducer], error: BaseException) -> Exceptio
     """What another rank of these modules has said of its failure, where a collective has failed."""
     if not isinstance(error, Exception):
         return None
-    found = (reducer.words.why_failed(reducer.steps, error) for reducer in taking_part)
+    found = (reducer.failures.why_failed(reducer.steps, error) for reducer in taking_part)
     return next(filter(None, found), None)
 
 

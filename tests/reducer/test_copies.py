@@ -14,8 +14,8 @@ from torch._inductor import config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from fusion_passes.ddp.module import reducer_of
 from fusion_passes.reducer import copies
+from fusion_passes.reducer.reducer import reducer_of
 from testing.fake_world import one_rank
 
 ALL = ("0.bias", "0.weight", "1.bias", "1.weight", "2.bias", "2.weight")
