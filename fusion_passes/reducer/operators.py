@@ -40,7 +40,7 @@ def _store(
     places: Sequence[int],
 ) -> None:
     copy_in(bucket, gradients, offsets, strides)
-    mark_ready(places)
+    mark_ready(bucket, places)
 
 
 def copy_in(
@@ -61,11 +61,6 @@ def copy_in(
 
 def _nothing(*_: object) -> None:
     pass
-
-
-def _mark_ready(bucket: Tensor, places: Sequence[int]) -> None:
-    del bucket
-    mark_ready(places)
 
 
 _define(
@@ -92,7 +87,7 @@ _library.impl("copy_in_", copy_in, "CompositeExplicitAutograd")
 _library.impl("copy_in_", _nothing, "Meta")
 
 _define("mark_ready_", "(Tensor(a!) bucket, int[] places) -> ()", _TAGS)
-_library.impl("mark_ready_", _mark_ready, "CompositeExplicitAutograd")
+_library.impl("mark_ready_", mark_ready, "CompositeExplicitAutograd")
 _library.impl("mark_ready_", _nothing, "Meta")
 
 BUCKET: Final[Any] = torch.ops.fusion_passes.bucket.default

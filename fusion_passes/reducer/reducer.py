@@ -95,6 +95,7 @@ class Round:
         unused: numbers of those that get none, as this rank knows.
         existing: gradients that had been there before the backward, by number.
         stored: numbers of those that a graph has marked ready, and autograd has not accumulated.
+        sums: numbers of those of which several graphs have given a part.
         sparse: gradients of the sparse buckets, by number.
         sends_used: whether ranks tell each other which parameters they have used.
         counts: with a static graph, how often a gradient was accumulated.
@@ -110,6 +111,7 @@ class Round:
     unused: set[int] = field(default_factory=set)
     existing: dict[int, Tensor] = field(default_factory=dict)
     stored: set[int] = field(default_factory=set)
+    sums: set[int] = field(default_factory=set)
     sparse: dict[int, Tensor] = field(default_factory=dict)
     sends_used: bool = False
     counts: dict[int, int] = field(default_factory=dict)
@@ -251,6 +253,11 @@ class Reducer:
         return self.is_static and self._static_counts is None
 
     @property
+    def gives_memory(self) -> bool:
+        """Whether compiled backwards store into the buckets now."""
+        return self.has_rebuilt_buckets and not self.reduces_at_end and self.is_expecting
+
+    @property
     def numbers(self) -> Collection[int]:
         """Of the parameters that are trained."""
         return self.parameters.kinds.keys()
@@ -351,9 +358,7 @@ class Reducer:
             A part of a bucket; ``None`` where they lie otherwise in theirs, or are not averaged, or
             generated code could not take the part for aligned memory.
         """
-        if not self.has_rebuilt_buckets or self.reduces_at_end:
-            return None
-        if not self.is_expecting or self._round is None:
+        if not self.gives_memory or self._round is None:
             return None
         places = self.layout.places
         index, first = places[numbers[0]]
@@ -367,8 +372,12 @@ class Reducer:
             return None
         return self._memory(self._round, self.layout.buckets[index])[start : start + numel]
 
-    def mark_ready(self, numbers: Piece) -> None:
+    def mark_ready(self, numbers: Piece, *, is_sum: bool = False) -> None:
         """A graph has stored these gradients in the memory that it was given.
+
+        Args:
+            numbers: of the parameters.
+            is_sum: whether other graphs have given parts of them, which are added already.
 
         Raises:
             RefusedGradientError: one of them is there already.
@@ -384,6 +393,8 @@ class Reducer:
                 self._view(now, number).add_(gradient.detach())
         now.received.update(numbers)
         now.stored.update(numbers)
+        if is_sum:
+            now.sums.update(numbers)
         now.copies.stored.update(numbers)
         self._mark_ready(now, numbers)
 
@@ -426,8 +437,7 @@ class Reducer:
             now = self._begin_round(self.numbers)
             # Which gradients are new, nobody has seen: none is exchanged for a view.
             self._note_existing(now)
-        if number in now.stored:
-            now.stored.discard(number)
+        if self._has_stored(now, number):
             return
         if self.is_static and not self._counts_up_to_last(now, number):
             return
@@ -438,6 +448,15 @@ class Reducer:
             return
         self._copy_in(now, number)
         self._mark_ready(now, (number,))
+
+    def _has_stored(self, now: Round, number: int) -> bool:
+        """Whether what autograd has accumulated is what a graph has stored before."""
+        if number not in now.stored:
+            return False
+        now.stored.discard(number)
+        if number in now.sums:  # Autograd has added the parts once more.
+            self._replace_new(now, number)
+        return True
 
     def end_backward(self) -> None:
         """After the engine has run: finalize, if all gradients are there, and rebuild the buckets
@@ -523,13 +542,19 @@ class Reducer:
                     "nn.EmbeddingBag(sparse=True) only, as they were when it was constructed."
                 )
             place.copy_(gradient)
-            is_plain = (
-                type(gradient) is Tensor
-                and not gradient.requires_grad
-                and gradient.dtype == place.dtype
-            )
-            if is_plain and number not in now.existing:
-                parameter.grad = place
+        self._replace_new(now, number)
+
+    def _replace_new(self, now: Round, number: int) -> None:
+        """Let a gradient that is new in this round be its place in the bucket."""
+        parameter = self.parameters.all[number]
+        gradient = parameter.grad
+        is_plain = (
+            type(gradient) is Tensor
+            and not gradient.requires_grad
+            and gradient.dtype == self.parameters.kinds[number].dtype
+        )
+        if is_plain and number not in now.existing:
+            parameter.grad = self._view(now, number)
 
     def _mark_ready(self, now: Round, numbers: Piece) -> None:
         if self.clock is not None:

@@ -82,12 +82,25 @@ def test_a_weight_that_the_loss_reads_too() -> None:
     assert found == {name: copies.BESIDE for name in ALL if name != "1.weight"}
 
 
-def test_two_forwards_of_one_backward() -> None:
+@pytest.mark.parametrize("forwards", [2, 3])
+def test_several_forwards_of_one_backward(forwards: int) -> None:
+    """The last one stores what all have given."""
     ddp = layers()
     compiled = torch.compile(ddp)
 
     def step() -> None:
-        (compiled(X).sum() + compiled(2 * X).sum()).backward()
+        torch.stack([compiled(n * X).sum() for n in range(forwards)]).sum().backward()
+
+    assert reasons(ddp, step) == {}
+
+
+def test_a_layer_that_is_used_more_often_than_the_others() -> None:
+    """Its gradient is another sum than those that its graph stores together with it."""
+    ddp = layers()
+    compiled, last = torch.compile(ddp), torch.compile(ddp.module[2])
+
+    def step() -> None:
+        (compiled(X).sum() + last(X).sum()).backward()
 
     assert reasons(ddp, step) == dict.fromkeys(ALL, copies.SEVERAL)
 

@@ -87,7 +87,7 @@ def start(directory: Path, count: int = 2, torch_version: str = "", **options: A
             ddp, eager = pair(lambda: models.mlp(LAYERS))
         reducer = reducer_of(ddp)
         layout = reducer.layout
-        planned = [bucket.numbers for bucket in layout.buckets] if layout else []
+        planned = [b.numbers for b in layout.buckets] if reducer.has_rebuilt_buckets else []
         steps = run_steps(ddp, eager, lambda model, number: model(rows(number)).sum(), count)
         folder = Path(os.environ[files.DIRECTORY_VARIABLE])
         return Start(
