@@ -45,7 +45,6 @@ SOURCES: Final = {
     "_dynamo_weak_dynamic_indices": "torch._dynamo.decorators",
     "_forward_cls": "torch.autograd.function",
     "_in_backward_optimizers": "torch.distributed.optim.apply_optimizer_in_backward",
-    "_is_flat_param": "torch.distributed.fsdp._flat_param",
     "_split_size": "torch._inductor.ir",
     "_st_info": "torch.distributed.tensor.parallel.ddp",
     "_use_python_reducer": "torch.nn.parallel.distributed",
