@@ -34,8 +34,8 @@ class Scenario:
             from eager DDP by a tolerance is what compiled kernels round otherwise, and nothing
             else.
         warns: a part of each text that each rank warns of.
-        launches: collectives of DDP's groups in each backward that averages, without those with
-            which reducers agree on their layouts; 0 if that is not said.
+        launches: collectives of DDP's groups in each backward that averages, once its
+            buckets are rebuilt; 0 if that is not said.
         keeps_graph: whether a second backward goes through a compiled forward, with
             ``retain_graph=True``: torch wants ``torch._functorch.config.donated_buffer = False``
             there, with DDP or without.
