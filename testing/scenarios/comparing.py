@@ -36,9 +36,8 @@ def differences(fused: Run, eager: Run, tolerance_eps: float) -> list[str]:
     for index, (ours, theirs) in enumerate(zip(fused.launches, eager.launches, strict=True)):
         # More than none: eager DDP rebuilds its buckets once, whatever the backward.
         if not ours.synced and ours.number > theirs.number + (index == 0 and theirs.number > 0):
-            found.append(
-                f"backward {index}: {ours.number} collectives instead of {theirs.number}, with no_sync"
-            )
+            pair = f"{ours.number} collectives instead of {theirs.number}"
+            found.append(f"backward {index}: {pair}, with no_sync")
     if fused.others != eager.others:
         found.append(f"{fused.others} instead of {eager.others}")
     return found[:MAX_DIFFERENCES]
