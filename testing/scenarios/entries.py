@@ -44,6 +44,8 @@ class Scenario:
         must_fail: eager DDP has nothing to compare with, and each rank must raise an error, on some
             rank one that names ``ddp_fusion`` and this text. Empty: it is to be trained.
         options: of ``FusionConfig``, by name, beside mode and graph.
+        arguments: of the target, by name, beside the run; mostly fields of
+            :class:`testing.scenarios.loop.Loop`.
         group_timeout_s: how long a collective may take.
         quick: whether it belongs to the quick selection of the matrix, in its first dtype; which
             modes.
@@ -73,6 +75,7 @@ class Scenario:
     leaves_unwaited: bool = False
     must_fail: str = ""
     options: tuple[tuple[str, Any], ...] = ()
+    arguments: tuple[tuple[str, Any], ...] = ()
     group_timeout_s: float = 60.0
     quick: tuple[str, ...] = ()
     tested: tuple[str, ...] = ()
