@@ -7,15 +7,12 @@
 #   make test ARGS="-m 'not slow'"          those that need a few minutes
 #   make test ARGS=--nightly                all tests
 #   make test ARGS="-n 0 tests/passes"      some of them, in one process
-#   make nightly                            the matrix of what works; ARGS=--quick for a few cells
 #   make bench ARGS="--model mlp"           training steps beside torch's own methods; ARGS=--quick
 #   make bench ARGS=passes                  another part; tools/bench.py --help names them
 #   make fuzz ARGS="--seeds 0:100"          random trainings beside eager DDP; --case N for one
 #   make faults ARGS=--quick                trainings with a rank that dies, stops or fails
 #   make torch-tests                        torch's own DDP tests, without and under the flag
-#   make mutations                          one-line breaks, each of which a test must notice
 #   make gpu                                what needs a GPU, in minutes; ARGS=--list names the parts
-#   make check-torch                        whether torch has all private names that are used
 #   make docs                               the guide and all other pages, into site/
 #   make check                              format, lint, types, then all tests
 #
@@ -29,7 +26,7 @@ ARGS ?=
 
 RUN = exec $(PYTHON) tools/setup_env.py --torch "$(TORCH)" --
 
-.PHONY: train test nightly bench fuzz faults torch-tests mutations gpu check-torch lint check format
+.PHONY: train test bench fuzz faults torch-tests gpu lint check format
 .PHONY: clean docs
 
 train:
@@ -37,9 +34,6 @@ train:
 
 test:
 	@$(RUN) python -m pytest -n auto --maxprocesses 4 --dist loadgroup $(ARGS)
-
-nightly:
-	@$(RUN) python tools/nightly.py $(ARGS)
 
 bench:
 	@$(RUN) python tools/bench.py $(ARGS)
@@ -53,14 +47,8 @@ faults:
 torch-tests:
 	@$(RUN) python tools/torch_tests.py $(ARGS)
 
-mutations:
-	@$(RUN) python tools/mutations.py $(ARGS)
-
 gpu:
 	@exec $(PYTHON) tools/gpu.py $(ARGS)
-
-check-torch:
-	@$(RUN) python tools/check_torch.py $(ARGS)
 
 lint:
 	@$(RUN) ruff format --check .

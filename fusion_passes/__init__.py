@@ -14,14 +14,18 @@ Importing the package adds ``ddp_fusion`` to ``torch._inductor.config``::
 """
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.explain.api import report
-from fusion_passes.explain.recording import Recording, record_steps
 from fusion_passes.install.switch import install_flag
-from fusion_passes.reducer.words import RanksDisagreeError
-from fusion_passes.reporting.document import Report
-from fusion_passes.reporting.journal import journal
-from fusion_passes.reporting.modules import ModuleReport
-from fusion_passes.reporting.records import BucketReport, FusionReport, RejectionReport
+from fusion_passes.reducer.rank_errors import RanksDisagreeError
+from fusion_passes.reporting.graphs import compile_log
+from fusion_passes.reporting.recording import Recording, record_steps
+from fusion_passes.reporting.records import (
+    BucketReport,
+    FusionReport,
+    ModuleReport,
+    RejectionReport,
+    Report,
+)
+from fusion_passes.reporting.report import report
 from fusion_passes.reporting.table import format_report
 from fusion_passes.reporting.timeline import Timeline
 from fusion_passes.reporting.warnings import FusionWarning
@@ -51,7 +55,7 @@ def reports() -> tuple[FusionReport, ...]:
 
     A graph that came from Inductor's FX graph cache is there too, marked ``from_cache``.
     """
-    return journal.reports()
+    return compile_log.reports()
 
 
 install_flag()

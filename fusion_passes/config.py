@@ -55,14 +55,14 @@ class FusionConfig:
         scaling: Where gradients are divided by the number of ranks. ``"collective"``: the
             collective averages. ``"bucket"``: by one pass over the bucket before the launch; only
             for ``"concat"``. Default ``"auto"``: ``"collective"`` on NCCL and Gloo, ``"bucket"``
-            elsewhere; fp16 never ``"collective"``. docs/scaling.md says why, and how each rounds.
+            elsewhere; fp16 never ``"collective"``. docs/buckets.md says why, and how each rounds.
         reduce_dtype: The dtype in which gradients of a wider floating-point dtype are sent,
             ``"bf16"`` or ``"fp16"``. Gradients of other dtypes are sent as they are. Default
             ``None``: all are.
         backward_graph: Which backwards fill the buckets. ``"aot_autograd"``: those that AOTAutograd
             compiles with each forward and keeps in its cache; hooks bring what none of them stores.
             ``"compiled_autograd"``: whole backwards, which compiled autograd traces again in each
-            process; docs/backward_graph.md says when that is better.
+            process; docs/buckets.md says when that is better.
             Default ``"auto"``: as ``"aot_autograd"``.
 
     Raises:

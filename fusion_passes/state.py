@@ -104,7 +104,7 @@ class ProcessState:
 
         What the flag has changed in torch is undone first, and the flag is what the environment
         says. A DDP module that is still there and was managed cannot train any more: its forward
-        raises an error. What the registry of patches lists as made for good stays; making it again
+        raises an error. What ``docs/patches.md`` lists as made for good stays; making it again
         changes nothing. All ranks of a process group that is used further must do this together.
 
         Raises:

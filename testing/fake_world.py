@@ -60,7 +60,7 @@ def one_rank() -> Iterator[None]:
 
     It is freed when the next one ends. A group that is freed waits for Gloo's threads and keeps
     Python to itself meanwhile: for ever, if one of them is about to drop its last collective, as
-    they are where eager DDP's last backward has just been (record 12 of docs/decisions).
+    they are where eager DDP's last backward has just been (docs/decisions.md).
     """
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     group = dist.group.WORLD

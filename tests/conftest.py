@@ -160,8 +160,9 @@ def _leaves_torch_as_it_was() -> Iterator[None]:
     """
     import torch._inductor.config
 
-    from fusion_passes.install.changes import replaced, value_of
+    from fusion_passes.install.switch import replaced
     from fusion_passes.state import process_state
+    from fusion_passes.torch_private import owner_of_name
 
     process_state.reset()
 
@@ -171,7 +172,7 @@ def _leaves_torch_as_it_was() -> Iterator[None]:
     torch._inductor.config.ddp_fusion = None  # The next test starts without it in any case.
     assert flag is None, f"the test left ddp_fusion = {flag!r}"
     for what, before in replaced.items():
-        assert value_of(what) is before, f"the test left {what} replaced"
+        assert getattr(*owner_of_name(what)) is before, f"the test left {what} replaced"
     changed = settings.restore()
     assert not changed, f"the test left these settings changed: {changed}"
 

@@ -34,9 +34,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
-from fusion_passes.ddp.module import reducer_of
-from fusion_passes.install.changes import replaced, value_of
+from fusion_passes.install.switch import replaced
 from fusion_passes.reducer.backward import reducers
+from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, ProcessState, process_state
 from testing.fake_world import fake_world, two_layers
@@ -387,10 +387,10 @@ def test_what_is_about_a_group_goes_with_it(run_on_ranks: Callable[..., list[Any
 def test_a_reset_undoes_the_flag_and_forgets_the_modules() -> None:
     ddp = _managed()
     before = dict(replaced)
-    assert any(value_of(what) is not value for what, value in before.items())
+    assert any(pkgutil.resolve_name(what) is not value for what, value in before.items())
     process_state.reset()
     assert inductor_config.ddp_fusion is None
-    assert all(value_of(what) is value for what, value in before.items())
+    assert all(pkgutil.resolve_name(what) is value for what, value in before.items())
     assert not len(reducers)
     with pytest.raises(RuntimeError, match=r"before fusion_passes was reset.*Construct it anew"):
         ddp(torch.ones(2, 4))

@@ -38,11 +38,10 @@ from command_line import parser_of
 from gpu_checks import pages, sharing
 from gpu_checks.machine import Machine
 from gpu_checks.parts import Part, choose
-from gpu_checks.processes import PartProcesses, run_parts
+from gpu_checks.processes import PartProcesses, environment, run_parts
 from gpu_checks.results import Result, read_result
 from gpu_checks.sites import Sharing, Site
 from interrupting import INTERRUPTED, terminated_as_interrupted
-from nightly_matrix.processes import ROOT, environment
 
 UNTIMED: Final = ("correctness", "trainers")
 """Groups of parts that may run side by side."""
@@ -87,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=SECONDS, help=f"for all parts ({SECONDS:g})")
     add("--jobs", type=int, help="trainings at a time (half of the cores, at most 8)")
     add("--results", type=Path, default=Path("gpu-results"), help="directory (gpu-results)")
-    add("--out", type=Path, help="file of the page (docs/gpu/DATE.md; of a CPU, in --results)")
+    add("--out", type=Path, help="file of the page (DATE.md in --results)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny, to try parts out")
     return parser
 
@@ -314,10 +313,7 @@ class Session:
 
     def _page(self, date: str) -> Path:
         """Where the page is written."""
-        if self._options.out:
-            return Path(self._options.out)
-        on_cpu = self._machine.device == "cpu"
-        return (self._options.results if on_cpu else ROOT / "docs" / "gpu") / f"{date}.md"
+        return Path(self._options.out or self._options.results / f"{date}.md")
 
 
 if __name__ == "__main__":

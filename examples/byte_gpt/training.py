@@ -24,8 +24,8 @@ from byte_gpt.gradient_check import (
 )
 from byte_gpt.model import GPT
 from byte_gpt.progress import Progress
-from fusion_passes.explain.compiling import saying_what_compiles
-from fusion_passes.explain.screen import console_for, show
+from fusion_passes.explain import saying_what_compiles
+from fusion_passes.reporting.screen import console_for, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable

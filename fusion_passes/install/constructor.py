@@ -1,14 +1,16 @@
-"""Constructs DDP modules under the flag, and warns about those that were constructed before it."""
+"""Constructs DDP modules under the flag, refuses settings of torch that contradict it, and warns
+about modules that were constructed before it."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.module import manage_by_reducer
 from fusion_passes.ddp.own_reducer import (
     check_supported,
@@ -18,14 +20,12 @@ from fusion_passes.ddp.own_reducer import (
     warn_own_reducer,
     warn_without_effect,
 )
-from fusion_passes.flag import active_config
-from fusion_passes.install.changes import patched_setting, value_of
-from fusion_passes.install.conflicts import check_conflicts, check_reducer_mode, check_tracing
+from fusion_passes.flag import FLAG, active_config
 from fusion_passes.plan.caps import mib_to_bytes
 from fusion_passes.reporting.warnings import warn_once
-from fusion_passes.torch_private import trace_rules
-
-_REDUCER: Final = "torch._dynamo.config.optimize_ddp"
+from fusion_passes.torch_private import inductor_config
+from fusion_passes.torch_private.dynamo import dynamo_config, trace_rules
+from fusion_passes.torch_private.inductor import torch_fuses_ddp, without_torchs_ddp_fusion
 
 
 def construct(
@@ -52,13 +52,13 @@ def construct(
         return
     bound = inspect.signature(original).bind(ddp, *args, **kwargs)
     given = dict(bound.arguments)
-    check_reducer_mode()
-    check_conflicts()
-    check_tracing(config)
+    _check_reducer_mode()
+    _check_conflicts()
+    _check_tracing(config)
     check_supported(given)
     reason = reason_for_own_reducer(given)
     if reason is not None:
-        with patched_setting(_REDUCER, True):
+        with dynamo_config().patch(optimize_ddp=True):
             original(ddp, *args, **kwargs)
         wait_for_delayed(ddp, given.get("param_to_hook_all_reduce"))
         warn_own_reducer(ddp, reason)
@@ -76,22 +76,20 @@ def construct(
 
 @contextlib.contextmanager
 def _python_reducer() -> Iterator[None]:
-    """DDP's constructor chooses the Python reducer, and what else it does to torch is undone: it
-    switches torch's own fusion on, and makes Dynamo inline the forward of every DDP module, with
-    what only its own reducer does in it."""
-    size = "torch._inductor.config._fuse_ddp_bucket_size"
-    inlined: set[str] = value_of("torch._dynamo.trace_rules.LEGACY_MOD_INLINELIST")
+    """A context in which DDP's constructor chooses the Python reducer; what else it does to torch
+    then, and nobody would undo, is undone."""
+    rules = trace_rules()
+    inlined: set[str] = rules.LEGACY_MOD_INLINELIST
     before = set(inlined)
-    with (
-        patched_setting(_REDUCER, "python_reducer"),
-        patched_setting("torch._inductor.config._fuse_ddp_communication", False),
-        patched_setting(size, value_of(size)),
-    ):
+    # With the Python reducer, it switches torch's own fusion on.
+    with dynamo_config().patch(optimize_ddp="python_reducer"), without_torchs_ddp_fusion():
         try:
             yield
         finally:
+            # It has Dynamo inline the forward of every DDP module, with what only DDP's own
+            # reducer does in it.
             inlined.intersection_update(before)
-            trace_rules().get_legacy_mod_inlinelist.cache_clear()
+            rules.get_legacy_mod_inlinelist.cache_clear()
 
 
 def enter_forward(original: Callable[..., Any], ddp: DistributedDataParallel) -> Any:
@@ -106,3 +104,60 @@ def enter_forward(original: Callable[..., Any], ddp: DistributedDataParallel) ->
             about=ddp,
         )
     return original(ddp)
+
+
+# --- What contradicts the flag -------------------------------------------------------------------
+
+
+def _check_conflicts() -> None:
+    """Refuse settings that would undo or repeat what the passes do.
+
+    Raises:
+        ValueError: it names the setting, its value and the remedy.
+    """
+    overlap = inductor_config.aten_distributed_optimizations
+    settings = {
+        "bucket_all_reduces_fx": (inductor_config.bucket_all_reduces_fx, "none"),
+        "aten_distributed_optimizations.enable_overlap_scheduling": (
+            overlap.enable_overlap_scheduling,
+            False,
+        ),
+        "_fuse_ddp_communication": (torch_fuses_ddp(), False),
+    }
+    for name, (value, needed) in settings.items():
+        if value != needed:
+            raise ValueError(
+                f"torch._inductor.config.{name} = {value!r} cannot be combined with ddp_fusion: "
+                "both would fuse and place the same gradient all-reduces. Set it to "
+                f"{needed!r}, or set ddp_fusion = None."
+            )
+
+
+def _check_reducer_mode() -> None:
+    """Refuse a reducer that the fusion cannot use.
+
+    Raises:
+        ValueError: as :func:`_check_conflicts`.
+    """
+    mode = dynamo_config().optimize_ddp
+    if mode not in (True, "python_reducer"):
+        raise ValueError(
+            f"torch._dynamo.config.optimize_ddp = {mode!r} contradicts "
+            f"torch._inductor.config.ddp_fusion = {getattr(inductor_config, FLAG)!r}: the fusion "
+            "needs DDP's Python reducer, which it switches on itself. Leave optimize_ddp at its "
+            "default, or set ddp_fusion = None."
+        )
+
+
+def _check_tracing(config: FusionConfig) -> None:
+    """Refuse to trace the backwards of a module with a reducer, whose calls no graph can hold.
+
+    Raises:
+        ValueError: as :func:`_check_conflicts`.
+    """
+    if config.backward_graph == "aot_autograd" and dynamo_config().compiled_autograd:
+        raise ValueError(
+            "torch._dynamo.config.compiled_autograd = True cannot be combined with "
+            "FusionConfig.backward_graph = 'aot_autograd': compiled autograd cannot trace what a "
+            "reducer does. Set it to False, or leave backward_graph out."
+        )

@@ -1,32 +1,60 @@
 """Follows the flag: while it is set, changes in torch what the fusion needs. Unsetting it puts
-everything back."""
+everything back. ``docs/patches.md`` has all that the package changes in torch, here and elsewhere.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Final
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final, cast
 
 from fusion_passes.config import FusionConfig
+from fusion_passes.ddp.module import warn_not_reduced, warn_stays_local
 from fusion_passes.ddp.traced import traced_backwards
-from fusion_passes.ddp.warned import warn_not_reduced, warn_stays_local
 from fusion_passes.flag import active_config, add_flag
-from fusion_passes.install.changes import set_to, wrap
+from fusion_passes.install.compiles import compile_forward
 from fusion_passes.install.constructor import construct, enter_forward
-from fusion_passes.install.forward_compile import INDUCTOR, compile_forward
-from fusion_passes.install.patch import DDP
 from fusion_passes.reducer.backward import Run, reducers, register_on_node
 from fusion_passes.reporting.backwards import backwards
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import clear_backward_cache, is_compiling_graph
+from fusion_passes.torch_private import owner_of_name
 from fusion_passes.torch_private.autograd import backward_id
+from fusion_passes.torch_private.dynamo import (
+    clear_backward_cache,
+    disable_dynamo,
+    is_compiling_graph,
+)
 
 _OPTION_OF_ONE_COMPILE: Final = (
     "torch.compile(options={'ddp_fusion': ...}) has no effect: a module has the options that it "
     "was constructed with. Set torch._inductor.config.ddp_fusion before you construct "
     "DistributedDataParallel, and leave the option out."
 )
+
+_DDP: Final = "torch.nn.parallel.DistributedDataParallel"
+
+replaced: Final = process_state.keep(
+    dict[str, object](),
+    "the functions of torch that the flag has replaced, by name: once it is unset, they must be "
+    "there again",
+    Lifetime.PROCESS,
+    reset=dict.clear,
+)
+
+
+def install_flag() -> None:
+    """Add the flag to torch's configuration, and follow it from now on."""
+    reducers.tell(
+        on_local=warn_stays_local,
+        on_unowned=warn_not_reduced,
+        on_averaged=_note_averaged,
+    )
+    reducers.run_engine = traced_backwards.run_engine
+    add_flag(lambda: _installation.follow(active_config()), _warn_of_option)
 
 
 def _note_averaged(run: Run, labels: Sequence[str], copied: int) -> None:
@@ -43,17 +71,6 @@ def _warn_of_option() -> None:
     warn_once("an option of one compile", _OPTION_OF_ONE_COMPILE)
 
 
-def install_flag() -> None:
-    """Add the flag to torch's configuration, and follow it from now on."""
-    reducers.tell(
-        on_local=warn_stays_local,
-        on_unowned=warn_not_reduced,
-        on_averaged=_note_averaged,
-    )
-    reducers.run_engine = traced_backwards.run_engine
-    add_flag(lambda: _installation.follow(active_config()), _warn_of_option)
-
-
 class _Installation:
     """What is switched on while the flag is set, and how to switch it off again."""
 
@@ -62,6 +79,7 @@ class _Installation:
         self._undo: contextlib.ExitStack | None = None
 
     def follow(self, config: FusionConfig | None) -> None:
+        """Make torch what it must be with these options; ``None`` where the flag is off."""
         if config == self._config:
             return
         if config is not None and self._undo is None:
@@ -89,15 +107,65 @@ class _Installation:
 
     def _switch_on(self) -> None:
         with contextlib.ExitStack() as undo:
-            wrap(undo, f"{DDP}.__init__", construct)
-            wrap(undo, f"{DDP}._inside_ddp_forward", enter_forward)
+            # The module gets DDP's Python reducer, whose hooks the package's take the place of.
+            _wrap(undo, f"{_DDP}.__init__", construct)
+            # Each forward with DDP's own reducer comes through it: a module that was constructed
+            # too early is warned about.
+            _wrap(undo, f"{_DDP}._inside_ddp_forward", enter_forward)
+            # Tensor.backward and torch.autograd.backward come through it, which is one function
+            # with a name in two modules: reducers prepare for backwards that reach parameters.
             for module in ("torch.autograd", "torch.autograd.graph"):
-                wrap(undo, f"{module}._engine_run_backward", reducers.run)
-            wrap(undo, f"{INDUCTOR}.__call__", compile_forward)
+                _wrap(undo, f"{module}._engine_run_backward", reducers.run)
+            # Each graph that torch.compile gives to Inductor comes through it.
+            _wrap(undo, "torch._TorchCompileInductorWrapper.__call__", compile_forward)
+            # Hooks on autograd nodes come through it, of which torch tells nobody: those on the
+            # nodes that accumulate gradients must see these before they are averaged.
             reducers.forget_hooks()
-            wrap(undo, "torch.autograd.function._HookMixin._register_hook", register_on_node)
-            set_to(undo, "torch._inductor.config._fuse_ddp_communication", False)
+            _wrap(undo, "torch.autograd.function._HookMixin._register_hook", register_on_node)
+            # Torch's own fusion would fuse the same gradients.
+            _set_to(undo, "torch._inductor.config._fuse_ddp_communication", False)
             self._undo = undo.pop_all()
+
+
+def _wrap(undo: contextlib.ExitStack, what: str, replacement: Callable[..., Any]) -> None:
+    """Replace a function of torch, which a compiled region that calls it runs as it is.
+
+    Args:
+        undo: puts the function back, unless somebody has put something else there since: that
+            stays, and where it calls what has been here, that calls torch's function again.
+        what: dotted name of the function.
+        replacement: called with torch's function first.
+    """
+    owner, name = owner_of_name(what)
+    original = getattr(owner, name)
+    is_undone = threading.Event()
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        if is_undone.is_set():
+            return original(*args, **kwargs)
+        return replacement(original, *args, **kwargs)
+
+    replaced[what] = original
+    before = inspect.getattr_static(owner, name)
+    value = disable_dynamo(patched)
+    if isinstance(before, staticmethod):
+        value = staticmethod(cast("Callable[..., Any]", value))
+    setattr(owner, name, value)
+
+    def restore() -> None:
+        is_undone.set()
+        if inspect.getattr_static(owner, name) is value:
+            setattr(owner, name, before)
+
+    undo.callback(restore)
+
+
+def _set_to(undo: contextlib.ExitStack, what: str, value: object) -> None:
+    """Give a setting a value; ``undo`` gives it the one that it has now."""
+    owner, name = owner_of_name(what)
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
 
 
 _installation: Final = process_state.keep(

@@ -23,7 +23,7 @@ OnStored: TypeAlias = Callable[[Sequence[int], Mapping[int, str]], None]
 """Receives the places of a piece, and for each gradient that is copied (by number) the reason."""
 
 
-def register_store_lowerings(on_stored: OnStored) -> None:
+def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
     """Teach Inductor the operators of :mod:`fusion_passes.reducer.operators`.
 
     Args:
@@ -41,8 +41,12 @@ def register_store_lowerings(on_stored: OnStored) -> None:
         pieces = _ReducersMemory(bucket, graph_lowering().current_node.args[1], gradients)
         numbers = iter(strides)
         strides_of = [[next(numbers) for _ in gradient.get_size()] for gradient in gradients]
-        on_stored(places, pieces.fill(list(zip(offsets, strides_of, strict=True))))
-        pieces.call_behind(MARK_READY, list(places))
+        copied = pieces.fill(list(zip(offsets, strides_of, strict=True)))
+        on_stored(places, copied)
+        arguments: list[Any] = [list(places)]
+        if copied:  # A graph from a cache is not lowered: it says what it copies when it runs.
+            arguments += [[places[number] for number in copied], "|".join(copied.values())]
+        pieces.call_behind(MARK_READY, *arguments)
 
     register_lowering(BUCKET, _lower_bucket)
     register_lowering(STORE_GRADIENTS, store)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from fusion_passes.config import FusionConfig
@@ -12,7 +12,7 @@ from fusion_passes.profile.tables import MIB
 
 DEFAULT_BUCKETS: Final = 8
 """Into about how many buckets a DDP module's gradients are cut by default: what is sent after the
-backward is an eighth, and nobody pays for more launches than these. docs/bench.md has what was
+backward is an eighth, and nobody pays for more launches than these. docs/decisions.md has what was
 measured."""
 
 ALONG_SHARE: Final = 8
@@ -23,7 +23,7 @@ KEPT_ON_CPU_BYTES: Final = 32 * MIB - 4096
 """Up to what the C library keeps memory that is freed: glibc's largest ``M_MMAP_THRESHOLD``
 (mallopt(3), on 64 bits), less a page for what it adds to what is asked for. More it maps anew each
 time, and the kernel clears each page when it is first written, in each step: 0.36 ms for a MiB,
-where memory that is kept takes 0.02 (record 27 of docs/decisions). No measured cost of a collective
+where memory that is kept takes 0.02 (docs/decisions.md). No measured cost of a collective
 has that, since it is measured in memory that stays."""
 
 
@@ -31,27 +31,6 @@ def most_kept_bytes(device_type: str) -> float:
     """Up to how many bytes of a bucket come from memory that is kept from step to step; infinite
     with torch's allocators of other devices than the CPU."""
     return KEPT_ON_CPU_BYTES if device_type == "cpu" else math.inf
-
-
-@dataclass(frozen=True)
-class ModuleCaps:
-    """What a DDP module says about its buckets, before any option, in bytes.
-
-    Attributes:
-        first_bytes: cap of its first bucket.
-        cap_bytes: cap of every later one.
-        listed_bytes: caps of its buckets one by one, if it was given a list.
-        is_given: whether the user has given it any.
-    """
-
-    first_bytes: int
-    cap_bytes: int
-    listed_bytes: tuple[int, ...] = ()
-    is_given: bool = False
-
-    def in_mib(self) -> list[float]:
-        """All of them in the unit in which they are given, for people."""
-        return [cap / MIB for cap in (self.first_bytes, self.cap_bytes, *self.listed_bytes)]
 
 
 @dataclass(frozen=True)
@@ -65,8 +44,8 @@ class BucketCaps:
             than an eighth of the cap, for what is ready together with that reduction.
         listed_bytes: caps of the first buckets of each key one by one, in the place of
             ``first_bytes``; the last one is that of all further buckets.
-        most_bytes: where buckets are chosen from measurement, what one of several gradients has at
-            most: the caps that the user has set; ``None`` if there are none.
+        most_bytes: of a bucket of several gradients, where buckets are chosen from measurement: the
+            cap that the user has set; ``None`` if there is none.
         first_most_bytes: the same for the first bucket of each key; ``None``: as the others.
     """
 
@@ -82,23 +61,29 @@ class BucketCaps:
             return self.listed_bytes[min(index, len(self.listed_bytes) - 1)]
         return self.cap_bytes if index else self.first_bytes
 
+    def in_mib(self) -> list[float]:
+        """All of them in the unit in which they are given, for people."""
+        return [cap / MIB for cap in (self.first_bytes, self.cap_bytes, *self.listed_bytes)]
+
 
 def mib_to_bytes(size_mb: float) -> int:
     """Whole bytes, rounded down as DDP does."""
     return int(size_mb * MIB)
 
 
-def given_caps(cap_bytes: int, listed_bytes: Sequence[int] = ()) -> ModuleCaps:
+def given_caps(cap_bytes: int, listed_bytes: Sequence[int] = ()) -> BucketCaps:
     """The caps of a module that the user gave some.
 
     Args:
         cap_bytes: of each bucket, the first one too.
         listed_bytes: of its buckets one by one, if it was given a list.
     """
-    return ModuleCaps(cap_bytes, cap_bytes, tuple(listed_bytes), is_given=True)
+    # A list bounds each bucket by its own place; the smallest bounds all.
+    most = min((cap_bytes, *listed_bytes))
+    return BucketCaps(cap_bytes, cap_bytes, tuple(listed_bytes), most)
 
 
-def default_caps(gradient_bytes: int, least: int, most: int) -> ModuleCaps:
+def default_caps(gradient_bytes: int, least: int, most: int) -> BucketCaps:
     """The caps of a module where the user has set none: the same on all ranks.
 
     Args:
@@ -106,28 +91,20 @@ def default_caps(gradient_bytes: int, least: int, most: int) -> ModuleCaps:
         least: DDP's own default for its first bucket.
         most: DDP's own default for further buckets.
     """
-    return ModuleCaps(least, max(least, min(gradient_bytes // DEFAULT_BUCKETS, most)))
+    return BucketCaps(least, max(least, min(gradient_bytes // DEFAULT_BUCKETS, most)))
 
 
-def bucket_caps(config: FusionConfig, module: ModuleCaps) -> BucketCaps:
+def bucket_caps(config: FusionConfig, module: BucketCaps) -> BucketCaps:
     """The caps of a module's buckets: the user's options, else the module's own.
 
     ``bucket_cap_mb`` replaces all of the module's, ``first_bucket_cap_mb`` that of its first
     bucket.
     """
-    first_bytes, cap_bytes, listed_bytes = module.first_bytes, module.cap_bytes, module.listed_bytes
-    is_given, first_most = module.is_given, None
+    caps = module
     if config.bucket_cap_mb is not None:
-        first_bytes = cap_bytes = mib_to_bytes(config.bucket_cap_mb)
-        listed_bytes, is_given = (), True
+        caps = given_caps(mib_to_bytes(config.bucket_cap_mb))
     if config.first_bucket_cap_mb is not None:
-        first_bytes = first_most = mib_to_bytes(config.first_bucket_cap_mb)
-        listed_bytes = (first_bytes, *(listed_bytes[1:] or (cap_bytes,))) if listed_bytes else ()
-    return BucketCaps(
-        first_bytes,
-        cap_bytes,
-        listed_bytes,
-        # A list bounds each bucket by its own place; the smallest bounds all.
-        min((cap_bytes, *listed_bytes)) if is_given else None,
-        first_most,
-    )
+        first, listed = mib_to_bytes(config.first_bucket_cap_mb), caps.listed_bytes
+        listed = (first, *(listed[1:] or (caps.cap_bytes,))) if listed else ()
+        caps = replace(caps, first_bytes=first, listed_bytes=listed, first_most_bytes=first)
+    return caps

@@ -9,7 +9,7 @@ from typing import Final
 
 from fusion_passes.plan.layout import Kind
 
-FIRST: Final = "the buckets are agreed on at the end of the first averaged backward, which this was"
+FIRST: Final = "the buckets are rebuilt at the end of the first averaged backward, which this was"
 NOT_COMPILED: Final = "the forward that reads the parameter is not compiled"
 SEVERAL: Final = "it comes from more than one place of the backward, and is a sum"
 HOOKED: Final = "a hook of yours on the parameter, or on its autograd node, is to see it"
@@ -19,7 +19,7 @@ SHARED: Final = "several DistributedDataParallel modules average it"
 BESIDE: Final = "its compiled backward stores it together with one that is copied"
 ELSEWHERE: Final = (
     "its compiled backward has it beside other gradients than the buckets: it was compiled before "
-    "they were agreed on"
+    "they were rebuilt"
 )
 UNALIGNED: Final = "its place in the bucket is not aligned as generated code needs it"
 SPARSE: Final = "it is sparse, and is sent as rows"
@@ -43,13 +43,15 @@ class Copies:
             with the reason why no graph may store its gradient; empty if one may.
         refused: why a graph that would store them was given no memory, by number.
         unused: numbers of the parameters that get no gradient.
-        is_first: whether there was no layout yet.
+        in_graph: why a compiled backward copies a gradient to its place, by number.
+        is_first: whether the buckets were not rebuilt yet.
     """
 
     stored: set[int] = field(default_factory=set)
     reached: list[Mapping[int, str]] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
     unused: Collection[int] = ()
+    in_graph: dict[int, str] = field(default_factory=dict)
     is_first: bool = False
 
     def refuse(self, numbers: Iterable[int], why: str) -> None:
@@ -67,6 +69,8 @@ class Copies:
             reached |= {number: why for number, why in numbers.items() if not reached.get(number)}
 
         def why(number: int) -> str:
+            if number in self.stored:
+                return self.in_graph.get(number, "")
             if kinds[number].is_sparse:
                 return SPARSE
             if self.is_first:
@@ -77,4 +81,5 @@ class Copies:
                 return INNER
             return reached[number] or self.refused.get(number, NOT_STORED)
 
-        return {number: why(number) for number in kinds if number not in self.stored}
+        reasons = {number: why(number) for number in kinds}
+        return {number: reason for number, reason in reasons.items() if reason}

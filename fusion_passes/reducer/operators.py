@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fusion_passes.reducer.backward import mark_ready, memory_of_bucket
+from fusion_passes.reducer.backward import mark_ready, memory_of_bucket, note_copied
 
 _library: Final = torch.library.Library("fusion_passes", "FRAGMENT")
 
@@ -40,7 +40,7 @@ def _store(
     places: Sequence[int],
 ) -> None:
     copy_in(bucket, gradients, offsets, strides)
-    mark_ready(places)
+    mark_ready(bucket, places)
 
 
 def copy_in(
@@ -63,9 +63,12 @@ def _nothing(*_: object) -> None:
     pass
 
 
-def _mark_ready(bucket: Tensor, places: Sequence[int]) -> None:
-    del bucket
-    mark_ready(places)
+def _mark_ready(
+    bucket: Tensor, places: Sequence[int], copied: Sequence[int] = (), why: str = ""
+) -> None:
+    if copied:
+        note_copied(copied, why.split("|"))
+    mark_ready(bucket, places)
 
 
 _define(
@@ -91,7 +94,11 @@ _define(
 _library.impl("copy_in_", copy_in, "CompositeExplicitAutograd")
 _library.impl("copy_in_", _nothing, "Meta")
 
-_define("mark_ready_", "(Tensor(a!) bucket, int[] places) -> ()", _TAGS)
+_define(
+    "mark_ready_",
+    "(Tensor(a!) bucket, int[] places, int[] copied=[], str why='') -> ()",
+    _TAGS,
+)
 _library.impl("mark_ready_", _mark_ready, "CompositeExplicitAutograd")
 _library.impl("mark_ready_", _nothing, "Meta")
 
@@ -129,4 +136,10 @@ MARK_READY: Final[Any] = torch.ops.fusion_passes.mark_ready_.default
 """Tells the reducer that all gradients of :data:`BUCKET`'s memory are stored.
 
 It claims to write the memory, so that it is kept. It does not touch it.
+
+Args:
+    bucket: the memory.
+    places: as for :data:`BUCKET`.
+    copied: of those, the places of gradients that the graph copies to theirs, for the report.
+    why: a reason for each of these, with ``|`` between them.
 """

@@ -6,32 +6,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
+from fusion_passes.reporting.records import BackwardReport, ReducedIn
 from fusion_passes.state import Lifetime, process_state
-
-ReducedIn: TypeAlias = Literal["reducer", "compiled_autograd"]
-
-
-@dataclass(frozen=True)
-class BackwardReport:
-    """Backwards whose gradients were reduced in the same way.
-
-    Attributes:
-        modules: the DDP modules, by number of construction on their group and by class.
-        reduced_in: ``"reducer"``: by a reducer, while the backward ran; ``"compiled_autograd"``: in
-            a graph that compiled autograd has traced from the whole backward.
-        because: where the latter was asked for, why it was not traced; else empty.
-        count: how many there were.
-        copied: how many gradients of each were copied into their buckets, by hooks: all in the
-            first backward, and then those that no compiled backward can store there.
-    """
-
-    modules: tuple[str, ...]
-    reduced_in: ReducedIn
-    because: str
-    count: int
-    copied: int
 
 
 @dataclass

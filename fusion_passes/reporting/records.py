@@ -1,23 +1,25 @@
-"""What was done to a graph, as plain values that can be printed, compared and stored."""
+"""What the flag has done in this process, as plain values that can be printed, compared and stored:
+what ``fusion_passes.report()`` and ``fusion_passes.reports()`` return."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from itertools import zip_longest
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
 
-from fusion_passes.plan.buckets import Bucket, BucketPlan
-from fusion_passes.plan.placement import Placement
-from fusion_passes.reductions.find import dtype_name
-from fusion_passes.reporting.timeline import BucketTimes
+from fusion_passes.reporting.drawing import write_timeline
+from fusion_passes.reporting.timeline import BucketTimes, StepTimes, Timeline
+
+SCHEMA: Final = "fusion_passes.report/3"
+"""Name and version of the JSON. A field that comes makes no new version; one that goes, or means
+something else, does."""
 
 
 @dataclass(frozen=True)
 class BucketReport:
-    """One bucket: what a step launches for DDP by one collective.
+    """One bucket: what a step launches for DDP by one collective, and what became of it.
 
     Attributes:
         module: the DDP module, by number of construction on its group and by class.
@@ -33,9 +35,9 @@ class BucketReport:
             divides its rows.
         parameters: names of the parameters whose gradients it holds, in the order in which they
             lie.
-        copied: for each gradient that is copied into the bucket, instead of stored there by the
-            kernel that produces it: the parameter's name, and why. Of a module's bucket that is
-            so for the last step.
+        copied: for each gradient that is copied into the bucket, by a hook or by the compiled
+            backward, instead of stored there by the kernel that produces it: the parameter's name,
+            and why. Of a module's bucket that is so for the last step.
         note: what the backend does with the bucket that nobody would expect; may be empty.
         launched: where in a traced graph its collective is launched; empty for a module's bucket,
             which is launched when it is full and all before it are. Likewise the next three.
@@ -44,9 +46,13 @@ class BucketReport:
             launch and wait.
         following: library kernels that follow the launch: where more than ``overlapped``,
             something in the graph reads the result before the end.
-        predicted_start_s: when ``"auto"`` expects the network to begin with it, in seconds from the
-            start of the backward; ``None`` in other modes.
-        predicted_end_s: when it expects the network to be done with it; likewise.
+        planned_s: when ``"auto"`` expects the network to begin and to be done with it, in seconds
+            from the start of the backward; ``None`` in other modes.
+        name: in profiles and timelines: ``DDP 0 (Net) bucket 3``; empty if it never ran.
+        times: when it was on its way in recorded steps, of this rank; ``None`` where none were
+            recorded.
+        predicted_s: when the network was expected to begin and to be done with it, by the clock of
+            those steps; ``None`` where that is not known.
     """
 
     module: str
@@ -63,26 +69,45 @@ class BucketReport:
     waited: str = ""
     overlapped: int = 0
     following: int = 0
-    predicted_start_s: float | None = None
-    predicted_end_s: float | None = None
+    planned_s: tuple[float, float] | None = None
+    name: str = ""
+    times: BucketTimes | None = None
+    predicted_s: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
-class BucketDocument:
-    """A bucket, and when it was on its way.
+class ModuleReport:
+    """A DDP module whose gradients a reducer averages.
 
     Attributes:
-        name: in profiles and timelines: ``DDP 0 (Net) bucket 3``; empty if it never ran.
-        plan: what was decided, and what became of it.
-        times: in recorded steps, of this rank; ``None`` where none were recorded.
-        predicted_s: when the network was expected to begin and to be done with it, by the clock of
-            those steps; ``None`` where that is not known.
+        name: by number of construction on its group and by class: ``DDP 0 (Net)``.
+        group: name of its process group.
+        group_size: ranks of that.
+        backend: that sends there: ``"gloo"``, ``"nccl"``.
+        mode: how a bucket is sent: ``"concat"``, ``"coalesced"``, or ``"hook"``, by a communication
+            hook.
+        hook: name of that hook; empty if there is none.
+        steps: how many it has averaged.
+        gradients: how many are averaged in a step.
+        stored: how many of them compiled backwards have stored in their buckets in the last step,
+            some by a copy. These and the others are among ``copied`` of their bucket, with the
+            reason.
+        decision: in the mode ``"auto"``, why these buckets were chosen; one sentence each.
+        buckets: in the order of their launches; none before the first step has ended, since the
+            ranks agree on them there.
     """
 
     name: str
-    plan: BucketReport
-    times: BucketTimes | None
-    predicted_s: tuple[float, float] | None = None
+    group: str
+    group_size: int
+    backend: str
+    mode: str
+    hook: str
+    steps: int
+    gradients: int
+    stored: int
+    decision: tuple[str, ...]
+    buckets: tuple[BucketReport, ...]
 
 
 @dataclass(frozen=True)
@@ -95,7 +120,7 @@ class RejectionReport:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """What was done to one compiled graph.
+    """What was done to one graph that compiled autograd has traced.
 
     Attributes:
         mode: how buckets are reduced.
@@ -105,8 +130,8 @@ class FusionReport:
         rejections: the launches that are not DDP's, in graph order.
         digest: equal for equal plans, on every rank.
         from_cache: whether this process took the compiled graph from the FX graph cache.
-        decision: in the mode ``"auto"``, why these buckets were chosen, with predicted times; one
-            sentence each.
+        compiled: how many graphs with this plan the process has compiled or loaded, where it stands
+            for all of them.
     """
 
     mode: str
@@ -116,15 +141,10 @@ class FusionReport:
     rejections: tuple[RejectionReport, ...]
     digest: str
     from_cache: bool = False
-    decision: tuple[str, ...] = ()
+    compiled: int = 1
 
     def to_json(self) -> str:
         return json.dumps(asdict(replace(self, from_cache=False)), sort_keys=True)
-
-    def fingerprint(self) -> str:
-        """Equal for equal reports; 16 hexadecimal digits. Ranks may differ in it: how gradients are
-        stored can depend on the machine, what is sent cannot."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     @staticmethod
     def from_json(text: str) -> FusionReport:
@@ -142,65 +162,138 @@ class FusionReport:
         )
         rejections = tuple(RejectionReport(**item) for item in data.pop("rejections"))
         data["from_cache"] = True
-        data["decision"] = tuple(data["decision"])
         return FusionReport(buckets=buckets, rejections=rejections, **data)
 
 
-def with_copies(report: FusionReport, index: int, copied: Mapping[int, str]) -> FusionReport:
-    """The report with what is known about the storing of a bucket's gradients.
+ReducedIn: TypeAlias = Literal["reducer", "compiled_autograd"]
 
-    Args:
-        report: of the graph.
-        index: the bucket's number.
-        copied: why a gradient is copied, by its number among the bucket's parameters.
+
+@dataclass(frozen=True)
+class BackwardReport:
+    """Backwards whose gradients were reduced in the same way.
+
+    Attributes:
+        modules: the DDP modules, by number of construction on their group and by class.
+        reduced_in: ``"reducer"``: by a reducer, while the backward ran; ``"compiled_autograd"``: in
+            a graph that compiled autograd has traced from the whole backward.
+        because: where the latter was asked for, why it was not traced; else empty.
+        count: how many there were.
+        copied: how many gradients of each were copied into their buckets, by hooks: all in the
+            first backward, and then those that no compiled backward can store there.
     """
-    bucket = report.buckets[index]
-    named = tuple((bucket.parameters[number], copied[number]) for number in sorted(copied))
-    buckets = list(report.buckets)
-    buckets[index] = replace(bucket, copied=named)
-    return replace(report, buckets=tuple(buckets))
+
+    modules: tuple[str, ...]
+    reduced_in: ReducedIn
+    because: str
+    count: int
+    copied: int
 
 
-def report_plan(plan: BucketPlan, mode: str) -> FusionReport:
-    """The report of a plan that was carried out."""
-    reductions = sum(len(bucket.members) for bucket in plan.buckets)
-    left_alone = sum(item.owner is None for item in plan.rejections)
-    return FusionReport(
-        mode=mode,
-        collectives_before=reductions + len(plan.rejections),
-        collectives_after=len(plan.buckets) + left_alone,
-        buckets=tuple(
-            _report_bucket(bucket, placement, mode)
-            for bucket, placement in zip_longest(plan.buckets, plan.placements)
-        ),
-        rejections=tuple(
-            RejectionReport(f"{item.node.name} ({item.node.target})", item.reason)
-            for item in plan.rejections
-        ),
-        digest=hashlib.sha256(f"{mode} {plan.digest()}".encode()).hexdigest()[:16],
-    )
+@dataclass(frozen=True)
+class Totals:
+    """Sums over what is used, and what was measured.
+
+    Attributes:
+        gradients: how many a step has that are averaged in buckets, of all modules.
+        launches: how many buckets it launches for them, by one collective each.
+        num_bytes: of the gradients in buckets.
+        sent_bytes: of what is sent for them.
+        copied_gradients: how many gradients were copied into their bucket in the last step.
+        steps: times of recorded steps, of this rank; ``None`` where none were recorded.
+        overlap: share of the time of the network that is hidden by compute; ``None`` likewise, and
+            where nothing was sent.
+        plain_step_s: seconds of a step before the recording, without a profiler; ``None`` likewise.
+        peak_memory_bytes: the largest memory so far: allocated on the GPU, or the process's.
+        peak_memory_of: which of the two: ``"cuda"`` or ``"process"``.
+        startup_s: seconds of compiling, by phase:
+            :func:`fusion_passes.reporting.report.startup_seconds`.
+        first_backward_s: seconds from the import of the package to the end of the first backward
+            whose gradients were reduced; ``None`` if there was none.
+    """
+
+    gradients: int
+    launches: int
+    num_bytes: int
+    sent_bytes: int
+    copied_gradients: int
+    steps: StepTimes | None
+    overlap: float | None
+    plain_step_s: float | None
+    peak_memory_bytes: int
+    peak_memory_of: str
+    startup_s: Mapping[str, float]
+    first_backward_s: float | None
 
 
-def _report_bucket(bucket: Bucket, placement: Placement | None, mode: str) -> BucketReport:
-    owner = bucket.members[0].owner
-    return BucketReport(
-        module=owner.module,
-        group=owner.process_group,
-        dtype=dtype_name(bucket.key.dtype),
-        num_bytes=bucket.num_bytes,
-        sent_bytes=bucket.sent_bytes,
-        cap_bytes=0,
-        scaling=bucket.scaling.method,
-        parameters=tuple(member.owner.parameter for member in bucket.members),
-        note=FLATTENS if mode == "coalesced" and owner.backend == "gloo" else "",
-        launched=placement.why_launched() if placement else "",
-        waited=placement.why_waited() if placement else "",
-        overlapped=placement.overlapped if placement else 0,
-        following=placement.following if placement else 0,
-    )
+@dataclass(frozen=True)
+class Report:
+    """What the flag has done in this process, and what came of it.
 
+    Attributes:
+        schema: :data:`SCHEMA`.
+        versions: of ``fusion_passes``, ``torch`` and ``python``.
+        rank: this rank; ``None`` without process groups.
+        world_size: number of ranks; likewise.
+        flag: the options that are set now, by name; ``None`` where the flag is off.
+        warnings: what the process has warned of.
+        advice: one line on what is worth trying; empty if there is none.
+        modules: the DDP modules that are there now and that reducers average, in the order of their
+            construction; where none is left, those that were there when steps were recorded.
+        graphs: of compiled autograd, one for each plan, in the order in which the first was
+            compiled.
+        backwards: how gradients were reduced, and why so.
+        predicted_from: from what it is known when the network was expected to be busy with buckets,
+            or why it is not; empty where no steps were recorded, or nothing is sent.
+        totals: sums, and what was measured.
+        timeline: the steps that were recorded last, of all ranks on rank 0; ``None`` if there are
+            none. It is no part of the JSON.
+    """
 
-FLATTENS = (
-    "Gloo copies the gradients into a buffer of its own, reduces that, and copies them back: "
-    "mode 'concat' does without"
-)
+    schema: str
+    versions: Mapping[str, str]
+    rank: int | None
+    world_size: int | None
+    flag: Mapping[str, Any] | None
+    warnings: tuple[str, ...]
+    advice: str
+    modules: tuple[ModuleReport, ...]
+    graphs: tuple[FusionReport, ...]
+    backwards: tuple[BackwardReport, ...]
+    predicted_from: str
+    totals: Totals
+    timeline: Timeline | None = field(repr=False, compare=False)
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """The report as JSON; ``docs/report.schema.json`` describes it."""
+        data = {name: value for name, value in vars(self).items() if name != "timeline"}
+        return json.dumps(data, default=asdict, indent=indent)
+
+    def write_timeline(self, path: str | Path) -> None:
+        """Write the recorded steps; see :func:`fusion_passes.reporting.drawing.write_timeline`.
+
+        Raises:
+            ValueError: no steps were recorded on this rank, or the name's end says no form.
+        """
+        if self.timeline is None:
+            raise ValueError(
+                "A timeline needs steps that were recorded, and there are none on this rank. Call "
+                "fusion_passes.record_steps() before them."
+            )
+        write_timeline(self.timeline, path)
+
+    def scalars(self) -> dict[str, float]:
+        """Numbers to log beside the loss, by names that TensorBoard groups under ``ddp_fusion``.
+        Those that were not measured are missing."""
+        totals = self.totals
+        known: dict[str, float | None] = {
+            "gradients": totals.gradients,
+            "launches": totals.launches,
+            "sent_mib": totals.sent_bytes / 2**20,
+            "copied_gradients": totals.copied_gradients,
+            "peak_memory_mib": totals.peak_memory_bytes / 2**20,
+            "overlap": totals.overlap,
+            "warnings": len(self.warnings),
+        }
+        if totals.steps is not None:
+            known |= asdict(totals.steps)
+        return {f"ddp_fusion/{name}": value for name, value in known.items() if value is not None}

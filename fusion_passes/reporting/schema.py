@@ -15,7 +15,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Final
 
-from fusion_passes.reporting.document import SCHEMA, Report
+from fusion_passes.reporting.records import SCHEMA, Report
 
 _SIMPLE: Final = types.MappingProxyType(
     {str: "string", int: "integer", float: "number", bool: "boolean"}

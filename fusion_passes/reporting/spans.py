@@ -18,9 +18,9 @@ PATTERNS: Final[tuple[tuple[Lane, re.Pattern[str]], ...]] = (
     ("network", re.compile(r"^ddp_fusion: ")),
     ("compute", re.compile(r"aten::|mkl|graph_\d|cpp_fused|kernel|triton_|fusion_passes::|void ")),
 )
-"""How the profiler calls what belongs to a lane; the first that is found in a name. What is in none
-holds others: regions, graphs, autograd nodes. Names that begin with ``ddp_fusion`` are the
-package's own; one without launch or wait is what a GPU does for a launch."""
+"""The lane of an event, by its name in the profiler: that of the first pattern that is found
+there. An event of no lane holds others: regions, graphs, autograd nodes. Names that begin with
+``ddp_fusion`` are the package's own; one without launch or wait is what a GPU does for a launch."""
 
 _NAMED: Final = re.compile(r"ddp_fusion: (.*?)(?: launch| wait)?")
 
@@ -72,7 +72,7 @@ class RankTimeline:
 
 
 def lane_of(name: str) -> Lane | None:
-    """The lane of what the profiler calls so; ``None`` for what only holds others."""
+    """The lane of an event with this name; ``None`` for one that only holds others."""
     return next((lane for lane, pattern in PATTERNS if pattern.search(name)), None)
 
 
@@ -90,7 +90,7 @@ def merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 def without(
     intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
 ) -> list[tuple[float, float]]:
-    """What of some intervals is in none of others."""
+    """The parts of intervals that lie in none of others, in order."""
     removed, rest, at = merged(others), list[tuple[float, float]](), 0
     for start, end in merged(intervals):
         low = start
@@ -144,7 +144,7 @@ def timeline_of(
 def _with_names(
     lane: Lane, parts: Iterable[tuple[float, float]], events: Sequence[Event]
 ) -> Iterator[Span]:
-    """Call the parts as the named event that they hold, or that holds them."""
+    """Make spans of these parts, each with the name of the named event that it overlaps."""
     named = [(match[1], a, b) for n, a, b in events if (match := _NAMED.fullmatch(n))]
     starts = [start for _, start, _ in named]
     for low, high in parts:
@@ -154,7 +154,7 @@ def _with_names(
 
 
 def _sent(sent: Sequence[Event], launches: Sequence[Event]) -> Iterator[Event]:
-    """What is on the network, by the name of the bucket that it belongs to.
+    """Give each event on the network the name of the bucket that it sends.
 
     A backend runs what is launched in its order, so the nth that it runs is the nth launch. Where
     several process groups run at once, their orders can mix, and so can the names.

@@ -20,6 +20,12 @@ SCALED: Final = MappingProxyType(
     }
 )
 
+FLATTENS: Final = (
+    "Gloo copies the gradients into a buffer of its own, reduces that, and copies them back: "
+    "mode 'concat' does without"
+)
+"""The note of a bucket whose gradients are sent as a list over Gloo."""
+
 
 def format_report(report: FusionReport, *, width: int = 100) -> str:
     """The report as plain text.
@@ -34,16 +40,11 @@ def format_report(report: FusionReport, *, width: int = 100) -> str:
         f"{report.collectives_after} launched a step ({source}, plan {report.digest})"
     )
     lines = [title]
-    for sentence in report.decision:
-        lines += _hang("buckets: ", sentence, width)
     if report.buckets:
-        lines.append(f"{'bucket':>6}  {'size':>9}  {'cap':>9}  {'gradients':>9}  what")
+        lines.append(f"{'bucket':>6}  {'size':>9}  {'gradients':>9}  what")
     for index, bucket in enumerate(report.buckets):
-        cap = format_bytes(bucket.cap_bytes) if bucket.cap_bytes else "none"
-        head = (
-            f"{index:>6}  {format_bytes(bucket.num_bytes):>9}  {cap:>9}"
-            f"  {len(bucket.parameters):>9}  "
-        )
+        size = format_bytes(bucket.num_bytes)
+        head = f"{index:>6}  {size:>9}  {len(bucket.parameters):>9}  "
         lines += _hang(head, _contents(bucket), width)
         for reason, names in copies_by_reason(bucket).items():
             lines += _hang(" " * len(head), f"copied: {', '.join(names)}: {reason}", width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from fusion_passes.profile.records import NOWHERE, Site
@@ -23,8 +23,9 @@ class BucketTimes:
         ended_s: the network is done with it.
         waited_s: the wait for it begins; ``None`` where no wait was seen.
         resumed_s: the rank goes on after that wait; on a GPU, the host does.
-        exposed_s: seconds in which the network is busy with it and the rank does not compute. What
-            several buckets are to blame for is the first one's: they sum up to the exposed time.
+        exposed_s: seconds in which the network is busy with it and the rank does not compute. Where
+            several buckets are on the network, they are the first one's: all sum up to the exposed
+            time of the step.
     """
 
     launched_s: float
@@ -143,8 +144,8 @@ class Timeline:
         """When the network was expected to begin and to end with each bucket, by the clock of a
         step.
 
-        Of those whose start is not known by that clock, as that of a graph is not, the first one is
-        put where the network began with it.
+        Predictions count from a start of their own, such as that of the backward: the first bucket
+        of each is put where the network began with it, and the others follow from there.
 
         Args:
             started_s: when the network began with each bucket, by its name.
@@ -160,25 +161,6 @@ class Timeline:
                 }
         return found
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Timeline:
-        """The timeline of these plain values."""
-        return Timeline(
-            tuple(map(rank_from_json, data["ranks"])),
-            {name: tuple(parameters) for name, parameters in data["buckets"].items()},
-            data["plain_step_s"],
-            tuple(data["missing"]),
-            tuple(
-                {name: (start_s, end_s) for name, (start_s, end_s) in graph.items()}
-                for graph in data["predicted"]
-            ),
-            data["predicted_from"],
-        )
-
 
 def rank_from_json(data: Mapping[str, Any]) -> RankSteps:
     """The steps of a rank out of plain values."""
@@ -188,8 +170,8 @@ def rank_from_json(data: Mapping[str, Any]) -> RankSteps:
 
 
 def exposed_of(step: RankTimeline) -> list[tuple[Span, list[tuple[float, float]]]]:
-    """What is on the network in a step, in order, each with the times in which it is there, nothing
-    that began before it is, and the rank does not compute."""
+    """The spans on the network in a step, in order, each with the intervals that it is to blame
+    for: it is on the network, none that began earlier is, and the rank does not compute."""
     sent = sorted((s for s in step.spans if s.lane == "network"), key=lambda span: span.start_s)
     computing = [(span.start_s, span.end_s) for span in step.spans if span.lane == "compute"]
     begun = 0.0

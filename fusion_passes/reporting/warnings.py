@@ -1,4 +1,4 @@
-"""Says each thing once."""
+"""Warnings for the user, each given once."""
 
 from __future__ import annotations
 
@@ -62,7 +62,3 @@ def _users_level() -> int:
     while frame and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
         frame, level = frame.f_back, level + 1
     return level
-
-
-_SHOWN: Final = 5
-"""How many items of a list are shown to people."""

@@ -5,11 +5,9 @@ They are slow to import, and are imported inside functions.
 
 from __future__ import annotations
 
-import pickle
+import contextlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
@@ -25,6 +23,15 @@ def inductor_entries() -> dict[str, ConfigEntry]:
 def torch_fuses_ddp() -> bool:
     """Whether torch's own fusion of DDP's all-reduces is on."""
     return bool(inductor_config._fuse_ddp_communication)
+
+
+def without_torchs_ddp_fusion() -> contextlib.AbstractContextManager[None]:
+    """A context in which that is off; what is set of it meanwhile is undone at the end."""
+    size = inductor_config._fuse_ddp_bucket_size
+    patch: contextlib.AbstractContextManager[None] = inductor_config.patch(
+        _fuse_ddp_communication=False, _fuse_ddp_bucket_size=size
+    )
+    return patch
 
 
 def inductor_counters() -> Any:
@@ -107,48 +114,6 @@ def let_outputs_lie(output: torch.fx.Node, strides: Mapping[int, tuple[int, ...]
         output.meta["original_output_strides"] = wanted
 
 
-def cache_directory() -> str:
-    """Where Inductor keeps its caches on this machine."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return cache_dir()
-
-
-def carry_text(name: str, text: str) -> None:
-    """Let a text travel with the compiled graphs that ``torch.compiler.save_cache_artifacts()``
-    saves. As an artifact of Inductor's own: one of another type would make the whole load fail in a
-    process that has not imported the package yet.
-
-    Args:
-        name: by which :func:`carried_text` finds it, after they were loaded.
-        text: whatever.
-    """
-    import torch._inductor.codecache  # noqa: F401  It registers the type of artifact.
-    from torch.compiler._cache import CacheArtifactManager
-
-    # A load looks for kernels in what it takes for a compiled graph (torch 2.13).
-    content = pickle.dumps(SimpleNamespace(_triton_bundle=None, text=text))
-    CacheArtifactManager.record_artifact("inductor", name, content)
-
-
-def carried_text(name: str) -> str | None:
-    """The text that :func:`carry_text` was given in another process; ``None`` if none was loaded.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is something else.
-    """
-    from torch._inductor.codecache import FxGraphCache
-
-    for path in sorted(Path(FxGraphCache._get_tmp_dir_for_key(name)).glob("*")):
-        try:
-            text: str = pickle.loads(path.read_bytes()).text  # As Inductor reads all that is here.
-        except (pickle.UnpicklingError, EOFError, AttributeError) as error:
-            raise ValueError(f"{path} holds no text") from error
-        return text
-    return None
-
-
 def donates_buffers() -> bool:
     """Whether a backward may overwrite what its forward has saved. Inductor writes other code then,
     and the keys of its FX graph cache do not know it (torch 2.11 to 2.15)."""
@@ -171,8 +136,8 @@ def inductor_lowerings() -> Any:
     return torch._inductor.lowering
 
 
-def graph_lowering() -> Annotated[Any, "torch._inductor.graph.GraphLowering"]:
-    """The graph that Inductor is lowering."""
+def graph_lowering() -> Any:
+    """The graph that Inductor is lowering: its ``GraphLowering``."""
     from torch._inductor.virtualized import V
 
     return V.graph

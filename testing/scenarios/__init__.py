@@ -1,4 +1,4 @@
 """All that is trained beside eager DDP: ``catalog`` says what, ``features`` have the trainings.
 
-Tests, the nightly matrix and ``make gpu`` run over the same entries.
+``tests/reducer/test_scenarios.py`` trains all of it, ``make gpu`` what depends on the device.
 """

@@ -12,8 +12,7 @@ Becomes = Literal["equal", "equal, unfused", "refused"]
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is trained, how, and what must come of it; a row of the nightly matrix, for each dtype
-    that it is trained in.
+    """What is trained, how, and what must come of it, in each dtype that it is trained in.
 
     Attributes:
         parallelism: how the ranks share the work; a word for selections.
@@ -46,12 +45,8 @@ class Scenario:
         options: of ``FusionConfig``, by name, beside mode and graph.
         arguments: of the target, by name, beside the run; mostly fields of
             :class:`testing.scenarios.loop.Loop`.
-        group_timeout_s: how long a collective may take.
-        quick: whether it belongs to the quick selection of the matrix, in its first dtype; which
-            modes.
         tested: in which modes a check trains it, as ``"concat"`` or, in another dtype than the
-            first, ``"concat/bf16"``; tests of nightly jobs train these dtypes in the other mode
-            too. Empty: only nightly jobs train it.
+            first, ``"concat/bf16"``. Nightly jobs train it in all modes and dtypes.
         each_torch: whether a check trains it on the oldest and the newest torch too, in its first
             dtype.
         newest_torch: as that, but costly, and left to nightly jobs on the oldest.
@@ -76,8 +71,6 @@ class Scenario:
     must_fail: str = ""
     options: tuple[tuple[str, Any], ...] = ()
     arguments: tuple[tuple[str, Any], ...] = ()
-    group_timeout_s: float = 60.0
-    quick: tuple[str, ...] = ()
     tested: tuple[str, ...] = ()
     each_torch: bool = False
     newest_torch: bool = False

@@ -45,7 +45,7 @@ class Loop:
         zero: ``"none"``: gradients are dropped before each step; ``"kept"``: set to zero;
             ``"never"``: added to from step to step.
         loss: of a model and a batch.
-        draw: makes a batch of a size; by default whole numbers in the cell's dtype.
+        draw: makes a batch of a size; by default whole numbers in the run's dtype.
         sizes: of the batches, in turn.
         optimizer: of the model's parameters.
         options: of ``torch.compile``.

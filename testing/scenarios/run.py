@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes import FusionReport
-from fusion_passes.ddp.module import REDUCER, reducer_of
-from fusion_passes.reducer.reducer import Reducer
+from fusion_passes.reducer.reducer import REDUCER, Reducer, reducer_of
 from testing import models
 from testing.models import Batch
 
@@ -39,7 +38,7 @@ class Run:
 
     Attributes:
         way: which.
-        dtype: of the cell.
+        dtype: of its gradients, or of autocast.
         device: of this rank.
         casts: whether models get that dtype, whatever they were made in.
         backwards: gradients after each backward, by the parameter's name.
@@ -108,12 +107,12 @@ class Run:
         return compiled
 
     def mlp(self, depth: int = 3, outputs: int = models.OUTPUTS) -> nn.Sequential:
-        """An exact model in the cell's dtype. In 16 bits, two layers stay exact, and no more."""
+        """An exact model in the run's dtype. In 16 bits, two layers stay exact, and no more."""
         depth = depth if self.dtype.itemsize >= torch.float32.itemsize else min(depth, 2)
         return models.mlp(depth, outputs, self.dtype)
 
     def rows(self, step: int, micro: int = 0, *, seat: int | None = None, size: int = 4) -> Batch:
-        """A batch of whole numbers in the cell's dtype, for an exact model.
+        """A batch of whole numbers in the run's dtype, for an exact model.
 
         Args:
             step: of the optimizer.
@@ -185,7 +184,7 @@ class Run:
         """Layouts that there are since the last call."""
         modules = filter(None, (reference() for reference in self._wrapped))
         reducers = {reducer_of(module) for module in modules if REDUCER in module.__dict__}
-        new = {r for r in reducers if r.layout is not None} - set(self._with_layout)
+        new = {r for r in reducers if r.has_rebuilt_buckets} - set(self._with_layout)
         self._with_layout.update(new)
         return len(new)
 

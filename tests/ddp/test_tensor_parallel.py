@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig
-from fusion_passes.ddp.module import reducer_of
 from fusion_passes.graph.collectives import is_launch
-from fusion_passes.install import fuse_pass
+from fusion_passes.install import compiles
 from fusion_passes.passes import pipeline
 from fusion_passes.plan.buckets import BucketPlan
+from fusion_passes.reducer.reducer import reducer_of
 from testing.fake_world import fake_world, one_rank
 from testing.models import WIDTH
 from testing.scenarios.features.tensor import LENGTH, FeedForward, columns_and_rows, sequences
@@ -59,7 +59,7 @@ def collectives(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> tuple[Foun
             traced.append((str(node.target).split(".")[1].removesuffix("_"), node.args[-1]))
         return pipeline.run_pipeline(graph, *args, **options)
 
-    monkeypatch.setattr(fuse_pass, "run_pipeline", run_pipeline)
+    monkeypatch.setattr(compiles, "run_pipeline", run_pipeline)
     torch._dynamo.reset()
     flag = FusionConfig(backward_graph="compiled_autograd")
     with inductor_config.patch(ddp_fusion=flag, fx_graph_cache=False):

@@ -20,14 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes import FusionConfig, FusionWarning
-from fusion_passes.install.changes import value_of
-from fusion_passes.install.fuse_pass import FusePass
-from fusion_passes.install.pass_slot import SLOT
-from fusion_passes.install.patch import Span
-from fusion_passes.install.patches import PATCHES
-from fusion_passes.install.store_pass import StorePass
+from fusion_passes.install.compiles import SLOT, FusePass, StorePass
 from fusion_passes.reducer.backward import reducers
 from testing.fake_world import fake_world, one_rank, two_layers, without_kernels
+from tests.install.torch_state import listed, value_of
 
 
 @pytest.fixture(autouse=True)
@@ -39,12 +35,8 @@ def _flag_off() -> Iterator[None]:
 
 def _torch_state() -> dict[str, object]:
     """Everything of torch that the flag changes, as long as it is set or during a call."""
-    values = {
-        patch.what: value_of(patch.what)
-        for patch in PATCHES
-        if patch.span in (Span.FLAG, Span.CALL)
-    }
-    return {what: set(v) if isinstance(v, set) else v for what, v in values.items()}
+    names = listed("While the flag is set") | listed("During a call")
+    return {what: value_of(what) for what in names}
 
 
 NO_CACHE: Any = {"fx_graph_cache": False}

@@ -11,10 +11,13 @@ from __future__ import annotations
 import atexit
 import importlib
 import json
+import pkgutil
+import re
 import sys
 import types
 import warnings
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +36,23 @@ IMPORTED_FIRST = (
     "torch.distributed.tensor.parallel.ddp",
 )
 """What the package imports of torch: that alone changes other modules, too."""
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "patches.md"
+
+
+def listed(heading: str) -> set[str]:
+    """The names in the first column of the tables of docs/patches.md under a heading."""
+    text = PAGE.read_text()
+    _, found, after = text.partition(f"\n## {heading}\n")
+    assert found, f"{PAGE.name} has no heading {heading!r}"
+    rows = re.findall(r"^\| (`.*?) \|", after.partition("\n## ")[0], re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}
+
+
+def value_of(what: str) -> Any:
+    """What a dotted name of torch stands for; a copy of a set."""
+    value = pkgutil.resolve_name(what)
+    return set(value) if isinstance(value, set) else value
 
 
 def everything() -> Values:
@@ -143,17 +163,15 @@ def main() -> None:
     before, callbacks = contents(), atexit._ncallbacks()
 
     from fusion_passes import FusionReport
-    from fusion_passes.install import fuse_pass, store_pass
-    from fusion_passes.install.patches import PATCHES
-    from fusion_passes.reporting.journal import journal
+    from fusion_passes.install import compiles
+    from fusion_passes.reporting.graphs import compile_log
 
     torch._inductor.config.ddp_fusion = "concat"
     DistributedDataParallel(torch.nn.Linear(2, 2))
-    fuse_pass._teach_inductor()
-    store_pass._teach_inductor()
-    journal.add(FusionReport("concat", 1, 1, (), (), "digest"))
+    compiles._teach_inductor()
+    compile_log.add(FusionReport("concat", 1, 1, (), (), "digest"))
     torch._inductor.config.ddp_fusion = None
-    names = _differences(before, contents(), {patch.what for patch in PATCHES})
+    names = _differences(before, contents(), listed("Until the process ends"))
     at_exit = ["atexit.register"] * (atexit._ncallbacks() > callbacks)
     print(json.dumps([*names, *at_exit]))
     torch.distributed.destroy_process_group()

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes
 from fusion_passes import FusionConfig
 from fusion_passes.config import FusionMode
-from fusion_passes.reporting.journal import journal
+from fusion_passes.reporting.graphs import compile_log
 from storage.code import Traffic, read_traffic
 from testing.fake_world import fake_world, one_rank
 from tests.support.call_sequence import call_sequence
@@ -87,7 +87,7 @@ def generate(
     traced by compiled autograd: the second step does not compile anew. Gradients are new, unless
     they are kept."""
     torch._dynamo.reset()
-    journal.clear()
+    compile_log.clear()
     with world(), inductor_config.patch(ddp_fusion=flag, fx_graph_cache=False):
         ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
         compiled = torch.compile(ddp)

@@ -14,8 +14,9 @@ from torch._inductor import config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from fusion_passes.ddp.module import reducer_of
+import fusion_passes
 from fusion_passes.reducer import copies
+from fusion_passes.reducer.reducer import reducer_of
 from testing.fake_world import one_rank
 
 ALL = ("0.bias", "0.weight", "1.bias", "1.weight", "2.bias", "2.weight")
@@ -82,12 +83,25 @@ def test_a_weight_that_the_loss_reads_too() -> None:
     assert found == {name: copies.BESIDE for name in ALL if name != "1.weight"}
 
 
-def test_two_forwards_of_one_backward() -> None:
+@pytest.mark.parametrize("forwards", [2, 3])
+def test_several_forwards_of_one_backward(forwards: int) -> None:
+    """The last one stores what all have given."""
     ddp = layers()
     compiled = torch.compile(ddp)
 
     def step() -> None:
-        (compiled(X).sum() + compiled(2 * X).sum()).backward()
+        torch.stack([compiled(n * X).sum() for n in range(forwards)]).sum().backward()
+
+    assert reasons(ddp, step) == {}
+
+
+def test_a_layer_that_is_used_more_often_than_the_others() -> None:
+    """Its gradient is another sum than those that its graph stores together with it."""
+    ddp = layers()
+    compiled, last = torch.compile(ddp), torch.compile(ddp.module[2])
+
+    def step() -> None:
+        (compiled(X).sum() + last(X).sum()).backward()
 
     assert reasons(ddp, step) == dict.fromkeys(ALL, copies.SEVERAL)
 
@@ -200,3 +214,19 @@ def test_sparse_gradients_and_another_backend_than_inductor() -> None:
     found = reasons(ddp, lambda: compiled(rows).sum().backward())
     assert found.pop("0.weight") == copies.SPARSE
     assert found == dict.fromkeys(ALL[2:4], copies.NOT_STORED)
+
+
+def test_what_a_compiled_backward_copies_itself_is_in_the_report() -> None:
+    """Also of a graph from a cache, which is not lowered in this process."""
+    for _ in range(2):
+        torch._dynamo.reset()
+        ddp = DistributedDataParallel(nn.Conv2d(1, 4, 3))
+        compiled = torch.compile(ddp)
+        for _ in range(2):
+            ddp.zero_grad()
+            compiled(torch.ones(2, 1, 8, 8)).sum().backward()
+        *_, module = fusion_passes.report().modules
+        copied = dict(pair for bucket in module.buckets for pair in bucket.copied)
+        assert module.stored == 2
+        why = "aten.convolution_backward allocates its result itself"
+        assert copied == {"weight": why, "bias": why}

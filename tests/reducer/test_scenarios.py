@@ -1,21 +1,25 @@
 """What the catalogue of scenarios says, on ranks: gradients of eager DDP, in buckets, while the
 backward runs, with the launches and the warnings that each entry names.
 
-The nightly matrix runs over the same entries, each in processes of its own.
+A check trains each entry in the modes and dtypes that it names, nightly jobs in all of them, and
+with traced backwards.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Final
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from nightly_matrix.outcomes import judge
-from testing.scenarios.both_ways import flag_of, train_both
+from testing.scenarios.both_ways import flag_of, target_of, train_both
 from testing.scenarios.catalog import SCENARIOS
 from testing.scenarios.entries import Scenario
+from testing.scenarios.outcomes import judge
 from testing.scenarios.ranks import RankReport
 
 RUN = Callable[..., list[Any]]
@@ -24,22 +28,40 @@ RUN = Callable[..., list[Any]]
 GROUPS: Final = {3: "three ranks", 4: "four ranks"}
 """Tests of as many ranks take turns: each worker has ranks of its own."""
 
+COMPILED_ANEW: Final = ("ddp-4", "update-group")
+"""The entry that says for which other process group nothing is compiled anew: with traced
+backwards, one graph is."""
+
+TIMEOUT: Final = timedelta(seconds=5)
+"""Of collectives, where one is to fail."""
+
 
 def _cases() -> list[Any]:
-    """``(scenario, mode, dtype)`` of what a check trains, and by night of the other mode, and of
-    all else."""
+    """``(scenario, mode, dtype)`` of what a check trains, and by night of all else."""
     found = []
     for scenario in SCENARIOS:
         now = {(mode, dtype or scenario.dtypes[0]) for mode, dtype in map(_parts, scenario.tested)}
-        if scenario.must_fail:  # Ranks wait for a timeout: see test_errors.py.
-            continue
-        dtypes = [dtype for _, dtype in sorted(now)] or [scenario.dtypes[0]]
-        for dtype in dict.fromkeys(dtypes):
+        for dtype in scenario.dtypes:
             for mode in scenario.modes:
                 marks = _marks(scenario, dtype, is_now=(mode, dtype) in now)
                 name = _name_of(scenario, mode, dtype)
                 found.append(pytest.param(scenario, mode, dtype, marks=marks, id=name))
     return found
+
+
+def _traced() -> list[Any]:
+    """What nightly jobs train with ``backward_graph="compiled_autograd"``, each in one mode."""
+    return [
+        pytest.param(
+            scenario,
+            marks=_marks(scenario, "", is_now=False),
+            id=_name_of(scenario, scenario.modes[0], scenario.dtypes[0]),
+        )
+        for scenario in SCENARIOS
+        if "backward_graph" not in dict(scenario.options)
+        and not scenario.must_fail
+        and (scenario.parallelism, scenario.feature) != COMPILED_ANEW
+    ]
 
 
 def _parts(tested: str) -> tuple[str, str]:
@@ -66,9 +88,18 @@ def _name_of(scenario: Scenario, mode: str, dtype: str) -> str:
     return name if dtype == scenario.dtypes[0] else f"{name}-{dtype}"
 
 
-def train(scenario: Scenario, mode: str, dtype: str) -> RankReport:
+def test_each_entry_has_a_name_of_its_own_and_a_training() -> None:
+    names = Counter(f"{scenario.parallelism}/{scenario.feature}" for scenario in SCENARIOS)
+    assert names.most_common(1)[0][1] == 1, names.most_common(1)
+    for scenario in SCENARIOS:
+        assert callable(target_of(scenario)), scenario.feature
+
+
+def train(scenario: Scenario, mode: str, dtype: str, graph: str = "auto") -> RankReport:
     """A job for every rank."""
-    report = train_both(scenario, dtype, flag_of(scenario, mode), torch.device("cpu"))
+    if scenario.must_fail:
+        dist.distributed_c10d._set_pg_timeout(TIMEOUT)
+    report = train_both(scenario, dtype, flag_of(scenario, mode, graph), torch.device("cpu"))
     for failure in filter(None, (report.eager, report.fused)):
         # At once, for others wait for this rank.
         assert scenario.becomes == "refused", failure.trace
@@ -78,7 +109,7 @@ def train(scenario: Scenario, mode: str, dtype: str) -> RankReport:
 @pytest.mark.parametrize(("scenario", "mode", "dtype"), _cases())
 def test_trains_as_eager_ddp(run_on_ranks: RUN, scenario: Scenario, mode: str, dtype: str) -> None:
     reports = run_on_ranks(scenario.ranks, train, scenario=scenario, mode=mode, dtype=dtype)
-    outcome = judge(scenario, reports, fate="", log="")
+    outcome = judge(scenario, reports)
     assert outcome.kind == scenario.becomes, f"{outcome.words}\n{outcome.detail}"
     if scenario.becomes == "refused":
         return
@@ -87,6 +118,19 @@ def test_trains_as_eager_ddp(run_on_ranks: RUN, scenario: Scenario, mode: str, d
         assert not scenario.launches or report.launches == (scenario.launches,)
         assert report.traced == 0 or "backward_graph" in dict(scenario.options)
         _assert_warned(report, scenario.warns)
+
+
+@pytest.mark.parametrize("scenario", _traced())
+def test_trains_as_eager_ddp_where_backwards_are_traced(
+    run_on_ranks: RUN, scenario: Scenario
+) -> None:
+    mode, graph = scenario.modes[0], "compiled_autograd"
+    dtype = scenario.dtypes[0]
+    reports = run_on_ranks(
+        scenario.ranks, train, scenario=scenario, mode=mode, dtype=dtype, graph=graph
+    )
+    outcome = judge(scenario, reports)
+    assert outcome.kind == scenario.becomes, f"{outcome.words}\n{outcome.detail}"
 
 
 def _assert_warned(report: RankReport, warns: tuple[str, ...]) -> None:

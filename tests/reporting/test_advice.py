@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 from fusion_passes import BucketReport
-from fusion_passes.reporting.advice import advice
-from fusion_passes.reporting.records import BucketDocument
+from fusion_passes.reporting.report import advice
 from fusion_passes.reporting.timeline import BucketTimes, StepTimes
 
 STEPS = StepTimes(step_s=1.0, compute_s=0.8, network_s=0.5, hidden_s=0.3, exposed_s=0.2)
 
 
-def bucket(number: int, exposed_s: float, *parameters: str, **changes: object) -> BucketDocument:
-    plan = BucketReport("DDP 0 (Net)", "0", "float32", 2**20, 2**20, 0, "collective", parameters)
+def bucket(number: int, exposed_s: float, *parameters: str, **changes: object) -> BucketReport:
+    report = BucketReport("DDP 0 (Net)", "0", "float32", 2**20, 2**20, 0, "collective", parameters)
     times = BucketTimes(0.0, 0.0, 0.0, None, None, exposed_s)
-    changed = dataclasses.replace(plan, **changes)  # type: ignore[arg-type]
-    return BucketDocument(f"DDP 0 (Net) bucket {number}", changed, times)
+    name = f"DDP 0 (Net) bucket {number}"
+    return dataclasses.replace(report, name=name, times=times, **changes)  # type: ignore[arg-type]
 
 
 def test_nothing_is_said_where_nothing_was_measured_or_is_to_be_gained() -> None:
@@ -52,5 +51,5 @@ def test_a_small_bucket_takes_what_a_message_takes() -> None:
 def test_where_no_bucket_stands_out_it_is_the_choice_of_buckets() -> None:
     even = [bucket(number, 0.05, f"w{number}") for number in range(4)]
     assert 'Try ddp_fusion = "auto"' in advice(STEPS, even)
-    chosen = [bucket(number, 0.05, f"w{number}", predicted_end_s=1.0) for number in range(4)]
+    chosen = [bucket(number, 0.05, f"w{number}", planned_s=(0.9, 1.0)) for number in range(4)]
     assert "fixed caps" in advice(STEPS, chosen)

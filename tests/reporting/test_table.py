@@ -23,7 +23,7 @@ REPORT = FusionReport(
             dtype="float32",
             num_bytes=1536,
             sent_bytes=768,
-            cap_bytes=MIB,
+            cap_bytes=0,
             scaling="result",
             parameters=("head.bias", "head.weight"),
             waited="at the end",
@@ -36,7 +36,7 @@ REPORT = FusionReport(
             dtype="bfloat16",
             num_bytes=30 * MIB,
             sent_bytes=30 * MIB,
-            cap_bytes=25 * MIB,
+            cap_bytes=0,
             scaling="bucket",
             parameters=tuple(f"layers.{index}.weight" for index in range(5)),
             copied=(
@@ -62,16 +62,15 @@ def test_the_table() -> None:
         format_report(REPORT),
         """\
 ddp_fusion concat: 8 collectives traced, 3 launched a step (compiled here, plan 0123456789abcdef)
-bucket       size        cap  gradients  what
-     0    1.5 KiB    1.0 MiB          2  float32 sent as 768 B, scaled after the wait, DDP 0 (Net),
-                                         group 0: head.bias, head.weight
-     1   30.0 MiB   25.0 MiB          5  bfloat16, scaled in the bucket, DDP 0 (Net), group 0:
-                                         layers.0.weight, layers.1.weight, layers.2.weight,
-                                         layers.3.weight, layers.4.weight
-                                         copied: layers.0.weight, layers.3.weight: a reason
-                                         copied: layers.1.weight: another reason
-                                         waited for early, because x reads it
-                                         what the backend does
+bucket       size  gradients  what
+     0    1.5 KiB          2  float32 sent as 768 B, scaled after the wait, DDP 0 (Net), group 0:
+                              head.bias, head.weight
+     1   30.0 MiB          5  bfloat16, scaled in the bucket, DDP 0 (Net), group 0: layers.0.weight,
+                              layers.1.weight, layers.2.weight, layers.3.weight, layers.4.weight
+                              copied: layers.0.weight, layers.3.weight: a reason
+                              copied: layers.1.weight: another reason
+                              waited for early, because x reads it
+                              what the backend does
 left alone: all_reduce_7 (_c10d_functional.all_reduce.default): its own reason""",
     )
 
@@ -82,24 +81,19 @@ def test_a_narrow_terminal_folds_the_names() -> None:
         text,
         """\
 ddp_fusion concat: 8 collectives traced, 3 launched a step (compiled here, plan 0123456789abcdef)
-bucket       size        cap  gradients  what
-     0    1.5 KiB    1.0 MiB          2  float32 sent as 768 B, scaled
-                                         after the wait, DDP 0 (Net),
-                                         group 0: head.bias, head.weight
-     1   30.0 MiB   25.0 MiB          5  bfloat16, scaled in the bucket,
-                                         DDP 0 (Net), group 0:
-                                         layers.0.weight,
-                                         layers.1.weight,
-                                         layers.2.weight,
-                                         layers.3.weight,
-                                         layers.4.weight
-                                         copied: layers.0.weight,
-                                         layers.3.weight: a reason
-                                         copied: layers.1.weight:
-                                         another reason
-                                         waited for early, because x
-                                         reads it
-                                         what the backend does
+bucket       size  gradients  what
+     0    1.5 KiB          2  float32 sent as 768 B, scaled after the
+                              wait, DDP 0 (Net), group 0: head.bias,
+                              head.weight
+     1   30.0 MiB          5  bfloat16, scaled in the bucket, DDP 0
+                              (Net), group 0: layers.0.weight,
+                              layers.1.weight, layers.2.weight,
+                              layers.3.weight, layers.4.weight
+                              copied: layers.0.weight, layers.3.weight:
+                              a reason
+                              copied: layers.1.weight: another reason
+                              waited for early, because x reads it
+                              what the backend does
 left alone: all_reduce_7 (_c10d_functional.all_reduce.default): its own
             reason""",
     )

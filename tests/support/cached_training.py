@@ -32,12 +32,12 @@ def main(flag: str, bucket_cap_mb: float, version: str, load: Path | None) -> di
     if load is not None:  # Before the package is imported.
         torch.compiler.load_cache_artifacts(load.read_bytes())
     import fusion_passes  # noqa: F401 - it adds the flag
-    from fusion_passes.ddp.module import reducer_of
-    from fusion_passes.install import store_pass
+    from fusion_passes.install import compiles
+    from fusion_passes.reducer.reducer import reducer_of
     from testing.fake_world import one_rank, two_layers
 
     if version:
-        vars(store_pass)["__version__"] = version
+        vars(compiles)["__version__"] = version
     inductor_config.ddp_fusion = flag_of(flag)
     with one_rank():
         ddp = DistributedDataParallel(two_layers(), bucket_cap_mb=bucket_cap_mb)

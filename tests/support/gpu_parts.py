@@ -1,4 +1,4 @@
-"""A small catalog for the tests of ``tools/gpu.py``."""
+"""A small catalog for the tests of ``tools/gpu.py``. Only trainings import torch."""
 
 from __future__ import annotations
 
@@ -44,6 +44,35 @@ def hangs(site: Any, note: Any) -> None:
     time.sleep(600)
 
 
+def differs(run: Any) -> None:
+    _record(run, 2.0 if run.is_fused else 1.0)
+
+
+def refuses(run: Any) -> None:
+    if run.is_fused:
+        raise ValueError("fake=True is not supported while ddp_fusion is set: leave it out.")
+    _record(run, 1.0)
+
+
+def refuses_on_one_rank(run: Any) -> None:
+    import torch.distributed as dist
+
+    if run.is_fused and dist.get_rank() == 1:
+        raise ValueError("ddp_fusion does not like rank 1")
+    _record(run, 1.0)
+
+
+def is_silent(run: Any) -> None:
+    """Is equal, and nothing says whether it is fused."""
+    _record(run, 1.0)
+
+
+def _record(run: Any, value: float) -> None:
+    import torch
+
+    run.backwards.append({"weight": torch.tensor([value])})
+
+
 def _measuring(name: str, **options: Any) -> Part:
     measure = f"{__name__}:{name.replace('-', '_')}"
     return Part(name, "copies", measure=measure, has_group=False, **options)
@@ -60,11 +89,11 @@ PARTS = (
         2,
         (
             _check("a real one", "testing.scenarios.features.loops:plain"),
-            _check("another result", "tests.support.nightly_scenarios:differs"),
-            _check("both ranks fail", "tests.support.nightly_scenarios:refuses"),
+            _check("another result", f"{__name__}:differs"),
+            _check("both ranks fail", f"{__name__}:refuses"),
             _check("the same again", "testing.scenarios.features.loops:plain"),
-            _check("one rank fails", "tests.support.nightly_scenarios:refuses_on_one_rank"),
-            _check("after it", "tests.support.nightly_scenarios:is_silent"),
+            _check("one rank fails", f"{__name__}:refuses_on_one_rank"),
+            _check("after it", f"{__name__}:is_silent"),
         ),
     ),
     _measuring("is-right"),

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_passes.lowering.pack import register_lowerings
-from fusion_passes.reporting.journal import journal
+from fusion_passes.reporting.graphs import compile_log
 
 
 @dataclass(frozen=True)
@@ -63,5 +63,5 @@ def lower(
         ):
             _, codes = run_and_get_code(compile_it)
     finally:
-        register_lowerings(journal.packed)
+        register_lowerings(compile_log.packed)
     return Lowered(lambda values: list(compiled[0](list(values))), codes[-1], copied)

@@ -210,13 +210,6 @@ def test_another_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
         Run.read(path)
 
 
-def test_results_that_name_no_part_are_steps() -> None:
-    kept = list(Path("docs/bench").glob("*.json"))
-    steps = [path for path in kept if json.loads(path.read_text()).get("part", "steps") == "steps"]
-    assert 0 < len(steps) < len(kept)
-    assert all(Run.read(path).cells for path in steps)
-
-
 # The command
 
 

@@ -240,14 +240,14 @@ class Rank:
     def _ranks(self) -> Any:
         """All ranks, as what measures a profile sees them."""
         from fusion_passes.profile.measure import Ranks
-        from fusion_passes.torch_private.profiling import world_group
+        from fusion_passes.torch_private.process_groups import world_group
 
         timeout = datetime.timedelta(seconds=self._assignment.timeout_s)
         return Ranks(world_group(), self._device, timeout)
 
     def timelines(self, count: int) -> list[Any]:
         """What this rank does when, in each of some steps: a ``RankTimeline`` for each."""
-        from fusion_passes.reporting.profile import new_profiler, read_profile
+        from fusion_passes.reporting.recording import new_profiler, read_profile
 
         self.steps(2)
         found = []
@@ -266,7 +266,7 @@ class Rank:
         import fusion_passes
 
         modules = fusion_passes.report().modules
-        buckets = [bucket.plan for module in modules for bucket in module.buckets]
+        buckets = [bucket for module in modules for bucket in module.buckets]
         mib = " + ".join(f"{bucket.num_bytes / 2**20:.1f}" for bucket in buckets)
         said = [sentence for module in modules for sentence in module.decision]
         return "; ".join([*said, f"{mib} MiB"])

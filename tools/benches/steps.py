@@ -130,7 +130,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     old = Run.read(options.compare) if options.compare else None
     output = options.output or Path(time.strftime("bench-%Y%m%d-%H%M%S"))
     output.mkdir(parents=True, exist_ok=True)
-    # make bench and the pages of docs/bench name no part.
+    # make bench names no part.
     run = Run(Origin.here("", arguments))
     interrupted = False
     try:

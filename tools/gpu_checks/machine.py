@@ -156,7 +156,7 @@ def _triton() -> str:
 
 def _code() -> str:
     """A hash of what a result can depend on: the package and the checks."""
-    tools = ("gpu_checks", "workloads", "nightly_matrix", "bench_steps")
+    tools = ("gpu_checks", "workloads", "bench_steps")
     folders = ("fusion_passes", "testing", *(f"tools/{name}" for name in tools))
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:12]

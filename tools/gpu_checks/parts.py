@@ -44,7 +44,7 @@ LOOPS: Final = (
     "bucket-view",
     "hook-bf16",
 )
-"""Features of the nightly matrix that depend on the device, or that trainers' loops are made of."""
+"""Features of the catalogue that depend on the device, or that trainers' loops are made of."""
 
 LOOPS_ON_TWO: Final = (
     "backward-inside",
@@ -85,7 +85,7 @@ class Check:
         dtype: of its gradients.
         flag: fields of ``FusionConfig``.
         needs_cuda: whether the CPU cannot do it.
-        also_right: kinds of :class:`nightly_matrix.outcomes.Outcome` that are right beside
+        also_right: kinds of :class:`testing.scenarios.outcomes.Outcome` that are right beside
             ``"equal"``.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,18 +13,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gpu_checks.machine import Machine
+from gpu_checks.machine import ROOT, Machine
 from gpu_checks.parts import Part
 from gpu_checks.results import Result, Row
 from gpu_checks.sharing import DIRECTORY
 from gpu_checks.sites import ROWS, SITE, Site
-from nightly_matrix.outcomes import judge
-from nightly_matrix.processes import MARK, STACKS_S, environment, tail
+from testing.scenarios.outcomes import judge
 from testing.scenarios.ranks import read_reports
 from testing.sessions import kill_marked, kill_session, start_session
 
 WORKER = "gpu_checks.worker"
 POLL_S = 0.1
+
+MARK = "GPU_CHECKS_PART"
+"""Environment variable by which the processes of a part are known, whoever their parent is."""
+
+STACKS_S = 5.0
+"""How long before a part is killed its processes say where they hang, and end."""
+
+TAIL_LINES = 60
 
 STAY_S = 10.0
 """How long a rank may go on after another has failed; what it waits for will not come."""
@@ -167,3 +175,35 @@ def run_parts(
     finally:
         for processes in running:
             processes.discard()
+
+
+def environment(mark: str, cache: Path) -> dict[str, str]:
+    """The environment of processes that train.
+
+    Kernels are shared between parts, for time; graphs are not: each part runs the passes.
+
+    Args:
+        mark: by which :func:`testing.sessions.kill_marked` knows the processes.
+        cache: directory of compiled kernels.
+    """
+    variables = {
+        name: value for name, value in os.environ.items() if name != "FUSION_PASSES_DDP_FUSION"
+    }
+    paths = [str(ROOT), str(ROOT / "tools"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return variables | {
+        MARK: mark,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        # Torch takes this machine's vectors without a trial, which compiles six programs.
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+    }
+
+
+def tail(log: Path) -> str:
+    """The end of what processes have printed."""
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(lines[-TAIL_LINES:])

@@ -1,6 +1,6 @@
-"""What is trained beside eager DDP that the nightly matrix has not, as it needs a GPU or an option.
+"""What is trained beside eager DDP that the catalogue has not, as it needs a GPU or an option.
 
-Each takes a :class:`testing.scenarios.run.Run`, as the features of the matrix do.
+Each takes a :class:`testing.scenarios.run.Run`, as the features of the catalogue do.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from typing import Any, Final
 
 import torch
 
+from gpu_checks.machine import ROOT
 from gpu_checks.results import Row
 from gpu_checks.sites import Note, Site
-from nightly_matrix.processes import ROOT
 from testing.sessions import kill_session, start_session
 
 DIRECTORY: Final = ROOT / "examples" / "trainers"

@@ -64,7 +64,6 @@ LOOPS = [
         "several forwards and backwards in a step",
         "loops:plain",
         arguments={"micro_batches": 2},
-        quick=COALESCED,
         launches=1,
         tested=CONCAT,
     ),

@@ -18,7 +18,6 @@ PARALLELISMS = [
         "DDP on 2 ranks",
         "loops:plain",
         dtypes=("fp32", "bf16", "fp16"),
-        quick=CONCAT,
         launches=1,
         tested=("concat", "concat/bf16"),
         each_torch=True,

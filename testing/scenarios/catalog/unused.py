@@ -152,7 +152,6 @@ UNUSED = [
         "a parameter without a gradient on one rank, no option: an error that names it",
         "unused:missing_on_one_rank",
         must_fail="middle",
-        group_timeout_s=20,
         becomes="refused",
     ),
 ]

@@ -106,7 +106,7 @@ def several(run: Run) -> None:
 
 
 def autocast(run: Run) -> None:
-    """The same under autocast in the cell's dtype."""
+    """The same under autocast in the run's dtype."""
     loop = Loop(draw=models.whole_rows, loss=autocast_of(run))
     _train_summing(run, loop, models.mlp())
 

@@ -20,7 +20,7 @@ from testing.scenarios.run import Run
 
 
 def mixed_precision(run: Run) -> None:
-    """DDP's ``mixed_precision`` with parameters, reductions and buffers in the cell's dtype."""
+    """DDP's ``mixed_precision`` with parameters, reductions and buffers in the run's dtype."""
     low = run.dtype
     precision = _MixedPrecision(param_dtype=low, reduce_dtype=low, buffer_dtype=low)
     ddp = run.ddp(models.mlp(2), mixed_precision=precision)
@@ -33,7 +33,7 @@ def _loss_in_single(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def autocast_of(run: Run) -> Callable[[nn.Module, Batch], Tensor]:
-    """A loss under autocast in the cell's dtype."""
+    """A loss under autocast in the run's dtype."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         with torch.autocast(run.device.type, dtype=run.dtype):
@@ -44,7 +44,7 @@ def autocast_of(run: Run) -> Callable[[nn.Module, Batch], Tensor]:
 
 
 def autocast(run: Run, **loop: Any) -> None:
-    """fp32 parameters under autocast in the cell's dtype."""
+    """fp32 parameters under autocast in the run's dtype."""
     low = Loop(draw=models.whole_rows, loss=autocast_of(run), **loop)
     train(run, run.ddp(models.mlp()), low)
 
@@ -82,7 +82,7 @@ def grad_scaler_infinite(run: Run) -> None:
 
 
 def grad_scaler_autocast(run: Run) -> None:
-    """``GradScaler`` and autocast in the cell's dtype, with a step that is skipped."""
+    """``GradScaler`` and autocast in the run's dtype, with a step that is skipped."""
     _train_scaled(run, autocast_of(run), infinite_in=1)
 
 

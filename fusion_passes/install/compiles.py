@@ -1,0 +1,270 @@
+"""What is different in Inductor's compiles under the flag: the backward that is compiled with a
+forward stores the gradients of managed modules in buckets, and a backward that compiled autograd
+has traced has its gradient reductions fused. Each by a pass among Inductor's post-grad passes."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+
+from fusion_passes.config import FusionConfig
+from fusion_passes.ddp.traced import traced_backwards, traced_modules
+from fusion_passes.flag import active_config
+from fusion_passes.graph.operators import give_own_memory
+from fusion_passes.graph.text import graph_text
+from fusion_passes.lowering.pack import register_lowerings
+from fusion_passes.lowering.store import register_store_lowerings
+from fusion_passes.passes.pipeline import run_pipeline
+from fusion_passes.passes.store import StoreGradients
+from fusion_passes.plan.buckets import CannotLaunchError
+from fusion_passes.plan.pieces import StoredInput
+from fusion_passes.reducer.backward import reducers
+from fusion_passes.reducer.reducer import Reducer
+from fusion_passes.reporting.graphs import compile_log, report_plan
+from fusion_passes.state import Lifetime, process_state
+from fusion_passes.torch_private import CustomGraphPass, inductor_config
+from fusion_passes.torch_private.autograd import is_tensor_subclass
+from fusion_passes.torch_private.dynamo import is_compiling_backward
+from fusion_passes.torch_private.inductor import (
+    donates_buffers,
+    hash_files,
+    run_observed,
+    trace_artifact,
+)
+from fusion_passes.torch_private.older_torch import PassChain, takes_one_pass
+from fusion_passes.version import __version__
+
+SLOT: Final = "post_grad_custom_post_pass"
+"""Inductor's option for passes of others, which run after its own on a post-grad graph."""
+
+
+def compile_forward(
+    original: Callable[..., Any],
+    compiler: Any,
+    model: fx.GraphModule,
+    inputs: Sequence[Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Compile a graph of Dynamo's as Inductor's backend of ``torch.compile`` does, with a pass of
+    the package's where it has one for the graph.
+
+    Args:
+        original: the backend's ``__call__``.
+        compiler: the backend.
+        model: the graph.
+        inputs: what it was traced with: parameters are the module's own.
+        args: for the backend.
+        kwargs: for the backend.
+    """
+    options = {**compiler.config, **(kwargs.get("config_patches") or {})}
+    config, is_backward = active_config(), is_compiling_backward()
+    if traced_backwards.is_compiling and config is not None:
+        _check_passes_run(options)
+        compiler = _with_pass(compiler, options, FusePass(config))
+    elif is_backward or _copies_into_lists(model.graph):
+        compiler = _without_reinplacing(compiler, options)
+    is_forward = config is not None and not is_backward and torch.is_grad_enabled()
+    if is_forward and compiles_usually(options):
+        stores = find_stored(model.graph, inputs)
+        if stores is not None:
+            traced_backwards.options = dict(compiler.config)
+            compiler = _with_pass(compiler, options, StorePass(stores))
+    return original(compiler, model, inputs, *args, **kwargs)
+
+
+# --- Options of a compile ------------------------------------------------------------------------
+
+
+def _with_pass(compiler: Any, options: Mapping[str, Any], added: CustomGraphPass) -> Any:
+    """The backend as it is, but with a pass behind those that users have given it."""
+    given = _value_of(SLOT, options)
+    if isinstance(given, PassChain):
+        passes = list(given.passes)
+    elif isinstance(given, list | tuple):
+        passes = list(given)
+    else:
+        passes = [] if given is None else [given]
+    passes.append(added)
+    if len(passes) == 1:
+        return _with_options(compiler, {SLOT: added})
+    return _with_options(compiler, {SLOT: PassChain(passes) if takes_one_pass() else passes})
+
+
+def _check_passes_run(options: Mapping[str, Any]) -> None:
+    """Refuse to compile a traced backward whose gradients would be reduced one by one: other ranks
+    launch buckets.
+
+    Raises:
+        CannotLaunchError: Inductor's passes on post-grad graphs, or those of others, are switched
+            off.
+    """
+    switched_off = str(_value_of("disabled_passes", options) or "").split(",")
+    if not _value_of("use_post_grad_passes", options) or SLOT in switched_off:
+        raise CannotLaunchError("Inductor's passes on post-grad graphs are switched off")
+
+
+def compiles_usually(options: Mapping[str, Any]) -> bool:
+    """Whether what is compiled with these options can tell a reducer of its gradients.
+
+    A replayed CUDA graph writes to the memory that it has recorded, and calls no operator: there,
+    and where operators are not lowered, hooks bring the gradients.
+    """
+    unusual = ("triton.cudagraphs", "fallback_by_default")
+    return not any(_value_of(name, options) for name in unusual)
+
+
+def _value_of(name: str, options: Mapping[str, Any]) -> Any:
+    """What an option of Inductor is in a compile with these options."""
+    if name in options:
+        return options[name]
+    owner: Any = inductor_config
+    for part in name.split("."):
+        owner = getattr(owner, part)
+    return owner
+
+
+_REINPLACING: Final = "reinplace_inplaceable_ops"
+"""Inductor's pass that writes in place what a graph has as a new tensor."""
+
+
+def _copies_into_lists(graph: fx.Graph) -> bool:
+    """Whether a forward copies into a list of tensors, as what was broadcast is copied into a
+    module's buffers in a compiled step."""
+    return bool(graph.find_nodes(op="call_function", target=torch._foreach_copy_, sort=False))
+
+
+def _without_reinplacing(compiler: Any, options: Mapping[str, Any]) -> Any:
+    """The backend as it is, but where operators are called that it lowers otherwise, as in lite
+    mode: there Inductor gets two things wrong that are written in place (torch 2.11 to 2.15).
+
+    * Of views, which are calls as well, it loses that what one of them reads was written through
+      another: a read comes before the write, and gradients of a traced backward are wrong
+      (``tests/tools/test_fuzz.py`` has a case).
+    * ``_foreach_copy_`` gives ``None`` where what stood there gave a list: an error of the compile
+      (``buffers-called`` in ``tests/reducer/test_scenarios.py``).
+    """
+    if not _value_of("fallback_by_default", options):
+        return compiler
+    switched_off = ",".join(filter(None, (_value_of("disabled_passes", options), _REINPLACING)))
+    return _with_options(compiler, {"disabled_passes": switched_off})
+
+
+def _with_options(compiler: Any, options: Mapping[str, Any]) -> Any:
+    """The backend as it is, but with some options of Inductor."""
+    changed = copy.copy(compiler)
+    changed.config = {**compiler.config, **options}
+    return changed
+
+
+# --- Passes --------------------------------------------------------------------------------------
+
+
+class FusePass(CustomGraphPass):
+    """Runs the pipeline on a backward that compiled autograd has traced, and records what was done.
+
+    Args:
+        config: the options.
+    """
+
+    def __init__(self, config: FusionConfig) -> None:
+        self._config = config
+        self._modules = traced_modules.identity()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        _teach_inductor()
+        mode = self._config.reduces_by
+        plan = run_pipeline(graph, mode, traced_modules.owner_of, traced_modules.buckets_of)
+        give_own_memory(graph)
+        if plan.buckets:
+            packed = range(len(plan.buckets)) if mode == "concat" else ()
+            compile_log.expect(report_plan(plan, self._config.mode), plan.digest(), tuple(packed))
+
+    def uuid(self) -> str:
+        """Identity of what this pass does to a graph: the FX graph cache's key holds it. Another
+        version of the package, option, or layout of a module is another identity; so is whether
+        buffers are donated, which the key does not hold otherwise."""
+        state = [__version__, source_hash(), self._config, donates_buffers(), self._modules]
+        return hashlib.sha256(repr(state).encode()).hexdigest()
+
+
+class StorePass(CustomGraphPass):
+    """Runs :class:`StoreGradients` on the backward that AOTAutograd has made with a forward. What
+    it knows of the modules is its identity in Inductor's caches: shapes, places and caps, and no
+    names."""
+
+    def __init__(self, stores: StoreGradients) -> None:
+        self._stores = stores
+
+    def __call__(self, graph: fx.Graph) -> None:
+        _teach_inductor()
+        assert graph.owning_module is not None, "a post-grad graph belongs to a module"
+        give_own_memory(graph)
+        if run_observed(graph.owning_module, type(self._stores).__name__, self._stores):
+            trace_artifact("ddp_fusion_stored", lambda: graph_text(graph))
+
+    def uuid(self) -> str:
+        """Identity of what this pass does to a graph: the FX graph cache's key holds it."""
+        # A backward that may overwrite what its forward has saved must not come back for one that
+        # may not: the key of torch's own cache does not hold this setting (torch 2.11 to 2.14).
+        return f"{__version__} {source_hash()} {donates_buffers()} {self._stores.identity()}"
+
+
+def find_stored(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients | None:
+    """Find the parameters of managed modules among the inputs of a forward.
+
+    Returns:
+        ``None`` if there are none, or AOTAutograd would number the inputs otherwise.
+    """
+    if len(graph.find_nodes(op="placeholder")) != len(inputs) or any(
+        map(is_tensor_subclass, inputs)
+    ):
+        return None
+    modules: dict[Reducer, int] = {}
+    found: dict[int, StoredInput] = {}
+    place, has_some = -1, False
+    for index, value in enumerate(inputs):
+        if not isinstance(value, Tensor):
+            continue
+        place += 1
+        owners = reducers.owners_of(value)
+        if len(owners) != 1 or id(value) in found:
+            continue
+        reducer, number = owners[0]
+        has_some = True
+        if reducer.parameters.kinds[number].is_sparse:
+            continue
+        found[id(value)] = StoredInput(
+            index,
+            place,
+            modules.setdefault(reducer, len(modules)),
+            tuple(value.shape),
+            tuple(reducer.parameters.strides[number]),
+            value.dtype,
+            value.device,
+            reducer.layout.places[number] if reducer.has_rebuilt_buckets else None,
+        )
+    if not has_some:
+        return None
+    caps = tuple(reducer.piece_caps for reducer in modules)
+    return StoreGradients(tuple(found.values()), len(inputs), caps)
+
+
+@process_state.once("whether Inductor knows the package's operators", Lifetime.PROCESS)
+def _teach_inductor() -> None:
+    """Once, and not before something is compiled: Inductor takes a second to import."""
+    register_lowerings(compile_log.packed)
+    register_store_lowerings()
+
+
+@process_state.once("a hash of the package's code", Lifetime.PROCESS)
+def source_hash() -> str:
+    """Equal for the same code of the package."""
+    files = sorted(Path(__file__).parent.parent.rglob("*.py"))
+    return hash_files(tuple(str(file) for file in files)).hex()

@@ -1,0 +1,229 @@
+"""What was done to each graph that compiled autograd has traced, as this process knows it.
+
+A graph that comes from Inductor's FX graph cache was compiled by another process, so no pass runs
+here. But Inductor stores with a graph what its compile has added to the counters, and adds it again
+on a hit: the name of a counter carries the report.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import zlib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Final
+
+from fusion_passes.plan.buckets import Bucket, BucketPlan
+from fusion_passes.plan.placement import Placement
+from fusion_passes.reductions.find import dtype_name
+from fusion_passes.reporting.records import BucketReport, FusionReport, RejectionReport
+from fusion_passes.reporting.table import FLATTENS, format_report
+from fusion_passes.reporting.timeline import BucketTimes
+from fusion_passes.state import Lifetime, process_state
+from fusion_passes.torch_private.dynamo import ddp_graph_log
+from fusion_passes.torch_private.inductor import inductor_counters, trace_artifact
+
+COUNTER_PREFIX: Final = "ddp_fusion_plan:"
+
+
+@dataclass
+class _Pending:
+    """A graph that is being lowered: its report so far, and the buckets still to come."""
+
+    report: FusionReport
+    missing: set[int]
+
+
+class CompileLog:
+    """The reports of this process, oldest first."""
+
+    def __init__(self) -> None:
+        self._reports: list[FusionReport] = []
+        self._counted: dict[str, int] = {}
+        self._pending: dict[str, _Pending] = {}
+
+    def expect(self, report: FusionReport, label: str, buckets: Collection[int]) -> None:
+        """Record a graph once it is known how its gradients are stored, which only its lowering
+        knows.
+
+        Args:
+            report: all that is known so far.
+            label: by which :meth:`packed` will name the graph.
+            buckets: numbers of the buckets that will be lowered.
+        """
+        if buckets:
+            self._pending[label] = _Pending(report, set(buckets))
+        else:
+            self.add(report)
+
+    def packed(self, label: str, copied: Mapping[int, str]) -> None:
+        """Note how a bucket's gradients are stored.
+
+        Args:
+            label: the graph's, a colon, and the bucket's number.
+            copied: why a gradient is copied, by its number in the bucket.
+        """
+        name, _, number = label.rpartition(":")
+        pending = self._pending.get(name)
+        if pending is None:
+            return
+        index = int(number)
+        pending.report = _with_copies(pending.report, index, copied)
+        pending.missing.discard(index)
+        if not pending.missing:
+            del self._pending[name]
+            self.add(pending.report)
+
+    def add(self, report: FusionReport) -> None:
+        """Record a graph that this process compiled, and leave word for those that will take it
+        from the cache."""
+        self._reports.append(report)
+        ddp_graph_log().info("%s", format_report(report))
+        trace_artifact("ddp_fusion_report", lambda: format_report(report))
+        key = _packed(report)
+        inductor_counters()[key] += 1
+        self._counted[key] = self._counted.get(key, 0) + 1
+
+    def reports(self) -> tuple[FusionReport, ...]:
+        self._read_cached()
+        return tuple(self._reports)
+
+    def clear(self) -> None:
+        """Forget what was recorded so far."""
+        self._read_cached()
+        self._reports.clear()
+
+    def reset(self) -> None:
+        """Forget all, and have torch's counters forget it."""
+        for key in _counted_by_torch():
+            del inductor_counters()[key]
+        vars(self).update(vars(CompileLog()))
+
+    def _read_cached(self) -> None:
+        """Add the graphs that came from the cache since the last call."""
+        counted = _counted_by_torch()
+        for key, count in counted.items():
+            # A user may have cleared the counters: then all that is there is new.
+            known = self._counted.get(key, 0)
+            new = count - known if count >= known else count
+            self._reports += [_unpacked(key)] * new
+        self._counted = counted
+
+
+def _counted_by_torch() -> dict[str, int]:
+    counters = inductor_counters()
+    return {key: n for key, n in counters.items() if key.startswith(COUNTER_PREFIX)}
+
+
+def _packed(report: FusionReport) -> str:
+    """The report as the name of a counter."""
+    return COUNTER_PREFIX + base64.b85encode(zlib.compress(report.to_json().encode())).decode()
+
+
+def _unpacked(key: str) -> FusionReport:
+    text = zlib.decompress(base64.b85decode(key.removeprefix(COUNTER_PREFIX)))
+    return FusionReport.from_json(text.decode())
+
+
+compile_log: Final = process_state.keep(
+    CompileLog(), "what was done to each compiled graph", Lifetime.PROCESS, reset=CompileLog.reset
+)
+
+
+# --- What was done to a graph --------------------------------------------------------------------
+
+
+def _with_copies(report: FusionReport, index: int, copied: Mapping[int, str]) -> FusionReport:
+    """The report with what is known about the storing of a bucket's gradients.
+
+    Args:
+        report: of the graph.
+        index: the bucket's number.
+        copied: why a gradient is copied, by its number among the bucket's parameters.
+    """
+    bucket = report.buckets[index]
+    named = tuple((bucket.parameters[number], copied[number]) for number in sorted(copied))
+    buckets = list(report.buckets)
+    buckets[index] = replace(bucket, copied=named)
+    return replace(report, buckets=tuple(buckets))
+
+
+def report_plan(plan: BucketPlan, mode: str) -> FusionReport:
+    """The report of a plan that was carried out."""
+    reductions = sum(len(bucket.members) for bucket in plan.buckets)
+    left_alone = sum(item.owner is None for item in plan.rejections)
+    return FusionReport(
+        mode=mode,
+        collectives_before=reductions + len(plan.rejections),
+        collectives_after=len(plan.buckets) + left_alone,
+        buckets=tuple(
+            _report_bucket(bucket, placement, mode)
+            for bucket, placement in zip_longest(plan.buckets, plan.placements)
+        ),
+        rejections=tuple(
+            RejectionReport(f"{item.node.name} ({item.node.target})", item.reason)
+            for item in plan.rejections
+        ),
+        digest=hashlib.sha256(f"{mode} {plan.digest()}".encode()).hexdigest()[:16],
+    )
+
+
+def _report_bucket(bucket: Bucket, placement: Placement | None, mode: str) -> BucketReport:
+    owner = bucket.members[0].owner
+    return BucketReport(
+        module=owner.module,
+        group=owner.process_group,
+        dtype=dtype_name(bucket.key.dtype),
+        num_bytes=bucket.num_bytes,
+        sent_bytes=bucket.sent_bytes,
+        cap_bytes=0,
+        scaling=bucket.scaling.method,
+        parameters=tuple(member.owner.parameter for member in bucket.members),
+        note=FLATTENS if mode == "coalesced" and owner.backend == "gloo" else "",
+        launched=placement.why_launched() if placement else "",
+        waited=placement.why_waited() if placement else "",
+        overlapped=placement.overlapped if placement else 0,
+        following=placement.following if placement else 0,
+    )
+
+
+def graph_reports(
+    reports: Iterable[FusionReport],
+    names: Mapping[str, tuple[str, ...]],
+    times: Mapping[str, BucketTimes],
+    predicted_s: Mapping[str, tuple[float, float]],
+) -> tuple[FusionReport, ...]:
+    """The graphs of some reports, one for each plan, with what was measured of their buckets.
+
+    Args:
+        reports: in the order in which they were compiled.
+        names: the parameters of each bucket that runs, by its name in profiles.
+        times: when a bucket was on its way, by that name.
+        predicted_s: when it was expected to be, by that name and the same clock.
+    """
+    by_plan: dict[str, list[FusionReport]] = {}
+    for report in reports:
+        by_plan.setdefault(report.digest, []).append(report)
+
+    def measured(bucket: BucketReport) -> BucketReport:
+        name = _name_of(bucket, names)
+        return replace(bucket, name=name, times=times.get(name), predicted_s=predicted_s.get(name))
+
+    return tuple(
+        replace(last, compiled=len(earlier) + 1, buckets=tuple(map(measured, last.buckets)))
+        for *earlier, last in by_plan.values()
+    )
+
+
+def _name_of(bucket: BucketReport, names: Mapping[str, tuple[str, ...]]) -> str:
+    """The name of the module's bucket that a graph launches; empty if none runs."""
+    held = sorted(bucket.parameters)
+    found = [
+        name
+        for name, parameters in names.items()
+        if sorted(parameters) == held and name.startswith(f"{bucket.module} ")
+    ]
+    on_group = [name for name in found if f" on group {bucket.group} " in name]
+    return next(iter(on_group or found), "")

@@ -1,0 +1,334 @@
+"""Records steps of an unchanged training loop with torch's profiler, and brings those of all ranks
+to rank 0."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import logging
+import os
+import socket
+import statistics
+import time
+import zlib
+from dataclasses import asdict, replace
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from fusion_passes.reducer.backward import reducers
+from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.modules import module_reports, named_buckets, predictions, this_site
+from fusion_passes.reporting.records import ModuleReport
+from fusion_passes.reporting.spans import Event, RankTimeline, lane_of, timeline_of
+from fusion_passes.reporting.timeline import RankSteps, Timeline, rank_from_json
+from fusion_passes.state import Lifetime, process_state
+from fusion_passes.torch_private.process_groups import world_group
+from fusion_passes.torch_private.profiling import (
+    PREFIX,
+    is_profiling,
+    recorded_events,
+    seconds_by_name,
+)
+
+log = logging.getLogger(__name__)
+
+ENDED: Final = "the script ended before its steps were recorded"
+"""Why there is no timeline."""
+
+
+class Recording:
+    """Steps that are being recorded: first some that are only timed, then as many under torch's
+    profiler as were asked for.
+
+    A step ends where a backward has ended that has completed the gradients of a module. That is
+    known on every rank at the same point of its program, without a word from the training loop. The
+    step in which the recording began, and any in which the profiler starts, are not counted.
+
+    Attributes:
+        timeline: of all ranks on rank 0, of this rank on others; ``None`` until it is done.
+        problem: why there is none; empty if there is, or none yet.
+        modules: the modules as they were after the last step without the profiler. A script can
+            have freed them when it is asked what was done.
+    """
+
+    def __init__(self, steps: int, plain_steps: int, gather: bool) -> None:
+        self.timeline: Timeline | None = None
+        self.problem = ""
+        self.modules: tuple[ModuleReport, ...] = ()
+        self._wanted = steps
+        self._plain_wanted = plain_steps
+        self._gather = gather
+        self._rounds = _rounds()
+        self._last_ns = 0
+        self._plain: list[tuple[float, bool]] = []
+        self._compile_s = _compile_s()
+        self._ends: list[int] = []
+        self._profiler: profile | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.timeline is not None or bool(self.problem)
+
+    def after_backward(self) -> None:
+        """Look whether a step has ended, and go on to what comes next."""
+        before, self._rounds = self._rounds, _rounds()
+        if self._rounds <= before or self.is_done:  # Fewer, where a module was freed.
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.time_ns()
+        compile_s = _compile_s()
+        if self._profiler is not None:
+            self._ends.append(now)
+            if len(self._ends) > self._wanted:
+                self._finish(self._profiler)
+        elif self._last_ns and len(self._plain) < self._plain_wanted:
+            self._plain.append(((now - self._last_ns) / 1e9, compile_s > self._compile_s))
+        if self._profiler is None:
+            self.modules = module_reports()
+        if self._profiler is None and len(self._plain) >= self._plain_wanted:
+            self._start()
+        self._compile_s = compile_s
+        self._last_ns = time.time_ns()
+
+    def _start(self) -> None:
+        if self.is_done:
+            return
+        if is_profiling():  # A second one would take the first one's place.
+            self._stop("the training runs a profiler of torch's itself, which knows the buckets")
+            return
+        self._profiler = new_profiler()
+        self._profiler.start()
+        # A process that ends under a profiler can end with a segmentation fault.
+        atexit.register(self.abandon)
+
+    def _finish(self, profiler: profile) -> None:
+        profiler.stop()
+        self._profiler = None
+        atexit.unregister(self.abandon)
+        backwards.after = None
+        begin, ends = self._ends[0], self._ends[1:]
+        host_computes = not torch.cuda.is_available()
+        whole = read_profile(profiler, begin, ends[-1], host_computes=host_computes)
+        mine = RankSteps(
+            dist.get_rank(),
+            f"{socket.gethostname()}, process {os.getpid()}",
+            begin / 1e9,
+            0.0,
+            tuple((end - begin) / 1e9 for end in ends),
+            whole.spans,
+            this_site(),
+        )
+        # In the order of the ranks; each by the clock of rank 0.
+        ranks, missing = _Gathering(mine).run() if self._gather else ((mine,), ())
+        # As many are timed on each rank, whichever of them compile: what follows is the same step.
+        seconds = [seconds for seconds, has_compiled in self._plain if not has_compiled]
+        plain = statistics.median(seconds) if seconds else 0.0
+        predicted, source = predictions(mine, ranks)
+        self.timeline = Timeline(ranks, named_buckets(), plain, missing, predicted, source)
+
+    def abandon(self) -> None:
+        """Record no more, if the steps are not recorded yet."""
+        if self.is_done:
+            return
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+        self.problem = ENDED
+        backwards.after = None
+
+    def _stop(self, problem: str) -> None:
+        self.problem = problem
+        backwards.after = None
+        log.warning("No steps are recorded: %s", problem)
+
+
+def _compile_s() -> float:
+    """More than before if anything was compiled since."""
+    return sum(seconds_by_name().values())
+
+
+def _rounds() -> int:
+    """How often a module's gradients have been completed."""
+    return sum(reducer.steps for reducer in reducers.alive())
+
+
+class Recordings:
+    """The recording that was begun last."""
+
+    def __init__(self) -> None:
+        self.last: Recording | None = None
+
+    def reset(self) -> None:
+        if self.last is not None:
+            self.last.abandon()
+        self.last = None
+
+
+recordings: Final = process_state.keep(
+    Recordings(), "the steps that were recorded last", Lifetime.PROCESS, reset=Recordings.reset
+)
+
+
+def record_steps(steps: int = 3, *, plain_steps: int = 3, gather: bool = True) -> Recording:
+    """Record the next steps of this training, on all ranks, without a change to its loop.
+
+    Call it on every rank, at the same place of the program; :func:`fusion_passes.report` then says
+    when each bucket was on its way, and ``report().timeline`` can be drawn. Recording ends by
+    itself. Where it is not called, nothing is measured and nothing costs any time.
+
+    Args:
+        steps: how many are recorded with torch's profiler.
+        plain_steps: how many are timed before that, without it; those in which torch compiles do
+            not count. Compare the two for what the profiler costs.
+        gather: whether rank 0 gets the steps of all ranks, over the store of the default process
+            group. Each rank waits for that, a minute at most.
+
+    Returns:
+        The recording; its ``timeline`` is ``None`` until it has ended.
+
+    Raises:
+        ValueError: a number is not positive, or a recording is on its way.
+    """
+    for name, value, least in (("steps", steps, 1), ("plain_steps", plain_steps, 0)):
+        if value < least:
+            raise ValueError(
+                f"{name} must be a whole number of at least {least}, but is {value!r}. Record at "
+                "least one step."
+            )
+    if recordings.last is not None and not recordings.last.is_done:
+        raise ValueError(
+            "record_steps can be called once the steps before are recorded, but they are still on "
+            "their way. Wait until the recording's timeline is there."
+        )
+    recordings.last = Recording(steps, plain_steps, gather)
+    backwards.after = recordings.last.after_backward
+    return recordings.last
+
+
+# --- The profiler --------------------------------------------------------------------------------
+
+
+def new_profiler() -> profile:
+    """A profiler of the host, and of the GPU where there is one."""
+    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    return profile(activities=[ProfilerActivity.CPU, *gpu])
+
+
+def read_profile(
+    profiler: profile, begin_ns: int, end_ns: int, *, host_computes: bool = False
+) -> RankTimeline:
+    """The timeline of what began between two times.
+
+    Args:
+        profiler: stopped.
+        begin_ns: as of ``time.time_ns()``.
+        end_ns: likewise.
+        host_computes: as for :func:`fusion_passes.reporting.spans.timeline_of`.
+    """
+    cuda = torch.cuda.is_available()
+    events: list[Event] = []
+    for name, start, end, on_host in recorded_events(profiler):
+        if begin_ns <= start < end_ns and _counts(name, on_host, cuda):
+            # A GPU shows a range as long as what was launched in it runs: that is the network.
+            shown = name if on_host or not name.startswith(PREFIX) else name.removesuffix(" launch")
+            events.append((shown, (start - begin_ns) / 1e9, (end - begin_ns) / 1e9))
+    return timeline_of(events, (end_ns - begin_ns) / 1e9, host_computes=host_computes)
+
+
+def _counts(name: str, on_host: bool, cuda: bool) -> bool:
+    """On a GPU, computing and sending is what its kernels do, not what the host says."""
+    if name.startswith(PREFIX):
+        return on_host or name.endswith(" launch")
+    return not cuda or on_host == (lane_of(name) in ("launch", "wait"))
+
+
+# --- All ranks -----------------------------------------------------------------------------------
+
+QUESTIONS: Final = 5
+"""How often a rank asks rank 0 for the time; the fastest answer counts."""
+
+PATIENCE_SECONDS: Final = 60.0
+"""How long a rank waits for another one here."""
+
+_numbers: Final = process_state.keep(
+    [itertools.count()],
+    "the number of the next gathering; a reset keeps it, since the store knows the others",
+    Lifetime.PROCESS,
+    reset=lambda _: None,
+)
+
+
+class _Gathering:
+    """Brings what all ranks have recorded to rank 0, and their clocks together.
+
+    All of it goes over the store of the default process group, so that no collective is added to
+    those of the training.
+
+    Args:
+        mine: what this rank has recorded, by its own clock.
+    """
+
+    def __init__(self, mine: RankSteps) -> None:
+        self._mine = mine
+        self._ranks = dist.get_world_size()
+        self._place = f"fusion_passes/steps/{next(_numbers[0])}"
+        self._store: Any = None
+
+    def run(self) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
+        """On rank 0 the steps of all ranks by its clock, and the ranks that have not answered; on
+        others their own, by the same clock."""
+        if self._ranks == 1 or dist.get_backend() == "fake":
+            return (replace(self._mine, start_s=0.0),), ()
+        # A connection of its own: others in this process use the group's.
+        self._store = world_group().get_group_store().clone()
+        self._store.set_timeout(timedelta(seconds=PATIENCE_SECONDS))
+        return self._gather() if self._mine.rank == 0 else self._send()
+
+    def _gather(self) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
+        found, missing = [replace(self._mine, start_s=0.0)], []
+        for rank in range(1, self._ranks):
+            try:
+                for number in range(QUESTIONS):
+                    self._store.get(f"{self._place}/ask/{rank}/{number}")
+                    self._store.set(f"{self._place}/answer/{rank}/{number}", str(time.time_ns()))
+                packed = self._store.get(f"{self._place}/steps/{rank}")
+                self._store.delete_key(f"{self._place}/steps/{rank}")  # It can be megabytes.
+            except RuntimeError:  # Silent, or gone.
+                missing.append(rank)
+                continue
+            theirs = rank_from_json(json.loads(zlib.decompress(packed)))
+            found.append(replace(theirs, start_s=theirs.start_s - self._mine.start_s))
+        if missing:
+            log.warning("Ranks %s have not sent what they recorded.", missing)
+        return tuple(found), tuple(missing)
+
+    def _send(self) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
+        mine = self._mine
+        try:
+            ahead_s, error_s = self._compare_clocks()
+            mine = replace(mine, start_s=mine.start_s - ahead_s, clock_error_s=error_s)
+            text = json.dumps(asdict(mine)).encode()
+            self._store.set(f"{self._place}/steps/{mine.rank}", zlib.compress(text))
+        except RuntimeError as error:
+            log.warning("Rank 0 does not take what this rank recorded: %s", error)
+        return (replace(mine, start_s=0.0),), ()
+
+    def _compare_clocks(self) -> tuple[float, float]:
+        """How far this rank's clock is ahead of that of rank 0, and how wrong that can be: half of
+        the time that the fastest answer took. Both in seconds."""
+        best = (0.0, float("inf"))
+        for number in range(QUESTIONS):
+            asked = time.time_ns()
+            self._store.set(f"{self._place}/ask/{self._mine.rank}/{number}", "")
+            answer = int(self._store.get(f"{self._place}/answer/{self._mine.rank}/{number}"))
+            heard = time.time_ns()
+            error_s = (heard - asked) / 2e9
+            if error_s < best[1]:
+                best = ((asked + heard) / 2e9 - answer / 1e9, error_s)
+        return best

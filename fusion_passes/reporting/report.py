@@ -1,0 +1,219 @@
+"""The whole report of this process: what was done, what was measured, where the time of a start has
+gone, and what is worth trying."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from types import MappingProxyType
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from fusion_passes.flag import active_config
+from fusion_passes.passes.pipeline import PASS_NAMES
+from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.graphs import compile_log, graph_reports
+from fusion_passes.reporting.modules import module_reports, named_buckets
+from fusion_passes.reporting.recording import recordings
+from fusion_passes.reporting.records import (
+    SCHEMA,
+    BucketReport,
+    FusionReport,
+    ModuleReport,
+    Report,
+    Totals,
+)
+from fusion_passes.reporting.timeline import StepTimes, Timeline
+from fusion_passes.reporting.warnings import warnings_so_far
+from fusion_passes.torch_private.profiling import seconds_by_name
+from fusion_passes.version import __version__
+
+_IMPORTED_S: Final = time.monotonic()
+
+
+def report() -> Report:
+    """What the flag has done in this process, and what was measured of it.
+
+    Without :func:`fusion_passes.record_steps` before, nothing is measured, and all times are
+    ``None``. Nothing is sent to other ranks.
+    """
+    config = active_config()
+    timeline = recordings.last.timeline if recordings.last is not None else None
+    joined = dist.is_available() and dist.is_initialized()
+    rank = dist.get_rank() if joined else None
+    names = named_buckets()
+    mine = next((item for item in timeline.ranks if item.rank == rank), None) if timeline else None
+    steps = mine.times() if mine is not None else None
+    times = mine.bucket_times(names) if mine is not None else {}
+    started_s = {name: item.started_s for name, item in times.items()}
+    predicted_s = timeline.predicted_times(started_s) if timeline is not None else {}
+    modules = module_reports(times, predicted_s)
+    if not modules and recordings.last is not None:
+        modules = recordings.last.modules
+    graphs = graph_reports(compile_log.reports(), names, times, predicted_s)
+    # A graph that launches a bucket of a module knows more of it: where it is waited for.
+    parts: tuple[ModuleReport | FusionReport, ...] = (*modules, *graphs)
+    buckets = itertools.chain.from_iterable(part.buckets for part in parts)
+    ran = {bucket.name: bucket for bucket in buckets if bucket.name}
+    return Report(
+        SCHEMA,
+        {
+            "fusion_passes": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        rank,
+        dist.get_world_size() if joined else None,
+        None if config is None else asdict(config),
+        warnings_so_far(),
+        advice(steps, list(ran.values())),
+        modules,
+        graphs,
+        backwards.reports(),
+        timeline.predicted_from if timeline is not None else "",
+        _totals(modules, steps, timeline),
+        timeline,
+    )
+
+
+def _totals(
+    modules: Sequence[ModuleReport],
+    steps: StepTimes | None,
+    timeline: Timeline | None,
+) -> Totals:
+    buckets = [bucket for module in modules for bucket in module.buckets]
+    peak, of = _peak_memory()
+    first = backwards.first_ended_s
+    return Totals(
+        sum(len(bucket.parameters) for bucket in buckets),
+        len(buckets),
+        sum(bucket.num_bytes for bucket in buckets),
+        sum(bucket.sent_bytes for bucket in buckets),
+        sum(len(bucket.copied) for bucket in buckets),
+        steps,
+        steps.hidden_s / steps.network_s if steps is not None and steps.network_s else None,
+        timeline.plain_step_s if timeline is not None else None,
+        peak,
+        of,
+        startup_seconds(),
+        None if first is None else first - _IMPORTED_S,
+    )
+
+
+def _peak_memory() -> tuple[int, str]:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated(), "cuda"
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process"
+
+
+# --- The start -----------------------------------------------------------------------------------
+
+_PHASES: Final = MappingProxyType(
+    {
+        "dynamo": (("_compile.compile_inner",), ("OutputGraph.call_user_compiler",)),
+        "aot_autograd": (("create_aot_dispatcher_function",), ("compile_fx_inner",)),
+        "inductor": (("compile_fx_inner",), ("async_compile.wait",)),
+        "kernels": (("async_compile.wait",), ()),
+    }
+)
+"""For each phase torch's names of what is counted, and of what is a part of that and is not."""
+
+
+def startup_seconds() -> dict[str, float]:
+    """Seconds that this process has spent compiling, by phase, as torch counts them.
+
+    ``dynamo`` traces Python, ``aot_autograd`` traces forward and backward, ``inductor`` makes code
+    of them, ``kernels`` is the wait for compilers; ``passes``, a part of ``inductor``, is this
+    package. What comes from a cache takes no time where it was made.
+    """
+    known = seconds_by_name()
+
+    def total(names: Iterable[str]) -> float:
+        return sum(known.get(name, 0.0) for name in names)
+
+    phases = {
+        phase: max(0.0, total(names) - total(parts)) for phase, (names, parts) in _PHASES.items()
+    }
+    return phases | {"passes": total(f"pass.post_grad_passes.{name}" for name in PASS_NAMES)}
+
+
+# --- What is worth trying ------------------------------------------------------------------------
+
+NEGLIGIBLE: Final = 0.05
+"""Share of a step: with less exposed communication there is nothing to gain beyond noise."""
+
+SMALL_BYTES: Final = 2**19
+"""A bucket of fewer bytes takes a network's latency, mostly."""
+
+MOST: Final = 0.5
+"""Share of the exposed time from which one bucket is what matters."""
+
+
+def advice(steps: StepTimes | None, buckets: Sequence[BucketReport]) -> str:
+    """The most useful thing to try; empty where nothing was measured, or nothing is to be gained.
+
+    Args:
+        steps: times of recorded steps.
+        buckets: all that ran, in the order of their launches.
+    """
+    if steps is None or steps.exposed_s < NEGLIGIBLE * steps.step_s:
+        return ""
+    share = steps.exposed_s / steps.step_s
+    begin = f"{share:.0%} of a step is exposed communication"
+    if steps.network_s > steps.compute_s:
+        return (
+            f"{begin}: the network is busy for {_ms(steps.network_s)} and the rank computes for "
+            f"{_ms(steps.compute_s)}, so no order of buckets hides it all. Send less (reduce_dtype="
+            '"bf16"), or less often (more samples a step, or no_sync).'
+        )
+    early = [item for item in buckets if item.overlapped < item.following]
+    if early:
+        return (
+            f"{begin}: {_called(early[0])} is waited for {early[0].waited}. Leave what reads "
+            "gradients out of the compiled backward."
+        )
+    return f"{begin}: {_worst(steps, buckets)}"
+
+
+def _worst(steps: StepTimes, buckets: Sequence[BucketReport]) -> str:
+    timed = [(item, item.times) for item in buckets if item.times is not None]
+    if not timed:
+        return "other collectives than the buckets' are what is not hidden."
+    worst, times = max(timed, key=lambda pair: pair[1].exposed_s)
+    share = times.exposed_s / steps.exposed_s
+    if share < MOST:
+        if any(item.planned_s is not None for item in buckets):
+            return "no bucket has most of it. Compare the steps with those of fixed caps."
+        return (
+            'no bucket has most of it. Try ddp_fusion = "auto", which measures the network, or '
+            "another bucket_cap_mb, and compare the steps."
+        )
+    names = worst.parameters
+    last = "the last bucket" if worst is timed[-1][0] else _called(worst)
+    held = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    if worst.num_bytes < SMALL_BYTES:
+        remedy = (
+            "That is the latency of a message, which no cap makes shorter: a larger batch, or "
+            "no_sync, sends fewer."
+        )
+    elif len(names) == 1:
+        remedy = "It is a single gradient, which no cap makes smaller: reduce_dtype does."
+    else:
+        remedy = "A lower bucket_cap_mb launches a part of it sooner."
+    return f"{last} has {share:.0%} of that: it holds {held}. {remedy}"
+
+
+def _called(bucket: BucketReport) -> str:
+    return bucket.name or f"the bucket of {bucket.parameters[0]}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"

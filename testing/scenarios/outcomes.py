@@ -1,0 +1,143 @@
+"""What became of a scenario, from what its ranks tell."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from testing.scenarios.entries import Scenario
+from testing.scenarios.ranks import Failure, RankReport
+
+Kind = Literal["equal", "equal, unfused", "refused", "broken"]
+
+FLAG = "ddp_fusion"
+DISAGREEMENT = "RanksDisagreeError"
+
+MAX_WORDS = 600
+"""Characters; what is longer stands whole in the log."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a scenario.
+
+    Attributes:
+        kind: ``equal``: trained as eager DDP does it, fused. ``equal, unfused``: trained as eager
+            DDP does it, and a warning has said that not all of it is fused. ``refused``: every
+            rank raised an error that names the flag, or that the ranks disagree on what they
+            reduce, before the first step was done; or, where there must be an error, an error
+            with its words on some rank. ``broken``: all else.
+        words: what the user was warned of, or what is broken.
+        detail: for finding out why: tracebacks, the end of the log.
+    """
+
+    kind: Kind
+    words: str = ""
+    detail: str = ""
+
+
+def judge(
+    scenario: Scenario, reports: Sequence[RankReport | None], *, fate: str = "", log: str = ""
+) -> Outcome:
+    """The outcome of a scenario.
+
+    Args:
+        scenario: what was to be trained.
+        reports: of all ranks.
+        fate: how the processes ended if not as they should: ``not done after 180 s``.
+        log: the end of what the processes have printed.
+    """
+    present = [report for report in reports if report is not None]
+    if len(present) < len(reports):
+        missing = [rank for rank, report in enumerate(reports) if report is None]
+        words = f"no result of ranks {missing}: {fate or 'they died'}"
+        return Outcome("broken", words, "\n\n".join([*_traces(present), log]))
+    failures = [report.fused for report in present if report.fused is not None]
+    if failures:
+        return _judge_failures(scenario, present, failures)
+    for report in present:
+        if report.eager is not None:
+            words = f"nothing to compare with, eager DDP fails: {_first_line(report.eager.text)}"
+            return Outcome("broken", tidy(words), report.eager.trace)
+    if scenario.must_fail:
+        words = f"trained without an error, which must name {scenario.must_fail!r}"
+        return Outcome("broken", words, log)
+    return _judge_training(scenario, present, log)
+
+
+def _judge_failures(
+    scenario: Scenario, reports: Sequence[RankReport], failures: Sequence[Failure]
+) -> Outcome:
+    fail_alike = len(failures) == len(reports) and all(
+        {"ValueError", "RuntimeError"}.intersection(failure.kinds) for failure in failures
+    )
+    telling = [f for f in failures if FLAG in f.text or DISAGREEMENT in f.kinds]
+    if scenario.must_fail:
+        # A rank that lacks a gradient has eager DDP's error; the others learn why they waited.
+        telling = [failure for failure in telling if scenario.must_fail in failure.text]
+        is_refusal = fail_alike and bool(telling)
+    else:
+        all_tell = len(telling) == len(failures)
+        is_refusal = fail_alike and all_tell and not any(f.backwards for f in failures)
+    if is_refusal:
+        return Outcome("refused", tidy(telling[0].text))
+    raised = [report.rank for report in reports if report.fused is not None]
+    # The rank that says most about the flag knows more than those that were left waiting.
+    failure = max(failures, key=lambda failure: FLAG in failure.text)
+    where = "" if len(raised) == len(reports) else f" on ranks {raised} only"
+    words = f"{failure.kinds[0]}{where}: {_first_line(failure.text)}"
+    return Outcome("broken", tidy(words), "\n\n".join(_traces(reports)))
+
+
+def _judge_training(scenario: Scenario, reports: Sequence[RankReport], log: str) -> Outcome:
+    differences = [
+        f"rank {report.rank}: {difference}"
+        for report in reports
+        for difference in report.differences
+    ]
+    if differences:
+        words = f"{len(differences)} differences from eager DDP, the first: {differences[0]}"
+        return Outcome("broken", tidy(words), "\n".join([*differences[:40], "", log]))
+    warned = list(dict.fromkeys(text for report in reports for text in report.warned))
+    words = tidy(" ".join(warned))
+    if all(report.is_fused for report in reports) or not scenario.averages:
+        return Outcome("equal", words)
+    silent = [report.rank for report in reports if not report.is_fused and not report.warned]
+    if not silent:
+        return Outcome("equal, unfused", words)
+    first = reports[silent[0]]
+    words = (
+        f"equal, but not fused, and nobody was warned on ranks {silent}: {first.gradients} "
+        f"gradients, reduced in {list(first.reduced_in)}, {first.after} of {first.before} traced "
+        "collectives are left"
+        f"{', left alone: ' if first.rejected else ''}{'; '.join(first.rejected)}"
+    )
+    return Outcome("broken", words, log)
+
+
+def _traces(reports: Sequence[RankReport]) -> list[str]:
+    return [
+        f"rank {report.rank}, {way}: {failure.trace}"
+        for report in reports
+        for way, failure in (("eager", report.eager), ("under the flag", report.fused))
+        if failure is not None
+    ]
+
+
+def _first_line(text: str) -> str:
+    """And the next one, where the first only announces it."""
+    first, *rest = [line.strip() for line in text.splitlines() if line.strip()] or ["no words"]
+    return f"{first} {rest[0]}" if rest and first.endswith(":") else first
+
+
+def tidy(text: str) -> str:
+    """One line without what differs from run to run and from machine to machine."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    text = re.sub(r"(/[\w.@+-]+)+/(?=[\w.-]+)", "", text)
+    text = re.sub(r"0x[0-9a-f]+", "0x...", text)
+    text = re.sub(r"(\[[\w.:]+\]|127\.0\.0\.1|localhost):\d+", r"\1:PORT", text)
+    text = re.sub(r"\b\d{5,}ms\b", "some ms", text)
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_WORDS else text[: MAX_WORDS - 3] + "..."

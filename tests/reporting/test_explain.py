@@ -1,0 +1,116 @@
+"""``python -m fusion_passes.explain`` around a script that knows nothing of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from fusion_passes.reducer.copies import BESIDE, SEVERAL
+from fusion_passes.reporting.schema import json_schema
+
+ROOT = Path(__file__).parent.parent.parent
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from helper import STEPS
+from torch import nn
+
+store, rank, ranks, *rest = sys.argv[1:]
+dist.init_process_group(
+    "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks)
+)
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+weight = model.module.weight
+model_compiled = torch.compile(model)
+for _ in range(STEPS):
+    (model_compiled(torch.ones(2, 4)).sum() + weight.sum()).backward()
+    model.zero_grad()
+if rank != '0':
+    sys.exit()
+print("the script ends", rest, __name__)
+dist.destroy_process_group()
+"""
+
+
+def explain(folder: Path, *options: str, steps: int = 12, ranks: int = 1) -> tuple[str, str]:
+    """What the first rank has written to its output and its errors."""
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "helper.py").write_text(f"STEPS = {steps}")
+    command = [sys.executable, "-m", "fusion_passes.explain", *options, str(folder / "script.py")]
+    processes = [
+        subprocess.Popen(
+            [*command, str(folder / "store"), str(rank), str(ranks), "--its-own"],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        said = [process.communicate(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    # A process that ends under a profiler must not crash.
+    assert [process.returncode for process in processes] == [0] * ranks, said
+    return said[0]
+
+
+@pytest.mark.slow
+def test_a_script_is_run_as_it_is_and_explained(tmp_path: Path) -> None:
+    page, trace, report = (tmp_path / name for name in ("a.html", "a.json", "report.json"))
+    options = [f"--timeline={page}", f"--timeline={trace}", f"--json={report}"]
+    options.append(f"--timeline={tmp_path}/a.png")
+    output, errors = explain(tmp_path, "--flag=coalesced", "--steps=2", *options, ranks=2)
+    assert output == "the script ends ['--its-own'] __main__\n"
+    said = " ".join(errors.split())
+    assert "DDP 0 (Linear): 2 gradients in 1 bucket, 0 stored there by compiled backwards" in said
+    assert f"copied: 1: weight: {SEVERAL}" in said
+    assert f"copied: 1: bias: {BESIDE}" in said
+    assert "sent, ms" in said
+    assert "of DDP 0 (Linear): reduced by a reducer, while the backward ran" in said
+    found: dict[str, Any] = json.loads(report.read_text())
+    jsonschema.validate(found, json_schema())
+    assert found["flag"]["mode"] == "coalesced"
+    assert found["modules"][0]["mode"] == "coalesced"
+    assert found["modules"][0]["buckets"][0]["times"]["ended_s"] > 0
+    assert f"written: {report}" in errors
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert page.read_text().startswith("<!doctype html>")
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.slow
+def test_what_is_known_is_shown_where_the_script_ends_too_soon(tmp_path: Path) -> None:
+    """The script has freed its module by then."""
+    _, errors = explain(tmp_path, steps=6)
+    assert "DDP 0 (Linear): 2 gradients in 1 bucket" in " ".join(errors.split())
+    assert "the script ended before its steps were recorded" in errors
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--steps=0"], "at least 1, but is '0'"),
+        (["--json=/not/there/report.json"], "in a folder that is there, but is '/not/there/rep"),
+        (["--timeline=a.svg"], "must end with one of .html, .json, .png, but is 'a.svg'"),
+    ],
+)
+def test_wrong_options_are_refused_in_words(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fusion_passes.explain import main
+
+    with pytest.raises(SystemExit):
+        main([*options, "script.py"])
+    assert said in capsys.readouterr().err

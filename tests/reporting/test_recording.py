@@ -1,0 +1,214 @@
+"""Recording the steps of a training, and the report with what was measured."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jsonschema
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+import fusion_passes
+from fusion_passes.config import ReduceMode
+from fusion_passes.profile import files
+from fusion_passes.profile.records import Kind, Place, Profile, site_of
+from fusion_passes.profile.tables import CostTable
+from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.modules import NOT_HERE
+from fusion_passes.reporting.schema import json_schema
+from testing.fake_world import fake_world, two_layers
+
+RUN = Callable[..., list[Any]]
+ROOT = Path(__file__).parent.parent.parent
+
+
+def _train(steps: int) -> Callable[..., None]:
+    """A training of three buckets; makes ``steps`` steps, and returns one to make."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, 32) for _ in range(3)]
+    model = nn.Sequential(nn.BatchNorm1d(32, affine=False), *layers)  # It has buffers.
+    ddp = DistributedDataParallel(model, bucket_cap_mb=4100 / 2**20)
+    call = torch.compile(ddp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def step(*, keeps_gradients: bool = False) -> None:
+        optimizer.zero_grad(set_to_none=not keeps_gradients)
+        call(torch.ones(4, 32) + dist.get_rank()).square().sum().backward()
+        optimizer.step()
+
+    for _ in range(steps):
+        step()
+    return step
+
+
+@contextlib.contextmanager
+def _known_network() -> Iterator[Profile]:
+    """A profile by which each all-reduce of two ranks here takes 2 ms, among this rank's."""
+    costs = CostTable((1024, 2**20), (2_000_000, 2_000_000))
+    profile = Profile(
+        Place.of([site_of(torch.device("cpu"))] * 2, "gloo", torch.__version__),
+        ((Kind("float32", "avg"), costs),),
+    )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, {files.DIRECTORY_VARIABLE: folder}),
+    ):
+        files.write_whole(files.path_of(profile.place), profile.to_json())
+        yield profile
+
+
+def record(mode: ReduceMode) -> dict[str, Any]:
+    """Record steps, and say what was found on this rank."""
+    torch._dynamo.reset()
+    with inductor_config.patch(ddp_fusion=mode), _known_network() as known:
+        step = _train(1)
+        recording = fusion_passes.record_steps(2, plain_steps=2)
+        for _ in range(7):
+            step()
+        text = fusion_passes.report().to_json()
+        timeline = recording.timeline
+        assert timeline is not None, recording.problem
+        gradients = [float(p.grad.sum()) for p in _parameters(step)]
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            step(keeps_gradients=True)
+        step()
+        with mock.patch.object(torch.autograd.profiler, "record_function") as ranges:
+            step()
+        return {
+            "report": json.loads(text),
+            "scalars": fusion_passes.report().scalars(),
+            "ranks": [item.rank for item in timeline.ranks],
+            "errors": [item.clock_error_s for item in timeline.ranks],
+            "starts": [item.start_s for item in timeline.ranks],
+            "steps": [len(item.ends_s) for item in timeline.ranks],
+            "profiled": {e.name for e in seen.events() if e.name.startswith("ddp_fusion")},
+            "ranges": [call.args[0] for call in ranges.call_args_list],
+            "gradients": gradients,
+            "profile": known.digest(),
+        }
+
+
+def _parameters(step: Any) -> list[nn.Parameter]:
+    (optimizer,) = (
+        cell.cell_contents
+        for cell in step.__closure__
+        if isinstance(cell.cell_contents, torch.optim.Optimizer)
+    )
+    return optimizer.param_groups[0]["params"]
+
+
+@pytest.mark.parametrize("mode", ["concat", pytest.param("coalesced", marks=pytest.mark.nightly)])
+def test_steps_of_all_ranks_are_recorded(run_on_ranks: RUN, mode: str) -> None:
+    first, second = run_on_ranks(2, record, mode=mode)
+    assert (first["ranks"], second["ranks"]) == ([0, 1], [1]), "rank 0 has all"
+    assert first["steps"] == [2, 2]
+    assert first["starts"][0] == 0.0
+    assert 0 < first["errors"][1] < 1, "half of a question and its answer"
+    assert first["gradients"] == second["gradients"]
+    for found in (first, second):
+        (module,) = found["report"]["modules"]
+        name, buckets = module["name"], module["buckets"]
+        assert (module["mode"], module["backend"], module["group_size"]) == (mode, "gloo", 2)
+        assert (module["gradients"], module["stored"]) == (6, 6)
+        assert module["steps"] >= 8
+        assert [item["name"] for item in buckets] == [f"{name} bucket {n}" for n in range(3)]
+        assert [item["copied"] for item in buckets] == [[]] * 3
+        for item in buckets:
+            times = item["times"]
+            assert times["launched_s"] < times["started_s"] < times["ended_s"]
+            assert times["waited_s"] < times["resumed_s"]
+            assert times["ended_s"] < found["report"]["totals"]["steps"]["step_s"]
+            assert 0 <= times["exposed_s"] <= times["resumed_s"] - times["launched_s"]
+        assert found["profiled"] == {
+            f"ddp_fusion: {name} bucket {n} {what}" for n in range(3) for what in ("launch", "wait")
+        }
+        assert not [range_ for range_ in found["ranges"] if "ddp_fusion" in range_]
+        totals = found["report"]["totals"]
+        assert (totals["gradients"], totals["launches"], totals["copied_gradients"]) == (6, 3, 0)
+        assert totals["sent_bytes"] == totals["num_bytes"] == 3 * (32 * 32 + 32) * 4
+        assert found["scalars"]["ddp_fusion/launches"] == 3
+        assert 0 <= found["scalars"]["ddp_fusion/overlap"] <= 1
+        jsonschema.validate(found["report"], json_schema())
+    _check_predictions(first["report"], first["profile"])
+    assert second["report"]["predicted_from"] == NOT_HERE
+
+
+def _check_predictions(report: dict[str, Any], profile: str) -> None:
+    assert report["predicted_from"].startswith("from when buckets were launched")
+    assert profile in report["predicted_from"]
+    (module,) = report["modules"]
+    before = 0.0
+    for item in module["buckets"]:
+        begin, end = item["predicted_s"]
+        assert end - begin == pytest.approx(0.002), "what the profile says"
+        assert begin >= before, "one after the other"
+        before = end
+    first = module["buckets"][0]
+    assert first["predicted_s"][0] == pytest.approx(first["times"]["started_s"])
+
+
+def test_the_schema_that_is_documented_is_the_reports() -> None:
+    documented = json.loads((ROOT / "docs" / "report.schema.json").read_text())
+    assert documented == json_schema(), "python -m fusion_passes.reporting.schema"
+    assert not [
+        name
+        for name in documented["properties"]
+        if "description" not in _property(documented, name)
+    ]
+
+
+def _property(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = schema["properties"][name]
+    return found
+
+
+def test_a_report_without_a_flag_says_that_nothing_was_done() -> None:
+    found = fusion_passes.report()
+    assert (found.flag, found.modules, found.graphs, found.backwards) == (None, (), (), ())
+    assert found.advice == ""
+    assert (found.timeline, found.totals.steps) == (None, None)
+    jsonschema.validate(json.loads(found.to_json()), json_schema())
+    wrong = json.loads(found.to_json()) | {"unheard of": 1}
+    with pytest.raises(jsonschema.ValidationError, match="unheard of"):
+        jsonschema.validate(wrong, json_schema())
+
+
+def test_a_profile_of_the_users_own_is_left_alone() -> None:
+    with fake_world(), inductor_config.patch(ddp_fusion="concat"):
+        torch._dynamo.reset()
+        ddp = DistributedDataParallel(two_layers())
+        call = torch.compile(ddp)
+        recording = fusion_passes.record_steps(1, plain_steps=0, gather=False)
+        with profile(activities=[ProfilerActivity.CPU]):
+            for _ in range(3):
+                call(torch.ones(2, 4)).sum().backward()
+        assert recording.timeline is None
+        assert "runs a profiler" in recording.problem
+        assert backwards.after is None
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": -1}, {"plain_steps": -1}])
+def test_wrong_numbers_are_refused(wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name} must be a whole number.*but is {value}"):
+        fusion_passes.record_steps(**wrong)
+    assert backwards.after is None
+
+
+def test_a_recording_must_end_before_the_next() -> None:
+    fusion_passes.record_steps(1)
+    with pytest.raises(ValueError, match="still on their way"):
+        fusion_passes.record_steps(1)

@@ -1,0 +1,71 @@
+"""What a file imports, and which names of torch it writes out: read from its code, wherever in it
+they stand."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+_DOTTED: Final = re.compile(r"\w+(\.\w+)+")
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Full names of all that a file imports: a module, or a name in one."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute here"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def names_of_torch(path: Path) -> set[str]:
+    """Dotted names of torch that a file imports or writes out, by whatever alias: each with those
+    that it begins with, but for ``torch`` itself."""
+    aliases = _torch_aliases(path)
+    found = {name for name in imported_names(path) if name.startswith("torch.")}
+    for head, rest in _attributes(path):
+        if head in aliases and _DOTTED.fullmatch(f"{head}.{rest}"):
+            found.add(f"{aliases[head]}.{rest}")
+    return found
+
+
+def private_attributes(path: Path) -> set[str]:
+    """Names with an underscore that a file asks of objects: not of itself, nor of what it has
+    imported from torch."""
+    others = {"self", "cls", *_torch_aliases(path)}
+    names = {rest.rpartition(".")[2] for head, rest in _attributes(path) if head not in others}
+    return {name for name in names if re.match(r"_[^_]", name)}
+
+
+def _attributes(path: Path) -> Iterator[tuple[str, str]]:
+    """Each attribute as ``ddp``, ``logger._set_static_graph``; a call has its arguments there."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            head, _, rest = ast.unparse(node).partition(".")
+            yield head, rest
+
+
+def _torch_aliases(path: Path) -> dict[str, str]:
+    """What the names that a file gives to torch's modules stand for: ``dist``, ``nn``."""
+    aliases = {}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.split(".")[0]
+                aliases[alias.asname or first] = alias.name if alias.asname else first
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return {name: full for name, full in aliases.items() if full.split(".")[0] == "torch"}
+
+
+def is_private(name: str) -> bool:
+    """Whether a dotted name of torch has a part with a leading underscore. Operators are no part of
+    torch's Python, and their names are stable."""
+    if name.startswith(("torch.ops.", "torch._foreach_")):
+        return False
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))

@@ -1,0 +1,93 @@
+"""What is made of what ranks tell of a scenario."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from testing.scenarios.entries import Scenario
+from testing.scenarios.outcomes import judge, tidy
+from testing.scenarios.ranks import Failure, RankReport, read_reports
+
+ANY = Scenario("ddp-2", "any", "any", "module:function")
+FUSED = RankReport(0, gradients=4, reduced_in=("reducer",))
+TRACED = RankReport(0, gradients=4, reduced_in=("compiled_autograd",), before=4, after=1)
+
+
+def failed(text: str, kind: str = "ValueError", backwards: int = 0) -> RankReport:
+    failure = Failure((kind, "Exception"), text, backwards, f"trace of {text}")
+    return RankReport(0, fused=failure)
+
+
+@pytest.mark.parametrize(
+    ("reports", "kind", "words"),
+    [
+        ([FUSED, FUSED], "equal", ""),
+        ([FUSED, TRACED], "equal", ""),
+        (
+            [replace(TRACED, after=4)],
+            "broken",
+            "nobody was warned on .*: 4 gradients.*4 of 4 traced",
+        ),
+        ([replace(TRACED, rejected=("why",))], "broken", "nobody was warned on .*left alone: why"),
+        (
+            [replace(FUSED, reduced_in=("reducer", "none"))],
+            "broken",
+            "nobody was warned on .*'none'",
+        ),
+        ([replace(FUSED, reduced_in=())], "broken", "nobody was warned"),
+        ([FUSED, RankReport(1, warned=("why",))], "equal, unfused", "why"),
+        ([RankReport(0, warned=("why",)), RankReport(1)], "broken", r"warned on ranks \[1\]"),
+        ([RankReport(1, differences=("weight",))], "broken", "rank 1: weight"),
+        ([failed("not while ddp_fusion is set")] * 2, "refused", "not while ddp_fusion is set"),
+        ([failed("ddp_fusion", backwards=1)], "broken", "ValueError: ddp_fusion"),
+        ([failed("ddp_fusion", kind="KeyError")], "broken", "KeyError: ddp_fusion"),
+        ([failed("other words")], "broken", "ValueError: other words"),
+        ([failed("ddp_fusion"), FUSED], "broken", r"on ranks \[0\] only"),
+        ([FUSED, None], "broken", r"no result of ranks \[1\]: not done after 3 s"),
+        ([RankReport(0, eager=Failure(("E",), "no", 0, ""))], "broken", "eager DDP fails: no"),
+    ],
+)
+def test_outcomes(reports: list[RankReport | None], kind: str, words: str) -> None:
+    outcome = judge(ANY, reports, fate="not done after 3 s", log="the log")
+    assert outcome.kind == kind
+    assert re.search(words, outcome.words), outcome.words
+
+
+@pytest.mark.parametrize(
+    ("reports", "kind"),
+    [
+        ([failed("ddp_fusion: no gradient of middle.weight")], "refused"),
+        ([failed("eager's", backwards=1), failed("ddp_fusion: of middle.weight")], "refused"),
+        ([failed("ddp_fusion: no gradient of some parameter")], "broken"),
+        ([FUSED], "broken"),
+    ],
+)
+def test_what_must_fail(reports: list[RankReport], kind: str) -> None:
+    scenario = Scenario("ddp-2", "any", "any", "module:function", must_fail="middle.weight")
+    assert judge(scenario, reports).kind == kind
+
+
+def test_where_nothing_is_averaged_nothing_is_to_be_fused() -> None:
+    scenario = Scenario("ddp-2", "any", "any", "module:function", averages=False)
+    assert judge(scenario, [replace(FUSED, reduced_in=())]).kind == "equal"
+
+
+def test_words_are_the_same_on_each_machine_and_in_each_run() -> None:
+    text = "\x1b[31m/home/me/lib/x.py at 0x7f00: [127.0.0.1]:40123\n Timed out after 20000ms"
+    assert tidy(text) == "x.py at 0x...: [127.0.0.1]:PORT Timed out after some ms"
+    assert len(tidy("long " * 1000)) == 600
+
+
+def test_reports_of_ranks_come_back_as_they_were(tmp_path: Path) -> None:
+    reports = [RankReport(0, warned=("a", "b")), failed("words")]
+    for rank, report in enumerate(reports):
+        RankReport(**{**vars(report), "rank": rank}).write(tmp_path)
+    first, second, third = read_reports(tmp_path, 3)
+    assert first == reports[0]
+    assert second is not None
+    assert second.fused == reports[1].fused
+    assert third is None

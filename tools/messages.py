@@ -1,0 +1,111 @@
+"""docs/messages.md, from the code: what the package says to people, by its first words.
+
+    python tools/messages.py > docs/messages.md
+
+The sources alone are read. What differs from case to case is written as an ellipsis.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+PACKAGE: Final = Path(__file__).parent.parent / "fusion_passes"
+
+NOT_FOR_USERS: Final = ("graph", "lowering", "passes", "plan", "reductions", "torch_private")
+"""Rooms whose errors are bugs of the package."""
+
+WITH_PARTS: Final = ("config.py", "ddp", "explain.py", "profile", "reducer", "reporting")
+"""Rooms that also return and keep what becomes a part of a message, or a reason in the report."""
+
+PARTS: Final = "Reasons and parts"
+
+KINDS: Final = {
+    "Warnings": re.compile("warn_once"),
+    "Errors": re.compile(r"\w+Error|raise_as_ddp"),
+    "In the log and on the screen": re.compile("warning|info|print|exit"),
+    PARTS: re.compile("append"),
+}
+"""What is called with a message, by the heading under which the message is."""
+
+SHORTEST: Final = 30
+"""Characters of a message. What is shorter is a part of one, or for no people."""
+
+UNKNOWN: Final = "\N{HORIZONTAL ELLIPSIS}"
+
+HEAD: Final = f"""\
+# Every warning and error
+
+Find a message here by its first words; `{UNKNOWN}` stands for what differs from case to case. It
+says itself what to do, and [symptoms](symptoms.md) has what to do where there is none. This page is
+made from the code (`python tools/messages.py > docs/messages.md`).
+"""
+
+
+def text_of(node: ast.AST | None, names: dict[str, str]) -> str:
+    """The text that an expression makes, with an ellipsis for each part that is not known.
+
+    Args:
+        node: an expression.
+        names: texts of the constants that it may name.
+    """
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub(r"%[sdr]", UNKNOWN, node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part, names) for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return text_of(node.left, names) + text_of(node.right, names)
+    if isinstance(node, ast.FormattedValue):
+        return text_of(node.value, names)
+    return names.get(node.id, UNKNOWN) if isinstance(node, ast.Name) else UNKNOWN
+
+
+def constants(trees: Iterable[ast.Module]) -> dict[str, str]:
+    """The texts of constants, of those that have one text wherever they are defined."""
+    found: dict[str, set[str]] = {}
+    for node in (node for tree in trees for node in tree.body):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.setdefault(node.target.id, set()).add(text_of(node.value, {}))
+    texts = {name: next(iter(texts)) for name, texts in found.items() if len(texts) == 1}
+    return {name: text for name, text in texts.items() if UNKNOWN not in text}
+
+
+def messages(tree: ast.Module, names: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """The texts that a file has for people, each with its heading."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func).rpartition(".")[2]
+            for kind in (kind for kind, calls in KINDS.items() if calls.fullmatch(called)):
+                yield from ((kind, text_of(argument, names)) for argument in node.args)
+        elif isinstance(node, ast.Return | ast.Assign | ast.AnnAssign):
+            value = node.value
+            for part in (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,):
+                yield PARTS, text_of(part, names)
+        elif isinstance(node, ast.List | ast.Dict):
+            for part in node.elts if isinstance(node, ast.List) else node.keys:
+                yield PARTS, text_of(part, names)
+
+
+def page() -> str:
+    """The page, as Markdown."""
+    trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    names = constants(trees.values())
+    found: dict[str, set[str]] = {kind: set() for kind in KINDS}
+    for path, tree in trees.items():
+        room = path.relative_to(PACKAGE).parts[0]
+        for kind, text in messages(tree, names) if room not in NOT_FOR_USERS else ():
+            is_long = len(text.replace(UNKNOWN, "")) >= SHORTEST and " " in text
+            if is_long and "\n\n" not in text and (kind != PARTS or room in WITH_PARTS):
+                found[kind].add(" ".join(text.split()))
+    found[PARTS].difference_update(*(texts for kind, texts in found.items() if kind != PARTS))
+    lines = [HEAD]
+    for kind, texts in found.items():
+        lines += [f"## {kind}\n", *(f"* {text}" for text in sorted(texts, key=str.lower)), ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,1 +1,0 @@
-"""What :mod:`check_torch` is made of."""
