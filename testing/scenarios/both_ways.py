@@ -4,6 +4,7 @@ gradients averaged by hand, and compares."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import traceback
@@ -34,8 +35,8 @@ NOT_DDPS = ("belongs to no DistributedDataParallel module", "a collective of ano
 def target_of(scenario: Scenario) -> Callable[[Run], None]:
     """The function that trains."""
     module, _, function = scenario.target.partition(":")
-    target: Callable[[Run], None] = getattr(importlib.import_module(module), function)
-    return target
+    target: Callable[..., None] = getattr(importlib.import_module(module), function)
+    return functools.partial(target, **dict(scenario.arguments))
 
 
 def flag_of(scenario: Scenario, mode: str, graph: str = "auto") -> FusionConfig:
