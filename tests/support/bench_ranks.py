@@ -27,7 +27,8 @@ class FakeRank:
         self.measured = Path(os.environ.get("FUSION_PASSES_PROFILE_DIR", "/never"), "measured")
         self.is_planned = self.way == "auto" and self.measured.exists()
 
-    def start(self):
+    def start(self, averages=True):
+        self.is_averaged = averages
         if self.way == RAISES:
             raise RuntimeError("this way does not compile")
         if self.way == DIES:
@@ -46,6 +47,10 @@ class FakeRank:
 
     def host(self):
         return 0.002
+
+    def first_average(self):
+        assert not self.is_averaged
+        return 2 * STEP_S.get(self.way, 0.3)
 
     def start_network(self, num_bytes, dtype):
         return Started(0.0)

@@ -152,6 +152,14 @@ def test_the_table_marks_what_is_wrong_and_says_why_a_row_failed() -> None:
     assert widths == {len(pages.COLUMNS) + 1, 5}
 
 
+def test_the_first_averaged_step_is_over_eager_ddps_of_its_round() -> None:
+    cell = cell_of(
+        result(REFERENCE, 2.0, first_s=[0.2, 0.4]), result(CONCAT, 1.5, first_s=[0.22, 0.44])
+    )
+    text = pages.as_markdown(run_of(cell))
+    assert "| concat | 330.0 | 1.10 (1.10 to 1.10) |" in text
+
+
 def test_a_picture_is_drawn_whatever_is_in_a_run(tmp_path: Path) -> None:
     cell = cell_of(
         result(REFERENCE, 2.0, 2.1),
@@ -259,6 +267,7 @@ def test_a_page_and_its_figures_are_kept(tmp_path: Path) -> None:
         (["--rate", "fast"], "--rate must be a number of mbit or gbit"),
         (["--ranks", "1"], "--ranks must be at least 2, but is 1"),
         (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--forwards", "0"], "--forwards must be at least 1"),
         (["--round-seconds", "0"], "--round-seconds must be more than 0"),
         (["--caps", "-1"], "--caps must be more than 0 MB"),
         (["--compare", "/no/such.json"], "must be a JSON file"),

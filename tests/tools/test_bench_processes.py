@@ -91,6 +91,14 @@ def test_auto_is_measured_with_the_buckets_that_a_run_before_has_planned(
         assert row.ratios == pytest.approx([1.2, 1.2])
 
 
+def test_the_first_averaged_step_is_measured_in_processes_of_its_own(place: Place) -> None:
+    """Where what is compiled without averaging is what runs with it."""
+    (cell, _), rates = measured(place, ["concat", "concat, traced"], firsts=2)
+    assert rates == [None, "1gbit", "10gbit", "1gbit", "10gbit"]
+    found = {row.row.label: row.first_s for row in cell.rows if row.first_s}
+    assert found == {"eager DDP": [0.4, 0.4], "concat": [0.3, 0.3]}
+
+
 def test_ranks_that_hang_are_killed(place: Place) -> None:
     row = RowProcesses(Row("way", bench_ranks.HANGS), place)
     row.ask("start")

@@ -41,6 +41,7 @@ class Effort:
             as memory holds.
         warm: whether a row is started a second time, with the compiler's cache filled.
         caps_mb: that are tried for each way that has one, in MiB.
+        firsts: processes of each way and rate whose first averaged step is measured.
     """
 
     rounds: int
@@ -48,6 +49,7 @@ class Effort:
     together: int | None
     warm: bool
     caps_mb: tuple[float, ...] = ()
+    firsts: int = 0
 
 
 @dataclass
@@ -152,6 +154,27 @@ class Measuring:
                 self._measure_group(starts, compute, network, cells)
         finally:
             network.processes.end()
+        for cell in cells if self._effort.firsts else ():
+            self._measure_firsts(cell)
+
+    def _measure_firsts(self, cell: Cell) -> None:
+        """Measure the first averaged step of new processes of each way, one after the other in each
+        round."""
+        self._set_rate(cell.rate)
+        results = [result for result in cell.rows if _has_first(result.row) and not result.reason]
+        self._progress.expect(len(results) * self._effort.firsts)
+        for number in range(self._effort.firsts):
+            for result in results:
+                self._progress.begin(f"{cell.name}: {result.row.label}, first step {number + 1}")
+                try:
+                    processes = RowProcesses(result.row, self._place_at(cell.rate))
+                    try:
+                        processes.ask("start", False, timeout_s=START_TIMEOUT_S)
+                        result.first_s.append(max(processes.ask("first_average")))
+                    finally:
+                        processes.end()
+                except RowFailed as error:
+                    result.reason = str(error)
 
     def _expect(self, groups: Iterable[Sequence[Row]], rates: int) -> None:
         for group in groups:
@@ -205,9 +228,7 @@ class Measuring:
         """Start a row; one at its default twice, as on a new machine and with what the first left
         in its caches; and so one whose first run measures what the second plans from, on a network
         of that rate."""
-        profile = str(self._place.directory / "profiles" / f"{rate}")
-        variables = self._place.variables | {DIRECTORY_VARIABLE: profile}
-        place = replace(self._place, variables=variables)
+        place = self._place_at(rate)
         both = self._starts(row) == 2
         if both:
             self._progress.begin(f"{row.label}: cold start")
@@ -234,6 +255,12 @@ class Measuring:
             processes.kill()
             raise
         return _Alive(start, processes)
+
+    def _place_at(self, rate: str | None) -> Place:
+        """Where ranks run, with the profiles of a network of a rate."""
+        profile = str(self._place.directory / "profiles" / f"{rate}")
+        variables = self._place.variables | {DIRECTORY_VARIABLE: profile}
+        return replace(self._place, variables=variables)
 
     def _check(self, result: RowResult, processes: RowProcesses) -> None:
         """Compare gradients with eager DDP's, whose row is the first one."""
@@ -333,6 +360,13 @@ class Measuring:
 def _starts_anew(row: Row) -> bool:
     """Whether a row starts on each network: its buckets follow from what it measures there."""
     return row.kind == "way" and WAYS[row.way].measures_network
+
+
+def _has_first(row: Row) -> bool:
+    """Whether what a row compiles under ``no_sync`` is what it runs without, at its default cap."""
+    way = WAYS.get(row.way)
+    is_same = way is not None and way.has_ddp and way.style != "inside" and not way.is_traced
+    return is_same and row.cap_mb is None
 
 
 def _end(alive: Iterable[_Alive]) -> None:

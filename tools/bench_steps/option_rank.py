@@ -44,12 +44,12 @@ class OptionRank(Rank):
             self._ddp = self._option.wrap(model, own_reducer=not way.is_ours)
             forward, steps = torch.compile(self._ddp), itertools.count()
 
-            def step(*batch: torch.Tensor) -> None:
+            def step(batch: tuple[torch.Tensor, ...]) -> None:
                 loss = forward(*self._option.inputs(next(steps), mine.rank), *batch)
                 (self._option.scale * loss).backward()
 
             batch = tuple(tensor.to(self._device) for tensor in made.batch(mine.rank))
-            self._training = Training(model, step, batch)
+            self._training = Training(model, step, (batch,))
             self._run = self._training.run
             self._run()
         warned = [w for w in caught if w.category.__name__ == "FusionWarning"]

@@ -20,7 +20,7 @@ from bench_steps.figures import (
     targets,
     warm_over_compute,
 )
-from bench_steps.results import COMPUTE, NETWORK, TRACED_COMPUTE, Cell, RowResult
+from bench_steps.results import COMPUTE, NETWORK, REFERENCE, TRACED_COMPUTE, Cell, RowResult
 from bench_steps.run import Run
 from workloads.ways import WAYS
 
@@ -78,10 +78,30 @@ def _cell(cell: Cell) -> list[str]:
         lines += [f"* {', '.join(labels)}" for labels in names.values()]
     lines += ["", *_failures(rows)]
     lines += [f"{result.row.label}: {result.plan}.\n" for result in rows if result.plan]
+    lines += _firsts(cell, [result for result in rows if result.first_s])
     reached = [_target(target) for target in targets(cell)]
     if reached:
         lines += ["| ours | to reach | is | |", "| --- | ---: | ---: | --- |", *reached]
     return lines
+
+
+def _firsts(cell: Cell, rows: Sequence[RowResult]) -> list[str]:
+    """The first averaged step of a process, over eager DDP's in the same round."""
+    eager = cell.find(REFERENCE)
+    if eager is None or not eager.first_s or not rows:
+        return []
+    lines = [
+        "The first averaged step of a process, beyond compiling:",
+        "",
+        "| way | ms | over eager DDP's |",
+        "| --- | ---: | ---: |",
+    ]
+    for result in rows:
+        ms = 1000 * statistics.median(result.first_s)
+        pairs = zip(result.first_s, eager.first_s, strict=False)
+        ratio = Spread.of([mine / theirs for mine, theirs in pairs])
+        lines.append(f"| {result.row.label} | {ms:.1f} | {ratio} |")
+    return [*lines, ""]
 
 
 def _limits(cell: Cell) -> str:

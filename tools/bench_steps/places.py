@@ -51,6 +51,7 @@ def place_of(
     network: ShapedNetwork | None,
     directory: Path,
     timeout_s: float,
+    forwards: int = 1,
     shares_kernels: bool = False,
 ) -> Place:
     """Where the ranks of a model run.
@@ -69,7 +70,16 @@ def place_of(
         variables |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
     cores = cores_of(ranks, sorted(os.sched_getaffinity(0)))
     return Place(
-        model, size, cores, host, prefixes, variables, directory, timeout_s, shares_kernels
+        model,
+        size,
+        cores,
+        host,
+        prefixes,
+        variables,
+        directory,
+        timeout_s,
+        forwards=forwards,
+        shares_kernels=shares_kernels,
     )
 
 

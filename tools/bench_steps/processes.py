@@ -45,6 +45,7 @@ class Place:
         variables: environment variables, for the network and torch.
         directory: for logs and caches.
         timeout_s: for anything that ranks are asked.
+        forwards: of a step, before one backward.
         shares_kernels: whether all rows have one compiler cache. No row then starts as on a new
             machine, and none takes a compiled graph from it.
         worker: the module that ranks run; by default :data:`WORKER`.
@@ -58,6 +59,7 @@ class Place:
     variables: dict[str, str]
     directory: Path
     timeout_s: float
+    forwards: int = 1
     shares_kernels: bool = False
     worker: str = ""
 
@@ -161,6 +163,7 @@ class RowProcesses:
             place.cores[rank],
             place.host,
             place.timeout_s,
+            place.forwards,
             self.timeline,
         )
         ours, theirs = socket.socketpair()

@@ -5,6 +5,7 @@ python -m bench_steps.rank ASSIGNMENT FILE_DESCRIPTOR
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import faulthandler
@@ -103,8 +104,12 @@ class Rank:
         """Of the process group."""
         return "nccl" if self._device.type == "cuda" else "gloo"
 
-    def start(self) -> Started:
-        """Prepare the row's way and make its first step."""
+    def start(self, averages: bool = True) -> Started:
+        """Prepare the row's way and make its first step.
+
+        Args:
+            averages: whether its gradients are averaged; else it runs under ``no_sync``.
+        """
         from workloads.models import SIZES, subject
         from workloads.ways import PLAIN, built, prepare
 
@@ -121,10 +126,18 @@ class Rank:
             self._clock = ReadyClock(self._device)
         self._barrier()
         begin = time.perf_counter()
-        way, cap_mb = mine.row.way or PLAIN, mine.row.cap_mb
-        training = prepare(way, made, self._device, cap_mb=cap_mb, seed=mine.rank, model=model)
+        training = prepare(
+            mine.row.way or PLAIN,
+            made,
+            self._device,
+            cap_mb=mine.row.cap_mb,
+            seed=mine.rank,
+            forwards=mine.forwards,
+            model=model,
+        )
         self._training, self._run = training, training.run
-        training.run()
+        with contextlib.nullcontext() if averages else training.ddp.no_sync():
+            training.run()
         self._synchronize()
         seconds = time.perf_counter() - begin
         # What compilation took is given back: many processes wait for their turn.
@@ -136,6 +149,15 @@ class Rank:
             tuple(gradient.nbytes for gradient in gradients),
             tuple(str(gradient.dtype).removeprefix("torch.") for gradient in gradients),
         )
+
+    def first_average(self) -> float:
+        """Seconds of the first step whose gradients are averaged, where :meth:`start` has compiled
+        it without; less those of what is compiled in it all the same."""
+        from torch._dynamo.utils import calculate_time_spent
+
+        before = calculate_time_spent()["total_wall_time"]
+        (seconds,) = self.steps(1).seconds
+        return seconds - (calculate_time_spent()["total_wall_time"] - before)
 
     def start_network(self, num_bytes: int, dtype: str) -> Started:
         """Make a buffer to be reduced, instead of a model."""

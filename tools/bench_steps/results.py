@@ -36,6 +36,7 @@ class RowResult:
         seconds: of a step, for each round: the median of its steps on the slowest rank.
         ratios: the same, over compute alone in the same round.
         cpu_s: CPU seconds of a step, of all ranks together, for each round.
+        first_s: seconds of the first averaged step of a process beyond compiling, for each process.
         plan: its buckets and why they are these, for people; empty where it measures nothing.
     """
 
@@ -51,6 +52,7 @@ class RowResult:
     seconds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
     plan: str = ""
 
     @property
@@ -66,7 +68,7 @@ class RowResult:
 
     def without_figures(self) -> RowResult:
         """A copy for another rate."""
-        return replace(self, seconds=[], ratios=[], cpu_s=[])
+        return replace(self, seconds=[], ratios=[], cpu_s=[], first_s=[])
 
 
 @dataclass

@@ -48,6 +48,7 @@ class Assignment:
         cores: that its threads run on.
         host: where rank 0 is found by the others.
         timeout_s: of the process group.
+        forwards: of a step, before one backward.
         timeline: whether generated kernels say their names to the profiler.
     """
 
@@ -59,6 +60,7 @@ class Assignment:
     cores: tuple[int, ...]
     host: str
     timeout_s: float
+    forwards: int = 1
     timeline: bool = False
 
     def to_json(self) -> str:

@@ -1,4 +1,4 @@
-"""The same training step under each way to reduce gradients that a user could choose, side by side.
+r"""The same training step under each way of reducing gradients that there is, side by side.
 
 Each way runs in processes of its own, one a rank, and takes its turn in each round; its figure is
 its time over that of compute alone (compiled, no DDP) in the same round. Beside the ways stand the
@@ -9,6 +9,10 @@ ready and what all-reduces cost. Gradients are compared with eager DDP's in the 
     python tools/bench.py --model gpt2 mlp                    # on the network as it is
     sudo python tools/bench.py --rate 1gbit 2.5gbit --caps    # the whole form
     python tools/bench.py --model my_package.models:factory   # a model of yours
+    sudo python tools/bench.py --model gpt2 --rate 1gbit --no-cold \
+        --ways concat "concat, traced" --forwards 2           # two forwards before each backward
+    sudo python tools/bench.py --model gpt2 --rate 1gbit --no-cold \
+        --ways concat --first 5                               # the first averaged step of a process
     python tools/bench.py --compare steps.json                # what has changed since that run
 """
 
@@ -83,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--caps", nargs="*", type=float, metavar="MB", help="also try each way with these caps")
     add("--rounds", type=int, help=f"of measurement ({ROUNDS})")
     add("--round-seconds", type=float, help=f"of a row's turn in a round ({ROUND_S:g})")
+    add("--forwards", type=int, default=1, help="of a step, before one backward (1)")
+    first = "processes of a way whose first averaged step beyond compiling is measured (0)"
+    add("--first", type=int, default=0, metavar="PROCESSES", help=first)
     add("--together", type=int, help="rows alive at a time (as many as memory holds)")
     add("--timeout", type=float, default=TIMEOUT_S, help=f"s, of a row's turn ({TIMEOUT_S:g})")
     add("--no-cold", action="store_true", help="start each way once, and judge no start")
@@ -111,7 +118,7 @@ def _check(options: argparse.Namespace) -> None:
     options.rate = [parse_rate(rate) for rate in options.rate]
     for name in options.model:
         subject(name, SIZES[options.size])
-    least = {"ranks": 2, "rounds": 1, "together": 1}
+    least = {"ranks": 2, "rounds": 1, "together": 1, "forwards": 1, "first": 0}
     for name, value in least.items():
         given = getattr(options, name)
         if given is not None and given < value:
@@ -168,6 +175,7 @@ def _measure(run: Run, options: argparse.Namespace, output: Path) -> None:
         options.together,
         warm=not (options.quick or options.no_cold),
         caps_mb=tuple(options.caps),
+        firsts=options.first,
     )
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(shaped_network(options.ranks)) if options.rate else None
@@ -184,6 +192,7 @@ def _measure(run: Run, options: argparse.Namespace, output: Path) -> None:
                 network=network,
                 directory=directory,
                 timeout_s=options.timeout,
+                forwards=options.forwards,
                 shares_kernels=not effort.warm,  # No start is judged.
             )
             measuring = Measuring(
