@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benches.results import Row
 from gpu_checks.parts import Check, Part
-from gpu_checks.results import Row
 from testing.scenarios.entries import Scenario
 
 PID_FILE = "GPU_TEST_PID_FILE"
@@ -45,8 +45,7 @@ def hangs(site: Any, note: Any) -> None:
 
 
 def _measuring(name: str, **options: Any) -> Part:
-    measure = f"{__name__}:{name.replace('-', '_')}"
-    return Part(name, "copies", measure=measure, has_group=False, **options)
+    return Part(name, "copies", f"{__name__}:{name.replace('-', '_')}", **options)
 
 
 def _check(title: str, target: str) -> Check:
@@ -57,14 +56,13 @@ PARTS = (
     Part(
         "trains",
         "correctness",
-        2,
-        (
+        ranks=2,
+        checks=(
             _check("a real one", "testing.scenarios.features.loops:plain"),
             _check("another result", "tests.support.nightly_scenarios:differs"),
             _check("both ranks fail", "tests.support.nightly_scenarios:refuses"),
-            _check("the same again", "testing.scenarios.features.loops:plain"),
             _check("one rank fails", "tests.support.nightly_scenarios:refuses_on_one_rank"),
-            _check("after it", "tests.support.nightly_scenarios:is_silent"),
+            _check("the same again", "testing.scenarios.features.loops:plain"),
         ),
     ),
     _measuring("is-right"),
@@ -74,4 +72,4 @@ PARTS = (
     _measuring("hangs", limit_s=9.0),
 )
 
-PROBE = Part("probe", "probe", 2, measure="gpu_checks.probe:all_reduce")
+PROBE = Part("probe", "probe", "gpu_checks.net:add_up", ranks=2)

@@ -30,18 +30,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from benches.results import Origin, page, parser_of, table, write
 from workloads.models import MAKERS, SIZES, subject
-from workloads.ways import PLAIN
+from workloads.ways import PLAIN, WAYS, configure
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
 METHODS: Final = (PLAIN, "DDPOptimizer", "concat", "concat, traced")
-FLAGS: Final = {
-    "concat": "aot_autograd",
-    "concat, traced": "compiled_autograd",
-}
-"""By method, the value of ``FusionConfig.backward_graph``."""
 
 BARE_STEP: Final = "step, less collectives"
 
@@ -78,8 +73,7 @@ def main(arguments: Sequence[str]) -> int:
         # Its last rows are those of the model that was measured last.
         print(text.removeprefix(said), end="", flush=True)
         said = text
-        if options.output is not None:
-            write(options.output, "starts", origin, {"cells": cells}, text)
+        write(options.output, "starts", origin, {"cells": cells}, text)
     return 0
 
 
@@ -200,24 +194,18 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, float]:
         those of a step without anything else, likewise.
     """
     import torch
-    import torch._inductor.config
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    method, by_block = options.started, options.by_block
+    way, by_block = WAYS[options.started], options.by_block
     made = subject(model, SIZES[options.size])
     module, batch = made.build(), made.batch(0)
     begin = time.process_time()
     wrapped: Any = module
-    if method != PLAIN:
-        if method in FLAGS:
-            import fusion_passes
-
-            graph: Any = FLAGS[method]
-            flag = fusion_passes.FusionConfig(backward_graph=graph)
-            torch._inductor.config.ddp_fusion = flag
+    if way.has_ddp:
+        configure(way)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         wrapped = DistributedDataParallel(module)
     dynamic = options.dynamic or None
@@ -236,8 +224,8 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, float]:
     for _ in range(WARM_UP_STEPS):
         step()
     fastest, collectives = _fastest(step), 0.0
-    if method != PLAIN:
-        collectives = _seconds_of_collectives(wrapped, is_fused=method in FLAGS)
+    if way.has_ddp:
+        collectives = _seconds_of_collectives(wrapped, is_fused=way.is_ours)
         dist.destroy_process_group()
     return {"start": started, "step": fastest, "collectives": collectives}
 

@@ -32,6 +32,7 @@ class Way:
         bucketing: whether torch's ``bucket_all_reduces_fx`` is on.
         overlap: whether torch's overlap scheduling is on, with bucketing.
         caps: whether the size of its buckets can be chosen.
+        optimizes: whether DDPOptimizer may cut the compiled forward.
     """
 
     style: Style
@@ -42,6 +43,7 @@ class Way:
     bucketing: bool = False
     overlap: bool = False
     caps: bool = False
+    optimizes: bool = True
 
     @property
     def is_ours(self) -> bool:
@@ -57,17 +59,26 @@ class Way:
         """Whether gradients are reduced at all; the others are limits."""
         return self.is_ours or self.reducer != "none"
 
+    @property
+    def compiles_the_same(self) -> bool:
+        """Whether what is compiled under ``no_sync`` is what runs without."""
+        return self.has_ddp and self.style != "inside" and not self.is_traced
+
 
 PLAIN: Final = "no DDP"
 TRACED: Final = "no DDP, traced backward"
 """What compiled autograd alone costs: no way that it traces can do without."""
 EAGER: Final = "eager DDP"
+ONE_GRAPH: Final = "DDP, one graph"
+"""DDP's own reducer behind a compiled forward that DDPOptimizer does not cut: beside it, what
+differs is how gradients are reduced."""
 AUTO: Final = "auto"
 
 WAYS: Final = {
     PLAIN: Way("outside", "none"),
     TRACED: Way("inside", "none"),
     EAGER: Way("eager", "c++", caps=True),
+    ONE_GRAPH: Way("outside", "c++", caps=True, optimizes=False),
     "DDPOptimizer": Way("outside", "c++", caps=True),
     "Python reducer": Way("inside", "python"),
     "torch concat": Way("inside", "python", passes="fuse_ddp_with_concat_op", caps=True),
@@ -166,6 +177,8 @@ def configure(way: Way) -> None:
         inductor_config.ddp_fusion = flag
     elif way.reducer == "python":
         torch._dynamo.config.optimize_ddp = "python_reducer"
+    elif not way.optimizes:
+        torch._dynamo.config.optimize_ddp = False
 
 
 def configure_after_ddp(way: Way, cap_mb: float | None) -> None:

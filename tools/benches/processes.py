@@ -1,39 +1,40 @@
-"""The processes of a row: started, asked, and ended whatever they do."""
+"""The ranks of a method: processes that are started, asked, and ended whatever they do.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from bench_steps.rows import Assignment, Row
 from testing.sessions import kill_session, start_session
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-WORKER = "bench_steps.rank"
+ROOT: Final = Path(__file__).resolve().parent.parent.parent
 
-JOIN_S = 120.0
+JOIN_S: Final = 120.0
 """At most, until torch has been imported on busy cores and the ranks have found each other."""
 
-END_S = 10.0
-TAIL_LINES = 40
+END_S: Final = 10.0
 
 
-class RowFailed(Exception):  # noqa: N818
-    """A row cannot be measured; its text says why."""
+class RanksFailed(Exception):  # noqa: N818
+    """Ranks cannot go on; its text says why."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks run.
+    """Where ranks run, and what they train.
 
     Attributes:
         model: name of the model.
@@ -45,10 +46,11 @@ class Place:
         variables: environment variables, for the network and torch.
         directory: for logs and caches.
         timeout_s: for anything that ranks are asked.
+        backend: of the process group.
         forwards: of a step, before one backward.
-        shares_kernels: whether all rows have one compiler cache. No row then starts as on a new
+        shares_kernels: whether all methods have one compiler cache. None then starts as on a new
             machine, and none takes a compiled graph from it.
-        worker: the module that ranks run; by default :data:`WORKER`.
+        worker: the module that ranks run.
     """
 
     model: str
@@ -59,13 +61,94 @@ class Place:
     variables: dict[str, str]
     directory: Path
     timeout_s: float
+    backend: str = "gloo"
     forwards: int = 1
     shares_kernels: bool = False
-    worker: str = ""
+    worker: str = "benches.rank"
 
     @property
     def ranks(self) -> int:
         return len(self.cores)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What one rank is to do.
+
+    Attributes:
+        way: name of the method.
+        cap_mb: of a bucket, in MiB; ``None`` is the method's default.
+        rank: which rank.
+        ranks: how many there are.
+        cores: that its threads run on.
+
+    The others are those of :class:`Place`.
+    """
+
+    way: str
+    cap_mb: float | None
+    rank: int
+    ranks: int
+    cores: tuple[int, ...]
+    model: str
+    size: str
+    host: str
+    timeout_s: float
+    backend: str
+    forwards: int = 1
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Assignment:
+        data: dict[str, Any] = json.loads(text)
+        return cls(**data | {"cores": tuple(data["cores"])})
+
+
+@dataclass(frozen=True)
+class Started:
+    """That a rank is ready to be measured.
+
+    Attributes:
+        seconds: of the wrapping in DDP and the first step.
+        gradient_bytes: of all gradients.
+    """
+
+    seconds: float
+    gradient_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A rank's gradients beside eager DDP's.
+
+    Attributes:
+        error: the largest difference of an element, over the largest element of its gradient.
+        worst: the parameter where that is.
+        missing: parameters with a gradient on one side only.
+        buffers: buffers that differ.
+        compared: whether there was something to compare with.
+    """
+
+    error: float = 0.0
+    worst: str = ""
+    missing: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    compared: bool = True
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """Some steps of a rank.
+
+    Attributes:
+        seconds: of each step.
+        cpu_s: seconds of the process on CPUs, of all threads, for all steps together.
+    """
+
+    seconds: tuple[float, ...]
+    cpu_s: float
 
 
 def cores_of(ranks: int, cores: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -76,6 +159,30 @@ def cores_of(ranks: int, cores: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(cores[rank * share : (rank + 1) * share]) for rank in range(ranks))
 
 
+def environment(cache: Path, *, threads: int = 1, keeps_graphs: bool = False) -> dict[str, str]:
+    """The environment of a process that trains.
+
+    Args:
+        cache: directory of compiled kernels.
+        threads: of torch.
+        keeps_graphs: whether compiled graphs are kept there and taken from there.
+    """
+    paths = [str(ROOT), str(ROOT / "tools"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    kept = {name: v for name, v in os.environ.items() if name != "FUSION_PASSES_DDP_FUSION"}
+    return kept | {
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "OMP_NUM_THREADS": str(threads),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": str(int(keeps_graphs)),
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": str(int(keeps_graphs)),
+        # Pools of compilers would compete with the ranks for their cores.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        # Torch tries this machine's vectors by six programs, which belong to a start alone.
+        **({} if keeps_graphs else {"TORCHINDUCTOR_VEC_ISA_OK": "1"}),
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+
+
 @dataclass
 class _Rank:
     process: subprocess.Popen[bytes]
@@ -84,21 +191,21 @@ class _Rank:
 
 
 @dataclass
-class RowProcesses:
-    """The ranks of a row, ready to be asked.
+class RankProcesses:
+    """The ranks of a method, ready to be asked.
 
     Attributes:
-        row: which.
+        way: name of the method.
         place: where they run.
-        timeline: whether generated kernels say their names to the profiler.
+        cap_mb: of a bucket, in MiB; ``None`` is the method's default.
 
     Raises:
-        RowFailed: they cannot be started.
+        RanksFailed: they cannot be started.
     """
 
-    row: Row
+    way: str
     place: Place
-    timeline: bool = False
+    cap_mb: float | None = None
     _ranks: list[_Rank] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -114,7 +221,7 @@ class RowProcesses:
         """Have all ranks do something.
 
         Args:
-            command: a method of :class:`bench_steps.rank.Rank`.
+            command: a method of :class:`benches.rank.Rank`.
             values: its arguments.
             timeout_s: by default the place's.
 
@@ -122,17 +229,17 @@ class RowProcesses:
             What each rank answers.
 
         Raises:
-            RowFailed: a rank failed, ended, or did not answer in time. The others are killed.
+            RanksFailed: a rank failed, ended, or did not answer in time. The others are killed.
         """
         if not self._ranks:
-            raise RowFailed("it has no processes any more")
+            raise RanksFailed("it has no processes any more")
         try:
             for rank in self._ranks:
                 rank.connection.send((command, *values))
             return self._receive("done", timeout_s or self.place.timeout_s)
-        except (RowFailed, OSError) as error:
+        except (RanksFailed, OSError) as error:
             self.kill()
-            raise RowFailed(str(error)) from error
+            raise RanksFailed(str(error)) from error
 
     def end(self) -> None:
         """Let the ranks end, and kill those that do not."""
@@ -155,25 +262,24 @@ class RowProcesses:
     def _launch(self, rank: int) -> _Rank:
         place = self.place
         assignment = Assignment(
-            self.row,
-            place.model,
-            place.size,
+            self.way,
+            self.cap_mb,
             rank,
             place.ranks,
             place.cores[rank],
+            place.model,
+            place.size,
             place.host,
             place.timeout_s,
+            place.backend,
             place.forwards,
-            self.timeline,
         )
-        ours, theirs = socket.socketpair()
-        log = (
-            place.directory
-            / "logs"
-            / f"{place.model}-{self.row.label}-{rank}.log".replace(" ", "-").replace(":", ".")
-        )
+        cap = "" if self.cap_mb is None else f"-{self.cap_mb:g}"
+        name = f"{place.model}-{self.way}{cap}-{rank}.log".replace(" ", "-").replace(":", ".")
+        log = place.directory / "logs" / name
         log.parent.mkdir(exist_ok=True)
-        command = [*place.prefixes[rank], sys.executable, "-m", place.worker or WORKER]
+        ours, theirs = socket.socketpair()
+        command = [*place.prefixes[rank], sys.executable, "-m", place.worker]
         command += [assignment.to_json(), str(theirs.fileno())]
         with theirs:
             variables, kept = self._environment(), [theirs.fileno()]
@@ -181,27 +287,13 @@ class RowProcesses:
         return _Rank(process, Connection(ours.detach()), log)
 
     def _environment(self) -> dict[str, str]:
-        # A cap changes no kernel, only what is launched: rows of a way share kernels.
-        owner = "all" if self.place.shares_kernels else self.row.way or self.row.kind
-        cache = self.place.directory / "caches" / f"{self.place.model}-{owner}".replace(" ", "-")
-        path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        paths = [str(ROOT), str(ROOT / "tools"), *path]
-        return {
-            **{name: v for name, v in os.environ.items() if name != "FUSION_PASSES_DDP_FUSION"},
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-            "OMP_NUM_THREADS": str(len(self.place.cores[0])),
-            "TORCHINDUCTOR_CACHE_DIR": str(cache),
-            # The key of a graph lacks the names of torch's fusion passes: with graphs in it, a
-            # shared cache would give one way what another has compiled.
-            "TORCHINDUCTOR_FX_GRAPH_CACHE": str(int(not self.place.shares_kernels)),
-            "TORCHINDUCTOR_AUTOGRAD_CACHE": str(int(not self.place.shares_kernels)),
-            # Pools of compilers would compete with the ranks for their cores.
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            # Torch tries this machine's vectors by six programs, which belong to a start alone.
-            **({"TORCHINDUCTOR_VEC_ISA_OK": "1"} if self.place.shares_kernels else {}),
-            "TRANSFORMERS_VERBOSITY": "error",
-            **self.place.variables,
-        }
+        place = self.place
+        # A cap changes no kernel, only what is launched. The key of a graph lacks the names of
+        # torch's fusion passes: a shared cache with graphs in it would give one way another's.
+        owner = "all" if place.shares_kernels else self.way
+        cache = place.directory / "caches" / f"{place.model}-{owner}".replace(" ", "-")
+        threads, keeps = len(place.cores[0]), not place.shares_kernels
+        return environment(cache, threads=threads, keeps_graphs=keeps) | place.variables
 
     def _connect(self) -> None:
         (port,) = self._receive("port", JOIN_S, self._ranks[:1])
@@ -222,7 +314,7 @@ class RowProcesses:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 silent = ", ".join(str(index) for index in waiting.values())
-                raise RowFailed(f"rank {silent} has not answered for {timeout_s:g} s")
+                raise RanksFailed(f"rank {silent} has not answered for {timeout_s:g} s")
             for connection in ready:
                 index = waiting[connection]  # type: ignore[index]
                 answers[index] = self._answer(ranks[index], index, kind)
@@ -233,12 +325,13 @@ class RowProcesses:
             told, value = rank.connection.recv()
         except (EOFError, OSError):
             code = rank.process.wait()
-            raise RowFailed(f"rank {index} ended with {code}: {_last_words(rank.log)}") from None
+            raise RanksFailed(f"rank {index} ended with {code}: {last_words(rank.log)}") from None
         if told != kind:
-            raise RowFailed(f"rank {index}: {value}")
+            raise RanksFailed(f"rank {index}: {value}")
         return value
 
 
-def _last_words(log: Path) -> str:
+def last_words(log: Path) -> str:
+    """The last line that a process has printed."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1].strip() if lines else "it said nothing"
