@@ -269,7 +269,8 @@ class Rank:
         events = profiler.profiler.kineto_results.events()
         changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
         changes.sort(key=lambda change: change[0])
-        return max(itertools.accumulate((size for _, size in changes), initial=0))
+        sizes: list[int] = [size for _, size in changes]
+        return max(itertools.accumulate(sizes, initial=0))
 
     def planned(self) -> str:
         """The method's buckets, and why they are these."""
