@@ -14,7 +14,7 @@ Importing the package adds ``ddp_fusion`` to ``torch._inductor.config``::
 """
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.reducer.words import RanksDisagreeError
+from fusion_passes.reducer.rank_errors import RanksDisagreeError
 from fusion_passes.reporting.graphs import compile_log
 from fusion_passes.reporting.recording import Recording, record_steps
 from fusion_passes.reporting.records import (

@@ -34,9 +34,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
-from fusion_passes.ddp.module import reducer_of
 from fusion_passes.install.switch import replaced
 from fusion_passes.reducer.backward import reducers
+from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, ProcessState, process_state
 from testing.fake_world import fake_world, two_layers

@@ -2,45 +2,54 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusion_passes.config import OPTION, FusionConfig
-from fusion_passes.ddp.buffers import BUFFERS_IN, broadcast_buffers, prepare_buffers, sends_buffers
-from fusion_passes.ddp.exiting import pause_at_exit, pause_without_groups
+from fusion_passes.ddp.forward import (
+    ManagedForward,
+    broadcast_buffers,
+    note_reachable,
+    prepare_buffers,
+    refuse_unfinished,
+    sends_buffers,
+)
 from fusion_passes.ddp.learned_layout import learn_layout
 from fusion_passes.ddp.tensor_parallel import make_dtensors_when_read
 from fusion_passes.ddp.traced import name_in_graphs, reduce_in_graph
 from fusion_passes.flag import active_config
 from fusion_passes.plan.caps import ModuleCaps, bucket_caps, default_caps, given_caps
 from fusion_passes.plan.scaling import REDUCE_DTYPE_OF
-from fusion_passes.reducer.backward import reducers, walk, why_failed
+from fusion_passes.reducer.backward import reducers, why_failed
 from fusion_passes.reducer.communication import SENT_AS, AllReduce, HookCall, name_of_hook
+from fusion_passes.reducer.rank_errors import compare_settings
 from fusion_passes.reducer.reducer import (
     EXPECTED,
     LOCAL,
+    REDUCER,
     UNFINISHED,
     Parameters,
     Reducer,
     kinds_of,
+    reducer_of,
 )
-from fusion_passes.reducer.settings import compare_settings
 from fusion_passes.reductions.hook_pattern import is_dense
+from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import (
     DEFAULT_FIRST_BUCKET_BYTES,
     begin_no_graph,
-    disable_dynamo,
-    tree_map_only,
 )
 from fusion_passes.torch_private.autograd import hook_behind_accumulation
 from fusion_passes.torch_private.ddp import (
@@ -49,153 +58,19 @@ from fusion_passes.torch_private.ddp import (
     comm_hooks,
     common_rank,
     ddp_logging_data,
-    divides_by_initial_size,
     give_own_reducer,
     hooks_of_reducer,
-    is_joining,
     log_comm_hook,
     parameters_of,
-    raise_as_ddp,
     register_buffer_comm_hook,
     register_with_reducer,
     set_static_graph,
-    tell_joined,
     update_process_group,
 )
 from fusion_passes.torch_private.groups import backend_name
 
-REDUCER: Final = "_ddp_fusion_reducer"
-"""Attribute of a managed module: its reducer, with what keeps its hooks."""
-
-RANGE: Final = "DistributedDataParallel.forward"
-"""Eager DDP's name for its forward in a profile."""
-
 _STEPS_OPTIMIZER: Final = "_hook_then_optimizer."
 """How the name of the hook of ``_register_fused_optim`` begins."""
-
-
-class Attached:
-    """A module's reducer, and what belongs to it."""
-
-    def __init__(self, reducer: Reducer, label: str, config: FusionConfig) -> None:
-        self.reducer = reducer
-        self.label = label
-        self.config = config
-        self.handles: list[Any] = []
-
-    def __deepcopy__(self, _: Any) -> None:
-        return None
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
-
-
-def _attached(ddp: Any) -> Attached:
-    attached: Attached = ddp.__dict__[REDUCER]
-    return attached
-
-
-def reducer_of(ddp: Any) -> Reducer:
-    """The reducer of a managed module."""
-    return _attached(ddp).reducer
-
-
-class ManagedForward(DistributedDataParallel):
-    """What a managed module has in place of DDP's forward and of its parts."""
-
-    @begin_no_graph
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module between the two parts that DDP adds."""
-        if torch.compiler.is_dynamo_compiling():  # Dynamo would warn of the range, and omit it.
-            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
-        with _untraced(torch.autograd.profiler.record_function, RANGE):
-            inputs, kwargs = _untraced(self._pre_forward, *inputs, **kwargs)
-            output = self._run_ddp_forward(*inputs, **kwargs)
-            return _untraced(self._post_forward, output)
-
-    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Broadcast buffers, and move inputs to the module's device."""
-        if torch.is_grad_enabled() and getattr(self, UNFINISHED) is not None:
-            _refuse(self)
-        if is_joining(self):
-            _begin_step(self)
-        elif sends_buffers(self):
-            broadcast_buffers(self)
-        if self.device_ids:
-            device = torch.device(self.device_type, self.device_ids[0])
-            return tree_map_only(Tensor, lambda tensor: tensor.to(device), (inputs, kwargs))
-        return inputs, kwargs
-
-    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self.module(*inputs, **kwargs)
-
-    def _post_forward(self, output: Any) -> Any:
-        if torch.is_grad_enabled():
-            if self.require_backward_grad_sync:
-                setattr(self, EXPECTED, True)
-                setattr(self, LOCAL, False)
-                if not torch.compiler.is_dynamo_compiling():
-                    reducer_of(self).entered.clear()
-                    if self.find_unused_parameters:
-                        _note_reachable(self, output)
-            else:
-                setattr(self, LOCAL, True)
-        if getattr(self, BUFFERS_IN):
-            # DDP's rule: buffers are broadcast if the forward before was to be synchronised.
-            is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
-            self.require_forward_param_sync = is_synced
-        return output
-
-
-def _refuse_unfinished(ddp: DistributedDataParallel) -> None:
-    error = getattr(ddp, UNFINISHED)
-    if ddp.require_backward_grad_sync:
-        raise_as_ddp(ddp, RuntimeError, error)
-
-
-def _note_reachable(ddp: DistributedDataParallel, output: Any) -> None:
-    tensors: list[Tensor] = []
-    tree_map_only(Tensor, tensors.append, output)
-    reducer = reducer_of(ddp)
-    number_of = {id(reducer.parameters.all[n]): n for n in reducer.numbers}
-    found = walk([tensor for tensor in tensors if tensor.requires_grad]).edges
-    reducer.reachable = frozenset(number_of[key] for key in found if key in number_of)
-
-
-def _begin(ddp: DistributedDataParallel) -> None:
-    """With ``join``: tell ranks without inputs that this one has some, and what comes."""
-    work: Any = Join.notify_join_context(ddp)
-    count_ranks(ddp, work)
-    if sends_buffers(ddp):
-        broadcast_buffers(ddp, common_rank(ddp, is_candidate=True))
-    tell_joined(ddp)
-
-
-def count_ranks(ddp: DistributedDataParallel, work: Any) -> None:
-    """Divide gradients as ``join`` was asked to: by the number of all ranks, or of those that have
-    inputs for the step. A communication hook divides as it likes."""
-    communication = reducer_of(ddp).communication
-    if not isinstance(communication, AllReduce):
-        return
-    if divides_by_initial_size(ddp) or work is None:
-        communication.count_ranks = None
-        return
-
-    def count() -> float:
-        (number,) = work.get_future().wait()
-        return float(number.item())
-
-    communication.count_ranks = count
-
-
-@disable_dynamo
-def _untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
-
-
-_begin_step = disable_dynamo(_begin)
-_refuse = disable_dynamo(_refuse_unfinished)
 
 
 class ManagedDDP(ManagedForward):
@@ -209,7 +84,7 @@ class ManagedDDP(ManagedForward):
             return
         self._check_comm_hook(hook)
         _check_first_hook(self)
-        check_reduce_dtype(_attached(self).config, hook)
+        check_reduce_dtype(reducer_of(self).config, hook)
         reason = _reason_against_hook(self, name_of_hook(hook))
         if reason is not None:
             hand_over(self, reason)
@@ -235,7 +110,7 @@ class ManagedDDP(ManagedForward):
 
     def _check_and_sync_module_buffers(self) -> None:
         if getattr(self, UNFINISHED) is not None:
-            _refuse_unfinished(self)
+            refuse_unfinished(self)
         if sends_buffers(self):
             broadcast_buffers(self, common_rank(self, is_candidate=False))
 
@@ -254,7 +129,7 @@ class ManagedDDP(ManagedForward):
 
     def _update_process_group(self, new_process_group: Any) -> None:
         update_process_group(self, new_process_group)
-        attach_reducer(self, _attached(self).config)
+        attach_reducer(self, reducer_of(self).config)
         setattr(self, UNFINISHED, None)
 
     def _set_static_graph(self) -> None:
@@ -300,7 +175,7 @@ class ReducerOfManaged:
         ddp = self._ddp()
         setattr(ddp, EXPECTED, True)
         if ddp is not None and ddp.find_unused_parameters:
-            _note_reachable(ddp, outputs)
+            note_reachable(ddp, outputs)
 
     def _rebuild_buckets(self) -> bool:
         return False
@@ -362,7 +237,7 @@ _count: Final = process_state.keep(
 
 def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> None:
     """Give a module a new reducer, in the place of one that it may have."""
-    old: Attached | None = ddp.__dict__.get(REDUCER)
+    old: Reducer | None = ddp.__dict__.get(REDUCER)
     group = ddp.process_group
     backend = backend_name(group, torch.device(ddp.device_type))
     if backend == "gloo":
@@ -370,7 +245,7 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> None:
         if old is None:
             weakref.finalize(ddp, pause_without_groups).atexit = False
     if old is not None:
-        label, communication = old.label, old.reducer.communication
+        label, communication = old.label, old.communication
         _remove_hooks(old)
         if isinstance(communication, AllReduce):
             communication.group, communication.backend = group, backend
@@ -398,20 +273,18 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> None:
         ),
         group=group,
         label=label,
+        config=config,
         caps=bucket_caps(config, caps_of_ddp(ddp)),
         communication=communication,
-        find_unused=ddp.find_unused_parameters,
-        is_static=bool(ddp.static_graph),
     )
     reducer.is_to_be_traced = config.backward_graph == "compiled_autograd"
-    attached = Attached(reducer, label, config)
     ref = weakref.ref(reducer)
     for n in reducer.numbers:
         name = f"{name_in_graphs(reducer)}#{n}"
         hook = functools.partial(_accumulated, ref, n, parameters[n], name, group.size())
         reducer.nodes[n], handle = hook_behind_accumulation(parameters[n], hook)
-        attached.handles.append(handle)
-    ddp.__dict__[REDUCER] = attached
+        reducer.hooks.append(handle)
+    ddp.__dict__[REDUCER] = reducer
     reducers.add(reducer)
 
 
@@ -432,11 +305,11 @@ def _accumulated(
         reducer.accumulated(number, is_defined=gradients[0] is not None)
 
 
-def _remove_hooks(attached: Attached) -> None:
-    reducers.discard(attached.reducer)
-    for handle in attached.handles:
+def _remove_hooks(reducer: Reducer) -> None:
+    reducers.discard(reducer)
+    for handle in reducer.hooks:
         handle.remove()
-    attached.handles.clear()
+    reducer.hooks.clear()
 
 
 def hand_over(ddp: DistributedDataParallel, reason: str) -> None:
@@ -566,13 +439,14 @@ def run_time_fields(reducer: Reducer) -> dict[str, Any]:
     Times are not measured: 0, as DDP says where it has none yet. Sparse gradients lie in no bucket.
     """
     layout, parameters = reducer.layout, reducer.parameters.all
-    buckets = [b.numbers for b in layout.buckets if not b.is_sparse] if layout is not None else []
+    is_final = reducer.has_rebuilt_buckets
+    buckets = [b.numbers for b in layout.buckets if not b.is_sparse] if is_final else []
     sizes = [sum(parameters[number].nbytes for number in bucket) for bucket in buckets]
     order = [number for bucket in buckets for number in bucket]
     fields = {
         "iteration": reducer.steps,
         "unused_parameter_size": 0,
-        "has_rebuilt_buckets": int(bool(buckets)),
+        "has_rebuilt_buckets": int(is_final),
         "num_buckets_reduced": len(buckets),
         "rebuilt_bucket_sizes": ", ".join(map(str, sizes)),
         "rebuilt_per_bucket_param_indices": ", ".join(" ".join(map(str, b)) for b in buckets),
@@ -685,3 +559,93 @@ class _Restoring:
                     comm_hooks(ddp).clear()
                     _accept_comm_hook(ddp, hook, hook_state)
             comm_hooks(ddp)[:] = [item for item in comm_hooks(ddp) if _is_known(item[0])]
+
+
+# --- Gradients that nobody averages ---------------------------------------------------------------
+
+
+_SHOWN_NAMES: Final = 4
+"""Names that a warning has."""
+
+
+def warn_stays_local(label: str) -> None:
+    """Warn that gradients of a module were not averaged, though nothing asked for that."""
+    warn_once(
+        f"local gradients of {label}",
+        f"The gradients of a backward of {label} stay on their rank, as with eager DDP: its "
+        "forward has had its backward before, or did not run through the DDP module. Call the "
+        "module anew before each backward that is to be averaged.",
+    )
+
+
+_looked_at: Final = process_state.keep(
+    WeakTensorKeyDictionary(),
+    "parameters of which it is known whose they are, and the version of the reducers then",
+    Lifetime.PROCESS,
+    reset=WeakTensorKeyDictionary.clear,
+)
+
+
+def warn_not_reduced(unmanaged: Iterable[Tensor]) -> None:
+    """Warn of parameters of managed modules whose gradients DDP does not know of.
+
+    Args:
+        unmanaged: tensors that a backward reaches, and no reducer has.
+    """
+    parameters = [leaf for leaf in unmanaged if isinstance(leaf, nn.Parameter)]
+    new = {id(leaf) for leaf in parameters if _looked_at.get(leaf) != reducers.version}
+    if not new:
+        return
+    _looked_at.update((leaf, reducers.version) for leaf in parameters)
+    for reducer in reducers.alive():
+        ddp = reducer.ddp
+        if ddp is None:
+            continue
+        named = ddp.module.named_parameters()
+        found = [name for name, parameter in named if id(parameter) in new]
+        names = [repr(name) for name in found if name not in ddp.parameters_to_ignore]
+        if names:
+            more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+            shown = f"{len(names)}: {', '.join(names[:_SHOWN_NAMES])}{more}"
+            warn_once(
+                f"not reduced {reducer.label}",
+                f"Gradients of {reducer.label} ({shown}) "
+                "stay on their rank, as with eager DDP: DistributedDataParallel was constructed "
+                "before these parameters were made, or required a gradient. Construct it after the "
+                "last change of the model.",
+            )
+
+
+# --- The end of a process -------------------------------------------------------------------------
+
+# A bucket is memory that a collective is given, and views of it become the gradients. So the last
+# reference to it can be that of a thread of Gloo, which drops it right after the collective has
+# ended, and needs Python for that. Once the interpreter is ending, it ends threads that ask for it,
+# and with Gloo's the whole process aborts ("terminate called without an active exception", torch
+# 2.11 to 2.15, before Python 3.14): seen in one of 56 runs of two ranks on a busy machine that
+# ended right after their last step.
+#
+# Likewise, a group of Gloo that ends waits for its threads and keeps Python to itself meanwhile:
+# for ever, if one of them drops its last collective. Seen with eager DDP alone, too, in 1 of 7 runs
+# on a busy machine where a function that had destroyed the groups returned.
+
+_PAUSE_SECONDS: Final = 0.05
+"""Thousands of times as long as a thread needs that is running, and nothing beside a start."""
+
+
+@process_state.once("whether a pause at the program's end is registered", Lifetime.PROCESS)
+def pause_at_exit() -> None:
+    """Give Gloo's threads a moment with Python, once the program has ended."""
+    atexit.unregister(_pause)  # Of before a reset.
+    atexit.register(_pause)
+
+
+def pause_without_groups() -> None:
+    """The same before a module goes, where all groups are destroyed: the last reference to its own
+    may go with it."""
+    if not dist.is_initialized():
+        _pause()
+
+
+def _pause() -> None:
+    time.sleep(_PAUSE_SECONDS)

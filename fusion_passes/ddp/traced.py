@@ -111,7 +111,6 @@ class TracedModules:
         """What a graph has to launch for a module."""
         reducer = self.reducer_of(name)
         assert reducer is not None, "its graph is being compiled"
-        assert reducer.layout is not None, "likewise"
         communication = reducer.communication
         assert isinstance(communication, AllReduce), "likewise"
         return ModuleBuckets(
@@ -281,7 +280,7 @@ def _why_not(reducer: Reducer, reached: Collection[int]) -> str:
     communication, kinds = reducer.communication, reducer.parameters.kinds
     reasons = {
         reducer.why_untraced: bool(reducer.why_untraced),
-        FIRST: reducer.layout is None,
+        FIRST: not reducer.has_rebuilt_buckets,
         "it is measured when its gradients are ready": reducer.clock is not None,
         "a communication hook is called with its buckets": not isinstance(communication, AllReduce),
         "join divides by the number of ranks that have inputs": (

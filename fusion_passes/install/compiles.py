@@ -248,7 +248,7 @@ def find_stored(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients | None
             tuple(reducer.parameters.strides[number]),
             value.dtype,
             value.device,
-            reducer.layout.places[number] if reducer.layout is not None else None,
+            reducer.layout.places[number] if reducer.has_rebuilt_buckets else None,
         )
     if not has_some:
         return None

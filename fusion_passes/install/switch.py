@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 from fusion_passes.config import FusionConfig
+from fusion_passes.ddp.module import warn_not_reduced, warn_stays_local
 from fusion_passes.ddp.traced import traced_backwards
-from fusion_passes.ddp.warned import warn_not_reduced, warn_stays_local
 from fusion_passes.flag import active_config, add_flag
 from fusion_passes.install.compiles import compile_forward
 from fusion_passes.install.constructor import construct, enter_forward

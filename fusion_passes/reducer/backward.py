@@ -44,8 +44,35 @@ from fusion_passes.torch_private.ddp import has_optimizer_in_backward
 
 _ACCUMULATES: Final = "accumulate_grad"
 
+_Gradient: TypeAlias = tuple[Reducer, int]
+"""Whose gradient it is: the reducer, and the parameter's number there."""
+
 _ReachedNumbers: TypeAlias = dict[Reducer, dict[int, str]]
 """See :attr:`Run.reached`."""
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """Memory that a compiled backward was given, in which gradients are not stored yet.
+
+    Attributes:
+        reducer: of the gradients.
+        numbers: of the parameters.
+        offsets: of each gradient in the memory, in elements.
+        is_sum: whether other compiled forwards give a part of each.
+        is_bucket: whether the memory is a bucket's.
+    """
+
+    reducer: Reducer
+    numbers: Piece
+    offsets: Sequence[int]
+    is_sum: bool
+    is_bucket: bool
+
+    def gradients(self, memory: Tensor) -> list[Tensor]:
+        """Each gradient in the memory: ``[numel]``."""
+        sizes = (self.reducer.parameters.kinds[number].numel for number in self.numbers)
+        return [memory[a : a + size] for a, size in zip(self.offsets, sizes, strict=True)]
 
 
 @dataclass
@@ -55,45 +82,78 @@ class Region:
     Attributes:
         owners: for each place among the inputs of the forward, whose gradient it is: the reducer,
             and the parameter's number there.
-        final: the places whose gradients are final.
+        final: the places whose gradients compiled forwards give, and nothing else.
+        counts: how many these are, by place: with several of them, a gradient is a sum.
+        parts: what those whose backward has run have given of such sums; of the whole backward.
     """
 
-    owners: Mapping[int, tuple[Reducer, int]]
+    owners: Mapping[int, _Gradient]
     final: frozenset[int]
-    _stored: dict[Piece, tuple[Reducer, Piece]] = field(default_factory=dict)
+    counts: Mapping[int, int]
+    parts: dict[_Gradient, list[Tensor]]
+    _begun: dict[Piece, _Begun] = field(default_factory=dict)
 
     def _of(self, places: Sequence[int]) -> tuple[Reducer, Piece] | None:
-        """Whose gradients these are, if they are of one module, and final."""
+        """Whose gradients these are, if they are of one module, final, and sums of as many."""
         if not self.final.issuperset(places):
             return None
         owners = [self.owners[place] for place in places]
         reducer = owners[0][0]
         if any(owner is not reducer for owner, _ in owners):
             return None
+        if len({self.counts[place] for place in places}) > 1:
+            return None
         return reducer, tuple(number for _, number in owners)
 
     def memory(self, places: Sequence[int], offsets: Sequence[int], numel: int) -> Tensor | None:
-        """See :meth:`fusion_passes.reducer.reducer.Reducer.memory`."""
+        """See :meth:`fusion_passes.reducer.reducer.Reducer.memory`. Of a sum, the part that comes
+        last is stored in the bucket, and the others are added there."""
         found = self._of(places)
         if found is None:
+            why = SEVERAL if self.final.issuperset(places) else BESIDE
             for reducer, number in (self.owners[place] for place in places if place in self.owners):
-                reducer.refuse_memory((number,), BESIDE)
+                reducer.refuse_memory((number,), why)
             return None
         reducer, numbers = found
-        memory = reducer.memory(numbers, offsets, numel)
-        if memory is not None:
-            self._stored[tuple(places)] = found
+        is_sum = self.counts[places[0]] > 1
+        memory = None
+        if not is_sum or self._is_last(reducer, numbers, places):
+            memory = reducer.memory(numbers, offsets, numel)
+        begun = _Begun(reducer, numbers, offsets, is_sum, memory is not None)
+        self._begun[tuple(places)] = begun
         return memory
 
-    def mark_ready(self, places: Sequence[int]) -> None:
-        """A compiled backward has stored these gradients."""
-        stored = self._stored.pop(tuple(places), None)
-        if stored is not None:
-            reducer, numbers = stored
-            reducer.mark_ready(numbers)
-        elif (found := self._of(places)) is not None:
-            reducer, numbers = found
-            reducer.observe(numbers)
+    def _is_last(self, reducer: Reducer, numbers: Piece, places: Sequence[int]) -> bool:
+        """Whether all other parts of these sums are there."""
+        found = {len(self.parts.get((reducer, number), ())) for number in numbers}
+        return found == {self.counts[places[0]] - 1}
+
+    def mark_ready(self, memory: Tensor, places: Sequence[int]) -> None:
+        """A compiled backward has stored these gradients in the memory that it was given."""
+        begun = self._begun.pop(tuple(places), None)
+        if begun is None:
+            return
+        reducer, numbers = begun.reducer, begun.numbers
+        if begun.is_bucket:
+            if begun.is_sum:
+                parts = [self.parts.pop((reducer, number)) for number in numbers]
+                _add(begun.gradients(memory), parts)
+            reducer.mark_ready(numbers, is_sum=begun.is_sum)
+            return
+        reducer.observe(numbers)
+        if begun.is_sum and reducer.gives_memory:
+            for number, part in zip(numbers, begun.gradients(memory), strict=True):
+                self.parts.setdefault((reducer, number), []).append(part)
+
+
+def _add(gradients: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
+    """Add to the last part of each sum those before it, in autograd's order. Autograd adds them
+    too, where it accumulates: what comes of that nobody reads."""
+    first, *others = map(list, zip(*parts, strict=True))
+    with torch.no_grad():
+        for other in others:
+            torch._foreach_add_(first, other)
+        torch._foreach_add_(list(gradients), first)
 
 
 @dataclass(eq=False)
@@ -318,8 +378,8 @@ class Reducers:
     def _why_not_final(self, leaf: Tensor, count: int, found: Reached, num_owners: int) -> str:
         if num_owners > 1:
             return SHARED
-        if count > 1:
-            return NOT_COMPILED if count == 2 and id(leaf) in found.uncompiled else SEVERAL
+        if id(leaf) in found.uncompiled:
+            return NOT_COMPILED if count == 2 else SEVERAL
         return "" if _is_plain(leaf, self._find_hooked()) else HOOKED
 
     def forget_hooks(self) -> None:
@@ -334,11 +394,13 @@ class Reducers:
     ) -> list[Any]:
         """Note whose gradients come from which place of each compiled forward; their nodes."""
         nodes = []
+        parts: dict[_Gradient, list[Tensor]] = {}
         for node, leaves in found.compiled.items():
+            counts = {place: found.edges[id(leaf)][1] for place, leaf in leaves}
             owners = {p: owner_of[id(leaf)] for p, leaf in leaves if id(leaf) in owner_of}
             if owners and node not in self.regions:
                 final = (p for p, (reducer, n) in owners.items() if not reached[reducer][n])
-                self.regions[node] = Region(owners, frozenset(final))
+                self.regions[node] = Region(owners, frozenset(final), counts, parts)
                 nodes.append(node)
         return nodes
 
@@ -439,11 +501,12 @@ def memory_of_bucket(
     return torch.empty(numel, dtype=dtype, device=device) if memory is None else memory
 
 
-def mark_ready(places: Sequence[int]) -> None:
-    """A compiled backward has stored the gradients of these places of its forward's inputs."""
+def mark_ready(memory: Tensor, places: Sequence[int]) -> None:
+    """A compiled backward has stored the gradients of these places of its forward's inputs in the
+    memory that it was given."""
     region = reducers.regions.get(running_node())
     if region is not None:
-        region.mark_ready(places)
+        region.mark_ready(memory, places)
 
 
 def note_copied(places: Sequence[int], why: Sequence[str]) -> None:
@@ -476,7 +539,7 @@ def why_failed(taking_part: Sequence[Reducer], error: BaseException) -> Exceptio
     """What another rank of these modules has said of its failure, where a collective has failed."""
     if not isinstance(error, Exception):
         return None
-    found = (reducer.words.why_failed(reducer.steps, error) for reducer in taking_part)
+    found = (reducer.failures.why_failed(reducer.steps, error) for reducer in taking_part)
     return next(filter(None, found), None)
 
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from fusion_passes.plan.layout import Kind
 
-FIRST: Final = "the buckets are agreed on at the end of the first averaged backward, which this was"
+FIRST: Final = "the buckets are rebuilt at the end of the first averaged backward, which this was"
 NOT_COMPILED: Final = "the forward that reads the parameter is not compiled"
 SEVERAL: Final = "it comes from more than one place of the backward, and is a sum"
 HOOKED: Final = "a hook of yours on the parameter, or on its autograd node, is to see it"
@@ -19,7 +19,7 @@ SHARED: Final = "several DistributedDataParallel modules average it"
 BESIDE: Final = "its compiled backward stores it together with one that is copied"
 ELSEWHERE: Final = (
     "its compiled backward has it beside other gradients than the buckets: it was compiled before "
-    "they were agreed on"
+    "they were rebuilt"
 )
 UNALIGNED: Final = "its place in the bucket is not aligned as generated code needs it"
 SPARSE: Final = "it is sparse, and is sent as rows"
@@ -44,7 +44,7 @@ class Copies:
         refused: why a graph that would store them was given no memory, by number.
         unused: numbers of the parameters that get no gradient.
         in_graph: why a compiled backward copies a gradient to its place, by number.
-        is_first: whether there was no layout yet.
+        is_first: whether the buckets were not rebuilt yet.
     """
 
     stored: set[int] = field(default_factory=set)

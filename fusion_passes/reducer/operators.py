@@ -40,7 +40,7 @@ def _store(
     places: Sequence[int],
 ) -> None:
     copy_in(bucket, gradients, offsets, strides)
-    mark_ready(places)
+    mark_ready(bucket, places)
 
 
 def copy_in(
@@ -66,10 +66,9 @@ def _nothing(*_: object) -> None:
 def _mark_ready(
     bucket: Tensor, places: Sequence[int], copied: Sequence[int] = (), why: str = ""
 ) -> None:
-    del bucket
     if copied:
         note_copied(copied, why.split("|"))
-    mark_ready(places)
+    mark_ready(bucket, places)
 
 
 _define(

@@ -3,9 +3,10 @@ backward can also store gradients into and tell so, from inside.
 
 Words are those of ``reducer.hpp``. A gradient is *marked ready* when it lies in its bucket; a
 bucket is *launched* when it is full and all before it are launched; a round is *finalized* when all
-are. The layout of the buckets is agreed on at the end of the first averaged backward, which all
-ranks reach, or when the module is constructed, from what an earlier run has measured. It never
-changes: from then on ranks may run any graphs they like.
+are. As in DDP, the buckets of the first round have the parameters in reverse order, and are
+*rebuilt* at its end, which all ranks reach: in the order in which the first rank has seen gradients
+come. From then on they never change, and graphs store into them. Or they are known when the module
+is constructed, from what an earlier run has measured. Ranks may run any graphs they like.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from fusion_passes.config import FusionConfig
 from fusion_passes.plan.layout import (
     Bucket,
     Caps,
@@ -30,11 +32,14 @@ from fusion_passes.plan.layout import (
 )
 from fusion_passes.reducer.communication import Communication, Wait, average_sparse
 from fusion_passes.reducer.copies import ELSEWHERE, UNALIGNED, Copies
+from fusion_passes.reducer.rank_errors import FailureNotes
 from fusion_passes.reducer.ready_clock import ReadyClock
-from fusion_passes.reducer.words import Words
 from fusion_passes.torch_private.autograd import after_backward, backward_id
 from fusion_passes.torch_private.process_groups import all_reduce, broadcast_first
 from fusion_passes.torch_private.profiling import is_profiling, named_in_profile
+
+REDUCER: Final = "_ddp_fusion_reducer"
+"""Attribute of a managed module: its reducer."""
 
 EXPECTED: Final = "_ddp_fusion_expected"
 """Attribute of a managed module: whether the next gradients are averaged."""
@@ -90,6 +95,7 @@ class Round:
         unused: numbers of those that get none, as this rank knows.
         existing: gradients that had been there before the backward, by number.
         stored: numbers of those that a graph has marked ready, and autograd has not accumulated.
+        sums: numbers of those of which several graphs have given a part.
         sparse: gradients of the sparse buckets, by number.
         sends_used: whether ranks tell each other which parameters they have used.
         counts: with a static graph, how often a gradient was accumulated.
@@ -105,6 +111,7 @@ class Round:
     unused: set[int] = field(default_factory=set)
     existing: dict[int, Tensor] = field(default_factory=dict)
     stored: set[int] = field(default_factory=set)
+    sums: set[int] = field(default_factory=set)
     sparse: dict[int, Tensor] = field(default_factory=dict)
     sends_used: bool = False
     counts: dict[int, int] = field(default_factory=dict)
@@ -120,13 +127,15 @@ class Reducer:
         parameters: of it.
         group: the ranks.
         label: of the module, for people.
+        config: the options that the module was constructed with.
         caps: of its buckets.
         communication: how they are sent.
-        find_unused: whether parameters may go unused.
-        is_static: whether each backward uses the same parameters as the first one.
 
     Attributes:
-        layout: once it is agreed on.
+        find_unused: whether parameters may go unused.
+        is_static: whether each backward uses the same parameters as the first one.
+        layout: of its buckets.
+        has_rebuilt_buckets: whether the layout is final, and compiled backwards store into it.
         follows: of the modules that share the group and this backward, the one whose buckets are
             launched before.
         leads: the one whose buckets are launched after.
@@ -135,13 +144,14 @@ class Reducer:
         entered: with ``retain_graph=True``, where compiled forwards were entered since the last
             forward: the number of an autograd node, and that of an output.
         nodes: that accumulate gradients, by number; they keep the hooks on them.
+        hooks: handles of the hooks behind these, by which autograd tells it of each gradient.
         steps: how many rounds have ended.
         copies: how gradients have come into their buckets in the last one.
         name: of the module in reports and profiles: its label, with the group where others have
             that label too.
         is_to_be_traced: whether its backwards are to be traced, where they can be.
         why_untraced: why none of them is any more; empty if they are.
-        piece_caps: of what graphs store together where there is no layout.
+        piece_caps: of what graphs store together where the layout is not final.
         clock: measures when gradients are marked ready, in the mode ``"auto"``; ``None`` where that
             is known, or not asked for.
         decision: in the mode ``"auto"``, from what the buckets were chosen, and what is expected of
@@ -157,19 +167,23 @@ class Reducer:
         *,
         group: Any,
         label: str,
+        config: FusionConfig,
         caps: Caps,
         communication: Communication,
-        find_unused: bool = False,
-        is_static: bool = False,
     ) -> None:
         self.parameters = parameters
         self.group = group
         self.label = label
+        self.config = config
         self.caps = self.piece_caps = caps
         self.communication = communication
-        self.find_unused = find_unused
-        self.is_static = is_static
-        self.layout: Layout | None = None
+        self.find_unused: bool = ddp.find_unused_parameters
+        self.is_static = bool(ddp.static_graph)
+        # DDP's own first order is that of the parameters, in reverse.
+        self.layout = plan_layout(
+            [(number,) for number in reversed(list(parameters.kinds))], parameters.kinds, caps
+        )
+        self.has_rebuilt_buckets = False
         self.follows: Reducer | None = None
         self.leads: Reducer | None = None
         self.backward: object = None
@@ -177,6 +191,7 @@ class Reducer:
         self.reachable: frozenset[int] | None = None
         self.entered: set[tuple[int, int]] = set()
         self.nodes: dict[int, Any] = {}
+        self.hooks: list[Any] = []
         self.steps = self.steps_told = 0
         self.on_unseen: Callable[[Reducer], None] = lambda _: None
         self.copies = Copies()
@@ -186,7 +201,7 @@ class Reducer:
         self.clock: ReadyClock | None = None
         self.decision: tuple[str, ...] = ()
         self.predicted: Mapping[int, tuple[int, int]] = {}
-        self.words = Words(group, label)
+        self.failures = FailureNotes(group, label)
         self._ddp = weakref.ref(ddp)
         self._round: Round | None = None
         self._observed: list[Piece] = []
@@ -194,6 +209,13 @@ class Reducer:
         self._static_counts: dict[int, int] | None = None
         self._static_used: set[int] | None = None
         self._is_forgotten = False
+
+    def __deepcopy__(self, _: Any) -> None:
+        """Of a copy of the module, none: it gets a reducer of its own."""
+        return
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
     # --- The module's state ----------------------------------------------------------------------
 
@@ -227,8 +249,13 @@ class Reducer:
     @property
     def reduces_at_end(self) -> bool:
         """Whether the gradients of a round are reduced when its backward has ended: nobody knows
-        the buckets before, or how often each gradient is accumulated in a static graph."""
-        return self.layout is None or (self.is_static and self._static_counts is None)
+        before how often each is accumulated in a static graph."""
+        return self.is_static and self._static_counts is None
+
+    @property
+    def gives_memory(self) -> bool:
+        """Whether compiled backwards store into the buckets now."""
+        return self.has_rebuilt_buckets and not self.reduces_at_end and self.is_expecting
 
     @property
     def numbers(self) -> Collection[int]:
@@ -264,14 +291,13 @@ class Reducer:
     @property
     def hooked_buckets(self) -> list[int]:
         """The indices of the buckets that a communication hook is called with."""
-        assert self.layout is not None, "it is agreed on"
         return [b.index for b in self.layout.buckets if b.numel and not b.is_sparse]
 
     @property
     def has_launched_all(self) -> bool:
         """Whether no bucket of the round is left."""
         now = self._round
-        return now is None or (self.layout is not None and now.next == len(self.layout.buckets))
+        return now is None or now.next == len(self.layout.buckets)
 
     def forget(self) -> None:
         """Let the module train no further: no backward would be averaged any more."""
@@ -299,10 +325,8 @@ class Reducer:
                 now.existing[number] = gradient
 
     def _begin_round(self, reached: Collection[int]) -> Round:
-        now = self._round = Round()
-        now.copies.is_first = self.layout is None
-        if self.layout is not None:
-            now.pending = [len(bucket.numbers) for bucket in self.layout.buckets]
+        now = self._round = Round([len(bucket.numbers) for bucket in self.layout.buckets])
+        now.copies.is_first = not self.has_rebuilt_buckets
         if self.is_static and self._static_counts is not None:
             now.unused = set(self.numbers) - self._static_counts.keys()
         elif self.find_unused and not self.is_static:
@@ -316,7 +340,7 @@ class Reducer:
         """Mark those ready that get no gradient in this round, with zeros or what there is: when
         its first one is there, as in DDP, and not before, for a backward can launch collectives
         that are not DDP's."""
-        if self.layout is None or now.marked_unused:
+        if now.marked_unused:
             return
         now.marked_unused = True
         for number in sorted(now.unused - now.received):
@@ -335,9 +359,8 @@ class Reducer:
             A part of a bucket; ``None`` where they lie otherwise in theirs, or are not averaged, or
             generated code could not take the part for aligned memory.
         """
-        if self.reduces_at_end or not self.is_expecting or self._round is None:
+        if not self.gives_memory or self._round is None:
             return None
-        assert self.layout is not None, "there are buckets"
         places = self.layout.places
         index, first = places[numbers[0]]
         start = first - offsets[0]
@@ -350,15 +373,18 @@ class Reducer:
             return None
         return self._memory(self._round, self.layout.buckets[index])[start : start + numel]
 
-    def mark_ready(self, numbers: Piece) -> None:
+    def mark_ready(self, numbers: Piece, *, is_sum: bool = False) -> None:
         """A graph has stored these gradients in the memory that it was given.
+
+        Args:
+            numbers: of the parameters.
+            is_sum: whether other graphs have given parts of them, which are added already.
 
         Raises:
             RefusedGradientError: one of them is there already.
         """
-        now, layout = self._round, self.layout
+        now = self._round
         assert now is not None, "it was given memory in this round"
-        assert layout is not None, "memory is a bucket's"
         self._refuse_repeated(now, numbers)
         for number in numbers:
             if self.is_static and self._static_counts is not None:
@@ -368,6 +394,8 @@ class Reducer:
                 self._view(now, number).add_(gradient.detach())
         now.received.update(numbers)
         now.stored.update(numbers)
+        if is_sum:
+            now.sums.update(numbers)
         now.copies.stored.update(numbers)
         self._mark_ready(now, numbers)
 
@@ -382,8 +410,8 @@ class Reducer:
             self._round.copies.refuse(numbers, why)
 
     def observe(self, numbers: Piece) -> None:
-        """In a backward before the layout: a graph gives these gradients together."""
-        if self.layout is None and self.is_expecting and self._round is not None:
+        """In the first round: a graph, or autograd, gives these gradients together."""
+        if not self.has_rebuilt_buckets and self.is_expecting and self._round is not None:
             known = {n for piece in self._observed for n in piece}
             if known.isdisjoint(numbers):
                 self._observed.append(tuple(numbers))
@@ -415,21 +443,36 @@ class Reducer:
             now = self._begin_round(self.numbers)
             # Which gradients are new, nobody has seen: none is exchanged for a view.
             self._note_existing(now)
-        if number in now.stored:
-            now.stored.discard(number)
+        if self._has_stored(now, number):
             return
         if self.is_static and not self._counts_up_to_last(now, number):
             return
         self._refuse_repeated(now, (number,))
         now.received.add(number)
+        self.observe((number,))
         if self.reduces_at_end:
-            self.observe((number,))
             return
         self._copy_in(now, number)
         self._mark_ready(now, (number,))
 
+    def _has_stored(self, now: Round, number: int) -> bool:
+        """Whether what autograd has accumulated is what a graph has stored before."""
+        if number not in now.stored:
+            return False
+        now.stored.discard(number)
+        if number in now.sums:  # Autograd has added the parts once more.
+            self._replace_new(now, number)
+        return True
+
     def end_backward(self) -> None:
-        """After the engine has run: finalize, if all gradients are there."""
+        """After the engine has run: finalize, if all gradients are there, and rebuild the buckets
+        if that was the first round."""
+        self._end_backward()
+        # Here and not in finalize: modules that share a group come here in one order on all ranks.
+        if self.steps and not self.has_rebuilt_buckets:
+            self.rebuild_buckets()
+
+    def _end_backward(self) -> None:
         self.follows = self.leads = None
         now = self._round
         if now is None:
@@ -437,10 +480,7 @@ class Reducer:
         now.stored.clear()
         missing = set(self.numbers) - now.received
         if self.reduces_at_end:
-            if missing - now.unused and not self.is_static:
-                self._leave_unfinished(missing - now.unused)
-                return
-            self._end_first(now, missing)
+            self._end_first_static(now, missing)
         else:
             self.launch_ready()
         if self._round is not now:
@@ -468,7 +508,7 @@ class Reducer:
         now = self._round
         if now is not None:
             now.stored.clear()
-            self.words.leave(self.steps, f"{type(error).__name__}: {error}")
+            self.failures.leave(self.steps, f"{type(error).__name__}: {error}")
             self._leave_unfinished(set(self.numbers) - now.received)
 
     # --- Buckets ---------------------------------------------------------------------------------
@@ -482,7 +522,6 @@ class Reducer:
 
     def _view(self, now: Round, number: int) -> Tensor:
         """A gradient's place in its bucket, in the parameter's shape."""
-        assert self.layout is not None, "there are buckets"
         index, offset = self.layout.places[number]
         memory = self._memory(now, self.layout.buckets[index])
         shape, strides = self.parameters.all[number].shape, self.parameters.strides[number]
@@ -509,16 +548,21 @@ class Reducer:
                     "nn.EmbeddingBag(sparse=True) only, as they were when it was constructed."
                 )
             place.copy_(gradient)
-            is_plain = (
-                type(gradient) is Tensor
-                and not gradient.requires_grad
-                and gradient.dtype == place.dtype
-            )
-            if is_plain and number not in now.existing:
-                parameter.grad = place
+        self._replace_new(now, number)
+
+    def _replace_new(self, now: Round, number: int) -> None:
+        """Let a gradient that is new in this round be its place in the bucket."""
+        parameter = self.parameters.all[number]
+        gradient = parameter.grad
+        is_plain = (
+            type(gradient) is Tensor
+            and not gradient.requires_grad
+            and gradient.dtype == self.parameters.kinds[number].dtype
+        )
+        if is_plain and number not in now.existing:
+            parameter.grad = self._view(now, number)
 
     def _mark_ready(self, now: Round, numbers: Piece) -> None:
-        assert self.layout is not None, "there are buckets"
         if self.clock is not None:
             self.clock.note_ready(numbers)
         self._mark_unused(now)
@@ -529,7 +573,7 @@ class Reducer:
     def launch_ready(self) -> None:
         """Launch what can be, in order."""
         now, layout = self._round, self.layout
-        if now is None or layout is None:
+        if now is None:
             return
         if self.follows is not None and not self.follows.has_launched_all:
             return
@@ -574,14 +618,10 @@ class Reducer:
 
     # --- The first round -------------------------------------------------------------------------
 
-    def _end_first(self, now: Round, missing: Collection[int]) -> None:
-        """Reduce the gradients of this round, in a layout that is agreed on if there is none."""
-        if self.is_static:
-            self._static_counts = dict(now.counts)
-            now.sends_used = self._static_used is None
-        if self.layout is None:
-            self.agree()
-        assert self.layout is not None, "it is agreed on"
+    def _end_first_static(self, now: Round, missing: Collection[int]) -> None:
+        """Reduce the gradients of this round, which has shown how often each is accumulated."""
+        self._static_counts = dict(now.counts)
+        now.sends_used = self._static_used is None
         now.pending = [0] * len(self.layout.buckets)
         for bucket in self.layout.buckets:
             for number in bucket.numbers:
@@ -590,10 +630,9 @@ class Reducer:
             now.next += 1
         now.unused.update(missing)
 
-    def agree(self) -> None:
-        """Take the layout that the first rank has seen: a broadcast."""
+    def rebuild_buckets(self) -> None:
+        """Lay the buckets out as the first rank has seen gradients come: a broadcast."""
         seen = {number for piece in self._observed for number in piece}
-        # DDP's own first order is that of the parameters, in reverse.
         rest = [(number,) for number in reversed(list(self.numbers)) if number not in seen]
         numbers = encode([*self._observed, *rest])
         if self.group.size() > 1:
@@ -601,8 +640,13 @@ class Reducer:
             sent = torch.tensor(numbers, dtype=torch.int64, device=device)
             broadcast_first(self.group, sent)
             numbers = sent.tolist()
-        self.layout = plan_layout(decode(numbers), self.parameters.kinds, self.caps)
+        self.fix_layout(plan_layout(decode(numbers), self.parameters.kinds, self.caps))
         self._observed.clear()
+
+    def fix_layout(self, layout: Layout) -> None:
+        """Take this layout, the same on all ranks, for good."""
+        self.layout = layout
+        self.has_rebuilt_buckets = True
 
     # --- Its end ---------------------------------------------------------------------------------
 
@@ -616,7 +660,6 @@ class Reducer:
         """Wait for all buckets, and give back what they have become."""
         now, layout = self._round, self.layout
         assert now is not None, "a round ends"
-        assert layout is not None, "it had buckets"
         with torch.no_grad():
             used = self._used_anywhere(now)
             for bucket, wait in zip(layout.buckets, now.waits, strict=True):
@@ -680,9 +723,6 @@ class Reducer:
         now = self._round = Round()
         now.sends_used = self._static_used is None if self.is_static else self.find_unused
         now.unused = set(self.numbers)
-        if self.layout is None:
-            self.agree()
-        assert self.layout is not None, "it is agreed on"
         for bucket in self.layout.buckets:
             if not bucket.is_sparse:
                 self._memory(now, bucket).zero_()
@@ -692,6 +732,8 @@ class Reducer:
                 wait()
         self._used_anywhere(now)
         self._end_round()
+        if not self.has_rebuilt_buckets:
+            self.rebuild_buckets()
 
     # --- Errors ----------------------------------------------------------------------------------
 
@@ -741,11 +783,11 @@ class Reducer:
         setattr(ddp, UNFINISHED, error)
         if missing and now is not None and self._owes_a_bucket(now):
             names = ", ".join(repr(self.parameters.names[number]) for number in sorted(missing))
-            self.words.leave(self.steps, f"it has no gradient of {names}")
+            self.failures.leave(self.steps, f"it has no gradient of {names}")
 
     def _owes_a_bucket(self, now: Round) -> bool:
         """Whether others may wait for what this rank cannot launch."""
-        return self.layout is None or now.next < len(self.layout.buckets)
+        return now.next < len(self.layout.buckets)
 
     def _unfinished(self, ddp: Any, missing: Sequence[int]) -> str:
         names = self.parameters.names
@@ -776,3 +818,9 @@ def kinds_of(parameters: Sequence[nn.Parameter], sparse: Collection[int]) -> dic
         for number, p in enumerate(parameters)
         if p.requires_grad
     }
+
+
+def reducer_of(ddp: Any) -> Reducer:
+    """The reducer of a managed module."""
+    reducer: Reducer = ddp.__dict__[REDUCER]
+    return reducer

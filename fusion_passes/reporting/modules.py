@@ -49,7 +49,7 @@ def module_reports(
 
 
 def named_buckets() -> dict[str, tuple[str, ...]]:
-    """The parameters of each bucket that the ranks have agreed on, by its name in profiles."""
+    """The parameters of each bucket once these are rebuilt, by its name in profiles."""
     return {
         reducer.bucket_name(bucket.index): _names(reducer, bucket)
         for reducer in reducers.alive()
@@ -59,7 +59,7 @@ def named_buckets() -> dict[str, tuple[str, ...]]:
 
 def _buckets_of(reducer: Reducer) -> Sequence[Bucket]:
     """Those that are sent, in the order of their launches."""
-    if reducer.layout is None:
+    if not reducer.has_rebuilt_buckets:
         return ()
     return [bucket for bucket in reducer.layout.buckets if bucket.numel or bucket.is_sparse]
 

@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes import FusionReport
-from fusion_passes.ddp.module import REDUCER, reducer_of
-from fusion_passes.reducer.reducer import Reducer
+from fusion_passes.reducer.reducer import REDUCER, Reducer, reducer_of
 from testing import models
 from testing.models import Batch
 
@@ -185,7 +184,7 @@ class Run:
         """Layouts that there are since the last call."""
         modules = filter(None, (reference() for reference in self._wrapped))
         reducers = {reducer_of(module) for module in modules if REDUCER in module.__dict__}
-        new = {r for r in reducers if r.layout is not None} - set(self._with_layout)
+        new = {r for r in reducers if r.has_rebuilt_buckets} - set(self._with_layout)
         self._with_layout.update(new)
         return len(new)
 

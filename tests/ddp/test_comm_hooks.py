@@ -15,8 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig, FusionWarning
-from fusion_passes.ddp.module import reducer_of
 from fusion_passes.reducer.communication import AllReduce, HookCall
+from fusion_passes.reducer.reducer import reducer_of
 from testing import models
 from testing.fake_world import fake_world, two_layers
 

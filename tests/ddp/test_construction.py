@@ -18,11 +18,11 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusion_passes import FusionConfig, FusionWarning
-from fusion_passes.ddp.module import reducer_of
 from fusion_passes.ddp.own_reducer import own_reducers
 from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.profile.tables import MIB
 from fusion_passes.reducer.backward import reducers
+from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.torch_private.autograd import hooks_on_node
 from testing.fake_world import fake_world, two_layers
 

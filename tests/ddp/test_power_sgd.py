@@ -11,7 +11,7 @@ import torch
 import torch._inductor.config
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from fusion_passes.ddp.module import reducer_of
+from fusion_passes.reducer.reducer import reducer_of
 from testing.equality import tensor_difference
 from testing.scenarios.features.bucket_hooks import CAP_MB, power_sgd_state
 from testing.scenarios.features.unused import train_branching

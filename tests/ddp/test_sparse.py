@@ -18,7 +18,7 @@ from torch._inductor import config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
-from fusion_passes.ddp.module import reducer_of
+from fusion_passes.reducer.reducer import reducer_of
 from testing import models
 from testing.equality import tensor_difference
 

@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig
-from fusion_passes.ddp.module import reducer_of
 from fusion_passes.graph.collectives import is_launch
 from fusion_passes.install import compiles
 from fusion_passes.passes import pipeline
 from fusion_passes.plan.buckets import BucketPlan
+from fusion_passes.reducer.reducer import reducer_of
 from testing.fake_world import fake_world, one_rank
 from testing.models import WIDTH
 from testing.scenarios.features.tensor import LENGTH, FeedForward, columns_and_rows, sequences

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fusion_passes
 from fusion_passes import FusionWarning
-from fusion_passes.ddp.module import reducer_of
 from fusion_passes.reducer.communication import AllReduce
+from fusion_passes.reducer.reducer import reducer_of
 from testing.fake_world import fake_world, two_layers
 
 pytestmark = pytest.mark.each_torch

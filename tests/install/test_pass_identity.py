@@ -12,9 +12,9 @@ import torch._inductor.config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig
-from fusion_passes.ddp.module import reducer_of
 from fusion_passes.ddp.traced import name_in_graphs, traced_modules
 from fusion_passes.install.compiles import FusePass, StorePass, find_stored
+from fusion_passes.reducer.reducer import reducer_of
 from testing.fake_world import one_rank, two_layers
 
 

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fusion_passes
-from fusion_passes.ddp.module import reducer_of
 from fusion_passes.reducer import copies
+from fusion_passes.reducer.reducer import reducer_of
 from testing.fake_world import one_rank
 
 ALL = ("0.bias", "0.weight", "1.bias", "1.weight", "2.bias", "2.weight")
@@ -83,12 +83,25 @@ def test_a_weight_that_the_loss_reads_too() -> None:
     assert found == {name: copies.BESIDE for name in ALL if name != "1.weight"}
 
 
-def test_two_forwards_of_one_backward() -> None:
+@pytest.mark.parametrize("forwards", [2, 3])
+def test_several_forwards_of_one_backward(forwards: int) -> None:
+    """The last one stores what all have given."""
     ddp = layers()
     compiled = torch.compile(ddp)
 
     def step() -> None:
-        (compiled(X).sum() + compiled(2 * X).sum()).backward()
+        torch.stack([compiled(n * X).sum() for n in range(forwards)]).sum().backward()
+
+    assert reasons(ddp, step) == {}
+
+
+def test_a_layer_that_is_used_more_often_than_the_others() -> None:
+    """Its gradient is another sum than those that its graph stores together with it."""
+    ddp = layers()
+    compiled, last = torch.compile(ddp), torch.compile(ddp.module[2])
+
+    def step() -> None:
+        (compiled(X).sum() + last(X).sum()).backward()
 
     assert reasons(ddp, step) == dict.fromkeys(ALL, copies.SEVERAL)
 

@@ -48,7 +48,7 @@ def give_layout(reducer: Any) -> None:
         size = 1 if kind[1] else IN_A_BUCKET
         listed = list(numbers)
         buckets += [tuple(listed[i : i + size]) for i in range(0, len(listed), size)]
-    reducer.layout = lay_out([[(n,) for n in bucket] for bucket in buckets], kinds)
+    reducer.fix_layout(lay_out([[(n,) for n in bucket] for bucket in buckets], kinds))
 
 
 def _cases() -> list[Any]:

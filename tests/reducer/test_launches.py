@@ -38,7 +38,7 @@ def goes_on_beside_its_launches(mode: str, has_outside: bool) -> None:
     with inductor_config.patch(ddp_fusion=mode):
         ddp = run.ddp(make(), bucket_cap_mb=1e-6)
         call = run.compile(ddp)
-        backwards(run, ddp, call, 2)  # The ranks agree on the layout in the first one.
+        backwards(run, ddp, call, 2)  # Buckets are rebuilt in the first one.
         ddp.zero_grad()
         x.requires_grad_()
         y = call(x)

@@ -17,6 +17,7 @@ from torch._inductor import config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig
+from fusion_passes.reducer.reducer import reducer_of
 from testing import models
 
 RUN = Callable[..., list[Any]]
@@ -51,10 +52,6 @@ def flag(**options: Any) -> Iterator[None]:
     counters.clear()
     with inductor_config.patch(ddp_fusion=value):
         yield
-
-
-def reducer_of(ddp: Any) -> Any:
-    return ddp.__dict__["_ddp_fusion_reducer"].reducer
 
 
 def sequence_number() -> int:
@@ -146,8 +143,23 @@ def eager_layers_between() -> Steps:
         return run_steps(ddp, eager, lambda model, number: model(rows(number, width=ROUND)).sum())
 
 
+def several_forwards() -> Steps:
+    """Three forwards of other rows, and on rank 1 of a batch of one, which another graph runs."""
+    with flag(bucket_cap_mb=CAP_MB, first_bucket_cap_mb=CAP_MB):
+        ddp, eager = pair(lambda: models.mlp(5))
+
+        def step(model: Any, number: int) -> Tensor:
+            sizes = (4, 4, 1 if dist.get_rank() == 1 and number > 1 else 4)
+            parts = [model(rows(10 * number + n, size)).sum() for n, size in enumerate(sizes)]
+            return torch.stack(parts).sum()
+
+        return run_steps(ddp, eager, step, 5)
+
+
 @pytest.mark.each_torch
-@pytest.mark.parametrize("job", [other_batch_sizes, breaks_on_one_rank, eager_layers_between])
+@pytest.mark.parametrize(
+    "job", [other_batch_sizes, breaks_on_one_rank, eager_layers_between, several_forwards]
+)
 def test_ranks_with_other_graphs_launch_the_same_buckets(
     run_on_ranks: RUN, job: Callable[[], Steps]
 ) -> None:

@@ -32,8 +32,8 @@ def main(flag: str, bucket_cap_mb: float, version: str, load: Path | None) -> di
     if load is not None:  # Before the package is imported.
         torch.compiler.load_cache_artifacts(load.read_bytes())
     import fusion_passes  # noqa: F401 - it adds the flag
-    from fusion_passes.ddp.module import reducer_of
     from fusion_passes.install import compiles
+    from fusion_passes.reducer.reducer import reducer_of
     from testing.fake_world import one_rank, two_layers
 
     if version:

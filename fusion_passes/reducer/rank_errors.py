@@ -1,17 +1,25 @@
-"""What a rank leaves in the group's store when its backward cannot be finished, so that the
-others, whose collectives fail by their timeout, can say why. Nothing is sent in a backward that
-goes well."""
+"""Errors that ranks have together: settings that differ, which they compare when a module is
+constructed, and a rank that cannot finish a backward.
+
+Such a rank leaves a note in the group's store, so that the others, whose collectives fail by their
+timeout, can say why. Nothing is sent in a backward that goes well.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+import torch
 import torch.distributed as dist
+
+from fusion_passes.torch_private.process_groups import all_gather
 
 _SHOWN_CHARACTERS: Final = 500
 """Of another rank's error."""
@@ -38,9 +46,13 @@ class RanksDisagreeError(RuntimeError):
         self.module = module
 
 
+class SettingsDifferError(RanksDisagreeError):
+    """The ranks of a module have not been given the same settings. The text says which."""
+
+
 @dataclass
-class Words:
-    """The words of the ranks of a module.
+class FailureNotes:
+    """What the ranks of a module leave in the store when they cannot finish a backward.
 
     Args:
         group: the ranks.
@@ -55,7 +67,7 @@ class Words:
     so that an error comes no later than it must."""
 
     def leave(self, round_: int, text: str) -> None:
-        """Say why this rank cannot finish a round; the first word of a round stays.
+        """Note why this rank cannot finish a round; the first note of a round stays.
 
         Args:
             round_: how many rounds have ended, which is the same on all ranks.
@@ -69,13 +81,13 @@ class Words:
         self._ask(lambda: self.group.get_group_store().compare_set(key, "", text))
 
     def why_failed(self, round_: int, error: Exception) -> RanksDisagreeError | None:
-        """What another rank has said, where a collective of this one has failed."""
+        """What another rank has noted, where a collective of this one has failed."""
         if self.group.size() == 1 or not _may_be_a_collectives(error):
             return None
-        word = self._ask(functools.partial(self._read, self._key(round_)))
-        if not word:
+        note = self._ask(functools.partial(self._read, self._key(round_)))
+        if not note:
             return None
-        rank, _, text = word.partition(" ")
+        rank, _, text = note.partition(" ")
         if int(rank) == self.group.rank():
             return None
         return RanksDisagreeError(
@@ -90,7 +102,7 @@ class Words:
         return answer
 
     def _key(self, round_: int) -> str:
-        return f"ddp_fusion/word/{self.label}/{round_}"
+        return f"ddp_fusion/failure/{self.label}/{round_}"
 
     def _read(self, key: str) -> str:
         store = self.group.get_group_store()
@@ -121,3 +133,50 @@ def asked(ask: Callable[[], _T]) -> _T | None:
     thread.start()
     thread.join(ASKING_SECONDS)
     return results[0] if results else None
+
+
+# --- Settings ------------------------------------------------------------------------------------
+
+
+def compare_settings(
+    group: Any, label: str, settings: Mapping[str, Any], device: torch.device
+) -> None:
+    """Compare settings over the ranks of a process group: one all-gather of a digest. Where they
+    differ, what they are comes over the group's store.
+
+    Args:
+        group: the ranks; all of them must call this.
+        label: of the module, for people; the same on all ranks.
+        settings: by name; what JSON can hold.
+        device: of what the group sends.
+
+    Raises:
+        SettingsDifferError: on every rank; it names each setting that differs, and its values.
+    """
+    if group.size() == 1 or group.name() == "fake":
+        return
+    text = json.dumps(settings, sort_keys=True)
+    # As a signed number of 64 bits.
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+    digests = all_gather(group, torch.tensor([number], device=device)).tolist()
+    if len(set(digests)) == 1:
+        return
+    store = group.get_group_store()
+    place = f"ddp_fusion/settings/{label}"
+    store.set(f"{place}/{group.rank()}", text)
+    first = {digest: digests.index(digest) for digest in digests}
+    texts = {rank: store.get(f"{place}/{rank}").decode() for rank in first.values()}
+    values = [json.loads(texts[first[digest]]) for digest in digests]
+    raise SettingsDifferError(label, _in_words(label, values))
+
+
+def _in_words(label: str, values: Sequence[Mapping[str, Any]]) -> str:
+    lines = [f"The ranks of {label} have not been given the same settings."]
+    for name in values[0]:
+        by_value: dict[str, list[str]] = {}
+        for rank, named in enumerate(values):
+            by_value.setdefault(json.dumps(named.get(name)), []).append(str(rank))
+        if len(by_value) > 1:
+            lines.append(f"{name} must be the same on all ranks, but is:")
+            lines += [f"  {value} on rank {', '.join(r)}" for value, r in by_value.items()]
+    return "\n".join([*lines, "Set it to one value on all ranks, before DistributedDataParallel."])

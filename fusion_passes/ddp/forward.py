@@ -1,0 +1,167 @@
+"""The forward of a managed DDP module: what DDP does around it, in a form that Dynamo can trace,
+and the broadcast of buffers before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from fusion_passes.graph.collectives import broadcast
+from fusion_passes.reducer.backward import walk
+from fusion_passes.reducer.communication import AllReduce
+from fusion_passes.reducer.reducer import EXPECTED, LOCAL, UNFINISHED, reducer_of
+from fusion_passes.torch_private import begin_no_graph, disable_dynamo, tree_map_only
+from fusion_passes.torch_private.autograd import flattened, unflattened
+from fusion_passes.torch_private.ddp import (
+    common_rank,
+    divides_by_initial_size,
+    is_joining,
+    raise_as_ddp,
+    tell_joined,
+)
+
+BUFFERS_IN: Final = "_ddp_fusion_buffers_in"
+"""Attribute of a managed module: the name of its group, if it has buffers; else ``None``."""
+
+RANGE: Final = "DistributedDataParallel.forward"
+"""Eager DDP's name for its forward in a profile."""
+
+
+class ManagedForward(DistributedDataParallel):
+    """What a managed module has in place of DDP's forward and of its parts."""
+
+    @begin_no_graph
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module between the two parts that DDP adds."""
+        if torch.compiler.is_dynamo_compiling():  # Dynamo would warn of the range, and omit it.
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+        with _untraced(torch.autograd.profiler.record_function, RANGE):
+            inputs, kwargs = _untraced(self._pre_forward, *inputs, **kwargs)
+            output = self._run_ddp_forward(*inputs, **kwargs)
+            return _untraced(self._post_forward, output)
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Broadcast buffers, and move inputs to the module's device."""
+        if torch.is_grad_enabled() and getattr(self, UNFINISHED) is not None:
+            _refuse(self)
+        if is_joining(self):
+            _begin_step(self)
+        elif sends_buffers(self):
+            broadcast_buffers(self)
+        if self.device_ids:
+            device = torch.device(self.device_type, self.device_ids[0])
+            return tree_map_only(Tensor, lambda tensor: tensor.to(device), (inputs, kwargs))
+        return inputs, kwargs
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+    def _post_forward(self, output: Any) -> Any:
+        if torch.is_grad_enabled():
+            if self.require_backward_grad_sync:
+                setattr(self, EXPECTED, True)
+                setattr(self, LOCAL, False)
+                if not torch.compiler.is_dynamo_compiling():
+                    reducer_of(self).entered.clear()
+                    if self.find_unused_parameters:
+                        note_reachable(self, output)
+            else:
+                setattr(self, LOCAL, True)
+        if getattr(self, BUFFERS_IN):
+            # DDP's rule: buffers are broadcast if the forward before was to be synchronised.
+            is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
+            self.require_forward_param_sync = is_synced
+        return output
+
+
+def refuse_unfinished(ddp: DistributedDataParallel) -> None:
+    """Raise the error of a backward before, if the next forward is to be averaged too."""
+    error = getattr(ddp, UNFINISHED)
+    if ddp.require_backward_grad_sync:
+        raise_as_ddp(ddp, RuntimeError, error)
+
+
+def note_reachable(ddp: DistributedDataParallel, output: Any) -> None:
+    """Note which parameters a forward's outputs reach: others are unused in its backward."""
+    tensors: list[Tensor] = []
+    tree_map_only(Tensor, tensors.append, output)
+    reducer = reducer_of(ddp)
+    number_of = {id(reducer.parameters.all[n]): n for n in reducer.numbers}
+    found = walk([tensor for tensor in tensors if tensor.requires_grad]).edges
+    reducer.reachable = frozenset(number_of[key] for key in found if key in number_of)
+
+
+def _begin(ddp: DistributedDataParallel) -> None:
+    """With ``join``: tell ranks without inputs that this one has some, and what comes."""
+    work: Any = Join.notify_join_context(ddp)
+    count_ranks(ddp, work)
+    if sends_buffers(ddp):
+        broadcast_buffers(ddp, common_rank(ddp, is_candidate=True))
+    tell_joined(ddp)
+
+
+def count_ranks(ddp: DistributedDataParallel, work: Any) -> None:
+    """Divide gradients as ``join`` was asked to: by the number of all ranks, or of those that have
+    inputs for the step. A communication hook divides as it likes."""
+    communication = reducer_of(ddp).communication
+    if not isinstance(communication, AllReduce):
+        return
+    if divides_by_initial_size(ddp) or work is None:
+        communication.count_ranks = None
+        return
+
+    def count() -> float:
+        (number,) = work.get_future().wait()
+        return float(number.item())
+
+    communication.count_ranks = count
+
+
+@disable_dynamo
+def _untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+_begin_step = disable_dynamo(_begin)
+_refuse = disable_dynamo(refuse_unfinished)
+
+
+# --- Buffers --------------------------------------------------------------------------------------
+
+
+def prepare_buffers(ddp: DistributedDataParallel, group_name: str) -> None:
+    """Let the forwards of a managed module broadcast its buffers, if it has some."""
+    has_buffers = any(
+        name not in ddp.parameters_to_ignore for name, _ in ddp.module.named_buffers()
+    )
+    setattr(ddp, BUFFERS_IN, group_name if has_buffers else None)
+
+
+def sends_buffers(ddp: DistributedDataParallel) -> bool:
+    """Whether the ranks get buffers before the next forward."""
+    is_synced: bool = ddp.require_forward_param_sync and ddp.broadcast_buffers
+    return is_synced and getattr(ddp, BUFFERS_IN) is not None
+
+
+def broadcast_buffers(ddp: DistributedDataParallel, source: int = 0) -> None:
+    """Give every rank the buffers of one, with one collective for each dtype and device."""
+    is_traced = torch.compiler.is_dynamo_compiling()
+    if not is_traced and ddp.process_group.size() == 1:
+        return
+    group_name = getattr(ddp, BUFFERS_IN)
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for name, buffer in ddp.module.named_buffers():
+        if name not in ddp.parameters_to_ignore:
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    with torch.no_grad():
+        for buffers in kinds.values():
+            pieces = unflattened(broadcast(flattened(buffers), source, group_name), buffers)
+            # A forward may have saved one for its backward: autograd sees no change of it, as with
+            # DDP's own broadcast.
+            torch._foreach_copy_([buffer.data for buffer in buffers], pieces)
