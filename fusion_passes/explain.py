@@ -25,7 +25,7 @@ from fusion_passes.reporting.drawing import FORMS
 from fusion_passes.reporting.recording import ENDED, Recording, record_steps
 from fusion_passes.reporting.report import report
 from fusion_passes.torch_private import inductor_config
-from fusion_passes.torch_private.compile_times import on_compile
+from fusion_passes.torch_private.profiling import on_compile
 
 DESCRIPTION: Final = """\
 Runs a training script as it is, with gradients fused, and shows after some steps what was done:

@@ -15,14 +15,9 @@ from fusion_passes.config import (
     parse_flag,
 )
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import (
-    UNSET,
-    ConfigDefinition,
-    ConfigEntry,
-    inductor_config,
-    is_compiling_graph,
-)
+from fusion_passes.torch_private import UNSET, ConfigDefinition, ConfigEntry, inductor_config
 from fusion_passes.torch_private.autograd import backward_id
+from fusion_passes.torch_private.dynamo import is_compiling_graph
 from fusion_passes.torch_private.inductor import inductor_entries
 from fusion_passes.torch_private.older_torch import PlainEntry, has_plain_entries
 

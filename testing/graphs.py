@@ -18,7 +18,7 @@ from __future__ import annotations
 import string
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,9 +43,8 @@ from fusion_passes.passes.pin import PinOrder
 from fusion_passes.passes.pipeline import run_pipeline
 from fusion_passes.passes.place import PlaceReductions
 from fusion_passes.passes.verify import GraphFacts, graph_facts, verify
-from fusion_passes.plan.buckets import BucketPlan
+from fusion_passes.plan.buckets import BucketPlan, BucketsOf, ModuleBuckets, plan_buckets
 from fusion_passes.plan.placement import plan_placement
-from fusion_passes.plan.planner import BucketsOf, ModuleBuckets, plan_buckets
 from fusion_passes.reductions.find import (
     FoundReductions,
     GradientReduction,
@@ -205,7 +204,7 @@ def buckets_of(
         graph: with the reductions of all parameters of its modules.
         cap: the bytes that close a bucket of gradients of one kind.
         owners: of its names.
-        options: of :class:`fusion_passes.plan.planner.ModuleBuckets`.
+        options: of :class:`fusion_passes.plan.buckets.ModuleBuckets`.
     """
     found = find_gradient_reductions(graph, DdpGroups.of(graph, owners))
     open_: dict[ReductionKey, list[GradientReduction]] = {}
@@ -234,11 +233,11 @@ def plan_of(graph: fx.Graph, cap: int = 1 << 40, **options: Any) -> BucketPlan:
 
 
 def concat(cap: int = 1 << 40, **options: Any) -> RewriteFor:
-    return lambda graph: FuseByConcat(*_plan_arguments(graph, cap, options))
+    return lambda graph: FuseByConcat(plan_of(graph, cap, **options).buckets)
 
 
 def coalesced(cap: int = 1 << 40, **options: Any) -> RewriteFor:
-    return lambda graph: FuseByCoalescing(*_plan_arguments(graph, cap, options))
+    return lambda graph: FuseByCoalescing(plan_of(graph, cap, **options).buckets)
 
 
 def place() -> RewriteFor:
@@ -255,7 +254,7 @@ def pipeline(mode: ReduceMode = "concat", cap: int = 1 << 40, **options: Any) ->
     Args:
         mode: of the fusion.
         cap: the bytes that close a bucket.
-        options: of :class:`fusion_passes.plan.planner.ModuleBuckets`.
+        options: of :class:`fusion_passes.plan.buckets.ModuleBuckets`.
     """
 
     def rewrite_for(graph: fx.Graph) -> Rewrite:
@@ -279,11 +278,6 @@ def chain(*rewrites: RewriteFor) -> RewriteFor:
         return any(changed)
 
     return lambda graph: run
-
-
-def _plan_arguments(graph: fx.Graph, cap: int, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    plan = plan_of(graph, cap, **options)
-    return plan.buckets, tuple(rejection.node for rejection in plan.rejections)
 
 
 # --- The runner --------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def test_imports_point_one_way(path: Path) -> None:
         assert (room, other) not in NEVER, NEVER.get((room, other))
 
 
-SHARED_BY_PASSES: Final = {"rewrite", "contract", "verify"}
+SHARED_BY_PASSES: Final = {"rewrite", "verify"}
 USING_PASSES: Final = {"pipeline"}
 
 

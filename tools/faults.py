@@ -2,9 +2,9 @@
 flag makes it worse: a hang, an error that comes later or hides another, something left behind.
 
 Each scenario runs with eager DDP and with stock torch.compile(ddp), then under each mode of the
-flag. A table is printed at the end, and written with all that was recorded; the exit status is 1 if
-a rule was broken. Some scenarios mount a small file system, and are skipped where that is not
-permitted.
+flag. What became of each rank is printed, and written with all that was recorded; the exit status
+is 1 if a rule was broken. Some scenarios mount a small file system, and are skipped where that is
+not permitted.
 
     python tools/faults.py                            # all: hours
     python tools/faults.py --quick                    # a few
@@ -19,17 +19,20 @@ import dataclasses
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from command_line import parser_of
-from fault_runs.catalog import SCENARIOS
-from fault_runs.running import Runner, Verdict
-from fault_runs.scenarios import MODES, PEERS, Scenario, Way, select
-from fault_runs.table import as_markdown, lines_of
+from fault_runs.judging import exit_words
+from fault_runs.records import RankRecord
+from fault_runs.runs import Runner, Verdict
+from fault_runs.scenarios import MODES, PEERS, SCENARIOS, Scenario, select
 from interrupting import INTERRUPTED, terminated_as_interrupted
 
 QUICK_REPEATS = 3
+LOG = "report.txt"
 
 
 def main(arguments: Sequence[str] | None = None, scenarios: Sequence[Scenario] = SCENARIOS) -> int:
@@ -46,38 +49,37 @@ def main(arguments: Sequence[str] | None = None, scenarios: Sequence[Scenario] =
     repeats = options.repeats or (QUICK_REPEATS if options.quick else None)
     if repeats:
         chosen = [dataclasses.replace(s, repeats=repeats if s.repeats > 1 else 1) for s in chosen]
-    modes: list[Way] = [options.mode] if options.mode else list(MODES)
     output = options.output or Path(time.strftime("faults-%Y%m%d-%H%M%S"))
     output.mkdir(parents=True, exist_ok=True)
-    verdicts: list[Verdict] = []
+    broken = list[str]()
     status = 0
     try:
         with terminated_as_interrupted():
-            _run(chosen, modes, options, output, verdicts)
+            _run(chosen, options, output, broken)
     except KeyboardInterrupt:
         status = INTERRUPTED
-    (output / "report.md").write_text(as_markdown(verdicts))
-    print(as_markdown(verdicts))
-    return status or int(any(verdict.violations for verdict in verdicts))
+    print("\n".join(broken or ["No rule was broken."]))
+    return status or int(bool(broken))
 
 
 def _run(
-    chosen: Sequence[Scenario],
-    modes: Sequence[Way],
-    options: argparse.Namespace,
-    output: Path,
-    verdicts: list[Verdict],
+    chosen: Sequence[Scenario], options: argparse.Namespace, output: Path, broken: list[str]
 ) -> None:
-    with tempfile.TemporaryDirectory(prefix="faults-") as directory:
-        caches = options.caches or Path(directory) / "caches"
-        caches.mkdir(parents=True, exist_ok=True)
-        peers = [options.peer] if options.peer else list(PEERS)
-        runner = Runner(Path(directory), caches, output, peers)
+    with (
+        tempfile.TemporaryDirectory(prefix="faults-") as directory,
+        (output / LOG).open("w") as log,
+    ):
+        runner = Runner(Path(directory), output, [options.peer] if options.peer else PEERS)
         for number, scenario in enumerate(chosen, 1):
-            print(f"[{number}/{len(chosen)}] {scenario.name}", flush=True)
-            for verdict in runner.verdicts(scenario, modes):
-                verdicts.append(verdict)
-                print("\n".join(lines_of(verdict)), flush=True)
+            _say(f"[{number}/{len(chosen)}] {scenario.name}", log)
+            for verdict in runner.verdicts(scenario, [options.mode] if options.mode else MODES):
+                _say("\n".join(lines_of(verdict)), log)
+                broken += [f"{scenario.name}, {verdict.way}: {t}" for t in verdict.violations]
+
+
+def _say(text: str, log: TextIO) -> None:
+    for file in (sys.stdout, log):
+        print(text, file=file, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,9 +91,39 @@ def _parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="a few scenarios")
     add("--list", action="store_true", help="print the names of the scenarios, run nothing")
     add("--repeats", type=int, help="of scenarios that are repeated")
-    add("--caches", type=Path, help="directory for filled caches, which other runs can use too")
     add("--output", type=Path, help="directory for results (faults-DATE-TIME)")
     return parser
+
+
+def lines_of(verdict: Verdict) -> Iterator[str]:
+    """A line for each rank, and one for each violation."""
+    if verdict.skipped:
+        yield f"  {verdict.way}: skipped: {verdict.skipped}"
+    elif len(verdict.runs) > 1:
+        ranks = [rank for run in verdict.runs for rank in run.ranks]
+        codes = Counter(exit_words(rank.exit_code) for rank in ranks)
+        counts = ", ".join(f"{count} with {words}" for words, count in codes.items())
+        yield f"  {verdict.way}: {len(verdict.runs)} runs: {counts}"
+    else:
+        for rank in verdict.runs[-1].ranks:
+            yield f"  {verdict.way}, rank {rank.rank}: {_words(rank)}"
+            for failure in rank.failures[:2]:
+                yield f"      {failure.brief()}"
+    for text in verdict.violations:
+        yield f"  VIOLATION, {verdict.way}: {text}"
+
+
+def _words(rank: RankRecord) -> str:
+    if rank.exit_code is None:
+        return "hung"
+    if rank.is_right:
+        growth = rank.value_of("growth", None)
+        return f"right, {rank.end_s:.1f} s" + (f", {growth}" if growth else "")
+    end = f"{exit_words(rank.exit_code)} at {rank.end_s:.1f} s"
+    if not rank.failures:
+        return end
+    done = f", {rank.steps} steps" if rank.exit_code == 0 else ""
+    return f"{rank.failures[0].kinds[0]} at {rank.failures[0].after_s:.1f} s, {end}{done}"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from fusion_passes.graph.collectives import broadcast
 from fusion_passes.reducer.backward import walk
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import EXPECTED, LOCAL, UNFINISHED, reducer_of
-from fusion_passes.torch_private import begin_no_graph, disable_dynamo, tree_map_only
+from fusion_passes.torch_private import tree_map_only
 from fusion_passes.torch_private.autograd import flattened, unflattened
 from fusion_passes.torch_private.ddp import (
     common_rank,
@@ -24,6 +24,7 @@ from fusion_passes.torch_private.ddp import (
     raise_as_ddp,
     tell_joined,
 )
+from fusion_passes.torch_private.dynamo import begin_no_graph, disable_dynamo
 
 BUFFERS_IN: Final = "_ddp_fusion_buffers_in"
 """Attribute of a managed module: the name of its group, if it has buffers; else ``None``."""

@@ -20,25 +20,17 @@ from typing import Final, TypeVar
 
 import torch
 
-from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.plan.layout import lay_out
 from fusion_passes.plan.timetable import Sent, plan_timetable
-from fusion_passes.profile.consensus import (
-    Where,
+from fusion_passes.profile.files import keep, known_profiles, look_up, path_of, ready_path
+from fusion_passes.profile.measure import (
+    Ranks,
     agree_on_place,
     first_text,
-    keep,
-    measure_together,
+    keep_profile,
+    measure,
 )
-from fusion_passes.profile.files import look_up, path_of
-from fusion_passes.profile.known import known_profile, remember_profile
-from fusion_passes.profile.ready_times import (
-    ReadyTimes,
-    parameters_key,
-    ready_path,
-    store_ready,
-)
-from fusion_passes.profile.records import Kind, Place, Profile
+from fusion_passes.profile.records import Kind, Place, Profile, ReadyTimes, parameters_key
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
 from fusion_passes.reducer.reducer import Reducer
@@ -99,16 +91,16 @@ def learn_layout(reducer: Reducer) -> None:
     if group.size() == 1 or group.name() == "fake" or not _dtypes(reducer):
         _say(reducer, "nothing is sent in buckets, so they are filled up to caps")
         return
-    where = Where(group, next(iter(reducer.parameters.kinds.values())).device)
-    place = agree_on_place(where)
-    text = _find(reducer, place).to_json() if group.rank() == 0 else ""
-    kept = Kept.from_json(first_text(where, text))
+    ranks = Ranks.of(group, next(iter(reducer.parameters.kinds.values())).device)
+    place = agree_on_place(ranks)
+    text = _find(reducer, place).to_json() if ranks.is_first else ""
+    kept = Kept.from_json(first_text(ranks, text))
     for sentence in kept.said:
         log.warning("%s: %s", reducer.label, sentence)
     reducer.decision = kept.said
-    profile = _profile(where, place, kept.profile, _wanted(reducer))
+    profile = _profile(ranks, place, kept.profile, _wanted(reducer))
     if kept.times is None:
-        _measure(reducer, where, kept.path)
+        _measure(reducer, ranks, kept.path)
     else:
         _plan(reducer, profile, kept.times, kept.path)
 
@@ -141,7 +133,7 @@ def _find(reducer: Reducer, place: Place) -> Kept:
             said.append(f"{file} cannot be used, and is measured anew: {error}")
             return None
 
-    profile = known_profile(reducer.group) or read(path_of(place), lambda: look_up(place))
+    profile = known_profiles.get(reducer.group) or read(path_of(place), lambda: look_up(place))
     times = read(path, lambda: _times_of(path, reducer))
     return Kept(profile, times, str(path), tuple(said))
 
@@ -153,14 +145,14 @@ def _times_of(path: Path, reducer: Reducer) -> ReadyTimes:
     return times
 
 
-def _profile(where: Where, place: Place, kept: Profile | None, kinds: tuple[Kind, ...]) -> Profile:
+def _profile(ranks: Ranks, place: Place, kept: Profile | None, kinds: tuple[Kind, ...]) -> Profile:
     """What collectives cost: what is kept, and what is measured beside it."""
     missing = kinds if kept is None else kept.missing(kinds)
     if kept is None or missing:
-        measured = measure_together(where, place, missing)
+        measured = measure(ranks, place, missing)
         kept = measured if kept is None else measured.with_tables_of(kept)
-        keep(where, kept)
-    remember_profile(where.group, kept)
+        keep_profile(ranks, kept)
+    known_profiles[ranks.group] = kept
     return kept
 
 
@@ -192,7 +184,7 @@ def _plan(reducer: Reducer, profile: Profile, times: ReadyTimes, path: str) -> N
         kind = _kind_of(reducer, dtype)
         sent[dtype] = Sent(getattr(torch, kind.dtype).itemsize, profile.table(kind))
     kinds = reducer.parameters.kinds
-    planned = plan_timetable(times, kinds, sent, _caps(reducer), profile.taken)
+    planned = plan_timetable(times, kinds, sent, reducer.caps, profile.taken)
     reducer.fix_layout(lay_out([[(n,) for n in numbers] for numbers in planned.buckets], kinds))
     reducer.predicted = planned.sent_ns
     source = (
@@ -202,15 +194,10 @@ def _plan(reducer: Reducer, profile: Profile, times: ReadyTimes, path: str) -> N
     _say(reducer, source, *planned.lines())
 
 
-def _caps(reducer: Reducer) -> BucketCaps:
-    assert isinstance(reducer.caps, BucketCaps), "managed modules have these"
-    return reducer.caps
-
-
 # --- Without -------------------------------------------------------------------------------------
 
 
-def _measure(reducer: Reducer, where: Where, path: str) -> None:
+def _measure(reducer: Reducer, ranks: Ranks, path: str) -> None:
     """Have a reducer measure what the next run plans from."""
     first, last = SKIPPED_ROUNDS + 1, SKIPPED_ROUNDS + MEASURED_ROUNDS
     _say(
@@ -219,11 +206,11 @@ def _measure(reducer: Reducer, where: Where, path: str) -> None:
         f"and steps {first} to {last} measure, in which nothing is sent before all gradients are "
         f"there; the next run plans from {path} of rank 0",
     )
-    caps = _caps(reducer)
+    caps = reducer.caps
     size = max(caps.cap_bytes // PIECES, 1)
     reducer.piece_caps = replace(caps, first_bytes=size, cap_bytes=size, listed_bytes=())
     ended = functools.partial(_keep, weakref.ref(reducer), Path(path))
-    reducer.clock = ReadyClock(where.group, where.device, [*reducer.numbers], ended)
+    reducer.clock = ReadyClock(ranks.group, ranks.device, [*reducer.numbers], ended)
 
 
 def _keep(ref: weakref.ref[Reducer], path: Path, ready_ns: Mapping[int, int]) -> None:
@@ -234,7 +221,7 @@ def _keep(ref: weakref.ref[Reducer], path: Path, ready_ns: Mapping[int, int]) ->
         return
     measured = f"{time.strftime('%Y-%m-%d %H:%M')} on {socket.gethostname()}"
     times = ReadyTimes(MEASURED_ROUNDS, (*ready_ns,), (*ready_ns.values(),), measured)
-    if reducer.group.rank() == 0 and not store_ready(path, times):
+    if reducer.group.rank() == 0 and not keep(path, times.to_json(), "Ready times"):
         _say(reducer, f"ready times were measured, but cannot be kept in {path.parent}")
         return
     _say(reducer, f"ready times were measured in {times.rounds} steps; rank 0 keeps them")

@@ -29,7 +29,7 @@ from fusion_passes.ddp.learned_layout import learn_layout
 from fusion_passes.ddp.tensor_parallel import make_dtensors_when_read
 from fusion_passes.ddp.traced import name_in_graphs, reduce_in_graph
 from fusion_passes.flag import active_config
-from fusion_passes.plan.caps import ModuleCaps, bucket_caps, default_caps, given_caps
+from fusion_passes.plan.caps import BucketCaps, bucket_caps, default_caps, given_caps
 from fusion_passes.plan.scaling import REDUCE_DTYPE_OF
 from fusion_passes.reducer.backward import reducers, why_failed
 from fusion_passes.reducer.communication import SENT_AS, AllReduce, HookCall, name_of_hook
@@ -47,12 +47,9 @@ from fusion_passes.reducer.reducer import (
 from fusion_passes.reductions.hook_pattern import is_dense
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import (
-    DEFAULT_FIRST_BUCKET_BYTES,
-    begin_no_graph,
-)
 from fusion_passes.torch_private.autograd import hook_behind_accumulation
 from fusion_passes.torch_private.ddp import (
+    DEFAULT_FIRST_BUCKET_BYTES,
     HOOKS_OF_REDUCER,
     USES_PYTHON_REDUCER,
     comm_hooks,
@@ -67,7 +64,8 @@ from fusion_passes.torch_private.ddp import (
     set_static_graph,
     update_process_group,
 )
-from fusion_passes.torch_private.groups import backend_name
+from fusion_passes.torch_private.dynamo import begin_no_graph
+from fusion_passes.torch_private.process_groups import backend_name
 
 _STEPS_OPTIMIZER: Final = "_hook_then_optimizer."
 """How the name of the hook of ``_register_fused_optim`` begins."""
@@ -403,7 +401,7 @@ def sparse_ids(model: torch.nn.Module) -> set[int]:
     return {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
 
 
-def caps_of_ddp(ddp: DistributedDataParallel) -> ModuleCaps:
+def caps_of_ddp(ddp: DistributedDataParallel) -> BucketCaps:
     """The caps of a module's buckets, before any option."""
     if not ddp.bucket_bytes_cap_default:
         return given_caps(int(ddp.bucket_bytes_cap), ddp.bucket_bytes_cap_list)

@@ -21,9 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement
 
-from fusion_passes.torch_private import data_parallel_hooks, is_in_part_of_mesh
 from fusion_passes.torch_private.autograd import forward_hooks, own_parameters
-from fusion_passes.torch_private.ddp import dtensor_spec, ignored_by_ddp
+from fusion_passes.torch_private.ddp import (
+    data_parallel_hooks,
+    dtensor_spec,
+    ignored_by_ddp,
+    is_in_part_of_mesh,
+)
 
 _LAYOUTS: Final = "_ddp_fusion_layouts"
 """Attribute of a module that makes DTensors: a :class:`Layout` by parameter. It belongs to the

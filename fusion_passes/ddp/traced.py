@@ -24,24 +24,24 @@ import torch
 from torch import Tensor, fx, nn
 
 from fusion_passes.graph.collectives import all_reduce
-from fusion_passes.plan.planner import ModuleBuckets
+from fusion_passes.plan.buckets import ModuleBuckets
 from fusion_passes.reducer.backward import Run, reducers, walk
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reductions.owners import Owner
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import (
-    register_process_group,
-    unregister_process_group,
-)
-from fusion_passes.torch_private.backward_tracing import (
+from fusion_passes.torch_private.dynamo import (
     in_one_graph,
     is_error_of_a_compile,
     traces_backwards,
     tracing_backwards,
     tracing_none,
     weak_marks,
+)
+from fusion_passes.torch_private.process_groups import (
+    register_process_group,
+    unregister_process_group,
 )
 
 FIRST: Final = "it is the first one, which shows in which order gradients come"
@@ -175,7 +175,7 @@ class TracedBackwards:
             for reducer in modules:
                 traced_modules.note(name_in_graphs(reducer), reducer)
             try:
-                with self._capturing, self._entering(run), tracing_backwards(self._compile, False):
+                with self._capturing, self._entering(run), tracing_backwards(self._compile):
                     return engine()
             except Exception as error:
                 if run.has_entered_graph:

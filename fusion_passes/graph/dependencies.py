@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from torch import fx
@@ -17,48 +17,33 @@ SortKey = tuple[float, ...]
 """Where a node should stand. Smaller is earlier; ties keep the order that the nodes had."""
 
 
-def reduction_levels(
-    graph: fx.Graph,
-    start_of_wait: Mapping[fx.Node, fx.Node],
-    chains: Sequence[Sequence[fx.Node]] = (),
-) -> dict[fx.Node, int]:
-    """For each reduction's start, how many reductions lie one after the other before it.
+def dependents(graph: fx.Graph, sources: Collection[fx.Node]) -> set[fx.Node]:
+    """The nodes whose values depend on those of some nodes, which are among them. A read after a
+    write depends on what was written, though no edge of the graph says so.
 
     Args:
         graph: in topological order.
-        start_of_wait: the start of each wait that counts.
-        chains: nodes that will keep the order in which they are listed, which is that of the
-            graph: each then depends on the one before it.
-
-    Returns:
-        Level by start: 0 where the gradient depends on no reduction's result.
+        sources: nodes of it.
     """
-    before = {node: prior for chain in chains for prior, node in pairwise(chain)}
-    level_of: dict[fx.Node, int] = {}
-    levels: dict[fx.Node, int] = {}
+    found: set[fx.Node] = set()
+    written: set[fx.Node] = set()
     base_of: dict[fx.Node, fx.Node] = {}
-    # A read after a write depends on what was written, though no edge of the graph says so.
-    written_level: dict[fx.Node, int] = {}
-    starts = set(start_of_wait.values())
     for node in graph.nodes:
         base_of[node] = _base(node, base_of)
-        sources = node.all_input_nodes
-        level = max((level_of[source] for source in sources), default=0)
-        if written_level:
-            level = max(level, *(written_level.get(base_of[source], 0) for source in sources), 0)
-        if node in before:
-            level = max(level, level_of[before[node]])
-        for argument in written_arguments(node):
-            written_level[base_of[argument]] = level
-        if node in starts:
-            levels[node] = level
-        if node in start_of_wait:
-            level = levels[start_of_wait[node]] + 1
-        level_of[node] = level
-    return levels
+        inputs = node.all_input_nodes
+        if (
+            node in sources
+            or not found.isdisjoint(inputs)
+            or any(base_of[source] in written for source in inputs)
+        ):
+            found.add(node)
+            written.update(base_of[argument] for argument in written_arguments(node))
+    return found
 
 
-def write_positions(graph: fx.Graph) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, list[int]]]:
+def write_positions(
+    nodes: Iterable[fx.Node],
+) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, list[int]]]:
     """What memory each node shows, and where it is written.
 
     Returns:
@@ -67,10 +52,10 @@ def write_positions(graph: fx.Graph) -> tuple[dict[fx.Node, fx.Node], dict[fx.No
     """
     base_of: dict[fx.Node, fx.Node] = {}
     writes: dict[fx.Node, list[int]] = {}
-    for index, node in enumerate(graph.nodes):
+    for index, node in enumerate(nodes):
         base_of[node] = _base(node, base_of)
         for argument in written_arguments(node):
-            writes.setdefault(base_of[argument], []).append(index)
+            writes.setdefault(base_of.get(argument, argument), []).append(index)
     return base_of, writes
 
 
@@ -144,19 +129,15 @@ def _successors(
 def _write_order(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
     """Pairs (before, after) that keep each write after the earlier reads and writes of the same
     memory, and each later read after the write. Views count as what they view."""
+    base_of, writes = write_positions(nodes)
     readers: dict[fx.Node, list[fx.Node]] = {}
     last_write: dict[fx.Node, fx.Node] = {}
-    base_of: dict[fx.Node, fx.Node] = {}
     pairs: list[tuple[fx.Node, fx.Node]] = []
-    written_bases = _written_bases(nodes)
-    if not written_bases:
-        return pairs
-    for node in nodes:
-        base_of[node] = _base(node, base_of)
-        written = {base_of.get(argument, argument) for argument in written_arguments(node)}
+    for node in nodes if writes else ():
+        written = {base_of[argument] for argument in written_arguments(node)}
         for source in node.all_input_nodes:
-            base = base_of.get(source, source)
-            if base not in written_bases or base in written:
+            base = base_of[source]
+            if base not in writes or base in written:
                 continue
             readers.setdefault(base, []).append(node)
             if base in last_write:
@@ -167,15 +148,6 @@ def _write_order(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
                 pairs.append((last_write[base], node))
             last_write[base] = node
     return pairs
-
-
-def _written_bases(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    base_of: dict[fx.Node, fx.Node] = {}
-    written: set[fx.Node] = set()
-    for node in nodes:
-        base_of[node] = _base(node, base_of)
-        written.update(base_of.get(argument, argument) for argument in written_arguments(node))
-    return written
 
 
 def _base(node: fx.Node, base_of: Mapping[fx.Node, fx.Node]) -> fx.Node:

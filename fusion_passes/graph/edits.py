@@ -10,21 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fusion_passes.graph.transparent import RESHAPE, TRACED_RESHAPES
-from fusion_passes.torch_private import (
-    FakeTensor,
-    FakeTensorMode,
-    TorchDispatchMode,
-    below_autograd,
-)
+from fusion_passes.graph.families import RESHAPE, TRACED_RESHAPES
+from fusion_passes.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode
+from fusion_passes.torch_private.autograd import below_autograd
 from fusion_passes.torch_private.inductor import control_deps, make_subgraph
 from fusion_passes.torch_private.older_torch import first_of_list
 
 
 def record(
     before: fx.Node, function: Callable[..., Any], inputs: Sequence[fx.Node]
-) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Write what ``function`` does before a node.
+) -> list[fx.Node]:
+    """Write the operators that a function calls into a graph, before a node.
 
     Args:
         before: the node that the new ones stand before, in the order of the calls.
@@ -35,7 +31,7 @@ def record(
             ``meta["val"]``.
 
     Returns:
-        The nodes of ``function``'s results, and all new nodes in order.
+        The nodes of ``function``'s results.
     """
     fake = inputs[0].meta["val"]
     assert isinstance(fake, FakeTensor), f"{inputs[0].name} has no fake value"
@@ -44,7 +40,7 @@ def record(
     recorder = _Recorder(before, values, fake.fake_mode, fake.device)
     with below_autograd(), recorder:
         results = function([values[node] for node in inputs])
-    return [recorder.node_of(result) for result in results], recorder.new_nodes
+    return [recorder.node_of(result) for result in results]
 
 
 def _meta_like(value: Tensor) -> Tensor:
@@ -66,7 +62,6 @@ class _Recorder(TorchDispatchMode):
         self._graph = before.graph
         self._fake_mode = fake_mode
         self._device = device
-        self.new_nodes: list[fx.Node] = []
         # Keyed by identity; the tensor is kept beside its node so that no id is used twice.
         self._known: dict[int, tuple[Tensor, fx.Node]] = {
             id(value): (value, node) for node, value in values.items()
@@ -104,7 +99,6 @@ class _Recorder(TorchDispatchMode):
         with self._graph.inserting_before(self._before):
             node = self._graph.call_function(target, args, kwargs)
         node.meta["val"] = self._fake(value)
-        self.new_nodes.append(node)
         if isinstance(value, Tensor):
             self._known[id(value)] = (value, node)
         return node

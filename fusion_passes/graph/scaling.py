@@ -26,20 +26,6 @@ class Scaling:
     def __str__(self) -> str:
         return {"none": "", "div": f" / {self.value:g}", "mul": f" * {self.value:g}"}[self.kind]
 
-    def without(self, done: Scaling) -> Scaling:
-        """What is left of it to be done where ``done`` was.
-
-        Args:
-            done: the same, which leaves nothing; or one beside which this is no scaling, and is
-                undone; or none.
-        """
-        if done.kind == "none":
-            return self
-        if done == self:
-            return NO_SCALING
-        assert self.kind == "none", f"{self} is no part of {done}"
-        return Scaling("mul" if done.kind == "div" else "div", done.value)
-
 
 NO_SCALING: Final = Scaling("none")
 

@@ -16,21 +16,21 @@ from torch import Tensor, fx
 from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.traced import traced_backwards, traced_modules
 from fusion_passes.flag import active_config
-from fusion_passes.graph.sparse import give_own_memory
+from fusion_passes.graph.operators import give_own_memory
 from fusion_passes.graph.text import graph_text
 from fusion_passes.lowering.pack import register_lowerings
 from fusion_passes.lowering.store import register_store_lowerings
 from fusion_passes.passes.pipeline import run_pipeline
 from fusion_passes.passes.store import StoreGradients
-from fusion_passes.plan.caps import BucketCaps
+from fusion_passes.plan.buckets import CannotLaunchError
 from fusion_passes.plan.pieces import StoredInput
-from fusion_passes.plan.planner import CannotLaunchError
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reporting.graphs import compile_log, report_plan
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import CustomGraphPass, inductor_config, is_compiling_backward
+from fusion_passes.torch_private import CustomGraphPass, inductor_config
 from fusion_passes.torch_private.autograd import is_tensor_subclass
+from fusion_passes.torch_private.dynamo import is_compiling_backward
 from fusion_passes.torch_private.inductor import (
     donates_buffers,
     hash_files,
@@ -252,8 +252,8 @@ def find_stored(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients | None
         )
     if not has_some:
         return None
-    caps: list[BucketCaps] = [reducer.piece_caps for reducer in modules]  # type: ignore[misc]
-    return StoreGradients(tuple(found.values()), len(inputs), tuple(caps))
+    caps = tuple(reducer.piece_caps for reducer in modules)
+    return StoreGradients(tuple(found.values()), len(inputs), caps)
 
 
 @process_state.once("whether Inductor knows the package's operators", Lifetime.PROCESS)

@@ -21,13 +21,13 @@ from fusion_passes.reducer.backward import Run, reducers, register_on_node
 from fusion_passes.reporting.backwards import backwards
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import (
+from fusion_passes.torch_private import owner_of_name
+from fusion_passes.torch_private.autograd import backward_id
+from fusion_passes.torch_private.dynamo import (
     clear_backward_cache,
     disable_dynamo,
     is_compiling_graph,
-    owner_of_name,
 )
-from fusion_passes.torch_private.autograd import backward_id
 
 _OPTION_OF_ONE_COMPILE: Final = (
     "torch.compile(options={'ddp_fusion': ...}) has no effect: a module has the options that it "

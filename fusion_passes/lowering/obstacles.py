@@ -8,9 +8,8 @@ from typing import Any, Final
 from torch import fx
 
 from fusion_passes.graph.collectives import data_users, without_pins
-from fusion_passes.graph.kernels import is_library_kernel, stores_unscaled
+from fusion_passes.graph.families import ITEMS, RELAYOUTS, is_library_kernel, stores_unscaled
 from fusion_passes.graph.operators import PACK
-from fusion_passes.graph.transparent import ITEMS, RELAYOUTS
 from fusion_passes.torch_private.inductor import (
     graph_lowering,
     inductor_ir,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -13,9 +12,8 @@ from torch import Tensor, fx
 from fusion_passes.graph.collectives import all_reduce_coalesced
 from fusion_passes.graph.operators import AS_COMPLEX
 from fusion_passes.graph.scaling import scaled_together
-from fusion_passes.passes.contract import GraphPass
 from fusion_passes.passes.rewrite import Replacement, cast, replace_buckets, settle
-from fusion_passes.passes.verify import GraphFacts
+from fusion_passes.passes.verify import GraphFacts, GraphPass
 from fusion_passes.plan.buckets import Bucket
 from fusion_passes.reductions.find import GradientReduction
 
@@ -43,18 +41,14 @@ class FuseByCoalescing(GraphPass):
     Each result has the shape, dtype and strides of the reduction that it replaces.
 
     Attributes:
-        buckets: which reductions to fuse; from :func:`fusion_passes.plan.planner.plan_buckets` for
+        buckets: which reductions to fuse; from :func:`fusion_passes.plan.buckets.plan_buckets` for
             the graph that the pass is called with.
-        foreign: the other collectives of the graph, in order; they keep it.
     """
 
     buckets: tuple[Bucket, ...]
-    foreign: tuple[fx.Node, ...] = ()
-
-    others_need_it: ClassVar[bool] = True
 
     def __call__(self, graph: fx.Graph) -> bool:
-        return replace_buckets(graph, self.buckets, self.foreign, self._replacement_for)
+        return replace_buckets(graph, self.buckets, self._replacement_for)
 
     def facts_after(self, before: GraphFacts) -> GraphFacts:
         return before.with_buckets(self.buckets)

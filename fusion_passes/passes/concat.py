@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
 
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.graph.operators import AS_COMPLEX, PACK, WIDEN
-from fusion_passes.passes.contract import GraphPass
 from fusion_passes.passes.rewrite import Replacement, replace_buckets, settle
-from fusion_passes.passes.verify import GraphFacts
+from fusion_passes.passes.verify import GraphFacts, GraphPass
 from fusion_passes.plan.buckets import Bucket
 from fusion_passes.reductions.find import GradientReduction
 from fusion_passes.reductions.producers import source_of
@@ -44,20 +42,16 @@ class FuseByConcat(GraphPass):
     gradient is packed as its real and imaginary parts, which is how c10d reduces it.
 
     Attributes:
-        buckets: which reductions to fuse; from :func:`fusion_passes.plan.planner.plan_buckets` for
+        buckets: which reductions to fuse; from :func:`fusion_passes.plan.buckets.plan_buckets` for
             the graph that the pass is called with.
-        foreign: the other collectives of the graph, in order; they keep it.
         label: names the plan, for the report of what was copied.
     """
 
     buckets: tuple[Bucket, ...]
-    foreign: tuple[fx.Node, ...] = ()
     label: str = "plan"
 
-    others_need_it: ClassVar[bool] = True
-
     def __call__(self, graph: fx.Graph) -> bool:
-        return replace_buckets(graph, self.buckets, self.foreign, self._replacement_for)
+        return replace_buckets(graph, self.buckets, self._replacement_for)
 
     def facts_after(self, before: GraphFacts) -> GraphFacts:
         return before.with_buckets(self.buckets)

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from fusion_passes.graph.collectives import is_wait
-from fusion_passes.graph.transparent import CASTS, ITEMS, RELAYOUTS, SCALINGS, VIEWS
-from fusion_passes.passes.contract import GraphPass
+from fusion_passes.graph.families import CASTS, ITEMS, RELAYOUTS, SCALINGS, VIEWS
+from fusion_passes.passes.verify import GraphPass
 from fusion_passes.reductions.owners import DdpGroups
 from fusion_passes.torch_private import OpOverload
 from fusion_passes.torch_private.autograd import schema

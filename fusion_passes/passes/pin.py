@@ -17,10 +17,9 @@ from fusion_passes.graph.collectives import (
     results_of,
 )
 from fusion_passes.graph.edits import pin
-from fusion_passes.graph.kernels import is_library_kernel
+from fusion_passes.graph.families import ITEMS, VIEWS, is_library_kernel
 from fusion_passes.graph.operators import PACK
-from fusion_passes.graph.transparent import ITEMS, VIEWS
-from fusion_passes.passes.contract import GraphPass
+from fusion_passes.passes.verify import GraphPass
 from fusion_passes.reductions.owners import DdpGroups
 
 # A collective that sends a kernel's result through these reduces the memory that the kernel writes.

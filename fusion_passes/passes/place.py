@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from fusion_passes.graph.collectives import group_name_of
 from fusion_passes.graph.dependencies import reorder
-from fusion_passes.passes.contract import GraphPass
-from fusion_passes.plan.placement import Placement, PlacementPlan
+from fusion_passes.passes.verify import GraphPass
+from fusion_passes.plan.placement import PlacementPlan
 
 
 @dataclass(frozen=True)
@@ -36,9 +34,3 @@ class PlaceReductions(GraphPass):
 
     def __call__(self, graph: fx.Graph) -> bool:
         return bool(self.plan.placements) and reorder(graph, self.plan.keys, self.plan.queues)
-
-    def placements(self) -> Mapping[str, Sequence[Placement]]:
-        by_name: dict[str, list[Placement]] = {}
-        for placement in self.plan.placements:
-            by_name.setdefault(group_name_of(placement.launch) or "", []).append(placement)
-        return by_name

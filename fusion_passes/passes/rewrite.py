@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from fusion_passes.graph.collectives import issue_order
+from fusion_passes.graph.collectives import is_launch, issue_order
 from fusion_passes.graph.dependencies import reorder
 from fusion_passes.graph.edits import erase, record, replace_uses
-from fusion_passes.graph.transparent import CAST, COPY
+from fusion_passes.graph.families import CAST, COPY
 from fusion_passes.plan.buckets import Bucket
 from fusion_passes.reductions.find import GradientReduction
 from fusion_passes.reductions.hook_pattern import is_laid_out, is_only_copied
@@ -33,17 +33,15 @@ class Replacement:
 def replace_buckets(
     graph: fx.Graph,
     buckets: Sequence[Bucket],
-    foreign: Sequence[fx.Node],
     replacement_for: Callable[[int, Bucket], Replacement],
 ) -> bool:
     """Put a bucket's reduction where its last member was launched, and give its results to the
-    users of the members' results. Users that stood earlier move after the new wait; ``foreign``
-    collectives keep their order all the same.
+    users of the members' results. Users that stood earlier move after the new wait; collectives of
+    one group keep their order all the same.
 
     Args:
         graph: changed in place.
         buckets: of a plan, in order.
-        foreign: the other collectives of the graph, in order.
         replacement_for: says what becomes of a bucket, given its number.
 
     Returns:
@@ -52,16 +50,15 @@ def replace_buckets(
     replacements: dict[fx.Node, fx.Node] = {}
     for index, bucket in enumerate(buckets):
         replacement = replacement_for(index, bucket)
-        results, _ = record(bucket.ready.start, replacement.function, replacement.inputs)
+        results = record(bucket.ready.start, replacement.function, replacement.inputs)
         replacements |= zip((member.result for member in bucket.members), results, strict=True)
-    # A gradient can be the result of another bucket: written above as a member's result.
     replace_uses(replacements)
     for bucket in buckets:
         for member in bucket.members:
             _erase_reduction(member)
     if buckets:
         keys = {node: (index,) for index, node in enumerate(graph.nodes)}
-        reorder(graph, keys, issue_order(foreign))
+        reorder(graph, keys, issue_order(filter(is_launch, graph.nodes)))
     return bool(buckets)
 
 

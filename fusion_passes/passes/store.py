@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fusion_passes.graph.collectives import is_launch
 from fusion_passes.graph.edits import pin, record
-from fusion_passes.graph.kernels import is_library_kernel
+from fusion_passes.graph.families import is_library_kernel
 from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.plan.pieces import StoredInput, StoredPiece, plan_pieces
 from fusion_passes.reducer.operators import BUCKET, STORE_GRADIENTS
@@ -139,7 +139,7 @@ def _store(
             for item, offset in zip(piece.inputs, piece.offsets, strict=True)
         ]
 
-    results, _ = record(following, as_they_lie, [bucket])
+    results = record(following, as_they_lie, [bucket])
     return store, results
 
 

@@ -1,8 +1,9 @@
-"""Invariants that hold after every pass. A broken one is a bug of the package, never a user's
-error: the compile stops before a wrong gradient can be computed."""
+"""What a pass is, and the invariants that hold after every one. A broken one is a bug of the
+package, never a user's error: the compile stops before a wrong gradient can be computed."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -57,6 +58,28 @@ class GraphFacts:
                 reduced[group, bucket.key.reduce_op, value.dtype.to_real()] -= count
                 reduced[group, bucket.scaling.reduce_op, dtype] += count
         return replace(self, reduced=+reduced)
+
+
+class GraphPass(ABC):
+    """A frozen dataclass whose fields are its options, all of them plain values."""
+
+    @property
+    def name(self) -> str:
+        """By which ``TORCHINDUCTOR_DISABLED_PASSES`` switches it off, and under which it is timed
+        and traced."""
+        return type(self).__name__
+
+    @abstractmethod
+    def __call__(self, graph: fx.Graph) -> bool:
+        """Rewrite ``graph`` in place.
+
+        Returns:
+            Whether it has changed the graph: exactly then.
+        """
+
+    def facts_after(self, before: GraphFacts) -> GraphFacts:
+        """What must be true of the graph after the pass: the same as before, for most."""
+        return before
 
 
 def graph_facts(graph: fx.Graph, groups: DdpGroups) -> GraphFacts:

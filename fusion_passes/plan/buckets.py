@@ -1,16 +1,57 @@
-"""Buckets and plans: which gradient reductions are fused into one collective."""
+"""Puts the gradient reductions of a traced backward into the buckets of their modules' layouts.
+Pure: reads the graph, changes nothing.
+
+Other ranks may have traced another graph, or none: what they launch are the buckets of the same
+layouts, in the same order. So a graph launches all of them, or is none that can be run.
+"""
 
 from __future__ import annotations
 
+import bisect
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fusion_passes.graph.kernels import stores_unscaled
+import torch
+from torch import fx
+
+from fusion_passes.graph.collectives import group_name_of
+from fusion_passes.graph.dependencies import dependents, write_positions
+from fusion_passes.graph.families import stores_unscaled
 from fusion_passes.plan.placement import Placement
-from fusion_passes.plan.scaling import BucketScaling
-from fusion_passes.reductions.find import GradientReduction, ReductionKey, Rejection
+from fusion_passes.plan.scaling import BucketScaling, choose_scaling
+from fusion_passes.reductions.find import (
+    FoundReductions,
+    GradientReduction,
+    ReductionKey,
+    Rejection,
+)
 from fusion_passes.reductions.producers import source_of
+
+
+class CannotLaunchError(Exception):
+    """A graph cannot launch all that its modules launch. The text says why, and goes on "The
+    backward ... because "."""
+
+
+@dataclass(frozen=True)
+class ModuleBuckets:
+    """What a graph has to launch for a module.
+
+    Attributes:
+        numbers: of the parameters in each bucket of its layout, in the order in which buckets are
+            launched, and gradients lie there.
+        reduce_dtype: in which wider floating-point gradients are sent; ``None``: in their own.
+        divides_first: whether gradients are divided before they are summed, on any backend.
+    """
+
+    numbers: tuple[tuple[int, ...], ...]
+    reduce_dtype: torch.dtype | None = None
+    divides_first: bool = False
+
+
+BucketsOf = Callable[[str], ModuleBuckets]
+"""What a graph has to launch for the module that owns a group name."""
 
 
 @dataclass(frozen=True)
@@ -42,31 +83,19 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Buckets in the order in which they are launched, and what is left alone.
+    """What becomes of a graph's collectives.
 
     Attributes:
         buckets: in the order in which they are launched.
         rejections: what is left alone, in graph order.
-        placements: for each bucket, where it is launched and waited for. Empty before the plan is
-            carried out. No part of the digest: it follows from the graph, which may differ between
-            ranks.
+        placements: where each bucket is launched and waited for. Empty before that is decided, or
+            where it is switched off. No part of the digest: it follows from the graph, which may
+            differ between ranks.
     """
 
     buckets: tuple[Bucket, ...]
     rejections: tuple[Rejection, ...]
-    placements: tuple[Placement | None, ...] = ()
-
-    def with_placements(self, by_name: Mapping[str, Sequence[Placement]]) -> BucketPlan:
-        """The plan, with where its fused buckets have been placed.
-
-        Args:
-            by_name: the placements on each group name, in the order of their launches.
-        """
-        waiting = {name: iter(placements) for name, placements in by_name.items()}
-        placements = tuple(
-            next(waiting.get(bucket.key.group_name, iter(())), None) for bucket in self.buckets
-        )
-        return replace(self, placements=placements)
+    placements: tuple[Placement, ...] = ()
 
     def describe(self) -> str:
         """The plan for people: one line a bucket, one a rejection."""
@@ -84,6 +113,94 @@ class BucketPlan:
         return hashlib.sha256(self.describe().encode()).hexdigest()[:16]
 
 
-def folds(members: Sequence[GradientReduction]) -> bool:
-    """Whether each gradient is stored by a kernel that can scale it."""
-    return not any(stores_unscaled(source_of(member).node) for member in members)
+def plan_buckets(graph: fx.Graph, found: FoundReductions, buckets_of: BucketsOf) -> BucketPlan:
+    """Put reductions into buckets.
+
+    Args:
+        graph: a traced backward.
+        found: its reductions.
+        buckets_of: what their modules launch.
+
+    Raises:
+        CannotLaunchError: the graph has not all of these reductions, or they cannot be launched in
+            this order.
+    """
+    by_module: dict[str, list[GradientReduction]] = {}
+    for reduction in found.reductions:
+        by_module.setdefault(reduction.key.group_name, []).append(reduction)
+    _check_others(found)
+    averaged = dependents(graph, {reduction.wait for reduction in found.reductions})
+    if any(reduction.start in averaged for reduction in found.reductions):
+        raise CannotLaunchError("a gradient is computed from one that is averaged already")
+    buckets: list[Bucket] = []
+    for name, reductions in by_module.items():
+        buckets += _of_module(reductions, buckets_of(name))
+    _check_writes(graph, buckets)
+    buckets.sort(key=lambda bucket: bucket.ready.position)
+    return BucketPlan(tuple(buckets), found.rejections)
+
+
+def _check_others(found: FoundReductions) -> None:
+    """Refuse what could not be launched in the order in which other ranks may launch it."""
+    groups = {reduction.owner.process_group for reduction in found.reductions}
+    for item in found.rejections:
+        if item.owner is not None:
+            raise CannotLaunchError(
+                f"the gradient of {item.owner.parameter} cannot be fused: {item}"
+            )
+        if group_name_of(item.node) in groups:
+            raise CannotLaunchError(f"it has a collective of the model's on the same ranks: {item}")
+
+
+def _of_module(reductions: Sequence[GradientReduction], of: ModuleBuckets) -> list[Bucket]:
+    owner = reductions[0].owner
+    by_number = {
+        reduction.owner.number: _in_reduce_dtype(reduction, of.reduce_dtype)
+        for reduction in reductions
+    }
+    numbers = {number for bucket in of.numbers for number in bucket}
+    if len(by_number) < len(reductions) or by_number.keys() != numbers:
+        raise CannotLaunchError(
+            f"a graph of it has {len(reductions)} of the {len(numbers)} gradients of {owner.module}"
+        )
+    buckets: list[Bucket] = []
+    ready: GradientReduction | None = None
+    for bucket in of.numbers:
+        members = tuple(by_number[number] for number in bucket)
+        key = members[0].key
+        # Buckets are launched in their order, so that one may have to wait for another.
+        ready = max((*members, ready or members[0]), key=lambda reduction: reduction.position)
+        if not any(member.num_bytes for member in members):
+            raise CannotLaunchError(f"a bucket of {owner.module} has no elements")
+        if any(member.key != key for member in members):
+            raise CannotLaunchError(f"gradients of a bucket of {owner.module} are of several kinds")
+        folds = not any(stores_unscaled(source_of(member).node) for member in members)
+        scaling = choose_scaling(key, owner, divides_first=of.divides_first, folds=folds)
+        buckets.append(Bucket(key, members, scaling, ready))
+    return buckets
+
+
+def _check_writes(graph: fx.Graph, buckets: Sequence[Bucket]) -> None:
+    """Refuse gradients whose memory has something else in it when their bucket is launched."""
+    base_of, writes = write_positions(graph.nodes)
+    for bucket in buckets:
+        for member in bucket.members:
+            at = writes.get(base_of[member.gradient], [])
+            if bisect.bisect(at, member.position) < bisect.bisect_left(at, bucket.ready.position):
+                raise CannotLaunchError(
+                    f"the gradient of {member.owner.parameter} is overwritten before it is sent"
+                )
+
+
+def _in_reduce_dtype(
+    reduction: GradientReduction, reduce_dtype: torch.dtype | None
+) -> GradientReduction:
+    key = reduction.key
+    if (
+        reduce_dtype is None
+        or not key.dtype.is_floating_point
+        or key.reduce_dtype != key.dtype
+        or key.dtype.itemsize <= reduce_dtype.itemsize
+    ):
+        return reduction
+    return replace(reduction, key=replace(key, reduce_dtype=reduce_dtype))

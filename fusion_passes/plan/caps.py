@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from fusion_passes.config import FusionConfig
@@ -34,27 +34,6 @@ def most_kept_bytes(device_type: str) -> float:
 
 
 @dataclass(frozen=True)
-class ModuleCaps:
-    """What a DDP module says about its buckets, before any option, in bytes.
-
-    Attributes:
-        first_bytes: cap of its first bucket.
-        cap_bytes: cap of every later one.
-        listed_bytes: caps of its buckets one by one, if it was given a list.
-        is_given: whether the user has given it any.
-    """
-
-    first_bytes: int
-    cap_bytes: int
-    listed_bytes: tuple[int, ...] = ()
-    is_given: bool = False
-
-    def in_mib(self) -> list[float]:
-        """All of them in the unit in which they are given, for people."""
-        return [cap / MIB for cap in (self.first_bytes, self.cap_bytes, *self.listed_bytes)]
-
-
-@dataclass(frozen=True)
 class BucketCaps:
     """Limits of a DDP module's buckets, in bytes.
 
@@ -65,8 +44,8 @@ class BucketCaps:
             than an eighth of the cap, for what is ready together with that reduction.
         listed_bytes: caps of the first buckets of each key one by one, in the place of
             ``first_bytes``; the last one is that of all further buckets.
-        most_bytes: where buckets are chosen from measurement, what one of several gradients has at
-            most: the caps that the user has set; ``None`` if there are none.
+        most_bytes: of a bucket of several gradients, where buckets are chosen from measurement: the
+            cap that the user has set; ``None`` if there is none.
         first_most_bytes: the same for the first bucket of each key; ``None``: as the others.
     """
 
@@ -82,23 +61,29 @@ class BucketCaps:
             return self.listed_bytes[min(index, len(self.listed_bytes) - 1)]
         return self.cap_bytes if index else self.first_bytes
 
+    def in_mib(self) -> list[float]:
+        """All of them in the unit in which they are given, for people."""
+        return [cap / MIB for cap in (self.first_bytes, self.cap_bytes, *self.listed_bytes)]
+
 
 def mib_to_bytes(size_mb: float) -> int:
     """Whole bytes, rounded down as DDP does."""
     return int(size_mb * MIB)
 
 
-def given_caps(cap_bytes: int, listed_bytes: Sequence[int] = ()) -> ModuleCaps:
+def given_caps(cap_bytes: int, listed_bytes: Sequence[int] = ()) -> BucketCaps:
     """The caps of a module that the user gave some.
 
     Args:
         cap_bytes: of each bucket, the first one too.
         listed_bytes: of its buckets one by one, if it was given a list.
     """
-    return ModuleCaps(cap_bytes, cap_bytes, tuple(listed_bytes), is_given=True)
+    # A list bounds each bucket by its own place; the smallest bounds all.
+    most = min((cap_bytes, *listed_bytes))
+    return BucketCaps(cap_bytes, cap_bytes, tuple(listed_bytes), most)
 
 
-def default_caps(gradient_bytes: int, least: int, most: int) -> ModuleCaps:
+def default_caps(gradient_bytes: int, least: int, most: int) -> BucketCaps:
     """The caps of a module where the user has set none: the same on all ranks.
 
     Args:
@@ -106,28 +91,20 @@ def default_caps(gradient_bytes: int, least: int, most: int) -> ModuleCaps:
         least: DDP's own default for its first bucket.
         most: DDP's own default for further buckets.
     """
-    return ModuleCaps(least, max(least, min(gradient_bytes // DEFAULT_BUCKETS, most)))
+    return BucketCaps(least, max(least, min(gradient_bytes // DEFAULT_BUCKETS, most)))
 
 
-def bucket_caps(config: FusionConfig, module: ModuleCaps) -> BucketCaps:
+def bucket_caps(config: FusionConfig, module: BucketCaps) -> BucketCaps:
     """The caps of a module's buckets: the user's options, else the module's own.
 
     ``bucket_cap_mb`` replaces all of the module's, ``first_bucket_cap_mb`` that of its first
     bucket.
     """
-    first_bytes, cap_bytes, listed_bytes = module.first_bytes, module.cap_bytes, module.listed_bytes
-    is_given, first_most = module.is_given, None
+    caps = module
     if config.bucket_cap_mb is not None:
-        first_bytes = cap_bytes = mib_to_bytes(config.bucket_cap_mb)
-        listed_bytes, is_given = (), True
+        caps = given_caps(mib_to_bytes(config.bucket_cap_mb))
     if config.first_bucket_cap_mb is not None:
-        first_bytes = first_most = mib_to_bytes(config.first_bucket_cap_mb)
-        listed_bytes = (first_bytes, *(listed_bytes[1:] or (cap_bytes,))) if listed_bytes else ()
-    return BucketCaps(
-        first_bytes,
-        cap_bytes,
-        listed_bytes,
-        # A list bounds each bucket by its own place; the smallest bounds all.
-        min((cap_bytes, *listed_bytes)) if is_given else None,
-        first_most,
-    )
+        first, listed = mib_to_bytes(config.first_bucket_cap_mb), caps.listed_bytes
+        listed = (first, *(listed[1:] or (caps.cap_bytes,))) if listed else ()
+        caps = replace(caps, first_bytes=first, listed_bytes=listed, first_most_bytes=first)
+    return caps

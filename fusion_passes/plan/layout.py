@@ -6,22 +6,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
+
+from fusion_passes.plan.caps import BucketCaps
 
 Piece: TypeAlias = tuple[int, ...]
 """Numbers of parameters whose gradients lie one behind the other, in this order."""
 
 ALIGNMENT: Final = 16
 """Elements: what Inductor asks of an offset to call a pointer aligned; in fp32 a cache line too."""
-
-
-class Caps(Protocol):
-    """Says at which size a bucket is closed."""
-
-    def of_bucket(self, index: int) -> int:
-        """Bytes that close a bucket of gradients of one kind, counted from 0."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,7 @@ class Layout:
     places: Mapping[int, tuple[int, int]] = field(repr=False)
 
 
-def plan_layout(pieces: Iterable[Piece], kinds: Mapping[int, Kind], caps: Caps) -> Layout:
+def plan_layout(pieces: Iterable[Piece], kinds: Mapping[int, Kind], caps: BucketCaps) -> Layout:
     """Put whole pieces together to buckets, in the order in which they have come.
 
     A piece that brings a bucket to its cap closes it. Within a bucket, pieces of round sizes come

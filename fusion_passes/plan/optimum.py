@@ -1,220 +1,179 @@
 """The buckets with which the last collective ends earliest. Pure, and exact.
 
-One collective runs at a time, in the order of the gradients, and neighbours may share one. With
-``r[j]`` when gradient ``j`` is ready, and ``C(i, j)`` the cost of one collective of the gradients
-from ``i`` on and before ``j``, the earliest end of the first ``j`` is ``f[0] = 0`` and::
+Collectives run one at a time, in the order of the gradients, and neighbours may share one. One of
+``s`` bytes takes ``C(s)``, and makes all gradients after it later by what it takes from compute: so
+much each, and so much for each byte. So how late a gradient is follows from the bytes before it,
+and from how many collectives these were. With ``r[j]`` when gradient ``j`` is ready where nothing
+is sent, and ``X[n, i]`` what ``n`` collectives of the first ``i`` gradients take, the earliest end
+of the first ``j`` in ``n`` buckets is ``f[0][0] = 0`` and::
 
-    f[j] = min over allowed i < j of  max(f[i], r[j - 1]) + C(i, j)
+    f[n][j] = min over allowed i < j of  max(f[n - 1][i], r[j - 1] + X[n - 1, i]) + C(i..j)
 
-which is exact for every cost that never falls with bytes or tensors. A table is made of lines, and
-for those of its sources ``i`` that end after ``r[j - 1]`` the minimum over a line is that of a
-window which only moves on: all of it takes L times the number of lines, not L squared.
+Numbers of buckets are tried from 1 on, as long as one more ends anything earlier.
 
 Whole nanoseconds and bytes, no floating-point number: each rank gets the same.
 """
 
 from __future__ import annotations
 
-import bisect
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import functools
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-from fusion_passes.plan.queue import Optimum, Queue, Run
-from fusion_passes.profile.tables import CostTable, Piece
+import torch
+from torch import Tensor
 
-_TRIED: Final = 16
-"""How many larger buckets are tried, before the first that was found is taken."""
+from fusion_passes.profile.tables import MIB, NOTHING_TAKEN, CostTable, Taken
+
+_CUTS: Final = 512
+"""Of more gradients than these, small neighbours are never cut apart."""
+
+_BUCKETS: Final = 256
+"""No more buckets are tried."""
+
+_NEVER: Final = 2**61
+"""A time that no collective ends at; two of them are a number of 64 bits still."""
 
 
-def best_runs(queue: Queue, tables: Sequence[CostTable]) -> Optimum:
-    """The buckets with which the last collective ends earliest.
+@dataclass(frozen=True)
+class Queue:
+    """Gradients that are reduced in order, and what that costs.
 
-    Of those that end equally early, they are few: from the last one on, each bucket is as large as
-    half of the time allows that it has to spare. The other half is left for ready times that are
-    estimates.
+    Attributes:
+        ready_ns: when each is there if nothing is sent, from any start; never less than for the one
+            before.
+        num_bytes: what is sent of each.
+        costs: of a collective.
+        taken: what a collective takes from the compute beside it.
+        cap_bytes: most bytes of a bucket of more than one gradient.
+        first_cap_bytes: the same for the first bucket; ``None``: as for the others.
+    """
+
+    ready_ns: tuple[int, ...]
+    num_bytes: tuple[int, ...]
+    costs: CostTable
+    taken: Taken = NOTHING_TAKEN
+    cap_bytes: int = sys.maxsize
+    first_cap_bytes: int | None = None
+
+    @functools.cached_property
+    def sums(self) -> list[int]:
+        """The bytes before each gradient, and of all."""
+        return [0, *accumulate(self.num_bytes)]
+
+    @property
+    def most_of_first(self) -> int:
+        """The cap of the first bucket."""
+        return self.cap_bytes if self.first_cap_bytes is None else self.first_cap_bytes
+
+    def may_share(self, begin: int, end: int) -> bool:
+        """Whether the gradients from one on, and before another, may be one bucket."""
+        cap = self.cap_bytes if begin else self.most_of_first
+        return end - begin == 1 or self.sums[end] - self.sums[begin] <= cap
+
+
+def best_cuts(queue: Queue) -> list[int]:
+    """Where to cut a queue into buckets, for the last collective to end earliest; of those that end
+    equally early, into the fewest.
+
+    Returns:
+        The number of the first gradient of each bucket, and that of all gradients: ``[0]`` without
+        any.
+    """
+    marks = _marks(queue)
+    if len(marks) == 1 or len(marks) > 2 * _CUTS:  # Of so many, each is as large as it may be.
+        return marks
+    search = _Search(queue, marks)
+    return [marks[index] for index in search.best()]
+
+
+def times_of(buckets: Iterable[tuple[Queue, int, int]]) -> Iterator[tuple[int, int]]:
+    """When buckets that share a network are sent: start and end of each, in nanoseconds.
 
     Args:
-        queue: at most some 100,000 gradients.
-        tables: what a bucket costs with each kind of collective; the cheapest is taken, the first
-            one of equal ones.
-
-    Raises:
-        ValueError: there is no table.
+        buckets: in the order in which they are launched: of which queue, from which gradient on,
+            and before which. What is taken from compute is the same in all queues.
     """
-    if not tables:
-        raise ValueError("best_runs needs the cost of a collective, but got no table. Give one.")
-    search = Search(queue, tables)
-    search.extend()
-    return Optimum(tuple(reversed(search.choose())), search.ends[-1])
+    free = num_bytes = 0
+    for count, (queue, begin, end) in enumerate(buckets):
+        size = queue.sums[end] - queue.sums[begin]
+        start = max(free, queue.ready_ns[end - 1] + queue.taken.of_bytes(num_bytes, count))
+        free = start + queue.costs.cost_ns(size)
+        num_bytes += size
+        yield start, free
 
 
-@dataclass
-class _Line:
-    """A line of a table, and the sources whose bucket up to the gradient in question lies on it:
-    those that can still become the best one, by their number.
-
-    Attributes:
-        table: number of the table.
-        tensor_ns: of the table.
-        entered: the next source that has not been seen.
-    """
-
-    table: int
-    piece: Piece
-    tensor_ns: int
-    entered: int = 1
-    sources: deque[tuple[int, int]] = field(default_factory=deque)
-
-    def best(self, j: int, least: int, sums: Sequence[int], ends: Sequence[int]) -> int | None:
-        """The source with the least ``ends[i] + cost``, not before ``least``; the first one of
-        equal ones. ``None`` if there is none."""
-        piece, sources = self.piece, self.sources
-        while self.entered < min(j, len(ends)) and sums[j] - sums[self.entered] > piece.above:
-            i = self.entered
-            self.entered += 1
-            # What differs between sources of the end times the run: exact, where a slope is not.
-            value = (ends[i] - self.tensor_ns * i) * piece.run_bytes - piece.rise_ns * sums[i]
-            while sources and sources[-1][1] > value:
-                sources.pop()
-            sources.append((i, value))
-        while sources and (sources[0][0] < least or sums[j] - sums[sources[0][0]] > piece.up_to):
-            sources.popleft()
-        return sources[0][0] if sources else None
+def _marks(queue: Queue) -> list[int]:
+    """Where the queue may be cut: before each gradient, but where these are so many that it would
+    take long; there, neighbours of less than a part of the whole stay together."""
+    count = len(queue.num_bytes)
+    least = queue.sums[-1] // _CUTS if count > _CUTS else 0
+    marks = [0]
+    for index in range(1, count):
+        size = queue.sums[index] - queue.sums[marks[-1]]
+        if size >= least or not queue.may_share(marks[-1], index + 1):
+            marks.append(index)
+    return [*marks, count] if count else marks
 
 
-class Search:
-    """The recurrence of this module, a gradient at a time; of any number of buckets, or of at most
-    one more than another search has found.
+class _Search:
+    """The recurrence of this module, a number of buckets at a time. Rows of its matrices are where
+    a bucket begins, columns where it ends.
 
-    Attributes:
-        ends: for each number of gradients, the earliest end of their collectives; of as many as
-            there may be in that number of buckets.
+    Args:
+        queue: the gradients.
+        marks: where they may be cut, the first and the last place too.
     """
 
-    def __init__(
-        self, queue: Queue, tables: Sequence[CostTable], before: Search | None = None
-    ) -> None:
-        self.ends = [0]
-        self._before = before
-        self._sources = self.ends if before is None else before.ends
-        self._queue = queue
-        self._tables = tables
-        self._ready = [*accumulate(queue.ready_ns, max)]
-        self._sums = [0, *accumulate(queue.num_bytes)]
-        self._chosen: list[Run | None] = []
-        self._idle = 0
-        self._lines = [
-            _Line(number, piece, table.tensor_ns)
-            for number, table in enumerate(tables)
-            for piece in table.pieces()
-        ]
+    def __init__(self, queue: Queue, marks: list[int]) -> None:
+        sums = torch.tensor([queue.sums[mark] for mark in marks], device="cpu")
+        ready = torch.tensor([queue.ready_ns[mark - 1] for mark in marks[1:]], device="cpu")
+        places = torch.tensor(marks, device="cpu")
+        count = places[None, 1:] - places[:-1, None]
+        size = sums[None, 1:] - sums[:-1, None]
+        is_allowed = size <= queue.cap_bytes
+        is_allowed[0] = size[0] <= queue.most_of_first
+        is_allowed = (is_allowed | (count == 1)) & (count > 0)
+        self._costs = queue.costs.costs_ns(size.clamp(min=0)).where(is_allowed, _NEVER)
+        self._ready = ready[None, :] + (queue.taken.mib_ns * sums[:-1] // MIB)[:, None]
+        self._each_ns = queue.taken.each_ns
 
-    def _least(self, j: int) -> int:
-        """The first source that a bucket up to gradient ``j`` may begin with, other than the first
-        bucket of all."""
-        queue, sums = self._queue, self._sums
-        least = queue.earliest[j - 1] if queue.earliest else 0
-        if queue.cap_bytes is not None:
-            least = max(least, bisect.bisect_left(sums, sums[j] - queue.cap_bytes))
-        return min(least, j - 1)
-
-    def _may_be_first(self, j: int) -> bool:
-        """Whether the gradients before ``j`` may be one bucket, the first."""
-        queue = self._queue
-        if j == 1:
-            return True
-        cap = queue.cap_bytes if queue.first_cap_bytes is None else queue.first_cap_bytes
-        held = queue.earliest[j - 1] > 0 if queue.earliest else False
-        return not held and (cap is None or self._sums[j] <= cap)
-
-    def _cost(self, i: int, j: int) -> tuple[int, int]:
-        """The cost of a bucket, and the number of the table that it is from."""
-        size = self._sums[j] - self._sums[i]
-        return min((t.cost_ns(size, j - i), n) for n, t in enumerate(self._tables))
-
-    def extend(self) -> None:
-        """Find the earliest ends, of 1 gradient and more."""
-        for j in range(1, len(self._queue.num_bytes) + 1):
-            candidates = self._candidates(j)
-            if not candidates:
+    def best(self) -> list[int]:
+        """The numbers of the best marks, the first and the last too."""
+        never = torch.full((len(self._costs) + 1,), _NEVER, device="cpu")
+        ends, least = [never.clone()], never.clone()
+        ends[0][0] = least[0] = 0
+        best = 0
+        while len(ends) <= min(len(self._costs), _BUCKETS):
+            # As early in fewer buckets is better, whatever follows.
+            found = never.clone()
+            found[1:] = self._ends(ends[-1], len(ends)).min(0).values
+            found = found.where(found < least, _NEVER)
+            if not (found < _NEVER).any():
                 break
-            end, i, table = min(candidates)
-            self.ends.append(end)
-            self._chosen.append(Run(i, j, table) if i >= 0 else None)
+            least = least.minimum(found)
+            ends.append(found)
+            best = len(ends) - 1 if found[-1] < _NEVER else best
+        return self._marks_of(ends[: best + 1])
 
-    def _candidates(self, j: int) -> list[tuple[int, int, int]]:
-        """List ends of ``j`` gradients, with where the last bucket begins, and the number of its
-        table; -1 for both where it has been found in fewer buckets."""
-        ends, ready = self._sources, self._ready[j - 1]
-        known = min(j, len(ends))
-        candidates: list[tuple[int, int, int]] = []
-        if self._before is not None and j < len(ends):
-            candidates.append((ends[j], -1, -1))
-        elif self._may_be_first(j):
-            cost, table = self._cost(0, j)
-            candidates.append((ready + cost, 0, table))
-        # Of the sources that end before the gradient is ready, the last has the smallest bucket.
-        while self._idle + 1 < known and ends[self._idle + 1] <= ready:
-            self._idle += 1
-        least = max(self._least(j), 1)
-        if self._idle >= least:
-            cost, table = self._cost(self._idle, j)
-            candidates.append((ready + cost, self._idle, table))
-        least = max(least, self._idle + 1)
-        for line in self._lines:
-            i = line.best(j, least, self._sums, ends)
-            if i is not None:
-                cost = line.piece.cost_ns(self._sums[j] - self._sums[i])
-                cost += line.tensor_ns * (j - i - 1)
-                candidates.append((ends[i] + cost, i, line.table))
-        return candidates
+    def _ends(self, ends: Tensor, number: int) -> Tensor:
+        """When the last of so many buckets ends, wherever it begins and ends.
 
-    def fewest(self) -> list[Run]:
-        """The buckets that end earliest in the number that was searched, in order."""
-        runs: list[Run] = []
-        search, j = self, len(self.ends) - 1
-        while j:
-            run, before = search._chosen[j - 1], search._before
-            assert before is not None, "nothing takes no bucket"
-            if run is not None:
-                runs.append(run)
-                j = run.begin
-            search = before
-        return runs[::-1]
+        Args:
+            ends: when the buckets before it end, by how many gradients they have.
+            number: of buckets, with it.
+        """
+        ready = self._ready + (number - 1) * self._each_ns
+        return ready.maximum(ends[:-1, None]) + self._costs
 
-    def choose(self) -> list[Run]:
-        """The buckets that end when the last one can, from the last one on."""
-        runs: list[Run] = []
-        j = len(self.ends) - 1
-        deadline = self.ends[-1]
-        while j:
-            run = self._largest(j, deadline)
-            runs.append(run)
-            spare = deadline - self._cost(run.begin, j)[0] - self.ends[run.begin]
-            deadline = self.ends[run.begin] + spare // 2
-            j = run.begin
-        return runs
-
-    def _largest(self, j: int, deadline: int) -> Run:
-        """A large bucket up to gradient ``j`` that ends by a time."""
-        ready = self._ready[j - 1]
-        known = self._chosen[j - 1]
-        assert known is not None, "it was found here"
-        if self._may_be_first(j):
-            cost, table = self._cost(0, j)
-            if ready + cost <= deadline:
-                return Run(0, j, table)
-        least = max(self._least(j), 1)
-        # Buckets that take too long even if they begin at once need not be tried.
-        sources = range(least, known.begin)
-        begin = least + bisect.bisect_left(
-            sources, ready - deadline, key=lambda i: -self._cost(i, j)[0]
-        )
-        for i in range(begin, min(known.begin, begin + _TRIED)):
-            cost, table = self._cost(i, j)
-            if max(self.ends[i], ready) + cost <= deadline:
-                return Run(i, j, table)
-        return known
+    def _marks_of(self, ends: list[Tensor]) -> list[int]:
+        """Where buckets that end at the last of these times begin: each as large as it may be."""
+        marks = [len(self._costs)]
+        for number in range(len(ends) - 1, 0, -1):
+            end = marks[-1]
+            candidates = self._ends(ends[number - 1], number)[:, end - 1]
+            marks.append(int((candidates == ends[number][end]).nonzero()[0]))
+        return marks[::-1]

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
-from fusion_passes.graph.kernels import is_library_kernel
+from fusion_passes.graph.families import is_library_kernel
 from fusion_passes.plan.caps import ALONG_SHARE, BucketCaps
 from fusion_passes.plan.layout import ALIGNMENT, in_round_order
 

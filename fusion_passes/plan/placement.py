@@ -12,9 +12,7 @@ from torch import fx
 
 from fusion_passes.graph.collectives import is_launch, is_wait
 from fusion_passes.graph.dependencies import SortKey
-from fusion_passes.graph.kernels import is_library_kernel
-from fusion_passes.graph.operators import PACK, WIDEN
-from fusion_passes.graph.transparent import (
+from fusion_passes.graph.families import (
     CASTS,
     COPY,
     ITEMS,
@@ -22,7 +20,9 @@ from fusion_passes.graph.transparent import (
     SCALINGS,
     SCALINGS_OF_LISTS,
     VIEWS,
+    is_library_kernel,
 )
+from fusion_passes.graph.operators import PACK, WIDEN
 from fusion_passes.reductions.owners import DdpGroups
 
 # What stands between a gradient and its launch, and costs less than a launch that is late, whatever

@@ -1,29 +1,26 @@
 """The buckets of a module by measured ready times and costs, and when each is sent. Pure.
 
 Gradients of one dtype and device, as nearly all are, get the best buckets that there are
-(:mod:`fusion_passes.plan.contended`), those of several the best that are tried
-(:mod:`fusion_passes.plan.sharing`).
+(:mod:`fusion_passes.plan.optimum`). Those of several dtypes or devices share the network, of which
+that knows nothing: each kind gets the best buckets that it would have alone, or all of them those
+that caps give, whichever end earlier.
 """
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
 
 from fusion_passes.plan.caps import BucketCaps, most_kept_bytes
-from fusion_passes.plan.layout import Kind, Piece, plan_layout
-from fusion_passes.plan.queue import Queue, Run
-from fusion_passes.plan.sharing import Runs, Slot, best_of, last_end, times_of
-from fusion_passes.profile.ready_times import ReadyTimes
+from fusion_passes.plan.layout import Kind, Piece
+from fusion_passes.plan.optimum import Queue, best_cuts, times_of
+from fusion_passes.profile.records import ReadyTimes
 from fusion_passes.profile.tables import NOTHING_TAKEN, CostTable, Taken
-
-_Key: TypeAlias = tuple[torch.dtype, torch.device]
 
 
 @dataclass(frozen=True)
@@ -81,6 +78,25 @@ class Timetable:
         return tuple(said)
 
 
+@dataclass(frozen=True)
+class _Slot:
+    """Gradients of one dtype and device.
+
+    Attributes:
+        numbers: of the parameters, in the order in which their gradients are ready.
+        positions: of each among the gradients of all slots.
+        queue: what decides about their buckets.
+    """
+
+    numbers: tuple[int, ...]
+    positions: tuple[int, ...]
+    queue: Queue
+
+
+_Cuts: TypeAlias = list[list[int]]
+"""Where the gradients of each slot are cut: see :func:`fusion_passes.plan.optimum.best_cuts`."""
+
+
 def plan_timetable(
     times: ReadyTimes,
     kinds: Mapping[int, Kind],
@@ -99,37 +115,40 @@ def plan_timetable(
         taken: what each collective takes from the compute beside it.
     """
     ready = _in_order(times, kinds)
-    position = {number: place for place, number in enumerate(ready)}
-    members: dict[_Key, list[int]] = {}
+    of_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for number in ready:
         if not kinds[number].is_sparse:
-            members.setdefault((kinds[number].dtype, kinds[number].device), []).append(number)
-    slots = [
-        _slot(numbers, position, ready, kinds, sent[dtype], caps, taken)
-        for (dtype, _), numbers in members.items()
-    ]
-    by_slot = list(members.values())
-    filled = _filled(by_slot, ready, kinds, caps)
-    free = [replace(slot, queue=slot.queue.without_caps()) for slot in slots]
-    is_capped = any(slot.queue != other.queue for slot, other in zip(slots, free, strict=True))
+            of_kind.setdefault((kinds[number].dtype, kinds[number].device), []).append(number)
+    position = {number: place for place, number in enumerate(ready)}
+    capped, free = (
+        [
+            _Slot(
+                tuple(numbers),
+                tuple(position[number] for number in numbers),
+                _queue(numbers, ready, kinds, sent[dtype], user, taken),
+            )
+            for (dtype, _), numbers in of_kind.items()
+        ]
+        for user in (caps, None)
+    )
+    filled = [_filled(slot.numbers, kinds, caps) for slot in capped]
+    is_capped = caps.most_bytes is not None or caps.first_most_bytes is not None
     # A bucket that is filled up to a cap goes beyond it; where that is the user's, it must not.
-    runs = best_of(slots, None if is_capped else filled) if slots else []
+    best = _best(capped, None if is_capped else filled)
     launched: list[tuple[int, Piece, tuple[int, int] | None]] = [
         (position[number], (number,), None) for number in ready if kinds[number].is_sparse
     ]
-    ends = {(slot, run.begin): run.end for slot, mine in enumerate(runs) for run in mine}
-    for slot, begin, start_ns, end_ns in times_of(slots, runs):
-        numbers = tuple(by_slot[slot][begin : ends[slot, begin]])
-        launched.append((position[numbers[-1]], numbers, (start_ns, end_ns)))
+    for (slot, begin, end), when in _sent(capped, best):
+        launched.append((slot.positions[end - 1], slot.numbers[begin:end], when))
     launched.sort(key=lambda item: item[0])
     return Timetable(
         tuple(numbers for _, numbers, _ in launched),
         MappingProxyType({i: when for i, (*_, when) in enumerate(launched) if when is not None}),
         max(ready.values(), default=0),
-        last_end(slots, runs),
-        last_end(slots, filled),
-        last_end(free, best_of(free, filled)) if is_capped else None,
-        len(slots),
+        _last_end(capped, best),
+        _last_end(capped, filled),
+        _last_end(free, _best(free, filled)) if is_capped else None,
+        len(capped),
     )
 
 
@@ -141,55 +160,71 @@ def _in_order(times: ReadyTimes, kinds: Mapping[int, Kind]) -> dict[int, int]:
     return ready | {number: last for number in reversed(list(kinds)) if number not in ready}
 
 
-def _slot(
+def _queue(
     numbers: Sequence[int],
-    position: Mapping[int, int],
     ready: Mapping[int, int],
     kinds: Mapping[int, Kind],
     sent: Sent,
-    caps: BucketCaps,
+    caps: BucketCaps | None,
     taken: Taken,
-) -> Slot:
-    """What decides about the buckets of one dtype and device."""
+) -> Queue:
+    """What decides about the buckets of one dtype and device; without caps of the user, what the
+    memory and the measured costs allow."""
     kind = kinds[numbers[0]]
     wide, narrow = kind.dtype.itemsize, sent.itemsize * (2 if kind.dtype.is_complex else 1)
-    sizes = [kinds[number].numel * narrow for number in numbers]
     # Larger ones were not measured: where the network is slow, their cost is no line.
-    kept = most_kept_bytes(kind.device.type)
-    most = min(kept / wide * narrow, sent.table.num_bytes[-1])
-    sums = [0, *accumulate(sizes)]
-    earliest = tuple(
-        min(bisect.bisect_left(sums, sums[j + 1] - most), j) for j in range(len(numbers))
-    )
+    largest = sent.table.num_bytes[-1]
 
-    def as_sent(cap: int | None) -> int | None:
-        return None if cap is None else cap // wide * narrow
+    def as_sent(cap: float | None) -> int:
+        return largest if cap is None else int(min(cap / wide * narrow, largest))
 
-    queue = Queue(
+    kept = as_sent(most_kept_bytes(kind.device.type))
+    most = caps.most_bytes if caps else None
+    first = caps.first_most_bytes if caps else None
+    return Queue(
         tuple(ready[number] for number in numbers),
-        tuple(sizes),
-        earliest,
-        as_sent(caps.most_bytes),
-        as_sent(caps.first_most_bytes),
+        tuple(kinds[number].numel * narrow for number in numbers),
+        sent.table,
+        taken,
+        min(kept, as_sent(most)),
+        min(kept, as_sent(most if first is None else first)),
     )
-    return Slot(tuple(position[number] for number in numbers), queue, sent.table, taken)
 
 
-def _filled(
-    by_slot: Sequence[Sequence[int]],
-    order: Mapping[int, int],
-    kinds: Mapping[int, Kind],
-    caps: BucketCaps,
-) -> Runs:
-    """The buckets that caps give, of each slot."""
-    place = {n: (slot, i) for slot, numbers in enumerate(by_slot) for i, n in enumerate(numbers)}
-    runs: Runs = [[] for _ in by_slot]
-    for bucket in plan_layout([(number,) for number in order], kinds, caps).buckets:
-        if not bucket.is_sparse:
-            slot = place[bucket.numbers[0]][0]
-            places = [place[number][1] for number in bucket.numbers]
-            runs[slot].append(Run(min(places), max(places) + 1))
-    return runs
+def _filled(numbers: Sequence[int], kinds: Mapping[int, Kind], caps: BucketCaps) -> list[int]:
+    """Where caps cut gradients of one kind."""
+    cuts, size = [0], 0
+    for place, number in enumerate(numbers, start=1):
+        size += kinds[number].nbytes
+        if size >= caps.of_bucket(len(cuts) - 1) or place == len(numbers):
+            cuts.append(place)
+            size = 0
+    return cuts
+
+
+# --- Kinds that share the network ----------------------------------------------------------------
+
+
+def _best(slots: Sequence[_Slot], filled: _Cuts | None) -> _Cuts:
+    """The best buckets of one slot; of several, the best of each or those that caps give."""
+    alone = [best_cuts(slot.queue) for slot in slots]
+    if len(slots) < 2 or filled is None:
+        return alone
+    return min(alone, filled, key=lambda cuts: (_last_end(slots, cuts), sum(map(len, cuts))))
+
+
+def _last_end(slots: Sequence[_Slot], cuts: _Cuts) -> int:
+    return max((end for _, (_, end) in _sent(slots, cuts)), default=0)
+
+
+def _sent(
+    slots: Sequence[_Slot], cuts: _Cuts
+) -> Iterator[tuple[tuple[_Slot, int, int], tuple[int, int]]]:
+    """Buckets in the order of their last gradients, and when each is sent."""
+    buckets = [(s, *edge) for s, mine in zip(slots, cuts, strict=True) for edge in pairwise(mine)]
+    buckets.sort(key=lambda bucket: bucket[0].positions[bucket[2] - 1])
+    times = times_of((slot.queue, begin, end) for slot, begin, end in buckets)
+    return zip(buckets, times, strict=True)
 
 
 def _ms(ns: int) -> str:

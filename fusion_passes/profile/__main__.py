@@ -21,11 +21,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fusion_passes.profile.consensus import Where, agree_on_place, keep, measure_together
 from fusion_passes.profile.files import path_of
-from fusion_passes.profile.measure import SECONDS
+from fusion_passes.profile.measure import (
+    SECONDS,
+    Ranks,
+    agree_on_place,
+    keep_profile,
+    measure,
+)
 from fusion_passes.profile.records import Kind, Profile
-from fusion_passes.torch_private.profiling import world_group
+from fusion_passes.torch_private.process_groups import world_group
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -43,12 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = _device(options.backend)
     dist.init_process_group(options.backend)
     try:
-        where = Where(world_group(), device)
+        ranks = Ranks.of(world_group(), device)
         # fp16 is divided before it is summed, others are averaged where the backend can.
         kinds = tuple(Kind(name, "sum" if name == "float16" else "avg") for name in options.dtypes)
-        profile = measure_together(where, agree_on_place(where), kinds, options.seconds)
-        keep(where, profile)
-        if dist.get_rank() == 0:
+        profile = measure(ranks, agree_on_place(ranks), kinds, options.seconds)
+        keep_profile(ranks, profile)
+        if ranks.is_first:
             print(as_text(profile))
             if options.plot is not None:
                 draw(profile, options.plot)

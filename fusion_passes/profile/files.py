@@ -1,19 +1,30 @@
-"""Profiles on disk: one file for each place, always whole."""
+"""Profiles and ready times that are kept: on disk, a file for each place and module, always whole;
+and in this process, what the ranks of its groups have agreed on."""
 
 from __future__ import annotations
 
 import logging
 import os
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Final
 
 from fusion_passes.profile.records import Place, Profile
+from fusion_passes.state import Lifetime, process_state
+from fusion_passes.torch_private import ProcessGroup
 
 log = logging.getLogger(__name__)
 
 DIRECTORY_VARIABLE: Final = "FUSION_PASSES_PROFILE_DIR"
 """Names the directory of profiles; by default ``fusion_passes`` in the user's cache directory."""
+
+known_profiles: Final = process_state.keep(
+    weakref.WeakKeyDictionary[ProcessGroup, Profile](),
+    "what collectives cost on each process group",
+    Lifetime.GROUP,
+    reset=weakref.WeakKeyDictionary.clear,
+)
 
 
 def directory() -> Path:
@@ -30,17 +41,10 @@ def path_of(place: Place) -> Path:
     return directory() / f"{place.digest()}.json"
 
 
-def load(place: Place) -> Profile | None:
-    """The profile of a place; ``None`` where there is none that can be used: it is missing, not
-    whole, or of another place. The log says which."""
-    try:
-        return look_up(place)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        path = path_of(place)
-        log.warning("The profile %s cannot be used, and is measured anew: %s", path, error)
-        return None
+def ready_path(place: Place, key: str) -> Path:
+    """The file of a module's ready times; see
+    :func:`fusion_passes.profile.records.parameters_key`."""
+    return directory() / f"{place.digest()}-{key}.ready.json"
 
 
 def look_up(place: Place) -> Profile:
@@ -54,16 +58,6 @@ def look_up(place: Place) -> Profile:
     if profile.place != place:
         raise ValueError(f"it is one of {profile.place}")
     return profile
-
-
-def store(profile: Profile) -> Path | None:
-    """Write a profile.
-
-    Returns:
-        The file; ``None`` if it cannot be written, which the log says.
-    """
-    path = path_of(profile.place)
-    return path if keep(path, profile.to_json(), "The profile") else None
 
 
 def keep(path: Path, text: str, what: str) -> bool:

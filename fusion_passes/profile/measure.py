@@ -1,21 +1,35 @@
-"""Measures what collectives cost. All ranks of a group call this together."""
+"""Measures what collectives cost, and has all ranks know the same. All of it is collectives of one
+process group, which each rank must call at the same point."""
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Final
 
 import torch
 import torch.distributed as dist
 
-from fusion_passes.profile.records import Kind, Place, Profile
+from fusion_passes.profile.files import keep, path_of
+from fusion_passes.profile.records import Kind, Place, Profile, Site, site_of
 from fusion_passes.profile.tables import MIB, CostTable, Taken, table_sizes
 from fusion_passes.torch_private import ProcessGroup
+from fusion_passes.torch_private.process_groups import (
+    all_gather,
+    backend_name,
+    broadcast_first,
+    group_timeout,
+)
+
+WAIT_SECONDS: Final = 60.0
+"""How long ranks wait for each other while they measure, at most; the group's timeout, if that is
+shorter."""
 
 SECONDS: Final = 3.0
 """For all tables together. Where the network is slow, the largest sizes are left out."""
@@ -48,6 +62,9 @@ def _operation(kind: Kind) -> dist.ReduceOp.RedOpType:
     return dist.ReduceOp.AVG if kind.reduce_op == "avg" else dist.ReduceOp.SUM
 
 
+# --- Ranks ---------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The ranks that measure, seen from one of them.
@@ -62,15 +79,26 @@ class Ranks:
     device: torch.device
     timeout: timedelta
 
+    @staticmethod
+    def of(group: ProcessGroup, device: torch.device) -> Ranks:
+        """The ranks of a process group, which have their gradients on a device."""
+        timeout = min(group_timeout(group), timedelta(seconds=WAIT_SECONDS))
+        return Ranks(group, device, timeout)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this one is rank 0, which keeps files and speaks."""
+        return self.group.rank() == 0
+
     def slowest(self, seconds: Sequence[float]) -> list[float]:
         """For each value the greatest of all ranks, which is the same number on all."""
         # float64 where the device has it, which all have that DDP runs on.
         values = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        self.reduce(values, dist.ReduceOp.MAX)
+        self.reduce_all([values], dist.ReduceOp.MAX)
         return [float(value) for value in values.tolist()]
 
     def times(self, run: Callable[[], object], rounds: int = ROUNDS) -> list[float]:
-        """Seconds of some rounds, of the slowest rank of each; one more runs before them."""
+        """Seconds of some rounds, each of its slowest rank. A round before them does not count."""
         run()
         measured = []
         for _ in range(rounds):
@@ -81,18 +109,14 @@ class Ranks:
             measured.append(time.perf_counter() - begin)
         return self.slowest(measured)
 
-    def reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:
-        """Reduce a tensor in place, and wait.
+    def reduce_all(
+        self, tensors: Sequence[torch.Tensor], operation: dist.ReduceOp.RedOpType
+    ) -> None:
+        """Reduce tensors in place, all at the same time, and wait.
 
         Raises:
             RuntimeError: a rank has not come in time, or the backend says why it cannot be done.
         """
-        self.reduce_all([tensor], operation)
-
-    def reduce_all(
-        self, tensors: Sequence[torch.Tensor], operation: dist.ReduceOp.RedOpType
-    ) -> None:
-        """Reduce tensors in place, all at the same time, and wait; see :meth:`reduce`."""
         for work in self.launch(tensors, operation):
             work.wait(self.timeout)
 
@@ -104,7 +128,7 @@ class Ranks:
 
     def meet(self) -> None:
         """Wait for all ranks, and for what their devices have to do."""
-        self.reduce(torch.zeros(1, device=self.device), dist.ReduceOp.SUM)
+        self.reduce_all([torch.zeros(1, device=self.device)], dist.ReduceOp.SUM)
         self._finish()
 
     def computing(self, factor: torch.Tensor, count: int) -> float:
@@ -121,18 +145,39 @@ class Ranks:
             torch.accelerator.synchronize(self.device)
 
 
+# --- Costs ---------------------------------------------------------------------------------------
+
+
 def measure(ranks: Ranks, place: Place, kinds: Sequence[Kind], seconds: float = SECONDS) -> Profile:
-    """Measure a profile; the same on all ranks, to the last nanosecond.
+    """Measure a profile, the same on all ranks, to the last nanosecond; rank 0 says so.
 
     Args:
         ranks: all of a process group; each must call this.
         place: where they are.
         kinds: of collectives, in the same order on all ranks; at least one.
         seconds: at most, for all tables together, if a single collective of 1 KiB is fast.
+
+    Raises:
+        RuntimeError: a rank has failed, or has not come in time.
     """
-    share = seconds / len(kinds)
-    tables = tuple((kind, _table(ranks, kind, share)) for kind in kinds)
-    return Profile(place, tables, measure_taken(ranks, *tables[0]))
+    if ranks.is_first:
+        line = f"fusion_passes: measuring all-reduces of {place}, for at most about {seconds:g} s"
+        print(line, file=sys.stderr, flush=True)
+    try:
+        share = seconds / len(kinds)
+        tables = tuple((kind, _table(ranks, kind, share)) for kind in kinds)
+        taken = measure_taken(ranks, *tables[0])
+    except RuntimeError as error:
+        raise RuntimeError(
+            "torch._inductor.config.ddp_fusion = 'auto' measures the network while "
+            f"DistributedDataParallel is constructed, and that has failed on rank "
+            f"{ranks.group.rank()}: {error}. If it is a collective that has failed, another rank "
+            "has probably died or stalled: look at its output."
+        ) from error
+    if ranks.is_first:
+        for kind, table in tables:
+            print(f"fusion_passes: {kind}: {table.fit()}", file=sys.stderr, flush=True)
+    return Profile(place, tables, taken)
 
 
 def measure_taken(ranks: Ranks, kind: Kind, costs: CostTable) -> Taken:
@@ -217,3 +262,65 @@ def in_flight(size: int) -> int:
         size: in bytes.
     """
     return min(max(IN_FLIGHT_BYTES // size, 1), IN_FLIGHT)
+
+
+# --- What all ranks know -------------------------------------------------------------------------
+
+
+def agree_on_place(ranks: Ranks) -> Place:
+    """The place of all ranks: an all-gather.
+
+    Raises:
+        RuntimeError: on every rank: they differ in what no profile can hold for.
+    """
+    mine = {
+        "site": asdict(site_of(ranks.device)),
+        "same": {"backend": backend_name(ranks.group, ranks.device), "torch": torch.__version__},
+    }
+    said = [json.loads(text) for text in gather_texts(ranks, json.dumps(mine))]
+    same = said[0]["same"]
+    for rank, item in enumerate(said):
+        for name, value in item["same"].items():
+            if value != same[name]:
+                differ = f"{name} is {same[name]!r} on rank 0, and {value!r} on rank {rank}"
+                raise RuntimeError(
+                    "torch._inductor.config.ddp_fusion = 'auto' needs one profile for all ranks, "
+                    f"but they differ: {differ}. Give all ranks the same, or set a fixed "
+                    "ddp_fusion = 'concat'."
+                )
+    return Place.of([Site(**item["site"]) for item in said], **same)
+
+
+def keep_profile(ranks: Ranks, profile: Profile) -> None:
+    """Keep a profile, on rank 0."""
+    path = path_of(profile.place)
+    if ranks.is_first and keep(path, profile.to_json(), "The profile"):
+        print(f"fusion_passes: kept in {path}", file=sys.stderr, flush=True)
+
+
+def gather_texts(ranks: Ranks, text: str) -> list[str]:
+    """The texts of all ranks: two all-gathers."""
+    mine = text.encode()
+    sizes = all_gather(ranks.group, torch.tensor([len(mine)], device=ranks.device)).tolist()
+    longest = max(sizes)
+    padded = torch.tensor([*mine.ljust(longest)], dtype=torch.uint8, device=ranks.device)
+    gathered = bytes(all_gather(ranks.group, padded).tolist())
+    return [
+        gathered[rank * longest : rank * longest + size].decode() for rank, size in enumerate(sizes)
+    ]
+
+
+def first_text(ranks: Ranks, text: str) -> str:
+    """The text of rank 0: two broadcasts.
+
+    Args:
+        ranks: all of a process group; each must call this.
+        text: of this rank; only that of rank 0 is looked at.
+    """
+    mine = text.encode() if ranks.is_first else b""
+    size = torch.tensor([len(mine)], device=ranks.device)
+    broadcast_first(ranks.group, size)
+    padded = mine.ljust(int(size.item()))
+    sent = torch.tensor([*padded], dtype=torch.uint8, device=ranks.device)
+    broadcast_first(ranks.group, sent)
+    return bytes(sent.tolist()).decode()

@@ -1,18 +1,31 @@
-"""A profile: what was measured where, as plain values that JSON keeps and ranks compare."""
+"""What was measured where, as plain values that JSON keeps and ranks compare: what collectives cost
+on some hosts, and when the gradients of a module are ready there."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
+import os
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+import torch
+
 from fusion_passes.profile.tables import NOTHING_TAKEN, CostTable, Taken
 
-FORMAT: Final = 5
-"""Of the file. Another one is measured anew."""
+FORMAT: Final = 6
+"""Of the file of a profile. Another one is measured anew."""
+
+READY_FORMAT: Final = 1
+"""Of the file of ready times; likewise."""
+
+_INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE")
+
+
+# --- Places --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -31,12 +44,19 @@ class Site:
 
 
 NOWHERE: Final = Site("", "", "")
-"""Where a rank is of which that does not matter."""
+"""The site of a rank of which it does not matter."""
+
+
+def site_of(device: torch.device) -> Site:
+    """Where this rank is, which has its gradients on a device."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    said = (f"{name}={os.environ[name]}" for name in _INTERFACES if name in os.environ)
+    return Site(socket.gethostname(), name, " ".join(said))
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a profile holds: with anything else of this, collectives cost something else.
+    """The ranks, hosts, device, backend and torch for which a profile holds.
 
     Attributes:
         world_size: ranks of the process group.
@@ -74,6 +94,9 @@ class Place:
         return f"{self.world_size} ranks on {hosts}, {self.backend} on {self.device}"
 
 
+# --- Costs ---------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of collective.
@@ -81,15 +104,13 @@ class Kind:
     Attributes:
         dtype: in which gradients are sent, without ``torch.``.
         reduce_op: ``"sum"`` or ``"avg"``.
-        mode: ``"concat"`` or ``"coalesced"``.
     """
 
     dtype: str
     reduce_op: str
-    mode: str = "concat"
 
     def __str__(self) -> str:
-        return f"{self.reduce_op} of {self.dtype}, {self.mode}"
+        return f"{self.reduce_op} of {self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -114,15 +135,11 @@ class Profile:
     def table(self, kind: Kind) -> CostTable:
         """The costs of a kind of collective; where it was not measured, of the next one that was:
         with another operation, else in another dtype."""
-        tables = dict(self.tables)
-        if kind in tables:
-            return tables[kind]
 
-        def distance(item: Kind) -> tuple[bool, bool, bool, str]:
-            others = item.mode != kind.mode, item.dtype != kind.dtype
-            return (*others, item.reduce_op != kind.reduce_op, str(item))
+        def distance(item: Kind) -> tuple[bool, bool, str]:
+            return item.dtype != kind.dtype, item.reduce_op != kind.reduce_op, str(item)
 
-        return tables[min(tables, key=distance)]
+        return min(self.tables, key=lambda item: distance(item[0]))[1]
 
     def missing(self, kinds: Iterable[Kind]) -> tuple[Kind, ...]:
         """Those of some kinds that were not measured, sorted."""
@@ -149,15 +166,10 @@ class Profile:
         Raises:
             ValueError: the text is none, or not whole, or of another format; it says what is wrong.
         """
-        with read_format(text, FORMAT) as data:
+        with _read_format(text, FORMAT) as data:
             place = {**data["place"], "hosts": tuple(data["place"]["hosts"])}
             tables = [
-                (
-                    Kind(**kind),
-                    CostTable(
-                        tuple(table["num_bytes"]), tuple(table["times_ns"]), table["tensor_ns"]
-                    ),
-                )
+                (Kind(**kind), CostTable(tuple(table["num_bytes"]), tuple(table["times_ns"])))
                 for kind, table in data["tables"]
             ]
             profile = Profile(Place(**place), tuple(tables), Taken(**data["taken"]))
@@ -166,8 +178,69 @@ class Profile:
         return profile
 
 
+# --- Ready times ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReadyTimes:
+    """When the gradients of a module were ready in rounds of a run.
+
+    Attributes:
+        rounds: how many were measured.
+        numbers: of the parameters, in the order in which their gradients come.
+        ready_ns: when each is ready on all ranks, in nanoseconds from the start of the backward,
+            where nothing is sent meanwhile; never less than for the one before.
+        measured: when, for people.
+
+    Raises:
+        ValueError: there is no round or parameter, one twice, or a time that falls.
+    """
+
+    rounds: int
+    numbers: tuple[int, ...]
+    ready_ns: tuple[int, ...]
+    measured: str
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or not self.numbers or len(self.numbers) != len(self.ready_ns):
+            raise ValueError("there is no round, or not one time for each parameter")
+        if len(set(self.numbers)) < len(self.numbers):
+            raise ValueError("a parameter has two times")
+        if list(self.ready_ns) != sorted(self.ready_ns) or self.ready_ns[0] < 0:
+            raise ValueError("a gradient is ready before the one before it")
+
+    def to_json(self) -> str:
+        """As text; :meth:`from_json` reads it."""
+        return json.dumps({"format": READY_FORMAT, **asdict(self)}, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> ReadyTimes:
+        """What :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: the text is none, or not whole, or of another format; it says what is wrong.
+        """
+        with _read_format(text, READY_FORMAT) as data:
+            return ReadyTimes(
+                int(data["rounds"]),
+                tuple(map(int, data["numbers"])),
+                tuple(map(int, data["ready_ns"])),
+                str(data["measured"]),
+            )
+
+
+def parameters_key(parameters: Sequence[tuple[int, str, Sequence[int], str]]) -> str:
+    """Equal for modules of equal parameters; 16 hexadecimal digits.
+
+    Args:
+        parameters: of each that is trained, its number, name, shape and dtype.
+    """
+    listed = [[number, name, list(shape), dtype] for number, name, shape, dtype in parameters]
+    return _digest(json.dumps(listed))
+
+
 @contextlib.contextmanager
-def read_format(text: str, wanted: int) -> Iterator[dict[str, Any]]:
+def _read_format(text: str, wanted: int) -> Iterator[dict[str, Any]]:
     """Read the object of a file, and what is in it.
 
     Args:

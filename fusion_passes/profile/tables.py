@@ -3,41 +3,20 @@ have the same table decide alike."""
 
 from __future__ import annotations
 
-import bisect
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
 
+import torch
+from torch import Tensor
+
 SMALLEST_BYTES: Final = 1024
 """The smallest size that is measured: below it, a collective costs its latency."""
 
 MIB: Final = 2**20
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a table in which the cost is a line.
-
-    Attributes:
-        above: sizes greater than this, in bytes.
-        up_to: and at most this; infinite for the last piece.
-        base_ns: the cost at ``from_bytes``.
-        from_bytes: where the line begins.
-        rise_ns: by how much it rises,
-        run_bytes: over this many bytes.
-    """
-
-    above: int
-    up_to: float
-    base_ns: int
-    from_bytes: int
-    rise_ns: int
-    run_bytes: int
-
-    def cost_ns(self, num_bytes: int) -> int:
-        return self.base_ns + self.rise_ns * (num_bytes - self.from_bytes) // self.run_bytes
 
 
 @dataclass(frozen=True)
@@ -50,7 +29,6 @@ class CostTable:
     Attributes:
         num_bytes: sizes, growing, greater than 0.
         times_ns: for each; never less for more bytes.
-        tensor_ns: further nanoseconds for each tensor but the first, in a collective of several.
 
     Raises:
         ValueError: the sizes do not grow, or a time falls or is negative.
@@ -58,139 +36,75 @@ class CostTable:
 
     num_bytes: tuple[int, ...]
     times_ns: tuple[int, ...]
-    tensor_ns: int = 0
 
     def __post_init__(self) -> None:
         sizes, times = self.num_bytes, self.times_ns
         if not sizes or len(sizes) != len(times):
-            raise ValueError(
-                f"CostTable needs one time for each size, but has {len(sizes)} sizes and "
-                f"{len(times)} times. Give as many of both, at least one."
-            )
+            raise ValueError(f"{len(sizes)} sizes have {len(times)} times")
         if sizes[0] <= 0 or any(b <= a for a, b in pairwise(sizes)):
-            raise ValueError(
-                f"CostTable.num_bytes must grow from above 0, but is {sizes}. Sort the sizes."
-            )
-        if times[0] < 0 or self.tensor_ns < 0 or any(b < a for a, b in pairwise(times)):
-            raise ValueError(
-                f"CostTable.times_ns must never fall and be at least 0, but is {times} and "
-                f"{self.tensor_ns} for each further tensor. Make it with CostTable.of."
-            )
+            raise ValueError(f"sizes do not grow from above 0: {sizes}")
+        if times[0] < 0 or any(b < a for a, b in pairwise(times)):
+            raise ValueError(f"times fall, or are below 0: {times}")
 
     @classmethod
-    def of(
-        cls, num_bytes: Sequence[int], seconds: Sequence[float], tensor_s: float = 0.0
-    ) -> CostTable:
+    def of(cls, num_bytes: Sequence[int], seconds: Sequence[float]) -> CostTable:
         """A table from what was measured. Where more bytes took less time, this is noise, and the
         lower of both counts.
 
         Args:
             num_bytes: sizes, growing.
             seconds: for each.
-            tensor_s: further seconds for each tensor but the first.
         """
         times = [max(round(value * 1e9), 0) for value in seconds]
         falling = [*accumulate(reversed(times), min)]
-        return cls(tuple(num_bytes), tuple(reversed(falling)), max(round(tensor_s * 1e9), 0))
+        return cls(tuple(num_bytes), tuple(reversed(falling)))
 
-    def cost_ns(self, num_bytes: int, num_tensors: int = 1) -> int:
-        """What a collective costs, in nanoseconds.
+    def cost_ns(self, num_bytes: int) -> int:
+        """What a collective of so many bytes costs, in nanoseconds."""
+        return int(self.costs_ns(torch.tensor(num_bytes, device="cpu")))
+
+    def costs_ns(self, num_bytes: Tensor) -> Tensor:
+        """What collectives cost, in nanoseconds.
 
         Args:
-            num_bytes: of all that is sent.
-            num_tensors: in how many tensors, at least 1.
+            num_bytes: of each, int64, of any shape, on the CPU.
         """
-        sizes, times = self.num_bytes, self.times_ns
-        more = self.tensor_ns * (num_tensors - 1)
-        if num_bytes <= sizes[0]:
-            return times[0] + more
-        if num_bytes >= sizes[-1]:
-            return times[-1] + times[-1] * (num_bytes - sizes[-1]) // sizes[-1] + more
-        i = bisect.bisect_left(sizes, num_bytes)
-        rise = (times[i] - times[i - 1]) * (num_bytes - sizes[i - 1])
-        return times[i - 1] + rise // (sizes[i] - sizes[i - 1]) + more
+        sizes, times = self._corners
+        index = torch.bucketize(num_bytes, sizes, right=True).clamp(1, len(sizes) - 1)
+        run, rise = sizes.diff()[index - 1], times.diff()[index - 1]
+        beyond = num_bytes - sizes[index - 1]
+        # As rise * beyond // run, whose product can be too large for 64 bits.
+        return times[index - 1] + rise // run * beyond + rise % run * beyond // run
 
-    def pieces(self) -> tuple[Piece, ...]:
-        """The lines that the table consists of, by size."""
+    @functools.cached_property
+    def _corners(self) -> tuple[Tensor, Tensor]:
+        """Sizes and times between which the cost is a line; beyond the last two it goes on."""
         sizes, times = self.num_bytes, self.times_ns
-        first = Piece(-1, sizes[0], times[0], sizes[0], 0, 1)
-        between = [
-            Piece(sizes[i], sizes[i + 1], times[i], sizes[i], times[i + 1] - times[i], run)
-            for i, run in enumerate(b - a for a, b in pairwise(sizes))
-        ]
-        last = Piece(sizes[-1], math.inf, times[-1], sizes[-1], times[-1], sizes[-1])
-        return (first, *between, last)
+        return (
+            torch.tensor((0, *sizes, 2 * sizes[-1]), device="cpu"),
+            torch.tensor((times[0], *times, 2 * times[-1]), device="cpu"),
+        )
 
     def fit(self) -> Fit:
-        """The line that fits the table best, for people; nothing is decided from it."""
-        return fit_line(self.num_bytes, self.times_ns)
+        """The line with the least squares of relative errors, for people; nothing is decided from
+        it. Neither its start nor its slope is negative."""
+        points = [(s, t) for s, t in zip(self.num_bytes, self.times_ns, strict=True) if t]
+        if not points:
+            return Fit(0.0, math.inf, 0.0)
+        # alpha * a + beta * b is to be 1 for each point.
+        a, b = zip(*((1 / time, size / time) for size, time in points), strict=True)
+        aa, ab, bb = _product(a, a), _product(a, b), _product(b, b)
+        both = aa * bb - ab * ab
+        beta = max((sum(b) * aa - sum(a) * ab) / both, 0.0) if len(points) > 1 else 0.0
+        alpha = (sum(a) - beta * ab) / aa
+        if alpha < 0:
+            alpha, beta = 0.0, sum(b) / bb
+        error = max(abs(alpha * x + beta * y - 1) for x, y in zip(a, b, strict=True))
+        return Fit(alpha / 1e3, 1 / beta if beta else math.inf, error)
 
 
-@dataclass(frozen=True)
-class Taken:
-    """What a collective takes from the compute beside it: a line over its bytes.
-
-    A thread of Gloo takes cycles to begin one, and to add each byte; NCCL takes multiprocessors.
-
-    Attributes:
-        each_ns: nanoseconds of compute, of any collective.
-        mib_ns: further ones for each MiB.
-
-    Raises:
-        ValueError: one of them is negative.
-    """
-
-    each_ns: int = 0
-    mib_ns: int = 0
-
-    def __post_init__(self) -> None:
-        if min(self.each_ns, self.mib_ns) < 0:
-            raise ValueError(
-                f"Taken.each_ns and Taken.mib_ns must be at least 0, but are {self.each_ns} and "
-                f"{self.mib_ns}. Make it with Taken.of."
-            )
-
-    @classmethod
-    def of(cls, num_bytes: tuple[int, int], seconds: tuple[float, float]) -> Taken:
-        """The line through two measurements; where it would begin below 0, or fall, it is the
-        nearest one that does not.
-
-        Args:
-            num_bytes: of a small and a large collective, the latter at least as large.
-            seconds: of compute that each has taken.
-        """
-        small, large = num_bytes
-        of_small, of_large = (max(value, 0.0) for value in seconds)
-        rise = (of_large - of_small) / (large - small) if large > small else of_large / large
-        rise = min(max(rise, 0.0), of_large / large)
-        begin = max(of_large - rise * large, 0.0)
-        return cls(round(begin * 1e9), round(rise * MIB * 1e9))
-
-    def of_bytes(self, num_bytes: int) -> int:
-        """What a collective takes, in nanoseconds of compute.
-
-        Args:
-            num_bytes: of all that is sent.
-        """
-        return self.each_ns + self.mib_ns * num_bytes // MIB
-
-    def left(self, table: CostTable) -> CostTable:
-        """What a collective costs beyond what it takes from compute. Where that would fall with
-        size, as where more bytes were measured to cost no more, it stays as it is.
-
-        Args:
-            table: of costs.
-        """
-        pairs = zip(table.num_bytes, table.times_ns, strict=True)
-        left = accumulate((max(time - self.of_bytes(size), 0) for size, time in pairs), max)
-        return CostTable(table.num_bytes, tuple(left), table.tensor_ns)
-
-    def __str__(self) -> str:
-        return f"{self.each_ns / 1e6:.2f} ms and {self.mib_ns / 1e6:.2f} ms for each MiB"
-
-
-NOTHING_TAKEN: Final = Taken()
-"""Where collectives run beside no compute, or on what does none of it."""
+def _product(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(one, other, strict=True))
 
 
 @dataclass(frozen=True)
@@ -214,36 +128,62 @@ class Fit:
         )
 
 
-def fit_line(num_bytes: Sequence[int], times_ns: Sequence[int]) -> Fit:
-    """The line with the least squares of relative errors; neither its start nor its slope is
-    negative.
+@dataclass(frozen=True)
+class Taken:
+    """What a collective takes from the compute beside it: a line over its bytes.
 
-    Args:
-        num_bytes: sizes.
-        times_ns: of each.
+    A thread of Gloo takes cycles to begin one, and to add each byte; NCCL takes multiprocessors.
+
+    Attributes:
+        each_ns: nanoseconds of compute, of any collective.
+        mib_ns: further ones for each MiB.
+
+    Raises:
+        ValueError: one of them is negative.
     """
-    points = [(size, time) for size, time in zip(num_bytes, times_ns, strict=True) if time]
-    if not points:
-        return Fit(0.0, math.inf, 0.0)
-    # Relative errors: each point weighs 1 / time^2.
-    weights = [1 / time**2 for _, time in points]
-    total = sum(weights)
-    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    xx = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    xy = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True))
-    beta = max(xy / xx, 0.0) if xx else 0.0
-    alpha = mean_y - beta * mean_x
-    if alpha < 0:
-        squares = sum(w * x * x for w, (x, _) in zip(weights, points, strict=True))
-        products = sum(w * x * y for w, (x, y) in zip(weights, points, strict=True))
-        alpha, beta = 0.0, products / squares
-    error = max(abs(alpha + beta * x - y) / y for x, y in points)
-    return Fit(alpha / 1e3, 1 / beta if beta else math.inf, error)
+
+    each_ns: int = 0
+    mib_ns: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.each_ns, self.mib_ns) < 0:
+            raise ValueError(f"what is taken is below 0: {self}")
+
+    @classmethod
+    def of(cls, num_bytes: tuple[int, int], seconds: tuple[float, float]) -> Taken:
+        """The line through two measurements; where it would begin below 0, or fall, it is the
+        nearest one that does not.
+
+        Args:
+            num_bytes: of a small and a large collective, the latter at least as large.
+            seconds: of compute that each has taken.
+        """
+        small, large = num_bytes
+        of_small, of_large = (max(value, 0.0) for value in seconds)
+        rise = (of_large - of_small) / (large - small) if large > small else of_large / large
+        rise = min(max(rise, 0.0), of_large / large)
+        begin = max(of_large - rise * large, 0.0)
+        return cls(round(begin * 1e9), round(rise * MIB * 1e9))
+
+    def of_bytes(self, num_bytes: int, collectives: int = 1) -> int:
+        """What collectives take, in nanoseconds of compute.
+
+        Args:
+            num_bytes: of all that is sent.
+            collectives: in how many.
+        """
+        return self.each_ns * collectives + self.mib_ns * num_bytes // MIB
+
+    def __str__(self) -> str:
+        return f"{self.each_ns / 1e6:.2f} ms and {self.mib_ns / 1e6:.2f} ms for each MiB"
+
+
+NOTHING_TAKEN: Final = Taken()
+"""For collectives that run beside no compute, or on a processor of their own."""
 
 
 def table_sizes(total_bytes: int, growth: int = 2) -> tuple[int, ...]:
-    """Sizes to measure for gradients of a size, in bytes: from the smallest, less than the whole.
+    """Sizes to measure, in bytes: from the smallest on, below that of all gradients.
 
     Args:
         total_bytes: of all gradients.

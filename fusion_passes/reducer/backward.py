@@ -29,7 +29,6 @@ from fusion_passes.reducer.copies import (
 )
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import is_compiled_forward, is_compiling_graph
 from fusion_passes.torch_private.autograd import (
     AccumulateGrad,
     accumulates_plainly,
@@ -41,6 +40,7 @@ from fusion_passes.torch_private.autograd import (
     sequence_number,
 )
 from fusion_passes.torch_private.ddp import has_optimizer_in_backward
+from fusion_passes.torch_private.dynamo import is_compiled_forward, is_compiling_graph
 
 _ACCUMULATES: Final = "accumulate_grad"
 

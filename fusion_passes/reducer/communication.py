@@ -15,8 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from fusion_passes.plan.layout import Bucket
 from fusion_passes.plan.scaling import averages
-from fusion_passes.torch_private import BuiltinCommHookType
 from fusion_passes.torch_private.autograd import version_of_tensor
+from fusion_passes.torch_private.ddp import BuiltinCommHookType
 from fusion_passes.torch_private.process_groups import (
     AnyFuture,
     all_reduce,

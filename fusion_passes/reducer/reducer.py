@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from fusion_passes.config import FusionConfig
+from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.plan.layout import (
     Bucket,
-    Caps,
     Kind,
     Layout,
     Piece,
@@ -168,7 +168,7 @@ class Reducer:
         group: Any,
         label: str,
         config: FusionConfig,
-        caps: Caps,
+        caps: BucketCaps,
         communication: Communication,
     ) -> None:
         self.parameters = parameters

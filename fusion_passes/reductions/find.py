@@ -17,7 +17,7 @@ all-reduce or one that a user wrote is never taken for one of DDP's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import fx
@@ -30,9 +30,9 @@ from fusion_passes.graph.collectives import (
     is_launch,
     is_wait,
 )
+from fusion_passes.graph.families import CAST
 from fusion_passes.graph.operators import PACK
 from fusion_passes.graph.scaling import Scaling
-from fusion_passes.graph.transparent import CAST
 from fusion_passes.reductions.hook_pattern import (
     layout_template,
     result_strides,
@@ -54,7 +54,6 @@ class ReductionKey:
         scaling: what they are scaled by before they are summed, as it was traced.
     """
 
-    kind: Literal["all_reduce"]
     group_name: str
     reduce_op: str
     dtype: torch.dtype
@@ -201,7 +200,6 @@ def _reduction(node: fx.Node, call: AllReduce, owner: Owner, position: int) -> G
         result=settled,
         strides=owner.strides if owner.strides is not None else result_strides(settled),
         key=ReductionKey(
-            "all_reduce",
             owner.group_name,
             call.reduce_op or "",
             value.dtype,

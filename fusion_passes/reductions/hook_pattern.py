@@ -11,8 +11,8 @@ from typing import Final
 import torch
 from torch import Tensor, fx
 
+from fusion_passes.graph.families import CAST, COPY, DIVISIONS, MULTIPLICATIONS
 from fusion_passes.graph.scaling import NO_SCALING, Scaling, ScalingKind
-from fusion_passes.graph.transparent import CAST, COPY, DIVISIONS, MULTIPLICATIONS
 
 _COPY_IN_PLACE: Final = torch.ops.aten.copy_.default
 _EMPTY: Final = (torch.ops.aten.new_empty_strided.default, torch.ops.aten.empty_strided.default)

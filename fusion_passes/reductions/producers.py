@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor, fx
 
-from fusion_passes.graph.transparent import CASTS, PERMUTES, RESHAPES
+from fusion_passes.graph.families import CASTS, PERMUTES, RESHAPES
 from fusion_passes.reductions.find import GradientReduction
 
 # The strides of what is viewed follow from those of the view. A view of a part has other elements.

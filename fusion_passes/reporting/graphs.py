@@ -22,7 +22,7 @@ from fusion_passes.reporting.records import BucketReport, FusionReport, Rejectio
 from fusion_passes.reporting.table import FLATTENS, format_report
 from fusion_passes.reporting.timeline import BucketTimes
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import ddp_graph_log
+from fusion_passes.torch_private.dynamo import ddp_graph_log
 from fusion_passes.torch_private.inductor import inductor_counters, trace_artifact
 
 COUNTER_PREFIX: Final = "ddp_fusion_plan:"

@@ -12,10 +12,8 @@ import torch
 import torch.distributed as dist
 
 from fusion_passes.plan.layout import Bucket
-from fusion_passes.profile.files import look_up
-from fusion_passes.profile.known import known_profile
-from fusion_passes.profile.records import Kind, Place, Profile, Site
-from fusion_passes.profile.site import site_of
+from fusion_passes.profile.files import known_profiles, look_up
+from fusion_passes.profile.records import Kind, Place, Profile, Site, site_of
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.communication import AllReduce, HookCall, name_of_hook
 from fusion_passes.reducer.reducer import Reducer
@@ -23,7 +21,7 @@ from fusion_passes.reductions.find import dtype_name
 from fusion_passes.reporting.records import BucketReport, ModuleReport
 from fusion_passes.reporting.table import FLATTENS
 from fusion_passes.reporting.timeline import BucketTimes, RankSteps
-from fusion_passes.torch_private.groups import backend_name
+from fusion_passes.torch_private.process_groups import backend_name
 
 Predicted: TypeAlias = tuple[dict[str, tuple[float, float]], ...]
 """As :attr:`fusion_passes.reporting.timeline.Timeline.predicted`."""
@@ -219,7 +217,7 @@ def _by_profile(mine: RankSteps, ranks: Sequence[RankSteps]) -> tuple[Predicted,
     for reducer in averaging:
         here = [sites[rank] for rank in _ranks_of(reducer)]
         place = Place.of(here, _backend_of(reducer), torch.__version__)
-        profile = known_profile(reducer.group) or _stored_profile(place)
+        profile = known_profiles.get(reducer.group) or _stored_profile(place)
         if profile is None:
             return (), NO_PROFILE
         profiles[profile.digest()] = profile
@@ -246,10 +244,8 @@ def _cost_ns(reducer: Reducer, profile: Profile, bucket: Bucket) -> int:
     """What the all-reduce of a bucket costs by a profile of its ranks, in nanoseconds."""
     dtype = dtype_name(_sent_dtype(reducer, bucket).to_real())
     averages = reducer.communication.scaling(bucket.dtype) == "collective"
-    mode = _mode_of(reducer)
-    table = profile.table(Kind(dtype, "avg" if averages else "sum", mode))
-    tensors = len(bucket.numbers) if mode == "coalesced" else 1
-    return table.cost_ns(_sent_bytes(reducer, bucket), tensors)
+    table = profile.table(Kind(dtype, "avg" if averages else "sum"))
+    return table.cost_ns(_sent_bytes(reducer, bucket))
 
 
 def _stored_profile(place: Place) -> Profile | None:

@@ -27,12 +27,12 @@ from fusion_passes.reporting.records import ModuleReport
 from fusion_passes.reporting.spans import Event, RankTimeline, lane_of, timeline_of
 from fusion_passes.reporting.timeline import RankSteps, Timeline, rank_from_json
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private.compile_times import seconds_by_name
+from fusion_passes.torch_private.process_groups import world_group
 from fusion_passes.torch_private.profiling import (
     PREFIX,
     is_profiling,
     recorded_events,
-    world_group,
+    seconds_by_name,
 )
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from fusion_passes.reporting.records import (
 )
 from fusion_passes.reporting.timeline import StepTimes, Timeline
 from fusion_passes.reporting.warnings import warnings_so_far
-from fusion_passes.torch_private.compile_times import seconds_by_name
+from fusion_passes.torch_private.profiling import seconds_by_name
 from fusion_passes.version import __version__
 
 _IMPORTED_S: Final = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Final, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -13,13 +14,18 @@ from torch.distributed import _register_builtin_comm_hook, _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from fusion_passes.torch_private import BuiltinCommHookType
-
 USES_PYTHON_REDUCER: Final = "_use_python_reducer"
 """Attribute: whether the Python reducer trains the module. It is part of a copy's state."""
 
 HOOKS_OF_REDUCER: Final = "_accum_grad_hooks"
 """Attribute: what :func:`hooks_of_reducer` returns. It is part of a copy's state."""
+
+
+BuiltinCommHookType: Any = torch.distributed.BuiltinCommHookType
+"""The communication hooks that DDP's reducer has built in; it has no documented name."""
+
+DEFAULT_FIRST_BUCKET_BYTES: int = torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
+"""DDP's cap for the first bucket of a module that sets none; it has no public name."""
 
 
 # --- What a module is made of --------------------------------------------------------------------
@@ -51,6 +57,19 @@ def ignored_by_ddp(model: nn.Module) -> tuple[str, ...]:
 def dtensor_spec(parameter: nn.Parameter) -> Any:
     """The spec of the DTensor that DDP has made a local shard of; ``None`` for other parameters."""
     return getattr(parameter, "_st_info", None)
+
+
+def data_parallel_hooks() -> tuple[Any, ...]:
+    """The forward hooks with which DDP, given a ``device_mesh``, puts DTensors in the places of a
+    module's local parameters."""
+    from torch.distributed.tensor.parallel.ddp import _localize_dtensor, _reconstruct_dtensor
+
+    return _localize_dtensor, _reconstruct_dtensor
+
+
+def is_in_part_of_mesh(mesh: Any) -> bool:
+    """Whether a device mesh is a part of a larger one: DDP makes local tensors of DTensors then."""
+    return bool(mesh._get_root_mesh() != mesh)
 
 
 def has_optimizer_in_backward(parameter: nn.Parameter) -> bool:

@@ -1,10 +1,11 @@
-"""Collectives of a process group, called as DDP's own reducer calls them: without the checks and
-records of ``torch.distributed``'s functions, which take longer than the call. Checked on torch
-2.11.0, 2.13.0 and 2.14.1."""
+"""Private names of process groups, and their collectives, called as DDP's own reducer calls them:
+without the checks and records of ``torch.distributed``'s functions, which take longer than the
+call. Checked on torch 2.11.0, 2.13.0 and 2.15.0."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
@@ -14,10 +15,51 @@ from torch import Tensor
 # What a work's future is: torch.futures.Future, the public one, is derived from it.
 from torch._C import Future
 
+# A second name for a group says in the graph to which DDP module, and to which of its
+# parameters, a reduction belongs. Groups are resolved by name when the graph runs. The group of all
+# ranks has a public name only once there is one.
+from torch.distributed.distributed_c10d import (
+    _get_default_group,
+    _register_process_group,
+    _unregister_process_group,
+)
+
 from fusion_passes.torch_private import ProcessGroup
 
 AnyFuture: TypeAlias = Future
 """The class of all futures of torch."""
+
+
+# --- Groups --------------------------------------------------------------------------------------
+
+
+def world_group() -> Any:
+    """The group of all ranks."""
+    return _get_default_group()
+
+
+def group_timeout(group: ProcessGroup) -> timedelta:
+    """How long a collective of the group may take; it has no public name."""
+    options: Any = group._get_backend(group._device_types[0]).options
+    return timedelta(seconds=options._timeout.total_seconds())
+
+
+def backend_name(group: ProcessGroup, device: torch.device) -> str:
+    """Name of the group's backend for a device: ``"gloo"``, ``"nccl"``."""
+    return str(group._get_backend(device).name())
+
+
+def register_process_group(name: str, group: ProcessGroup) -> None:
+    """Give ``group`` one more name, by which compiled graphs can call it."""
+    _register_process_group(name, group)  # type: ignore[arg-type]
+
+
+def unregister_process_group(name: str) -> None:
+    """Take a name away again."""
+    _unregister_process_group(name)  # type: ignore[arg-type]
+
+
+# --- Collectives ---------------------------------------------------------------------------------
 
 
 def all_reduce(group: Any, tensor: Tensor, operation: Any) -> Callable[[], Any]:

@@ -1,26 +1,17 @@
-"""Private names of the profiler, and of process groups whose collectives it is to show by name.
-Checked on torch 2.11.0, 2.13.0 and 2.15.0."""
+"""Private names of torch's profiler, and what torch has counted of its own compiling. Checked on
+torch 2.11.0, 2.13.0 and 2.15.0."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
-# What a process group gives back for a collective; it has no public name.
-# What a name stands for now; and the group of all ranks, of which the public name is only known
-# once there is one.
-from torch.distributed.distributed_c10d import _get_default_group
-
 PREFIX: Final = "ddp_fusion: "
 """With which all names of the package in a profile begin."""
-
-
-def world_group() -> Any:
-    """The group of all ranks."""
-    return _get_default_group()
 
 
 def is_profiling() -> bool:
@@ -59,3 +50,47 @@ def recorded_events(profiler: torch.profiler.profile) -> list[tuple[str, int, in
         )
         for event in results.events()
     ]
+
+
+# --- Compiling -----------------------------------------------------------------------------------
+
+
+def seconds_by_name() -> dict[str, float]:
+    """Seconds that torch has spent under each of its names for the parts of a compile, in this
+    process; parts hold others. Nothing is imported for that: where nothing was compiled, there is
+    nothing. ``torch._dynamo.reset()`` forgets them."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return {}
+    return {name: sum(times) for name, times in utils.compilation_time_metrics.items()}
+
+
+def on_compile(begun: Callable[[str], None], ended: Callable[[], None]) -> Callable[[], None]:
+    """Have functions called when a compile begins, with words for what is compiled, and when it
+    has ended. Compiles within others are a part of those.
+
+    Returns:
+        What undoes that.
+    """
+    from torch._dynamo.callback import CallbackTrigger, callback_handler
+
+    def start(args: Any) -> None:
+        number = str(args.compile_id)
+        if args.callback_trigger is CallbackTrigger.LAZY_BACKWARD:
+            begun(f"the backward of graph {number}")
+        elif number.startswith("!"):
+            begun(f"a backward that compiled autograd has traced (graph {number})")
+        else:
+            begun(f"graph {number}")
+
+    def end(_: Any) -> None:
+        ended()
+
+    callback_handler.register_start_callback(start)
+    callback_handler.register_end_callback(end)
+
+    def undo() -> None:
+        callback_handler.remove_start_callback(start)
+        callback_handler.remove_end_callback(end)
+
+    return undo

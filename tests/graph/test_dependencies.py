@@ -10,16 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from fusion_passes.graph.collectives import ALL_REDUCE, WAIT, all_reduce
-from fusion_passes.graph.dependencies import reduction_levels, reorder, written_arguments
+from fusion_passes.graph.collectives import ALL_REDUCE, WAIT
+from fusion_passes.graph.dependencies import dependents, reorder, written_arguments
 from testing.graphs import (
     Backward,
     TensorSpec,
     assert_same_numbers,
     assert_topological,
     execute,
-    find,
-    reduce,
     tensor,
     trace,
 )
@@ -27,34 +25,30 @@ from testing.graphs import (
 _aten = torch.ops.aten
 
 
-def _levels(function: Backward, *inputs: TensorSpec, chained: bool = False) -> list[int]:
-    """The level of each reduction, in graph order."""
-    graph = trace(function, inputs).graph
-    found = find(graph)
-    chains = [[rejection.node for rejection in found.rejections]] if chained else []
-    waits = {reduction.wait: reduction.start for reduction in found.reductions}
-    levels = reduction_levels(graph, waits, chains)
-    return [levels[reduction.start] for reduction in found.reductions]
-
-
-def test_levels_count_the_longest_path() -> None:
+def test_what_depends_on_some_nodes() -> None:
     def backward(x):
-        a = reduce(x, "a")
-        b = reduce(torch.neg(a), "b")
-        c = reduce(torch.add(a, b), "c")
-        return c, reduce(torch.abs(x), "d"), reduce(torch.abs(a), "e")
+        a = torch.neg(x)
+        b = torch.abs(a)
+        return torch.sin(x), torch.add(b, x)
 
-    assert _levels(backward, tensor(4)) == [0, 1, 2, 0, 1]
+    graph = trace(backward, [tensor(4)]).graph
+    (neg,) = graph.find_nodes(op="call_function", target=_aten.neg.default)
+    found = [node.name for node in graph.nodes if node in dependents(graph, {neg})]
+    assert found == ["neg", "abs_1", "add", "output"]
 
 
-def test_other_collectives_count_only_where_their_order_binds() -> None:
-    def backward(x, y):
-        first = all_reduce(reduce(x, "a"), "sum", "other")
-        second = all_reduce(y, "sum", "other")
-        return first, reduce(second, "b")
+def test_what_is_read_after_a_write_depends_on_what_was_written() -> None:
+    def backward(x, grad, other):
+        before = torch.sin(grad)
+        grad.view(2, 2).copy_(torch.neg(x).view(2, 2))
+        other.zero_()
+        return before, torch.cos(grad), torch.abs(other)
 
-    assert _levels(backward, tensor(4), tensor(4)) == [0, 0]
-    assert _levels(backward, tensor(4), tensor(4), chained=True) == [0, 1]
+    graph = trace(backward, [tensor(4)] * 3).graph
+    (neg,) = graph.find_nodes(op="call_function", target=_aten.neg.default)
+    found = {node.name for node in dependents(graph, {neg})}
+    assert {"neg", "cos"} <= found
+    assert not {"sin", "abs_1", "zero_"} & found
 
 
 # --- Reordering --------------------------------------------------------------------------------

@@ -53,25 +53,6 @@ def test_a_scaling_says_what_it_does(scaling: Scaling, text: str) -> None:
     assert str(scaling) == text
 
 
-@pytest.mark.parametrize(
-    ("wanted", "done", "left"),
-    [
-        (Scaling("div", 4), NO_SCALING, Scaling("div", 4)),
-        (Scaling("div", 4), Scaling("div", 4), NO_SCALING),
-        (NO_SCALING, Scaling("div", 4), Scaling("mul", 4)),
-        (NO_SCALING, Scaling("mul", 0.5), Scaling("div", 0.5)),
-        (NO_SCALING, NO_SCALING, NO_SCALING),
-    ],
-)
-def test_what_is_left_of_a_scaling(wanted: Scaling, done: Scaling, left: Scaling) -> None:
-    assert wanted.without(done) == left
-
-
-def test_nothing_is_left_of_a_scaling_where_another_was_done() -> None:
-    with pytest.raises(AssertionError, match="is no part of"):
-        Scaling("div", 4).without(Scaling("div", 2))
-
-
 @pytest.mark.parametrize("kind", ["sub", ""])
 def test_no_other_kind_passes_for_one(kind: str) -> None:
     with pytest.raises(KeyError):

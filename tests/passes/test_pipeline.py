@@ -21,21 +21,11 @@ from fusion_passes.config import REDUCE_MODES, ReduceMode
 from fusion_passes.graph.collectives import ALL_REDUCE, WAIT, all_reduce, is_launch, is_pinned
 from fusion_passes.graph.text import graph_text
 from fusion_passes.passes import pipeline as pipeline_module
-from fusion_passes.passes.coalesced import FuseByCoalescing
-from fusion_passes.passes.concat import FuseByConcat
-from fusion_passes.passes.contract import GraphPass
-from fusion_passes.passes.pipeline import (
-    passes_before_planning,
-    passes_that_fuse,
-    passes_that_order,
-    run_pipeline,
-)
+from fusion_passes.passes.pipeline import PASS_NAMES, run_pipeline
 from fusion_passes.passes.place import PlaceReductions
-from fusion_passes.passes.verify import BrokenInvariantError
-from fusion_passes.plan.buckets import BucketPlan
+from fusion_passes.passes.verify import BrokenInvariantError, GraphPass
+from fusion_passes.plan.buckets import BucketPlan, CannotLaunchError, ModuleBuckets
 from fusion_passes.plan.placement import PlacementPlan, plan_placement
-from fusion_passes.plan.planner import CannotLaunchError, ModuleBuckets
-from fusion_passes.reductions.owners import DdpGroups
 from testing.graphs import (
     Backward,
     assert_same_numbers,
@@ -137,7 +127,8 @@ def test_without_a_pass_that_fuses_a_graph_cannot_be_run(disabled: str) -> None:
 
 def test_each_pass_is_timed_under_its_name() -> None:
     _run(trace(_layers, _INPUTS))
-    names = {f"pass.post_grad_passes.{graph_pass.name}" for graph_pass in _all_passes()}
+    _run(trace(_layers, _INPUTS), "coalesced")
+    names = {f"pass.post_grad_passes.{name}" for name in PASS_NAMES}
     assert names <= compilation_time_metrics.keys()
 
 
@@ -150,20 +141,11 @@ def test_each_pass_leaves_its_graph_in_a_trace() -> None:
         _run(module)
     finally:
         trace_log.removeHandler(records)
-    names = ["traced", *(graph_pass.name for graph_pass in _all_passes())]
+    names = ["traced", *(name for name in PASS_NAMES if name != "FuseByCoalescing")]
     graphs = [f"ddp_fusion_{i}_{name}" for i, name in enumerate(names)]
     assert list(records.texts) == [*graphs, "ddp_fusion_plan"]
     assert records.texts["ddp_fusion_0_traced"] == traced
     assert records.texts["ddp_fusion_4_PinOrder"] == graph_text(module.graph)
-
-
-def _all_passes() -> list[GraphPass]:
-    plan, groups = BucketPlan((), ()), DdpGroups({})
-    return [
-        *passes_before_planning(groups),
-        *passes_that_fuse("concat", plan),
-        *passes_that_order(PlacementPlan({}, (), ()), groups),
-    ]
 
 
 class _Records(logging.Handler):
@@ -181,9 +163,9 @@ class _Records(logging.Handler):
 
 def test_the_plan_says_where_buckets_were_placed() -> None:
     plan = _run(trace(_layers, _INPUTS))
-    assert [placement and placement.why_waited() for placement in plan.placements] == ["at the end"]
+    assert [placement.why_waited() for placement in plan.placements] == ["at the end"]
     with inductor_config.patch(disabled_passes="PlaceReductions"):
-        assert _run(trace(_layers, _INPUTS)).placements == (None,)
+        assert _run(trace(_layers, _INPUTS)).placements == ()
 
 
 def test_single_reductions_are_placed_and_pinned_too() -> None:
@@ -278,14 +260,6 @@ def _run(module: fx.GraphModule, mode: ReduceMode = "concat") -> BucketPlan:
     return run_pipeline(module.graph, mode, owner_of, buckets_of(module.graph))
 
 
-@pytest.mark.parametrize(
-    ("mode", "fuse"), [("concat", FuseByConcat), ("coalesced", FuseByCoalescing)]
-)
-def test_the_mode_chooses_the_pass(mode: ReduceMode, fuse: type) -> None:
-    plan = BucketPlan((), ())
-    assert isinstance(passes_that_fuse(mode, plan)[0], fuse)
-
-
 @dataclass(frozen=True)
 class _Calls(GraphPass):
     function: Callable[[fx.Graph], bool]
@@ -296,8 +270,8 @@ class _Calls(GraphPass):
 
 def _run_only(monkeypatch: pytest.MonkeyPatch, function: Callable[[fx.Graph], bool]) -> None:
     """Lets the pipeline run one function in the place of its passes."""
-    monkeypatch.setattr(pipeline_module, "passes_that_fuse", lambda *_: [_Calls(function)])
-    monkeypatch.setattr(pipeline_module, "passes_that_order", lambda *_: [])
+    monkeypatch.setattr(pipeline_module, "FuseByConcat", lambda *_: _Calls(function))
+    monkeypatch.setattr(pipeline_module, "PlaceReductions", lambda *_: _Calls(lambda _: False))
 
 
 def test_a_pass_that_lies_about_change_stops_the_compile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from fusion_passes.config import FusionConfig
 from fusion_passes.plan.caps import (
-    ModuleCaps,
+    BucketCaps,
     bucket_caps,
     default_caps,
     given_caps,
@@ -29,12 +29,12 @@ from fusion_passes.profile.tables import MIB
     ],
 )
 def test_the_default_cap_is_an_eighth_of_the_gradients(gradient_bytes: int, cap_bytes: int) -> None:
-    assert default_caps(gradient_bytes, MIB, 25 * MIB) == ModuleCaps(MIB, cap_bytes)
+    assert default_caps(gradient_bytes, MIB, 25 * MIB) == BucketCaps(MIB, cap_bytes)
 
 
 def test_a_cap_that_the_module_was_given_is_that_of_its_first_bucket_too() -> None:
-    assert given_caps(25 * MIB) == ModuleCaps(25 * MIB, 25 * MIB, is_given=True)
-    assert given_caps(3, [1, 3]) == ModuleCaps(3, 3, (1, 3), is_given=True)
+    assert given_caps(25 * MIB) == BucketCaps(25 * MIB, 25 * MIB, most_bytes=25 * MIB)
+    assert given_caps(3, [1, 3]) == BucketCaps(3, 3, (1, 3), most_bytes=1)
 
 
 @pytest.mark.parametrize(
@@ -45,11 +45,11 @@ def test_a_size_is_rounded_down_to_whole_bytes(size_mb: float, num_bytes: int) -
 
 
 def test_a_module_says_its_caps_in_mib() -> None:
-    assert ModuleCaps(MIB, 2 * MIB, (MIB // 2,)).in_mib() == [1, 2, 0.5]
+    assert BucketCaps(MIB, 2 * MIB, (MIB // 2,)).in_mib() == [1, 2, 0.5]
 
 
-DEFAULT = ModuleCaps(MIB, 3 * MIB)
-LISTED = ModuleCaps(3 * MIB, 3 * MIB, (MIB, 3 * MIB, 2 * MIB))
+DEFAULT = BucketCaps(MIB, 3 * MIB)
+LISTED = BucketCaps(3 * MIB, 3 * MIB, (MIB, 3 * MIB, 2 * MIB))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ LISTED = ModuleCaps(3 * MIB, 3 * MIB, (MIB, 3 * MIB, 2 * MIB))
     ],
 )
 def test_options_go_before_the_module(
-    options: dict[str, Any], module: ModuleCaps, first_mb: int, cap_mb: int
+    options: dict[str, Any], module: BucketCaps, first_mb: int, cap_mb: int
 ) -> None:
     caps = bucket_caps(FusionConfig(**options), module)
     assert (caps.first_bytes, caps.cap_bytes) == (first_mb * MIB, cap_mb * MIB)
@@ -76,7 +76,7 @@ def test_options_go_before_the_module(
         pytest.param({}, LISTED, [1, 3, 2, 2], id="as listed"),
         pytest.param({"first_bucket_cap_mb": 4}, LISTED, [4, 3, 2, 2], id="another first"),
         pytest.param(
-            {"first_bucket_cap_mb": 4}, ModuleCaps(MIB, MIB, (MIB,)), [4, 1, 1, 1], id="list of one"
+            {"first_bucket_cap_mb": 4}, BucketCaps(MIB, MIB, (MIB,)), [4, 1, 1, 1], id="list of one"
         ),
         pytest.param(
             {"bucket_cap_mb": 5, "first_bucket_cap_mb": 4}, LISTED, [4, 5, 5, 5], id="no list"
@@ -84,7 +84,7 @@ def test_options_go_before_the_module(
     ],
 )
 def test_each_bucket_of_a_list_has_its_cap(
-    options: dict[str, Any], module: ModuleCaps, sizes_mb: list[int]
+    options: dict[str, Any], module: BucketCaps, sizes_mb: list[int]
 ) -> None:
     caps = bucket_caps(FusionConfig(**options), module)
     assert [caps.of_bucket(index) for index in range(4)] == [size * MIB for size in sizes_mb]
@@ -104,7 +104,7 @@ GIVEN = given_caps(3 * MIB, (2 * MIB, 4 * MIB))
     ],
 )
 def test_what_the_user_sets_bounds_buckets_that_are_chosen_from_measurement(
-    options: dict[str, Any], module: ModuleCaps, most_mb: int | None, first_mb: int | None
+    options: dict[str, Any], module: BucketCaps, most_mb: int | None, first_mb: int | None
 ) -> None:
     caps = bucket_caps(FusionConfig(mode="auto", **options), module)
     assert caps.most_bytes == (None if most_mb is None else most_mb * MIB)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fusion_passes.plan.caps import KEPT_ON_CPU_BYTES, BucketCaps
 from fusion_passes.plan.layout import Kind
 from fusion_passes.plan.timetable import Sent, Timetable, plan_timetable
-from fusion_passes.profile.ready_times import ReadyTimes, parameters_key
+from fusion_passes.profile.records import ReadyTimes, parameters_key
 from fusion_passes.profile.tables import CostTable
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -116,7 +116,7 @@ def test_gradients_without_a_time_come_last() -> None:
 def _end(planned: Timetable, ready: dict[int, int], table: CostTable) -> int:
     free = 0
     for bucket in planned.buckets:
-        cost = table.cost_ns(1000 * len(bucket), len(bucket))
+        cost = table.cost_ns(1000 * len(bucket))
         free = max(free, *(ready[n] for n in bucket)) + cost
     return free
 
@@ -133,9 +133,34 @@ def test_nothing_ends_earlier(moments: list[int], latency: int) -> None:
         free, begin = 0, 0
         for end in [*(i + 1 for i, cut in enumerate(cuts) if cut), len(order)]:
             size = end - begin
-            free = max(free, ready[order[end - 1]]) + table.cost_ns(1000 * size, size)
+            free = max(free, ready[order[end - 1]]) + table.cost_ns(1000 * size)
             begin = end
         assert planned.end_ns <= free
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2000), st.booleans()), min_size=2, max_size=7),
+    st.integers(0, 900),
+)
+def test_of_several_kinds_none_end_later_than_those_of_caps(
+    gradients: list[tuple[int, bool]], latency: int
+) -> None:
+    ready = {number: moment for number, (moment, _) in enumerate(gradients)}
+    kinds = {
+        number: Kind(500 if is_half else 250, BF16 if is_half else FP32, CUDA)
+        for number, (_, is_half) in enumerate(gradients)
+    }
+    table = CostTable((1000, 8000), (latency + 100, latency + 800))
+    planned = plan(ready, kinds=kinds, table=table)
+    assert planned.end_ns <= planned.fixed_end_ns
+    # One after the other, in the order of their last gradients.
+    free = 0
+    for index, bucket in enumerate(planned.buckets):
+        begin_ns, end_ns = planned.sent_ns[index]
+        assert begin_ns == max(free, *(ready[n] for n in bucket))
+        assert end_ns - begin_ns == table.cost_ns(1000 * len(bucket))
+        assert len({kinds[n].dtype for n in bucket}) == 1
+        free = end_ns
 
 
 @pytest.mark.parametrize(

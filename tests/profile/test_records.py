@@ -21,16 +21,20 @@ TABLE = CostTable((1024, 2048), (10, 20))
 PROFILE = Profile(PLACE, ((FLOAT, TABLE),))
 
 
+def store(profile: Profile) -> Path:
+    path = files.path_of(profile.place)
+    assert files.keep(path, profile.to_json(), "The profile")
+    return path
+
+
 @pytest.fixture(autouse=True)
 def _directory(tmp_path, monkeypatch):
     monkeypatch.setenv(files.DIRECTORY_VARIABLE, str(tmp_path / "profiles"))
 
 
 def test_a_profile_comes_back_as_it_was_stored() -> None:
-    assert files.load(PLACE) is None
-    path = files.store(PROFILE)
-    assert path == files.path_of(PLACE)
-    loaded = files.load(PLACE)
+    path = store(PROFILE)
+    loaded = files.look_up(PLACE)
     assert loaded == PROFILE
     assert loaded.digest() == PROFILE.digest()
     assert list(path.parent.iterdir()) == [path], "nothing is left beside it"
@@ -40,17 +44,18 @@ def test_a_profile_comes_back_as_it_was_stored() -> None:
     "field", ["world_size", "hosts", "backend", "device", "interfaces", "torch"]
 )
 def test_what_holds_elsewhere_is_another_file(field) -> None:
-    files.store(PROFILE)
+    store(PROFILE)
     values: dict[str, Any] = {"world_size": 3, "hosts": ("a",)}
-    assert files.load(replace(PLACE, **{field: values.get(field, "other")})) is None
+    with pytest.raises(FileNotFoundError):
+        files.look_up(replace(PLACE, **{field: values.get(field, "other")}))
 
 
-def test_a_file_of_another_place_is_not_used(caplog) -> None:
-    files.store(PROFILE)
+def test_a_file_of_another_place_is_not_used() -> None:
+    store(PROFILE)
     other = replace(PLACE, hosts=("c",))
     files.path_of(PLACE).rename(files.path_of(other))
-    assert files.load(other) is None
-    assert "is measured anew: it is one of 2 ranks on 2 hosts, gloo on cpu" in caplog.text
+    with pytest.raises(ValueError, match="it is one of 2 ranks on 2 hosts, gloo on cpu"):
+        files.look_up(other)
 
 
 def damaged(edit) -> str:
@@ -74,11 +79,10 @@ def damaged(edit) -> str:
         damaged(lambda data: data["place"].pop("hosts")),
     ],
 )
-def test_what_is_not_whole_is_measured_anew(text, caplog) -> None:
-    path = files.store(PROFILE)
-    path.write_text(text)
-    assert files.load(PLACE) is None
-    assert f"The profile {path} cannot be used" in caplog.text
+def test_what_is_not_whole_cannot_be_used(text) -> None:
+    store(PROFILE).write_text(text)
+    with pytest.raises(ValueError, match=r".+"):
+        files.look_up(PLACE)
 
 
 def test_two_writers_leave_one_whole_profile() -> None:
@@ -87,14 +91,14 @@ def test_two_writers_leave_one_whole_profile() -> None:
 
     def write(profile: Profile) -> None:
         for _ in range(50):
-            files.store(profile)
+            store(profile)
 
     threads = [threading.Thread(target=write, args=(profile,)) for profile in both]
     for thread in threads:
         thread.start()
-    files.store(PROFILE)
+    store(PROFILE)
     while any(thread.is_alive() for thread in threads):
-        assert files.load(PLACE) in both
+        assert files.look_up(PLACE) in both
     for thread in threads:
         thread.join()
 
@@ -102,7 +106,7 @@ def test_two_writers_leave_one_whole_profile() -> None:
 def test_a_directory_that_cannot_be_written_is_said(tmp_path, monkeypatch, caplog) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(files.DIRECTORY_VARIABLE, str(tmp_path / "file"))
-    assert files.store(PROFILE) is None
+    assert not files.keep(files.path_of(PLACE), PROFILE.to_json(), "The profile")
     assert files.DIRECTORY_VARIABLE in caplog.text
 
 

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.plan.layout import Kind, decode, encode, plan_layout
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
-
-
-@dataclass(frozen=True)
-class Caps:
-    """Of the first bucket of a kind, and of all others, in bytes."""
-
-    first: int
-    rest: int
-
-    def of_bucket(self, index: int) -> int:
-        return self.rest if index else self.first
 
 
 def kinds(*numels: int, dtype: torch.dtype = FP32) -> dict[int, Kind]:
@@ -31,21 +20,22 @@ def kinds(*numels: int, dtype: torch.dtype = FP32) -> dict[int, Kind]:
 
 
 def test_whole_pieces_fill_buckets_up_to_the_cap() -> None:
-    layout = plan_layout([(3,), (2, 1), (0,)], kinds(16, 16, 16, 16), Caps(64, 128))
+    layout = plan_layout([(3,), (2, 1), (0,)], kinds(16, 16, 16, 16), BucketCaps(64, 128))
     assert [bucket.numbers for bucket in layout.buckets] == [(3,), (2, 1), (0,)]
     assert [bucket.offsets for bucket in layout.buckets] == [(0,), (0, 16), (0,)]
 
 
 def test_a_bucket_one_byte_below_its_cap_stays_open() -> None:
     at, below = (
-        plan_layout([(1,), (0,)], kinds(16, 16), Caps(cap, cap)) for cap in (16 * 4, 16 * 4 + 1)
+        plan_layout([(1,), (0,)], kinds(16, 16), BucketCaps(cap, cap))
+        for cap in (16 * 4, 16 * 4 + 1)
     )
     assert [bucket.numbers for bucket in at.buckets] == [(1,), (0,)]
     assert [bucket.numbers for bucket in below.buckets] == [(1, 0)]
 
 
 def test_what_is_behind_a_piece_of_an_odd_size_is_aligned() -> None:
-    layout = plan_layout([(0,), (1,)], kinds(5, 16), Caps(1024, 1024))
+    layout = plan_layout([(0,), (1,)], kinds(5, 16), BucketCaps(1024, 1024))
     assert layout.places == {1: (0, 0), 0: (0, 16)}
 
 
@@ -56,7 +46,7 @@ def test_dtypes_and_sparse_gradients_have_buckets_of_their_own() -> None:
         2: Kind(8, FP32, CPU, is_sparse=True),
         3: Kind(4, FP32, CPU),
     }
-    layout = plan_layout([(3,), (2,), (1,), (0,)], known, Caps(1024, 1024))
+    layout = plan_layout([(3,), (2,), (1,), (0,)], known, BucketCaps(1024, 1024))
     assert [bucket.numbers for bucket in layout.buckets] == [(2,), (3, 0), (1,)]
     assert [bucket.is_sparse for bucket in layout.buckets] == [True, False, False]
 
@@ -67,7 +57,7 @@ def layouts(draw):
     numbers = draw(st.permutations(range(len(sizes))))
     cuts = sorted(draw(st.sets(st.integers(1, max(1, len(sizes) - 1)))) | {0, len(sizes)})
     pieces = [tuple(numbers[a:b]) for a, b in itertools.pairwise(cuts)]
-    return pieces, kinds(*sizes), Caps(draw(st.integers(1, 200)), draw(st.integers(1, 400)))
+    return pieces, kinds(*sizes), BucketCaps(draw(st.integers(1, 200)), draw(st.integers(1, 400)))
 
 
 @given(layouts())

@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.profile import consensus, files, measure
-from fusion_passes.profile.ready_times import ReadyTimes
+from fusion_passes.profile import files, measure
+from fusion_passes.profile.records import Kind, ReadyTimes
 from fusion_passes.profile.tables import CostTable, Taken
 from fusion_passes.reducer import ready_clock
 from fusion_passes.reducer.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
+from fusion_passes.torch_private.process_groups import world_group
 from testing import models
 from tests.reducer.test_reducer import Steps, flag, pair, reducer_of, rows, run_steps
 
@@ -58,20 +59,23 @@ class Start:
 
 
 @contextlib.contextmanager
-def files_in(directory: Path) -> Iterator[list[int]]:
+def files_in(directory: Path) -> Iterator[list[Kind]]:
     """A folder for this rank's files, and costs that are given; counts what is measured."""
-    calls: list[int] = []
-    original, before = measure.measure, os.environ.get(files.DIRECTORY_VARIABLE)
+    calls: list[Kind] = []
+    original = measure._table
+    before = os.environ.get(files.DIRECTORY_VARIABLE)
     os.environ[files.DIRECTORY_VARIABLE] = str(directory / str(dist.get_rank()))
 
-    def quick(ranks, place, kinds, _):
-        calls.append(len(kinds))
-        profile = original(ranks, place, kinds, 0.05)
-        tables = tuple((kind, COSTS) for kind, _ in profile.tables)
-        return replace(profile, tables=tables, taken=Taken())
+    def quick(ranks, kind, seconds):
+        calls.append(kind)
+        original(ranks, kind, seconds / 50)
+        return COSTS
 
     try:
-        with mock.patch.object(consensus, "measure", quick):
+        with (
+            mock.patch.object(measure, "_table", quick),
+            mock.patch.object(measure, "measure_taken", return_value=Taken()),
+        ):
             yield calls
     finally:
         os.environ.pop(files.DIRECTORY_VARIABLE)
@@ -273,10 +277,10 @@ def test_ranks_without_inputs_take_part(run_on_ranks: RUN, tmp_path: Path) -> No
 
 
 def texts() -> tuple[list[str], list[str]]:
-    where = consensus.Where(dist.group.WORLD, torch.device("cpu"))
+    ranks = measure.Ranks.of(world_group(), torch.device("cpu"))
     mine = "\u00fc" * (3 * dist.get_rank())
-    return consensus.gather_texts(where, mine), [
-        consensus.first_text(where, text) for text in (f"from {dist.get_rank()}", mine)
+    return measure.gather_texts(ranks, mine), [
+        measure.first_text(ranks, text) for text in (f"from {dist.get_rank()}", mine)
     ]
 
 

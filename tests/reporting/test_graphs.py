@@ -13,7 +13,7 @@ from fusion_passes.reporting import graphs
 from fusion_passes.reporting.graphs import CompileLog, report_plan
 from fusion_passes.reporting.records import FusionReport
 from fusion_passes.reporting.table import format_report
-from fusion_passes.torch_private import ddp_graph_log
+from fusion_passes.torch_private.dynamo import ddp_graph_log
 from testing.graphs import plan_of, reduce, tensor, trace
 from tests.reporting.test_table import REPORT
 

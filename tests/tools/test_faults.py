@@ -10,12 +10,11 @@ from typing import Any
 
 import faults
 import pytest
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from fault_runs.catalog import SCENARIOS
-from fault_runs.machine import MARK, stock_cache_name
-from fault_runs.records import RankRun, add_events, failure_of
-from fault_runs.scenarios import CannotPrepareError, Fault, Scenario, select
+from fault_runs.caches import CannotPrepareError
+from fault_runs.records import RankRecord, add_events, failure_of
+from fault_runs.runs import MARK
+from fault_runs.scenarios import QUICK, SCENARIOS, Fault, Scenario, select
 
 PROGRAMS = "tests.support.fault_programs"
 
@@ -48,7 +47,9 @@ def test_a_training_that_ends_as_its_peers_breaks_no_rule(tmp_path: Path) -> Non
     status, verdicts = run(tmp_path, scenario("ends"))
     assert status == 0
     assert [verdict["way"] for verdict in verdicts] == ["eager", "compiled", "concat"]
-    assert "No rule was broken." in (tmp_path / "output" / "report.md").read_text()
+    report = (tmp_path / "output" / faults.LOG).read_text()
+    assert "[1/1] fake" in report
+    assert "concat, rank 1: right" in report
 
 
 def test_a_rank_that_hangs_is_reported_and_its_processes_are_gone(tmp_path: Path) -> None:
@@ -155,16 +156,12 @@ def test_what_is_compared_with_one_peer_need_not_be_as_good_as_the_other(tmp_pat
 def test_what_failed_before_a_restart_does_not_count() -> None:
     error = {"event": "error", "kinds": ["KeyError"], "texts": ["no"], "time": 1.0, "step": 0}
     right: list[dict[str, Any]] = [{"event": "step"}, {"event": "result", "result": {}}]
-    rank = RankRun(0, exit_code=0)
-    add_events(rank, [{"event": "start"}, error, {"event": "start"}, *right])
+    rank = RankRecord(0, exit_code=0)
+    add_events(rank, [{"event": "start"}, error, {"event": "start"}, *right], origin=0.5)
     assert rank.is_right
-    assert len(rank.failures) == 1, "when the first one came is compared"
-    add_events(rank, [error])
+    assert rank.first_error_s == 0.5, "when the first one came is compared"
+    add_events(rank, [error], origin=0.5)
     assert not rank.is_right
-
-
-def test_inductors_own_cache_is_named_as_torch_names_it() -> None:
-    assert Path(default_cache_dir()).name == stock_cache_name()
 
 
 def test_what_the_machine_does_not_permit_is_skipped(tmp_path: Path) -> None:
@@ -179,6 +176,7 @@ def test_what_the_machine_does_not_permit_is_skipped(tmp_path: Path) -> None:
 def test_scenarios_have_names_of_their_own_and_some_are_quick() -> None:
     names = [item.name for item in SCENARIOS]
     assert len(set(names)) == len(names)
-    assert select(SCENARIOS, ["kill-*"], quick=True)
+    assert set(names) >= QUICK
+    assert [item.name for item in select(SCENARIOS, ["kill-*"], quick=True)] == ["kill-1-backward"]
     with pytest.raises(ValueError, match="'nothing' matches none"):
         select(SCENARIOS, ["nothing"], quick=False)

@@ -6,6 +6,7 @@ Two of torch's tests run here, one of them under the flag; all of them take hour
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch_tests
 
-from torch_tests_run import processes
+from torch_tests_run import running
 from torch_tests_run.comparing import (
     Known,
     Outcome,
@@ -27,10 +28,8 @@ from torch_tests_run.comparing import (
     last_error,
     no_longer,
     read_known,
-    read_outcomes,
     summary,
 )
-from torch_tests_run.processes import RunProcesses
 from torch_tests_run.source import TorchTest, ddp_tests, rewritten, source_path
 
 TOOL = Path(torch_tests.__file__)
@@ -179,14 +178,12 @@ def test_the_list_of_known_differences_is_sound(tmp_path: Path) -> None:
         read_known(file)
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_what_is_written_has_the_verdicts() -> None:
     outcomes = {FLAGGED: Outcome("failed", "E", 2, 1.5), FLAGGED.reference: PASSED}
-    text = as_json(outcomes, [], "2.13.0")
-    assert [row.get("verdict") for row in json.loads(text)["runs"]] == ["new", None]
-    file = tmp_path / "results.json"
-    file.write_text(text)
-    assert read_outcomes(file, "2.13.0") == outcomes
-    assert read_outcomes(file, "2.14.0") == {}
+    flagged, reference = json.loads(as_json(outcomes, []))["runs"]
+    assert (flagged["mode"], flagged["verdict"], flagged["words"]) == ("concat", "new", "E")
+    assert reference["mode"] == "off"
+    assert "verdict" not in reference
 
 
 def test_summary_counts_by_variant() -> None:
@@ -212,8 +209,11 @@ RuntimeError: Connection closed by peer
 # Processes
 
 
+SLEEP = f"import time; time.sleep(600)  # {os.getpid()}"
+
+
 def _hang(*_: object, **__: object) -> None:
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    subprocess.Popen([sys.executable, "-c", SLEEP])
     time.sleep(600)
 
 
@@ -235,25 +235,22 @@ def test_a_run_that_hangs_or_dies_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(processes, "run_test", test)
-    run = RunProcesses(FLAGGED, 2, log=tmp_path / "log", timeout_s=timeout_s)
-    found, deadline = None, time.monotonic() + 60
-    while found is None and time.monotonic() < deadline:
-        found = run.poll()
-        time.sleep(0.05)
-    assert found is not None
+    monkeypatch.setattr(running, "run_test", test)
+    found = running.run_one(FLAGGED, 2, logs=tmp_path, timeout_s=timeout_s)
     assert (found.kind, found.words) == outcome
-    while _is_there(run._pid):  # Until init has taken note of a killed child of a killed child.
+    deadline = time.monotonic() + 60
+    while _sleeping():  # Until init has taken note of a killed child of a killed child.
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def _is_there(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def _sleeping() -> list[str]:
+    """The processes that :func:`_hang` has started and that still run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += [path.parent.name] if SLEEP.encode() in path.read_bytes() else []
+    return found
 
 
 @pytest.mark.slow

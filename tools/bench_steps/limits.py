@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 
-from fusion_passes.plan.contended import best_runs_beside
-from fusion_passes.plan.queue import Queue
+from fusion_passes.plan.optimum import Queue, best_cuts, times_of
 from fusion_passes.profile.tables import NOTHING_TAKEN, CostTable, Taken
 
 
@@ -31,8 +31,11 @@ def earliest_end(
     queue = Queue(
         tuple(round(ready[index] * 1e9) for index in order),
         tuple(num_bytes[index] for index in order),
+        costs,
+        taken,
     )
-    return best_runs_beside(queue, [costs], taken).end_ns / 1e9
+    times = times_of((queue, *edge) for edge in pairwise(best_cuts(queue)))
+    return max((end for _, end in times), default=0) / 1e9
 
 
 def ready_shares(

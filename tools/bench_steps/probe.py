@@ -17,7 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fusion_passes.graph.edits import pin
-from fusion_passes.graph.kernels import is_library_kernel
+from fusion_passes.graph.families import is_library_kernel
 
 NOTE: Final = "bench_steps::note_ready"
 KEEP: Final = "bench_steps::keep"

@@ -240,7 +240,7 @@ class Rank:
     def _ranks(self) -> Any:
         """All ranks, as what measures a profile sees them."""
         from fusion_passes.profile.measure import Ranks
-        from fusion_passes.torch_private.profiling import world_group
+        from fusion_passes.torch_private.process_groups import world_group
 
         timeout = datetime.timedelta(seconds=self._assignment.timeout_s)
         return Ranks(world_group(), self._device, timeout)

@@ -32,9 +32,9 @@ from tqdm import tqdm
 from benches.results import Origin, keep, page, parser_of, table
 from fusion_passes.config import ReduceMode
 from fusion_passes.passes.pipeline import run_pipeline
+from fusion_passes.plan.buckets import ModuleBuckets
 from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.plan.layout import Kind, plan_layout
-from fusion_passes.plan.planner import ModuleBuckets
 from fusion_passes.profile.tables import MIB
 from fusion_passes.reductions.owners import Owner
 

@@ -3,58 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Final
 
-from fault_runs.scenarios import CannotPrepareError
+Prepare = Callable[[Path], Callable[[], None] | None]
+"""Changes a cache; returns what undoes it, where that is needed."""
 
-REPORTS = "fusion_passes"
-GARBAGE = b"\x80\xffnot what was written here\x00"
-TMPFS_BYTES = 64 * 1024**2
-COLD_BYTES = 64 * 1024
+GRAPHS: Final = ("fxgraph", "aotautograd")
+REPORTS: Final = "fusion_passes"
+"""Of the package, about cached graphs."""
 
+GARBAGE: Final = b"\x80\xffnot what was written here\x00"
+FOREIGN: Final = itertools.cycle((b"[]", b'{"buckets": 3}', b"null", b'"text"'))
+"""JSON of another form, as another version may have written."""
 
-def corrupt_graphs(cache: Path) -> None:
-    """Overwrite each file of a cached graph."""
-    for path in _files(cache, "fxgraph", "aotautograd"):
-        path.write_bytes(GARBAGE)
-
-
-def truncate_graphs(cache: Path) -> None:
-    """Cut each file of a cached graph in the middle, as a full disk or a crash does."""
-    for path in _files(cache, "fxgraph", "aotautograd"):
-        data = path.read_bytes()
-        path.write_bytes(data[: len(data) // 2])
+TMPFS_BYTES: Final = 64 * 1024**2
+COLD_BYTES: Final = 64 * 1024
 
 
-def corrupt_code(cache: Path) -> None:
+class CannotPrepareError(RuntimeError):
+    """The machine does not permit what a scenario needs; its text says why."""
+
+
+def _rewrite(folders: tuple[str, ...], change: Callable[[bytes], bytes], cache: Path) -> None:
+    for path in itertools.chain(*((cache / folder).rglob("*") for folder in folders)):
+        if path.is_file():
+            path.write_bytes(change(path.read_bytes()))
+
+
+def _empty_code(cache: Path) -> None:
     """Empty the generated code, which the cached graphs name."""
     for path in cache.rglob("*.py"):
         path.write_bytes(b"")
 
 
-def corrupt_reports(cache: Path) -> None:
-    """Overwrite the package's reports of cached graphs."""
-    for path in _files(cache, REPORTS):
-        path.write_bytes(GARBAGE)
-
-
-def empty_reports(cache: Path) -> None:
-    """Empty the reports."""
-    for path in _files(cache, REPORTS):
-        path.write_bytes(b"")
-
-
-def foreign_reports(cache: Path) -> None:
-    """Put JSON of another form into the reports, as another version may have written."""
-    for number, path in enumerate(_files(cache, REPORTS)):
-        path.write_text(["[]", '{"buckets": 3}', "null", '"text"'][number % 4])
-
-
-def remove_reports(cache: Path) -> None:
+def _remove_reports(cache: Path) -> None:
     """Remove the reports, and leave a file where their directory was."""
     shutil.rmtree(cache / REPORTS, ignore_errors=True)
     (cache / REPORTS).write_bytes(b"")
@@ -65,7 +54,7 @@ def make_read_only(cache: Path) -> Callable[[], None]:
     return _mounted(cache, TMPFS_BYTES, lambda: _call("mount", "-o", "remount,ro", str(cache)))
 
 
-def make_full(cache: Path) -> Callable[[], None]:
+def _make_full(cache: Path) -> Callable[[], None]:
     """Leave no room beside what is there."""
     return _mounted(cache, TMPFS_BYTES, lambda: _fill(cache))
 
@@ -73,6 +62,24 @@ def make_full(cache: Path) -> Callable[[], None]:
 def make_small(cache: Path) -> Callable[[], None]:
     """Leave room for a few small files only."""
     return _mounted(cache, COLD_BYTES, lambda: None)
+
+
+BROKEN_REPORTS: Final[dict[str, Prepare]] = {
+    "corrupt-reports": partial(_rewrite, (REPORTS,), lambda _: GARBAGE),
+    "empty-reports": partial(_rewrite, (REPORTS,), lambda _: b""),
+    "foreign-reports": partial(_rewrite, (REPORTS,), lambda _: next(FOREIGN)),
+    "remove-reports": _remove_reports,
+}
+BROKEN: Final[dict[str, Prepare]] = {
+    "corrupt-graphs": partial(_rewrite, GRAPHS, lambda _: GARBAGE),
+    # As a full disk or a crash does.
+    "truncate-graphs": partial(_rewrite, GRAPHS, lambda data: data[: len(data) // 2]),
+    "corrupt-code": _empty_code,
+    "cache-read-only": make_read_only,
+    "cache-full": _make_full,
+    "cache-small": make_small,
+}
+"""By the name of their scenarios: of the package's files, and of Inductor's."""
 
 
 def _mounted(cache: Path, size: int, then: Callable[[], None]) -> Callable[[], None]:
@@ -87,7 +94,7 @@ def _mounted(cache: Path, size: int, then: Callable[[], None]) -> Callable[[], N
         except BaseException:
             _unmount(cache)
             raise
-    return lambda: _unmount(cache)
+    return partial(_unmount, cache)
 
 
 def _unmount(cache: Path) -> None:
@@ -104,8 +111,3 @@ def _call(*command: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise CannotPrepareError(f"{' '.join(command[:4])}: {result.stderr.strip()}")
-
-
-def _files(cache: Path, *names: str) -> Iterator[Path]:
-    for name in names:
-        yield from sorted(path for path in (cache / name).rglob("*") if path.is_file())

@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from fault_runs import records
+from fault_runs.records import events_path, failure_of, write_event
 from fault_runs.scenarios import Fault
 
 
@@ -58,10 +58,10 @@ class Run:
         return self.way != "eager"
 
     def note(self, kind: str, **values: Any) -> None:
-        records.event(records.events_path(self.directory, self.rank), event=kind, **values)
+        write_event(events_path(self.directory, self.rank), event=kind, **values)
 
     def note_error(self, error: BaseException) -> None:
-        self.note("error", step=self.step, **records.failure_of(error))
+        self.note("error", step=self.step, **failure_of(error))
 
     def is_hit(self, point: str) -> bool:
         """Whether the fault hits this rank here and now."""

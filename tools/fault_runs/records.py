@@ -1,7 +1,7 @@
 """What ranks write while they run, and what is known of a run once it is over.
 
-A rank appends a line of JSON for each event, so that nothing is lost when it is killed. All times
-are of the machine's clock. Nothing here imports torch.
+A rank appends a line of JSON for each event, so that nothing is lost when it is killed. Nothing
+here imports torch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Failure:
     Attributes:
         kinds: names of their classes.
         texts: what they say.
-        time: when it was caught.
+        after_s: when it was caught, from the first fault.
         step: in which step.
     """
 
     kinds: tuple[str, ...]
     texts: tuple[str, ...]
-    time: float
+    after_s: float
     step: int
 
     def brief(self) -> str:
@@ -38,14 +38,14 @@ class Failure:
 
 
 @dataclass
-class RankRun:
-    """What became of one rank.
+class RankRecord:
+    """What became of one rank. Times are from the first fault of the run, or its start.
 
     Attributes:
         rank: which.
         exit_code: as of :class:`subprocess.Popen`; ``None`` if it hung.
-        end: when it ended.
-        faulted: when the fault hit it.
+        end_s: when it ended.
+        is_hit: whether the fault has come to it.
         steps: how many it has done without an error.
         failures: which exceptions it caught or died of.
         failed_before: how many of them before a launcher has started it again.
@@ -55,8 +55,8 @@ class RankRun:
 
     rank: int
     exit_code: int | None = None
-    end: float = 0.0
-    faulted: float | None = None
+    end_s: float = 0.0
+    is_hit: bool = False
     steps: int = 0
     failures: list[Failure] = field(default_factory=list)
     failed_before: int = 0
@@ -68,45 +68,31 @@ class RankRun:
         has_failed = len(self.failures) > self.failed_before
         return self.exit_code == 0 and self.result is not None and not has_failed
 
+    @property
+    def first_error_s(self) -> float | None:
+        """When it raised first, or ended in a way that is none of Python's."""
+        if self.failures:
+            return self.failures[0].after_s
+        return self.end_s if self.exit_code else None
+
+    def value_of(self, name: str, default: Any) -> Any:
+        """A value of what its program returned."""
+        return (self.result or {}).get(name, default)
+
 
 @dataclass
-class Run:
+class RunRecord:
     """What became of all ranks.
 
     Attributes:
         way: eager, compiled, or a mode.
-        start: when the ranks were started.
         ranks: of the first training, then of the others.
         left: processes that were still there after the ranks had ended, and files in TMPDIR.
-        skipped: why it could not be run.
-        launcher_code: of torchrun.
     """
 
     way: str
-    start: float
-    ranks: list[RankRun]
+    ranks: list[RankRecord]
     left: list[str] = field(default_factory=list)
-    skipped: str = ""
-    launcher_code: int | None = None
-
-    @property
-    def fault_time(self) -> float:
-        """When the first rank was hit; the start, if none was."""
-        return min((r.faulted for r in self.ranks if r.faulted is not None), default=self.start)
-
-
-def event(path: Path, **values: Any) -> None:
-    """Append an event."""
-    with path.open("a") as file:
-        file.write(json.dumps({"time": time.time(), **values}) + "\n")
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of events, also while it is written."""
-    if not path.exists():
-        return []
-    lines = path.read_text().split("\n")[:-1]
-    return [json.loads(line) for line in lines]
 
 
 def events_path(directory: Path, rank: int) -> Path:
@@ -114,8 +100,20 @@ def events_path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.jsonl"
 
 
+def write_event(path: Path, **values: Any) -> None:
+    """Append an event, with the machine's time."""
+    with path.open("a") as file:
+        file.write(json.dumps({"time": time.time(), **values}) + "\n")
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file of events, also while it is written."""
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
 def failure_of(error: BaseException) -> dict[str, Any]:
-    """An exception and its chain, for :func:`event`."""
+    """An exception and its chain, for :func:`write_event`."""
     kinds, texts, seen = list[str](), list[str](), set[int]()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -129,18 +127,17 @@ def failure_of(error: BaseException) -> dict[str, Any]:
     return {"kinds": kinds, "texts": texts}
 
 
-def add_events(run: RankRun, events: list[dict[str, Any]]) -> None:
-    """Put what a rank has written into its record."""
+def add_events(record: RankRecord, events: list[dict[str, Any]], origin: float) -> None:
+    """Put what a rank has written into its record; ``origin`` is when the fault came."""
     for item in events:
         if item["event"] == "start":
-            run.failed_before = len(run.failures)
-        elif item["event"] == "fault" and run.faulted is None:
-            run.faulted = item["time"]
+            record.failed_before = len(record.failures)
+        elif item["event"] == "fault":
+            record.is_hit = True
         elif item["event"] == "step":
-            run.steps += 1
+            record.steps += 1
         elif item["event"] == "error":
-            run.failures.append(
-                Failure(tuple(item["kinds"]), tuple(item["texts"]), item["time"], item["step"])
-            )
+            kinds, texts = tuple(item["kinds"]), tuple(item["texts"])
+            record.failures.append(Failure(kinds, texts, item["time"] - origin, item["step"]))
         elif item["event"] == "result":
-            run.result = item["result"]
+            record.result = item["result"]

@@ -1,4 +1,5 @@
-"""The training that most faults hit: a few linear layers, with points where a fault can happen.
+"""The programs of the scenarios. Most faults hit :func:`train`: a few linear layers, with points
+where a fault can happen.
 
 * ``step``: before the forward
 * ``forward``: in the Python of a layer's forward
@@ -13,9 +14,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +34,7 @@ from fault_runs.scenarios import PEERS
 WIDTH, LAYERS, ROWS = 16, 4, 4
 STEPS = 8
 CHECKPOINT = "checkpoint.pt"
+LIVES = 3
 
 _points: dict[str, Callable[[str], None]] = {}
 """Under ``"meet"``: what an operator calls."""
@@ -145,7 +149,7 @@ def train(run: Run) -> dict[str, Any]:
         if run.options.get("checkpoint"):
             _save(run, ddp, optimizer)
         time.sleep(float(run.options.get("pause_s", 0)))
-    parameters = [float(parameter.double().sum()) for parameter in net.parameters()]
+    parameters = _sums(net)
     del forward, ddp, net
     dist.destroy_process_group()
     return {"parameters": parameters, "launched": launched, "first": first}
@@ -232,3 +236,93 @@ def _save(run: Run, ddp: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         torch.save(state | {"step": run.step + 1}, run.directory / "new.pt")
         (run.directory / "new.pt").replace(run.directory / CHECKPOINT)
     dist.barrier()
+
+
+# --- What is made and dropped, and what must stay flat -----------------------------------------
+
+
+def remake_groups(run: Run) -> dict[str, Any]:
+    """Make the process group, train, and destroy it; several times in one process."""
+    result: dict[str, Any] = {}
+    for life in range(LIVES):
+        torch._dynamo.reset()
+        run.init_group(f"store-{life}")
+        result = {"parameters": _train(run, int(run.options.get("steps", 3)))}
+        gc.collect()
+        # Gloo ends what another rank is still in, without the flag too.
+        wait_for_all(run)
+        dist.destroy_process_group()
+    return result
+
+
+def make_many(run: Run) -> dict[str, Any]:
+    """Make DDP modules and drop them; each tenth is trained."""
+    run.init_group()
+    modules = int(run.options.get("modules", 200))
+    parameters, before = list[float](), dict[str, int]()
+    for number in range(modules):
+        if number % 10 == 0:
+            torch._dynamo.reset()
+            parameters = _train(run, 1)
+        else:
+            build(run)
+        if number == modules // 2:
+            before = _measures()
+        run.note("step")
+    growth = _growth(before, _measures())
+    dist.destroy_process_group()
+    return {"parameters": parameters, "growth": growth}
+
+
+def train_long(run: Run) -> dict[str, Any]:
+    """Train many steps, and measure what has grown in the last two thirds."""
+    run.init_group()
+    steps = int(run.options.get("steps", 1000))
+    measured = list[dict[str, int]]()
+
+    def measure(step: int) -> None:
+        if step in (steps // 3, steps - 1):
+            measured.append(_measures())
+
+    parameters = _train(run, steps, rate=1e-3, after_step=measure)
+    dist.destroy_process_group()
+    return {"parameters": parameters, "growth": _growth(measured[0], measured[-1])}
+
+
+def _train(
+    run: Run, steps: int, rate: float = 0.1, after_step: Callable[[int], None] = lambda _: None
+) -> list[float]:
+    net, ddp = build(run)
+    forward = torch.compile(ddp) if run.is_compiled else ddp
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=rate)
+    for step in range(steps):
+        run.step = step
+        optimizer.zero_grad()
+        forward(batch(step, run.rank)).square().sum().backward()
+        optimizer.step()
+        after_step(step)
+    return _sums(net)
+
+
+def _sums(net: nn.Module) -> list[float]:
+    return [float(parameter.double().sum()) for parameter in net.parameters()]
+
+
+def _growth(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    return {name: value - before[name] for name, value in after.items()}
+
+
+def _measures() -> dict[str, int]:
+    """What must stay flat, when all ranks are in the same place."""
+    gc.collect()
+    dist.barrier()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    measures = {
+        "memory_kb": int(status["VmRSS"].split()[0]),
+        "threads": int(status["Threads"]),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "store_keys": dist.distributed_c10d._get_default_store().num_keys(),
+        "objects": len(gc.get_objects()),
+    }
+    dist.barrier()
+    return measures

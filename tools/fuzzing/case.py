@@ -1,23 +1,23 @@
-"""What a random training is, as plain values that can be printed and read again."""
+"""What a random training is: plain values that can be printed, read again, and made smaller."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 Style = Literal["outside", "inside", "loss", "in place", "inner", "part", "backward"]
-STYLES: tuple[Style, ...] = get_args(Style)
-
 Pattern = Literal["plain", "joint", "delayed", "twice", "heads", "together", "named"]
-PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
-
 Zero = Literal["none", "kept", "never"]
 Clip = Literal["no", "norm", "value"]
 Optimizer = Literal["sgd", "momentum", "adamw", "foreach"]
 Output = Literal["tensor", "tuple", "dict"]
 Joined = Literal["serial", "parallel", "turns", "threads"]
+
+Batches = tuple[tuple[tuple[int, ...], ...], ...]
+"""Sizes: of each step, of each rank, of each micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Loop:
             model with its loss, the DDP module by its own ``compile``, the model before it is
             wrapped (``inner``), half of its blocks (``part``), or nothing but the backward.
         pattern: which backwards follow which forwards: see :mod:`fuzzing.training`.
-        batches: sizes of the batches of each step, of each rank, of each micro-batch.
+        batches: their sizes.
         no_sync: whether all micro-batches but the last are under ``no_sync``.
         zero: how gradients are dropped: set to None, to zero, or never.
         clip: gradient clipping.
@@ -72,7 +72,7 @@ class Loop:
 
     style: Style = "outside"
     pattern: Pattern = "plain"
-    batches: tuple[tuple[tuple[int, ...], ...], ...] = (((4,), (4,)), ((4,), (4,)))
+    batches: Batches = (((4,), (4,)), ((4,), (4,)))
     no_sync: bool = False
     zero: Zero = "none"
     clip: Clip = "no"
@@ -127,3 +127,68 @@ def from_json(text: str) -> Case:
     for part in parts:
         part["blocks"], part["traits"] = tuple(part["blocks"]), tuple(part["traits"])
     return Case(loop=Loop(**loop), parts=tuple(Part(**part) for part in parts), **values)
+
+
+def smaller(case: Case) -> Iterator[Case]:
+    """Cases that are smaller by one thing, those that leave out most first."""
+    if len(case.parts) > 1:
+        for part in case.parts:
+            yield replace(case, parts=(part,), joined="serial", groups=False)
+    if case.ranks > 2:
+        batches = tuple(step[:2] for step in case.loop.batches)
+        yield replace(case, ranks=2, loop=replace(case.loop, batches=batches))
+    for number, part in enumerate(case.parts):
+        for less in _smaller_parts(part):
+            yield replace(case, parts=(*case.parts[:number], less, *case.parts[number + 1 :]))
+    for batches in _smaller_batches(case.loop.batches):
+        yield replace(case, loop=replace(case.loop, batches=batches))
+    plain = Loop(batches=case.loop.batches)
+    yield from (replace(case, loop=loop) for loop in _with_defaults(case.loop, plain))
+    yield from (replace(case, flag=flag) for flag in _smaller_flags(case.flag))
+    if case.joined != "serial":
+        yield replace(case, joined="serial")
+    if case.groups and case.joined != "threads":  # Collectives of two threads mix in one group.
+        yield replace(case, groups=False)
+
+
+def _smaller_parts(part: Part) -> Iterator[Part]:
+    for index in range(len(part.blocks)):
+        yield replace(part, blocks=(*part.blocks[:index], *part.blocks[index + 1 :]))
+    plain = Part(part.blocks, traits=part.traits, ddp=part.ddp)
+    yield from _with_defaults(part, plain)
+    for trait in part.traits:
+        yield replace(part, traits=tuple(other for other in part.traits if other != trait))
+    for option in part.ddp:
+        yield replace(part, ddp=_without(part.ddp, option))
+    for index, name in enumerate(part.blocks):
+        if name != "dense":
+            yield replace(part, blocks=(*part.blocks[:index], "dense", *part.blocks[index + 1 :]))
+
+
+def _smaller_batches(batches: Batches) -> Iterator[Batches]:
+    if len(batches) > 1:
+        yield batches[:1]
+        yield batches[:-1]
+    if any(len(sizes) > 1 for step in batches for sizes in step):
+        yield tuple(tuple(sizes[:1] for sizes in step) for step in batches)
+    alike = tuple(tuple((4,) * len(sizes) for sizes in step) for step in batches)
+    if alike != batches:
+        yield alike
+
+
+def _smaller_flags(flag: str | dict[str, Any]) -> Iterator[str | dict[str, Any]]:
+    if isinstance(flag, dict):
+        yield flag["mode"]
+        yield from (_without(flag, option) for option in flag if option != "mode")
+
+
+def _with_defaults(value: Any, plain: Any) -> Iterator[Any]:
+    """Values with one field as ``plain`` has it."""
+    for item in dataclasses.fields(value):
+        default = getattr(plain, item.name)
+        if getattr(value, item.name) != default:
+            yield replace(value, **{item.name: default})
+
+
+def _without(options: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key != name}

@@ -15,14 +15,14 @@ far over it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fuzzing.case import Case
-from fuzzing.record import Record
+from fuzzing.training import Record
 
 Named = Mapping[str, Tensor | None]
 
@@ -59,32 +59,35 @@ def differences(
     ]
 
 
-def _of_rank(ours: Record, theirs: Record, tolerance: Tolerance) -> list[str]:
-    found = []
+def _of_rank(ours: Record, theirs: Record, tolerance: Tolerance) -> Iterator[str]:
     if len(ours.gradients) != len(theirs.gradients):
-        return [f"{len(ours.gradients)} backwards instead of {len(theirs.gradients)}"]
-    for number, (a, b) in enumerate(zip(ours.gradients, theirs.gradients, strict=True)):
-        found += [f"backward {number}, gradient of {text}" for text in _of_all(a, b, tolerance)]
-    named = [
-        {str(number): loss for number, loss in enumerate(record.losses)}
-        for record in (ours, theirs)
+        yield f"{len(ours.gradients)} backwards instead of {len(theirs.gradients)}"
+        return
+    pairs: list[tuple[str, Named, Named]] = [
+        (f"backward {number}, gradient of", a, b)
+        for number, (a, b) in enumerate(zip(ours.gradients, theirs.gradients, strict=True))
     ]
-    found += [f"loss {text}" for text in _of_all(named[0], named[1], tolerance)]
-    found += [f"parameter {t}" for t in _of_all(ours.parameters, theirs.parameters, tolerance)]
-    found += [f"buffer {t}" for t in _of_all(ours.buffers, theirs.buffers, tolerance)]
-    return found
+    losses = [{str(n): loss for n, loss in enumerate(r.losses)} for r in (ours, theirs)]
+    pairs += [
+        ("loss", losses[0], losses[1]),
+        ("parameter", ours.parameters, theirs.parameters),
+        ("buffer", ours.buffers, theirs.buffers),
+    ]
+    for what, a, b in pairs:
+        for text in _of_all(a, b, tolerance):
+            yield f"{what} {text}"
 
 
-def _of_all(actual: Named, expected: Named, tolerance: Tolerance) -> list[str]:
+def _of_all(actual: Named, expected: Named, tolerance: Tolerance) -> Iterator[str]:
     if actual.keys() != expected.keys():
-        return [f"{sorted(actual)} instead of {sorted(expected)}"]
+        yield f"{sorted(actual)} instead of {sorted(expected)}"
+        return
     sizes = [_largest(tensor) for tensor in expected.values() if tensor is not None]
     largest = max([size for size in sizes if size == size], default=0.0)  # noqa: PLR0124
-    texts = {
-        name: _of_tensor(tensor, expected[name], tolerance, largest)
-        for name, tensor in actual.items()
-    }
-    return [f"{name}: {text}" for name, text in texts.items() if text]
+    for name, tensor in actual.items():
+        text = _of_tensor(tensor, expected[name], tolerance, largest)
+        if text:
+            yield f"{name}: {text}"
 
 
 def _of_tensor(
@@ -98,9 +101,9 @@ def _of_tensor(
         ours, theirs = getattr(actual, what), getattr(expected, what)
         if ours != theirs:
             return f"{what} {ours} instead of {theirs}"
-    if torch.equal(actual, expected):
-        return None
-    return _of_values(actual, expected, tolerance, largest)
+    return (
+        None if torch.equal(actual, expected) else _of_values(actual, expected, tolerance, largest)
+    )
 
 
 def _of_values(
@@ -111,19 +114,14 @@ def _of_values(
     finite = torch.isfinite(expected)
     if not torch.equal(torch.isfinite(actual), finite):
         return "infinite or NaN elsewhere"
-    if actual.dtype in LOW:
-        tolerance = COARSE
-    wide = _wide(actual)
+    wide = torch.complex128 if actual.is_complex() else torch.float64
     error = _largest((actual.to(wide) - expected.to(wide))[finite])
     own = _largest(expected[finite])
+    tolerance = COARSE if actual.dtype in LOW else tolerance
     allowed = tolerance.relative * own + tolerance.absolute * largest
     if error <= allowed:
         return None
     return f"differs by {error:.3g}, allowed {allowed:.3g}, largest {own:.3g}"
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.complex128 if tensor.is_complex() else torch.float64
 
 
 def _largest(tensor: Tensor) -> float:

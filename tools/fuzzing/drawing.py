@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from fuzzing.blocks import BLOCKS
-from fuzzing.case import Case, Joined, Loop, Part, Pattern, Style, Zero
+from fuzzing.case import Batches, Case, Joined, Loop, Part, Pattern, Style, Zero
 
 FAMILY = 3
 
@@ -47,7 +47,7 @@ TRAITS = {
 BREAKING = ("disabled", "graph_break", "read_value", "rnn", "gru", "lstm", "reentrant", "_disabled")
 """Parts of names of blocks that cannot be compiled into one graph."""
 
-REDUCED = ("allreduce_hook", "fp16_compress_hook")
+HOOKS = ("allreduce_hook", "fp16_compress_hook")
 """Communication hooks; eager DDP refuses the one for bf16 on Gloo."""
 
 
@@ -108,13 +108,11 @@ def _wrapped(random: Random, part: Part) -> Part:
             options[name] = True
     if random.random() < 0.1:
         options["broadcast_buffers"] = False
-    return Part(
-        **{
-            **part.__dict__,
-            "ddp": options,
-            "hook": random.choice(REDUCED) if random.random() < 0.08 else None,
-            "subclass": random.random() < 0.06,
-        }
+    return replace(
+        part,
+        ddp=options,
+        hook=random.choice(HOOKS) if random.random() < 0.08 else None,
+        subclass=random.random() < 0.06,
     )
 
 
@@ -159,9 +157,7 @@ def _loop(random: Random, parts: tuple[Part, ...], ranks: int) -> Loop:
     )
 
 
-def _batches(
-    random: Random, ranks: int, *, several: bool
-) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def _batches(random: Random, ranks: int, *, several: bool) -> Batches:
     """Sizes that differ between steps, ranks and micro-batches, or do not."""
     steps = _pick(random, {2: 6, 3: 3, 4: 1})
     many = 2 if several else _pick(random, {1: 6, 2: 3, 3: 1})

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from fuzzing.blocks import BLOCKS
-from fuzzing.blocks.base import WIDTH
+from fuzzing.blocks import BLOCKS, WIDTH
 from fuzzing.case import Case, Part
 
 

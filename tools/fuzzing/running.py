@@ -7,10 +7,9 @@ import time
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-from fuzzing.case import Case
+from fuzzing.case import Case, smaller
 from fuzzing.comparing import differences, tolerance_of
-from fuzzing.record import Record
-from fuzzing.training import Kind, train
+from fuzzing.training import Kind, Record, train
 from testing.processes import RankError, RankPool
 
 TIMEOUT_S = 200.0
@@ -47,14 +46,12 @@ class Outcome:
         words: differences, the error, or warnings.
         seconds: it took.
         averaged: as rank 0 has recorded it.
-        cpu: seconds of the ranks themselves, and of the C++ compilers that they started.
     """
 
     kind: str
     words: str = ""
     seconds: float = 0.0
     averaged: tuple[tuple[int, int], ...] = ()
-    cpu: tuple[float, float] = (0.0, 0.0)
 
     @property
     def bad(self) -> bool:
@@ -136,6 +133,28 @@ class Runner:
             outcome = self._blame(case, outcome, expected)
         return replace(outcome, seconds=round(time.monotonic() - start, 1))
 
+    def shrink(self, case: Case, outcome: Outcome, *, seconds: float) -> tuple[Case, Outcome]:
+        """Leave out one thing after the other while the outcome stays of the same kind.
+
+        Args:
+            case: fails.
+            outcome: of ``case``.
+            seconds: after which no more is tried.
+
+        Returns:
+            The smallest case found, and its outcome.
+        """
+        end, tried = time.monotonic() + seconds, [case]
+        candidates = smaller(case)
+        while time.monotonic() < end and (candidate := next(candidates, None)):
+            if candidate in tried:
+                continue
+            tried.append(candidate)
+            seen = self.run(candidate)
+            if seen.signature == outcome.signature:
+                case, outcome, candidates = candidate, seen, smaller(candidate)
+        return case, outcome
+
     def _train(self, case: Case, kind: Kind) -> list[Record] | Failure:
         pool = self._pools[case.ranks]
         try:
@@ -165,13 +184,10 @@ class Runner:
             )
         found = differences(actual, expected, tolerance_of(case))
         warned = "\n".join(sorted({text for record in actual for text in record.warnings}))
-        cpu = tuple(
-            round(sum(seconds), 1) for seconds in zip(*(r.cpu for r in actual), strict=True)
-        )
-        outcome = Outcome("warned" if warned else "equal", warned, averaged=averaged, cpu=cpu)
         if found:
-            return replace(outcome, kind="different", words="\n".join([*found[:12], warned]))
-        return outcome
+            words = "\n".join([*found[:12], warned])
+            return Outcome("different", words, averaged=averaged)
+        return Outcome("warned" if warned else "equal", warned, averaged=averaged)
 
     def _blame(self, case: Case, outcome: Outcome, expected: list[Record] | Failure) -> Outcome:
         """``torch`` if the same program, compiled without the flag, is wrong in the same way, or

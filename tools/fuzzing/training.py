@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -14,15 +14,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fuzzing.blocks.base import TOKENS, WIDTH
+from fuzzing.blocks import TOKENS, WIDTH
 from fuzzing.case import Case
 from fuzzing.models import build
-from fuzzing.record import Record
 from testing.threads import run_at_once
 
 Kind = Literal["eager", "fused", "control", "undivided"]
 """With eager DDP; under the flag; without the flag, compiled as under it; and so that DDPOptimizer
 does not divide graphs, which fails for some caps."""
+
+
+@dataclass
+class Record:
+    """What a training did on a rank.
+
+    Attributes:
+        gradients: by name, after each backward or each compiled step.
+        losses: after each.
+        parameters: in the end.
+        buffers: in the end.
+        warnings: of this package.
+        averaged: backwards that reducers have averaged, and gradients that each has copied.
+    """
+
+    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    averaged: list[tuple[int, int]] = field(default_factory=list)
 
 
 class StageError(RuntimeError):
@@ -39,7 +59,7 @@ def train(case: Case, kind: Kind) -> Record:
         StageError: from whatever the training raised.
     """
     torch.manual_seed(case.seed)
-    record, start = Record(), os.times()
+    record = Record()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         kernels = torch._inductor.config.patch(fallback_by_default=not case.loop.kernels)
@@ -51,11 +71,8 @@ def train(case: Case, kind: Kind) -> Record:
                 training.run()
             except Exception as error:
                 raise StageError(training.stage) from error
-        record.averaged = _averaged() if kind == "fused" else []
-    end = os.times()
-    own = end.user + end.system - start.user - start.system
-    children = end.children_user + end.children_system
-    record.cpu = (own, children - start.children_user - start.children_system)
+            if kind == "fused":
+                record.averaged = _averaged()
     record.warnings = [
         str(item.message) for item in caught if item.category.__name__ == "FusionWarning"
     ]
@@ -67,6 +84,7 @@ def _flag(case: Case, kind: Kind) -> Iterator[None]:
     if kind != "fused":
         yield
         return
+    # Eager DDP is trained without the package, as long as these ranks have had no case.
     import fusion_passes
     from fusion_passes.state import process_state
 

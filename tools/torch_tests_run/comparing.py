@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 from collections import Counter
@@ -134,24 +135,19 @@ def read_known(path: Path) -> tuple[Known, ...]:
 
 def compare(outcomes: Mapping[Run, Outcome], known: Sequence[Known]) -> list[Comparison]:
     """Compare each run under the flag with its reference, where both were done."""
-    return [
-        _compare_one(run, outcomes[run.reference], outcome, known)
-        for run, outcome in outcomes.items()
-        if run.mode != OFF and run.reference in outcomes
-    ]
-
-
-def _compare_one(
-    run: Run, reference: Outcome, outcome: Outcome, known: Sequence[Known]
-) -> Comparison:
-    if reference.kind != "passed":
-        return Comparison(run, "no reference", reference, outcome)
-    if outcome.kind == reference.kind:
-        return Comparison(run, "alike", reference, outcome)
-    for entry in known:
-        if entry.covers(run, outcome):
-            return Comparison(run, "known", reference, outcome, entry.reason)
-    return Comparison(run, "new", reference, outcome)
+    comparisons = []
+    for run, outcome in outcomes.items():
+        reference = outcomes.get(run.reference)
+        if run.mode == OFF or reference is None:
+            continue
+        reason = next((entry.reason for entry in known if entry.covers(run, outcome)), "")
+        verdict: Verdict = "known" if reason else "new"
+        if reference.kind != "passed":
+            verdict, reason = "no reference", ""
+        elif outcome.kind == "passed":
+            verdict, reason = "alike", ""
+        comparisons.append(Comparison(run, verdict, reference, outcome, reason))
+    return comparisons
 
 
 def no_longer(comparisons: Iterable[Comparison], known: Sequence[Known]) -> list[Known]:
@@ -169,24 +165,18 @@ def no_longer(comparisons: Iterable[Comparison], known: Sequence[Known]) -> list
 
 def summary(comparisons: Sequence[Comparison]) -> str:
     """Return a table: a line for each variant, a column for each verdict."""
-    variants = [
-        (models, mode)
-        for models in MODELS
-        for mode in MODES
-        if any((it.run.models, it.run.mode) == (models, mode) for it in comparisons)
-    ]
-    lines = [f"{'models':10}{'flag':11}" + "".join(f"{name:>14}" for name in VERDICTS)]
-    lines[0] += f"{'fused':>14}"
-    for models, mode in variants:
+    columns = [*VERDICTS, "fused"]
+    lines = [f"{'models':10}{'flag':11}" + "".join(f"{name:>14}" for name in columns)]
+    for models, mode in sorted({(it.run.models, it.run.mode) for it in comparisons}):
         of_variant = [it for it in comparisons if (it.run.models, it.run.mode) == (models, mode)]
-        counts = Counter(it.verdict for it in of_variant)
-        fused = sum(it.outcome.buckets > 0 for it in of_variant)
-        numbers = [*(counts[name] for name in VERDICTS), fused]
-        lines.append(f"{models:10}{mode:11}" + "".join(f"{number:14}" for number in numbers))
+        counts = Counter[str](it.verdict for it in of_variant)
+        counts["fused"] = sum(it.outcome.buckets > 0 for it in of_variant)
+        numbers = "".join(f"{counts[name]:14}" for name in columns)
+        lines.append(f"{models:10}{mode:11}{numbers}")
     return "\n".join(lines)
 
 
-def as_json(outcomes: Mapping[Run, Outcome], known: Sequence[Known], torch: str) -> str:
+def as_json(outcomes: Mapping[Run, Outcome], known: Sequence[Known]) -> str:
     """Return all that was found, for programs."""
     comparisons = {it.run: it for it in compare(outcomes, known)}
     rows: list[dict[str, Any]] = []
@@ -195,20 +185,8 @@ def as_json(outcomes: Mapping[Run, Outcome], known: Sequence[Known], torch: str)
         if run in comparisons:
             row |= {"verdict": comparisons[run].verdict, "reason": comparisons[run].reason}
         rows.append(row)
-    return json.dumps({"torch": torch, "runs": rows}, indent=1) + "\n"
-
-
-def read_outcomes(path: Path, torch: str) -> dict[Run, Outcome]:
-    """Read what :func:`as_json` wrote; nothing if it was on another version of torch."""
-    data = json.loads(path.read_text())
-    if data["torch"] != torch:
-        return {}
-    runs = Run.__dataclass_fields__
-    fields = Outcome.__dataclass_fields__
-    return {
-        Run(**{name: row[name] for name in runs}): Outcome(**{name: row[name] for name in fields})
-        for row in data["runs"]
-    }
+    version = importlib.metadata.version("torch")
+    return json.dumps({"torch": version, "runs": rows}, indent=1) + "\n"
 
 
 def last_error(text: str) -> str:

@@ -7,8 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from fusion_passes.graph.collectives import all_reduce
-from fusion_passes.plan.buckets import BucketPlan
-from fusion_passes.plan.planner import CannotLaunchError, ModuleBuckets, plan_buckets
+from fusion_passes.plan.buckets import BucketPlan, CannotLaunchError, ModuleBuckets, plan_buckets
 from testing.graphs import (
     Backward,
     TensorSpec,

@@ -13,8 +13,7 @@ from torch import Tensor, fx
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from fusion_passes.graph.operators import AS_COMPLEX
-from fusion_passes.graph.transparent import (
+from fusion_passes.graph.families import (
     CAST,
     CASTS,
     COMPLEX_VIEWS,
@@ -30,6 +29,7 @@ from fusion_passes.graph.transparent import (
     SCALINGS_OF_LISTS,
     VIEWS,
 )
+from fusion_passes.graph.operators import AS_COMPLEX
 
 _aten = torch.ops.aten
 

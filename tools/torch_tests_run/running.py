@@ -1,4 +1,5 @@
-"""Runs one of torch's DDP tests: this process and the ranks that it forks.
+"""Runs one of torch's DDP tests in a process of its own, which forks the test's ranks, and leaves
+none behind.
 
 Runs under the flag import the package with ``FUSION_PASSES_DDP_FUSION`` set. Without the flag it is
 not even imported.
@@ -6,22 +7,44 @@ not even imported.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
+import multiprocessing
 import os
+import signal
 import sys
+import tempfile
+import time
 import unittest
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch_tests_run.comparing import OFF, Outcome, Run, last_error
 from torch_tests_run.source import COMPILED, MODULE, rewritten
 
 FLAG = "FUSION_PASSES_DDP_FUSION"
 PACKAGE = "fusion_passes"
 
 RESULT = "result.json"
+
+STACKS_S = 10.0
+"""How long before a run is killed torch's own time limit prints where the ranks hang."""
+
+TAIL = 4000
+"""Characters of the log that an error is looked for in, if a test died without a word."""
+
+_ENVIRONMENT = {
+    "BACKEND": "gloo",
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    # Kernels are shared between runs, for time; graphs are not: each run runs the passes.
+    "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+    "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+}
+"""Of all runs; before torch is imported."""
 
 _PRELOADED = (
     "torch._dynamo.compiled_autograd",
@@ -32,11 +55,81 @@ _PRELOADED = (
 )
 
 
-def preload() -> None:
-    """Import what each run needs, once: a test takes less than its imports do."""
+def prepare(cache: Path, timeout_s: float) -> None:
+    """Set the environment of all runs, and import what each needs, once: a test takes less than its
+    imports do.
+
+    Args:
+        cache: Inductor's, unless the environment names one.
+        timeout_s: for each run.
+    """
     assert PACKAGE not in sys.modules, "runs without the flag are without the package"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    os.environ |= _ENVIRONMENT
+    os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(int(max(1, timeout_s - STACKS_S)))
+    os.environ.pop(FLAG, None)
     for name in _PRELOADED:
         importlib.import_module(name)
+
+
+def run_one(run: Run, ranks: int, *, logs: Path, timeout_s: float) -> Outcome:
+    """Run a test, and kill what it leaves running.
+
+    Args:
+        run: the test and its variant.
+        ranks: how many processes the test needs.
+        logs: directory for what they print.
+        timeout_s: for the run.
+    """
+    log = logs / f"{run.test}-{run.models}-{run.mode}.log"
+    with tempfile.TemporaryDirectory(prefix="torch-tests-") as name:
+        directory = Path(name)
+        process = multiprocessing.get_context("fork").Process(
+            target=_run_in_session, args=(run, ranks, directory, log)
+        )
+        start = time.monotonic()
+        process.start()
+        try:
+            process.join(timeout_s)
+        finally:
+            assert process.pid is not None, "it was started"
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # It may not have got to its own session yet.
+            process.join()
+        return _outcome(directory, log, round(time.monotonic() - start, 1), timeout_s)
+
+
+def _run_in_session(run: Run, ranks: int, directory: Path, log: Path) -> None:
+    """What the forked process does; its ranks stay in its session, so that killing that reaches all
+    of them."""
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(output, stream.fileno())
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ |= {"WORLD_SIZE": str(ranks), "TMPDIR": str(directory)}
+    os.environ |= {} if run.mode == OFF else {FLAG: run.mode}
+    tempfile.tempdir = None
+    run_test(run.test, compiled=run.models == "compiled", directory=directory)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)  # A thread that is left could keep it from ending.
+
+
+def _outcome(directory: Path, log: Path, seconds: float, timeout_s: float) -> Outcome:
+    buckets = directory / "buckets-0"
+    fused = int(buckets.read_text() or 0) if buckets.exists() else 0
+    if seconds >= timeout_s - STACKS_S:
+        return Outcome("timed out", f"not done after {timeout_s:g} s", fused, seconds)
+    result = directory / RESULT
+    if not result.exists():
+        tail = log.read_text(errors="replace")[-TAIL:]
+        return Outcome("failed", f"ended without a result: {last_error(tail)}", fused, seconds)
+    data = json.loads(result.read_text())
+    with log.open("a") as file:
+        file.write(f"\n{data['kind']}\n{data['text']}\n")
+    return Outcome(data["kind"], last_error(data["text"]), fused, seconds)
 
 
 def run_test(test: str, *, compiled: bool, directory: Path) -> None:

@@ -1,0 +1,156 @@
+"""Private names of Dynamo, and of compiled autograd, which has backwards traced and compiled as one
+graph. Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+
+Dynamo takes about a second to import: its modules are imported inside functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor, fx
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+# --- Dynamo --------------------------------------------------------------------------------------
+
+
+def dynamo_config() -> Any:
+    """``torch._dynamo.config``: holds ``optimize_ddp`` and ``compiled_autograd``."""
+    import torch._dynamo.config
+
+    return torch._dynamo.config
+
+
+def trace_rules() -> Any:
+    """``torch._dynamo.trace_rules``: DDP's constructor adds itself to the inlined modules."""
+    import torch._dynamo.trace_rules
+
+    return torch._dynamo.trace_rules
+
+
+def ddp_graph_log() -> Any:
+    """The log in which DDPOptimizer writes its table of buckets: ``TORCH_LOGS=ddp_graphs``."""
+    return torch._logging.getArtifactLogger("torch._dynamo.backends.distributed", "ddp_graphs")
+
+
+def is_compiling_graph() -> bool:
+    """Whether a graph is being compiled in this thread."""
+    from torch._guards import CompileContext
+
+    return CompileContext.try_get() is not None
+
+
+def disable_dynamo(function: Any) -> Any:
+    """Dynamo traces neither the function nor what it calls, until a compiled function is called."""
+    import torch._dynamo
+
+    return torch._dynamo.disable(function)
+
+
+def begin_no_graph(function: _Function) -> _Function:
+    """Dynamo begins no graph in the function, but traces what it calls; where a graph that began
+    elsewhere calls the function, it is a part of that graph.
+
+    ``torch._dynamo.decorators.skip`` would break that graph.
+    """
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+    return function
+
+
+def is_compiled_forward(node: Any) -> bool:
+    """Whether an autograd node belongs to a compiled region."""
+    return hasattr(getattr(node, "_forward_cls", None), "maybe_subclass_metadata")
+
+
+# --- Compiled autograd ---------------------------------------------------------------------------
+
+
+def compiled_autograd() -> Any:
+    """``torch._dynamo.compiled_autograd``: its ``_enable`` and ``_disable`` choose, a backward at
+    a time, whether hooks are traced into one graph."""
+    import torch._dynamo.compiled_autograd
+
+    return torch._dynamo.compiled_autograd
+
+
+def is_compiling_backward() -> bool:
+    """Whether a graph that compiled autograd has traced is being compiled or run."""
+    autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return autograd is not None and autograd.in_compiled_autograd_region
+
+
+def clear_backward_cache() -> None:
+    """Make compiled autograd forget its graphs: it knows them by their autograd nodes alone."""
+    torch._C._dynamo.compiled_autograd.clear_cache()
+
+
+def traces_backwards() -> bool:
+    """Whether the backwards that begin now are traced."""
+    return bool(compiled_autograd().compiled_autograd_enabled)
+
+
+def tracing_backwards(
+    compiler: Callable[[fx.GraphModule], Any],
+) -> contextlib.AbstractContextManager[None]:
+    """A context in which compiled autograd traces backwards, with sizes as they are.
+
+    Args:
+        compiler: compiles their graphs.
+    """
+    context: contextlib.AbstractContextManager[None] = compiled_autograd()._enable(
+        compiler, dynamic=False
+    )
+    return context
+
+
+def tracing_none() -> contextlib.AbstractContextManager[None]:
+    """A context in which no backward is traced."""
+    context: contextlib.AbstractContextManager[None] = compiled_autograd()._disable()
+    return context
+
+
+def in_one_graph() -> contextlib.AbstractContextManager[None]:
+    """A context in which Dynamo raises an error where it would break a graph."""
+    context: contextlib.AbstractContextManager[None] = torch._dynamo.error_on_graph_break(True)
+    return context
+
+
+def is_error_of_a_compile(error: Exception) -> bool:
+    """Whether Dynamo could not trace something, refuses it, or breaks the graph there, or it or a
+    compiler behind it has come to grief in another way."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
+@contextlib.contextmanager
+def weak_marks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """A context in which ``torch._dynamo.mark_dynamic`` means what ``maybe_mark_dynamic`` does.
+
+    Args:
+        tensors: that may be marked.
+    """
+    marked = {id(tensor): vars(tensor) for tensor in tensors if _STRICT_MARKS in vars(tensor)}
+    before = {number: dict(attributes) for number, attributes in marked.items()}
+    for attributes in marked.values():
+        strict = attributes.pop(_STRICT_MARKS)
+        attributes[_WEAK_MARKS] = strict | attributes.get(_WEAK_MARKS, set())
+    try:
+        yield
+    finally:
+        for number, attributes in marked.items():
+            attributes.pop(_WEAK_MARKS, None)
+            attributes.update(before[number])
+
+
+_STRICT_MARKS: Final = "_dynamo_dynamic_indices"
+_WEAK_MARKS: Final = "_dynamo_weak_dynamic_indices"
+"""Attributes of tensors: sets of dimensions (torch 2.11 to 2.15)."""

@@ -1,0 +1,370 @@
+"""Runs a scenario each way in processes of its own, leaves none behind, and records what became of
+each rank."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fault_runs.caches import CannotPrepareError
+from fault_runs.judging import violations
+from fault_runs.records import RankRecord, RunRecord, add_events, events_path, read_events
+from fault_runs.scenarios import MODES, PEERS, Scenario, Way
+from testing.sessions import kill_marked, marked, start_session
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+MARK = "FAULT_RUN"
+"""Environment variable by which the processes of a run are known, whoever their parent is."""
+
+POLL_S = 0.05
+START_S = 240.0
+"""At most, until the fault: cold compiles on busy cores."""
+
+LEAVE_S = 3.0
+"""How long what the ranks have started may outlive them."""
+
+STOCK_FILES = ("torchinductor_", "torchelastic_")
+"""Directories that stock Inductor and torchrun, for its logs, leave in TMPDIR."""
+
+STACK_S = 0.5
+TAIL_LINES = 12
+
+FILLING: Mapping[str, object] = {"steps": 2, "modules": 1, "goes_on": None, "pause_s": 0}
+"""Options of a run that fills a cache."""
+
+
+@dataclass
+class Verdict:
+    """What became of a scenario one way.
+
+    Attributes:
+        scenario: its name.
+        way: eager, compiled, or a mode.
+        runs: each repetition; the last one is shown.
+        violations: what is wrong; never anything for a peer.
+        skipped: why it was not run.
+    """
+
+    scenario: str
+    way: Way
+    runs: list[RunRecord] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+    skipped: str = ""
+
+
+@dataclass
+class Runner:
+    """Runs scenarios.
+
+    Attributes:
+        directory: for what ranks write, and caches; removed by the caller.
+        output: where results are appended.
+        peers: what the flag is compared with.
+    """
+
+    directory: Path
+    output: Path
+    peers: Sequence[Way] = PEERS
+
+    def verdicts(self, scenario: Scenario, modes: Sequence[Way]) -> Iterator[Verdict]:
+        """One for each peer, then for each mode."""
+        peers: list[RunRecord] = []
+        for way in (*(peer for peer in self.peers if peer in scenario.peers), *modes):
+            verdict = Verdict(scenario.name, way)
+            try:
+                for _ in range(scenario.repeats):
+                    run = self._run(scenario, way)
+                    verdict.runs.append(run)
+                    if way not in PEERS:
+                        new = violations(scenario, run, peers)
+                        verdict.violations += [t for t in new if t not in verdict.violations]
+            except CannotPrepareError as error:
+                verdict.skipped = str(error)
+            if way in PEERS:
+                peers += verdict.runs
+            with (self.output / "results.jsonl").open("a") as file:
+                file.write(json.dumps(dataclasses.asdict(verdict)) + "\n")
+            yield verdict
+            if verdict.skipped:
+                return
+
+    def _run(self, scenario: Scenario, way: Way) -> RunRecord:
+        directory = Path(tempfile.mkdtemp(prefix=f"{scenario.name}-", dir=self.directory))
+        cache = directory / "cache"
+        if scenario.warm:
+            shutil.copytree(self._filled_cache(scenario, way), cache)
+        else:
+            cache.mkdir()
+        undo = scenario.prepare(cache) if scenario.prepare else None
+        try:
+            return _Processes(scenario, way, directory, cache, self._headers()).run()
+        finally:
+            if undo is not None:
+                undo()
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _headers(self) -> Path:
+        """Where Inductor keeps the headers that it compiles, for all runs together: that takes
+        10 s, in which the other ranks wait."""
+        headers = self.directory / "headers"
+        headers.mkdir(exist_ok=True)
+        return headers
+
+    def _filled_cache(self, scenario: Scenario, way: Way) -> Path:
+        """Of a run without a fault, shared by all scenarios with the same program."""
+        program = scenario.program.partition(":")[2]
+        chosen = [str(scenario.options.get(name) or "plain") for name in ("hook", "graph")]
+        cache = self.directory / "-".join(["filled", program, *chosen, str(scenario.ranks), way])
+        if cache.exists() or way == "eager":
+            cache.mkdir(exist_ok=True)
+            return cache
+        calm = Scenario(
+            scenario.name,
+            scenario.program,
+            {**scenario.options, **FILLING},
+            ranks=scenario.ranks,
+            group_timeout_s=START_S,
+            limit_s=600.0,
+        )
+        directory = Path(tempfile.mkdtemp(prefix="filling-", dir=self.directory))
+        filled = directory / "cache"
+        filled.mkdir()
+        run = _Processes(calm, way, directory, filled, self._headers()).run()
+        if not all(rank.is_right for rank in run.ranks):
+            logs = "\n".join(rank.log for rank in run.ranks)
+            raise RuntimeError(f"{scenario.name}, {way}: a run without a fault failed\n{logs}")
+        filled.replace(cache)
+        return cache
+
+
+@dataclass
+class _Rank:
+    """One process, as the runner sees it; under torchrun, of the last life that has started."""
+
+    record: RankRecord
+    directory: Path
+    process: subprocess.Popen[bytes] | None = None
+    end: float | None = None
+    is_stopped: bool = False
+    is_continued: bool = False
+
+    def times_of(self, kind: str) -> list[float]:
+        """When the rank has noted that."""
+        path = events_path(self.directory, self.record.rank)
+        return [item["time"] for item in read_events(path) if item["event"] == kind]
+
+
+class _Processes:
+    """The processes of one scenario, one way.
+
+    Args:
+        scenario: what runs.
+        way: eager, compiled, or a mode.
+        directory: for what the ranks write.
+        cache: Inductor's.
+        headers: Inductor's other one, for the headers that it compiles.
+    """
+
+    def __init__(
+        self, scenario: Scenario, way: Way, directory: Path, cache: Path, headers: Path
+    ) -> None:
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+        self.scenario, self.way = scenario, way
+        self._directory, self._cache = directory, cache
+        self._temporary = directory / "tmp"
+        self._temporary.mkdir()
+        (self._temporary / Path(default_cache_dir()).name).symlink_to(headers)
+        self._mark = f"{os.getpid()}-{directory.name}-{time.monotonic_ns()}"
+        self._ranks: list[_Rank] = []
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self._interrupted: float | None = None
+        self._start_time = time.time()
+
+    def run(self) -> RunRecord:
+        """Run to the end; end all processes whatever happens."""
+        try:
+            self._start()
+            while not self._is_done():
+                if self._is_late():
+                    self._say_stacks()
+                    break
+                time.sleep(POLL_S)
+            left = self._left_processes()
+        finally:
+            kill_marked(MARK, self._mark)
+            for process in (self._launcher, *(rank.process for rank in self._ranks)):
+                if process is not None:
+                    process.wait()
+        origin = self._fault_time() or self._start_time
+        for rank in self._ranks:
+            rank.record.end_s = (rank.end or time.time()) - origin
+            rank.record.is_hit = self._interrupted is not None
+            path = events_path(rank.directory, rank.record.rank)
+            add_events(rank.record, read_events(path), origin)
+            rank.record.log = self._tail(rank)
+        files = sorted(path.name for path in self._temporary.iterdir())
+        left += [f"file {name}" for name in files if not name.startswith(STOCK_FILES)]
+        return RunRecord(self.way, [rank.record for rank in self._ranks], left)
+
+    def _start(self) -> None:
+        for training in range(self.scenario.trainings):
+            directory = self._directory / f"training-{training}"
+            directory.mkdir()
+            new = [_Rank(RankRecord(rank), directory) for rank in range(self.scenario.ranks)]
+            self._ranks += new
+            if self.scenario.launcher == "torchrun":
+                self._start_torchrun(directory)
+                continue
+            with socket.socket() as server:
+                server.bind(("127.0.0.1", 0))
+                port = server.getsockname()[1]  # Nobody listens there now.
+            for rank in new:
+                rank.process = self._start_rank(rank, port)
+
+    def _start_rank(self, rank: _Rank, port: int) -> subprocess.Popen[bytes]:
+        number = str(rank.record.rank)
+        places = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": str(self.scenario.ranks)}
+        places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, "-m", "fault_runs.rank", *self._arguments(rank.directory)]
+        log = rank.directory / f"rank-{number}.log"
+        return start_session(command, log, self._environment(rank.record.rank) | places)
+
+    def _start_torchrun(self, directory: Path) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={self.scenario.ranks}", *self.scenario.launcher_options]
+        command += ["--module", "fault_runs.rank", *self._arguments(directory)]
+        log = directory / "launcher.log"
+        self._launcher = start_session(command, log, self._environment(-1))
+
+    def _arguments(self, directory: Path) -> list[str]:
+        fault = self.scenario.fault
+        values = {
+            "fault": dataclasses.asdict(fault) if fault else None,
+            "options": dict(self.scenario.options),
+            "group_timeout_s": self.scenario.group_timeout_s,
+        }
+        return [self.scenario.program, self.way, str(directory), json.dumps(values)]
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        variables = {k: v for k, v in os.environ.items() if k != "FUSION_PASSES_DDP_FUSION"}
+        given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        paths = [path for path in (*given, str(ROOT), str(ROOT / "tools")) if path]
+        variables |= {
+            MARK: self._mark,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self._temporary),
+            "TORCHINDUCTOR_CACHE_DIR": str(self._cache),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "TORCHINDUCTOR_VEC_ISA_OK": "1",  # No trial, which compiles six programs.
+        }
+        if self.way in MODES:
+            variables["FUSION_PASSES_DDP_FUSION"] = self.way
+        own = self.scenario.rank_environment.get(rank, {})
+        own = {name: text.format(directory=self._directory) for name, text in own.items()}
+        return variables | dict(self.scenario.environment) | own
+
+    def _is_done(self) -> bool:
+        """Look at each process once; continue and end the stopped ones."""
+        if self._launcher is not None:
+            self._interrupt_launcher()
+        for rank in self._ranks:
+            process = self._launcher or rank.process
+            assert process is not None
+            if rank.end is None and (code := process.poll()) is not None:
+                rank.record.exit_code, rank.end = code, time.time()
+        running = [rank for rank in self._ranks if rank.end is None]
+        self._continue_stopped(running)
+        return not running
+
+    def _continue_stopped(self, running: list[_Rank]) -> None:
+        """Continue ranks whose time has come; kill one that is never to, once it is alone."""
+        fault = self.scenario.fault
+        if fault is None or fault.action != "stop":
+            return
+        for rank in running:
+            since = rank.times_of("fault")
+            if not since or rank.is_continued or rank.process is None:
+                continue
+            rank.is_stopped = True
+            if fault.continue_s is not None and time.time() - since[0] >= fault.continue_s:
+                os.kill(rank.process.pid, signal.SIGCONT)
+                rank.is_continued, rank.is_stopped = True, False
+        if fault.continue_s is None and all(rank.is_stopped for rank in running):
+            for rank in running:
+                assert rank.process is not None
+                rank.process.kill()
+
+    def _interrupt_launcher(self) -> None:
+        at = self.scenario.interrupt_step
+        if at is None or self._interrupted is not None:
+            return
+        if max(len(rank.times_of("step")) for rank in self._ranks) >= at:
+            # As a terminal does: to all processes of the foreground.
+            for pid in marked(MARK, self._mark):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGINT)
+            self._interrupted = time.time()
+
+    def _fault_time(self) -> float | None:
+        """When the first rank was hit, or the launcher was interrupted."""
+        times = [time for rank in self._ranks for time in rank.times_of("fault")]
+        times += [] if self._interrupted is None else [self._interrupted]
+        return min(times, default=None)
+
+    def _is_late(self) -> bool:
+        since = self._fault_time()
+        if since is not None:
+            return time.time() - since > self.scenario.limit_s
+        return time.time() - self._start_time > max(START_S, self.scenario.limit_s)
+
+    def _say_stacks(self) -> None:
+        """Let each rank that hangs write where it is."""
+        for pid in marked(MARK, self._mark):
+            if self._launcher is None or pid != self._launcher.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+                    os.kill(pid, signal.SIGUSR1)
+        time.sleep(STACK_S)
+
+    def _left_processes(self) -> list[str]:
+        """What still runs although all ranks have ended."""
+        if any(rank.end is None for rank in self._ranks):
+            return []
+        deadline = time.monotonic() + LEAVE_S
+        while (pids := list(marked(MARK, self._mark))) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return [f"process {_command_of(pid)}" for pid in pids]
+
+    def _tail(self, rank: _Rank) -> str:
+        """The last that a rank has printed, and the stacks that it has written."""
+        number = rank.record.rank
+        texts = []
+        for name in (f"rank-{number}.log", "launcher.log", f"stacks-{number}.txt"):
+            path = rank.directory / name
+            if path.exists():
+                texts += path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        return "\n".join(texts)
+
+
+def _command_of(pid: int) -> str:
+    """What a process runs."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return b" ".join(words).decode(errors="replace")[:200]
+    return str(pid)
