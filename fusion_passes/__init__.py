@@ -14,7 +14,6 @@ Importing the package adds ``ddp_fusion`` to ``torch._inductor.config``::
 """
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.install.switch import install_flag
 from fusion_passes.reducer.rank_errors import RanksDisagreeError
 from fusion_passes.reporting.graphs import compile_log
 from fusion_passes.reporting.recording import Recording, record_steps
@@ -30,6 +29,10 @@ from fusion_passes.reporting.table import format_report
 from fusion_passes.reporting.timeline import Timeline
 from fusion_passes.reporting.warnings import FusionWarning
 from fusion_passes.version import __version__
+
+# isort: split
+# The last of all that remembers something: what it has changed in torch is put back first.
+from fusion_passes.install.switch import install_flag
 
 __all__ = [
     "BucketReport",

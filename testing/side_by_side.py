@@ -25,7 +25,7 @@ class Running(Protocol[Outcome_co]):
 
 def run_side_by_side(
     items: Iterable[Item],
-    start: Callable[[Item], Running[Outcome]],
+    start: Callable[[Item], Running[Outcome] | None],
     on_outcome: Callable[[Item, Outcome], None],
     *,
     jobs: int,
@@ -34,7 +34,7 @@ def run_side_by_side(
 
     Args:
         items: what is to be run.
-        start: starts one.
+        start: starts one; ``None`` to leave it out.
         on_outcome: called with each item as it is done.
         jobs: how many run at a time.
     """
@@ -43,7 +43,8 @@ def run_side_by_side(
         while waiting or running:
             while waiting and len(running) < jobs:
                 item = waiting.pop(0)
-                running.append((item, start(item)))
+                processes = start(item)
+                running += [] if processes is None else [(item, processes)]
             for entry in list(running):
                 item, processes = entry
                 outcome = processes.poll()

@@ -1,12 +1,9 @@
-"""What the package costs and gains, beside what torch does: one bench of six parts.
+"""What the package costs and gains, beside what torch does: one bench of three parts.
 
     python tools/bench.py --quick      # training steps, in under 3 minutes, to see that it runs
     python tools/bench.py steps        # a training step under each method to reduce gradients
-    python tools/bench.py storage      # what it costs to get gradients into their buckets
-    python tools/bench.py passes       # the time that the passes take, up to 10,000 gradients
-    python tools/bench.py scaling      # a bucket's collective, by where it is scaled
     python tools/bench.py starts       # a cold start, a warm start and a step, in CPU seconds
-    python tools/bench.py options      # a step with options of DDP, beside its own reducer
+    python tools/bench.py passes       # the time that the passes take, up to 10,000 gradients
 
 Without a name it is the steps. ``python tools/bench.py PART --help`` lists the options of a part.
 Each prints its page; ``--output DIR`` keeps what was measured as ``DIR/PART.json`` and the page as
@@ -21,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 DEFAULT: Final = "steps"
-PARTS: Final = (DEFAULT, "storage", "passes", "scaling", "starts", "options")
+PARTS: Final = (DEFAULT, "starts", "passes")
 """Each a module of :mod:`benches`, imported when it is asked for."""
 
 WRONG_USE: Final = 2

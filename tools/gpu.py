@@ -30,21 +30,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from benches.processes import ROOT, environment
 from command_line import parser_of
-from gpu_checks import pages, sharing
+from gpu_checks import pages
 from gpu_checks.machine import Machine
 from gpu_checks.parts import Part, choose
-from gpu_checks.processes import PartProcesses, environment, run_parts
-from gpu_checks.results import Result, read_result
-from gpu_checks.sites import Sharing, Site
+from gpu_checks.processes import PartProcess
+from gpu_checks.sites import Result, Sharing, Site, control_mps, read_result
 from interrupting import INTERRUPTED, terminated_as_interrupted
+from testing.side_by_side import run_side_by_side
 
-UNTIMED: Final = ("correctness", "trainers")
-"""Groups of parts that may run side by side."""
+UNTIMED: Final = "correctness"
+"""Group of parts that may run side by side."""
 
 CATALOG: Final = "gpu_checks.parts"
 SECONDS: Final = 480.0
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=SECONDS, help=f"for all parts ({SECONDS:g})")
     add("--jobs", type=int, help="trainings at a time (half of the cores, at most 8)")
     add("--results", type=Path, default=Path("gpu-results"), help="directory (gpu-results)")
-    add("--out", type=Path, help="file of the page (DATE.md in --results)")
+    add("--out", type=Path, help="file of the page (docs/gpu/DATE.md; of a CPU, in --results)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny, to try parts out")
     return parser
 
@@ -116,9 +116,8 @@ def _ask_machine(device: str, cache: Path) -> Machine:
         RuntimeError: torch cannot be imported, or the GPU does not answer.
     """
     command = [sys.executable, "-m", "gpu_checks.machine", device]
-    variables = environment("", cache)
     try:
-        text = subprocess.check_output(command, env=variables, text=True, timeout=ANSWER_S)
+        text = subprocess.check_output(command, env=environment(cache), text=True, timeout=ANSWER_S)
     except subprocess.SubprocessError as error:
         raise RuntimeError(f"torch or the GPU does not answer: {error}") from error
     return Machine(**json.loads(text.splitlines()[-1]))
@@ -128,7 +127,7 @@ def _check_plan(machine: Machine, cache: Path, seconds: float) -> int:
     print(f"No GPU: {machine.why_none}. Nothing is run; this checks that all parts could.")
     command = [sys.executable, "-m", "gpu_checks.plan"]
     try:
-        subprocess.run(command, env=environment("", cache), timeout=seconds, check=True)
+        subprocess.run(command, env=environment(cache), timeout=seconds, check=True)
     except subprocess.SubprocessError as error:
         print(f"The plan is broken: {error}")
         return 1
@@ -155,10 +154,9 @@ class Session:
         cache: Path,
         arguments: Sequence[str],
     ) -> None:
-        self._options = options
-        self._machine = machine
-        self._cache = cache
+        self._options, self._machine, self._cache = options, machine, cache
         self._catalog = catalog
+        self._module = importlib.import_module(catalog)
         self._command = shlex.join(["python", "tools/gpu.py", *arguments])
         self._deadline = time.monotonic() + options.seconds
         # Who gives more time has a slow machine.
@@ -178,19 +176,18 @@ class Session:
         except KeyboardInterrupt:
             interrupted = True
         finally:
-            sharing.end(self._cache / "mps")
+            if self._sharing.mps:
+                control_mps(Path(self._sharing.mps), words="quit\n")
         self._write_page(parts)
         print(pages.summary(parts, self._results))
         if interrupted:
             return INTERRUPTED
-        return int(not all(self._is_done(part) for part in parts))
-
-    def _is_done(self, part: Part) -> bool:
-        return part.name in self._results and self._results[part.name].is_right
+        done = (self._results.get(part.name) for part in parts)
+        return int(not all(result is not None and result.is_right for result in done))
 
     def _able(self, parts: Sequence[Part]) -> list[Part]:
         """The parts that the machine can run; say which it cannot."""
-        if any(part.joined > 1 for part in parts):
+        if any(part.ranks > 1 for part in parts):
             self._backend_of_two, reason = self._choose_backend()
             print(f"Two ranks: {self._backend_of_two}{f', since {reason}' if reason else ''}.")
         able = []
@@ -205,80 +202,75 @@ class Session:
 
     def _choose_backend(self) -> tuple[str, str]:
         """Over what two ranks reduce, and why not over NCCL."""
-        machine = self._machine
-        if machine.device == "cpu":
+        if self._machine.device == "cpu":
             return "gloo", "this is the CPU"
-        if machine.count > 1:
-            return "nccl", ""
-        self._backend_of_two = "nccl"
-        failure = ""
-        for way in self._ways_to_share():
+        self._backend_of_two, failure = "nccl", ""
+        for way in self._ways_to_share() if self._machine.count == 1 else ():
             self._sharing = way
-            file = machine.newer_file if not way.apart else ""
-            if file:
-                self._machine = replace(machine, nccl=machine.newer_nccl)
-                os.environ["LD_PRELOAD"] = file
             failure = self._failure_of_probe()
             if not failure:
-                return "nccl", ""
+                break
             print(f"Two ranks, {way}: {failure}", flush=True)
-            if file:
-                self._machine = machine
-                del os.environ["LD_PRELOAD"]
-        return "gloo", failure
+        return ("gloo", failure) if failure else ("nccl", "")
 
     def _ways_to_share(self) -> Iterator[Sharing]:
-        """How two ranks may have one GPU, the best first."""
+        """How two ranks may have one GPU, the best first; the last is for NCCL 2.30 and newer."""
         directory = self._cache / "mps"
-        if sharing.start(directory):
+        if control_mps(directory, "-d"):
             yield Sharing(True, str(directory))
+            control_mps(directory, words="quit\n")
         yield Sharing(True)
-        if self._machine.newer_file or self._machine.shares_gpu:
-            yield Sharing(False)
+        yield Sharing(False)
 
     def _failure_of_probe(self) -> str:
         """Why two ranks cannot reduce over NCCL; empty if they can."""
         found: list[Result] = []
-        probe = importlib.import_module(self._catalog).PROBE
-        run_parts([probe], self._start, jobs=1, on_result=lambda _, one: found.append(one))
+        probe = [self._module.PROBE]
+        run_side_by_side(probe, self._start, lambda _, one: found.append(one), jobs=1)
         if not found:
             return "there is no time left"
         return "" if found[0].is_right else found[0].failure
 
     def _backend(self, part: Part) -> str:
-        if part.joined > 1:
+        if part.ranks > 1:
             return self._backend_of_two
         return "nccl" if self._machine.device == "cuda" else "gloo"
 
     def _run_rest(self, parts: Sequence[Part]) -> None:
+        rest = []
         for part in parts:
             kept = read_result(self._options.results, part.name, self._machine.key)
-            if kept and self._counts(kept, part):
+            counts = kept and kept.is_right and kept.backend == self._backend(part)
+            if kept and counts and not self._options.again:
                 self._results[part.name] = kept
                 print(f"{part.name}: done before")
-        rest = [part for part in parts if part.name not in self._results]
-        for untimed, group in itertools.groupby(rest, lambda part: part.group in UNTIMED):
+            else:
+                rest.append(part)
+        for is_untimed, group in itertools.groupby(rest, lambda part: part.group == UNTIMED):
             # What is timed runs alone.
-            jobs = self._options.jobs if untimed else 1
-            run_parts(list(group), self._start, jobs=jobs, on_result=self._keep)
+            jobs = self._options.jobs if is_untimed else 1
+            run_side_by_side(list(group), self._start, self._keep, jobs=jobs)
 
-    def _counts(self, kept: Result, part: Part) -> bool:
-        same_backend = kept.backend == self._backend(part)
-        return kept.is_right and same_backend and not self._options.again
-
-    def _start(self, part: Part) -> PartProcesses | None:
+    def _start(self, part: Part) -> PartProcess | None:
         left_s = self._deadline - time.monotonic()
         if left_s < min(part.least_s, self._options.seconds):
             print(f"{part.name}: not run, {max(0.0, left_s):.0f} s are left", flush=True)
             return None
         logs = self._options.results / "logs"
         logs.mkdir(exist_ok=True)
-        memory_gib = self._machine.memory_gib
-        site = Site(self._machine.device, self._backend(part), "", _cores(), memory_gib)
-        return PartProcesses(
+        site = Site(
+            self._machine.device,
+            self._backend(part),
+            cores=_cores(),
+            gpus=self._machine.count,
+            memory_gib=self._machine.memory_gib,
+            sharing=self._sharing,
+            catalog=self._catalog,
+        )
+        return PartProcess(
             part,
-            machine=self._machine,
-            site=replace(site, catalog=self._catalog, sharing=self._sharing),
+            key=self._machine.key,
+            site=site,
             cache=self._cache,
             logs=logs,
             limit_s=min(part.limit_s * self._patience, left_s),
@@ -295,15 +287,13 @@ class Session:
 
     def _write_page(self, chosen: Sequence[Part]) -> None:
         """Write all results there are, also those of earlier calls for other parts."""
-        results: dict[str, Result] = {}
-        parts = []
-        for part in importlib.import_module(self._catalog).PARTS:
-            kept = read_result(self._options.results, part.name, self._machine.key)
-            result = self._results.get(part.name, kept)
-            if result is not None:
-                results[part.name] = result
-            if result is not None or part in chosen:
-                parts.append(part)
+        kept = {
+            part.name: self._results.get(part.name)
+            or read_result(self._options.results, part.name, self._machine.key)
+            for part in self._module.PARTS
+        }
+        results = {name: result for name, result in kept.items() if result is not None}
+        parts = [part for part in self._module.PARTS if part in chosen or part.name in results]
         date = str(datetime.date.today())
         text = pages.as_markdown(self._machine, parts, results, date=date, command=self._command)
         page = self._page(date)
@@ -313,7 +303,10 @@ class Session:
 
     def _page(self, date: str) -> Path:
         """Where the page is written."""
-        return Path(self._options.out or self._options.results / f"{date}.md")
+        if self._options.out:
+            return Path(self._options.out)
+        on_cpu = self._machine.device == "cpu"
+        return (self._options.results if on_cpu else ROOT / "docs" / "gpu") / f"{date}.md"
 
 
 if __name__ == "__main__":

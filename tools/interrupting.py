@@ -14,13 +14,16 @@ INTERRUPTED: Final = 130
 
 @contextlib.contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Clean up and write what was found also if this process is terminated."""
+    """Clean up and write what was found also if this process is terminated, or its terminal is
+    gone."""
 
     def interrupt(_: int, __: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in signals}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

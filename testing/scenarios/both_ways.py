@@ -4,6 +4,7 @@ gradients averaged by hand, and compares."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import traceback
@@ -34,8 +35,8 @@ NOT_DDPS = ("belongs to no DistributedDataParallel module", "a collective of ano
 def target_of(scenario: Scenario) -> Callable[[Run], None]:
     """The function that trains."""
     module, _, function = scenario.target.partition(":")
-    target: Callable[[Run], None] = getattr(importlib.import_module(module), function)
-    return target
+    target: Callable[..., None] = getattr(importlib.import_module(module), function)
+    return functools.partial(target, **dict(scenario.arguments))
 
 
 def flag_of(scenario: Scenario, mode: str, graph: str = "auto") -> FusionConfig:
@@ -88,11 +89,18 @@ def train_both(scenario: Scenario, dtype: str, flag: Any, device: torch.device) 
         rejected=tuple(sorted(r for r in rejections if not any(words in r for words in NOT_DDPS))),
         before=sum(report.collectives_before for report in reports),
         after=sum(report.collectives_after for report in reports),
-        launches=tuple(sorted({launched for launched, synced in fused.launches if synced})),
+        launches=_launches(fused),
         traced=counters["compiled_autograd"]["captures"],
         unwaited=_get_work_registry_size() - unwaited,
         warned=tuple(warned),
     )
+
+
+def _launches(run: Run) -> tuple[int, ...]:
+    """Collectives in the backwards that average; of the first one where there is no other."""
+    averaging = [item for item in run.launches if item.synced]
+    later = {item.number for item in averaging if not item.is_first}
+    return tuple(sorted(later or {item.number for item in averaging}))
 
 
 def _attempt(target: Callable[[Run], None], run: Run) -> Failure | None:

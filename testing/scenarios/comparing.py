@@ -33,13 +33,11 @@ def differences(fused: Run, eager: Run, tolerance_eps: float) -> list[str]:
         for stage, ours, theirs in stages
         for difference in _of_stage(stage, ours, theirs, tolerance_eps)
     ]
-    for index, ((ours, synced), (theirs, _)) in enumerate(
-        zip(fused.launches, eager.launches, strict=True)
-    ):
-        # More than none: eager DDP rebuilds its buckets once, whatever the backward. A reducer
-        # agrees on its layout in the first backward that averages.
-        if not synced and ours > theirs + (index == 0 and theirs > 0):
-            found.append(f"backward {index}: {ours} collectives instead of {theirs}, with no_sync")
+    for index, (ours, theirs) in enumerate(zip(fused.launches, eager.launches, strict=True)):
+        # More than none: eager DDP rebuilds its buckets once, whatever the backward.
+        if not ours.synced and ours.number > theirs.number + (index == 0 and theirs.number > 0):
+            pair = f"{ours.number} collectives instead of {theirs.number}"
+            found.append(f"backward {index}: {pair}, with no_sync")
     if fused.others != eager.others:
         found.append(f"{fused.others} instead of {eager.others}")
     return found[:MAX_DIFFERENCES]

@@ -34,8 +34,8 @@ class Scenario:
             from eager DDP by a tolerance is what compiled kernels round otherwise, and nothing
             else.
         warns: a part of each text that each rank warns of.
-        launches: collectives of DDP's groups in each backward that averages, without those with
-            which reducers agree on their layouts; 0 if that is not said.
+        launches: collectives of DDP's groups in each backward that averages, once its
+            buckets are rebuilt; 0 if that is not said.
         keeps_graph: whether a second backward goes through a compiled forward, with
             ``retain_graph=True``: torch wants ``torch._functorch.config.donated_buffer = False``
             there, with DDP or without.
@@ -43,6 +43,8 @@ class Scenario:
         must_fail: eager DDP has nothing to compare with, and each rank must raise an error, on some
             rank one that names ``ddp_fusion`` and this text. Empty: it is to be trained.
         options: of ``FusionConfig``, by name, beside mode and graph.
+        arguments: of the target, by name, beside the run; mostly fields of
+            :class:`testing.scenarios.loop.Loop`.
         tested: in which modes a check trains it, as ``"concat"`` or, in another dtype than the
             first, ``"concat/bf16"``. Nightly jobs train it in all modes and dtypes.
         each_torch: whether a check trains it on the oldest and the newest torch too, in its first
@@ -68,6 +70,7 @@ class Scenario:
     leaves_unwaited: bool = False
     must_fail: str = ""
     options: tuple[tuple[str, Any], ...] = ()
+    arguments: tuple[tuple[str, Any], ...] = ()
     tested: tuple[str, ...] = ()
     each_torch: bool = False
     newest_torch: bool = False

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from testing.models import Batch, Loss, linear_loss
 from testing.scenarios.run import Run, synced_if
 
+Style = Literal["outside", "inside", "as it is"]
 OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -52,7 +53,7 @@ class Loop:
         before_update: called between the last backward of a step and the optimizer.
     """
 
-    style: Literal["outside", "inside", "as it is"] = "outside"
+    style: Style = "outside"
     steps: int = 3
     micro_batches: int = 1
     no_sync: bool = False

@@ -41,7 +41,7 @@ class RankReport:
         before: collectives that were traced, in all graphs.
         after: collectives that are launched instead.
         launches: collectives of DDP's groups in the backwards that average, from the least to the
-            most, without those with which reducers agree on their layouts.
+            most, once buckets are rebuilt.
         traced: backwards that compiled autograd has traced.
         unwaited: tensors of compiled collectives that nobody has waited for: numbers can be right
             by luck where a bucket was read too early.

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch._dynamo
@@ -30,6 +30,20 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Tensors = dict[str, Tensor | None]
 
 
+class Launches(NamedTuple):
+    """Collectives of DDP's groups up to a backward, since the one before.
+
+    Attributes:
+        number: without those with which buckets are rebuilt.
+        synced: whether gradients were to be averaged.
+        is_first: whether buckets were rebuilt at its end: it had others than those that follow.
+    """
+
+    number: int
+    synced: bool
+    is_first: bool
+
+
 class Run:
     """What a target trains with, and where it notes what is to be compared.
 
@@ -44,8 +58,7 @@ class Run:
         backwards: gradients after each backward, by the parameter's name.
         end: what is compared beside them, by name.
         others: the same, of what is no tensor.
-        launches: collectives of DDP's groups up to each backward since the one before, and whether
-            its gradients were to be averaged.
+        launches: of each backward.
     """
 
     def __init__(
@@ -58,14 +71,14 @@ class Run:
         self.backwards: list[Tensors] = []
         self.end: Tensors = {}
         self.others: dict[str, Any] = {}
-        self.launches: list[tuple[int, bool]] = []
+        self.launches: list[Launches] = []
         self._groups: dict[int, Any] = {}
         self._launched = 0
         self._reports_before = len(fusion_passes.reports())
         self._averaged_by_hand: list[nn.Module] = []
         self._wrapped: list[weakref.ref[DistributedDataParallel]] = []
         self._averaged: set[int] = set()
-        self._with_layout: weakref.WeakSet[Reducer] = weakref.WeakSet()
+        self._rebuilt: weakref.WeakSet[Reducer] = weakref.WeakSet()
         self._parameters: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = (
             weakref.WeakKeyDictionary()
         )
@@ -152,7 +165,8 @@ class Run:
             average_by_hand(module)
         gradients = {name: parameter.grad for name, parameter in self._parameters_of(model).items()}
         self.backwards.append(_detached(gradients))
-        self.launches.append((self._count_launches(), synced))
+        launched, rebuilt = self._count_launches(), self._count_rebuilt()
+        self.launches.append(Launches(launched - rebuilt, synced, rebuilt > 0))
         if synced:
             self.count_gradients()
 
@@ -174,18 +188,17 @@ class Run:
         return fusion_passes.reports()[self._reports_before :]
 
     def _count_launches(self) -> int:
-        """Collectives since the last call; none can hide, for each backend numbers them. Those with
-        which a reducer agrees on its layout, once, do not count."""
+        """Collectives since the last call; none can hide, for each backend numbers them."""
         total = sum(group._get_sequence_number_for_group() for group in self._groups.values())
         launched, self._launched = total - self._launched, total
-        return launched - self._count_layouts()
+        return launched
 
-    def _count_layouts(self) -> int:
-        """Layouts that there are since the last call."""
+    def _count_rebuilt(self) -> int:
+        """Reducers that have rebuilt their buckets since the last call: with a collective each."""
         modules = filter(None, (reference() for reference in self._wrapped))
         reducers = {reducer_of(module) for module in modules if REDUCER in module.__dict__}
-        new = {r for r in reducers if r.has_rebuilt_buckets} - set(self._with_layout)
-        self._with_layout.update(new)
+        new = {r for r in reducers if r.has_rebuilt_buckets} - set(self._rebuilt)
+        self._rebuilt.update(new)
         return len(new)
 
     def _parameters_of(self, model: nn.Module) -> Mapping[str, nn.Parameter]:

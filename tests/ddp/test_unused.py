@@ -45,7 +45,7 @@ def _collectives() -> int:
 
 def test_branches_cost_nothing_but_what_says_which(run_on_ranks: RUN) -> None:
     """Whatever a rank takes, now or for the first time: a bucket, and what was used. In the first
-    step the ranks agree on the layout too."""
+    step buckets are rebuilt too."""
     takes = [["a", "b"], ["b", "a"], ["ab"], ["abc"], ["b"]]
     for collectives in run_on_ranks(2, train, steps=takes):
         assert collectives == [3, 2, 2, 2, 2]

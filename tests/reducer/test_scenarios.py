@@ -7,6 +7,7 @@ with traced backwards.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,6 +22,7 @@ from testing.scenarios.catalog import SCENARIOS
 from testing.scenarios.entries import Scenario
 from testing.scenarios.outcomes import judge
 from testing.scenarios.ranks import RankReport
+from testing.scenarios.run import Run
 
 RUN = Callable[..., list[Any]]
 
@@ -92,7 +94,7 @@ def test_each_entry_has_a_name_of_its_own_and_a_training() -> None:
     names = Counter(f"{scenario.parallelism}/{scenario.feature}" for scenario in SCENARIOS)
     assert names.most_common(1)[0][1] == 1, names.most_common(1)
     for scenario in SCENARIOS:
-        assert callable(target_of(scenario)), scenario.feature
+        inspect.signature(target_of(scenario)).bind(Run)  # Its arguments are the target's.
 
 
 def train(scenario: Scenario, mode: str, dtype: str, graph: str = "auto") -> RankReport:

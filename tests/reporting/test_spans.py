@@ -19,6 +19,33 @@ def test_lanes_of_the_packages_own_names() -> None:
     assert lane_of("CompiledFunctionBackward") is None
 
 
+def test_the_profilers_names_have_lanes() -> None:
+    assert lane_of("_c10d_functional::wait_tensor") == "wait"
+    assert lane_of("_c10d_functional::all_reduce_") == "launch"
+    assert lane_of("c10d::allreduce_") == "launch"
+    assert lane_of("gloo:all_reduce") == "network"
+    assert lane_of("graph_0_cpp_fused_relu_1") == "compute"
+    assert lane_of("## Call CompiledFxGraph f7xk ##") is None
+
+
+def test_what_holds_a_launch_or_a_wait_is_not_computing_then() -> None:
+    assert merged([(2, 3), (0, 1), (1, 2), (5, 6)]) == [(0, 3), (5, 6)]
+    assert without([(0, 10)], [(2, 3), (5, 20)]) == [(0, 2), (3, 5)]
+    timeline = timeline_of(
+        [
+            ("aten::mm", 0.0, 4.0),
+            ("_c10d_functional::all_reduce_", 1.0, 2.0),
+            ("aten::empty", 1.2, 1.4),
+            ("_c10d_functional::wait_tensor", 4.0, 6.0),
+            ("gloo:all_reduce", 1.5, 5.0),
+        ],
+        6.0,
+    )
+    busy = {lane: timeline.busy_s(lane) for lane in ("compute", "launch", "wait", "network")}
+    assert busy == {"compute": 3.0, "launch": 1.0, "wait": 2.0, "network": 3.5}
+    assert timeline.hidden_s() == 2.0
+
+
 intervals = st.lists(
     st.tuples(st.integers(0, 30), st.integers(0, 10)).map(lambda x: (x[0], x[0] + x[1])),
     max_size=8,

@@ -1,4 +1,4 @@
-"""Ranks of the bench that measure nothing: each way answers as a test needs it."""
+"""Ranks of the bench that measure nothing: each method answers as a test needs it."""
 
 import os
 import sys
@@ -6,15 +6,14 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from bench_steps.rows import Assignment, Checked, Started, Stepped
+from benches.processes import Assignment, Checked, Started, Stepped
 
 RAISES = "DDPOptimizer"
 DIES = "torch concat"
 HANGS = "torch coalesced"
 WRONG = "bucket_all_reduces_fx"
-UNCHECKED = "torch overlap"
 
-STEP_S = {"no DDP": 0.1, "eager DDP": 0.2, "concat": 0.15}
+STEP_S = {"no DDP": 0.1, "eager DDP": 0.2, "DDP, one graph": 0.2, "concat": 0.15}
 PLANNED_STEP_S = 0.12
 """Of ``"auto"``, where a run before this one has measured."""
 MEASURING_STEPS = 8
@@ -22,18 +21,10 @@ MEASURING_STEPS = 8
 
 class FakeRank:
     def __init__(self, assignment: Assignment) -> None:
-        self.way = assignment.row.way or assignment.row.kind
+        self.way, self.forwards = assignment.way, assignment.forwards
         # As the package's own.
         self.measured = Path(os.environ.get("FUSION_PASSES_PROFILE_DIR", "/never"), "measured")
         self.is_planned = self.way == "auto" and self.measured.exists()
-
-    def start(self):
-        if self.way == RAISES:
-            raise RuntimeError("this way does not compile")
-        if self.way == DIES:
-            print("out of everything", flush=True)
-            os._exit(3)
-        return Started(1.0, (600, 400), ("float32", "float32"))
 
     def build(self):
         return None
@@ -41,22 +32,34 @@ class FakeRank:
     def wrap(self):
         return None
 
+    def start(self, averages=True):
+        self.is_averaged = averages
+        if self.way == RAISES:
+            raise RuntimeError("this way does not compile")
+        if self.way == DIES:
+            print("out of everything", flush=True)
+            os._exit(3)
+        return Started(1.0, 1000)
+
+    def first_average(self):
+        assert not self.is_averaged
+        return 2 * self.step_s
+
     def reduce(self, num_bytes, count):
         return Stepped((num_bytes / 1e5,) * count, 0.0)
 
     def host(self):
         return 0.002
 
-    def start_network(self, num_bytes, dtype):
-        return Started(0.0)
-
     def check(self, reference, write):
-        if self.way == WRONG:
-            return Checked(0.5, "layer.weight")
-        return Checked(compared=self.way != UNCHECKED)
+        return Checked(0.5, "layer.weight") if self.way == WRONG else Checked()
 
     def peak(self):
         return 100
+
+    @property
+    def step_s(self):
+        return PLANNED_STEP_S if self.is_planned else STEP_S.get(self.way, 0.3) * self.forwards
 
     def steps(self, count):
         if self.way == HANGS:
@@ -64,20 +67,10 @@ class FakeRank:
         if self.way == "auto" and count >= MEASURING_STEPS:
             self.measured.parent.mkdir(parents=True, exist_ok=True)
             self.measured.touch()
-        seconds = PLANNED_STEP_S if self.is_planned else STEP_S.get(self.way, 0.3)
-        if self.way == "probe":
-            return Stepped((0.1,) * count, 0.1, ((0.05, 0.1),) * count, (600, 400))
-        return Stepped((seconds,) * count, seconds * count)
+        return Stepped((self.step_s,) * count, self.step_s * count)
 
     def planned(self):
         return "planned" if self.is_planned else "not planned"
-
-    def table(self, sizes):
-        return [0.01 for _ in sizes]
-
-    def taken(self, sizes, seconds):
-        assert len(sizes) == len(seconds)
-        return 1_000, 500_000
 
 
 def main(arguments):

@@ -1,4 +1,4 @@
-"""A small catalog for the tests of ``tools/gpu.py``. Only trainings import torch."""
+"""A small catalog for the tests of ``tools/gpu.py``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benches.results import Row
 from gpu_checks.parts import Check, Part
-from gpu_checks.results import Row
 from testing.scenarios.entries import Scenario
 
 PID_FILE = "GPU_TEST_PID_FILE"
@@ -44,38 +44,8 @@ def hangs(site: Any, note: Any) -> None:
     time.sleep(600)
 
 
-def differs(run: Any) -> None:
-    _record(run, 2.0 if run.is_fused else 1.0)
-
-
-def refuses(run: Any) -> None:
-    if run.is_fused:
-        raise ValueError("fake=True is not supported while ddp_fusion is set: leave it out.")
-    _record(run, 1.0)
-
-
-def refuses_on_one_rank(run: Any) -> None:
-    import torch.distributed as dist
-
-    if run.is_fused and dist.get_rank() == 1:
-        raise ValueError("ddp_fusion does not like rank 1")
-    _record(run, 1.0)
-
-
-def is_silent(run: Any) -> None:
-    """Is equal, and nothing says whether it is fused."""
-    _record(run, 1.0)
-
-
-def _record(run: Any, value: float) -> None:
-    import torch
-
-    run.backwards.append({"weight": torch.tensor([value])})
-
-
 def _measuring(name: str, **options: Any) -> Part:
-    measure = f"{__name__}:{name.replace('-', '_')}"
-    return Part(name, "copies", measure=measure, has_group=False, **options)
+    return Part(name, "copies", f"{__name__}:{name.replace('-', '_')}", **options)
 
 
 def _check(title: str, target: str) -> Check:
@@ -86,14 +56,13 @@ PARTS = (
     Part(
         "trains",
         "correctness",
-        2,
-        (
+        ranks=2,
+        checks=(
             _check("a real one", "testing.scenarios.features.loops:plain"),
-            _check("another result", f"{__name__}:differs"),
-            _check("both ranks fail", f"{__name__}:refuses"),
+            _check("another result", "tests.support.nightly_scenarios:differs"),
+            _check("both ranks fail", "tests.support.nightly_scenarios:refuses"),
+            _check("one rank fails", "tests.support.nightly_scenarios:refuses_on_one_rank"),
             _check("the same again", "testing.scenarios.features.loops:plain"),
-            _check("one rank fails", f"{__name__}:refuses_on_one_rank"),
-            _check("after it", f"{__name__}:is_silent"),
         ),
     ),
     _measuring("is-right"),
@@ -103,4 +72,4 @@ PARTS = (
     _measuring("hangs", limit_s=9.0),
 )
 
-PROBE = Part("probe", "probe", 2, measure="gpu_checks.probe:all_reduce")
+PROBE = Part("probe", "probe", "gpu_checks.net:add_up", ranks=2)

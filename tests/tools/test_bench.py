@@ -1,4 +1,4 @@
-"""The bench of training steps: its figures, its pages, and its command."""
+"""The bench of training steps: its figures, its page, its command; and what it trains."""
 
 from __future__ import annotations
 
@@ -8,206 +8,187 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
+import torch._dynamo
 
 import bench as command
-from bench_steps import pages, plot
-from bench_steps.comparing import compare as compare_runs
-from bench_steps.figures import Spread, best_cap, fastest, is_balanced, targets
-from bench_steps.results import COMPUTE, NETWORK, REFERENCE, Cell, RowResult
-from bench_steps.rows import Row, Stepped
-from bench_steps.run import Run
-from bench_steps.timelines import Timeline
 from benches import steps as bench
-from benches.results import Origin, keep, page, read_json, table
-from fusion_passes.profile.tables import MIB, Taken, table_sizes
-from fusion_passes.reporting.spans import timeline_of
+from benches.gradients import compare
+from benches.methods import ALONE, Comparison, Method, spread
+from benches.processes import Checked
+from benches.results import Origin, Row, figures_table, number, overview, page, table, write
 from interrupting import INTERRUPTED
-from workloads.ways import TRACED
+from workloads import models
+from workloads.models import MAKERS, TINY, subject, users_subject
+from workloads.ways import EAGER, PLAIN, TRACED
 
-CONCAT, COALESCED = Row("way", "concat"), Row("way", "coalesced")
-STOCK = Row("way", "torch concat")
-
+ORIGIN = Origin("2026-01-01", "python tools/bench.py", "torch x", "machine")
 
 # Figures
 
 
-def result(row: Row, *ratios: float, **values) -> RowResult:
-    made = RowResult(row, **values)
-    for ratio in ratios:
-        made.add(ratio * 0.1, ratio, 0.2)
+def method(name: str, *ratios: float, cap_mb: float | None = None, **values) -> Method:
+    """With steps of a tenth of a second times ``ratios``, one for each round."""
+    made = Method(name, cap_mb, **values)
+    if ratios:
+        made.seconds["1gbit"] = [0.1 * ratio for ratio in ratios]
+        made.cpu_s["1gbit"] = [0.2 * ratio for ratio in ratios]
     return made
 
 
-def cell_of(*rows: RowResult) -> Cell:
-    compute = result(COMPUTE, 1.0, 1.0, 1.0, peak_bytes=100, warm_s=4.0)
-    network = result(NETWORK, 0.8, 0.8, 0.8)
-    cell = Cell("mlp", "1gbit", 2, (MIB, MIB), [compute, network, *rows])
-    cell.note_table(table_sizes(2 * MIB, 4), [[0.001] * 6])
-    steps = [Stepped((0.1,), 0.1, ((0.05, 0.1),), (MIB, MIB))] * 2
-    cell.note_ready([steps])
-    return cell
+def cell_of(*methods: Method, eager: float = 2.0, **values) -> Comparison:
+    plain = method(PLAIN, 1.0, 1.0, 1.0, peak_bytes=100, warm_s=4.0)
+    reference = method(EAGER, eager, eager, eager)
+    return Comparison("mlp", [plain, reference, *methods], ("1gbit",), **values)
 
 
-def run_of(*cells: Cell, **values) -> Run:
-    origin = Origin("2026-01-01", "python tools/bench.py", "torch x", "machine")
-    return Run(origin, list(cells), **values)
-
-
-def by_words(cell: Cell) -> dict[str, bool | None]:
-    return {target.words.split(" (")[0]: target.is_met for target in targets(cell)}
+def figures_of(cell: Comparison) -> dict[str, Row]:
+    return {row.title.removeprefix("mlp, 1 Gbit/s: "): row for row in cell.rows()}
 
 
 def test_a_spread_is_median_and_quartiles() -> None:
-    assert Spread.of([5.0, 1.0, 2.0, 4.0, 3.0]) == Spread(2.0, 3.0, 4.0)
-    assert Spread.of([2.0]) == Spread(2.0, 2.0, 2.0)
+    assert spread([5.0, 1.0, 2.0, 4.0, 3.0]) == (2.0, 3.0, 4.0)
+    assert spread([2.0]) == (None, 2.0, None)
+    assert spread([]) == (None, None, None)
 
 
-def test_what_is_wrong_or_failed_is_never_the_fastest() -> None:
-    fast = result(CONCAT, 1.0, wrong="off by half")
-    failed = result(STOCK, 0.5, reason="it hung")
-    right = result(COALESCED, 2.0)
-    assert fastest([fast, failed, right, RowResult(REFERENCE)]) is right
-    assert fastest([fast, failed]) is None
+def test_figures_are_over_no_ddp_in_the_same_round() -> None:
+    ours = method("concat", 1.5, 1.4, 1.7, peak_bytes=102, cold_s=9.0, warm_s=5.0)
+    cell = cell_of(ours, alone={"1gbit": [0.08] * 3}, alone_cpu_s={"1gbit": [0.1] * 3})
+    cell.methods[0].seconds["1gbit"] = [0.1, 0.1, 0.2]
+    rows = figures_of(cell)
+    figures = rows["concat"].figures
+    assert figures["time over no DDP"] == pytest.approx(1.4)
+    assert figures["25 %"] == pytest.approx(1.125)
+    assert figures["75 %"] == pytest.approx(1.45)
+    assert figures["ms"] == pytest.approx(150)
+    assert figures["exposed ms"] == pytest.approx(50)
+    assert figures["peak over no DDP"] == 1.02
+    assert figures["warm over no DDP"] == 1.25
+    assert figures["CPU over both alone"] == pytest.approx(1.0)
+    assert rows[ALONE].figures == {"ms": pytest.approx(80)}
+    assert rows[PLAIN].figures["CPU over both alone"] is None
 
 
-def test_the_best_cap_is_of_the_way_itself() -> None:
-    one = result(Row("way", "concat", 1.0), 1.5)
-    five = result(Row("way", "concat", 5.0), 1.3)
-    other = result(Row("way", "coalesced", 5.0), 1.1)
-    assert best_cap(cell_of(result(CONCAT, 1.2), one, five, other), "concat") is five
-    assert best_cap(cell_of(result(CONCAT, 1.2)), "concat") is None
+def test_ours_are_over_the_fastest_of_torchs_that_is_right_in_pairs_of_rounds() -> None:
+    wrong = method("torch overlap", 1.0, 1.0, 1.0, wrong="off by half")
+    capped = method("torch concat", 1.1, 1.1, 1.1, cap_mb=5.0)
+    traced = method(TRACED, 0.5, 0.5, 0.5)
+    fastest = method("DDPOptimizer", 1.5, 1.6, 1.7)
+    rows = figures_of(cell_of(method("concat", 1.5, 1.6, 1.7), wrong, capped, traced, fastest))
+    assert rows["concat"].figures["over torch's fastest"] == 1.0
+    assert rows["torch concat, 5 MB"].figures["over torch's fastest"] == pytest.approx(1.1 / 1.6)
 
 
-def test_targets_compare_the_best_of_ours_with_the_best_of_torchs() -> None:
-    # The bound: a gradient that is ready at the end costs some 0.04 s beyond the compute of 0.1 s.
-    ours = result(CONCAT, 1.5, 1.5, 1.5, peak_bytes=102, warm_s=4.8)
-    slower = result(COALESCED, 1.9, 1.9, 1.9, peak_bytes=500)
-    cell = cell_of(result(REFERENCE, 2.0, 2.0, 2.0), result(STOCK, 1.8, 1.8, 1.8), ours, slower)
-    assert is_balanced(cell)
-    assert by_words(cell) == {
-        "over the best of torch's ways": True,
-        "the same, where compute and network are balanced": True,
-        "over the lower bound": False,
-        "over the lower bound with contention": None,
-        "CPU seconds over compute alone and network alone": True,
-        "peak memory over compute alone": True,
-        "warm start over compute alone": True,
-    }
-    cell.note_taken([Taken(1, 1), Taken(10**6, 10**3), Taken(10**7, 10**3)])
-    assert cell.taken == Taken(10**6, 10**3)
-    assert by_words(cell)["over the lower bound with contention"] is False
-    ours.ratios = [1.54, 1.54, 1.54]
-    ours.peak_bytes, ours.warm_s = 103, 4.9
-    met = by_words(cell)
-    assert not met["the same, where compute and network are balanced"]
-    assert not met["peak memory over compute alone"]
-    assert not met["warm start over compute alone"]
+def test_the_first_averaged_step_is_over_eager_ddps_of_its_round() -> None:
+    ours = method("concat", 1.5, first_s={"1gbit": [0.22, 0.44]})
+    cell = cell_of(ours)
+    cell.methods[1].first_s = {"1gbit": [0.2, 0.4]}
+    figures = figures_of(cell)["concat"].figures
+    assert figures["first step, ms"] == pytest.approx(330)
+    assert figures["first over eager DDP's"] == pytest.approx(1.1)
 
 
-def test_slower_than_torchs_is_missed_only_beyond_the_spread() -> None:
-    stock = result(STOCK, 1.0, 1.0, 1.0, 1.0, 1.0)
-    noisy = cell_of(stock, result(CONCAT, 0.97, 0.98, 1.02, 1.03, 1.04))
-    clear = cell_of(stock, result(CONCAT, 0.97, 1.01, 1.02, 1.03, 1.04))
-    name = "over the best of torch's ways"
-    assert by_words(noisy)[name], "a quarter of the rounds were not slower"
-    assert not by_words(clear)[name]
+@pytest.mark.parametrize(
+    ("other", "is_right"),
+    [
+        (method("concat", 1.5), True),
+        (method("concat", 1.5, wrong="off by half"), False),
+        (method("concat", wrong="rank 0 hung"), False),
+        (method("concat"), False),
+        (method("torch concat", wrong="rank 0: no triton"), True),
+        (method("concat, traced", 1.5, wrong="off"), False),
+    ],
+)
+def test_what_is_wrong_with_ours_decides_the_exit_status(other: Method, is_right: bool) -> None:
+    run = bench.Run(ORIGIN, [cell_of(other)])
+    assert run.has_failed != is_right
+    assert bench.Run(ORIGIN, failures={"mlp": "no"}).has_failed
 
 
-def test_a_backward_traced_without_ddp_is_shown_but_is_no_way_to_reduce() -> None:
-    traced, ours = result(Row("way", TRACED), 0.5, 0.5, peak_bytes=110), result(CONCAT, 1.5, 1.5)
-    cell = cell_of(traced, result(STOCK, 1.8, 1.8), ours)
-    assert targets(cell)[0].words == "over the best of torch's ways (torch concat)"
-    text = pages.as_markdown(run_of(cell))
-    (line,) = [line for line in text.splitlines() if line.startswith(f"| {TRACED} |")]
-    assert "| 1.10 |" in line, "its peak memory over compute alone"
-    assert line.endswith("|  |"), "its gradients are those of one rank: there is nothing to compare"
+@pytest.mark.parametrize(
+    ("checked", "words"),
+    [
+        (Checked(1e-4), ""),
+        (Checked(0.5, "layer.weight"), "the gradient of layer.weight is off by 50.0%"),
+        (Checked(float("inf"), "layer.weight"), "the gradient of layer.weight is off by inf%"),
+        (Checked(missing=("b", "a")), "gradients of other parameters than eager DDP's: a, b"),
+        (Checked(compared=False), "compared with nothing: eager DDP failed"),
+    ],
+)
+def test_gradients_of_one_rank_that_differ_make_a_method_wrong(
+    checked: Checked, words: str
+) -> None:
+    made = method("concat", 1.5)
+    made.judge([Checked(), checked], 1e-3)
+    assert made.wrong == words
 
 
-def test_what_was_not_measured_is_neither_reached_nor_missed() -> None:
-    met = by_words(cell_of(result(CONCAT, 1.2)))
-    assert met["over torch's"] is None
-    assert met["peak memory over compute alone"] is None
-    assert targets(cell_of(result(CONCAT, wrong="off"))) == []
+def test_a_method_that_planned_for_another_network_has_no_row() -> None:
+    auto = method("auto", planned_for="10gbit")
+    assert "auto" not in figures_of(cell_of(auto))
+    auto.seconds["1gbit"] = [0.1]
+    auto.plans["1gbit"] = "2.0 + 4.0 MiB"
+    cell = cell_of(auto)
+    assert figures_of(cell)["auto"].is_right
+    assert [*cell.plans()] == ["mlp, 1 Gbit/s, auto: 2.0 + 4.0 MiB."]
 
 
 # Pages
 
 
-def test_the_table_marks_what_is_wrong_and_says_why_a_row_failed() -> None:
+def test_the_page_begins_with_all_methods_in_one_table() -> None:
     cell = cell_of(
-        result(REFERENCE, 2.0),
-        result(STOCK, reason="rank 0: InductorError: no triton\n\nSet this."),
-        result(CONCAT, 1.0, wrong="layer.weight is off by 50.0%"),
-        result(COALESCED, 1.5, buffers=2),
+        method("torch concat", wrong="rank 0: InductorError: no triton | x"),
+        method("concat", 1.0, wrong="layer.weight is off by 50.0%", peak_bytes=104),
+        method("coalesced", 1.5, buffers=2),
     )
-    text = pages.as_markdown(run_of(cell, failures={"bert": "rank 1 ended with -9"}))
-    lines = {line.split(" | ")[0]: line for line in text.splitlines()}
-    assert lines["| torch concat"].startswith("| torch concat | failed |")
-    assert "torch concat: rank 0: InductorError: no triton\n" in text
-    assert lines["| concat"].endswith("| **wrong** |")
-    assert "concat: layer.weight is off by 50.0%" in text
-    assert lines["| **coalesced**"].endswith("| equal; 2 buffers differ |")
+    text = bench.Run(ORIGIN, [cell], failures={"bert": "rank 1 ended with -9"}).as_markdown()
+    assert text.startswith(
+        "# Training steps under each way to reduce gradients\n\n2026-01-01, torch x, machine.\n\n"
+        "Reproduce: `python tools/bench.py`.\n"
+    )
+    head, rest = text.split("|  | ms |")
+    assert "|  | no DDP, ms | eager DDP | torch concat | concat | coalesced |" in head
+    assert "| mlp, 1 Gbit/s | 100 | 2.00 |  | 1.00 (1.04) **wrong** | 1.50 |" in head
+    lines = {line.split(" | ")[0]: line for line in rest.splitlines()}
+    assert lines["| mlp, 1 Gbit/s: torch concat"].endswith(
+        "| rank 0: InductorError: no triton / x |"
+    )
+    assert lines["| mlp, 1 Gbit/s: concat"].endswith("| **wrong** layer.weight is off by 50.0% |")
+    assert lines["| mlp, 1 Gbit/s: coalesced"].endswith("| 2 buffers differ |")
     assert "Not measured: bert: rank 1 ended with -9" in text
-    widths = {line.count("|") for line in text.splitlines() if line.startswith("| ")}
-    assert widths == {len(pages.COLUMNS) + 1, 5}
 
 
-def test_a_picture_is_drawn_whatever_is_in_a_run(tmp_path: Path) -> None:
-    cell = cell_of(
-        result(REFERENCE, 2.0, 2.1),
-        result(Row("way", "eager DDP", 5.0), 1.8),
-        result(STOCK, reason="it failed"),
-        result(CONCAT, 1.0, wrong="off"),
-    )
-    path = tmp_path / "steps.png"
-    plot.draw(run_of(cell, cell, cell, cell), path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_comparison_tells_changes_beyond_the_spread() -> None:
-    eager = Row("way", "eager DDP")
-    was = [result(CONCAT, 2.0, 2.0), result(STOCK, 1.0, 1.4), result(COALESCED, 1.0)]
-    now = [result(CONCAT, 1.0, 1.0), result(STOCK, 1.1, 1.5), result(COALESCED, reason="hung")]
-    slower = Row("way", "DDPOptimizer")
-    old = run_of(cell_of(*was, result(slower, 1.0)))
-    new = run_of(cell_of(*now, result(slower, 2.0), result(eager, 1.0)))
-    lines = {line.split(" | ")[1]: line for line in compare_runs(old, new).splitlines()[4:]}
-    assert lines["concat"].endswith("| -50.0% |  |")
-    assert lines["DDPOptimizer"].endswith("| +100.0% |  |")
-    assert lines["torch concat"].endswith("| within the spread |")
-    assert "equal, now failed" in lines["coalesced"]
-    assert "eager DDP" not in lines
-    assert "no row is in both runs" in compare_runs(run_of(), new)
-
-
-def test_a_run_survives_its_file(tmp_path: Path) -> None:
-    span = timeline_of([("aten::mm", 0.0, 0.1)], 0.2)
-    run = run_of(
-        cell_of(result(Row("way", "concat", 5.0), 1.0)),
-        failures={"bert": "no"},
-        timelines=[Timeline("mlp", "concat", (span,))],
-    )
-    path = tmp_path / "steps.json"
-    run.write(path)
-    assert Run.read(path) == run
-    assert json.loads(path.read_text())["cells"][0]["lower_bound_s"] > 0.1
+def test_a_table_has_the_columns_that_a_row_has_a_figure_for() -> None:
+    rows = [Row("a", figures={"ms": 1.0, "none": None}), Row("b", False, "no", {"GB/s": 2871.4})]
+    assert figures_table(rows).splitlines() == [
+        "|  | ms | GB/s | remarks |",
+        "| --- | ---: | ---: | ---: |",
+        "| a | 1.00 |  |  |",
+        "| b |  | 2871 | **wrong** no |",
+    ]
+    assert overview(rows) == ""
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("{", "must be a JSON file"),
-        ("[]", "must be a JSON file"),
-        ('{"format": 0}', "Run it anew"),
-        ('{"format": 1}', "must say its date"),
-        ('{"format": 1, "part": "passes"}', "must be of the part steps"),
-    ],
-)
-def test_another_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
-    path = tmp_path / "old.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=words):
-        Run.read(path)
+    ("value", "text"),
+    [(None, ""), (0.0, "0"), (1.0, "1.00"), (0.12345, "0.123"), (12.34, "12.3"), (2871.4, "2871"),
+     (float("nan"), "")],
+)  # fmt: skip
+def test_figures_have_three_digits(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+def test_a_page_and_its_figures_are_kept(tmp_path: Path) -> None:
+    origin = Origin.here("starts", ["--starts", "3"])
+    assert origin.command == "python tools/bench.py starts --starts 3"
+    text = page("Title", origin, "Words.", "", table(["a", "b"], [["x", "1"]]))
+    assert text.endswith("Words.\n\n| a | b |\n| --- | ---: |\n| x | 1 |\n")
+    write(tmp_path, "starts", origin, {"cells": [1.5], "rows": [Row("a")]}, text)
+    kept = json.loads((tmp_path / "starts.json").read_text())
+    assert (kept["part"], kept["cells"], kept["rows"][0]["title"]) == ("starts", [1.5], "a")
+    assert (tmp_path / "starts.md").read_text() == text
 
 
 # The command
@@ -225,24 +206,8 @@ def test_the_steps_are_what_no_name_means(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         command.main(["--quick", "--ranks", "1"])
     assert "--ranks must be at least 2" in capsys.readouterr().err
-
-
-def test_another_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["stores"]) == command.WRONG_USE
-    assert "steps, storage, passes, scaling, starts" in capsys.readouterr().err
-
-
-def test_a_page_and_its_figures_are_kept(tmp_path: Path) -> None:
-    origin = Origin.here("scaling", ["--ranks", "3"])
-    assert origin.command == "python tools/bench.py scaling --ranks 3"
-    text = page("Title", origin, "Words.", "", table(["a", "b"], [["x", "1"]]))
-    assert text.endswith(
-        "`python tools/bench.py scaling --ranks 3`.\n\nWords.\n\n| a | b |\n"
-        "| --- | ---: |\n| x | 1 |\n"
-    )
-    keep(tmp_path, "scaling", origin, {"cells": [1.5]}, text)
-    assert read_json(tmp_path / "scaling.json", "scaling") == (origin, {"cells": [1.5]})
-    assert (tmp_path / "scaling.md").read_text() == text
+    assert "steps, starts, passes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -250,11 +215,10 @@ def test_a_page_and_its_figures_are_kept(tmp_path: Path) -> None:
     [
         (["--model", "gpt3"], "model must be one of"),
         (["--rate", "fast"], "--rate must be a number of mbit or gbit"),
-        (["--ranks", "1"], "--ranks must be at least 2, but is 1"),
         (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--forwards", "0"], "--forwards must be at least 1"),
         (["--round-seconds", "0"], "--round-seconds must be more than 0"),
         (["--caps", "-1"], "--caps must be more than 0 MB"),
-        (["--compare", "/no/such.json"], "must be a JSON file"),
     ],
 )
 def test_a_bad_option_is_refused_in_words(
@@ -265,27 +229,115 @@ def test_a_bad_option_is_refused_in_words(
     assert words in capsys.readouterr().err
 
 
+def test_methods_are_at_their_defaults_before_all_with_caps() -> None:
+    options = bench._parser().parse_args(["--caps", "1", "5", "--ways", "auto", "concat", EAGER])
+    labels = [made.label for made in bench.methods_of(options)]
+    defaults = [PLAIN, EAGER, "auto", "concat"]
+    assert labels == [
+        *defaults,
+        *(f"{way}, {cap} MB" for way in (EAGER, "concat") for cap in (1, 5)),
+    ]
+
+
 def test_an_interrupted_run_writes_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Interrupted:
-        def __init__(self, *_, **__):
-            pass
+        def __init__(self, cell, *_):
+            cell.methods = cell_of(method("concat", 1.2)).methods
+            cell.rates = ("1gbit",)
 
-        def measure(self, ways, rates, cells):
-            cells += [cell_of(result(CONCAT, 1.2)), Cell("mlp", "10gbit", 2, (1,))]
+        def run(self):
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(bench, "Measuring", Interrupted)
     assert bench.main(["--quick", "--output", str(tmp_path)]) == INTERRUPTED
-    assert [cell.rate for cell in Run.read(tmp_path / "steps.json").cells] == ["1gbit"]
-    assert "## mlp, 1gbit" in capsys.readouterr().out
-    assert (tmp_path / "steps.png").exists()
+    (cell,) = json.loads((tmp_path / "steps.json").read_text())["cells"]
+    assert cell["methods"][2]["seconds"] == {"1gbit": [0.12]}
+    assert "mlp, 1 Gbit/s: concat" in capsys.readouterr().out
 
 
-def test_our_rows_decide_the_exit_status() -> None:
-    right = run_of(cell_of(result(CONCAT, 1.0), result(STOCK, reason="no triton")))
-    assert not bench.has_failed(right)
-    assert bench.has_failed(run_of(cell_of(result(CONCAT, 1.0, wrong="off"))))
-    assert bench.has_failed(run_of(cell_of(result(CONCAT, reason="it hung"))))
-    assert bench.has_failed(run_of(failures={"mlp": "no"}))
+# Gradients
+
+
+def gradient_pair() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    expected = {"weight": torch.linspace(-1, 1, 64), "bias": torch.full((4,), 1e-9)}
+    return {name: tensor.clone() for name, tensor in expected.items()}, expected
+
+
+def test_rounding_is_no_difference() -> None:
+    gradients, expected = gradient_pair()
+    gradients["weight"] *= 1 + 1e-6
+    gradients["bias"] *= -3
+    assert compare(gradients, expected, {}, {}).error < 1e-3
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0, 1.01, float("nan")])
+def test_another_gradient_is_found(factor: float) -> None:
+    gradients, expected = gradient_pair()
+    gradients["weight"] *= factor
+    checked = compare(gradients, expected, {}, {})
+    assert checked.worst == "weight"
+    assert not checked.error <= 1e-3
+
+
+def test_gradients_of_one_side_and_other_buffers_are_named() -> None:
+    gradients, expected = gradient_pair()
+    del gradients["bias"]
+    buffers = {"mean": torch.ones(2), "count": torch.tensor(3)}
+    checked = compare(gradients, expected, buffers, {**buffers, "mean": torch.zeros(2)})
+    assert (checked.missing, checked.buffers) == (("bias",), ("mean",))
+
+
+# Models
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_model_is_one_graph_and_has_a_loss_and_gradients(name: str) -> None:
+    made = subject(name, TINY)
+    model = made.build()
+    torch._dynamo.reset()
+    assert torch._dynamo.explain(model)(*made.batch(0)).graph_count == 1
+    torch._dynamo.reset()
+    model(*made.batch(0)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    same = [torch.equal(a, b) for a, b in zip(made.batch(0), made.batch(1), strict=True)]
+    assert not all(same), "ranks must have different batches"
+
+
+def test_models_of_the_bench_have_several_ddp_buckets() -> None:
+    sizes = {name: subject(name, models.MEDIUM) for name in MAKERS}
+    for name, made in sizes.items():
+        num_bytes = sum(p.nbytes for p in made.build().parameters())
+        assert 26 * 2**20 < num_bytes < 100 * 2**20, f"{name}: {num_bytes / 2**20:.0f} MiB"
+
+
+def pair_factory():
+    return torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Flatten(0)), batch_of
+
+
+def loss_factory():
+    return torch.nn.Linear(2, 2), batch_of, lambda model, batch: model(*batch).sum()
+
+
+def broken_factory():
+    return torch.nn.Linear(2, 2)
+
+
+def batch_of(seed):
+    return [torch.full((1, 2), float(seed))]
+
+
+@pytest.mark.parametrize("name", ["pair_factory", "loss_factory"])
+def test_a_users_factory_is_trained(name: str) -> None:
+    made = users_subject(f"{__name__}:{name}")
+    model = made.build()
+    model(*made.batch(3)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_factory_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be imported"):
+        users_subject("no_such_module:factory")
+    with pytest.raises(ValueError, match=r"must return \(model, batch\)"):
+        users_subject(f"{__name__}:broken_factory").build()

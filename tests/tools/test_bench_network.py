@@ -8,18 +8,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench_steps.network import (
+from benches import network as networks
+from benches.network import (
     DEVICE,
     PREFIX,
-    ShapedNetwork,
-    Topology,
+    UNSHAPED,
+    Network,
+    best_network,
     check_allowed,
     leftovers,
     parse_rate,
-    rate_commands,
     run_command,
-    setup_commands,
     shaped_network,
+    words_of,
 )
 
 
@@ -48,53 +49,78 @@ class FakeSystem:
         return ""
 
 
-def texts(commands: list[list[str]]) -> list[str]:
-    return [" ".join(command) for command in commands]
-
-
 def test_two_ranks_are_joined_by_a_pair() -> None:
-    assert texts(setup_commands(Topology(7, 2))) == [
-        "ip netns add fusion-bench-7-0",
-        "ip netns add fusion-bench-7-1",
-        "ip -n fusion-bench-7-0 link add eth0 type veth peer name eth0 netns fusion-bench-7-1",
-        "ip -n fusion-bench-7-0 address add 198.18.0.1/16 dev eth0",
-        "ip -n fusion-bench-7-0 link set eth0 up",
-        "ip -n fusion-bench-7-0 link set lo up",
-        "ip -n fusion-bench-7-1 address add 198.18.0.2/16 dev eth0",
-        "ip -n fusion-bench-7-1 link set eth0 up",
-        "ip -n fusion-bench-7-1 link set lo up",
-    ]
+    system = FakeSystem()
+    with shaped_network(2, system, owner=7) as network:
+        assert system.commands[1:] == [
+            "ip netns add fusion-bench-7-0",
+            "ip netns add fusion-bench-7-1",
+            "ip -n fusion-bench-7-0 link add eth0 type veth peer name eth0 netns fusion-bench-7-1",
+            "ip -n fusion-bench-7-0 address add 198.18.0.1/16 dev eth0",
+            "ip -n fusion-bench-7-0 link set eth0 up",
+            "ip -n fusion-bench-7-0 link set lo up",
+            "ip -n fusion-bench-7-1 address add 198.18.0.2/16 dev eth0",
+            "ip -n fusion-bench-7-1 link set eth0 up",
+            "ip -n fusion-bench-7-1 link set lo up",
+        ]
+        assert network.host == "198.18.0.1"
+        assert network.prefixes[1] == ("ip", "netns", "exec", "fusion-bench-7-1")
 
 
 def test_more_ranks_are_joined_by_a_bridge_that_is_shaped_too() -> None:
-    topology = Topology(7, 3)
-    commands = texts(setup_commands(topology))
-    assert "ip -n fusion-bench-7-switch link add bridge0 type bridge" in commands
-    assert "ip -n fusion-bench-7-switch link set port2 master bridge0 up" in commands
-    assert len(rate_commands(topology, "1gbit")) == 6
+    system = FakeSystem()
+    with shaped_network(3, system, owner=7) as network:
+        assert "ip -n fusion-bench-7-switch link add bridge0 type bridge" in system.commands
+        assert "ip -n fusion-bench-7-switch link set port2 master bridge0 up" in system.commands
+        network.set_rate("1gbit")
+    assert sum(command.startswith("tc") for command in system.commands) == 6
 
 
-def test_a_rate_is_bounded_with_a_bucket_for_it() -> None:
-    first, second = texts(rate_commands(Topology(7, 2), "1gbit"))
-    assert first == (
-        "tc -n fusion-bench-7-0 qdisc replace dev eth0 root "
-        "tbf rate 1gbit burst 262144 latency 50ms"
-    )
-    assert "fusion-bench-7-1" in second
-    assert "burst 625000 " in texts(rate_commands(Topology(7, 2), "10gbit"))[0]
-
-
-def test_rates_can_change_and_go() -> None:
+def test_rates_are_bounded_with_a_bucket_for_them_and_can_change_and_go() -> None:
     system = FakeSystem()
     with shaped_network(2, system, owner=7) as network:
         before = len(system.commands)
-        network.set_rate(None)
+        network.set_rate(UNSHAPED)
         assert len(system.commands) == before, "there is nothing to take away"
-        network.set_rate("1gbit")
-        network.set_rate("10gbit")
-        network.set_rate(None)
-    words = [command.split()[4] for command in system.commands if command.startswith("tc")]
-    assert words == ["replace"] * 4 + ["del"] * 2
+        for rate in ("1gbit", "10gbit", UNSHAPED):
+            network.set_rate(rate)
+    shaped = [command for command in system.commands if command.startswith("tc")]
+    assert shaped[0] == (
+        "tc -n fusion-bench-7-0 qdisc replace dev eth0 root "
+        "tbf rate 1000mbit burst 262144 latency 50ms"
+    )
+    assert "fusion-bench-7-1" in shaped[1]
+    assert "burst 625000 " in shaped[2]
+    assert [command.split()[4] for command in shaped] == ["replace"] * 4 + ["del"] * 2
+
+
+@pytest.mark.parametrize(
+    ("refused", "words", "interface", "rate"),
+    [
+        ("", "a pair of veth devices", "eth0", "25000mbit"),
+        ("veth", "the loopback device of a namespace", "lo", "50000mbit"),
+        ("tbf", "network not shaped: tbf is refused", "lo", ""),
+        ("netns", "network not shaped: netns is refused", "lo", ""),
+    ],
+)
+def test_the_best_network_that_the_system_has_is_used(
+    refused: str, words: str, interface: str, rate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = FakeSystem()
+
+    def run(command: list[str]) -> str:
+        if refused and refused in command:
+            raise OSError(f"{refused} is refused")
+        return system(command)
+
+    monkeypatch.setattr(networks, "check_allowed", lambda: None)
+    with best_network(2, run) as network:
+        assert network.words.startswith(words)
+        assert network.interface == interface
+        network.set_rate("25gbit")
+        assert bool(network.devices) == bool(rate)
+        assert not rate or f"rate {rate}" in system.commands[-1]
+    assert not system.namespaces, "nothing is left"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -142,7 +168,9 @@ def test_another_rate_is_refused(text: str) -> None:
 
 
 def test_rates_are_as_tc_reads_them() -> None:
-    assert [parse_rate(text) for text in ("2.5Gbit", "200mbit")] == ["2.5gbit", "200mbit"]
+    rates = [parse_rate(text) for text in ("2.5Gbit", "200mbit")]
+    assert rates == ["2.5gbit", "200mbit"]
+    assert [words_of(rate) for rate in rates] == ["2.5 Gbit/s", "200 Mbit/s"]
 
 
 def test_who_is_not_root_is_warned() -> None:
@@ -151,7 +179,7 @@ def test_who_is_not_root_is_warned() -> None:
 
 
 @pytest.fixture
-def real_network() -> Iterator[ShapedNetwork]:
+def real_network() -> Iterator[Network]:
     try:
         check_allowed()
         with shaped_network(2) as network:
@@ -161,13 +189,14 @@ def real_network() -> Iterator[ShapedNetwork]:
         pytest.skip(f"no network can be made here: {error}")
 
 
-def test_a_real_network_is_shaped(real_network: ShapedNetwork) -> None:
-    topology = real_network.topology
-    shown = run_command(["tc", "-n", topology.namespace(1), "qdisc", "show", "dev", DEVICE])
+def test_a_real_network_is_shaped(real_network: Network) -> None:
+    namespace, device = real_network.devices[1]
+    assert device == DEVICE
+    shown = run_command(["tc", "-n", namespace, "qdisc", "show", "dev", device])
     assert "tbf" in shown
     assert "rate 200Mbit" in shown
-    real_network.set_rate(None)
-    assert "tbf" not in run_command(["tc", "-n", topology.namespace(1), "qdisc", "show"])
+    real_network.set_rate(UNSHAPED)
+    assert "tbf" not in run_command(["tc", "-n", namespace, "qdisc", "show"])
 
 
 def test_a_command_that_fails_says_what_it_said() -> None:

@@ -3,119 +3,142 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
 import bench
-from bench_steps import processes
-from bench_steps.measuring import Effort, Measuring
-from bench_steps.processes import Place, RowFailed, RowProcesses
-from bench_steps.progress import Progress
-from bench_steps.results import COMPUTE, PROBE, Cell
-from bench_steps.rows import Row
-from bench_steps.run import Run
+from benches import steps
+from benches.methods import Comparison
+from benches.network import local_network
+from benches.processes import Assignment, Place, RankProcesses, RanksFailed, cores_of
+from benches.results import Row
 from tests.support import bench_ranks
+
+RATIO = "time over no DDP"
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    monkeypatch.setattr(processes, "WORKER", bench_ranks.__name__)
-    cores = ((0,), (0,))
-    return Place("mlp", "tiny", cores, "127.0.0.1", ((), ()), {}, tmp_path, timeout_s=20.0)
+def place(tmp_path: Path) -> Place:
+    cores, worker = ((0,), (0,)), bench_ranks.__name__
+    prefixes = ((), ())
+    return Place("mlp", "tiny", cores, "127.0.0.1", prefixes, {}, tmp_path, 20.0, worker=worker)
 
 
-def measured(place: Place, ways: list[str], **effort) -> tuple[list[Cell], list[str | None]]:
-    rates: list[str | None] = []
-    cells: list[Cell] = []
-    given = Effort(**{"rounds": 2, "round_s": 0.1, "together": 20, "warm": False} | effort)
-    with Progress() as progress:
-        measuring = Measuring(place, given, rates.append, progress)
-        measuring.measure(ways, ["1gbit", "10gbit"], cells)
-    return cells, rates
+def measured(
+    place: Place, monkeypatch: pytest.MonkeyPatch, *arguments: str, quick: bool = True
+) -> tuple[dict[str, Row], list[str], Comparison]:
+    """Rows by title, the rates that were set, and all that was measured."""
+    common = ["--rate", "1gbit", "10gbit", "--rounds", "2", "--round-seconds", "0.1"]
+    monkeypatch.setattr(steps, "check_allowed", lambda: None)
+    monkeypatch.setattr(steps, "Place", lambda **given: dataclasses.replace(
+        place, **{name: given[name] for name in ("variables", "timeout_s", "forwards")}
+    ))  # fmt: skip
+    options = steps._parser().parse_args([*common, *(["--quick"] if quick else []), *arguments])
+    options.model = ["mlp"]
+    steps._check(options)
+    network, rates = local_network(2), list[str]()
+    monkeypatch.setattr(network, "set_rate", rates.append)
+    cell = Comparison("mlp", steps.methods_of(options), tuple(options.rate))
+    try:
+        steps.Measuring(cell, options, network, place.directory).run()
+    finally:
+        for method in cell.methods:
+            method.end()
+    return {row.title: row for row in cell.rows()}, rates, cell
 
 
-def test_a_row_that_fails_says_why_and_ends_no_other(place: Place) -> None:
-    place = dataclasses.replace(place, timeout_s=4.0)
-    ways = [bench_ranks.RAISES, bench_ranks.DIES, bench_ranks.HANGS, "concat"]
-    cells, rates = measured(place, ways)
-    assert rates == [None, "1gbit", "10gbit"]
-    for cell in cells:
-        rows = {row.row.label: row for row in cell.rows}
-        reasons = {name: row.reason.partition(" ")[2] for name, row in rows.items()}
-        assert reasons[bench_ranks.RAISES][3:] == "RuntimeError: this way does not compile"
-        assert reasons[bench_ranks.DIES][2:] == "ended with 3: out of everything"
-        assert rows[bench_ranks.HANGS].reason == "rank 0, 1 has not answered for 4 s"
-        assert rows["concat"].is_right
-        assert rows["concat"].ratios == pytest.approx([1.5, 1.5])
-        assert rows["eager DDP"].ratios == pytest.approx([2.0, 2.0])
-        assert cell.ready_shares == pytest.approx([0.5, 1.0])
-        assert cell.lower_bound_s() is not None
+def test_a_method_that_fails_says_why_and_ends_no_other(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = [bench_ranks.RAISES, bench_ranks.DIES, bench_ranks.HANGS, bench_ranks.WRONG, "concat"]
+    rows, rates, _ = measured(place, monkeypatch, "--timeout", "4", "--ways", *ways)
+    assert rates == ["unshaped", "1gbit", "10gbit"]
+    for rate in ("1 Gbit/s", "10 Gbit/s"):
+        words = {way: rows[f"mlp, {rate}: {way}"].words.partition(" ")[2] for way in ways}
+        assert words[bench_ranks.RAISES][3:] == "RuntimeError: this way does not compile"
+        assert words[bench_ranks.DIES][2:] == "ended with 3: out of everything"
+        assert words[bench_ranks.HANGS] == "0, 1 has not answered for 4 s"
+        assert words[bench_ranks.WRONG].endswith("layer.weight is off by 50.0%")
+        for name, ratio in (("concat", 1.5), ("eager DDP", 2.0), (bench_ranks.WRONG, 3.0)):
+            assert rows[f"mlp, {rate}: {name}"].figures[RATIO] == pytest.approx(ratio)
+        assert rows[f"mlp, {rate}: all-reduce alone"].figures["ms"] == pytest.approx(10.0)
 
 
-def test_a_row_with_other_gradients_is_marked(place: Place) -> None:
-    (cell, _), _ = measured(place, [bench_ranks.WRONG, bench_ranks.UNCHECKED])
-    assert [row.row.label for row in cell.rows[:3]] == ["no DDP", "network alone", "ready times"]
-    wrong, unchecked = cell.rows[4:6]
-    assert wrong.wrong == "gradients are not eager DDP's: layer.weight is off by 50.0%"
-    assert wrong.ratios, "it is measured all the same"
-    assert "compared with nothing" in unchecked.wrong
-    assert not wrong.is_right
+def test_starts_are_judged_at_the_defaults(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--ways", "concat", "--caps", "1", "--size", "tiny"]
+    rows, _, _ = measured(place, monkeypatch, *arguments, quick=False)
+    for way in ("concat", "concat, 1 MB"):
+        row = rows[f"mlp, 1 Gbit/s: {way}"]
+        kept = None if way.endswith("MB") else 1.0
+        assert (row.figures["cold s"], row.figures["warm over no DDP"]) == (kept, kept)
+        assert row.figures["peak over no DDP"] == 1.0
 
 
-def test_groups_share_the_limits(place: Place) -> None:
-    (cell, _), _ = measured(place, ["concat", "coalesced"], together=2, warm=True, caps_mb=(1.0,))
-    labels = [row.row.label for row in cell.rows if row.row.kind == "way"]
-    defaults = ["no DDP", "eager DDP", "concat", "coalesced"]
-    capped = [f"{way}, 1 MB" for way in defaults[1:]]
-    assert sorted(labels) == sorted([*defaults, *capped])
-    compute = cell.find(COMPUTE)
-    assert compute is not None
-    assert len(compute.ratios) == 2 * 4, "in each round of each group"
-    for row in cell.rows:
-        twice = row.row.kind == "way" and row.row.cap_mb is None
-        assert (row.cold_s, row.warm_s) == ((1.0, 1.0) if twice else (None, None))
-    assert cell.find(PROBE) is not None
-
-
-@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("quick", [False, True])
 def test_auto_is_measured_with_the_buckets_that_a_run_before_has_planned(
-    place: Place, warm: bool
+    place: Place, monkeypatch: pytest.MonkeyPatch, quick: bool
 ) -> None:
     """On each network: it is measured there."""
-    cells, _ = measured(place, ["auto"], warm=warm)
-    for cell in cells:
-        row = cell.find(Row("way", "auto"))
-        assert row is not None
-        assert row.plan == "planned"
-        assert row.ratios == pytest.approx([1.2, 1.2])
+    rows, _, cell = measured(place, monkeypatch, "--ways", "auto", "--size", "tiny", quick=quick)
+    for rate in ("1 Gbit/s", "10 Gbit/s"):
+        row = rows[f"mlp, {rate}: auto"]
+        assert f"mlp, {rate}, auto: planned." in cell.plans()
+        assert row.figures[RATIO] == pytest.approx(1.2)
+
+
+def test_the_first_averaged_step_is_measured_in_processes_of_its_own(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where what is compiled without averaging is what runs with it."""
+    ways = ["concat", "concat, traced", "Python reducer"]
+    rows, _, cell = measured(place, monkeypatch, "--ways", *ways, "--first", "2", "--forwards", "2")
+    found = {method.name: method.first_s.get("10gbit") for method in cell.methods}
+    assert found == {"no DDP": None, "eager DDP": [0.8, 0.8], "concat": [0.6, 0.6]} | dict.fromkeys(
+        ways[1:]
+    )
+    assert rows["mlp, 1 Gbit/s: concat"].figures["first over eager DDP's"] == pytest.approx(0.75)
+
+
+def test_nothing_is_measured_without_no_ddp(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = dataclasses.replace(place, worker="no_such_module")
+    rows, rates, cell = measured(missing, monkeypatch, "--ways", "concat")
+    assert rates == ["unshaped"]
+    assert "No module named no_such_module" in cell.methods[0].wrong
+    assert not rows["mlp, 1 Gbit/s: no DDP"].is_right
 
 
 def test_ranks_that_hang_are_killed(place: Place) -> None:
-    row = RowProcesses(Row("way", bench_ranks.HANGS), place)
-    row.ask("start")
-    with pytest.raises(RowFailed, match=r"has not answered for 0\.5 s"):
-        row.ask("steps", 1, timeout_s=0.5)
-    with pytest.raises(RowFailed, match="no processes"):
-        row.ask("steps", 1)
+    ranks = RankProcesses(bench_ranks.HANGS, place)
+    ranks.ask("start")
+    with pytest.raises(RanksFailed, match=r"has not answered for 0\.5 s"):
+        ranks.ask("steps", 1, timeout_s=0.5)
+    with pytest.raises(RanksFailed, match="no processes"):
+        ranks.ask("steps", 1)
+
+
+def test_cores_are_shared() -> None:
+    assert cores_of(2, [0, 1, 2, 3, 4]) == ((0, 1), (2, 3))
+    assert cores_of(3, [4, 5]) == ((4,), (5,), (4,))
+
+
+def test_an_assignment_survives_the_command_line() -> None:
+    given = Assignment("concat", 2.5, 1, 2, (3,), "mlp", "tiny", "host", 9.0, "gloo", 2)
+    assert Assignment.from_json(given.to_json()) == given
 
 
 @pytest.mark.nightly  # A check runs the quick form as a stage of its own.
 def test_the_quick_form_measures_and_writes(tmp_path: Path) -> None:
-    """Real ranks: eager DDP and one of ours, on the network as it is. Judges no time."""
-    options = ["--quick", "--ways", "eager DDP", "concat", "--output", str(tmp_path)]
-    assert bench.main([*options, "--timeout", "120"]) == 0
-    run = Run.read(tmp_path / "steps.json")
-    assert run.failures == {}
-    (cell,) = run.cells
-    rows = {row.row.label: row for row in cell.rows}
-    assert rows.keys() == {"no DDP", "network alone", "eager DDP", "concat", "ready times"}
-    assert all(row.is_right and len(row.ratios) == 2 for row in cell.rows)
-    assert sum(cell.ready_bytes) == cell.total_bytes
-    bound = cell.lower_bound_s()
-    assert bound is not None
-    contended = cell.lower_bound_s(contended=True)
-    assert contended is not None
-    assert contended >= bound
-    assert (tmp_path / "steps.png").exists()
-    assert "| equal |" in (tmp_path / "steps.md").read_text()
+    """Real ranks: eager DDP and ours, on the network as it is. Judges no time."""
+    options = ["--quick", "--ways", "concat", "concat, traced", "--forwards", "2", "--first", "1"]
+    assert bench.main([*options, "--output", str(tmp_path), "--timeout", "120"]) == 0
+    kept = json.loads((tmp_path / "steps.json").read_text())
+    assert kept["failures"] == {}
+    rows = {row["title"].partition(": ")[2]: row for row in kept["rows"]}
+    names = ["all-reduce alone", "no DDP", "eager DDP", "concat", "concat, traced"]
+    assert [*rows] == names
+    assert all(row["is_right"] for row in rows.values())
+    assert all(rows[name]["figures"][RATIO] > 0 for name in names[1:])
+    assert rows["concat"]["figures"]["first step, ms"] > 0
+    assert "mlp, unshaped: concat" in (tmp_path / "steps.md").read_text()

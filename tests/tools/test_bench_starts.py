@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from argparse import Namespace
@@ -12,7 +13,6 @@ from torch import nn
 
 import bench
 from benches import starts
-from benches.results import read_json
 
 TOOL = Path(bench.__file__)
 
@@ -37,10 +37,31 @@ def test_figures_are_over_those_without_ddp(
     for figure in ("cold", "warm", "step"):
         assert f"| mlp | {figure} | 2.00 | 3.00 | 4.00 |" in said
     assert "| mlp | step, less collectives | 1.00 | 1.00 | 1.00 |" in said
-    assert (tmp_path / "starts.md").read_text() == said.removesuffix("\n")
-    (kept,) = read_json(tmp_path / "starts.json", "starts")[1]["cells"]["mlp"]
+    assert (tmp_path / "starts.md").read_text() == said
+    (kept,) = json.loads((tmp_path / "starts.json").read_text())["cells"]["mlp"]
     less = {starts.BARE_STEP: 0.125}
     assert kept["no DDP"] == {"cold": 10.0, "warm": 2.0, "step": 0.25, **less}
+
+
+def test_one_method_can_be_started_beside_no_ddp_and_each_model_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+
+    def start(model: str, options: Namespace, method: str, cache: str) -> dict[str, float]:
+        told.append(capsys.readouterr().out)
+        cost = {"no DDP": 1.0, "concat": 1.25}[method]
+        return {"start": cost, "step": cost, "collectives": 0.0}
+
+    monkeypatch.setattr(starts, "_start", start)
+    assert starts.main(["--model", "mlp", "gpt2", "--methods", "concat", "--starts", "1"]) == 0
+    told.append(capsys.readouterr().out)
+    said = [text for text in told if text]
+    assert said[0].endswith("| model |  | concat |\n| --- | --- | ---: |\n")
+    assert said[1:] == [
+        "".join(f"| {model} | {figure} | 1.25 |\n" for figure in starts.FIGURES)
+        for model in ("mlp", "gpt2")
+    ]
 
 
 def test_blocks_are_what_a_model_has_in_lists() -> None:

@@ -40,6 +40,17 @@ def test_some_run_at_a_time() -> None:
     assert alive == []
 
 
+def test_what_is_not_started_is_left_out() -> None:
+    done: list[tuple[int, str]] = []
+    run_side_by_side(
+        [1, 2, 3],
+        lambda polls: None if polls == 2 else _Counter(polls, []),
+        lambda *item: done.append(item),
+        jobs=1,
+    )
+    assert done == [(1, "after 1"), (3, "after 3")]
+
+
 def test_what_runs_is_ended_where_an_outcome_stops_the_run() -> None:
     alive: list[int] = []
 

@@ -1,1 +1,7 @@
-"""The parts of :mod:`bench`: each has a command line, and keeps what it found in one form."""
+"""The parts of :mod:`bench`, and what measures: ranks, networks, rounds, pages."""
+
+import sys
+from pathlib import Path
+
+# For testing/, which is beside tools/ and in no installed package. Last: what is installed counts.
+sys.path.append(str(Path(__file__).parent.parent.parent))

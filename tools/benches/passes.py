@@ -29,7 +29,7 @@ from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
-from benches.results import Origin, keep, page, parser_of, table
+from benches.results import Origin, page, parser_of, table, write
 from fusion_passes.config import ReduceMode
 from fusion_passes.passes.pipeline import run_pipeline
 from fusion_passes.plan.buckets import ModuleBuckets
@@ -65,7 +65,8 @@ def main(arguments: Sequence[str]) -> int:
     origin = Origin.here("passes", arguments)
     cells = [{"method": name, "gradients": size, "cpu_s": s} for (name, size), s in seconds.items()]
     text = as_markdown(seconds, options.torch_limit_s, origin)
-    keep(options.output, "passes", origin, {"cells": cells}, text)
+    print(text)
+    write(options.output, "passes", origin, {"cells": cells}, text)
     return int(options.check and not within_limits(seconds))
 
 

@@ -1,26 +1,47 @@
-"""What all parts of the bench keep: where their figures are from, and the page that shows them."""
+"""What the benches and the GPU check keep: where figures are from, rows of figures, and the page
+that shows them. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
 import json
+import math
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 import command_line
 
-FORMAT: Final = 1
-"""Of the JSON files; another one is not read."""
+FORMAT: Final = 2
+"""Of the JSON files."""
 
 TOOL: Final = "tools/bench.py"
+
+RATIO: Final = "time over no DDP"
+PEAK: Final = "peak over no DDP"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table.
+
+    Attributes:
+        title: what it is about; Markdown. Of a method: its case, a colon, and its name.
+        is_right: whether it is as it must be.
+        words: what else there is to say: why not, or a warning.
+        figures: by their column's name, with the unit in it; ``None`` where there is none.
+    """
+
+    title: str
+    is_right: bool = True
+    words: str = ""
+    figures: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -31,7 +52,7 @@ class Origin:
         date: in ISO's form.
         command: that repeats them.
         versions: of torch and Python.
-        machine: its cores or GPUs.
+        machine: its cores.
     """
 
     date: str
@@ -48,18 +69,14 @@ class Origin:
             arguments: of the part.
         """
         command = shlex.join(["python", TOOL, *([part] if part else []), *arguments])
-        versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+        versions = f"torch {version('torch')}, Python {platform.python_version()}"
         return cls(str(datetime.date.today()), command, versions, _machine())
-
-    def lines(self) -> list[str]:
-        """Where figures are from, as a page says it below its title."""
-        said = f"{self.date}, {self.versions}, {self.machine}."
-        return [said, "", f"Reproduce: `{self.command}`.", ""]
 
 
 def page(title: str, origin: Origin, *paragraphs: str) -> str:
     """A page of Markdown: a title, where its figures are from, and paragraphs or tables."""
-    blocks = [f"# {title}", "\n".join(origin.lines()).rstrip(), *paragraphs]
+    said = f"{origin.date}, {origin.versions}, {origin.machine}."
+    blocks = [f"# {title}", said, f"Reproduce: `{origin.command}`.", *paragraphs]
     return "\n\n".join(block.strip("\n") for block in blocks if block.strip()) + "\n"
 
 
@@ -72,41 +89,59 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: int =
         words: how many columns at the left hold words; the others hold numbers.
     """
     marks = ["---"] * words + ["---:"] * (len(columns) - words)
-    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, marks, *rows))
+    lines = [columns, marks, *([cell.replace("|", "/") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def write_json(path: Path, part: str, origin: Origin, figures: dict[str, Any]) -> None:
-    """Put figures into a file; it appears whole or not at all."""
-    data = {"format": FORMAT, "part": part, **asdict(origin), **figures}
-    temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps(data, default=_plain) + "\n")
-    temporary.replace(path)
+def figures_table(rows: Sequence[Row]) -> str:
+    """All figures of rows, a column for each that one of them has."""
+    names = dict.fromkeys(
+        name for row in rows for name, value in row.figures.items() if value is not None
+    )
+    lines = [
+        [
+            row.title,
+            *(number(row.figures.get(name)) for name in names),
+            f"{'' if row.is_right else '**wrong** '}{row.words}",
+        ]
+        for row in rows
+    ]
+    return table(["", *names, "remarks"], lines)
 
 
-def read_json(path: Path, part: str) -> tuple[Origin, dict[str, Any]]:
-    """Read figures from a file, and where they are from.
+def overview(rows: Iterable[Row]) -> str:
+    """A row for each case, a column for each method; empty without methods."""
+    cases: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        case, _, method = row.title.partition(": ")
+        if RATIO in row.figures:
+            cases.setdefault(case, {})[method] = row
+    methods = list(dict.fromkeys(name for found in cases.values() for name in found))
+    if not methods:
+        return ""
+    plain, others = methods[0], methods[1:]
+    lines = [
+        [case, number(found[plain].figures["ms"]), *(_in_short(found.get(m)) for m in others)]
+        for case, found in cases.items()
+    ]
+    words = "Time of a step over no DDP; in brackets, peak memory over no DDP."
+    return f"{words}\n\n{table(['', f'{plain}, ms', *others], lines)}"
 
-    Raises:
-        ValueError: it is no file of this part of the bench, or one of another format.
-    """
-    try:
-        data: dict[str, Any] = json.loads(path.read_text())
-        known = data.pop("format", None)
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} must be a JSON file of this bench: {error}.") from error
-    if known != FORMAT:
-        raise ValueError(f"{path} has format {known}, this bench reads {FORMAT}. Run it anew.")
-    # The first files had the steps alone, and no name of a part.
-    found = data.pop("part", "steps")
-    if found != part:
-        raise ValueError(f"{path} must be of the part {part}, but is of {found}. Give another.")
-    try:
-        origin = Origin(**{name: data.pop(name) for name in Origin.__dataclass_fields__})
-    except KeyError as error:
-        raise ValueError(
-            f"{path} must say its {error.args[0]}, but does not. Run it anew."
-        ) from error
-    return origin, data
+
+def _in_short(row: Row | None) -> str:
+    if row is None or row.figures[RATIO] is None:
+        return ""
+    peak = number(row.figures[PEAK])
+    wrong = "" if row.is_right else " **wrong**"
+    return f"{number(row.figures[RATIO])}{f' ({peak})' if peak else ''}{wrong}"
+
+
+def number(value: float | None) -> str:
+    """A figure with three digits, or more where it is larger."""
+    if value is None or not math.isfinite(value):
+        return ""
+    digits = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
+    return f"{value:.{min(digits, 3)}f}"
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
@@ -116,20 +151,19 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def keep(
+def write(
     output: Path | None, part: str, origin: Origin, figures: dict[str, Any], text: str
 ) -> None:
-    """Print a page; with a directory, keep it there beside what was measured."""
-    print(text)
-    if output is not None:
-        write(output, part, origin, figures, text)
-
-
-def write(output: Path, part: str, origin: Origin, figures: dict[str, Any], text: str) -> None:
-    """Keep a page in a directory, beside what was measured."""
+    """Keep a page in a directory, beside what was measured; each appears whole or not at all."""
+    if output is None:
+        return
     output.mkdir(parents=True, exist_ok=True)
-    write_json(output / f"{part}.json", part, origin, figures)
-    (output / f"{part}.md").write_text(text)
+    data = {"format": FORMAT, "part": part, **asdict(origin), **figures}
+    whole = {f"{part}.json": json.dumps(data, default=_plain) + "\n", f"{part}.md": text}
+    for name, content in whole.items():
+        begun = output / f"{name}.part"
+        begun.write_text(content)
+        begun.replace(output / name)
 
 
 def _plain(value: Any) -> Any:
@@ -139,8 +173,6 @@ def _plain(value: Any) -> Any:
 
 
 def _machine() -> str:
-    if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -7,6 +7,7 @@ little.
 
     python tools/bench.py starts                          # the table
     python tools/bench.py starts --model gpt2 mlp         # of some models
+    python tools/bench.py starts --methods concat         # of one method, beside no DDP
     python tools/bench.py starts --by-block               # blocks compiled, the rest not
     python tools/bench.py starts --dynamic                # symbolic sizes
     python tools/bench.py starts --size tiny --starts 1   # quickly
@@ -27,21 +28,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from tqdm import tqdm
-
-from benches.results import Origin, keep, page, parser_of, table
+from benches.results import Origin, page, parser_of, table, write
 from workloads.models import MAKERS, SIZES, subject
+from workloads.ways import PLAIN, WAYS, configure
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
-METHODS: Final = ("no DDP", "DDPOptimizer", "concat", "concat, traced")
-FLAGS: Final = {
-    "concat": "aot_autograd",
-    "concat, traced": "compiled_autograd",
-}
-"""By method, the value of ``FusionConfig.backward_graph``."""
+METHODS: Final = (PLAIN, "DDPOptimizer", "concat", "concat, traced")
 
 BARE_STEP: Final = "step, less collectives"
 
@@ -62,30 +57,35 @@ Round = dict[str, dict[str, float]]
 def main(arguments: Sequence[str]) -> int:
     """Run the command line; returns its exit status."""
     options = _options(arguments)
-    if options.method:
+    if options.started:
         (model,) = options.model
         print(json.dumps(measure(model, options)))
         return 0
     # An installed package has its bytecode, a checkout may have none.
     compileall.compile_dir(PACKAGE, quiet=1)
     origin = Origin.here("starts", arguments)
-    cells = {
-        model: [_round(model, options) for _ in range(options.rounds)]
-        for model in tqdm(options.model, desc="models")
-    }
-    keep(options.output, "starts", origin, {"cells": cells}, as_markdown(cells, origin))
+    cells: dict[str, list[Round]] = {}
+    said = ""
+    for model in [None, *options.model]:
+        if model is not None:
+            cells[model] = [_round(model, options) for _ in range(options.rounds)]
+        text = as_markdown(cells, options.methods, origin)
+        # Its last rows are those of the model that was measured last.
+        print(text.removeprefix(said), end="", flush=True)
+        said = text
+        write(options.output, "starts", origin, {"cells": cells}, text)
     return 0
 
 
-def as_markdown(cells: dict[str, list[Round]], origin: Origin) -> str:
+def as_markdown(cells: dict[str, list[Round]], methods: Sequence[str], origin: Origin) -> str:
     """The table, with what is needed to read and to repeat it."""
     rows = [
-        [model, figure, *_cells(rounds, figure)]
+        [model, figure, *_cells(rounds, figure, methods)]
         for model, rounds in cells.items()
         for figure in FIGURES
     ]
     meaning = "CPU seconds of one rank over those without DDP: median over rounds."
-    shown = table(["model", "", *METHODS[1:]], rows, words=2)
+    shown = table(["model", "", *methods], rows, words=2)
     return page("A start and a step", origin, meaning, shown)
 
 
@@ -93,6 +93,14 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--model", nargs="+", default=["gpt2"], metavar="NAME", choices=[*MAKERS])
     parser.add_argument("--size", default="small", choices=[*SIZES])
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=[*METHODS[1:]],
+        metavar="METHOD",
+        choices=METHODS[1:],
+        help=f"beside {PLAIN}: {', '.join(METHODS[1:])} (all)",
+    )
     parser.add_argument("--rounds", type=int, default=1, help="how often all is repeated")
     parser.add_argument("--starts", type=int, default=2, help="warm starts of a method and round")
     parser.add_argument(
@@ -103,14 +111,15 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--dynamic", action="store_true", help="compile for symbolic sizes (dynamic=True)"
     )
-    parser.add_argument("--method", choices=METHODS, help=argparse.SUPPRESS)
+    # What this command starts is started by it too.
+    parser.add_argument("--started", choices=METHODS, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 def _round(model: str, options: argparse.Namespace) -> Round:
     """For each method the CPU seconds of its cold start, its warm starts' median, and a step."""
     found = {}
-    for method in METHODS:
+    for method in (PLAIN, *options.methods):
         with tempfile.TemporaryDirectory(prefix="bench-starts-") as cache:
             cold, *warm = [_start(model, options, method, cache) for _ in range(1 + options.starts)]
         found[method] = {
@@ -124,7 +133,7 @@ def _round(model: str, options: argparse.Namespace) -> Round:
 
 def _start(model: str, options: argparse.Namespace, method: str, cache: str) -> dict[str, float]:
     command = [sys.executable, str(BENCH), "starts"]
-    command += ["--model", model, "--size", options.size, "--method", method]
+    command += ["--model", model, "--size", options.size, "--started", method]
     command += ["--by-block"] if options.by_block else []
     command += ["--dynamic"] if options.dynamic else []
     environment = {
@@ -145,12 +154,11 @@ def _start(model: str, options: argparse.Namespace, method: str, cache: str) -> 
     return seconds
 
 
-def _cells(rounds: Sequence[Round], figure: str) -> list[str]:
-    ratios = {
-        method: [found[method][figure] / found["no DDP"][figure] for found in rounds]
-        for method in METHODS[1:]
-    }
-    return [f"{statistics.median(values):.2f}" for values in ratios.values()]
+def _cells(rounds: Sequence[Round], figure: str, methods: Sequence[str]) -> list[str]:
+    ratios = [
+        [found[method][figure] / found[PLAIN][figure] for found in rounds] for method in methods
+    ]
+    return [f"{statistics.median(values):.2f}" for values in ratios]
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -176,7 +184,7 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, float]:
 
     Args:
         model: one of :data:`workloads.models.MAKERS`.
-        options: of the command line: ``size``, one of :data:`workloads.models.SIZES`; ``method``,
+        options: of the command line: ``size``, one of :data:`workloads.models.SIZES`; ``started``,
             one of :data:`METHODS`; ``by_block``, whether each block of the model is compiled by
             itself, and nothing else; ``dynamic``, whether sizes are symbolic.
 
@@ -186,24 +194,18 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, float]:
         those of a step without anything else, likewise.
     """
     import torch
-    import torch._inductor.config
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    method, by_block = options.method, options.by_block
+    way, by_block = WAYS[options.started], options.by_block
     made = subject(model, SIZES[options.size])
     module, batch = made.build(), made.batch(0)
     begin = time.process_time()
     wrapped: Any = module
-    if method != "no DDP":
-        if method in FLAGS:
-            import fusion_passes
-
-            graph: Any = FLAGS[method]
-            flag = fusion_passes.FusionConfig(backward_graph=graph)
-            torch._inductor.config.ddp_fusion = flag
+    if way.has_ddp:
+        configure(way)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         wrapped = DistributedDataParallel(module)
     dynamic = options.dynamic or None
@@ -222,8 +224,8 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, float]:
     for _ in range(WARM_UP_STEPS):
         step()
     fastest, collectives = _fastest(step), 0.0
-    if method != "no DDP":
-        collectives = _seconds_of_collectives(wrapped, is_fused=method in FLAGS)
+    if way.has_ddp:
+        collectives = _seconds_of_collectives(wrapped, is_fused=way.is_ours)
         dist.destroy_process_group()
     return {"start": started, "step": fastest, "collectives": collectives}
 

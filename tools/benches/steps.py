@@ -1,96 +1,176 @@
-"""The same training step under each way to reduce gradients that a user could choose, side by side.
+r"""The same training step under each way of reducing gradients that there is, side by side.
 
-Each way runs in processes of its own, one a rank, and takes its turn in each round; its figure is
-its time over that of compute alone (compiled, no DDP) in the same round. Beside the ways stand the
-limits: compute alone, the network alone, and the lower bound that follows from when gradients are
-ready and what all-reduces cost. Gradients are compared with eager DDP's in the same run.
+Each method runs in processes of its own, one a rank, and takes its turn in each round; its figure
+is its time over that of the model without DDP, compiled, in the same round. Beside the methods
+stands an all-reduce of all gradients alone. Gradients are compared with eager DDP's in the same
+run.
 
     python tools/bench.py --quick                             # under 3 minutes, to see that it runs
     python tools/bench.py --model gpt2 mlp                    # on the network as it is
-    sudo python tools/bench.py --rate 1gbit 2.5gbit --caps    # the whole form
+    sudo python tools/bench.py --rate 1gbit 2.5gbit --caps 5  # the whole form
     python tools/bench.py --model my_package.models:factory   # a model of yours
-    python tools/bench.py --compare steps.json                # what has changed since that run
+    sudo python tools/bench.py --model gpt2 --rate 1gbit --no-cold \
+        --ways concat "concat, traced" --forwards 2           # two forwards before each backward
+    sudo python tools/bench.py --model gpt2 --rate 1gbit --no-cold \
+        --ways concat --first 5                               # the first averaged step of a process
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import shutil
-import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from typing import Final
 
-from bench_steps import plot, timelines
-from bench_steps.comparing import compare
-from bench_steps.measuring import Effort, Measuring
-from bench_steps.network import (
+import torch
+
+from benches.gradients import TOLERANCE
+from benches.methods import Comparison, Method
+from benches.network import (
+    DEVICE,
     PREFIX,
+    SOCKETS_ALONE,
+    UNSHAPED,
+    Network,
     check_allowed,
     is_alive,
     leftovers,
+    local_network,
     parse_rate,
     shaped_network,
+    words_of,
 )
-from bench_steps.pages import as_markdown
-from bench_steps.places import place_of
-from bench_steps.processes import RowFailed
-from bench_steps.progress import Progress
-from bench_steps.rows import CAPS_MB
-from bench_steps.run import PART, Run
-from benches.results import Origin
-from command_line import parser_of
-from interrupting import INTERRUPTED
+from benches.processes import Place, cores_of
+from benches.results import Origin, Row, figures_table, overview, page, parser_of, write
+from fusion_passes.profile.files import DIRECTORY_VARIABLE
+from fusion_passes.reducer.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS
+from interrupting import INTERRUPTED, terminated_as_interrupted
 from workloads.models import MAKERS, SIZES, subject
-from workloads.ways import AUTO, EAGER, PLAIN, WAYS
+from workloads.ways import AUTO, EAGER, OURS, PLAIN, WAYS
 
-ROUNDS = 9
-ROUND_S = 1.0
-TIMEOUT_S = 180.0
+PART: Final = "steps"
 
-RESULTS = f"{PART}.json"
+DEFAULT_WAYS: Final = ("DDPOptimizer", "torch concat", *OURS, AUTO)
+"""Beside no DDP and eager DDP."""
 
-QUICK_WAYS = (EAGER, AUTO)
+QUICK_WAYS: Final = (AUTO,)
 """Whether torch's passes run is no result of a quick run. Of ours, the one that also measures what
 collectives cost."""
 
+ROUNDS: Final = 9
+ROUND_S: Final = 1.0
+TIMEOUT_S: Final = 180.0
+START_S: Final = 900.0
+"""At most, for a first step: compilation on a busy core."""
+
+MEASURING_STEPS: Final = SKIPPED_ROUNDS + MEASURED_ROUNDS
+"""Of a method that plans its buckets from what an earlier run has measured: it has by then."""
+
+LEGEND: Final = """\
+*ms*: a step, forward and backward, without an optimizer: the median over rounds. *Time over no
+DDP*: over that of the model alone, compiled, in the same round; median and quartiles over rounds.
+*Exposed ms*: what a step takes beyond no DDP. *Over torch's fastest*: of its methods at their
+defaults, in pairs of the same round. *CPU*: CPU seconds of all ranks over those of no DDP and the
+all-reduce alone. *Peak*: memory of a step, beyond parameters. *Cold* and *warm*: from the wrapping
+in DDP to the end of the first step, with an empty compiler cache and in a second process. *First
+step*: the first one of a process whose gradients are averaged, beyond compiling. Gradients are
+compared with eager DDP's."""
+
+
+@dataclass
+class Run:
+    """What was measured.
+
+    Attributes:
+        origin: where its figures are from.
+        cells: of each model.
+        failures: by model, why it could not be measured at all.
+    """
+
+    origin: Origin
+    cells: list[Comparison] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def rows(self) -> list[Row]:
+        """Of all models."""
+        return [row for cell in self.cells for row in cell.rows()]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a model could not be measured, or a method of ours failed or is wrong."""
+        return bool(self.failures) or not all(row.is_right for row in self.rows())
+
+    def as_markdown(self) -> str:
+        """The tables, with what is needed to read and to repeat them."""
+        failed = [f"Not measured: {name}: {reason}" for name, reason in self.failures.items()]
+        rows = self.rows()
+        shown = [figures_table(rows)] if rows else []
+        title = "Training steps under each way to reduce gradients"
+        plans = [plan for cell in self.cells for plan in cell.plans()]
+        return page(title, self.origin, overview(rows), *shown, LEGEND, *plans, *failed)
+
+    def write(self, output: Path) -> None:
+        """Keep it in a directory."""
+        figures = {
+            "cells": [cell.to_json() for cell in self.cells],
+            "rows": self.rows(),
+            "failures": self.failures,
+        }
+        write(output, PART, self.origin, figures, self.as_markdown())
+
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the bench; 1 if a row of ours failed or is wrong, 130 if interrupted."""
+    """Run the bench; 1 if a method of ours failed or is wrong, 130 if interrupted."""
     arguments = list(arguments)
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
         _check(options)
-        return _run(options, arguments)
     except ValueError as error:
         parser.error(str(error))
+    output = options.output or Path(time.strftime("bench-%Y%m%d-%H%M%S"))
+    # make bench and the pages of docs name no part.
+    run = Run(Origin.here("", arguments))
+    interrupted = False
+    try:
+        with terminated_as_interrupted():
+            _measure(run, options, output)
+    except KeyboardInterrupt:
+        interrupted = True
+    run.write(output)
+    print(run.as_markdown())
+    print(f"Written to {output}: {PART}.json, {PART}.md, logs")
+    return INTERRUPTED if interrupted else int(run.has_failed)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    models = ", ".join(MAKERS)
+    models, others = ", ".join(MAKERS), [way for way in WAYS if way not in (PLAIN, EAGER)]
     add("--model", nargs="+", metavar="NAME", help=f"of {models}, or module:factory (all of ours)")
     add("--size", choices=SIZES, help="of models of ours (medium)")
-    add("--ways", nargs="+", choices=[way for way in WAYS if way != PLAIN], metavar="WAY")
-    add("--ranks", type=int, default=2, help="processes of a way (2)")
-    add("--rate", nargs="+", default=[], metavar="RATE", help="of the network, such as 1gbit; root")
-    add("--caps", nargs="*", type=float, metavar="MB", help="also try each way with these caps")
+    ways = f"beside {PLAIN} and {EAGER}: {', '.join(others)} ({', '.join(DEFAULT_WAYS)})"
+    add("--ways", nargs="+", choices=[EAGER, *others], metavar="WAY", help=ways)
+    add("--ranks", type=int, default=2, help="processes (2)")
+    add("--rate", nargs="+", default=[], metavar="RATE", help="of the network: 1gbit; needs root")
+    caps = "also each way that has one with these caps, in MiB"
+    add("--caps", nargs="+", type=float, default=[], metavar="MB", help=caps)
+    add("--forwards", type=int, default=1, help="of a step, before one backward (1)")
+    first = "processes of a way whose first averaged step beyond compiling is measured (0)"
+    add("--first", type=int, default=0, metavar="PROCESSES", help=first)
     add("--rounds", type=int, help=f"of measurement ({ROUNDS})")
-    add("--round-seconds", type=float, help=f"of a row's turn in a round ({ROUND_S:g})")
-    add("--together", type=int, help="rows alive at a time (as many as memory holds)")
-    add("--timeout", type=float, default=TIMEOUT_S, help=f"s, of a row's turn ({TIMEOUT_S:g})")
+    add("--round-seconds", type=float, help=f"of a way's turn in a round ({ROUND_S:g})")
+    add("--timeout", type=float, default=TIMEOUT_S, help=f"s, of a way's turn ({TIMEOUT_S:g})")
     add("--no-cold", action="store_true", help="start each way once, and judge no start")
     add("--quick", action="store_true", help="a tiny model, few ways, few rounds")
-    timeline = "also show what each rank of these ways does when"
-    add("--timeline", nargs="+", choices=WAYS, default=[], metavar="WAY", help=timeline)
-    add("--output", type=Path, metavar="DIR", help="directory for results (bench-DATE-TIME)")
-    add("--compare", type=Path, metavar="OLD.json", help="show what has changed since that run")
     return parser
 
 
@@ -103,18 +183,17 @@ def _check(options: argparse.Namespace) -> None:
     quick = options.quick
     options.model = options.model or (["mlp"] if quick else list(MAKERS))
     options.size = options.size or ("tiny" if quick else "medium")
-    options.ways = options.ways or list(QUICK_WAYS if quick else WAYS)
+    options.ways = options.ways or list(QUICK_WAYS if quick else DEFAULT_WAYS)
     options.rounds = (2 if quick else ROUNDS) if options.rounds is None else options.rounds
     if options.round_seconds is None:
         options.round_seconds = 0.1 if quick else ROUND_S
-    options.caps = list(CAPS_MB) if options.caps == [] else options.caps or []
     options.rate = [parse_rate(rate) for rate in options.rate]
     for name in options.model:
         subject(name, SIZES[options.size])
-    least = {"ranks": 2, "rounds": 1, "together": 1}
+    least = {"ranks": 2, "rounds": 1, "forwards": 1, "first": 0}
     for name, value in least.items():
         given = getattr(options, name)
-        if given is not None and given < value:
+        if given < value:
             raise ValueError(f"--{name} must be at least {value}, but is {given}. Give more.")
     for name in ("round_seconds", "timeout"):
         if not getattr(options, name) > 0:
@@ -122,88 +201,154 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(f"--{option} must be more than 0 s, but is {given}. Give more.")
     if any(not cap > 0 for cap in options.caps):
         raise ValueError(f"--caps must be more than 0 MB, but are {options.caps}. Give others.")
+    options.backend = _backend(options.ranks)
     if options.rate:
         check_allowed()
 
 
-def _run(options: argparse.Namespace, arguments: list[str]) -> int:
-    old = Run.read(options.compare) if options.compare else None
-    output = options.output or Path(time.strftime("bench-%Y%m%d-%H%M%S"))
-    output.mkdir(parents=True, exist_ok=True)
-    # make bench names no part.
-    run = Run(Origin.here("", arguments))
-    interrupted = False
-    try:
-        with _terminated_as_interrupted():
-            _measure(run, options, output)
-    except KeyboardInterrupt:
-        interrupted = True
-    # Of an interrupted run, what has no round yet.
-    run.cells = [cell for cell in run.cells if cell.rows]
-    run.write(output / RESULTS)
-    text = as_markdown(run)
-    (output / f"{PART}.md").write_text(text)
-    plot.draw(run, output / f"{PART}.png")
-    if run.timelines:
-        timelines.draw(run.timelines, output / "timelines.png")
-    print(text)
-    if old:
-        print(compare(old, run))
-    print(f"Written to {output}: {RESULTS}, {PART}.md, {PART}.png, logs")
-    return INTERRUPTED if interrupted else int(has_failed(run))
-
-
-def has_failed(run: Run) -> bool:
-    """Whether a model could not be measured, or one of our rows failed or is wrong."""
-    ours = {name for name, way in WAYS.items() if way.is_ours}
-    rows = [row for cell in run.cells for row in cell.rows if row.row.way in ours]
-    return bool(run.failures) or not all(row.is_right for row in rows)
-
-
 def _measure(run: Run, options: argparse.Namespace, output: Path) -> None:
     """Measure all models; add to ``run``."""
-    effort = Effort(
-        options.rounds,
-        options.round_seconds,
-        options.together,
-        warm=not (options.quick or options.no_cold),
-        caps_mb=tuple(options.caps),
-    )
     with contextlib.ExitStack() as stack:
-        network = stack.enter_context(shaped_network(options.ranks)) if options.rate else None
+        network = local_network(options.ranks)
+        if options.rate:
+            network = stack.enter_context(shaped_network(options.ranks))
         directory = stack.enter_context(_own_directory())
-        progress = stack.enter_context(Progress())
         (directory / "logs").mkdir()
         # A process that is killed can leave its logs for who reads the results.
         stack.callback(shutil.copytree, directory / "logs", output / "logs", dirs_exist_ok=True)
         for model in options.model:
-            place = place_of(
-                model,
-                options.size,
-                options.ranks,
-                network=network,
-                directory=directory,
-                timeout_s=options.timeout,
-                shares_kernels=not effort.warm,  # No start is judged.
-            )
-            measuring = Measuring(
-                place,
-                effort,
-                set_rate=network.set_rate if network else lambda _: None,
-                progress=progress,
-            )
-            rates = options.rate or [None]
+            cell = Comparison(model, methods_of(options), tuple(options.rate or [UNSHAPED]))
+            run.cells.append(cell)
             try:
-                measuring.measure(options.ways, rates, run.cells)
-            except RowFailed as error:
-                run.failures[model] = str(error)
-            for way in options.timeline:
-                try:
-                    run.timelines.extend(measuring.timelines(way, None, rates))
-                except RowFailed as error:
-                    run.failures[f"timeline of {way}, {model}"] = str(error)
+                Measuring(cell, options, network, directory).run()
+            finally:
+                for method in cell.methods:
+                    method.end()
+            if not cell.methods[0].seconds:
+                run.failures[model] = cell.methods[0].wrong
             # What there is so far, if the next model is too much for the machine.
-            run.write(output / RESULTS)
+            run.write(output)
+
+
+def methods_of(options: argparse.Namespace) -> list[Method]:
+    """No DDP, eager DDP, and those that are asked for, at their defaults before all with caps."""
+    names = list(dict.fromkeys([PLAIN, EAGER, *options.ways]))
+    capped = [(name, cap) for name in names if WAYS[name].caps for cap in options.caps]
+    defaults = [Method(name, answer_s=options.timeout) for name in names]
+    return defaults + [Method(name, cap, answer_s=options.timeout) for name, cap in capped]
+
+
+class Measuring:
+    """Measures one model.
+
+    Args:
+        cell: its methods, and the rates.
+        options: of the command line.
+        network: whose rate is set.
+        directory: for logs and caches.
+    """
+
+    def __init__(
+        self, cell: Comparison, options: argparse.Namespace, network: Network, directory: Path
+    ) -> None:
+        self._cell, self._options = cell, options
+        self._network, self._directory = network, directory
+        self._reference = str(directory / f"{cell.model}-gradients".replace(":", "."))
+        self._judges_starts = not (options.quick or options.no_cold)
+
+    def run(self) -> None:
+        """Start all methods, and measure them at each rate."""
+        cell, options = self._cell, self._options
+        self._network.set_rate(UNSHAPED)
+        for method in cell.methods:
+            if not method.way.measures_network:
+                self._start(method, UNSHAPED)
+        for rate in () if cell.methods[0].wrong else cell.rates:
+            self._network.set_rate(rate)
+            for method in cell.methods:
+                # Its buckets follow from what it measures there.
+                if method.way.measures_network and not method.wrong:
+                    method.end()
+                    method.planned_for = rate
+                    self._start(method, rate)
+            cell.measure(
+                rate,
+                rounds=options.rounds,
+                round_s=options.round_seconds,
+                on_round=functools.partial(self._say_round, rate),
+            )
+            for method in cell.methods:
+                if method.way.measures_network and (planned := method.ask("planned")):
+                    method.plans[rate] = planned[0]
+            if options.first:
+                self._say(f"{words_of(rate)}, first averaged steps")
+                cell.measure_firsts(rate, self._place(rate), START_S, options.first)
+        shutil.rmtree(self._directory / "caches", ignore_errors=True)
+
+    def _start(self, method: Method, rate: str) -> None:
+        """Start a method. Twice, as on a new machine and with what the first start left in its
+        caches, if starts are judged, or if its first run measures what the second plans from."""
+        place = self._place(rate)
+        plans = method.way.measures_network
+        if plans or (self._judges_starts and method.cap_mb is None):
+            self._say(f"{method.label}, cold start")
+            started = method.start(place, START_S)
+            if started and self._judges_starts:
+                method.cold_s = max(one.seconds for one in started)
+            if plans:
+                method.ask("steps", MEASURING_STEPS)
+            method.end()
+        self._say(f"{method.label}, start")
+        started = method.start(place, START_S) if not method.wrong else None
+        if started is None:
+            return
+        if method.cold_s is not None:
+            method.warm_s = max(one.seconds for one in started)
+        self._cell.gradient_bytes = self._cell.gradient_bytes or started[0].gradient_bytes
+        method.check(self._reference, TOLERANCE, writes=method is self._cell.methods[1])
+
+    def _place(self, rate: str) -> Place:
+        """Where ranks run, with the profiles of a network of a rate."""
+        options, network = self._options, self._network
+        variables = {DIRECTORY_VARIABLE: str(self._directory / "profiles" / rate)}
+        if network.interface == DEVICE:
+            variables |= SOCKETS_ALONE
+            variables |= {f"{name}_SOCKET_IFNAME": DEVICE for name in ("GLOO", "NCCL")}
+        return Place(
+            model=self._cell.model,
+            size=options.size,
+            cores=cores_of(options.ranks, sorted(os.sched_getaffinity(0))),
+            host=network.host,
+            prefixes=network.prefixes,
+            variables=variables,
+            directory=self._directory,
+            timeout_s=options.timeout,
+            backend=options.backend,
+            forwards=options.forwards,
+            shares_kernels=not self._judges_starts,
+        )
+
+    def _say_round(self, rate: str, number: int) -> None:
+        self._say(f"{words_of(rate)}, round {number} of {self._options.rounds}")
+
+    def _say(self, words: str) -> None:
+        print(f"{self._cell.model}: {words}", file=sys.stderr, flush=True)
+
+
+def _backend(ranks: int) -> str:
+    """NCCL where each rank has a GPU.
+
+    Raises:
+        ValueError: there are GPUs, but fewer than ranks.
+    """
+    if not torch.cuda.is_available():
+        return "gloo"
+    if ranks > torch.cuda.device_count():
+        raise ValueError(
+            f"--ranks must be at most the number of GPUs, {torch.cuda.device_count()}, but is "
+            f"{ranks}. Give fewer, hide the GPUs (CUDA_VISIBLE_DEVICES=''), or use tools/gpu.py."
+        )
+    return "nccl"
 
 
 @contextlib.contextmanager
@@ -214,20 +359,3 @@ def _own_directory() -> Iterator[Path]:
         shutil.rmtree(root / name, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}-{os.getpid()}-") as directory:
         yield Path(directory)
-
-
-@contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """A run that is terminated, or whose terminal is gone, ends its processes and removes its
-    network too, as one that is interrupted."""
-
-    def interrupt(_: int, __: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    signals = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, interrupt) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -183,7 +183,7 @@ def _smaller_flags(flag: str | dict[str, Any]) -> Iterator[str | dict[str, Any]]
 
 
 def _with_defaults(value: Any, plain: Any) -> Iterator[Any]:
-    """Values with one field as ``plain`` has it."""
+    """The value with one field as ``plain`` has it, for each that differs."""
     for item in dataclasses.fields(value):
         default = getattr(plain, item.name)
         if getattr(value, item.name) != default:

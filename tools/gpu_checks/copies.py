@@ -17,9 +17,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from benches.results import Row
 from fusion_passes.graph.operators import PACK, WIDEN
 from fusion_passes.lowering.pack import register_lowerings
-from gpu_checks.results import Row
 from gpu_checks.sites import Note, Site
 from testing.scenarios.run import DTYPES
 

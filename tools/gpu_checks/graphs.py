@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-from bench_steps.gradients import compare
+from benches.gradients import compare
+from benches.results import Row
 from gpu_checks import subjects
 from gpu_checks.net import TOLERANCE
-from gpu_checks.results import Row
 from gpu_checks.sites import Note, Site
-from gpu_checks.targets import recorded_graphs
 from testing.scenarios.entries import MODES
 from workloads.ways import PLAIN
 
@@ -98,3 +97,21 @@ def _seconds(device: torch.device, step: Callable[[], None]) -> float:
             torch.cuda.synchronize()
         found.append((time.perf_counter() - begin) / STEPS)
     return statistics.median(found)
+
+
+def recorded_graphs(device: torch.device) -> int:
+    """CUDA graphs that this process has recorded and kept."""
+    if device.type != "cuda":
+        return 0
+    from torch._inductor.cudagraph_trees import get_manager
+
+    manager = get_manager(device.index, create_if_none_exists=False)
+    waiting = (
+        [] if manager is None else [node for nodes in manager.roots.values() for node in nodes]
+    )
+    count = 0
+    while waiting:
+        node = waiting.pop()
+        waiting += [child for nodes in node.children.values() for child in nodes]
+        count += 1
+    return count

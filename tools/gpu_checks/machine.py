@@ -5,26 +5,20 @@ A process of its own, so that the tool itself takes no memory of the GPU.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
-import importlib
+import importlib.metadata
 import importlib.util
 import json
-import os
 import platform
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Final
 
-ROOT: Final = Path(__file__).resolve().parent.parent.parent
+from benches.processes import ROOT
+
 OLDEST: Final = (2, 11)
 """The oldest torch that is supported."""
-
-PACKAGES: Final = ("/root", "/usr/local", "/opt", "/usr/lib")
-"""Where other environments than this one lie."""
-
-FIND_S: Final = 8.0
 
 
 @dataclass(frozen=True)
@@ -40,10 +34,6 @@ class Machine:
         torch: version.
         python: version.
         nccl: version of the one that runs; empty in a build without it.
-        torchs_nccl: version of torch's own.
-        shares_gpu: whether this NCCL says that it takes several ranks on one GPU.
-        newer_nccl: version of one that takes them, where this one does not.
-        newer_file: the file of that one.
         triton: version; empty where it is not installed.
         code: hash of the package and of the checks.
     """
@@ -56,10 +46,6 @@ class Machine:
     torch: str = ""
     python: str = ""
     nccl: str = ""
-    torchs_nccl: str = ""
-    shares_gpu: bool = False
-    newer_nccl: str = ""
-    newer_file: str = ""
     triton: str = ""
     code: str = ""
 
@@ -83,19 +69,11 @@ def machine(asked: str) -> Machine:
     """
     import torch
 
-    from bench_steps.places import MULTI_RANK_NCCL, nccl_version
-
     version = str(torch.__version__)
     why = _why_no_gpu(asked, version)
     device = "" if why else asked
     on_gpu = device == "cuda"
     properties = torch.cuda.get_device_properties(0) if on_gpu else None
-    nccl = nccl_version()
-    newer, file = nccl, ""
-    if on_gpu and torch.cuda.device_count() == 1 and nccl < MULTI_RANK_NCCL:
-        newer, file = max(other_nccls(), default=(nccl, ""))
-    if newer < MULTI_RANK_NCCL:
-        file = ""
     return Machine(
         device,
         why,
@@ -104,32 +82,29 @@ def machine(asked: str) -> Machine:
         memory_gib=round(properties.total_memory / 2**30, 1) if properties else 0.0,
         torch=version,
         python=platform.python_version(),
-        nccl=".".join(map(str, nccl)),
-        torchs_nccl=".".join(map(str, torch.cuda.nccl.version() if on_gpu else ())),
-        shares_gpu=nccl >= MULTI_RANK_NCCL,
-        newer_nccl=".".join(map(str, newer)) if file else "",
-        newer_file=file,
+        nccl=".".join(map(str, nccl_version())),
         triton=_triton(),
         code=_code(),
     )
 
 
-def other_nccls() -> list[tuple[tuple[int, ...], str]]:
-    """Find what lies where packages are installed, within :data:`FIND_S`.
+def nccl_version() -> tuple[int, ...]:
+    """Of the NCCL that runs: ``torch.cuda.nccl.version`` says with which torch was built, and
+    another one can be installed beside it. Empty in a build without CUDA."""
+    import torch
 
-    Returns:
-        Version and file of each that can be loaded.
-    """
-    from bench_steps import places
-
-    roots = dict.fromkeys(filter(os.path.isdir, (*PACKAGES, *sys.path)))
-    command = ["find", *roots, "-maxdepth", "9", "-name", "libnccl.so.2"]
+    if torch.version.cuda is None:
+        return ()
+    found = ctypes.c_int()
     try:
-        listed = subprocess.run(command, capture_output=True, timeout=FIND_S, check=False).stdout
-    except subprocess.TimeoutExpired as late:
-        listed = late.stdout or b""
-    files = {os.path.realpath(line) for line in listed.decode().splitlines()}
-    return [(version, file) for file in files if (version := places.version_of_nccl(file))]
+        # Torch has loaded it: its name stands for that one. Else it is a part of torch's library.
+        answer = ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(found))
+    except (OSError, AttributeError):
+        answer = -1
+    if answer:
+        return tuple(torch.cuda.nccl.version())
+    # NCCL's own form since 2.9: 10000 major + 100 minor + patch.
+    return found.value // 10000, found.value // 100 % 100, found.value % 100
 
 
 def _why_no_gpu(asked: str, version: str) -> str:
@@ -149,15 +124,13 @@ def _why_no_gpu(asked: str, version: str) -> str:
 
 
 def _triton() -> str:
-    if importlib.util.find_spec("triton") is None:
-        return ""
-    return str(importlib.import_module("triton").__version__)
+    found = importlib.util.find_spec("triton")
+    return importlib.metadata.version("triton") if found else ""
 
 
 def _code() -> str:
     """A hash of what a result can depend on: the package and the checks."""
-    tools = ("gpu_checks", "workloads", "bench_steps")
-    folders = ("fusion_passes", "testing", *(f"tools/{name}" for name in tools))
+    folders = ("fusion_passes", "testing", "tools/benches", "tools/gpu_checks", "tools/workloads")
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:12]
 

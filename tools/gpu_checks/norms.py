@@ -1,20 +1,14 @@
 """Gradients of norms in sizes from which Inductor computes reductions over rows and over columns of
-one tensor in one kernel (mix-order reductions), beside eager DDP's; and what their backward takes.
-
-Each case has a process of its own, side by side; what is timed is timed when all others are done.
-"""
+one tensor in one kernel (mix-order reductions), beside eager DDP's."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import multiprocessing
-import statistics
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch._inductor.config
@@ -23,19 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benches.results import Row
 from fusion_passes.reporting.backwards import backwards
-from gpu_checks.results import Row
 from gpu_checks.sites import Note, Site
 from testing.scenarios.entries import MODES
 from testing.scenarios.run import DTYPES
-from workloads.ways import PLAIN
 
 ROWS: Final = 8192
 WIDTH: Final = 768
 """At 5 * 2 ** 20 elements and more, orders are mixed."""
-
-FLAGS: Final[Mapping[str, Any]] = MappingProxyType({mode: mode for mode in MODES})
-"""By name, the value of ``ddp_fusion``."""
 
 TOLERANCES: Final = {"fp32": 1e-3, "bf16": 2.0**-5, "fp16": 2.0**-5}
 """Of an element, over the largest of its gradient; one that is not written is wrong by far more."""
@@ -43,10 +33,8 @@ TOLERANCES: Final = {"fp32": 1e-3, "bf16": 2.0**-5, "fp16": 2.0**-5}
 NAN_BYTES: Final = (*[2**30] * 2, *[2**18] * 64)
 """What memory that nobody writes then holds: of the device's cache, large blocks and small ones."""
 
-TIMED: Final = ("layer_norm", "post-LN block")
-REPEATS: Final = 10
-SLEEP_CYCLES: Final = 2 * 10**8
-"""Some 0.1 s, in which the host gets ahead: the kernels then follow each other."""
+PROCESSES: Final = 8
+"""At a time: each takes up to 3 GiB of the GPU, and compiles on a core."""
 
 
 class HandNorm(nn.Module):
@@ -143,7 +131,7 @@ class Case:
 def cases_on(site: Site) -> list[Case]:
     """All; without a GPU two, tiny."""
     if site.is_small:
-        return [Case(TIMED[0], dtype, site.device, 64, 32) for dtype in ("fp32", "bf16")]
+        return [Case("layer_norm", dtype, site.device, 64, 32) for dtype in ("fp32", "bf16")]
     return [
         Case(name, dtype, site.device)
         for name in NORMS
@@ -152,23 +140,17 @@ def cases_on(site: Site) -> list[Case]:
 
 
 def measure(site: Site, note: Note) -> None:
-    """Compare all cases, then time those that are."""
-    spawned = multiprocessing.get_context("spawn")
+    """Compare all cases side by side: a process has a few of them, one after the other."""
     cases = cases_on(site)
-    pools = {case: ProcessPoolExecutor(1, mp_context=spawned) for case in cases}
-    found: dict[Future[list[Row]], Case] = {
-        pools[case].submit(compare, case, site.backend): case for case in cases
-    }
+    spawned = multiprocessing.get_context("spawn")
+    start = (site.backend, site.device)
+    # They end with the part: NCCL may take long to go.
+    pool = ProcessPoolExecutor(min(len(cases), PROCESSES), spawned, _join, start)
+    found = {pool.submit(compare, case): case for case in cases}
     for done in concurrent.futures.as_completed(found):
         for row in _rows_of(done, found[done]):
             note(row)
-    for case in cases:
-        if case.name in TIMED and case.dtype == "fp32":
-            for row in _rows_of(pools[case].submit(timed, case), case):
-                note(row)
-    for pool in pools.values():
-        # They end with the part: NCCL may take long to go.
-        pool.shutdown(wait=False)
+    pool.shutdown(wait=False)
 
 
 def _rows_of(future: Future[list[Row]], case: Case) -> list[Row]:
@@ -180,40 +162,36 @@ def _rows_of(future: Future[list[Row]], case: Case) -> list[Row]:
 
 # --- In the process of a case ------------------------------------------------------------------
 
-_rows: dict[str, Row] = {}
-"""By mode: what was found of it."""
 
-
-def compare(case: Case, backend: str) -> list[Row]:
-    """Two steps in each mode beside eager DDP's."""
-    if case.device == "cuda":
+def _join(backend: str, device: str) -> None:
+    if device == "cuda":
         torch.cuda.set_device(0)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def compare(case: Case) -> list[Row]:
+    """Two steps in each mode beside eager DDP's."""
     batch = case.batch()
     eager = DistributedDataParallel(case.build())
     eager(*batch).backward()
     expected = _gradients(eager.module)
-    for mode in FLAGS:
-        wrong = ""
+    rows = []
+    for mode in MODES:
+        torch._dynamo.reset()
         backwards.reset()
-        model, forward = _trained(case, mode)
+        torch._inductor.config.ddp_fusion = mode
+        model = case.build()
+        forward = torch.compile(DistributedDataParallel(model))
+        wrong = ""
         for _ in range(2):
             _fill_with_nan(case.device)
             model.zero_grad()
             forward(*batch).backward()
-            wrong = wrong or _difference(_gradients(model), expected, case.tolerance)
+            wrong = wrong or difference(_gradients(model), expected, case.tolerance)
         if {one.reduced_in for one in backwards.reports()} != {"reducer"}:
             wrong = wrong or "nothing is fused"
-        _rows[mode] = Row(f"{case.name}, {case.dtype}, `{mode}`", not wrong, wrong)
-    return list(_rows.values())
-
-
-def _trained(case: Case, mode: str) -> tuple[nn.Module, Callable[..., Tensor]]:
-    """A model, and its compiled forward in DDP; in mode ``"no DDP"`` without."""
-    torch._dynamo.reset()
-    model = case.build()
-    torch._inductor.config.ddp_fusion = FLAGS.get(mode)
-    return model, torch.compile(model if mode == PLAIN else DistributedDataParallel(model))
+        rows.append(Row(f"{case.name}, {case.dtype}, `{mode}`", not wrong, wrong))
+    return rows
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -222,8 +200,8 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], most: float) -> str:
-    """Which gradients differ and by how much; empty if none does."""
+def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], most: float) -> str:
+    """Which gradients differ by more than ``most`` of their largest element; empty if none does."""
     if found.keys() != expected.keys():
         return f"gradients of {', '.join(sorted(found.keys() ^ expected.keys()))} are missing"
     off = {
@@ -240,52 +218,3 @@ def _fill_with_nan(device: str) -> None:
         torch.cuda.empty_cache()
         blocks = [torch.full([size // 4], torch.nan, device=device) for size in NAN_BYTES]
         del blocks
-
-
-def timed(case: Case) -> list[Row]:
-    """The rows of a case with what their backward takes."""
-    seconds: dict[str, float] = {}
-    for mode in (PLAIN, *FLAGS):
-        model, forward = _trained(case, mode)
-        seconds[mode] = _backward_s(model, forward, case)
-    base = seconds[PLAIN]
-    return [
-        Row(
-            row.title,
-            row.is_right,
-            row.words,
-            {"backward ms": 1000 * seconds[mode], "over no DDP": seconds[mode] / base},
-        )
-        for mode, row in _rows.items()
-    ]
-
-
-def _backward_s(model: nn.Module, forward: Callable[..., Tensor], case: Case) -> float:
-    batch = case.batch()
-    for _ in range(3):
-        forward(*batch).backward()
-    on_gpu = case.device == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda._sleep(SLEEP_CYCLES)
-    marks: list[tuple[Any, Any]] = []
-    for _ in range(REPEATS):
-        model.zero_grad()
-        loss = forward(*batch)
-        begin = _now(on_gpu)
-        loss.backward()
-        marks.append((begin, _now(on_gpu)))
-    if on_gpu:
-        torch.cuda.synchronize()
-    taken: list[float] = [
-        begin.elapsed_time(end) / 1000 if on_gpu else end - begin for begin, end in marks
-    ]
-    return statistics.median(taken)
-
-
-def _now(on_gpu: bool) -> Any:
-    if not on_gpu:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from testing.scenarios.catalog import SCENARIOS
 from testing.scenarios.entries import MODES, Scenario
 
-TARGETS: Final = "gpu_checks.targets"
-
-Group = Literal["norms", "steps", "starts", "graphs", "copies", "correctness", "trainers", "probe"]
+Group = Literal["norms", "steps", "starts", "graphs", "copies", "correctness", "probe"]
 """Which section of the page a part belongs to."""
 
-SCALINGS: Final = ("auto", "collective", "bucket")
-DTYPES: Final = ("fp32", "bf16", "fp16")
-REDUCE_DTYPES: Final = ("bf16", "fp16")
+OPTIONS: Final = ("plain", "scaling-", "reduce-")
+"""How features begin that are about the options of the flag: in all dtypes, on one rank and two."""
 
 LOOPS: Final = (
     "backward-inside",
@@ -26,6 +23,7 @@ LOOPS: Final = (
     "kept-gradients",
     "added-gradients",
     "several-backwards",
+    "retain-graph",
     "graph-break",
     "checkpointing",
     "autocast",
@@ -38,13 +36,14 @@ LOOPS: Final = (
     "optimizer-foreach",
     "optimizer-foreach-inside",
     "optimizer-compiled",
+    "reduce-overhead",
     "layouts",
     "batch-norm",
     "static-graph",
     "bucket-view",
     "hook-bf16",
 )
-"""Features of the catalogue that depend on the device, or that trainers' loops are made of."""
+"""Features that depend on the device, or that trainers' loops are made of: on one rank."""
 
 LOOPS_ON_TWO: Final = (
     "backward-inside",
@@ -58,11 +57,8 @@ LOOPS_ON_TWO: Final = (
 """Those of them that more than one rank can break."""
 
 ROUGH_EPS: Final = 2.0**10
-"""For what rounds on a GPU: softmax and tanh, and convolutions, for which cuDNN chooses a method by
-itself. A saved tensor that was overwritten too early is wrong by some 2 ** 20 eps of fp32."""
-
-ROUGH_EPS_OF_BF16: Final = 2.0**5
-"""The same for bf16, whose eps is 2 ** 16 times as large."""
+"""For what rounds on a GPU: convolutions, for which cuDNN chooses a method by itself. What is not
+averaged, or overwritten too early, is wrong by some 2 ** 20 eps of fp32."""
 
 CONVOLVED: Final = ("layouts", "batch-norm")
 
@@ -85,8 +81,7 @@ class Check:
         dtype: of its gradients.
         flag: fields of ``FusionConfig``.
         needs_cuda: whether the CPU cannot do it.
-        also_right: kinds of :class:`testing.scenarios.outcomes.Outcome` that are right beside
-            ``"equal"``.
+        also_right: outcomes that are right beside ``"equal"``.
     """
 
     scenario: Scenario
@@ -95,44 +90,40 @@ class Check:
     needs_cuda: bool = False
     also_right: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, scenario: Scenario, mode: str, dtype: str, **options: Any) -> Check:
+        """An entry of the catalogue, in a mode."""
+        flag = {"mode": mode, **dict(scenario.options)}
+        return cls(scenario, dtype, flag, **{"also_right": (scenario.becomes,), **options})
+
     @property
     def title(self) -> str:
         """The name of its row, which both modes and all numbers of ranks share."""
-        options = [f"`{name}={value!r}`" for name, value in self.flag.items() if name != "mode"]
-        return ", ".join([self.scenario.title, self.dtype, *options])
+        return f"{self.scenario.title}, {self.dtype}"
 
 
 @dataclass(frozen=True)
 class Part:
-    """What runs in processes of its own, and has a result of its own.
+    """What runs in a process of its own, and has a result of its own.
 
     Attributes:
         name: for ``--only``.
         group: which section it belongs to.
-        ranks: processes.
+        measure: ``module:function``; it takes a :class:`gpu_checks.sites.Site` and a function that
+            notes a row. Empty: its checks are trained.
+        ranks: that reduce together.
         checks: trainings beside eager DDP.
-        measure: instead of those, ``module:function``; it takes a :class:`gpu_checks.sites.Site`
-            and a function that notes a row.
         limit_s: at most.
         least_s: with less time left, it is not begun.
-        has_group: whether the processes join a process group.
-        starts_pairs: whether its process starts two ranks at a time.
     """
 
     name: str
     group: Group
+    measure: str = ""
     ranks: int = 1
     checks: tuple[Check, ...] = field(default=())
-    measure: str = ""
-    limit_s: float = 150.0
+    limit_s: float = 200.0
     least_s: float = 20.0
-    has_group: bool = True
-    starts_pairs: bool = False
-
-    @property
-    def joined(self) -> int:
-        """Ranks that reduce together."""
-        return 2 if self.starts_pairs else self.ranks
 
     @property
     def mode(self) -> str:
@@ -144,143 +135,79 @@ class Part:
         return tuple(check for check in self.checks if device == "cuda" or not check.needs_cuda)
 
 
-def _options(mode: str, ranks: int) -> Part:
-    scalings = [name for name in SCALINGS if (mode, name) != ("coalesced", "bucket")]
-    plain = Scenario("gpu", "plain", "as it is", "testing.scenarios.features.loops:plain", ranks)
-    checks = [
-        Check(plain, dtype, {"mode": mode, "scaling": scaling})
-        for dtype in DTYPES
-        for scaling in scalings
-    ]
-    for sent in REDUCE_DTYPES:
-        hooked = replace(plain, title="as eager DDP's hook", target=f"{TARGETS}:sent_in_{sent}")
-        checks += [
-            Check(hooked, "fp32", {"mode": mode, "scaling": scaling, "reduce_dtype": sent})
-            for scaling in scalings
-        ]
-    return Part(_name("options", mode, ranks), "correctness", ranks, tuple(checks), limit_s=200)
+def _trained(what: str, mode: str, ranks: int, checks: Iterable[Check], **limits: Any) -> Part:
+    name = f"{what}-{mode}" if ranks == 1 else f"{what}-{mode}-{ranks}"
+    return Part(name, "correctness", ranks=ranks, checks=tuple(checks), **limits)
 
 
-def _loops(mode: str, ranks: int, features: Iterable[str]) -> Part:
-    known = {scenario.feature: scenario for scenario in SCENARIOS if scenario.ranks == 2}
-    checks = []
-    for feature in features:
-        scenario = replace(known[feature], ranks=ranks)
-        if feature in CONVOLVED:
+def _in_dtypes(mode: str, ranks: int, features: Iterable[Scenario]) -> Iterator[Check]:
+    for scenario in features:
+        made = replace(scenario, ranks=ranks)
+        if scenario.feature in CONVOLVED:
             # On a GPU, BatchNorm's compiled kernels round otherwise in each run, with DDP or not.
-            scenario = replace(scenario, tolerance_eps=ROUGH_EPS, by_hand=False)
-        checks += [Check(scenario, dtype, {"mode": mode}) for dtype in scenario.dtypes]
-    synced = Scenario("gpu", "sync-bn", "`SyncBatchNorm`", f"{TARGETS}:synced_batch_norm", ranks)
-    synced = replace(synced, tolerance_eps=ROUGH_EPS)
+            made = replace(made, tolerance_eps=ROUGH_EPS, by_hand=False)
+        if mode in scenario.modes:
+            yield from (Check.of(made, mode, dtype) for dtype in scenario.dtypes)
+
+
+def _options(mode: str, ranks: int) -> Part:
+    chosen = [scenario for scenario in ON_TWO.values() if scenario.feature.startswith(OPTIONS)]
+    return _trained("options", mode, ranks, _in_dtypes(mode, ranks, chosen))
+
+
+def _loops(mode: str, ranks: int) -> Part:
+    chosen = [ON_TWO[feature] for feature in (LOOPS if ranks == 1 else LOOPS_ON_TWO)]
+    target = "gpu_checks.targets:synced_batch_norm"
+    synced = Scenario("gpu", "sync-bn", "`SyncBatchNorm`", target, ranks, tolerance_eps=ROUGH_EPS)
     # Its collectives break the graph, and what is then left unfused is warned of.
-    unfused = ("equal, unfused",)
-    flag = {"mode": mode}
-    checks.append(Check(synced, "fp32", flag, needs_cuda=True, also_right=unfused))
-    return Part(_name("loops", mode, ranks), "correctness", ranks, tuple(checks), limit_s=200)
+    check = Check.of(synced, mode, "fp32", needs_cuda=True, also_right=("equal, unfused",))
+    return _trained("loops", mode, ranks, [*_in_dtypes(mode, ranks, chosen), check])
 
 
 def _features(mode: str, number: int) -> Part:
     """One of the parts that have all features of DDP together, in the mode that a check has."""
-    elsewhere = {*LOOPS_ON_TWO, "plain", *LATE_ON_A_GPU}
+    elsewhere = {*LOOPS_ON_TWO, *LATE_ON_A_GPU}
     chosen = [
         scenario
-        for scenario in SCENARIOS
-        if (scenario.parallelism, scenario.tested[:1]) == ("ddp-2", (mode,))
-        and scenario.feature not in elsewhere
+        for scenario in ON_TWO.values()
+        if scenario.tested[:1] == (mode,) and scenario.feature not in elsewhere
         # A GPU can have any torch.
-        and not scenario.fails_on_oldest
+        if not scenario.feature.startswith(OPTIONS) and not scenario.fails_on_oldest
     ]
     chosen.sort(key=lambda scenario: scenario.feature in FAILING_LAST)
-    checks = [
-        Check(
-            scenario,
-            scenario.dtypes[0],
-            {"mode": mode, **dict(scenario.options)},
-            also_right=(scenario.becomes,),
-        )
-        for scenario in chosen[number :: FEATURE_PARTS[mode]]
-    ]
-    name = _name(f"features-{number + 1}", mode, 2)
-    return Part(name, "correctness", 2, tuple(checks), limit_s=240)
+    dealt = chosen[number :: FEATURE_PARTS[mode]]
+    checks = [Check.of(scenario, mode, scenario.dtypes[0]) for scenario in dealt]
+    return _trained(f"features-{number + 1}", mode, 2, checks, limit_s=240)
 
 
 def _measured() -> Part:
     """Buckets chosen by what is measured: the network, and then the steps."""
-    target = f"{TARGETS}:measured"
+    target = "gpu_checks.targets:measured"
     scenario = Scenario("gpu", "measured", "up to the steps that it measures", target, 2)
-    return Part("auto-2", "correctness", 2, (Check(scenario, "fp32", {"mode": "auto"}),))
+    return Part("auto-2", "correctness", ranks=2, checks=(Check.of(scenario, "auto", "fp32"),))
 
 
-def _memory(mode: str) -> Part:
-    """Donated buffers and CUDA graphs: what reuses memory."""
-    rows = (
-        ("what the forward saved is overwritten", "donated", ROUGH_EPS, ("fp32",)),
-        ("what the forward saved is overwritten", "donated", ROUGH_EPS_OF_BF16, ("bf16",)),
-        ("kept for a second backward", "donated_later", ROUGH_EPS, ("fp32",)),
-        ("two forwards, one backward", "donated_twice", ROUGH_EPS, ("fp32",)),
-        ("CUDA graphs", "cuda_graphs", 0.0, DTYPES),
-        ("CUDA graphs, backward inside", "cuda_graphs_inside", 0.0, ("fp32",)),
-    )
-    checks = [
-        Check(
-            Scenario("gpu", name, title, f"{TARGETS}:{name}", 1, tolerance_eps=tolerance),
-            dtype,
-            {"mode": mode},
-        )
-        for title, name, tolerance, dtypes in rows
-        for dtype in dtypes
-    ]
-    return Part(f"memory-{mode}", "correctness", 1, tuple(checks))
+ON_TWO: Final = {
+    scenario.feature: scenario for scenario in SCENARIOS if scenario.parallelism == "ddp-2"
+}
 
-
-def _name(what: str, mode: str, ranks: int) -> str:
-    return f"{what}-{mode}" if ranks == 1 else f"{what}-{mode}-{ranks}"
-
-
-PROBE: Final = Part(
-    "nccl-on-one-gpu",
-    "probe",
-    measure="gpu_checks.probe:all_reduce",
-    limit_s=35,
-    has_group=False,
-    starts_pairs=True,
-)
+PROBE: Final = Part("nccl-on-one-gpu", "probe", "gpu_checks.net:add_up", ranks=2, limit_s=35)
 """Whether NCCL takes two ranks on one GPU."""
 
-
-def _measured_in(
-    module: str, name: str, group: Group, limit_s: float, *, starts_pairs: bool = False
-) -> Part:
-    """A part whose one process measures by itself what its name says."""
-    function = name.rpartition("-")[2]
-    measure = f"gpu_checks.{module}:{function if function != module else 'measure'}"
-    return Part(
-        name,
-        group,
-        measure=measure,
-        limit_s=limit_s,
-        has_group=False,
-        least_s=90.0 if starts_pairs else 20.0,
-        starts_pairs=starts_pairs,
-    )
-
-
 PARTS: Final = (
-    _measured_in("norms", "norms", "norms", 110),
-    _measured_in("net", "net-gpt2", "steps", 230, starts_pairs=True),
+    Part("norms", "norms", "gpu_checks.norms:measure", limit_s=110),
+    Part("net-gpt2", "steps", "gpu_checks.net:gpt2", ranks=2, limit_s=230, least_s=90),
     # Short ones first: on an H200 what is before them took 270 s, and not all starts end in 85.
-    _measured_in("graphs", "graphs", "graphs", 70),
-    _measured_in("copies", "copies", "copies", 60),
-    _measured_in("starts", "starts", "starts", 120),
-    _measured_in("net", "net-resnet", "steps", 170, starts_pairs=True),
+    Part("graphs", "graphs", "gpu_checks.graphs:measure", limit_s=70),
+    Part("copies", "copies", "gpu_checks.copies:measure", limit_s=60),
+    Part("starts", "starts", "gpu_checks.starts:measure", limit_s=120),
+    Part("net-resnet", "steps", "gpu_checks.net:resnet", ranks=2, limit_s=170, least_s=90),
     *(_options(mode, 1) for mode in MODES),
-    *(_memory(mode) for mode in MODES),
-    *(_loops(mode, 1, LOOPS) for mode in MODES),
+    *(_loops(mode, 1) for mode in MODES),
     *(_options(mode, 2) for mode in MODES),
-    *(_loops(mode, 2, LOOPS_ON_TWO) for mode in MODES),
+    *(_loops(mode, 2) for mode in MODES),
     _measured(),
     *(_features(mode, number) for mode in MODES for number in range(FEATURE_PARTS[mode])),
-    _measured_in("trainers", "trainers", "trainers", 150),
 )
 """In the order in which they matter, should time run out."""
 

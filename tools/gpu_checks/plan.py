@@ -145,8 +145,7 @@ def _problem(call: Callable[[T], None], argument: T) -> str:
 
 
 def _words(part: Part) -> str:
-    ranks = "one rank" if part.ranks == 1 else f"{part.ranks} ranks"
-    return f"{len(part.checks)} trainings, {ranks}" if part.checks else part.measure
+    return part.measure or f"{len(part.checks)} trainings, ranks: {part.ranks}"
 
 
 if __name__ == "__main__":

@@ -27,19 +27,23 @@ class Way:
         style: how a step runs.
         reducer: DDP's: ``"c++"``, ``"python"``, or ``"none"`` without DDP.
         fusion: value of ``ddp_fusion``; ours only.
+        is_traced: whether its backward is traced by compiled autograd, outside of a compiled step.
         passes: torch's own fusion passes.
         bucketing: whether torch's ``bucket_all_reduces_fx`` is on.
         overlap: whether torch's overlap scheduling is on, with bucketing.
         caps: whether the size of its buckets can be chosen.
+        optimizes: whether DDPOptimizer may cut the compiled forward.
     """
 
     style: Style
     reducer: Literal["c++", "python", "none"]
     fusion: str = ""
+    is_traced: bool = False
     passes: str = ""
     bucketing: bool = False
     overlap: bool = False
     caps: bool = False
+    optimizes: bool = True
 
     @property
     def is_ours(self) -> bool:
@@ -55,17 +59,26 @@ class Way:
         """Whether gradients are reduced at all; the others are limits."""
         return self.is_ours or self.reducer != "none"
 
+    @property
+    def compiles_the_same(self) -> bool:
+        """Whether what is compiled under ``no_sync`` is what runs without."""
+        return self.has_ddp and self.style != "inside" and not self.is_traced
+
 
 PLAIN: Final = "no DDP"
 TRACED: Final = "no DDP, traced backward"
 """What compiled autograd alone costs: no way that it traces can do without."""
 EAGER: Final = "eager DDP"
+ONE_GRAPH: Final = "DDP, one graph"
+"""DDP's own reducer behind a compiled forward that DDPOptimizer does not cut: beside it, what
+differs is how gradients are reduced."""
 AUTO: Final = "auto"
 
 WAYS: Final = {
     PLAIN: Way("outside", "none"),
     TRACED: Way("inside", "none"),
     EAGER: Way("eager", "c++", caps=True),
+    ONE_GRAPH: Way("outside", "c++", caps=True, optimizes=False),
     "DDPOptimizer": Way("outside", "c++", caps=True),
     "Python reducer": Way("inside", "python"),
     "torch concat": Way("inside", "python", passes="fuse_ddp_with_concat_op", caps=True),
@@ -74,8 +87,12 @@ WAYS: Final = {
     "torch overlap": Way("inside", "python", overlap=True),
     "concat": Way("outside", "none", fusion="concat", caps=True),
     "coalesced": Way("outside", "none", fusion="coalesced", caps=True),
+    "concat, traced": Way("outside", "none", fusion="concat", is_traced=True),
     AUTO: Way("outside", "none", fusion="auto"),
 }
+
+SEEDS: Final = 1000
+"""Between those of a rank's batches; so many ranks have batches of their own."""
 
 OURS: Final = tuple(name for name, way in WAYS.items() if way.is_ours and way.caps)
 """Ours with buckets of a fixed size."""
@@ -87,19 +104,21 @@ class Training:
 
     Attributes:
         model: without DDP.
-        step: forward and backward of a batch.
-        batch: of this rank.
+        step: a forward of each batch, and one backward.
+        batches: of this rank.
         kept_bytes: what DDP keeps between steps beside parameters and gradients.
+        ddp: the model in DDP; ``None`` without it.
     """
 
     model: nn.Module
     step: Callable[..., None]
-    batch: Batch
+    batches: tuple[Batch, ...]
     kept_bytes: int = 0
+    ddp: DistributedDataParallel | None = None
 
     def run(self) -> None:
         self.model.zero_grad(set_to_none=True)
-        self.step(*self.batch)
+        self.step(*self.batches)
 
 
 def prepare(
@@ -109,6 +128,7 @@ def prepare(
     *,
     cap_mb: float | None = None,
     seed: int = 0,
+    forwards: int = 1,
     model: nn.Module | None = None,
 ) -> Training:
     """Make a training; the default process group must be there, except without DDP.
@@ -118,21 +138,26 @@ def prepare(
         subject: what is trained.
         device: where.
         cap_mb: of a bucket, in MiB; by default the way's own.
-        seed: of the batch.
+        seed: of the batch, less than :data:`SEEDS`.
+        forwards: of a step, each of a batch of its own, before one backward of their sum.
         model: as :func:`built` makes it; by default it is made here.
     """
     way = WAYS[name]
     model = built(subject, device) if model is None else model
-    batch = tuple(tensor.to(device) for tensor in subject.batch(seed))
+    batches = tuple(
+        tuple(tensor.to(device) for tensor in subject.batch(seed + SEEDS * number))
+        for number in range(forwards)
+    )
     configure(way)
-    wrapped = model
+    ddp = None
     if way.has_ddp:
         # DDP asks for whole MiB, and takes others all the same.
         options = {} if cap_mb is None else {"bucket_cap_mb": cap_mb}
-        wrapped = DistributedDataParallel(model, **options)  # type: ignore[arg-type]
+        ddp = DistributedDataParallel(model, **options)  # type: ignore[arg-type]
     configure_after_ddp(way, cap_mb)
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    return Training(model, _step(way.style, wrapped), batch, trained if way.reducer == "c++" else 0)
+    kept_bytes = trained if way.reducer == "c++" else 0
+    return Training(model, _step(way.style, ddp or model), batches, kept_bytes, ddp)
 
 
 def built(subject: Subject, device: torch.device) -> nn.Module:
@@ -147,9 +172,13 @@ def configure(way: Way) -> None:
     if way.is_ours:
         import fusion_passes  # It adds the flag; the others run without the package.
 
-        inductor_config.ddp_fusion = fusion_passes.FusionConfig(mode=cast("Any", way.fusion))
+        options: dict[str, Any] = {"backward_graph": "compiled_autograd"} if way.is_traced else {}
+        flag = fusion_passes.FusionConfig(mode=cast("Any", way.fusion), **options)
+        inductor_config.ddp_fusion = flag
     elif way.reducer == "python":
         torch._dynamo.config.optimize_ddp = "python_reducer"
+    elif not way.optimizes:
+        torch._dynamo.config.optimize_ddp = False
 
 
 def configure_after_ddp(way: Way, cap_mb: float | None) -> None:
@@ -187,7 +216,10 @@ class ConstantSize:
 def _step(style: Style, model: nn.Module) -> Callable[..., None]:
     forward = torch.compile(model) if style == "outside" else model
 
-    def step(*batch: torch.Tensor) -> None:
-        forward(*batch).backward()
+    def step(*batches: Batch) -> None:
+        loss = forward(*batches[0])
+        for batch in batches[1:]:
+            loss = loss + forward(*batch)
+        loss.backward()
 
     return torch.compile(step) if style == "inside" else step

@@ -54,17 +54,9 @@ BACKWARDS = [
         "backwards:loss_that_reads_a_parameter",
         tested=CONCAT,
     ),
+    on_two("flag-unset", "the flag unset while training", "backwards:flag_unset", tested=CONCAT),
     on_two(
-        "flag-unset",
-        "the flag unset while training",
-        "backwards:flag_unset",
-        tested=CONCAT,
-    ),
-    on_two(
-        "another-flag",
-        "another flag while training",
-        "backwards:another_flag",
-        tested=COALESCED,
+        "another-flag", "another flag while training", "backwards:another_flag", tested=COALESCED
     ),
     on_two(
         "kept-tensors",
@@ -96,12 +88,7 @@ BACKWARDS = [
         "the same after an eager forward, other batch sizes on one rank",
         "backwards:backwards_of_one_round",
     ),
-    on_two(
-        "failing",
-        "a backward that fails",
-        "backwards:failing",
-        tested=COALESCED,
-    ),
+    on_two("failing", "a backward that fails", "backwards:failing", tested=COALESCED),
     on_two(
         "queued-callbacks",
         "callbacks at the end of the backward",

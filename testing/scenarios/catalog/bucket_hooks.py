@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from testing.scenarios.catalog.making import (
+    ACCUMULATED,
     BF16_EPS,
     COALESCED,
     CONCAT,
+    INSIDE,
+    KEPT,
     ROUNDS_EPS,
     on_four,
     on_two,
@@ -33,29 +36,24 @@ def _users(feature: str, title: str, target: str, **options: Any) -> Scenario:
 
 BUCKET_HOOKS = [
     _users("", "", "users", launches=1, tested=CONCAT, each_torch=True),
-    _users("-inside", ", backward inside", "inside", launches=1, tested=COALESCED),
-    _users("-no-sync", ", `no_sync`", "no_sync", launches=1, tested=CONCAT),
+    _users("-inside", ", backward inside", "users", arguments=INSIDE, launches=1, tested=COALESCED),
+    _users(
+        "-no-sync", ", `no_sync`", "users", arguments=ACCUMULATED | KEPT, launches=1, tested=CONCAT
+    ),
     _users(
         "-no-sync-inside",
         ", `no_sync`, backward inside",
-        "no_sync_inside",
+        "users",
+        arguments={**INSIDE, "steps": 2, "micro_batches": 2, "no_sync": True},
         launches=1,
     ),
     _users("-batch-sizes", ", several batch sizes", "batch_sizes", launches=1),
     _users("-buckets", ", several buckets", "several", tested=CONCAT),
     _users(
-        "-autocast",
-        ", autocast",
-        "autocast",
-        dtypes=("bf16",),
-        tolerance_eps=BF16_EPS,
-        launches=1,
+        "-autocast", ", autocast", "autocast", dtypes=("bf16",), tolerance_eps=BF16_EPS, launches=1
     ),
     _users(
-        "-parameters",
-        ", tied and frozen parameters, buffers",
-        "unusual_parameters",
-        tested=CONCAT,
+        "-parameters", ", tied and frozen parameters, buffers", "unusual_parameters", tested=CONCAT
     ),
     _users(
         "-dtypes",
@@ -64,36 +62,30 @@ BUCKET_HOOKS = [
         launches=3,
         tested=MODES,
     ),
-    _users(
-        "-flag-unset",
-        ", the flag unset while training",
-        "flag_unset",
-        tested=CONCAT,
-    ),
+    _users("-flag-unset", ", the flag unset while training", "flag_unset", tested=CONCAT),
     _users("-unused", ", `find_unused_parameters`", "unused", launches=2, tested=CONCAT),
     _users(
         "-unused-inside",
         ", `find_unused_parameters`, backward inside",
-        "unused_inside",
+        "unused_in_turn",
+        arguments=INSIDE,
         launches=2,
     ),
     _users(
         "-unused-no-sync",
         ", `find_unused_parameters`, `no_sync`",
-        "unused_no_sync",
+        "unused_in_turn",
+        arguments={"local": (1, 3)},
         launches=2,
     ),
     _users(
         "-unused-kept",
         ", `find_unused_parameters`, `zero_grad(set_to_none=False)`",
-        "unused_kept",
+        "unused",
+        arguments=KEPT,
         launches=2,
     ),
-    _users(
-        "-unused-buckets",
-        ", `find_unused_parameters`, several buckets",
-        "unused_several",
-    ),
+    _users("-unused-buckets", ", `find_unused_parameters`, several buckets", "unused_several"),
     _users("-unused-never", ", `find_unused_parameters`, all used", "unused_never", launches=2),
     on_two(
         "hook-powersgd",
@@ -110,10 +102,7 @@ BUCKET_HOOKS = [
         tolerance_eps=FP16_PRODUCTS_EPS,
     ),
     on_two(
-        "hook-wrapper-bf16",
-        "`bf16_compress_wrapper`",
-        "bucket_hooks:wrapped_in_bf16",
-        launches=1,
+        "hook-wrapper-bf16", "`bf16_compress_wrapper`", "bucket_hooks:wrapped_in_bf16", launches=1
     ),
     on_two(
         "hook-wrapper-unused",
@@ -121,12 +110,7 @@ BUCKET_HOOKS = [
         "bucket_hooks:unused_wrapped",
         launches=2,
     ),
-    on_two(
-        "hook-post-local",
-        "`post_localSGD_hook`",
-        "bucket_hooks:post_local_sgd",
-        tested=CONCAT,
-    ),
+    on_two("hook-post-local", "`post_localSGD_hook`", "bucket_hooks:post_local_sgd", tested=CONCAT),
     on_two(
         "hook-another-group",
         "`allreduce_hook` over another group",

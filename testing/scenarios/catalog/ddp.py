@@ -5,6 +5,8 @@ from __future__ import annotations
 from testing.scenarios.catalog.making import (
     COALESCED,
     CONCAT,
+    INSIDE,
+    KEPT,
     NO_EFFECT,
     OWN_REDUCER,
     ROUNDS_EPS,
@@ -23,23 +25,13 @@ PARAMETERS = [
         "reducer:sparse_accumulation",
     ),
     on_two("sparse-bag", "`nn.EmbeddingBag(sparse=True)`", "reducer:sparse_bag"),
-    on_two(
-        "tied",
-        "tied weights",
-        "reducer:tied_weights",
-        launches=1,
-        tested=CONCAT,
-    ),
-    on_two(
-        "layouts",
-        "parameters that are not contiguous",
-        "shapes:layouts",
-        launches=1,
-    ),
+    on_two("tied", "tied weights", "reducer:tied_weights", launches=1, tested=CONCAT),
+    on_two("layouts", "parameters that are not contiguous", "shapes:layouts", launches=1),
     on_two(
         "layouts-kept",
         "parameters that are not contiguous, gradients kept",
-        "shapes:layouts_kept",
+        "shapes:layouts",
+        arguments=KEPT,
         launches=1,
         tested=CONCAT,
         newest_torch=True,
@@ -55,12 +47,7 @@ PARAMETERS = [
 ]
 
 OPTIONS = [
-    on_two(
-        "static-graph",
-        "`static_graph`",
-        "reducer:static_graph",
-        tested=COALESCED,
-    ),
+    on_two("static-graph", "`static_graph`", "reducer:static_graph", tested=COALESCED),
     on_two(
         "static-graph-unused",
         "`static_graph`, a layer that is never used",
@@ -113,12 +100,7 @@ OPTIONS = [
         leaves_unwaited=True,
     ),
     on_two("state-dict", "`state_dict` saved and loaded", "reducer:state_dict", tested=CONCAT),
-    on_two(
-        "saved-module",
-        "a DDP module saved and loaded",
-        "reducer:saved_module",
-        tested=CONCAT,
-    ),
+    on_two("saved-module", "a DDP module saved and loaded", "reducer:saved_module", tested=CONCAT),
     on_two(
         "deepcopy",
         "`copy.deepcopy` of the DDP module",
@@ -138,8 +120,13 @@ OPTIONS = [
 
 BUFFERS = [
     on_two("buffers", "buffers", "buffers:broadcast"),
-    on_two("buffers-inside", "buffers, backward inside", "buffers:broadcast_inside"),
-    on_two("buffers-no-sync", "buffers, `no_sync`", "buffers:broadcast_no_sync"),
+    on_two("buffers-inside", "buffers, backward inside", "buffers:broadcast", arguments=INSIDE),
+    on_two(
+        "buffers-no-sync",
+        "buffers, `no_sync`",
+        "buffers:broadcast",
+        arguments={"micro_batches": 3, "no_sync": True},
+    ),
     on_two(
         "buffers-several-forwards",
         "buffers, several forwards before a backward",
@@ -177,7 +164,8 @@ BUFFERS = [
     on_two(
         "batch-norm-inside",
         "BatchNorm, backward inside",
-        "buffers:batch_norm_inside",
+        "buffers:batch_norm",
+        arguments=INSIDE,
         tolerance_eps=ROUNDS_EPS,
         by_hand=True,
         launches=3,
@@ -198,7 +186,8 @@ HOOKS = [
     on_two(
         "parameter-hook-inside",
         "a hook on a parameter, backward inside",
-        "hooks:parameter_hook_inside",
+        "hooks:parameter_hook",
+        arguments=INSIDE,
     ),
     on_two(
         "accumulation-hook",
@@ -246,21 +235,9 @@ HOOKS = [
         options=(("backward_graph", "compiled_autograd"),),
         tested=CONCAT,
     ),
-    on_two(
-        "hook-allreduce",
-        "`allreduce_hook`",
-        "hooks:allreduce_hook",
-        launches=1,
-        tested=CONCAT,
-    ),
+    on_two("hook-allreduce", "`allreduce_hook`", "hooks:allreduce_hook", launches=1, tested=CONCAT),
     on_two("hook-builtin", "a built-in hook of the C++ reducer", "hooks:builtin_hook"),
-    on_two(
-        "hook-bf16",
-        "`bf16_compress_hook`",
-        "hooks:bf16_hook",
-        launches=1,
-        tested=COALESCED,
-    ),
+    on_two("hook-bf16", "`bf16_compress_hook`", "hooks:bf16_hook", launches=1, tested=COALESCED),
     on_two(
         "hook-fp16",
         "`fp16_compress_hook`",
@@ -270,11 +247,7 @@ HOOKS = [
         each_torch=True,
     ),
     on_two(
-        "hook-wrapper",
-        "`fp16_compress_wrapper`",
-        "hooks:wrapped_hook",
-        launches=1,
-        tested=CONCAT,
+        "hook-wrapper", "`fp16_compress_wrapper`", "hooks:wrapped_hook", launches=1, tested=CONCAT
     ),
     on_two("hook-noop", "`noop_hook`", "hooks:noop_hook"),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from testing.scenarios.catalog.making import (
     COALESCED,
     CONCAT,
+    INSIDE,
     NOT_DDPS_OWN,
     TORCH_CRASHES,
     on_four,
@@ -39,10 +40,7 @@ PARTS = [
         tested=CONCAT,
     ),
     on_two(
-        "in-parts-shared",
-        "a weight that two parts share",
-        "parts:shared_by_parts",
-        tested=CONCAT,
+        "in-parts-shared", "a weight that two parts share", "parts:shared_by_parts", tested=CONCAT
     ),
     on_two(
         "in-parts-one-by-one",
@@ -138,13 +136,7 @@ INSTANCES = [
         tested=CONCAT,
         fails_on_oldest=TORCH_CRASHES,
     ),
-    on_two(
-        "subclass",
-        "a subclass of DDP",
-        "instances:subclass",
-        tested=CONCAT,
-        each_torch=True,
-    ),
+    on_two("subclass", "a subclass of DDP", "instances:subclass", tested=CONCAT, each_torch=True),
     on_two(
         "subclass-overriding",
         "a subclass that overrides what DDP calls",
@@ -170,24 +162,9 @@ INSTANCES = [
 ]
 
 RANKS = [
-    on_two(
-        "batch-sizes",
-        "other batch sizes on each rank",
-        "ranks:batch_sizes",
-        tested=CONCAT,
-    ),
-    on_two(
-        "hooks-on-one-rank",
-        "a hook on one rank",
-        "ranks:hooks_on_one_rank",
-        tested=CONCAT,
-    ),
-    on_two(
-        "other-orders",
-        "the same layers in another order",
-        "ranks:other_orders",
-        tested=CONCAT,
-    ),
+    on_two("batch-sizes", "other batch sizes on each rank", "ranks:batch_sizes", tested=CONCAT),
+    on_two("hooks-on-one-rank", "a hook on one rank", "ranks:hooks_on_one_rank", tested=CONCAT),
+    on_two("other-orders", "the same layers in another order", "ranks:other_orders", tested=CONCAT),
     on_two(
         "other-orders-of-two",
         "the same, of two modules in one backward",
@@ -293,12 +270,14 @@ GROUPS = [
         "groups",
         "backward-inside",
         "two DDP modules over different groups, backward inside",
-        "groups:two_groups_inside",
+        "groups:two_groups",
+        arguments=INSIDE,
     ),
     on_four(
         "groups",
         "no-sync",
         "two DDP modules over different groups, `no_sync`",
-        "groups:two_groups_no_sync",
+        "groups:two_groups",
+        arguments={"steps": 2, "micro_batches": 2, "no_sync": True},
     ),
 ]

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from testing.scenarios.catalog.making import (
-    COALESCED,
-    CONCAT,
-    THIRDS_EPS,
-    on_four,
-    on_two,
-)
+from testing.scenarios.catalog.making import COALESCED, CONCAT, THIRDS_EPS, on_four, on_two
 
 JOIN = [
     on_two(
@@ -18,11 +12,18 @@ JOIN = [
         tested=CONCAT,
         each_torch=True,
     ),
-    on_two("join-rank-0", "`join`, rank 0 has more", "joining:rank_0_has_more", tested=COALESCED),
+    on_two(
+        "join-rank-0",
+        "`join`, rank 0 has more",
+        "joining:uneven",
+        arguments={"steps": ((4, 1),)},
+        tested=COALESCED,
+    ),
     on_two(
         "join-several-times",
         "`join` several times, a rank without any inputs",
-        "joining:several_times",
+        "joining:uneven",
+        arguments={"steps": ((0, 3), (3, 1), (2, 2))},
         tested=CONCAT,
     ),
     on_two(
@@ -32,18 +33,27 @@ JOIN = [
         tested=COALESCED,
     ),
     on_two(
-        "join-buffers",
-        "`join` and buffers",
-        "joining:with_buffers",
-        tested=CONCAT,
-        each_torch=True,
+        "join-buffers", "`join` and buffers", "joining:with_buffers", tested=CONCAT, each_torch=True
     ),
-    on_two("join-no-sync", "`join` and `no_sync`", "joining:with_no_sync", tested=COALESCED),
-    on_two("join-inside", "`join`, backward inside", "joining:inside", tested=CONCAT),
+    on_two(
+        "join-no-sync",
+        "`join` and `no_sync`",
+        "joining:uneven",
+        arguments={"steps": ((1, 3),), "local": True},
+        tested=COALESCED,
+    ),
+    on_two(
+        "join-inside",
+        "`join`, backward inside",
+        "joining:uneven",
+        arguments={"steps": ((2, 4),), "is_inside": True},
+        tested=CONCAT,
+    ),
     on_two(
         "join-batch-sizes",
         "`join`, several batch sizes",
-        "joining:other_graphs",
+        "joining:uneven",
+        arguments={"steps": ((2, 5),), "sizes": (4, 1, 3)},
         tested=COALESCED,
     ),
     on_two("join-buckets", "`join`, several buckets", "joining:several_buckets", tested=CONCAT),
@@ -53,21 +63,14 @@ JOIN = [
         "joining:with_a_hook",
         tested=COALESCED,
     ),
-    on_two(
-        "join-unused",
-        "`join`, `find_unused_parameters`",
-        "joining:with_unused",
-    ),
+    on_two("join-unused", "`join`, `find_unused_parameters`", "joining:with_unused"),
     on_two(
         "join-unused-more",
         "`join`, `find_unused_parameters`, several branches",
         "joining:with_more_unused",
     ),
     on_two(
-        "join-static-graph",
-        "`join`, `static_graph`",
-        "joining:with_a_static_graph",
-        tested=CONCAT,
+        "join-static-graph", "`join`, `static_graph`", "joining:with_a_static_graph", tested=CONCAT
     ),
     on_two(
         "join-static-graph-unused",

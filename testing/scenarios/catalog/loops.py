@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
-from testing.scenarios.catalog.making import COALESCED, CONCAT, ROUNDS_EPS, STAYS_LOCAL, on_two
+from testing.scenarios.catalog.making import (
+    ACCUMULATED,
+    COALESCED,
+    CONCAT,
+    INSIDE,
+    KEPT,
+    ROUNDS_EPS,
+    STAYS_LOCAL,
+    on_two,
+)
 
 LOOPS = [
     on_two(
         "backward-inside",
         "backward inside the compiled function",
-        "loops:backward_inside",
+        "loops:plain",
+        arguments=INSIDE,
         dtypes=("fp32", "bf16", "fp16"),
         launches=1,
         tested=COALESCED,
         each_torch=True,
     ),
-    on_two("eager-forward", "nothing compiled but the backward", "loops:only_the_flag"),
     on_two(
-        "no-sync",
-        "`no_sync`",
-        "loops:no_sync",
-        launches=1,
-        tested=CONCAT,
+        "eager-forward",
+        "nothing compiled but the backward",
+        "loops:plain",
+        arguments={"style": "as it is"},
     ),
+    on_two("no-sync", "`no_sync`", "loops:plain", arguments=ACCUMULATED, launches=1, tested=CONCAT),
     on_two(
         "no-sync-inside",
         "`no_sync`, backward inside",
-        "loops:no_sync_inside",
+        "loops:plain",
+        arguments=INSIDE | ACCUMULATED,
         launches=1,
         tested=COALESCED,
     ),
     on_two(
         "kept-gradients",
         "`zero_grad(set_to_none=False)`",
-        "loops:kept_gradients",
+        "loops:plain",
+        arguments=KEPT,
         launches=1,
         tested=COALESCED,
     ),
-    on_two("added-gradients", "gradients added to from step to step", "loops:added_gradients"),
+    on_two(
+        "added-gradients",
+        "gradients added to from step to step",
+        "loops:plain",
+        arguments={"zero": "never"},
+    ),
     on_two(
         "several-forwards",
         "several forwards before one backward",
@@ -46,7 +62,8 @@ LOOPS = [
     on_two(
         "several-backwards",
         "several forwards and backwards in a step",
-        "loops:several_backwards",
+        "loops:plain",
+        arguments={"micro_batches": 2},
         launches=1,
         tested=CONCAT,
     ),
@@ -58,16 +75,12 @@ LOOPS = [
     ),
     on_two("evaluation", "evaluation between steps", "loops:evaluation_between"),
     on_two("reduce-overhead", '`mode="reduce-overhead"`', "loops:reduce_overhead"),
-    on_two(
-        "dynamic",
-        "`dynamic=True`, several batch sizes",
-        "loops:dynamic",
-        launches=1,
-    ),
+    on_two("dynamic", "`dynamic=True`, several batch sizes", "loops:dynamic", launches=1),
     on_two(
         "automatic-dynamic",
         "several batch sizes, backward inside",
-        "loops:automatic_dynamic",
+        "loops:plain",
+        arguments={**INSIDE, "steps": 4, "sizes": (2, 4, 3, 5)},
         launches=1,
         tested=CONCAT,
     ),
@@ -75,7 +88,8 @@ LOOPS = [
     on_two(
         "checkpointing-inside",
         "activation checkpointing, backward inside",
-        "loops:checkpointing_inside",
+        "loops:checkpointing",
+        arguments=INSIDE,
         launches=1,
         tested=CONCAT,
     ),
@@ -91,17 +105,12 @@ LOOPS = [
         "shapes:upsampled",
         tested=CONCAT,
     ),
-    on_two(
-        "mark-dynamic",
-        "`mark_dynamic`",
-        "shapes:marked_dynamic",
-        launches=1,
-        tested=COALESCED,
-    ),
+    on_two("mark-dynamic", "`mark_dynamic`", "shapes:marked_dynamic", launches=1, tested=COALESCED),
     on_two(
         "mark-dynamic-inside",
         "`mark_dynamic`, backward inside",
-        "shapes:marked_dynamic_inside",
+        "shapes:marked_dynamic",
+        arguments=INSIDE,
         launches=1,
     ),
     on_two(
@@ -122,7 +131,8 @@ LOOPS = [
     on_two(
         "transformer-inside",
         "a GPT-2 of `transformers`, backward inside",
-        "shapes:transformer_inside",
+        "shapes:transformer",
+        arguments=INSIDE,
         tolerance_eps=ROUNDS_EPS,
         by_hand=True,
         launches=1,

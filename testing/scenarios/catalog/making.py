@@ -12,6 +12,8 @@ from typing import Any
 
 from testing.scenarios.entries import Scenario
 
+Arguments = dict[str, Any]
+
 FEATURES = "testing.scenarios.features"
 
 ROUNDS_EPS = 32.0
@@ -38,6 +40,11 @@ CONCAT = ("concat",)
 COALESCED = ("coalesced",)
 """The modes of a scenario that a check tests in one of them: they take turns."""
 
+INSIDE: Arguments = {"style": "inside"}
+KEPT: Arguments = {"zero": "kept"}
+ACCUMULATED: Arguments = {"steps": 2, "micro_batches": 3, "no_sync": True}
+"""Loops of several scenarios; see :class:`testing.scenarios.loop.Loop`."""
+
 STAYS_LOCAL = ("stay on their rank, as with eager DDP: its forward has had its",)
 OWN_REDUCER = (
     "is trained by DDP's own reducer, as without ddp_fusion, and its gradients are not fused:"
@@ -59,10 +66,17 @@ def on_two(feature: str, title: str, target: str, **options: Any) -> Scenario:
         target: ``module:function`` among the features.
         options: fields of :class:`testing.scenarios.entries.Scenario`.
     """
-    return Scenario("ddp-2", feature, title, f"{FEATURES}.{target}", **options)
+    return _entry("ddp-2", feature, title, target, options)
 
 
 def on_four(parallelism: str, feature: str, title: str, target: str, **options: Any) -> Scenario:
     """A scenario of some parallelism, on four ranks if ``options`` do not say otherwise."""
-    options = {"ranks": 4} | options
+    return _entry(parallelism, feature, title, target, {"ranks": 4} | options)
+
+
+def _entry(
+    parallelism: str, feature: str, title: str, target: str, options: dict[str, Any]
+) -> Scenario:
+    """A dictionary of arguments is written down, and an entry cannot change."""
+    options |= {"arguments": tuple(options.get("arguments", {}).items())}
     return Scenario(parallelism, feature, title, f"{FEATURES}.{target}", **options)

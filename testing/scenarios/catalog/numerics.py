@@ -7,6 +7,8 @@ from testing.scenarios.catalog.making import (
     COALESCED,
     CONCAT,
     FP16_EPS,
+    INSIDE,
+    KEPT,
     OWN_REDUCER,
     ROUNDS_EPS,
     THIRDS_EPS,
@@ -36,7 +38,8 @@ PRECISION = [
     on_two(
         "autocast-inside",
         "autocast, backward inside",
-        "precision:autocast_inside",
+        "precision:autocast",
+        arguments=INSIDE,
         dtypes=("bf16",),
         tolerance_eps=BF16_EPS,
         by_hand=True,
@@ -63,12 +66,7 @@ PRECISION = [
         launches=2,
         tested=COALESCED,
     ),
-    on_two(
-        "fp64",
-        "fp64 parameters",
-        "precision:double_precision",
-        launches=1,
-    ),
+    on_two("fp64", "fp64 parameters", "precision:double_precision", launches=1),
 ]
 
 _KEPT = "`zero_grad(set_to_none=False)`"
@@ -90,16 +88,14 @@ SCALING = [
             launches=1,
             tested=tested,
         )
-        for scaling, tested in (
-            ("collective", CONCAT),
-            ("bucket", CONCAT),
-        )
+        for scaling, tested in (("collective", CONCAT), ("bucket", CONCAT))
     ),
     *(
         on_two(
             f"scaling-{scaling}-kept",
             f"`scaling` {scaling!r}, {_KEPT}",
-            "precision:scaled_and_kept",
+            "precision:scaled",
+            arguments=KEPT,
             options=(("scaling", scaling),),
             modes=_modes_with(scaling),
             launches=1,
@@ -120,11 +116,7 @@ SCALING = [
             launches=1,
             tested=tested,
         )
-        for scaling, tested in (
-            ("auto", ()),
-            ("collective", COALESCED),
-            ("bucket", ()),
-        )
+        for scaling, tested in (("auto", ()), ("collective", COALESCED), ("bucket", ()))
     ),
     on_two(
         "near-overflow",
@@ -138,22 +130,24 @@ SCALING = [
         on_two(
             f"reduce-{dtype}{suffix}",
             f"`reduce_dtype` {dtype!r}{words}",
-            f"precision:sent_in_{dtype}{target}",
+            "precision:sent_in",
+            arguments={"dtype": dtype, **loop},
             options=(("reduce_dtype", dtype),),
             launches=1,
             tested=tested,
         )
         for dtype, tested_kept in (("bf16", ()), ("fp16", CONCAT))
-        for suffix, words, target, tested in (
-            ("", "", "", ()),
-            ("-kept", f", {_KEPT}", "_and_kept", tested_kept),
+        for suffix, words, loop, tested in (
+            ("", "", {}, ()),
+            ("-kept", f", {_KEPT}", KEPT, tested_kept),
         )
     ),
     *(
         on_two(
             f"reduce-bf16-{scaling}",
             f"`reduce_dtype` 'bf16', `scaling` {scaling!r}",
-            "precision:sent_in_bf16",
+            "precision:sent_in",
+            arguments={"dtype": "bf16"},
             options=(("reduce_dtype", "bf16"), ("scaling", scaling)),
             modes=_modes_with(scaling),
             launches=1,

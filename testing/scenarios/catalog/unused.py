@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from testing.scenarios.catalog.making import COALESCED, CONCAT, on_two
+from testing.scenarios.catalog.making import COALESCED, CONCAT, INSIDE, on_two
 
 UNUSED = [
-    on_two(
-        "unused-never",
-        "`find_unused_parameters`, all used",
-        "unused:all_used",
-        tested=CONCAT,
-    ),
+    on_two("unused-never", "`find_unused_parameters`, all used", "unused:all_used", tested=CONCAT),
     on_two("unused-all", "`find_unused_parameters`, unused on all ranks", "unused:on_all_ranks"),
     on_two(
         "unused-all-kept",
@@ -21,7 +16,8 @@ UNUSED = [
     on_two(
         "unused-some-inside",
         "`find_unused_parameters`, unused on one rank, backward inside",
-        "unused:on_one_rank_inside",
+        "unused:on_one_rank",
+        arguments=INSIDE,
     ),
     on_two(
         "unused-changing",
@@ -31,19 +27,27 @@ UNUSED = [
     on_two(
         "unused-in-turn",
         "`find_unused_parameters`, one of two branches",
-        "unused:in_turn",
+        "unused:changing",
+        arguments={"steps": 4},
         tested=CONCAT,
     ),
-    on_two("unused-many", "`find_unused_parameters`, many branches", "unused:many_steps"),
+    on_two(
+        "unused-many",
+        "`find_unused_parameters`, many branches",
+        "unused:changing",
+        arguments={"steps": 10},
+    ),
     on_two(
         "unused-changing-inside",
         "`find_unused_parameters`, other ranks in each step, backward inside",
-        "unused:changing_inside",
+        "unused:changing",
+        arguments={**INSIDE, "steps": 6},
     ),
     on_two(
         "unused-changing-eager",
         "`find_unused_parameters`, other ranks in each step, nothing compiled but the backward",
-        "unused:changing_eager_forward",
+        "unused:changing",
+        arguments={"style": "as it is", "steps": 6},
     ),
     on_two(
         "unused-new-branch",

@@ -90,24 +90,9 @@ def _train_summing(
     calls.check()
 
 
-def users(run: Run) -> None:
+def users(run: Run, **loop: Any) -> None:
     """A hook of the user's own."""
-    _train_summing(run)
-
-
-def inside(run: Run) -> None:
-    """The same with the backward inside of the compiled function."""
-    _train_summing(run, Loop(style="inside"))
-
-
-def no_sync(run: Run) -> None:
-    """The same with ``no_sync``, and gradients that are kept."""
-    _train_summing(run, Loop(steps=2, micro_batches=3, no_sync=True, zero="kept"))
-
-
-def no_sync_inside(run: Run) -> None:
-    """The same with ``no_sync`` and the backward inside of the compiled function."""
-    _train_summing(run, Loop("inside", steps=2, micro_batches=2, no_sync=True))
+    _train_summing(run, Loop(**loop))
 
 
 def batch_sizes(run: Run) -> None:
@@ -242,24 +227,14 @@ def _train_unused(
     calls.check()
 
 
-def unused(run: Run) -> None:
+def unused(run: Run, **options: Any) -> None:
     """Other ranks use other branches in each step."""
-    _train_unused(run)
+    _train_unused(run, **options)
 
 
-def unused_inside(run: Run) -> None:
-    """The same with the backward inside of the compiled function."""
-    _train_unused(run, IN_TURN, style="inside")
-
-
-def unused_no_sync(run: Run) -> None:
-    """The same with ``no_sync``."""
-    _train_unused(run, IN_TURN, local=(1, 3))
-
-
-def unused_kept(run: Run) -> None:
-    """The same with gradients that are set to zero and kept."""
-    _train_unused(run, zero="kept")
+def unused_in_turn(run: Run, **options: Any) -> None:
+    """Ranks use one of two branches."""
+    _train_unused(run, IN_TURN, **options)
 
 
 def unused_several(run: Run) -> None:

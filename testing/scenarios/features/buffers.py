@@ -42,19 +42,10 @@ def _train_counting(run: Run, loop: Loop | None = None, **options: Any) -> None:
     train(run, run.ddp(Counting(run.mlp()), **options), loop)
 
 
-def broadcast(run: Run) -> None:
-    """As DDP does it by default: rank 0's, before each forward."""
-    _train_counting(run)
-
-
-def broadcast_inside(run: Run) -> None:
-    """The same with the backward inside of the compiled function."""
-    _train_counting(run, Loop(style="inside"))
-
-
-def broadcast_no_sync(run: Run) -> None:
-    """Not before a forward that follows one under ``no_sync``."""
-    _train_counting(run, Loop(micro_batches=3, no_sync=True))
+def broadcast(run: Run, **loop: Any) -> None:
+    """As DDP does it by default: rank 0's, before each forward, but not before one that follows one
+    under ``no_sync``."""
+    _train_counting(run, Loop(**loop))
 
 
 def no_forward_sync(run: Run) -> None:
@@ -128,26 +119,17 @@ def sgd(rate: float, **options: Any) -> OptimizerOf:
     return lambda parameters: torch.optim.SGD(parameters, lr=rate, **options)
 
 
-def _train_convolutions(run: Run, model: nn.Module, style: Any) -> None:
-    loop = Loop(
-        style=style,
-        loss=models.square_loss,
-        draw=models.images,
-        optimizer=sgd(0.1, momentum=0.9),
-    )
-    train(run, run.ddp(model), loop)
-
-
-def batch_norm(run: Run) -> None:
+def batch_norm(run: Run, **loop: Any) -> None:
     """Convolutions with BatchNorm."""
-    _train_convolutions(run, models.ConvNet(), "outside")
+    _train_convolutions(run, models.ConvNet(), **loop)
 
 
-def batch_norm_inside(run: Run) -> None:
-    """The same with the backward inside of the compiled function."""
-    _train_convolutions(run, models.ConvNet(), "inside")
+def _train_convolutions(run: Run, model: nn.Module, **loop: Any) -> None:
+    optimizer = sgd(0.1, momentum=0.9)
+    rounding = Loop(loss=models.square_loss, draw=models.images, optimizer=optimizer, **loop)
+    train(run, run.ddp(model), rounding)
 
 
 def batch_norm_evaluated(run: Run) -> None:
     """The same with channels last, and statistics that stay."""
-    _train_convolutions(run, models.ConvNet(channels_last=True).eval(), "outside")
+    _train_convolutions(run, models.ConvNet(channels_last=True).eval())

@@ -30,19 +30,9 @@ def _over_two_groups(run: Run) -> nn.Module:
     )
 
 
-def two_groups(run: Run) -> None:
+def two_groups(run: Run, **loop: Any) -> None:
     """Two modules, each over other pairs of ranks."""
-    train(run, _over_two_groups(run))
-
-
-def two_groups_inside(run: Run) -> None:
-    """The same with the backward inside of the compiled function."""
-    train(run, _over_two_groups(run), Loop(style="inside"))
-
-
-def two_groups_no_sync(run: Run) -> None:
-    """The same with accumulation."""
-    train(run, _over_two_groups(run), Loop(steps=2, micro_batches=2, no_sync=True))
+    train(run, _over_two_groups(run), Loop(**loop))
 
 
 def two_modules(run: Run) -> None:

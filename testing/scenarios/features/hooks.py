@@ -33,18 +33,11 @@ def tensor_hook(run: Run) -> None:
     train(run, run.ddp(run.mlp()), Loop(loss=loss))
 
 
-def parameter_hook(run: Run) -> None:
+def parameter_hook(run: Run, **loop: Any) -> None:
     """On a parameter: its gradient is doubled before it is averaged."""
     model = run.mlp()
     model.get_parameter("2.weight").register_hook(lambda gradient: gradient * 2)
-    train(run, run.ddp(model))
-
-
-def parameter_hook_inside(run: Run) -> None:
-    """As :func:`parameter_hook`, with the backward inside of the compiled function."""
-    model = run.mlp()
-    model.get_parameter("2.weight").register_hook(lambda gradient: gradient * 2)
-    train(run, run.ddp(model), Loop(style="inside"))
+    train(run, run.ddp(model), Loop(**loop))
 
 
 def _double(parameter: Tensor) -> None:

@@ -96,39 +96,19 @@ def divided(run: Run) -> None:
     _train(run, run.mlp(), _Uneven(steps, join=NOT_INITIAL, is_trained=has_two))
 
 
-def rank_0_has_more(run: Run) -> None:
-    """The last rank with inputs is another one than rank 1."""
-    _train(run, run.mlp(), _Uneven([[4, 1]]))
-
-
-def several_times(run: Run) -> None:
-    """One rank has no inputs at all, then more, then as many as the other."""
-    _train(run, run.mlp(), _Uneven([[0, 3], [3, 1], [2, 2]]))
-
-
-def with_buffers(run: Run) -> None:
-    """Buffers are rank 0's as long as it has inputs."""
-    _train(run, Counting(run.mlp()), _Uneven([[2, 4], [3, 1]]))
-
-
-def with_no_sync(run: Run) -> None:
-    """Each step has a backward under ``no_sync``."""
-    _train(run, run.mlp(), _Uneven([[1, 3]], local=True))
-
-
-def inside(run: Run) -> None:
-    """The whole step is compiled."""
-    _train(run, run.mlp(), _Uneven([[2, 4]], is_inside=True))
-
-
-def other_graphs(run: Run) -> None:
-    """Batches of several sizes."""
-    _train(run, run.mlp(), _Uneven([[2, 5]], sizes=(4, 1, 3)))
+def uneven(run: Run, steps: Sequence[Sequence[int]], **options: Any) -> None:
+    """Ranks have as many inputs as ``steps`` say, for each time that they are joined."""
+    _train(run, run.mlp(), _Uneven(steps, **options))
 
 
 def several_buckets(run: Run) -> None:
     """Several buckets."""
     _train(run, run.mlp(), _Uneven([[2, 4]]), bucket_cap_mb=0.0005)
+
+
+def with_buffers(run: Run) -> None:
+    """Buffers are rank 0's as long as it has inputs."""
+    _train(run, Counting(run.mlp()), _Uneven([[2, 4], [3, 1]]))
 
 
 def with_a_hook(run: Run) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -11,40 +13,10 @@ from testing.scenarios.loop import BySign, Loop, train
 from testing.scenarios.run import Run, synced_if
 
 
-def plain(run: Run) -> None:
-    """One forward, one backward, one step; the backward outside of the compiled model."""
-    train(run, run.ddp(run.mlp()))
-
-
-def backward_inside(run: Run) -> None:
-    """As a user writes who compiles the whole step."""
-    train(run, run.ddp(run.mlp()), Loop(style="inside"))
-
-
-def only_the_flag(run: Run) -> None:
-    """Nothing is compiled by the user."""
-    train(run, run.ddp(run.mlp()), Loop(style="as it is"))
-
-
-def no_sync(run: Run) -> None:
-    """Two backwards on each rank's own, the third averages all."""
-    train(run, run.ddp(run.mlp()), Loop(steps=2, micro_batches=3, no_sync=True))
-
-
-def no_sync_inside(run: Run) -> None:
-    """As :func:`no_sync`, with the backwards inside of a compiled function."""
-    loop = Loop(style="inside", steps=2, micro_batches=3, no_sync=True)
-    train(run, run.ddp(run.mlp()), loop)
-
-
-def kept_gradients(run: Run) -> None:
-    """``zero_grad(set_to_none=False)``."""
-    train(run, run.ddp(run.mlp()), Loop(zero="kept"))
-
-
-def added_gradients(run: Run) -> None:
-    """Averages are added to those of the steps before."""
-    train(run, run.ddp(run.mlp()), Loop(zero="never"))
+def plain(run: Run, **loop: Any) -> None:
+    """One forward, one backward, one step; the backward outside of the compiled model, if ``loop``
+    says nothing else."""
+    train(run, run.ddp(run.mlp()), Loop(**loop))
 
 
 def several_forwards(run: Run) -> None:
@@ -57,11 +29,6 @@ def _loss_of_halves(model: nn.Module, batch: Batch) -> Tensor:
     return linear_loss(model, (inputs[:2], factors[:2])) + linear_loss(
         model, (inputs[2:], factors[2:])
     )
-
-
-def several_backwards(run: Run) -> None:
-    """Two forwards with a backward each before a step, both averaged."""
-    train(run, run.ddp(run.mlp()), Loop(micro_batches=2))
 
 
 def forwards_then_backwards(run: Run) -> None:
@@ -169,16 +136,6 @@ def dynamic(run: Run) -> None:
     train(run, run.ddp(run.mlp()), loop)
 
 
-def automatic_dynamic(run: Run) -> None:
-    """Batches of several sizes with ``torch.compile`` as it is, the backward inside."""
-    train(run, run.ddp(run.mlp()), Loop(style="inside", steps=4, sizes=(2, 4, 3, 5)))
-
-
-def checkpointing(run: Run) -> None:
+def checkpointing(run: Run, **loop: Any) -> None:
     """Activation checkpointing."""
-    train(run, run.ddp(models.Checkpointed()))
-
-
-def checkpointing_inside(run: Run) -> None:
-    """Activation checkpointing, with the backward inside of the compiled function."""
-    train(run, run.ddp(models.Checkpointed()), Loop(style="inside"))
+    train(run, run.ddp(models.Checkpointed()), Loop(**loop))

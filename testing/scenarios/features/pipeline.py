@@ -20,6 +20,7 @@ from testing import models
 from testing.scenarios.loop import BySign
 from testing.scenarios.run import Run
 
+SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 STAGES = 2
 MICRO_BATCHES = 4
 SIZE = 2 * MICRO_BATCHES
@@ -88,11 +89,21 @@ def _traced(run: Run, mesh: DeviceMesh) -> tuple[Any, nn.Module]:
     return build_stage(ddp, index, pipe.info(), run.device, group), ddp
 
 
-def _train(run: Run, make: Any, schedule_class: Any) -> None:
+def by_hand(run: Run, schedule: str) -> None:
+    """Stages made by hand."""
+    _train(run, _by_hand, schedule)
+
+
+def traced(run: Run, schedule: str) -> None:
+    """Stages cut by ``pipeline()``."""
+    _train(run, _traced, schedule)
+
+
+def _train(run: Run, make: Any, schedule_name: str) -> None:
     """The first stage gets the inputs and the last one the factors of its column's batch."""
     mesh = run.mesh((STAGES, 2), ("pp", "dp"))
     stage, ddp = make(run, mesh)
-    schedule = schedule_class(stage, n_microbatches=MICRO_BATCHES, loss_fn=_loss)
+    schedule: Any = SCHEDULES[schedule_name](stage, n_microbatches=MICRO_BATCHES, loss_fn=_loss)
     optimizer = BySign(ddp.parameters())
     for step in range(3):
         optimizer.zero_grad()
@@ -104,23 +115,3 @@ def _train(run: Run, make: Any, schedule_class: Any) -> None:
         run.note_backward(ddp)
         optimizer.step()
     run.note_end(ddp)
-
-
-def gpipe(run: Run) -> None:
-    """Stages made by hand, ``ScheduleGPipe``."""
-    _train(run, _by_hand, ScheduleGPipe)
-
-
-def one_forward_one_backward(run: Run) -> None:
-    """Stages made by hand, ``Schedule1F1B``."""
-    _train(run, _by_hand, Schedule1F1B)
-
-
-def traced_gpipe(run: Run) -> None:
-    """Stages cut by ``pipeline()``, ``ScheduleGPipe``."""
-    _train(run, _traced, ScheduleGPipe)
-
-
-def traced_one_forward_one_backward(run: Run) -> None:
-    """Stages cut by ``pipeline()``, ``Schedule1F1B``."""
-    _train(run, _traced, Schedule1F1B)

@@ -43,15 +43,10 @@ def autocast_of(run: Run) -> Callable[[nn.Module, Batch], Tensor]:
     return loss
 
 
-def autocast(run: Run) -> None:
+def autocast(run: Run, **loop: Any) -> None:
     """fp32 parameters under autocast in the run's dtype."""
-    train(run, run.ddp(models.mlp()), Loop(draw=models.whole_rows, loss=autocast_of(run)))
-
-
-def autocast_inside(run: Run) -> None:
-    """The same with the backward inside of the compiled function."""
-    loop = Loop(style="inside", draw=models.whole_rows, loss=autocast_of(run))
-    train(run, run.ddp(models.mlp()), loop)
+    low = Loop(draw=models.whole_rows, loss=autocast_of(run), **loop)
+    train(run, run.ddp(models.mlp()), low)
 
 
 def _train_scaled(run: Run, loss: Any, infinite_in: int | None = None, **options: Any) -> None:
@@ -107,14 +102,9 @@ def double_precision(run: Run) -> None:
 # Where gradients are scaled, and in which dtype they are sent
 
 
-def scaled(run: Run) -> None:
+def scaled(run: Run, **loop: Any) -> None:
     """As the option ``scaling`` says."""
-    train(run, run.ddp(models.mlp()))
-
-
-def scaled_and_kept(run: Run) -> None:
-    """The same with gradients that are set to zero and kept."""
-    train(run, run.ddp(models.mlp()), Loop(zero="kept"))
+    train(run, run.ddp(models.mlp()), Loop(**loop))
 
 
 def in_thirds(run: Run) -> None:
@@ -150,32 +140,19 @@ def near_overflow(run: Run) -> None:
         assert (parameter.grad == 40000).all()
 
 
-def _train_sending(run: Run, hook: Any, model: nn.Module, zero: Any = "none") -> None:
+def _train_sending(run: Run, hook: Any, model: nn.Module, **loop: Any) -> None:
     """Plain DDP under the flag, whose option says what is sent; with a hook in eager."""
     ddp = run.ddp(model)
     if not run.is_fused:
         ddp.register_comm_hook(None, renamed(hook))
-    train(run, ddp, Loop(zero=zero, draw=models.whole_rows))
+    train(run, ddp, Loop(draw=models.whole_rows, **loop))
 
 
-def sent_in_bf16(run: Run) -> None:
-    """``reduce_dtype``; bf16 has fp32's range, and what is sent needs no scaling before."""
-    _train_sending(run, default_hooks.bf16_compress_hook, models.mlp())
-
-
-def sent_in_bf16_and_kept(run: Run) -> None:
-    """The same with gradients that are set to zero and kept."""
-    _train_sending(run, default_hooks.bf16_compress_hook, models.mlp(), "kept")
-
-
-def sent_in_fp16(run: Run) -> None:
-    """``reduce_dtype``; fp16 has a smaller range than fp32."""
-    _train_sending(run, default_hooks.fp16_compress_hook, models.mlp())
-
-
-def sent_in_fp16_and_kept(run: Run) -> None:
-    """The same with gradients that are set to zero and kept."""
-    _train_sending(run, default_hooks.fp16_compress_hook, models.mlp(), "kept")
+def sent_in(run: Run, dtype: str, **loop: Any) -> None:
+    """``reduce_dtype``. bf16 has fp32's range, and what is sent needs no scaling before; fp16 has a
+    smaller one."""
+    hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+    _train_sending(run, hooks[dtype], models.mlp(), **loop)
 
 
 def _compress_single(state: Any, bucket: dist.GradBucket) -> Any:

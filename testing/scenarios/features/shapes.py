@@ -16,14 +16,9 @@ from testing.scenarios.loop import Loop, train
 from testing.scenarios.run import Run
 
 
-def layouts(run: Run) -> None:
+def layouts(run: Run, **loop: Any) -> None:
     """Weights that are not contiguous; gradients must have their strides."""
-    train(run, run.ddp(models.Layouts()))
-
-
-def layouts_kept(run: Run) -> None:
-    """The same with gradients that are set to zero and kept."""
-    train(run, run.ddp(models.Layouts()), Loop(zero="kept"))
+    train(run, run.ddp(models.Layouts()), Loop(**loop))
 
 
 def scalars(run: Run) -> None:
@@ -93,26 +88,6 @@ def upsampled(run: Run) -> None:
         run.note_backward(ddp)
 
 
-def _train_transformer(run: Run, style: Any) -> None:
-    loop = Loop(
-        style=style,
-        loss=models.language_loss,
-        draw=models.tokens,
-        optimizer=sgd(0.1, momentum=0.9),
-    )
-    train(run, run.ddp(models.gpt2(layers=1)), loop)
-
-
-def transformer(run: Run) -> None:
-    """A layer of GPT-2."""
-    _train_transformer(run, "outside")
-
-
-def transformer_inside(run: Run) -> None:
-    """The same with the backward inside of the compiled function."""
-    _train_transformer(run, "inside")
-
-
 def recompiled(run: Run) -> None:
     """The model computes something else from the third step on."""
     model = models.Switched()
@@ -123,17 +98,16 @@ def recompiled(run: Run) -> None:
     train(run, run.ddp(model), Loop(steps=4, before_step=switch))
 
 
-def marked_dynamic(run: Run) -> None:
+def transformer(run: Run, **loop: Any) -> None:
+    """A layer of GPT-2."""
+    optimizer = sgd(0.1, momentum=0.9)
+    rounding = Loop(loss=models.language_loss, draw=models.tokens, optimizer=optimizer, **loop)
+    train(run, run.ddp(models.gpt2(layers=1)), rounding)
+
+
+def marked_dynamic(run: Run, **loop: Any) -> None:
     """``mark_dynamic`` on the batch, which allows no compile to fix its size."""
-    _train_marked(run)
 
-
-def marked_dynamic_inside(run: Run) -> None:
-    """``mark_dynamic`` on the batch, with the backward inside of the compiled function."""
-    _train_marked(run, style="inside")
-
-
-def _train_marked(run: Run, **loop: Any) -> None:
     def draw(generator: torch.Generator, size: int) -> Batch:
         batch = models.whole_rows(generator, size)
         for tensor in batch:

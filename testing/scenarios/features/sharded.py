@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from testing import models
-from testing.scenarios.loop import Loop, train
+from testing.scenarios.loop import Loop, Style, train
 from testing.scenarios.run import Run
 
 
@@ -27,15 +27,9 @@ class _Beside(nn.Module):
         return out
 
 
-def beside(run: Run) -> None:
+def beside(run: Run, style: Style = "as it is") -> None:
     """Sharded over all ranks."""
-    train(run, _Beside(run, run.mesh((2,), ("dp",))), Loop(style="as it is"))
-
-
-def beside_inside(run: Run) -> None:
-    """The same in one compiled step."""
-    model = _Beside(run, run.mesh((2,), ("dp",)))
-    train(run, model, Loop(style="inside"))
+    train(run, _Beside(run, run.mesh((2,), ("dp",))), Loop(style))
 
 
 def hybrid_beside(run: Run) -> None:

@@ -156,27 +156,19 @@ def _whole(dtype: torch.dtype) -> Callable[[torch.Generator, int], Batch]:
     return draw
 
 
-def _colwise_rowwise(run: Run, loop: Loop, **options: Any) -> None:
+def colwise_rowwise(run: Run, *, recomputed: bool = False, **loop: Any) -> None:
+    """One layer cut by columns, the next by rows, unevenly.
+
+    Args:
+        run: where it is noted.
+        recomputed: whether a block is computed again in the backward.
+        loop: its fields. Batches of several sizes give a symbolic one.
+    """
+
     def build(mesh: DeviceMesh) -> nn.Module:
-        return columns_and_rows(mesh, dtype=run.dtype, **options)
+        return columns_and_rows(mesh, dtype=run.dtype, recomputed=recomputed)
 
-    _train(run, build, loop)
-
-
-def colwise_rowwise(run: Run) -> None:
-    """One layer cut by columns, the next by rows, unevenly; batches of several sizes, and so of a
-    symbolic one."""
-    _colwise_rowwise(run, Loop(loss=_loss, steps=2, sizes=(3, 5)))
-
-
-def colwise_rowwise_inside(run: Run) -> None:
-    """The same with the backward inside of the compiled function."""
-    _colwise_rowwise(run, Loop(loss=_loss, style="inside", steps=2))
-
-
-def colwise_rowwise_eager_forward(run: Run) -> None:
-    """The same with nothing compiled but the backward, in which a block is computed again."""
-    _colwise_rowwise(run, Loop(loss=_loss, style="as it is"), recomputed=True)
+    _train(run, build, Loop(loss=_loss, **loop))
 
 
 def colwise_rowwise_compiled_before(run: Run) -> None:
@@ -186,11 +178,6 @@ def colwise_rowwise_compiled_before(run: Run) -> None:
         return run.compile(columns_and_rows(mesh, dtype=run.dtype))
 
     _train(run, build, Loop(loss=_loss, style="as it is"))
-
-
-def colwise_rowwise_no_sync(run: Run) -> None:
-    """The same with accumulation."""
-    _colwise_rowwise(run, Loop(loss=_loss, steps=2, micro_batches=2, no_sync=True))
 
 
 def returning_dtensors(run: Run) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from testing.models import OUTPUTS, WIDTH, Batch, Branching, fill_whole, linear_loss
-from testing.scenarios.loop import Loop, train
+from testing.scenarios.loop import Loop, Style, train
 from testing.scenarios.run import Run, synced_if
 
 
@@ -62,16 +62,10 @@ def on_all_ranks_kept(run: Run) -> None:
     _train_branches(run, lambda step: step % 2 == 1, Loop(zero="kept"), find_unused_parameters=True)
 
 
-def on_one_rank(run: Run) -> None:
+def on_one_rank(run: Run, **loop: Any) -> None:
     """The layer is never used on rank 1: it gets the average with nothing."""
     rank = dist.get_rank()
-    _train_branches(run, lambda _: rank == 1, find_unused_parameters=True)
-
-
-def on_one_rank_inside(run: Run) -> None:
-    """As :func:`on_one_rank`, with the backward inside of the compiled function."""
-    rank = dist.get_rank()
-    _train_branches(run, lambda _: rank == 1, Loop(style="inside"), find_unused_parameters=True)
+    _train_branches(run, lambda _: rank == 1, Loop(**loop), find_unused_parameters=True)
 
 
 def on_changing_ranks(run: Run) -> None:
@@ -128,7 +122,7 @@ def train_branching(
     run: Run,
     takes: Sequence[Sequence[str]],
     *,
-    style: Literal["outside", "inside", "as it is"] = "outside",
+    style: Style = "outside",
     zero: Literal["none", "kept", "never"] = "none",
     local: Sequence[int] = (),
     model: nn.Module | None = None,
@@ -168,24 +162,9 @@ def train_branching(
             ddp.zero_grad(set_to_none=zero == "none")
 
 
-def in_turn(run: Run) -> None:
-    """Ranks take one of two branches, the same or not."""
-    train_branching(run, CHANGING[:4])
-
-
-def many_steps(run: Run) -> None:
-    """Each step has other branches on each rank."""
-    train_branching(run, CHANGING)
-
-
-def changing_inside(run: Run) -> None:
-    """The same with the backward inside of the compiled function."""
-    train_branching(run, CHANGING[:6], style="inside")
-
-
-def changing_eager_forward(run: Run) -> None:
-    """The same with nothing compiled but the backward."""
-    train_branching(run, CHANGING[:6], style="as it is")
+def changing(run: Run, steps: int, **options: Any) -> None:
+    """Ranks take one of two branches, the same or not, and after four steps any."""
+    train_branching(run, CHANGING[:steps], **options)
 
 
 def a_new_branch(run: Run) -> None:

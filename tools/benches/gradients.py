@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from bench_steps.rows import Checked
+from benches.processes import Checked
 
 TOLERANCE = 1e-3
 """Of an element, over the largest of its gradient. Kernels of the compiler add in another order,

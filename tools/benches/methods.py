@@ -1,0 +1,326 @@
+"""Methods of training whose processes take turns in rounds, and what was measured of them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from benches.network import UNSHAPED, words_of
+from benches.processes import Checked, Place, RankProcesses, RanksFailed, Started, Stepped
+from benches.results import PEAK, RATIO, Row
+from workloads.ways import PLAIN, WAYS, Way
+
+ALONE: Final = "all-reduce alone"
+WARM_UP_STEPS: Final = 3
+MAX_STEPS: Final = 50
+
+
+@dataclass
+class Method:
+    """A method of training, and its processes while they are alive.
+
+    Attributes:
+        name: in :data:`workloads.ways.WAYS`.
+        cap_mb: of a bucket, in MiB; ``None`` is the method's default.
+        answer_s: at most, for what its ranks are asked.
+        processes: its ranks; ``None`` where it failed, or has not started.
+        planned_for: the rate for which its buckets were chosen, where it measures the network.
+        seconds: of a step on the slowest rank, by rate, one for each round.
+        cpu_s: CPU seconds of a step, of all ranks together, likewise.
+        first_s: seconds of the first averaged step of a process beyond compiling, by rate, one for
+            each process.
+        plans: by rate, its buckets and why they are these; empty where it measures nothing.
+        cold_s: from the wrapping in DDP to the end of the first step, with an empty compiler cache.
+        warm_s: the same in a second process, with what the first has left.
+        peak_bytes: most memory of a step beyond parameters, buckets of DDP's reducer included.
+        error: largest difference of its gradients from eager DDP's, over the largest element.
+        buffers: how many buffers of the model differ from eager DDP's.
+        wrong: why it failed, or what is wrong with its gradients.
+    """
+
+    name: str
+    cap_mb: float | None = None
+    answer_s: float = 180.0
+    processes: RankProcesses | None = None
+    planned_for: str = ""
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    cpu_s: dict[str, list[float]] = field(default_factory=dict)
+    first_s: dict[str, list[float]] = field(default_factory=dict)
+    plans: dict[str, str] = field(default_factory=dict)
+    cold_s: float | None = None
+    warm_s: float | None = None
+    peak_bytes: int | None = None
+    error: float | None = None
+    buffers: int = 0
+    wrong: str = ""
+
+    @property
+    def label(self) -> str:
+        """``concat, 5 MB``."""
+        return self.name if self.cap_mb is None else f"{self.name}, {self.cap_mb:g} MB"
+
+    @property
+    def way(self) -> Way:
+        return WAYS[self.name]
+
+    def launch(self, place: Place, timeout_s: float) -> None:
+        """Start its processes, and build their model."""
+        try:
+            self.processes = RankProcesses(self.name, place, self.cap_mb)
+        except RanksFailed as error:
+            self.fail(str(error))
+        else:
+            self.ask("build", timeout_s=timeout_s)
+
+    def start(
+        self, place: Place, timeout_s: float, *, averages: bool = True
+    ) -> list[Started] | None:
+        """Start its processes, up to the first step.
+
+        Args:
+            place: where.
+            timeout_s: for each of the model, its wrapping, and the step.
+            averages: whether the gradients of the step are averaged.
+        """
+        self.launch(place, timeout_s)
+        self.ask("wrap", timeout_s=timeout_s)
+        return self.ask("start", averages, timeout_s=timeout_s)
+
+    def ask(self, command: str, *values: object, timeout_s: float = 0.0) -> list[Any] | None:
+        """What its ranks answer within ``answer_s``, unless given; ``None`` if it fails, or has
+        failed before."""
+        if self.processes is None:
+            return None
+        try:
+            return self.processes.ask(command, *values, timeout_s=timeout_s or self.answer_s)
+        except RanksFailed as error:
+            self.fail(str(error))
+            return None
+
+    def fail(self, words: str) -> None:
+        """Kill its processes."""
+        self.wrong = self.wrong or words
+        if self.processes:
+            self.processes.kill()
+            self.processes = None
+
+    def end(self) -> None:
+        """Let its processes end."""
+        if self.processes:
+            self.processes.end()
+            self.processes = None
+
+    def check(self, reference: str, tolerance: float, *, writes: bool) -> None:
+        """Compare its gradients with the reference's, and measure its peak.
+
+        Args:
+            reference: the file.
+            tolerance: of an element, over the largest of its gradient.
+            writes: whether it is the reference, and writes them.
+        """
+        if self.way.has_ddp:
+            self.judge(self.ask("check", reference, writes), tolerance)
+        peaks = self.ask("peak")
+        self.peak_bytes = max(peaks) if peaks else None
+
+    def judge(self, answers: Sequence[Checked] | None, tolerance: float) -> None:
+        """Note what is wrong with its gradients."""
+        if answers is None:
+            return
+        worst = max(answers, key=lambda one: one.error)
+        self.error = worst.error
+        self.buffers = len({name for one in answers for name in one.buffers})
+        if not all(one.compared for one in answers):
+            self.wrong = "compared with nothing: eager DDP failed"
+        elif missing := sorted({name for one in answers for name in one.missing}):
+            self.wrong = f"gradients of other parameters than eager DDP's: {', '.join(missing)}"
+        elif not worst.error <= tolerance:
+            self.wrong = f"the gradient of {worst.worst} is off by {worst.error:.1%}"
+
+    def over(self, other: Method, rate: str) -> list[float]:
+        """Ratios of the step's time to another method's in the same rounds."""
+        return ratios(self.seconds.get(rate, ()), other.seconds.get(rate, ()))
+
+
+@dataclass
+class Comparison:
+    """Methods on a model.
+
+    Attributes:
+        model: its name, for titles.
+        methods: that are compared; the first one has no DDP, the second one is the reference.
+        rates: of the network, or :data:`benches.network.UNSHAPED`.
+        gradient_bytes: of all gradients.
+        alone: seconds of an all-reduce of all gradients, by rate, one for each round.
+        alone_cpu_s: CPU seconds of it, of all ranks together, likewise.
+    """
+
+    model: str
+    methods: list[Method]
+    rates: tuple[str, ...] = (UNSHAPED,)
+    gradient_bytes: int = 0
+    alone: dict[str, list[float]] = field(default_factory=dict)
+    alone_cpu_s: dict[str, list[float]] = field(default_factory=dict)
+
+    def measure(
+        self,
+        rate: str,
+        *,
+        rounds: int,
+        round_s: float,
+        deadline: float = math.inf,
+        on_round: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Let all methods take turns at a rate, in rounds after one that warms up and chooses how
+        many steps fit in a turn.
+
+        Args:
+            rate: of the network now. A method that planned for another one is left out.
+            rounds: how many.
+            round_s: seconds of a turn, about; two steps at least.
+            deadline: by the clock ``time.monotonic``.
+            on_round: called after each, with its number.
+        """
+        counts: dict[str, int] = {}
+        for number in range(rounds + 1):
+            for method in self.methods:
+                if time.monotonic() > deadline:
+                    return
+                if method.planned_for not in ("", rate):
+                    continue
+                count = counts.get(method.label, WARM_UP_STEPS)
+                stepped: list[Stepped] | None = method.ask("steps", count)
+                if stepped is None:
+                    continue
+                seconds = _slowest(stepped)
+                counts[method.label] = min(MAX_STEPS, max(2, math.ceil(round_s / seconds)))
+                if number:
+                    method.seconds.setdefault(rate, []).append(seconds)
+                    cpu_s = sum(one.cpu_s for one in stepped) / count
+                    method.cpu_s.setdefault(rate, []).append(cpu_s)
+            alone: list[Stepped] | None = None
+            if number and self.gradient_bytes:
+                alone = self.methods[0].ask("reduce", self.gradient_bytes, 1)
+            if alone:
+                self.alone.setdefault(rate, []).append(_slowest(alone))
+                self.alone_cpu_s.setdefault(rate, []).append(sum(one.cpu_s for one in alone))
+            on_round(number)
+
+    def measure_firsts(self, rate: str, place: Place, timeout_s: float, count: int) -> None:
+        """Measure the first averaged step of ``count`` new processes of each method in which
+        ``no_sync`` compiles what runs without, one after the other."""
+        for _ in range(count):
+            for method in self.methods:
+                if not method.way.compiles_the_same or method.cap_mb is not None:
+                    continue
+                one = Method(method.name, answer_s=method.answer_s)
+                one.start(place, timeout_s, averages=False)
+                seconds = one.ask("first_average")
+                one.end()
+                if seconds is None:
+                    method.fail(f"its first averaged step: {one.wrong}")
+                else:
+                    method.first_s.setdefault(rate, []).append(max(seconds))
+
+    def rows(self) -> Iterator[Row]:
+        """What there is so far."""
+        for rate in self.rates:
+            case = f"{self.model}, {words_of(rate)}"
+            if rate in self.alone:
+                figures = {"ms": 1000 * statistics.median(self.alone[rate])}
+                yield Row(f"{case}: {ALONE}", figures=figures)
+            for method in self.methods:
+                if rate in method.seconds or method.planned_for in ("", rate):
+                    yield self._row(case, method, rate)
+
+    def plans(self) -> Iterator[str]:
+        """What was planned, a sentence for each method and rate."""
+        for method in self.methods:
+            for rate, plan in method.plans.items():
+                yield f"{self.model}, {words_of(rate)}, {method.label}: {plan}."
+
+    def _row(self, case: str, method: Method, rate: str) -> Row:
+        plain, reference = self.methods[:2]
+        over = method.over(plain, rate)
+        low, middle, high = spread(over)
+        own, base = _median(method.seconds.get(rate)), _median(plain.seconds.get(rate))
+        first = _median(method.first_s.get(rate))
+        figures = {
+            "ms": own and 1000 * own,
+            RATIO: middle,
+            "25 %": low,
+            "75 %": high,
+            "exposed ms": 1000 * (own - base) if own and base else None,
+            "over torch's fastest": self._over_theirs(method, rate),
+            "CPU over both alone": self._cpu(method, rate),
+            PEAK: _ratio(method.peak_bytes, plain.peak_bytes),
+            "cold s": method.cold_s,
+            "warm s": method.warm_s,
+            "warm over no DDP": _ratio(method.warm_s, plain.warm_s),
+            "first step, ms": first and 1000 * first,
+            "first over eager DDP's": _median(
+                ratios(method.first_s.get(rate, ()), reference.first_s.get(rate, ()))
+            ),
+            "gradients off by": method.error,
+        }
+        buffers = f"{method.buffers} buffers differ" if method.buffers else ""
+        words = "; ".join(filter(None, (method.wrong, buffers)))
+        # What is wrong with another of torch's is no fault of ours.
+        counts = method.way.is_ours or method in (plain, reference)
+        is_right = not counts or (bool(over) and not method.wrong)
+        return Row(f"{case}: {method.label}", is_right, words, figures)
+
+    def _over_theirs(self, method: Method, rate: str) -> float | None:
+        """The median ratio of the step's time to that of torch's fastest method at its default."""
+        theirs = [
+            other
+            for other in self.methods
+            if other.way.has_ddp and not other.way.is_ours and other.cap_mb is None
+            if other.seconds.get(rate) and not other.wrong
+        ]
+        if not theirs:
+            return None
+        fastest = min(theirs, key=lambda other: statistics.median(other.seconds[rate]))
+        return _median(method.over(fastest, rate))
+
+    def _cpu(self, method: Method, rate: str) -> float | None:
+        """CPU seconds of a step over those of one without DDP and an all-reduce, each alone."""
+        plain, alone = self.methods[0].cpu_s.get(rate), self.alone_cpu_s.get(rate)
+        own = _median(method.cpu_s.get(rate))
+        if method.name == PLAIN or not (own and plain and alone):
+            return None
+        return own / (statistics.median(plain) + statistics.median(alone))
+
+    def to_json(self) -> dict[str, Any]:
+        """All that was measured."""
+        methods = [{**vars(method), "processes": None} for method in self.methods]
+        return {**vars(self), "methods": methods}
+
+
+def ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Of the same rounds."""
+    return [one / other for one, other in zip(mine, theirs, strict=False)]
+
+
+def spread(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
+    """First quartile, median and third quartile; of one value no quartiles."""
+    if len(values) < 2:
+        return None, values[0] if values else None, None
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def _slowest(stepped: Sequence[Stepped]) -> float:
+    return max(statistics.median(one.seconds) for one in stepped)
+
+
+def _median(values: Sequence[float] | None) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _ratio(value: float | None, other: float | None) -> float | None:
+    return value / other if value is not None and other else None

@@ -1,0 +1,337 @@
+"""The ranks of a method: processes that are started, asked, and ended whatever they do.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Final
+
+from testing.sessions import kill_session, start_session
+
+ROOT: Final = Path(__file__).resolve().parent.parent.parent
+
+JOIN_S: Final = 120.0
+"""At most, until torch has been imported on busy cores and the ranks have found each other."""
+
+END_S: Final = 10.0
+
+
+class RanksFailed(Exception):  # noqa: N818
+    """Ranks cannot go on; its text says why."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranks run, and what they train.
+
+    Attributes:
+        model: name of the model.
+        size: name of its size.
+        cores: of each rank.
+        host: address of rank 0.
+        prefixes: for each rank, the command that starts another in the rank's network namespace;
+            empty without one.
+        variables: environment variables, for the network and torch.
+        directory: for logs and caches.
+        timeout_s: for anything that ranks are asked.
+        backend: of the process group.
+        forwards: of a step, before one backward.
+        shares_kernels: whether all methods have one compiler cache. None then starts as on a new
+            machine, and none takes a compiled graph from it.
+        worker: the module that ranks run.
+    """
+
+    model: str
+    size: str
+    cores: tuple[tuple[int, ...], ...]
+    host: str
+    prefixes: tuple[tuple[str, ...], ...]
+    variables: dict[str, str]
+    directory: Path
+    timeout_s: float
+    backend: str = "gloo"
+    forwards: int = 1
+    shares_kernels: bool = False
+    worker: str = "benches.rank"
+
+    @property
+    def ranks(self) -> int:
+        return len(self.cores)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What one rank is to do.
+
+    Attributes:
+        way: name of the method.
+        cap_mb: of a bucket, in MiB; ``None`` is the method's default.
+        rank: which rank.
+        ranks: how many there are.
+        cores: that its threads run on.
+
+    The others are those of :class:`Place`.
+    """
+
+    way: str
+    cap_mb: float | None
+    rank: int
+    ranks: int
+    cores: tuple[int, ...]
+    model: str
+    size: str
+    host: str
+    timeout_s: float
+    backend: str
+    forwards: int = 1
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Assignment:
+        data: dict[str, Any] = json.loads(text)
+        return cls(**data | {"cores": tuple(data["cores"])})
+
+
+@dataclass(frozen=True)
+class Started:
+    """That a rank is ready to be measured.
+
+    Attributes:
+        seconds: of the wrapping in DDP and the first step.
+        gradient_bytes: of all gradients.
+    """
+
+    seconds: float
+    gradient_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A rank's gradients beside eager DDP's.
+
+    Attributes:
+        error: the largest difference of an element, over the largest element of its gradient.
+        worst: the parameter where that is.
+        missing: parameters with a gradient on one side only.
+        buffers: buffers that differ.
+        compared: whether there was something to compare with.
+    """
+
+    error: float = 0.0
+    worst: str = ""
+    missing: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    compared: bool = True
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """Some steps of a rank.
+
+    Attributes:
+        seconds: of each step.
+        cpu_s: seconds of the process on CPUs, of all threads, for all steps together.
+    """
+
+    seconds: tuple[float, ...]
+    cpu_s: float
+
+
+def cores_of(ranks: int, cores: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Share the cores among the ranks; with fewer cores than ranks, ranks share them."""
+    share = len(cores) // ranks
+    if share == 0:
+        return tuple((cores[rank % len(cores)],) for rank in range(ranks))
+    return tuple(tuple(cores[rank * share : (rank + 1) * share]) for rank in range(ranks))
+
+
+def environment(cache: Path, *, threads: int = 1, keeps_graphs: bool = False) -> dict[str, str]:
+    """The environment of a process that trains.
+
+    Args:
+        cache: directory of compiled kernels.
+        threads: of torch.
+        keeps_graphs: whether compiled graphs are kept there and taken from there.
+    """
+    paths = [str(ROOT), str(ROOT / "tools"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    kept = {name: v for name, v in os.environ.items() if name != "FUSION_PASSES_DDP_FUSION"}
+    return kept | {
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "OMP_NUM_THREADS": str(threads),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": str(int(keeps_graphs)),
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": str(int(keeps_graphs)),
+        # Pools of compilers would compete with the ranks for their cores.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        # Torch tries this machine's vectors by six programs, which belong to a start alone.
+        **({} if keeps_graphs else {"TORCHINDUCTOR_VEC_ISA_OK": "1"}),
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+
+
+@dataclass
+class _Rank:
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    log: Path
+
+
+@dataclass
+class RankProcesses:
+    """The ranks of a method, ready to be asked.
+
+    Attributes:
+        way: name of the method.
+        place: where they run.
+        cap_mb: of a bucket, in MiB; ``None`` is the method's default.
+
+    Raises:
+        RanksFailed: they cannot be started.
+    """
+
+    way: str
+    place: Place
+    cap_mb: float | None = None
+    _ranks: list[_Rank] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        try:
+            for rank in range(self.place.ranks):
+                self._ranks.append(self._launch(rank))
+            self._connect()
+        except BaseException:
+            self.kill()
+            raise
+
+    def ask(self, command: str, *values: object, timeout_s: float | None = None) -> list[Any]:
+        """Have all ranks do something.
+
+        Args:
+            command: a method of :class:`benches.rank.Rank`.
+            values: its arguments.
+            timeout_s: by default the place's.
+
+        Returns:
+            What each rank answers.
+
+        Raises:
+            RanksFailed: a rank failed, ended, or did not answer in time. The others are killed.
+        """
+        if not self._ranks:
+            raise RanksFailed("it has no processes any more")
+        try:
+            for rank in self._ranks:
+                rank.connection.send((command, *values))
+            return self._receive("done", timeout_s or self.place.timeout_s)
+        except (RanksFailed, OSError) as error:
+            self.kill()
+            raise RanksFailed(str(error)) from error
+
+    def end(self) -> None:
+        """Let the ranks end, and kill those that do not."""
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):
+                rank.connection.send(("end",))
+        deadline = time.monotonic() + END_S
+        for rank in self._ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.process.wait(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the ranks, and what they have started: each is a session of its own."""
+        for rank in self._ranks:
+            kill_session(rank.process)
+            rank.connection.close()
+        self._ranks.clear()
+
+    def _launch(self, rank: int) -> _Rank:
+        place = self.place
+        assignment = Assignment(
+            self.way,
+            self.cap_mb,
+            rank,
+            place.ranks,
+            place.cores[rank],
+            place.model,
+            place.size,
+            place.host,
+            place.timeout_s,
+            place.backend,
+            place.forwards,
+        )
+        cap = "" if self.cap_mb is None else f"-{self.cap_mb:g}"
+        name = f"{place.model}-{self.way}{cap}-{rank}.log".replace(" ", "-").replace(":", ".")
+        log = place.directory / "logs" / name
+        log.parent.mkdir(exist_ok=True)
+        ours, theirs = socket.socketpair()
+        command = [*place.prefixes[rank], sys.executable, "-m", place.worker]
+        command += [assignment.to_json(), str(theirs.fileno())]
+        with theirs:
+            variables, kept = self._environment(), [theirs.fileno()]
+            process = start_session(command, log, variables, appends=True, pass_fds=kept)
+        return _Rank(process, Connection(ours.detach()), log)
+
+    def _environment(self) -> dict[str, str]:
+        place = self.place
+        # A cap changes no kernel, only what is launched. The key of a graph lacks the names of
+        # torch's fusion passes: a shared cache with graphs in it would give one way another's.
+        owner = "all" if place.shares_kernels else self.way
+        cache = place.directory / "caches" / f"{place.model}-{owner}".replace(" ", "-")
+        threads, keeps = len(place.cores[0]), not place.shares_kernels
+        return environment(cache, threads=threads, keeps_graphs=keeps) | place.variables
+
+    def _connect(self) -> None:
+        (port,) = self._receive("port", JOIN_S, self._ranks[:1])
+        for rank in self._ranks[1:]:
+            rank.connection.send(port)
+        self._receive("done", JOIN_S)
+
+    def _receive(
+        self, kind: str, timeout_s: float, ranks: Sequence[_Rank] | None = None
+    ) -> list[Any]:
+        ranks = self._ranks if ranks is None else ranks
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(answers) < len(ranks):
+            waiting = {
+                rank.connection: index for index, rank in enumerate(ranks) if index not in answers
+            }
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                silent = ", ".join(str(index) for index in waiting.values())
+                raise RanksFailed(f"rank {silent} has not answered for {timeout_s:g} s")
+            for connection in ready:
+                index = waiting[connection]  # type: ignore[index]
+                answers[index] = self._answer(ranks[index], index, kind)
+        return [answers[index] for index in range(len(ranks))]
+
+    def _answer(self, rank: _Rank, index: int, kind: str) -> Any:
+        try:
+            told, value = rank.connection.recv()
+        except (EOFError, OSError):
+            code = rank.process.wait()
+            raise RanksFailed(f"rank {index} ended with {code}: {last_words(rank.log)}") from None
+        if told != kind:
+            raise RanksFailed(f"rank {index}: {value}")
+        return value
+
+
+def last_words(log: Path) -> str:
+    """The last line that a process has printed."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "it said nothing"

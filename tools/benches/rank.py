@@ -1,0 +1,326 @@
+"""One rank of a method: trains as it is told over a pipe, and says what it measured.
+
+python -m benches.rank ASSIGNMENT FILE_DESCRIPTOR
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import faulthandler
+import gc
+import itertools
+import os
+import signal
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+from benches.processes import Assignment, Checked, Started, Stepped
+
+PR_SET_PDEATHSIG: Final = 1
+
+HOST_STEPS: Final = 5
+"""In a row without waiting for the GPU: what they launch fits into its queue."""
+
+HOST_ROUNDS: Final = 9
+
+
+def main(arguments: list[str], kind: type[Rank] | None = None) -> int:
+    """Answer commands until ``end``; 1 after a command that failed, which is reported.
+
+    Args:
+        arguments: of the command line.
+        kind: the commands that there are; by default :class:`Rank`.
+    """
+    assignment = Assignment.from_json(arguments[0])
+    connection = Connection(int(arguments[1]))
+    # A bench that is killed leaves no ranks behind, not even one that waits in a collective.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # By the command that is terminated when it is.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)
+    # Before torch starts threads.
+    os.sched_setaffinity(0, assignment.cores)
+    status = 0
+    try:
+        rank = (kind or Rank)(assignment, connection)
+        connection.send(("done", None))
+        while (command := connection.recv())[0] != "end":
+            name, *values = command
+            connection.send(("done", getattr(rank, name)(*values)))
+    except EOFError:
+        status = 1
+    except Exception as error:  # noqa: BLE001  Whatever it is, it is the method's result.
+        traceback.print_exc()
+        connection.send(("failed", f"{type(error).__name__}: {error}"))
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # What would follow waits for process groups that others may have left.
+    os._exit(status)
+
+
+class Rank:
+    """The commands; each is called on all ranks of a method at the same time."""
+
+    def __init__(self, assignment: Assignment, connection: Connection) -> None:
+        import torch
+
+        self._assignment = assignment
+        torch.set_num_threads(len(assignment.cores))
+        self._device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self._device = torch.device("cuda", assignment.rank % torch.cuda.device_count())
+            torch.cuda.set_device(self._device)
+        self._store = self._join(connection)
+        self._run: Callable[[], None] = lambda: None
+
+    def _join(self, connection: Connection) -> Any:
+        import torch.distributed as dist
+
+        mine, timeout = self._assignment, datetime.timedelta(seconds=self._assignment.timeout_s)
+        if mine.rank == 0:
+            # The port is free where rank 0 runs, which can be another network namespace.
+            store = dist.TCPStore(
+                mine.host, 0, mine.ranks, is_master=True, timeout=timeout, wait_for_workers=False
+            )
+            connection.send(("port", store.port))
+        else:
+            store = dist.TCPStore(mine.host, connection.recv(), mine.ranks, timeout=timeout)
+        dist.init_process_group(
+            mine.backend, store=store, rank=mine.rank, world_size=mine.ranks, timeout=timeout
+        )
+        dist.barrier()
+        return store
+
+    # --- A start ---------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Build the model, and import what that needs: no part of a start."""
+        from workloads.models import SIZES, subject
+        from workloads.ways import built
+
+        self._made = subject(self._assignment.model, SIZES[self._assignment.size])
+        self._model = built(self._made, self._device)
+
+    def wrap(self) -> None:
+        """Wrap what was built in DDP; ``"auto"`` measures the network in that."""
+        from workloads.ways import prepare
+
+        mine = self._assignment
+        self._barrier()
+        begin = time.perf_counter()
+        self._training = prepare(
+            mine.way,
+            self._made,
+            self._device,
+            cap_mb=mine.cap_mb,
+            seed=mine.rank,
+            forwards=mine.forwards,
+            model=self._model,
+        )
+        self._run = self._training.run
+        self._wrapped_s = time.perf_counter() - begin
+
+    def start(self, averages: bool = True) -> Started:
+        """Make the first step.
+
+        Args:
+            averages: whether its gradients are averaged; else it runs under ``no_sync``.
+        """
+        ddp = self._training.ddp
+        self._barrier()
+        begin = time.perf_counter()
+        with contextlib.nullcontext() if averages or ddp is None else ddp.no_sync():
+            self._run()
+        self._synchronize()
+        seconds = time.perf_counter() - begin
+        self._log_phases(seconds)
+        # What compilation took is given back: many processes wait for their turn.
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        sizes = [p.grad.nbytes for p in self._model.parameters() if p.grad is not None]
+        self._give_back()
+        return Started(self._wrapped_s + seconds, sum(sizes))
+
+    def _log_phases(self, seconds: float) -> None:
+        """Say in the log what a start was spent on, and what caches gave."""
+        from torch._dynamo.utils import compile_times, counters
+
+        print(f"wrapped in {self._wrapped_s:.3f} s, first step in {seconds:.3f} s")
+        for kind in ("aot_autograd", "inductor", "compiled_autograd"):
+            print(f"{kind}: {dict(counters[kind])}")
+        print(compile_times(repr="str"), flush=True)
+
+    def first_average(self) -> float:
+        """Seconds of the first step whose gradients are averaged, where :meth:`start` has compiled
+        it without; less those of what is compiled in it all the same."""
+        from torch._dynamo.utils import calculate_time_spent
+
+        before = calculate_time_spent()["total_wall_time"]
+        (seconds,) = self._timed(1).seconds
+        return seconds - (calculate_time_spent()["total_wall_time"] - before)
+
+    # --- Steps -----------------------------------------------------------------------------------
+
+    def steps(self, count: int) -> Stepped:
+        """Make some steps, once all ranks are ready; on a GPU after one that is not timed, which
+        takes memory from the device again."""
+        if self._device.type == "cuda":
+            self._run()
+        stepped = self._timed(count)
+        self._give_back()
+        return stepped
+
+    def reduce(self, num_bytes: int, count: int) -> Stepped:
+        """Reduce so many bytes in one all-reduce, and nothing beside it; after one that is not
+        timed."""
+        import torch
+        import torch.distributed as dist
+
+        flat, kept = torch.ones(num_bytes // 4, device=self._device), self._run
+        self._run = lambda: dist.all_reduce(flat)
+        self._run()
+        try:
+            return self._timed(count)
+        finally:
+            self._run = kept
+
+    def _timed(self, count: int) -> Stepped:
+        gc.collect()
+        self._barrier()
+        cpu = time.process_time()
+        if self._device.type == "cuda":
+            seconds = self._on_gpu(count)
+        else:
+            marks = [time.perf_counter()]
+            for _ in range(count):
+                self._run()
+                marks.append(time.perf_counter())
+            seconds = tuple(end - begin for begin, end in itertools.pairwise(marks))
+        return Stepped(seconds, time.process_time() - cpu)
+
+    def _on_gpu(self, count: int) -> tuple[float, ...]:
+        """Seconds of steps by CUDA events; the last one is waited for."""
+        import torch
+
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self._run()
+            event.record()
+        torch.cuda.synchronize()
+        return tuple(begin.elapsed_time(end) / 1000 for begin, end in itertools.pairwise(events))
+
+    def host(self) -> float:
+        """Seconds until the host has launched a step, its GPU not waited for."""
+        found = []
+        for _ in range(HOST_ROUNDS):
+            self._synchronize()
+            begin = time.perf_counter()
+            for _ in range(HOST_STEPS):
+                self._run()
+            found.append((time.perf_counter() - begin) / HOST_STEPS)
+        return statistics.median(found)
+
+    # --- What else there is to know --------------------------------------------------------------
+
+    def check(self, reference: str, write: bool) -> Checked:
+        """Make a step, and compare with what eager DDP left in the file ``reference``; eager DDP
+        itself writes it."""
+        from benches.gradients import compare_with
+
+        self._run()
+        self._synchronize()
+        checked = compare_with(f"{reference}-{self._assignment.rank}", self._model, write=write)
+        self._give_back()
+        return checked
+
+    def peak(self) -> int:
+        """Bytes: the peak of a step, and what DDP keeps between steps."""
+        self._model.zero_grad(set_to_none=True)
+        peak = self._peak_on_gpu() if self._device.type == "cuda" else self._peak_on_cpu()
+        self._give_back()
+        return peak + int(self._training.kept_bytes)
+
+    def _peak_on_gpu(self) -> int:
+        import torch
+
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self._run()
+        torch.cuda.synchronize()
+        peak: int = torch.cuda.max_memory_allocated() - before
+        return peak
+
+    def _peak_on_cpu(self) -> int:
+        """By the profiler, for which each allocation and release is an event."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            self._run()
+        events = profiler.profiler.kineto_results.events()
+        changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+        changes.sort(key=lambda change: change[0])
+        sizes: list[int] = [size for _, size in changes]
+        return max(itertools.accumulate(sizes, initial=0))
+
+    def planned(self) -> str:
+        """The method's buckets, and why they are these."""
+        import fusion_passes
+
+        modules = fusion_passes.report().modules
+        buckets = [bucket.plan for module in modules for bucket in module.buckets]
+        mib = " + ".join(f"{bucket.num_bytes / 2**20:.1f}" for bucket in buckets)
+        said = [sentence for module in modules for sentence in module.decision]
+        return "; ".join([*said, f"{mib} MiB"])
+
+    def add_up(self) -> None:
+        """Average over all ranks, and sum.
+
+        Raises:
+            RuntimeError: a result is wrong.
+        """
+        import torch
+        import torch.distributed as dist
+
+        mine = self._assignment
+        total = mine.ranks * (mine.ranks + 1) / 2
+        for operation, result in (
+            (dist.ReduceOp.SUM, total),
+            (dist.ReduceOp.AVG, total / mine.ranks),
+        ):
+            values = torch.full([2**20], mine.rank + 1.0, device=self._device)
+            dist.all_reduce(values, operation)
+            if not torch.all(values == result):
+                raise RuntimeError(f"{operation} is {values[0].item()}, not {result}")
+
+    def _barrier(self) -> None:
+        import torch.distributed as dist
+
+        dist.barrier()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
+    def _give_back(self) -> None:
+        """Return memory that is cached to the device, so that the processes of all methods fit."""
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,1 +1,0 @@
-"""What :mod:`benches.storage` is made of."""
