@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fusion_passes.profile.files import keep, path_of
 from fusion_passes.profile.records import Kind, Place, Profile, Site, site_of
-from fusion_passes.profile.tables import MIB, CostTable, Taken, table_sizes
+from fusion_passes.profile.tables import MIB, CostTable, Taken
 from fusion_passes.torch_private import ProcessGroup
 from fusion_passes.torch_private.process_groups import (
     all_gather,
@@ -34,8 +34,8 @@ shorter."""
 SECONDS: Final = 3.0
 """For all tables together. Where the network is slow, the largest sizes are left out."""
 
-LARGEST_BYTES: Final = 64 * MIB
-"""Beyond this, a collective costs by its bytes."""
+SIZES: Final = tuple(2**power for power in range(10, 27))
+"""Bytes that are measured. Smaller ones cost their latency, larger ones by their bytes."""
 
 ROUNDS: Final = 5
 
@@ -239,8 +239,8 @@ def _table(ranks: Ranks, kind: Kind, seconds: float) -> CostTable:
     """
     dtype: torch.dtype = getattr(torch, kind.dtype)
     sizes, medians, spent = [], [], 0.0
-    for size in table_sizes(2 * LARGEST_BYTES):
-        count = in_flight(size)
+    for size in SIZES:
+        count = min(max(IN_FLIGHT_BYTES // size, 1), IN_FLIGHT)
         shape = count, size // dtype.itemsize
         buffers = torch.zeros(shape, dtype=dtype, device=ranks.device).unbind()
         times = ranks.times(
@@ -253,15 +253,6 @@ def _table(ranks: Ranks, kind: Kind, seconds: float) -> CostTable:
         if spent + 2 * (ROUNDS + 1) * medians[-1] * count > seconds:
             break
     return CostTable.of(sizes, medians)
-
-
-def in_flight(size: int) -> int:
-    """How many collectives of a size are measured together.
-
-    Args:
-        size: in bytes.
-    """
-    return min(max(IN_FLIGHT_BYTES // size, 1), IN_FLIGHT)
 
 
 # --- What all ranks know -------------------------------------------------------------------------

@@ -13,9 +13,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-SMALLEST_BYTES: Final = 1024
-"""The smallest size that is measured: below it, a collective costs its latency."""
-
 MIB: Final = 2**20
 
 
@@ -180,16 +177,3 @@ class Taken:
 
 NOTHING_TAKEN: Final = Taken()
 """For collectives that run beside no compute, or on a processor of their own."""
-
-
-def table_sizes(total_bytes: int, growth: int = 2) -> tuple[int, ...]:
-    """Sizes to measure, in bytes: from the smallest on, below that of all gradients.
-
-    Args:
-        total_bytes: of all gradients.
-        growth: of each size over the one before.
-    """
-    sizes = [SMALLEST_BYTES]
-    while sizes[-1] * growth < total_bytes:
-        sizes.append(sizes[-1] * growth)
-    return tuple(sizes)

@@ -94,6 +94,7 @@ def test_a_cost_is_a_share_of_what_several_take_together() -> None:
         table = measure._table(ranks, Kind("float32", "avg"), seconds=60.0)
     assert set(table.times_ns) == {1_000_000}
     assert table.num_bytes == tuple(together)
+    assert (min(together), max(together)) == (1024, 64 * MIB)
     assert together[1024] == IN_FLIGHT
     assert together[IN_FLIGHT_BYTES // 2] == 2
     assert together[IN_FLIGHT_BYTES] == together[max(together)] == 1

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_passes.profile.tables import MIB, CostTable, Taken, table_sizes
+from fusion_passes.profile.tables import MIB, CostTable, Taken
 
 costs = st.lists(st.floats(0, 10), min_size=1, max_size=6)
 
@@ -63,12 +63,6 @@ def test_a_fit_is_for_people() -> None:
     assert flat.alpha_us == pytest.approx(5)
     assert flat.gbytes_per_s == math.inf
     assert CostTable((1000,), (2_000,)).fit().alpha_us == pytest.approx(2)
-
-
-def test_sizes_end_before_the_whole() -> None:
-    assert table_sizes(4096) == (1024, 2048)
-    assert table_sizes(4096, 4) == (1024,)
-    assert table_sizes(4097, 4) == (1024, 4096)
 
 
 def test_what_is_taken_is_a_line_that_neither_begins_below_0_nor_falls() -> None:
