@@ -30,7 +30,8 @@ NOT_FOR_USERS: Final = {"passes", "graph", "lowering", "torch_private", "plan", 
 """Rooms whose errors are bugs of the package, and whose texts are explained with the report."""
 
 NO_MESSAGES: Final = {
-    "advice.py", "command.py", "object_patches.py", "patch.py", "patches.py", "records.py",
+    "advice.py", "command.py", "memory.py", "object_patches.py", "patch.py", "patches.py",
+    "records.py",
 }  # fmt: skip
 """Files with texts that are no warnings and no errors."""
 
