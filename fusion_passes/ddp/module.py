@@ -33,6 +33,7 @@ from fusion_passes.plan.caps import BucketCaps, bucket_caps, default_caps, given
 from fusion_passes.plan.scaling import REDUCE_DTYPE_OF
 from fusion_passes.reducer.backward import reducers, why_failed
 from fusion_passes.reducer.communication import SENT_AS, AllReduce, HookCall, name_of_hook
+from fusion_passes.reducer.memory import RegisteredBuckets
 from fusion_passes.reducer.rank_errors import compare_settings
 from fusion_passes.reducer.reducer import (
     EXPECTED,
@@ -66,6 +67,7 @@ from fusion_passes.torch_private.ddp import (
 )
 from fusion_passes.torch_private.dynamo import begin_no_graph
 from fusion_passes.torch_private.process_groups import backend_name
+from fusion_passes.torch_private.registered_memory import why_not_registered
 
 _STEPS_OPTIMIZER: Final = "_hook_then_optimizer."
 """How the name of the hook of ``_register_fused_optim`` begins."""
@@ -126,6 +128,7 @@ class ManagedDDP(ManagedForward):
         """Nothing is left to do: the used map has gone before the gradients."""
 
     def _update_process_group(self, new_process_group: Any) -> None:
+        _refuse_memory(reducer_of(self), new_process_group)
         update_process_group(self, new_process_group)
         attach_reducer(self, reducer_of(self).config)
         setattr(self, UNFINISHED, None)
@@ -204,6 +207,7 @@ def manage_by_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> Non
     compare_settings(
         reducer.group, reducer.label, _settings_of(ddp, config), torch.device(ddp.device_type)
     )
+    _refuse_memory(reducer, ddp.process_group)
     if config.mode == "auto":
         learn_layout(reducer)
     _attach(ddp)
@@ -222,7 +226,25 @@ def _settings_of(ddp: DistributedDataParallel, config: FusionConfig) -> dict[str
         "embeddings with sparse=True": [
             names[n] for n, kind in reducer.parameters.kinds.items() if kind.is_sparse
         ],
+        "why NCCL can register no memory": _why_no_memory(reducer, ddp.process_group),
     }
+
+
+def _why_no_memory(reducer: Reducer, group: Any) -> str:
+    """Why a module's buckets cannot have the memory that is asked for; empty if they can."""
+    if reducer.config.memory == "plain":
+        return ""
+    return why_not_registered(group, [kind.device for kind in reducer.parameters.kinds.values()])
+
+
+def _refuse_memory(reducer: Reducer, group: Any) -> None:
+    """Raise an error where that is so: on all ranks, which have compared the reason."""
+    why = _why_no_memory(reducer, group)
+    if why:
+        raise ValueError(
+            f"FusionConfig.memory = {reducer.config.memory!r} of {reducer.label} {why}, or set "
+            "memory = 'plain'."
+        )
 
 
 _count: Final = process_state.keep(
@@ -275,6 +297,8 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> None:
         caps=bucket_caps(config, caps_of_ddp(ddp)),
         communication=communication,
     )
+    if config.memory == "registered":
+        reducer.bucket_memory = RegisteredBuckets(group)
     reducer.is_to_be_traced = config.backward_graph == "compiled_autograd"
     ref = weakref.ref(reducer)
     for n in reducer.numbers:
@@ -305,6 +329,7 @@ def _accumulated(
 
 def _remove_hooks(reducer: Reducer) -> None:
     reducers.discard(reducer)
+    reducer.bucket_memory.release()
     for handle in reducer.hooks:
         handle.remove()
     reducer.hooks.clear()
@@ -476,8 +501,15 @@ def _accept_comm_hook(ddp: DistributedDataParallel, hook: Any, state: object = N
 
     Raises:
         RuntimeError: the module has a hook already, as in DDP.
+        ValueError: the hook contradicts the option ``memory``.
     """
     _check_first_hook(ddp)
+    if SENT_AS[hook] is not None and reducer_of(ddp).config.memory == "registered":
+        raise ValueError(
+            "FusionConfig.memory = 'registered' needs gradients that are sent as they lie, and "
+            f"communication hook {name_of_hook(hook)} sends a copy of them. Set memory = 'plain', "
+            "or leave the hook out."
+        )
     _note_comm_hook(ddp, hook, state)
     communication = reducer_of(ddp).communication
     assert isinstance(communication, AllReduce), "it has no other hook"

@@ -104,6 +104,7 @@ def _module(
         len(reducer.numbers),
         reducer.num_stored,
         reducer.decision,
+        reducer.bucket_memory.in_words(),
         _bucket_reports(reducer, times, predicted_s),
     )
 

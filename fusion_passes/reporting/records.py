@@ -93,8 +93,9 @@ class ModuleReport:
             some by a copy. These and the others are among ``copied`` of their bucket, with the
             reason.
         decision: in the mode ``"auto"``, why these buckets were chosen; one sentence each.
-        buckets: in the order of their launches; none before the first step has ended, since the
-            ranks agree on them there.
+        memory: of its buckets: ``"plain"``, or what NCCL was told of it.
+        buckets: in the order of their launches; none before the first step has ended, since they
+            are rebuilt there.
     """
 
     name: str
@@ -107,6 +108,7 @@ class ModuleReport:
     gradients: int
     stored: int
     decision: tuple[str, ...]
+    memory: str
     buckets: tuple[BucketReport, ...]
 
 

@@ -80,6 +80,8 @@ def _show_module(module: ModuleReport, console: Console) -> None:
     )
     for sentence in module.decision:
         console.print(Text(f"buckets: {sentence}"))
+    if module.memory != "plain":
+        console.print(Text(f"memory: {module.memory}"))
     _show_copies(module.buckets, console)
 
 

@@ -165,10 +165,15 @@ def main() -> None:
     from fusion_passes import FusionReport
     from fusion_passes.install import compiles
     from fusion_passes.reporting.graphs import compile_log
+    from fusion_passes.torch_private.registered_memory import RegisteredMemory
+    from testing.registered import Backend, Group, on_the_host
 
+    backend = Backend()
     torch._inductor.config.ddp_fusion = "concat"
     DistributedDataParallel(torch.nn.Linear(2, 2))
     compiles._teach_inductor()
+    with on_the_host(backend):
+        RegisteredMemory(Group(backend), torch.device("cpu"), 8)  # type: ignore[arg-type]
     compile_log.add(FusionReport("concat", 1, 1, (), (), "digest"))
     torch._inductor.config.ddp_fusion = None
     names = _differences(before, contents(), listed("Until the process ends"))
