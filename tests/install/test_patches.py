@@ -168,8 +168,6 @@ OPERATORS = "torch.ops.fusion_passes"
 
 TORCHS_OWN = {
     "torch._logging.structured.INTERN_TABLE": None,  # Names in what is written for tlparse.
-    # What save_cache_artifacts() saves.
-    "torch.compiler._cache.CacheArtifactManager._new_cache_artifacts": None,
     "torch.jit._builtins._builtin_table": None,  # Made when somebody looks.
     "torch.library._defs": OPERATORS,
     "torch.library._impls": OPERATORS,
