@@ -4,6 +4,7 @@ what the first start has left there; and what the host needs to launch a step.""
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -20,6 +21,7 @@ COMPARED: Final = (PLAIN, "concat", "DDPOptimizer")
 COMPARED_IF_SMALL: Final = (PLAIN, "concat")
 KINDS: Final = ("cold", "warm")
 START_S: Final = 100.0
+"""At most, on a GPU."""
 
 COMPILE_THREADS: Final = 8
 """At most: where the machine has the cores, torch takes 32 by default."""
@@ -29,20 +31,21 @@ def measure(site: Site, note: Note) -> None:
     """Start each method twice, one after the other. Processes that have imported torch and built
     their model already wait for their turn: that is no part of a start, and takes as long."""
     threads = 1 if site.is_small else max(1, min(COMPILE_THREADS, site.cores))
+    answer_s = site.deadline - time.monotonic() if site.is_small else START_S
     place = site.place(
         1,
         model=f"{subjects.__name__}:{'tiny_gpt' if site.is_small else 'gpt'}",
         variables={"TORCHINDUCTOR_COMPILE_THREADS": str(threads)},
-        timeout_s=START_S,
+        timeout_s=answer_s,
         shares_kernels=False,
     )
     names = COMPARED_IF_SMALL if site.is_small else COMPARED
-    launched = [Method(name, answer_s=START_S) for name in names for _ in KINDS]
+    launched = [Method(name, answer_s=answer_s) for name in names for _ in KINDS]
     base: dict[str, float | None] = {}
     # Ranks end with the thread that started them: it has to live as long as they.
     with ThreadPoolExecutor(max(2, site.cores // 2)) as pool, contextlib.ExitStack() as stack:
         stack.callback(_kill, launched)
-        list(pool.map(lambda method: method.launch(place, START_S), launched))
+        list(pool.map(lambda method: method.launch(place, answer_s), launched))
         for cold, warm in zip(launched[::2], launched[1::2], strict=True):
             found = _start(cold, warm)
             base = base or found
