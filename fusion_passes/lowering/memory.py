@@ -1,8 +1,8 @@
 """Memory in which gradients are stored, each in its place, as it is lowered.
 
 What produces a gradient is pointed at its place: a library's matrix product by ``out=``, a
-generated kernel by storing there. What cannot be pointed there is copied, all such gradients by one
-kernel (of up to 125 copies, on CUDA).
+generated kernel by storing there. What cannot be pointed there is copied: on CUDA the small ones of
+such gradients by one kernel (of up to 125 copies), and each large one by its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -28,6 +28,12 @@ from fusion_passes.torch_private.inductor import (
     inductor_ir,
     supports_foreach,
 )
+
+GROUPED_ELEMENTS: Final = 2**20
+"""Gradients of fewer elements are copied by one kernel. Inductor gives its kernels of several
+copies blocks of 1,024 elements, of which an H200 runs 0.45 in a nanosecond, however few bytes they
+move: in bf16 that is 0.44 of its bandwidth (docs/gpu.md). A kernel of one copy is as
+fast as any other, and worth a launch of its own from about this size on."""
 
 
 class Memory(ABC):
@@ -79,9 +85,10 @@ class Memory(ABC):
         for number, (gradient, view) in enumerate(zip(self.gradients, views, strict=True)):
             if number in copies and not one_kernel:
                 continue
-            is_grouped = one_kernel and (
-                number in copies or (number not in obstacles and computed_from_a_library(gradient))
+            is_moved = number in copies or (
+                number not in obstacles and computed_from_a_library(gradient)
             )
+            is_grouped = one_kernel and is_moved and _is_small(gradient)
             writer = store_at(
                 view,
                 gradient,
@@ -128,6 +135,10 @@ class Memory(ABC):
         size = list(gradient.get_size())
         layout = ir.FixedLayout(self.device, self.dtype, size, list(strides), offset)
         return ir.ReinterpretView(data=self.data, layout=layout)
+
+
+def _is_small(gradient: Any) -> bool:
+    return math.prod(int(size) for size in gradient.get_size()) < GROUPED_ELEMENTS
 
 
 def store_at(

@@ -255,6 +255,51 @@ triton_poi(arg3) -> bucket1
     assert max(widest_stores(generated)) == 4
 
 
+def widest_accesses(ptx: str) -> tuple[int, int]:
+    """How many bytes the widest load and the widest store of a kernel move."""
+
+    def widest(what: str) -> int:
+        found = re.findall(rf"{what}\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
+        return max(int(count or 1) * int(bits) // 8 for count, bits in found)
+
+    return widest("ld"), widest("st")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_large_copies_move_16_bytes_a_thread_and_small_ones_share_a_kernel(
+    compiler: CardCompiler, dtype: torch.dtype
+) -> None:
+    """Shapes of half of a transformer's block, as the GPU's part ``copies`` times them."""
+    shapes = [(1024, 1024), (1024,), (4096, 1024), (4096,)]
+    generated = compiler.generate(given, [tensor(*shape, dtype=dtype) for shape in shapes])
+    stores = [call for call in read_calls(generated.code) if "-> bucket[" in call]
+    assert_expected_inline(
+        text(stores),
+        """\
+triton_poi(arg0) -> bucket[0: 1024, 1024]
+triton_for(arg1, arg3) -> bucket[1048576: 1024], bucket[5243904: 4096]
+triton_poi(arg2) -> bucket[1049600: 4096, 1024]
+""",
+    )
+    for name in launched_kernels(generated.code):
+        if name.startswith("triton_poi"):
+            assert widest_accesses(generated.ptx[name]) == (16, 16)
+
+
+def test_large_products_are_cast_by_kernels_of_their_own(compiler: CardCompiler) -> None:
+    """The twin of the test above: a gradient of one row less is cast with others."""
+    weights = [tensor(1024, 64), tensor(1024, 1024), tensor(1023, 1024)]
+    generated = compiler.generate(autocast_step, [tensor(32, 64), *weights])
+    stores = [call for call in read_calls(generated.code) if "-> bucket[" in call]
+    assert_expected_inline(
+        text(stores),
+        """\
+triton_for(t7, t1) -> bucket[0: 1023, 1024], bucket[2096128: 1024, 64]
+triton_poi(t9) -> bucket[1047552: 1024, 1024]
+""",
+    )
+
+
 @pytest.mark.parametrize("fuses_late", [True, False])
 @pytest.mark.parametrize("fastest", ["Triton", "Extern"])
 def test_max_autotune_stores_in_the_bucket(
