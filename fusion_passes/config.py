@@ -26,6 +26,9 @@ BACKWARD_GRAPHS: Final[tuple[str, ...]] = get_args(BackwardGraph)
 ReduceDtype: TypeAlias = Literal["bf16", "fp16"]
 REDUCE_DTYPES: Final[tuple[str, ...]] = get_args(ReduceDtype)
 
+MemoryOption: TypeAlias = Literal["plain", "registered"]
+MEMORY_OPTIONS: Final[tuple[str, ...]] = get_args(MemoryOption)
+
 ENVIRONMENT_VARIABLE: Final = "FUSION_PASSES_DDP_FUSION"
 """Gives ``ddp_fusion`` its default: a mode's name, or "" or "0" for off."""
 
@@ -64,6 +67,11 @@ class FusionConfig:
             ``"compiled_autograd"``: whole backwards, which compiled autograd traces again in each
             process; docs/buckets.md says when that is better.
             Default ``"auto"``: as ``"aot_autograd"``.
+        memory: Where buckets lie. ``"plain"``: in memory that is allocated anew for each round, and
+            freed with the last gradient in it. ``"registered"``: in memory that NCCL has allocated
+            and registered, once for all rounds, and can send as it lies; the next averaged backward
+            overwrites it, as with DDP's ``gradient_as_bucket_view=True``. Only over NCCL;
+            docs/gpu.md says what it changes. Default ``"plain"``, as in DDP.
 
     Raises:
         ValueError: an unknown choice; a size that is not a finite number greater than 0; options
@@ -76,12 +84,14 @@ class FusionConfig:
     scaling: ScalingOption = "auto"
     reduce_dtype: ReduceDtype | None = None
     backward_graph: BackwardGraph = "auto"
+    memory: MemoryOption = "plain"
 
     def __post_init__(self) -> None:
         if self.mode not in FUSION_MODES:
             raise ValueError(_unknown_mode("FusionConfig.mode", self.mode))
         _check_choice("scaling", self.scaling, SCALING_OPTIONS)
         _check_choice("backward_graph", self.backward_graph, BACKWARD_GRAPHS)
+        _check_choice("memory", self.memory, MEMORY_OPTIONS)
         if self.reduce_dtype is not None:
             _check_choice("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
         if self.mode == "coalesced" and self.scaling == "bucket":
@@ -89,9 +99,26 @@ class FusionConfig:
                 "FusionConfig.scaling = 'bucket' needs mode 'concat': the mode 'coalesced' has no "
                 "buffer to scale. Choose scaling = 'auto' or 'collective'."
             )
+        if self.memory == "registered":
+            self._check_sent_as_it_lies()
         for field in fields(self):
             if field.name.endswith("_mb"):
                 _check_size(field.name, getattr(self, field.name))
+
+    def _check_sent_as_it_lies(self) -> None:
+        """Refuse options with which something else than the buckets' memory is sent."""
+        if self.reduce_dtype is not None:
+            raise ValueError(
+                "FusionConfig.memory = 'registered' needs gradients that are sent as they lie, and "
+                f"reduce_dtype = {self.reduce_dtype!r} sends a copy of them. Set reduce_dtype = "
+                "None or memory = 'plain'."
+            )
+        if self.backward_graph == "compiled_autograd":
+            raise ValueError(
+                "FusionConfig.memory = 'registered' needs buckets in memory of a reducer, and with "
+                "backward_graph = 'compiled_autograd' they are buffers of a graph. Set "
+                "backward_graph = 'auto' or memory = 'plain'."
+            )
 
     @property
     def reduces_by(self) -> ReduceMode:

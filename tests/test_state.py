@@ -39,7 +39,9 @@ from fusion_passes.install.changes import replaced, value_of
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, ProcessState, process_state
+from fusion_passes.torch_private.registered_memory import RegisteredMemory
 from testing.fake_world import fake_world, two_layers
+from testing.registered import Backend, Group, on_the_host
 
 MODULES = [
     importlib.import_module(found.name)
@@ -301,8 +303,15 @@ def _traced() -> Any:
     return ddp
 
 
+def _registered() -> Any:
+    backend = Backend()
+    with on_the_host(backend):
+        return RegisteredMemory(Group(backend), torch.device("cpu"), 8)  # type: ignore[arg-type]
+
+
 KINDS = (
     _managed,
+    _registered,
     _compiled,
     _traced,
     _copied,

@@ -185,7 +185,7 @@ def _plan(reducer: Reducer, profile: Profile, times: ReadyTimes, path: str) -> N
         sent[dtype] = Sent(getattr(torch, kind.dtype).itemsize, profile.table(kind))
     kinds = reducer.parameters.kinds
     planned = plan_timetable(times, kinds, sent, reducer.caps, profile.taken)
-    reducer.layout = lay_out([[(n,) for n in numbers] for numbers in planned.buckets], kinds)
+    reducer.take_layout(lay_out([[(n,) for n in numbers] for numbers in planned.buckets], kinds))
     reducer.predicted = planned.sent_ns
     source = (
         f"buckets are planned from profile {profile.digest()} ({profile.place}), and from ready "

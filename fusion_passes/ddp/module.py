@@ -25,6 +25,7 @@ from fusion_passes.plan.caps import BucketCaps, bucket_caps, default_caps, given
 from fusion_passes.plan.scaling import REDUCE_DTYPE_OF
 from fusion_passes.reducer.backward import reducers, walk, why_failed
 from fusion_passes.reducer.communication import SENT_AS, AllReduce, HookCall, name_of_hook
+from fusion_passes.reducer.memory import RegisteredBuckets
 from fusion_passes.reducer.reducer import (
     EXPECTED,
     LOCAL,
@@ -60,6 +61,7 @@ from fusion_passes.torch_private.ddp import (
 )
 from fusion_passes.torch_private.dynamo import begin_no_graph, disable_dynamo
 from fusion_passes.torch_private.process_groups import backend_name
+from fusion_passes.torch_private.registered_memory import why_not_registered
 
 REDUCER: Final = "_ddp_fusion_reducer"
 """Attribute of a managed module: its reducer, with what keeps its hooks."""
@@ -250,8 +252,10 @@ class ManagedDDP(ManagedForward):
         """Nothing is left to do: the used map has gone before the gradients."""
 
     def _update_process_group(self, new_process_group: Any) -> None:
+        attached = _attached(self)
+        _refuse_memory(attached, new_process_group)
         update_process_group(self, new_process_group)
-        attach_reducer(self, _attached(self).config)
+        attach_reducer(self, attached.config)
         setattr(self, UNFINISHED, None)
 
     def _set_static_graph(self) -> None:
@@ -328,6 +332,7 @@ def manage_by_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> Non
     compare_settings(
         reducer.group, reducer.label, _settings_of(ddp, config), torch.device(ddp.device_type)
     )
+    _refuse_memory(_attached(ddp), ddp.process_group)
     if config.mode == "auto":
         learn_layout(reducer)
     _attach(ddp)
@@ -346,7 +351,26 @@ def _settings_of(ddp: DistributedDataParallel, config: FusionConfig) -> dict[str
         "embeddings with sparse=True": [
             names[n] for n, kind in reducer.parameters.kinds.items() if kind.is_sparse
         ],
+        "why NCCL can register no memory": _why_no_memory(_attached(ddp), ddp.process_group),
     }
+
+
+def _why_no_memory(attached: Attached, group: Any) -> str:
+    """Why a module's buckets cannot have the memory that is asked for; empty if they can."""
+    if attached.config.memory == "plain":
+        return ""
+    devices = [kind.device for kind in attached.reducer.parameters.kinds.values()]
+    return why_not_registered(group, devices)
+
+
+def _refuse_memory(attached: Attached, group: Any) -> None:
+    """Raise an error where that is so: on all ranks, which have compared the reason."""
+    why = _why_no_memory(attached, group)
+    if why:
+        raise ValueError(
+            f"FusionConfig.memory = {attached.config.memory!r} of {attached.label} {why}, or set "
+            "memory = 'plain'."
+        )
 
 
 _count: Final = process_state.keep(
@@ -400,6 +424,8 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> None:
         find_unused=ddp.find_unused_parameters,
         is_static=bool(ddp.static_graph),
     )
+    if config.memory == "registered":
+        reducer.bucket_memory = RegisteredBuckets(group)
     reducer.is_to_be_traced = config.backward_graph == "compiled_autograd"
     attached = Attached(reducer, label, config)
     ref = weakref.ref(reducer)
@@ -431,6 +457,7 @@ def _accumulated(
 
 def _remove_hooks(attached: Attached) -> None:
     reducers.discard(attached.reducer)
+    attached.reducer.bucket_memory.release()
     for handle in attached.handles:
         handle.remove()
     attached.handles.clear()
@@ -601,8 +628,15 @@ def _accept_comm_hook(ddp: DistributedDataParallel, hook: Any, state: object = N
 
     Raises:
         RuntimeError: the module has a hook already, as in DDP.
+        ValueError: the hook contradicts the option ``memory``.
     """
     _check_first_hook(ddp)
+    if SENT_AS[hook] is not None and _attached(ddp).config.memory == "registered":
+        raise ValueError(
+            "FusionConfig.memory = 'registered' needs gradients that are sent as they lie, and "
+            f"communication hook {name_of_hook(hook)} sends a copy of them. Set memory = 'plain', "
+            "or leave the hook out."
+        )
     _note_comm_hook(ddp, hook, state)
     communication = reducer_of(ddp).communication
     assert isinstance(communication, AllReduce), "it has no other hook"

@@ -75,6 +75,8 @@ def _show_module(module: ModuleReport, console: Console) -> None:
         module,
         console,
     )
+    if module.memory != "plain":
+        console.print(Text(f"memory: {module.memory}"))
 
 
 def _show_graph(graph: GraphDocument, console: Console) -> None:

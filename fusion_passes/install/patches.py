@@ -154,6 +154,21 @@ _FOR_GOOD: Final = (
         "torch registers the same log when it compiles for DDP",
         adds="the artifact ddp_graphs of torch._dynamo.backends.distributed",
     ),
+    Patch(
+        "torch.distributed.distributed_c10d.ProcessGroup.shutdown",
+        "Memory that is registered with NCCL is deregistered before its communicator is destroyed: "
+        "torch would fail when it is freed.",
+        Span.PROCESS,
+        "when memory is first registered, with memory='registered'",
+        "never: all other groups are shut down as before",
+    ),
+    Patch(
+        "torch.distributed.distributed_c10d.ProcessGroup.abort",
+        "A communicator that is aborted deregisters such memory itself.",
+        Span.PROCESS,
+        "when memory is first registered, with memory='registered'",
+        "never: groups are aborted as before",
+    ),
     _for_good(
         "atexit.register",
         "Gloo's threads are to finish before the interpreter ends, or they abort the process.",

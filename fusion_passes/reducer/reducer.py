@@ -30,6 +30,7 @@ from fusion_passes.plan.layout import (
 )
 from fusion_passes.reducer.communication import Communication, Wait, average_sparse
 from fusion_passes.reducer.copies import ELSEWHERE, UNALIGNED, Copies
+from fusion_passes.reducer.memory import BucketMemory, PlainMemory
 from fusion_passes.reducer.ready_clock import ReadyClock
 from fusion_passes.reducer.words import Words
 from fusion_passes.torch_private.autograd import after_backward, backward_id
@@ -137,6 +138,7 @@ class Reducer:
         nodes: that accumulate gradients, by number; they keep the hooks on them.
         steps: how many rounds have ended.
         copies: how gradients have come into their buckets in the last one.
+        bucket_memory: where the memory of its buckets comes from.
         name: of the module in reports and profiles: its label, with the group where others have
             that label too.
         is_to_be_traced: whether its backwards are to be traced, where they can be.
@@ -167,6 +169,7 @@ class Reducer:
         self.label = label
         self.caps = self.piece_caps = caps
         self.communication = communication
+        self.bucket_memory: BucketMemory = PlainMemory()
         self.find_unused = find_unused
         self.is_static = is_static
         self.layout: Layout | None = None
@@ -275,6 +278,7 @@ class Reducer:
     def forget(self) -> None:
         """Let the module train no further: no backward would be averaged any more."""
         self._is_forgotten = True
+        self.bucket_memory.release()
         if self.ddp is not None:
             setattr(self.ddp, UNFINISHED, FORGOTTEN)
 
@@ -470,9 +474,21 @@ class Reducer:
     def _memory(self, now: Round, bucket: Bucket) -> Tensor:
         memory = now.memory.get(bucket.index)
         if memory is None:
-            memory = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-            now.memory[bucket.index] = memory
+            memory = now.memory[bucket.index] = self.bucket_memory.take(bucket)
+            if self.bucket_memory.is_lasting:
+                self._move_out(bucket, memory)
         return memory
+
+    def _move_out(self, bucket: Bucket, memory: Tensor) -> None:
+        """Give gradients of earlier rounds, which are to be accumulated further, memory of their
+        own: this round writes where they lie."""
+        addresses = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
+        for number in bucket.numbers:
+            gradient = self.parameters.all[number].grad
+            if gradient is None or type(gradient) is not Tensor:
+                continue
+            if gradient.layout is torch.strided and gradient.data_ptr() in addresses:
+                gradient.data = gradient.clone()
 
     def _view(self, now: Round, number: int) -> Tensor:
         """A gradient's place in its bucket, in the parameter's shape."""
@@ -480,7 +496,7 @@ class Reducer:
         index, offset = self.layout.places[number]
         memory = self._memory(now, self.layout.buckets[index])
         shape, strides = self.parameters.all[number].shape, self.parameters.strides[number]
-        return memory.as_strided(shape, strides, offset)
+        return memory.as_strided(shape, strides, memory.storage_offset() + offset)
 
     def _copy_in(self, now: Round, number: int) -> None:
         """Copy what has been accumulated into the bucket. A gradient that is new in this round
@@ -595,8 +611,13 @@ class Reducer:
             sent = torch.tensor(numbers, dtype=torch.int64, device=device)
             broadcast_first(self.group, sent)
             numbers = sent.tolist()
-        self.layout = plan_layout(decode(numbers), self.parameters.kinds, self.caps)
+        self.take_layout(plan_layout(decode(numbers), self.parameters.kinds, self.caps))
         self._observed.clear()
+
+    def take_layout(self, layout: Layout) -> None:
+        """Keep a layout, which all ranks take now, for good."""
+        self.layout = layout
+        self.bucket_memory.prepare(layout)
 
     # --- Its end ---------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ class ModuleReport:
         stored: how many of them compiled backwards have stored in their buckets in the last step.
             The others are among ``copied`` of their bucket, with the reason.
         decision: in the mode ``"auto"``, why these buckets were chosen; one sentence each.
+        memory: of its buckets: ``"plain"``, or what NCCL was told of it.
         buckets: in the order of their launches; none before the first step has ended, since the
             ranks agree on them there.
     """
@@ -50,6 +51,7 @@ class ModuleReport:
     gradients: int
     stored: int
     decision: tuple[str, ...]
+    memory: str
     buckets: tuple[BucketDocument, ...]
 
 
@@ -149,6 +151,7 @@ def _module(
         len(reducer.numbers),
         reducer.num_stored,
         tuple(getattr(reducer, "decision", ())),
+        reducer.bucket_memory.in_words(),
         tuple(documents),
     )
 

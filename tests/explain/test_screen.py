@@ -70,6 +70,7 @@ MODULE = ModuleReport(
     gradients=9,
     stored=2,
     decision=("planned from profile abc",),
+    memory="registered with NCCL",
     buckets=(
         BucketDocument(f"{LABEL} bucket 0", STORED, TIMES[f"{LABEL} bucket 0"], None),
         BucketDocument(
@@ -106,6 +107,7 @@ def test_a_module_has_its_buckets_and_why_gradients_were_copied() -> None:
     assert text.count("float32 sent as 768 B, sparse, rows") == 1
     assert "7 copied" in text
     assert "buckets: planned from profile abc" in lines
+    assert "memory: registered with NCCL" in lines
     assert "copied: 6: layers.0, layers.1, layers.2, layers.3 and 2 more: one reason" in lines
     assert "copied: 1: table: another reason" in lines
     first, second = (line for line in lines if " to " in line)

@@ -146,11 +146,16 @@ def main() -> None:
     from fusion_passes.install import fuse_pass, store_pass
     from fusion_passes.install.patches import PATCHES
     from fusion_passes.reporting.journal import journal
+    from fusion_passes.torch_private.registered_memory import RegisteredMemory
+    from testing.registered import Backend, Group, on_the_host
 
+    backend = Backend()
     torch._inductor.config.ddp_fusion = "concat"
     DistributedDataParallel(torch.nn.Linear(2, 2))
     fuse_pass._teach_inductor()
     store_pass._teach_inductor()
+    with on_the_host(backend):
+        RegisteredMemory(Group(backend), torch.device("cpu"), 8)  # type: ignore[arg-type]
     journal.add(FusionReport("concat", 1, 1, (), (), "digest"))
     torch._inductor.config.ddp_fusion = None
     names = _differences(before, contents(), {patch.what for patch in PATCHES})

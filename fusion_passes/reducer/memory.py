@@ -1,0 +1,112 @@
+"""Where the memory of buckets comes from."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from fusion_passes.plan.layout import Bucket, Layout
+from fusion_passes.torch_private.registered_memory import RegisteredMemory
+
+_BEGINS_AT: Final = 512
+"""Bytes. Where memory is shared, a bucket begins at a multiple of it, as torch's allocations do."""
+
+
+class BucketMemory(Protocol):
+    """Gives buckets their memory.
+
+    Attributes:
+        is_lasting: whether a bucket has the same memory in each round.
+    """
+
+    is_lasting: bool
+
+    def prepare(self, layout: Layout) -> None:
+        """All ranks have agreed on the layout, and call this."""
+
+    def take(self, bucket: Bucket) -> Tensor:
+        """Memory of a bucket for one round: ``[bucket.numel]``."""
+
+    def in_words(self) -> str:
+        """What it is, for the report."""
+
+    def release(self) -> None:
+        """No bucket is launched any more."""
+
+
+class PlainMemory:
+    """Memory that is allocated for each round, and freed with the last gradient in it."""
+
+    is_lasting = False
+
+    def prepare(self, layout: Layout) -> None:
+        """See :class:`BucketMemory`."""
+
+    def take(self, bucket: Bucket) -> Tensor:
+        """See :class:`BucketMemory`."""
+        return torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+
+    def in_words(self) -> str:
+        """See :class:`BucketMemory`."""
+        return "plain"
+
+    def release(self) -> None:
+        """See :class:`BucketMemory`."""
+
+
+@dataclass
+class RegisteredBuckets:
+    """Memory that NCCL has registered: one piece, in which all buckets lie in their order.
+
+    NCCL must find a bucket at the same offset on all ranks, in memory that all have registered.
+    What a rank frees, and when, depends on who else keeps a gradient there. So memory is allocated
+    once, where ranks have agreed on the layout, and every round has the same.
+
+    Attributes:
+        group: with which it is registered.
+    """
+
+    group: Any
+    is_lasting = True
+    _memory: RegisteredMemory | None = None
+    _buckets: dict[int, Tensor] = field(default_factory=dict)
+
+    def prepare(self, layout: Layout) -> None:
+        """See :class:`BucketMemory`."""
+        buckets = [bucket for bucket in layout.buckets if bucket.numel and not bucket.is_sparse]
+        sizes = [bucket.numel * bucket.dtype.itemsize for bucket in buckets]
+        ends = [*itertools.accumulate(-(-size // _BEGINS_AT) * _BEGINS_AT for size in sizes)]
+        if not buckets:
+            return
+        device = buckets[0].device
+        self._memory = RegisteredMemory(self.group, device, ends[-1])
+        storage = self._memory.data.untyped_storage()
+        for bucket, start in zip(buckets, [0, *ends], strict=False):
+            # No view: what is written to one bucket is nothing that another one has to know.
+            memory = torch.empty(0, dtype=bucket.dtype, device=device)
+            memory.set_(storage, start // bucket.dtype.itemsize, (bucket.numel,), (1,))
+            self._buckets[bucket.index] = memory
+
+    def take(self, bucket: Bucket) -> Tensor:
+        """See :class:`BucketMemory`."""
+        if bucket.index in self._buckets:
+            return self._buckets[bucket.index]
+        return torch.empty(0, dtype=bucket.dtype, device=bucket.device)
+
+    def in_words(self) -> str:
+        """See :class:`BucketMemory`. Which kernels NCCL picks then, it tells nobody but its log."""
+        if self._memory is None:
+            return "registered with NCCL when the ranks have agreed on the buckets"
+        return (
+            f"registered with NCCL as symmetric memory, {self._memory.data.nbytes} bytes in one "
+            "piece; which kernels it picks: NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING"
+        )
+
+    def release(self) -> None:
+        """See :class:`BucketMemory`."""
+        if self._memory is not None:
+            self._memory.deregister()

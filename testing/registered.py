@@ -1,0 +1,111 @@
+"""Stands for NCCL where there is none: notes what it is asked to register, or lets a module train
+with buckets that stay where they are, as registered ones do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from fusion_passes.ddp import module
+from fusion_passes.reducer import memory
+
+CPU: Final = torch.device("cpu")
+
+
+class Backend:
+    """A backend that notes what it is asked for, in order."""
+
+    mem_allocator = "NCCL's allocator"
+
+    def __init__(self, name: str = "nccl") -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self._name = name
+
+    def name(self) -> str:
+        return self._name
+
+    def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
+        self.calls.append(("register", pool, symm))
+
+    def deregister_mem_pool(self, pool: Any) -> None:
+        self.calls.append(("deregister", pool))
+
+
+class Group:
+    """A process group of one such backend."""
+
+    def __init__(self, backend: Any, bound: torch.device | None = CPU) -> None:
+        self.backend = backend
+        self.bound_device_id = bound
+
+    def _get_backend(self, device: torch.device) -> Any:
+        del device
+        return self.backend
+
+
+@contextlib.contextmanager
+def on_the_host(backend: Backend) -> Iterator[None]:
+    """Pools of a GPU's memory are possible on the CPU. The backend notes what happens in them."""
+
+    @contextlib.contextmanager
+    def allocating_in(pool: Any, device: Any) -> Iterator[None]:
+        def allocate(size: Any, **options: Any) -> Tensor:
+            backend.calls.append(("allocate", pool, size))
+            return torch.zeros(size, **options)
+
+        backend.calls.append(("enter", pool, device))
+        with mock.patch.object(torch, "empty", allocate):
+            yield
+        backend.calls.append(("leave", pool))
+
+    fakes: dict[str, Any] = {
+        "device": lambda _: contextlib.nullcontext(),
+        "MemPool": lambda allocator: f"a pool of {allocator}",
+        "use_mem_pool": allocating_in,
+    }
+    with mock.patch.multiple(torch.cuda, **fakes):
+        yield
+
+
+@dataclass
+class Registry:
+    """What a rank has asked NCCL for.
+
+    Attributes:
+        sizes: of the memory that was registered, in bytes, in order.
+        data: the memory itself.
+        ended: how many pieces were deregistered.
+    """
+
+    sizes: list[int] = field(default_factory=list)
+    data: list[Tensor] = field(default_factory=list)
+    ended: int = 0
+
+
+@contextlib.contextmanager
+def registered_by_nobody() -> Iterator[Registry]:
+    """``FusionConfig(memory="registered")`` is possible, and its memory is the host's."""
+    registry = Registry()
+
+    class Memory:
+        def __init__(self, group: Any, device: torch.device, nbytes: int) -> None:
+            del group
+            # NaN in each dtype: what nobody has written must not be sent.
+            self.data = torch.full((nbytes,), 255, dtype=torch.uint8, device=device)
+            registry.sizes.append(nbytes)
+            registry.data.append(self.data)
+
+        def deregister(self) -> None:
+            registry.ended += 1
+
+    with (
+        mock.patch.object(module, "why_not_registered", return_value=""),
+        mock.patch.object(memory, "RegisteredMemory", Memory),
+    ):
+        yield registry

@@ -1,0 +1,324 @@
+"""``FusionConfig(memory="registered")``: buckets that lie in one piece of memory for good, and what
+NCCL is told of it. A fake backend, and ranks over Gloo, show it without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import re
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, Final
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import fusion_passes
+from fusion_passes.ddp import module
+from fusion_passes.reducer.settings import SettingsDifferError
+from fusion_passes.state import process_state
+from fusion_passes.torch_private import registered_memory
+from fusion_passes.torch_private.registered_memory import RegisteredMemory, why_not_registered
+from testing import models
+from testing.registered import CPU, Backend, Group, on_the_host, registered_by_nobody
+from testing.scenarios.both_ways import flag_of, train_both
+from testing.scenarios.catalog import SCENARIOS
+from testing.scenarios.entries import Scenario
+from testing.scenarios.outcomes import judge
+from testing.scenarios.ranks import RankReport
+from tests.reducer.test_reducer import CAP_MB, flag, pair, reducer_of, rows
+from tests.reducer.test_scenarios import GROUPS
+
+RUN = Callable[..., list[Any]]
+
+
+# --- What NCCL is told ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    """Of groups that nobody shuts down."""
+    for name in ("shutdown", "abort"):
+        monkeypatch.setattr(registered_memory, f"_torchs_{name}", lambda _: None)
+    backend = Backend()
+    with on_the_host(backend):
+        yield backend
+
+
+POOL: Final = "a pool of NCCL's allocator"
+
+
+def test_memory_is_allocated_in_a_pool_of_its_own_and_registered_once(backend: Backend) -> None:
+    kept = RegisteredMemory(Group(backend), CPU, 96)  # type: ignore[arg-type]
+    assert kept.data.shape == (96,)
+    assert kept.data.dtype == torch.uint8
+    assert backend.calls == [
+        ("enter", POOL, CPU),
+        ("allocate", POOL, 96),
+        ("leave", POOL),
+        ("register", POOL, True),
+    ]
+
+
+def _make(backend: Backend) -> tuple[Any, RegisteredMemory]:
+    group: Any = Group(backend)
+    made = RegisteredMemory(group, CPU, 96)
+    backend.calls.clear()
+    return group, made
+
+
+def test_memory_is_deregistered_with_the_last_reference(backend: Backend) -> None:
+    _, made = _make(backend)
+    gradient = made.data[:8]
+    del made
+    gc.collect()
+    assert backend.calls == [("deregister", POOL)]
+    assert gradient.sum() == 0  # It is memory still.
+
+
+def test_memory_is_deregistered_once(backend: Backend) -> None:
+    _, made = _make(backend)
+    made.deregister()
+    made.deregister()
+    del made
+    gc.collect()
+    assert backend.calls == [("deregister", POOL)]
+
+
+def test_memory_is_deregistered_before_its_group_is_destroyed(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, others = _make(Backend())
+    group, made = _make(backend)
+    monkeypatch.setattr(
+        registered_memory, "_torchs_shutdown", lambda _: backend.calls.append(("shutdown",))
+    )
+    dist.ProcessGroup.shutdown(group)
+    assert backend.calls == [("deregister", POOL), ("shutdown",)]
+    assert other.backend.calls == []
+    del made, others
+
+
+def test_an_aborted_group_has_forgotten_its_memory(backend: Backend) -> None:
+    group, made = _make(backend)
+    dist.ProcessGroup.abort(group)
+    del made
+    gc.collect()
+    assert backend.calls == []
+
+
+# --- What is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("group", "devices", "why"),
+    [
+        (Group(Backend("gloo")), [CPU], "needs a process group of NCCL, .* over gloo"),
+        (
+            Group(SimpleNamespace(name=lambda: "nccl")),
+            [CPU],
+            "needs register_mem_pool of the backend, which SimpleNamespace of torch",
+        ),
+        (Group(Backend(), None), [CPU], "needs a process group that is bound .* device_id"),
+        (
+            Group(Backend()),
+            [torch.device("cuda", 1), torch.device("cuda", 0)],
+            "needs parameters on one GPU, and they are on cuda:0, cuda:1",
+        ),
+        (Group(Backend()), [torch.device("cuda", 0), torch.device("cuda", 0)], "^$"),
+    ],
+    ids=["gloo", "torch-without", "not-bound", "several-gpus", "nothing"],
+)
+def test_reasons_against_it(group: Any, devices: list[torch.device], why: str) -> None:
+    assert re.search(why, why_not_registered(group, devices))
+
+
+def refused_over_gloo() -> str:
+    with flag(memory="registered"), pytest.raises(ValueError, match="memory") as caught:
+        DistributedDataParallel(models.mlp(2))
+    return str(caught.value)
+
+
+def test_it_is_refused_over_gloo_on_each_rank(run_on_ranks: RUN) -> None:
+    for text in run_on_ranks(2, refused_over_gloo):
+        assert text == (
+            "FusionConfig.memory = 'registered' of DDP 0 (Sequential) needs a process group of "
+            "NCCL, and this one sends tensors on cpu over gloo. Give init_process_group "
+            "backend='nccl', or set memory = 'plain'."
+        )
+
+
+def other_memory_on_one_rank() -> str:
+    memory = "registered" if dist.get_rank() == 1 else "plain"
+    with (
+        registered_by_nobody(),
+        flag(memory=memory),
+        pytest.raises(SettingsDifferError) as caught,
+    ):
+        DistributedDataParallel(models.mlp(2))
+    return str(caught.value)
+
+
+def test_ranks_compare_the_option(run_on_ranks: RUN) -> None:
+    for text in run_on_ranks(2, other_memory_on_one_rank):
+        assert '"memory": "registered"' in text
+
+
+def refused_on_one_rank() -> str:
+    why = "needs what rank 1 has not. Do" if dist.get_rank() == 1 else ""
+    with (
+        registered_by_nobody(),
+        mock.patch.object(module, "why_not_registered", return_value=why),
+        flag(memory="registered"),
+        pytest.raises(SettingsDifferError) as caught,
+    ):
+        DistributedDataParallel(models.mlp(2))
+    return str(caught.value)
+
+
+def test_no_rank_goes_on_alone(run_on_ranks: RUN) -> None:
+    for text in run_on_ranks(2, refused_on_one_rank):
+        assert "needs what rank 1 has not" in text
+
+
+def compressed_by_a_hook() -> str:
+    with registered_by_nobody(), flag(memory="registered"):
+        ddp = DistributedDataParallel(models.mlp(2))
+        with pytest.raises(ValueError, match="sent as they lie") as caught:
+            ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    return str(caught.value)
+
+
+def test_a_hook_that_sends_a_copy_is_refused(run_on_ranks: RUN) -> None:
+    assert "communication hook bf16_compress_hook" in run_on_ranks(2, compressed_by_a_hook)[0]
+
+
+# --- Where buckets lie ---------------------------------------------------------------------------
+
+
+def where_gradients_lie() -> tuple[list[int], list[list[int]], list[float], str, int]:
+    """The first rank keeps a gradient of each step, as a user may: the second one does not."""
+    kept = []
+    with (
+        registered_by_nobody() as registry,
+        flag(memory="registered", bucket_cap_mb=CAP_MB, first_bucket_cap_mb=CAP_MB),
+    ):
+        ddp, eager = pair(lambda: models.mlp(4))
+        compiled, places, errors = torch.compile(ddp), [], []
+        for number in range(4):
+            ddp.zero_grad()
+            eager.zero_grad()
+            eager(rows(number)).sum().backward()
+            compiled(rows(number)).sum().backward()
+            (data,) = registry.data
+            both = list(zip(ddp.parameters(), eager.parameters(), strict=True))
+            places.append([a.grad.data_ptr() - data.data_ptr() for a, _ in both])
+            errors.append(max(float((a.grad - b.grad).abs().max()) for a, b in both))
+            if dist.get_rank() == 0:
+                kept.append([a.grad for a, _ in both])
+        (told,) = fusion_passes.report().modules
+        stored = reducer_of(ddp).num_stored
+        fusion_passes.report().to_json()
+    return registry.sizes, places, errors, told.memory, stored
+
+
+def test_buckets_lie_at_the_same_offsets_in_each_step_and_on_each_rank(run_on_ranks: RUN) -> None:
+    first, second = run_on_ranks(2, where_gradients_lie)
+    assert first == second
+    sizes, places, errors, told, stored = first
+    assert len(sizes) == 1
+    assert all(place == places[0] for place in places)
+    assert all(0 <= offset < sizes[0] for offset in places[0])
+    assert errors == [0.0] * 4
+    assert told.startswith(f"registered with NCCL as symmetric memory, {sizes[0]} bytes in one")
+    assert stored > 0
+
+
+def ended_pieces() -> list[int]:
+    """How many pieces of memory are deregistered: as long as the module trains, when it has got
+    another group, when it is freed, and, of another module, after a reset."""
+    ended = []
+    with registered_by_nobody() as registry, flag(memory="registered"):
+        ddp = DistributedDataParallel(models.mlp(2))
+        ddp(rows(0)).sum().backward()
+        ended.append(registry.ended)
+        ddp._update_process_group(dist.group.WORLD)
+        ended.append(registry.ended)
+        ddp(rows(0)).sum().backward()
+        assert len(registry.data) == 2
+        assert all(parameter.grad is not None for parameter in ddp.parameters())
+        process_state.reset()
+        ended.append(registry.ended)
+    return ended
+
+
+def test_memory_is_deregistered_when_nothing_is_launched_from_it(run_on_ranks: RUN) -> None:
+    assert run_on_ranks(2, ended_pieces) == [[0, 1, 2]] * 2
+
+
+def two_dtypes() -> tuple[list[int], int, bool]:
+    """Sizes of what was registered, where the second bucket begins in it, and whether an empty
+    gradient is right too."""
+    with registered_by_nobody() as registry, flag(memory="registered"):
+        model = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1).double()])
+        model.register_parameter("empty", nn.Parameter(torch.ones(0, dtype=torch.bfloat16)))
+        ddp = DistributedDataParallel(model)
+        reducer = reducer_of(ddp)
+        reducer.agree()
+        buckets = [b for b in reducer.layout.buckets if b.numel]
+        first, second = (reducer.bucket_memory.take(bucket) for bucket in buckets)
+        (empty,) = (b for b in reducer.layout.buckets if not b.numel)
+        is_empty = reducer.bucket_memory.take(empty).shape == (0,)
+    return registry.sizes, second.data_ptr() - first.data_ptr(), is_empty
+
+
+def test_each_bucket_begins_as_an_allocation_of_its_own_would(run_on_ranks: RUN) -> None:
+    assert run_on_ranks(2, two_dtypes) == [([1024], 512, True)] * 2
+
+
+# --- The catalogue -------------------------------------------------------------------------------
+
+_CHECKED: Final = (
+    *("no-sync", "kept-gradients", "added-gradients", "several-backwards", "unused-some"),
+    *("unused-no-sync", "join-several-times", "static-graph", "second-instance", "second-ddp"),
+)
+"""Features in which gradients of one round are there in the next; nightly jobs train all."""
+
+_NOT_AS_THEY_LIE: Final = ("hook-bf16", "hook-fp16", "hook-unhashable")
+"""Hooks that send a copy: refused."""
+
+
+def _cases() -> list[Any]:
+    found = []
+    for scenario in SCENARIOS:
+        options = dict(scenario.options)
+        if scenario.feature in _NOT_AS_THEY_LIE or scenario.must_fail:
+            continue
+        if options.keys() & {"reduce_dtype", "backward_graph"}:
+            continue
+        marks = [] if scenario.feature in _CHECKED else [pytest.mark.nightly]
+        if scenario.ranks > 2:
+            marks.append(pytest.mark.xdist_group(GROUPS[scenario.ranks]))
+        name = f"{scenario.parallelism}/{scenario.feature}"
+        found.append(pytest.param(scenario, marks=marks, id=name))
+    return found
+
+
+def train_registered(scenario: Scenario) -> RankReport:
+    """A job for every rank."""
+    options = dataclasses.replace(flag_of(scenario, scenario.modes[0]), memory="registered")
+    with registered_by_nobody():
+        return train_both(scenario, scenario.dtypes[0], options, CPU)
+
+
+@pytest.mark.parametrize("scenario", _cases())
+def test_trains_as_eager_ddp(run_on_ranks: RUN, scenario: Scenario) -> None:
+    reports = run_on_ranks(scenario.ranks, train_registered, scenario=scenario)
+    outcome = judge(scenario, reports)
+    assert outcome.kind == scenario.becomes, f"{outcome.words}\n{outcome.detail}"
