@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
 from typing import Any, Final
@@ -206,6 +206,9 @@ class TracedBackwards:
             return "it reaches parameters that are not trained under ddp_fusion"
         if len({reducer.group for reducer in run.taking_part}) < len(run.taking_part):
             return "several modules are averaged over the same ranks in it"
+        hooked = reducers.find_hooked()
+        if any(id(r.parameters.all[n]) in hooked for r in run.taking_part for n in run.reached[r]):
+            return "a hook on an autograd node is to see a gradient of this rank"
         return next(filter(None, (_why_not(r, run.reached[r]) for r in run.taking_part)), "")
 
     def _compile(self, traced: fx.GraphModule) -> Callable[..., Any]:

@@ -315,7 +315,7 @@ class Reducers:
             return []
         run.creates_graph = bool(args[2] if len(args) > 2 else kw.get("create_graph", False))
         run.only_some = bool(args[3] if len(args) > 3 else kw.get("inputs", False))
-        self._find_hooked()  # It may refuse what there is.
+        self.find_hooked()  # It may refuse what there is.
         found = walk(outputs, with_entries=run.keeps_graph or bool(others))
         expecting |= {r for r in others if r.expects_more(found.entries)}
         why = CREATES_GRAPH if run.creates_graph else SOME_INPUTS if run.only_some else ""
@@ -330,8 +330,8 @@ class Reducers:
                 reducer.entered |= found.entries
         return nodes
 
-    def _find_hooked(self) -> frozenset[int]:
-        """The parameters that somebody else has hooks on, by id."""
+    def find_hooked(self) -> frozenset[int]:
+        """The parameters on whose autograd nodes somebody else has hooks, by id."""
         if self._hooked is not None:
             return self._hooked
         found = set()
@@ -380,7 +380,7 @@ class Reducers:
             return SHARED
         if id(leaf) in found.uncompiled:
             return NOT_COMPILED if count == 2 else SEVERAL
-        return "" if _is_plain(leaf, self._find_hooked()) else HOOKED
+        return "" if _is_plain(leaf, self.find_hooked()) else HOOKED
 
     def forget_hooks(self) -> None:
         """Ask all nodes again which hooks they have: one may have been registered."""

@@ -22,10 +22,11 @@ import fusion_passes
 from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.config import ReduceMode
 from fusion_passes.ddp.traced import FIRST
+from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.reporting.backwards import backwards
 from testing import models
 from testing.fake_world import one_rank, two_layers
-from tests.reducer.test_reducer import CAP_MB, flag, pair, reducer_of, rows, run_steps
+from tests.reducer.test_reducer import CAP_MB, flag, pair, rows, run_steps
 
 RUN = Callable[..., list[Any]]
 

@@ -23,9 +23,10 @@ from fusion_passes.profile.records import Kind, ReadyTimes
 from fusion_passes.profile.tables import CostTable, Taken
 from fusion_passes.reducer import ready_clock
 from fusion_passes.reducer.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
+from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.torch_private.process_groups import world_group
 from testing import models
-from tests.reducer.test_reducer import Steps, flag, pair, reducer_of, rows, run_steps
+from tests.reducer.test_reducer import Steps, flag, pair, rows, run_steps
 
 RUN = Callable[..., list[Any]]
 
@@ -230,14 +231,16 @@ def launches(directory: Path) -> list[list[int]]:
     with files_in(directory), flag(mode="auto", **options):
         ddp = DistributedDataParallel(models.mlp(LAYERS))
         reducer = reducer_of(ddp)
-        original = reducer.communication.launch
+        communication: Any = reducer.communication
+        original = communication.launch
         missing: list[list[int]] = []
 
         def launch(*args: Any) -> Any:
+            assert reducer._round is not None
             missing[-1].append(sum(reducer._round.pending))
             return original(*args)
 
-        reducer.communication.launch = launch
+        communication.launch = launch
         compiled = torch.compile(ddp)
         for number in range(ROUNDS + 1):
             missing.append([])

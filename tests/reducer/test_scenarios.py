@@ -32,7 +32,6 @@ GROUPS: Final = {3: "three ranks", 4: "four ranks"}
 
 OTHERWISE_TRACED: Final = {
     "ddp-4/update-group": "over the other pairs, one graph is compiled anew",
-    "ddp-2/node-hooks": "a hook behind an accumulation sees the average, not this rank's gradient",
 }
 """Entries that note what is otherwise where backwards are traced; gradients are eager DDP's."""
 

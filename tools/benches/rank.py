@@ -277,7 +277,7 @@ class Rank:
         import fusion_passes
 
         modules = fusion_passes.report().modules
-        buckets = [bucket.plan for module in modules for bucket in module.buckets]
+        buckets = [bucket for module in modules for bucket in module.buckets]
         mib = " + ".join(f"{bucket.num_bytes / 2**20:.1f}" for bucket in buckets)
         said = [sentence for module in modules for sentence in module.decision]
         return "; ".join([*said, f"{mib} MiB"])

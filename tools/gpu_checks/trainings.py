@@ -12,13 +12,12 @@ import time
 from multiprocessing.connection import Connection
 from typing import Final
 
-from nightly_matrix.outcomes import judge
-
 from benches.processes import Assignment, RankProcesses, RanksFailed
 from benches.rank import Rank, main
 from benches.results import Row
 from gpu_checks.parts import Check, Part
 from gpu_checks.sites import Note, Site
+from testing.scenarios.outcomes import judge
 from testing.scenarios.ranks import RankReport
 
 GROUP_TIMEOUT_S: Final = 40.0
