@@ -292,7 +292,9 @@ _CHECKED: Final = (
 )
 """Features in which gradients of one round are there in the next; nightly jobs train all."""
 
-_NOT_AS_THEY_LIE: Final = ("hook-bf16", "hook-fp16", "hook-unhashable")
+_NOT_AS_THEY_LIE: Final = (
+    *("hook-bf16", "hook-fp16", "hook-builtin", "unused-hook-fp16", "saved-module"),
+)
 """Hooks that send a copy: refused."""
 
 
