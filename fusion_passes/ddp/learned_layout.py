@@ -30,9 +30,9 @@ from fusion_passes.profile.measure import (
     keep_profile,
     measure,
 )
+from fusion_passes.profile.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
 from fusion_passes.profile.records import Kind, Place, Profile, ReadyTimes, parameters_key
 from fusion_passes.reducer.communication import AllReduce
-from fusion_passes.reducer.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reductions.find import dtype_name
 

@@ -6,7 +6,7 @@ import atexit
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusion_passes.config import OPTION, FusionConfig
 from fusion_passes.ddp.forward import (
@@ -46,7 +45,6 @@ from fusion_passes.reducer.reducer import (
     reducer_of,
 )
 from fusion_passes.reductions.hook_pattern import is_dense
-from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.autograd import hook_behind_accumulation
 from fusion_passes.torch_private.ddp import (
@@ -589,61 +587,6 @@ class _Restoring:
                     comm_hooks(ddp).clear()
                     _accept_comm_hook(ddp, hook, hook_state)
             comm_hooks(ddp)[:] = [item for item in comm_hooks(ddp) if _is_known(item[0])]
-
-
-# --- Gradients that nobody averages ---------------------------------------------------------------
-
-
-_SHOWN_NAMES: Final = 4
-"""Names that a warning has."""
-
-
-def warn_stays_local(label: str) -> None:
-    """Warn that gradients of a module were not averaged, though nothing asked for that."""
-    warn_once(
-        f"local gradients of {label}",
-        f"The gradients of a backward of {label} stay on their rank, as with eager DDP: its "
-        "forward has had its backward before, or did not run through the DDP module. Call the "
-        "module anew before each backward that is to be averaged.",
-    )
-
-
-_looked_at: Final = process_state.keep(
-    WeakTensorKeyDictionary(),
-    "parameters of which it is known whose they are, and the version of the reducers then",
-    Lifetime.PROCESS,
-    reset=WeakTensorKeyDictionary.clear,
-)
-
-
-def warn_not_reduced(unmanaged: Iterable[Tensor]) -> None:
-    """Warn of parameters of managed modules whose gradients DDP does not know of.
-
-    Args:
-        unmanaged: tensors that a backward reaches, and no reducer has.
-    """
-    parameters = [leaf for leaf in unmanaged if isinstance(leaf, nn.Parameter)]
-    new = {id(leaf) for leaf in parameters if _looked_at.get(leaf) != reducers.version}
-    if not new:
-        return
-    _looked_at.update((leaf, reducers.version) for leaf in parameters)
-    for reducer in reducers.alive():
-        ddp = reducer.ddp
-        if ddp is None:
-            continue
-        named = ddp.module.named_parameters()
-        found = [name for name, parameter in named if id(parameter) in new]
-        names = [repr(name) for name in found if name not in ddp.parameters_to_ignore]
-        if names:
-            more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-            shown = f"{len(names)}: {', '.join(names[:_SHOWN_NAMES])}{more}"
-            warn_once(
-                f"not reduced {reducer.label}",
-                f"Gradients of {reducer.label} ({shown}) "
-                "stay on their rank, as with eager DDP: DistributedDataParallel was constructed "
-                "before these parameters were made, or required a gradient. Construct it after the "
-                "last change of the model.",
-            )
 
 
 # --- The end of a process -------------------------------------------------------------------------

@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.ddp.module import warn_not_reduced, warn_stays_local
 from fusion_passes.ddp.traced import traced_backwards
 from fusion_passes.flag import active_config, add_flag
 from fusion_passes.install.compiles import compile_forward
 from fusion_passes.install.constructor import construct, enter_forward
 from fusion_passes.reducer.backward import Run, reducers, register_on_node
 from fusion_passes.reporting.backwards import backwards
-from fusion_passes.reporting.warnings import warn_once
+from fusion_passes.reporting.warnings import warn_not_reduced, warn_once, warn_stays_local
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import owner_of_name
 from fusion_passes.torch_private.autograd import backward_id

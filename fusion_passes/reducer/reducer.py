@@ -30,11 +30,11 @@ from fusion_passes.plan.layout import (
     encode,
     plan_layout,
 )
+from fusion_passes.profile.ready_clock import ReadyClock
 from fusion_passes.reducer.communication import Communication, Wait, average_sparse
 from fusion_passes.reducer.copies import ELSEWHERE, UNALIGNED, Copies
 from fusion_passes.reducer.memory import BucketMemory, PlainMemory
 from fusion_passes.reducer.rank_errors import FailureNotes
-from fusion_passes.reducer.ready_clock import ReadyClock
 from fusion_passes.torch_private.autograd import after_backward, backward_id
 from fusion_passes.torch_private.process_groups import all_reduce, broadcast_first
 from fusion_passes.torch_private.profiling import is_profiling, named_in_profile

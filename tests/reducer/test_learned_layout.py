@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.profile import files, measure
+from fusion_passes.profile import files, measure, ready_clock
+from fusion_passes.profile.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
 from fusion_passes.profile.records import Kind, ReadyTimes
 from fusion_passes.profile.tables import CostTable, Taken
-from fusion_passes.reducer import ready_clock
-from fusion_passes.reducer.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
 from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.torch_private.process_groups import world_group
 from testing import models

@@ -51,7 +51,7 @@ from benches.network import (
 from benches.processes import Place, cores_of
 from benches.results import Origin, Row, figures_table, overview, page, parser_of, write
 from fusion_passes.profile.files import DIRECTORY_VARIABLE
-from fusion_passes.reducer.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS
+from fusion_passes.profile.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS
 from interrupting import INTERRUPTED, terminated_as_interrupted
 from workloads.models import MAKERS, SIZES, subject
 from workloads.ways import AUTO, EAGER, OURS, PLAIN, WAYS
