@@ -66,7 +66,7 @@ def test_each_name_for_older_torch_says_how_long_it_stays() -> None:
 
 
 TELLING = ("measure.py", "registered_memory.py", "report.py", "modules.py")
-"""Files that say which torch it was, of a profile, a report and an error, and decide nothing by it."""
+"""Files that say which torch it was, of a profile, a report, an error, and decide nothing by it."""
 
 
 def test_other_code_asks_for_no_version_of_torch() -> None:
