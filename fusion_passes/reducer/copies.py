@@ -11,7 +11,10 @@ from fusion_passes.plan.layout import Kind
 
 FIRST: Final = "the buckets are rebuilt at the end of the first averaged backward, which this was"
 NOT_COMPILED: Final = "the forward that reads the parameter is not compiled"
-SEVERAL: Final = "it comes from more than one place of the backward, and is a sum"
+SEVERAL: Final = (
+    "it comes from more than one place of the backward, and is a sum, which "
+    'backward_graph="compiled_autograd" can store'
+)
 HOOKED: Final = "a hook of yours on the parameter, or on its autograd node, is to see it"
 CREATES_GRAPH: Final = "the backward was called with create_graph=True"
 SOME_INPUTS: Final = "the backward was called with inputs="
