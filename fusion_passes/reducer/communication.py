@@ -32,15 +32,12 @@ Wait: TypeAlias = Callable[[], None]
 class Communication(Protocol):
     """How a module's buckets are sent."""
 
-    def launch(
-        self, bucket: Bucket, memory: Tensor, gradients: Sequence[Tensor], name: str = ""
-    ) -> Wait:
+    def launch(self, bucket: Bucket, memory: Tensor, name: str = "") -> Wait:
         """Begin to average a bucket.
 
         Args:
             bucket: which.
             memory: its gradients, one behind the other: ``[bucket.numel]``.
-            gradients: the same, as contiguous views of it.
             name: what the launch is called in a profile.
         """
 
@@ -73,11 +70,8 @@ class AllReduce:
     divides_first: bool = False
     count_ranks: Callable[[], float | None] | None = None
 
-    def launch(
-        self, bucket: Bucket, memory: Tensor, gradients: Sequence[Tensor], name: str = ""
-    ) -> Wait:
+    def launch(self, bucket: Bucket, memory: Tensor, name: str = "") -> Wait:
         """See :class:`Communication`."""
-        del bucket
         size = self.group.size()
         divisor = self.count_ranks() if self.count_ranks is not None else None
         is_sent_smaller = self.sent_dtype(memory.dtype) != memory.dtype.to_real()
@@ -93,6 +87,8 @@ class AllReduce:
         # A GPU shows the range for as long as what was launched in it runs: the collective alone.
         with range_in_profile(f"{name} launch"):
             if self.is_coalesced:
+                ends = [*bucket.offsets[1:], bucket.numel]
+                gradients = [memory[a:b] for a, b in zip(bucket.offsets, ends, strict=True)]
                 parts = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
                 return all_reduce_coalesced(self.group, parts, operation)
             return all_reduce(self.group, real, operation)
@@ -253,15 +249,12 @@ class HookCall:
     order: Callable[[], Sequence[int]]
     _previous: Any = None
 
-    def launch(
-        self, bucket: Bucket, memory: Tensor, gradients: Sequence[Tensor], name: str = ""
-    ) -> Wait:
+    def launch(self, bucket: Bucket, memory: Tensor, name: str = "") -> Wait:
         """Call the hook; its future gives what the gradients become.
 
         Raises:
             RuntimeError: what the hook returned is no future.
         """
-        del gradients
         refuse_capture(memory)
         parameters = [self.parameters[number] for number in bucket.numbers]
         buffer = torch.view_as_real(memory).flatten() if memory.is_complex() else memory

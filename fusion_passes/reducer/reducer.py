@@ -613,10 +613,8 @@ class Reducer:
         if not bucket.numel:
             return lambda: None
         memory = self._memory(now, bucket)
-        ends = [*bucket.offsets[1:], bucket.numel]
-        gradients = [memory[a:b] for a, b in zip(bucket.offsets, ends, strict=True)]
         with torch.no_grad():
-            wait = self.communication.launch(bucket, memory, gradients, name)
+            wait = self.communication.launch(bucket, memory, name)
         return named_in_profile(wait, f"{name} wait") if name else wait
 
     def _launch_sparse(self, now: Round, number: int, name: str) -> Wait:
