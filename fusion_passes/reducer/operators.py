@@ -135,7 +135,8 @@ one call for all, where Inductor has no kernel for tensors of several sizes (on 
 MARK_READY: Final[Any] = torch.ops.fusion_passes.mark_ready_.default
 """Tells the reducer that all gradients of :data:`BUCKET`'s memory are stored.
 
-It claims to write the memory, so that it is kept. It does not touch it.
+It writes the memory where more is to be added to what the graph has stored: a gradient that exists
+already, or what other forwards give of a sum. That it may, also keeps the memory.
 
 Args:
     bucket: the memory.

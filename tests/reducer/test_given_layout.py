@@ -19,7 +19,7 @@ from testing.scenarios.catalog import SCENARIOS
 from testing.scenarios.entries import Scenario
 from testing.scenarios.ranks import RankReport
 from tests.reducer.test_reducer import Steps, flag, pair, rows, run_steps
-from tests.reducer.test_scenarios import GROUPS, train
+from tests.reducer.test_scenarios import case_of, train
 
 RUN = Callable[..., list[Any]]
 
@@ -57,11 +57,7 @@ def _cases() -> list[Any]:
         # The first one waits for a timeout: see test_errors.py.
         if scenario.feature in ("missing-one", *BY_BUCKET):
             continue
-        marks = [] if scenario.feature in _CHECKED else [pytest.mark.nightly]
-        if scenario.ranks > 2:
-            marks.append(pytest.mark.xdist_group(GROUPS[scenario.ranks]))
-        name = f"{scenario.parallelism}/{scenario.feature}"
-        found.append(pytest.param(scenario, marks=marks, id=name))
+        found.append(case_of(scenario, is_now=scenario.feature in _CHECKED))
     return found
 
 

@@ -33,7 +33,7 @@ from testing.scenarios.entries import Scenario
 from testing.scenarios.outcomes import judge
 from testing.scenarios.ranks import RankReport
 from tests.reducer.test_reducer import CAP_MB, flag, pair, rows
-from tests.reducer.test_scenarios import GROUPS
+from tests.reducer.test_scenarios import case_of
 
 RUN = Callable[..., list[Any]]
 
@@ -306,11 +306,7 @@ def _cases() -> list[Any]:
             continue
         if options.keys() & {"reduce_dtype", "backward_graph"}:
             continue
-        marks = [] if scenario.feature in _CHECKED else [pytest.mark.nightly]
-        if scenario.ranks > 2:
-            marks.append(pytest.mark.xdist_group(GROUPS[scenario.ranks]))
-        name = f"{scenario.parallelism}/{scenario.feature}"
-        found.append(pytest.param(scenario, marks=marks, id=name))
+        found.append(case_of(scenario, is_now=scenario.feature in _CHECKED))
     return found
 
 

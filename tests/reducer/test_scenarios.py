@@ -52,6 +52,14 @@ def _cases() -> list[Any]:
     return found
 
 
+def case_of(scenario: Scenario, *, is_now: bool) -> Any:
+    """A scenario as a parameter of a test that trains it in one way: in each check, or by night."""
+    marks = [] if is_now else [pytest.mark.nightly]
+    if scenario.ranks > 2:
+        marks.append(pytest.mark.xdist_group(GROUPS[scenario.ranks]))
+    return pytest.param(scenario, marks=marks, id=f"{scenario.parallelism}/{scenario.feature}")
+
+
 def _traced() -> list[Any]:
     """What nightly jobs train with ``backward_graph="compiled_autograd"``, each in one mode."""
     return [
