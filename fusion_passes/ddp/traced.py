@@ -301,7 +301,7 @@ def _why_not(reducer: Reducer, reached: Collection[int]) -> str:
 
 
 def _reaches_managed(outputs: Sequence[Any]) -> bool:
-    return any(reducers.owners_of(leaf) for leaf, _ in walk(outputs).edges.values())
+    return not reducers.owners().keys().isdisjoint(walk(outputs).edges)
 
 
 def _has_run(traced: fx.GraphModule, trace: TracebackType | None) -> bool:

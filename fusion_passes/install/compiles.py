@@ -228,12 +228,12 @@ def find_stored(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients | None
         return None
     modules: dict[Reducer, int] = {}
     found: dict[int, StoredInput] = {}
-    place, has_some = -1, False
+    place, has_some, all_owners = -1, False, reducers.owners()
     for index, value in enumerate(inputs):
         if not isinstance(value, Tensor):
             continue
         place += 1
-        owners = reducers.owners_of(value)
+        owners = all_owners.get(id(value), ())
         if len(owners) != 1 or id(value) in found:
             continue
         reducer, number = owners[0]

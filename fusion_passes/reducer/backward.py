@@ -128,16 +128,21 @@ class Region:
         found = {len(self.parts.get((reducer, number), ())) for number in numbers}
         return found == {self.counts[places[0]] - 1}
 
-    def mark_ready(self, memory: Tensor, places: Sequence[int]) -> None:
-        """A compiled backward has stored these gradients in the memory that it was given."""
+    def mark_ready(
+        self, memory: Tensor, places: Sequence[int], copied: Sequence[int] = (), why: str = ""
+    ) -> None:
+        """See :func:`mark_ready`."""
         begun = self._begun.pop(tuple(places), None)
         if begun is None:
             return
         reducer, numbers = begun.reducer, begun.numbers
+        reducer.join_streams()
         if begun.is_bucket:
             if begun.is_sum:
                 parts = [self.parts.pop((reducer, number)) for number in numbers]
                 _add(begun.gradients(memory), parts)
+            if copied:
+                reducer.note_copied([self.owners[place][1] for place in copied], why)
             reducer.mark_ready(numbers, is_sum=begun.is_sum)
             return
         reducer.observe(numbers)
@@ -150,6 +155,9 @@ def _add(gradients: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None
     """Add to the last part of each sum those before it, in autograd's order. Autograd adds them
     too, where it accumulates: what comes of that nobody reads."""
     first, *others = map(list, zip(*parts, strict=True))
+    for part in itertools.chain(first, *others):
+        if part.device.type != "cpu":  # It may be of another stream's memory.
+            part.record_stream(torch.accelerator.current_stream(part.device))
     with torch.no_grad():
         for other in others:
             torch._foreach_add_(first, other)
@@ -215,7 +223,6 @@ class Reducers:
     version: int = 0
     _all: list[weakref.ref[Reducer]] = field(default_factory=list)
     _hooked: frozenset[int] | None = None
-    _owners: dict[int, list[tuple[weakref.ref[Reducer], int]]] | None = None
 
     def __len__(self) -> int:
         return len(self._all)
@@ -227,7 +234,6 @@ class Reducers:
         self.version += 1
         self._name_all()
         self.forget_hooks()
-        self._owners = None
 
     def _name_all(self) -> None:
         """Tell modules with one label apart: labels are counted on each group."""
@@ -240,28 +246,22 @@ class Reducers:
 
     def discard(self, reducer: Reducer) -> None:
         self._all = [ref for ref in self._all if ref() is not reducer]
-        self._owners = None
 
     def _forget(self, gone: weakref.ref[Reducer]) -> None:
         self._all = [ref for ref in self._all if ref is not gone]
-        self._owners = None
 
     def alive(self) -> list[Reducer]:
         """In the order of their construction."""
         return [reducer for ref in self._all if (reducer := ref()) is not None]
 
-    def owners_of(self, parameter: Tensor) -> list[tuple[Reducer, int]]:
-        """The reducers of a parameter's gradient, and its number in each."""
-        found = self._owners
-        if found is None:
-            found = {}
-            for reducer in self.alive():
-                for number in reducer.numbers:
-                    key = id(reducer.parameters.all[number])
-                    found.setdefault(key, []).append((weakref.ref(reducer), number))
-            self._owners = found
-        known = [(ref(), number) for ref, number in found.get(id(parameter), ())]
-        return [(owner, number) for owner, number in known if owner is not None]
+    def owners(self) -> dict[int, list[_Gradient]]:
+        """Whose gradients those of the trained parameters are, by the parameters' ids."""
+        found: dict[int, list[_Gradient]] = {}
+        for reducer in self.alive():
+            parameters = reducer.parameters.all
+            for number in reducer.numbers:
+                found.setdefault(id(parameters[number]), []).append((reducer, number))
+        return found
 
     def run(self, engine: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kw: Any) -> Any:
         """Call ``engine`` as ``torch.autograd.graph._engine_run_backward`` would be called.
@@ -334,11 +334,11 @@ class Reducers:
         """The parameters on whose autograd nodes somebody else has hooks, by id."""
         if self._hooked is not None:
             return self._hooked
-        found = set()
+        found, owners = set(), self.owners()
         for reducer in self.alive():
             for number, node in reducer.nodes.items():
                 parameter = reducer.parameters.all[number]
-                if hooks_on_node(node) != (0, len(self.owners_of(parameter))):
+                if hooks_on_node(node) != (0, len(owners[id(parameter)])):
                     refuse_optimizer(reducer.parameters.names[number], parameter)
                     found.add(id(parameter))
         self._hooked = frozenset(found)
@@ -346,7 +346,7 @@ class Reducers:
 
     def _reached(
         self, run: Run, found: Reached, expecting: Collection[Reducer], why: str
-    ) -> dict[int, tuple[Reducer, int]]:
+    ) -> dict[int, _Gradient]:
         """Note which parameters a backward reaches; the reducers and numbers of those that one
         reducer has, by id.
 
@@ -356,10 +356,11 @@ class Reducers:
             expecting: the reducers that average.
             why: the reason, if there is one for all of them.
         """
-        owner_of: dict[int, tuple[Reducer, int]] = {}
+        owner_of: dict[int, _Gradient] = {}
         nobodys: list[Tensor] = []
+        all_owners = self.owners()
         for leaf, count in found.edges.values():
-            every = self.owners_of(leaf)
+            every = all_owners.get(id(leaf), ())
             owners = [item for item in every if item[0] in expecting]
             if not every:
                 nobodys.append(leaf)
@@ -389,7 +390,7 @@ class Reducers:
     def _add_regions(
         self,
         found: Reached,
-        owner_of: Mapping[int, tuple[Reducer, int]],
+        owner_of: Mapping[int, _Gradient],
         reached: _ReachedNumbers,
     ) -> list[Any]:
         """Note whose gradients come from which place of each compiled forward; their nodes."""
@@ -501,23 +502,21 @@ def memory_of_bucket(
     return torch.empty(numel, dtype=dtype, device=device) if memory is None else memory
 
 
-def mark_ready(memory: Tensor, places: Sequence[int]) -> None:
+def mark_ready(
+    memory: Tensor, places: Sequence[int], copied: Sequence[int] = (), why: str = ""
+) -> None:
     """A compiled backward has stored the gradients of these places of its forward's inputs in the
-    memory that it was given."""
+    memory that it was given.
+
+    Args:
+        memory: that it was given.
+        places: of the parameters among the inputs of the forward.
+        copied: of those, the places of gradients that it has copied there.
+        why: a reason for each of these, with ``|`` between them.
+    """
     region = reducers.regions.get(running_node())
     if region is not None:
-        region.mark_ready(memory, places)
-
-
-def note_copied(places: Sequence[int], why: Sequence[str]) -> None:
-    """Note why a compiled backward copies the gradients of some places into their bucket."""
-    region = reducers.regions.get(running_node())
-    if region is None:
-        return
-    for place, reason in zip(places, why, strict=True):
-        if place in region.owners:
-            reducer, number = region.owners[place]
-            reducer.note_copied(number, reason)
+        region.mark_ready(memory, places, copied, why)
 
 
 def refuse_optimizer(name: str, parameter: nn.Parameter) -> None:

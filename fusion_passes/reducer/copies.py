@@ -3,7 +3,7 @@ them there."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -46,7 +46,8 @@ class Copies:
             with the reason why no graph may store its gradient; empty if one may.
         refused: why a graph that would store them was given no memory, by number.
         unused: numbers of the parameters that get no gradient.
-        in_graph: why a compiled backward copies a gradient to its place, by number.
+        in_graphs: numbers of gradients that a compiled backward copies to their places, and a
+            reason for each, with ``|`` between them.
         is_first: whether the buckets were not rebuilt yet.
     """
 
@@ -54,7 +55,7 @@ class Copies:
     reached: list[Mapping[int, str]] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
     unused: Collection[int] = ()
-    in_graph: dict[int, str] = field(default_factory=dict)
+    in_graphs: list[tuple[Sequence[int], str]] = field(default_factory=list)
     is_first: bool = False
 
     def refuse(self, numbers: Iterable[int], why: str) -> None:
@@ -67,13 +68,16 @@ class Copies:
         Args:
             kinds: of the parameters that are trained, by number.
         """
+        in_graph: dict[int, str] = {}
+        for copied, reasons in self.in_graphs:
+            in_graph |= zip(copied, reasons.split("|"), strict=True)
         reached: dict[int, str] = {}
         for numbers in self.reached:
             reached |= {number: why for number, why in numbers.items() if not reached.get(number)}
 
         def why(number: int) -> str:
             if number in self.stored:
-                return self.in_graph.get(number, "")
+                return in_graph.get(number, "")
             if kinds[number].is_sparse:
                 return SPARSE
             if self.is_first:
@@ -84,5 +88,5 @@ class Copies:
                 return INNER
             return reached[number] or self.refused.get(number, NOT_STORED)
 
-        reasons = {number: why(number) for number in kinds}
-        return {number: reason for number, reason in reasons.items() if reason}
+        found = {number: why(number) for number in kinds}
+        return {number: reason for number, reason in found.items() if reason}

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fusion_passes.reducer.backward import mark_ready, memory_of_bucket, note_copied
+from fusion_passes.reducer.backward import mark_ready, memory_of_bucket
 
 _library: Final = torch.library.Library("fusion_passes", "FRAGMENT")
 
@@ -63,14 +63,6 @@ def _nothing(*_: object) -> None:
     pass
 
 
-def _mark_ready(
-    bucket: Tensor, places: Sequence[int], copied: Sequence[int] = (), why: str = ""
-) -> None:
-    if copied:
-        note_copied(copied, why.split("|"))
-    mark_ready(bucket, places)
-
-
 _define(
     "bucket",
     "(int[] places, int[] offsets, int numel, ScalarType dtype, Device device) -> Tensor",
@@ -99,7 +91,7 @@ _define(
     "(Tensor(a!) bucket, int[] places, int[] copied=[], str why='') -> ()",
     _TAGS,
 )
-_library.impl("mark_ready_", _mark_ready, "CompositeExplicitAutograd")
+_library.impl("mark_ready_", mark_ready, "CompositeExplicitAutograd")
 _library.impl("mark_ready_", _nothing, "Meta")
 
 BUCKET: Final[Any] = torch.ops.fusion_passes.bucket.default

@@ -11,6 +11,7 @@ is constructed, from what an earlier run has measured. Ranks may run any graphs 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,6 +103,7 @@ class Round:
         counts: with a static graph, how often a gradient was accumulated.
         copies: how its gradients have come into their buckets.
         marked_unused: whether those that get no gradient are marked ready.
+        streams: on each accelerator, the stream that has marked a gradient ready last.
     """
 
     pending: list[int] = field(default_factory=list)
@@ -118,6 +120,7 @@ class Round:
     counts: dict[int, int] = field(default_factory=dict)
     copies: Copies = field(default_factory=Copies)
     marked_unused: bool = False
+    streams: dict[torch.device, torch.Stream] = field(default_factory=dict)
 
 
 class Reducer:
@@ -212,6 +215,10 @@ class Reducer:
         self._static_counts: dict[int, int] | None = None
         self._static_used: set[int] | None = None
         self._is_forgotten = False
+        # As in DDP: autograd has a thread for each accelerator.
+        self._lock = threading.RLock()
+        devices = {kind.device for kind in parameters.kinds.values()}
+        self._accelerators = [device for device in devices if device.type != "cpu"]
 
     def __deepcopy__(self, _: Any) -> None:
         """Of a copy of the module, none: it gets a reducer of its own."""
@@ -375,7 +382,9 @@ class Reducer:
         if not lies_so or start * itemsize % ALIGNED_BYTES:
             self._round.copies.refuse(numbers, UNALIGNED if lies_so else ELSEWHERE)
             return None
-        return self._memory(self._round, self.layout.buckets[index])[start : start + numel]
+        with self._lock:
+            memory = self._memory(self._round, self.layout.buckets[index])
+        return memory[start : start + numel]
 
     def mark_ready(self, numbers: Piece, *, is_sum: bool = False) -> None:
         """A graph has stored these gradients in the memory that it was given.
@@ -389,24 +398,27 @@ class Reducer:
         """
         now = self._round
         assert now is not None, "it was given memory in this round"
-        self._refuse_repeated(now, numbers)
-        for number in numbers:
-            if self.is_static and self._static_counts is not None:
-                self._refuse_unless_used_before(number)
-            gradient = now.existing.get(number)
-            if gradient is not None:  # What was there is averaged too.
-                self._view(now, number).add_(gradient.detach())
-        now.received.update(numbers)
-        now.stored.update(numbers)
-        if is_sum:
-            now.sums.update(numbers)
-        now.copies.stored.update(numbers)
-        self._mark_ready(now, numbers)
+        with self._lock:
+            self._refuse_repeated(now, numbers)
+            self.join_streams()
+            for number in numbers:
+                if self.is_static and self._static_counts is not None:
+                    self._refuse_unless_used_before(number)
+                gradient = now.existing.get(number)
+                if gradient is not None:  # What was there is averaged too.
+                    self._view(now, number).add_(gradient.detach())
+            now.received.update(numbers)
+            now.stored.update(numbers)
+            if is_sum:
+                now.sums.update(numbers)
+            now.copies.stored.update(numbers)
+            self._mark_ready(now, numbers)
 
-    def note_copied(self, number: int, why: str) -> None:
-        """Note why a graph copies a gradient to where it stores it."""
+    def note_copied(self, numbers: Sequence[int], why: str) -> None:
+        """Note why a graph copies gradients to where it stores them: a reason for each, with ``|``
+        between them."""
         if self._round is not None:
-            self._round.copies.in_graph[number] = why
+            self._round.copies.in_graphs.append((numbers, why))
 
     def refuse_memory(self, numbers: Collection[int], why: str) -> None:
         """Note why a graph is given no memory for these gradients."""
@@ -440,15 +452,20 @@ class Reducer:
             if ddp is not None and ddp.require_backward_grad_sync and not getattr(ddp, LOCAL):
                 self.stays_local = True
             return
-        if self.backward is None:
-            self.on_unseen(self)
         now = self._round
-        if now is None:
-            now = self._begin_round(self.numbers)
-            # Which gradients are new, nobody has seen: none is exchanged for a view.
-            self._note_existing(now)
-        if self._has_stored(now, number):
+        if now is not None and self._has_stored(now, number):
             return
+        with self._lock:
+            if self.backward is None:
+                self.on_unseen(self)
+            now = self._round
+            if now is None:
+                now = self._begin_round(self.numbers)
+                # Which gradients are new, nobody has seen: none is exchanged for a view.
+                self._note_existing(now)
+            self._add_accumulated(now, number)
+
+    def _add_accumulated(self, now: Round, number: int) -> None:
         if self.is_static and not self._counts_up_to_last(now, number):
             return
         self._refuse_repeated(now, (number,))
@@ -588,22 +605,41 @@ class Reducer:
 
     def launch_ready(self) -> None:
         """Launch what can be, in order."""
-        now, layout = self._round, self.layout
-        if now is None:
-            return
-        if self.follows is not None and not self.follows.has_launched_all:
-            return
-        if self.clock is not None and self.clock.is_running and any(now.pending):
-            return  # What is sent meanwhile would take from the compute that is measured.
-        before = now.next
-        while now.next < len(layout.buckets) and not now.pending[now.next]:
-            now.waits.append(self._launch(now, layout.buckets[now.next]))
-            now.next += 1
-        if before < now.next == len(layout.buckets):
+        with self._lock:
+            now, layout = self._round, self.layout
+            if now is None:
+                return
+            self.join_streams()
+            if self.follows is not None and not self.follows.has_launched_all:
+                return
+            if self.clock is not None and self.clock.is_running and any(now.pending):
+                return  # What is sent meanwhile would take from the compute that is measured.
+            before = now.next
+            while now.next < len(layout.buckets) and not now.pending[now.next]:
+                now.waits.append(self._launch(now, layout.buckets[now.next]))
+                now.next += 1
+            if not before < now.next == len(layout.buckets):
+                return
             if self.leads is not None:
                 self.leads.launch_ready()
             if backward_id() >= 0:
                 after_backward(self._finalize_in_backward)
+
+    def join_streams(self) -> None:
+        """Have the stream that is current wait for those that have stored gradients in this round.
+        Autograd runs a node on the stream of its forward, and a bucket has gradients of several."""
+        now = self._round
+        for device in self._accelerators:
+            if now is None:
+                return
+            current, last = torch.accelerator.current_stream(device), now.streams.get(device)
+            now.streams[device] = current
+            if last is None or last == current:
+                continue
+            current.wait_stream(last)
+            for memory in now.memory.values():
+                if memory.device == device:
+                    memory.record_stream(current)
 
     def _launch(self, now: Round, bucket: Bucket) -> Wait:
         """Begin to average a bucket. While a profiler records, it is called by its name there."""

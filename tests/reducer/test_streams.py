@@ -1,0 +1,154 @@
+"""A bucket with gradients of several streams, and of several of autograd's threads: what a GPU has,
+and several GPUs, played on the CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fusion_passes.plan.layout import Bucket
+from fusion_passes.reducer.communication import AllReduce, Wait
+from fusion_passes.reducer.reducer import Reducer, reducer_of
+from testing.fake_world import one_rank
+from testing.threads import run_at_once
+
+X = torch.ones(2, 4)
+
+
+@pytest.fixture(autouse=True)
+def _flag() -> Iterator[None]:
+    torch._dynamo.reset()
+    with one_rank(), inductor_config.patch(ddp_fusion="concat"):
+        yield
+
+
+class Layer(nn.Linear):
+    """Dynamo compiles no class of torch's by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Stream:
+    """Knows what has happened before it goes on."""
+
+    def __init__(self) -> None:
+        self.past: set[object] = set()
+
+    def wait_stream(self, other: Stream) -> None:
+        self.past |= other.past
+
+
+class Streams:
+    """Has each call that brings gradients to a reducer run on another stream than the one before,
+    and each launch look at what its stream has waited for."""
+
+    def __init__(self, reducer: Reducer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.all = [Stream(), Stream(), Stream()]
+        self.stored: set[object] = set()
+        self.launched: list[bool] = []
+        self.recorded: set[int] = set()
+        reducer._accelerators = [torch.device("cpu")]
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: self.all[0])
+        monkeypatch.setattr(Tensor, "record_stream", self._record())
+        monkeypatch.setattr(Reducer, "mark_ready", self._on_another(Reducer.mark_ready))
+        monkeypatch.setattr(Reducer, "accumulated", self._on_another(Reducer.accumulated))
+        monkeypatch.setattr(reducer.communication, "launch", self._launch)
+
+    def _on_another(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def on_another(*args: Any, **kwargs: Any) -> Any:
+            self.all.append(self.all.pop(0))
+            event = object()
+            self.all[0].past.add(event)
+            self.stored.add(event)
+            return call(*args, **kwargs)
+
+        return on_another
+
+    def _record(self) -> Callable[[Tensor, Stream], None]:
+        def record(memory: Tensor, stream: Stream) -> None:
+            assert stream is self.all[0]
+            self.recorded.add(memory.data_ptr())
+
+        return record
+
+    def _launch(self, bucket: Bucket, memory: Tensor, name: str = "") -> Wait:
+        self.launched.append(self.all[0].past >= self.stored)
+        return AllReduce.launch(self.communication, bucket, memory, name)
+
+    communication = AllReduce(None, "gloo")
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_launch_waits_for_the_streams_of_all_gradients(
+    monkeypatch: pytest.MonkeyPatch, is_compiled: bool
+) -> None:
+    ddp = DistributedDataParallel(nn.Sequential(Layer(4, 4), Layer(4, 4)))
+    ddp(X).sum().backward()
+    if is_compiled:  # Two graphs, each of which stores a part of the bucket.
+        for layer in ddp.module:
+            layer.compile()
+    ddp.zero_grad()
+    ddp(X).sum().backward()
+    reducer = reducer_of(ddp)
+    assert reducer.num_stored == (4 if is_compiled else 0)
+    want = [parameter.grad.clone() for parameter in ddp.parameters()]
+    Streams.communication = reducer.communication  # type: ignore[assignment]
+    streams = Streams(reducer, monkeypatch)
+    ddp.zero_grad()
+    ddp(X).sum().backward()
+    assert streams.launched == [True]
+    assert streams.recorded
+    for parameter, gradient in zip(ddp.parameters(), want, strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_on_a_single_stream_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    ddp = DistributedDataParallel(nn.Sequential(Layer(4, 4), Layer(4, 4)))
+    reducer_of(ddp)._accelerators = [torch.device("cpu")]
+    stream = mock.Mock()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: stream)
+    for _ in range(2):
+        ddp(X).sum().backward()
+    stream.wait_stream.assert_not_called()
+
+
+def test_threads_launch_each_bucket_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of two GPUs come in two of autograd's threads."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-6)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(X).sum().backward()
+    reducer, launched = reducer_of(ddp), []
+
+    def launch(bucket: Bucket, memory: Tensor, name: str = "") -> Wait:
+        del memory, name
+        launched.append(bucket.index)
+        time.sleep(0.05)  # Another thread has Python meanwhile.
+        return lambda: None
+
+    monkeypatch.setattr(reducer.communication, "launch", launch)
+    ddp(X)
+    reducer.backward = object()
+    reducer.begin_backward(dict.fromkeys(reducer.numbers, ""))
+    order = [number for bucket in reducer.layout.buckets for number in bucket.numbers]
+
+    def bring(numbers: list[int]) -> Callable[[], None]:
+        def bring_all() -> None:
+            for number in numbers:
+                reducer.accumulated(number)
+
+        return bring_all
+
+    run_at_once([bring(order[:2]), bring(order[2:])])
+    assert launched == [0, 1, 2, 3]
