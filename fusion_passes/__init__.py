@@ -5,7 +5,7 @@ Importing the package adds ``ddp_fusion`` to ``torch._inductor.config``::
     import torch
     import fusion_passes
 
-    torch._inductor.config.ddp_fusion = "concat"  # or "coalesced", or a FusionConfig
+    torch._inductor.config.ddp_fusion = "concat"  # or "coalesced", "auto", or a FusionConfig
     model = torch.nn.parallel.DistributedDataParallel(model)  # after the flag
     step = torch.compile(train_step)  # or torch.compile(model), with the backward outside
 

@@ -123,7 +123,7 @@ class ManagedDDP(ManagedForward):
             raise said from error
 
     def _match_unused_params_allreduce(self) -> None:
-        """Nothing is left to do: the used map has gone before the gradients."""
+        """Nothing is left to do: :meth:`Reducer.reduce_zeros` has sent the used map."""
 
     def _update_process_group(self, new_process_group: Any) -> None:
         _refuse_memory(reducer_of(self), new_process_group)
@@ -157,8 +157,9 @@ _OVERRIDDEN: Final = tuple(name for name in _REPLACED if hasattr(DistributedData
 """Those that DDP has too."""
 
 
-class ReducerOfManaged:
-    """Stands for the C++ reducer of a managed module, which does nothing.
+class IdleCppReducer:
+    """The ``reducer`` attribute of a managed module: DDP's C++ reducer, which averages nothing, but
+    without those of its methods that would.
 
     ``torch.distributed.pipelining`` runs all forwards under ``no_sync``, and calls
     ``prepare_for_backward`` before the backward that is to be averaged. ``join`` lets ranks without
@@ -198,7 +199,7 @@ def manage_by_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> Non
     setattr(ddp, EXPECTED, False)
     setattr(ddp, LOCAL, False)
     setattr(ddp, UNFINISHED, None)
-    ddp.reducer = ReducerOfManaged(ddp)  # type: ignore[assignment]
+    ddp.reducer = IdleCppReducer(ddp)  # type: ignore[assignment]
     prepare_buffers(ddp, ddp.process_group.group_name)
     attach_reducer(ddp, config)
     reducer = reducer_of(ddp)

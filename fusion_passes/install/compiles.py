@@ -228,11 +228,11 @@ def find_stored(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients | None
         return None
     modules: dict[Reducer, int] = {}
     found: dict[int, StoredInput] = {}
-    place, has_some, all_owners = -1, False, reducers.owners()
+    position, has_some, all_owners = -1, False, reducers.owners()
     for index, value in enumerate(inputs):
         if not isinstance(value, Tensor):
             continue
-        place += 1
+        position += 1
         owners = all_owners.get(id(value), ())
         if len(owners) != 1 or id(value) in found:
             continue
@@ -242,7 +242,7 @@ def find_stored(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients | None
             continue
         found[id(value)] = StoredInput(
             index,
-            place,
+            position,
             modules.setdefault(reducer, len(modules)),
             tuple(value.shape),
             tuple(reducer.parameters.strides[number]),

@@ -149,9 +149,9 @@ def store_at(
     is_grouped: bool,
     change: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Point a gradient's kernel at its place, or add one that stores it there; that one Inductor
-    may fuse with the gradient's, if it generates both. It does so with each sum that it computes by
-    a kernel of its own.
+    """Point a gradient's kernel at its place, or where it cannot write there add a kernel that
+    stores it; Inductor may fuse the two, if it generates both. A sum that Inductor may leave in a
+    tensor of its own always gets the second one.
 
     Args:
         view: Inductor's view of the place.

@@ -20,7 +20,8 @@ from fusion_passes.torch_private.inductor import (
 )
 
 OnStored: TypeAlias = Callable[[Sequence[int], Mapping[int, str]], None]
-"""Receives the places of a piece, and for each gradient that is copied (by number) the reason."""
+"""Receives the positions of a piece's parameters, and for each gradient that is copied (by number)
+the reason."""
 
 
 def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
@@ -35,17 +36,17 @@ def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
         gradients: Sequence[Any],
         offsets: Sequence[int],
         strides: Sequence[int],
-        places: Sequence[int],
+        positions: Sequence[int],
     ) -> None:
         bucket.realize()
         pieces = _ReducersMemory(bucket, graph_lowering().current_node.args[1], gradients)
         numbers = iter(strides)
         strides_of = [[next(numbers) for _ in gradient.get_size()] for gradient in gradients]
         copied = pieces.fill(list(zip(offsets, strides_of, strict=True)))
-        on_stored(places, copied)
-        arguments: list[Any] = [list(places)]
+        on_stored(positions, copied)
+        arguments: list[Any] = [list(positions)]
         if copied:  # A graph from a cache is not lowered: it says what it copies when it runs.
-            arguments += [[places[number] for number in copied], "|".join(copied.values())]
+            arguments += [[positions[number] for number in copied], "|".join(copied.values())]
         pieces.call_behind(MARK_READY, *arguments)
 
     register_lowering(BUCKET, _lower_bucket)
@@ -53,14 +54,14 @@ def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
 
 
 def _lower_bucket(
-    places: Sequence[int],
+    positions: Sequence[int],
     offsets: Sequence[int],
     numel: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Any:
     ir = inductor_ir()
-    made = ir.FallbackKernel.create(BUCKET, list(places), list(offsets), numel, dtype, device)
+    made = ir.FallbackKernel.create(BUCKET, list(positions), list(offsets), numel, dtype, device)
     return made if isinstance(made, ir.TensorBox) else ir.TensorBox.create(made)
 
 

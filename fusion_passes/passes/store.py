@@ -70,11 +70,11 @@ class StoreGradients:
         if not stored:
             return False
         node_of = {item.index: node for item, node in stored}
-        positions = {node: position for position, node in enumerate(graph.nodes)}
+        order = {node: index for index, node in enumerate(graph.nodes)}
         stores = []
         for piece in plan_pieces(graph, stored, self.caps):
             nodes = [node_of[item.index] for item in piece.inputs]
-            store, results = _store(piece, nodes, positions)
+            store, results = _store(piece, nodes, order)
             stores.append(store)
             for item, result in zip(piece.inputs, results, strict=True):
                 gradients[item.index] = result
@@ -109,18 +109,18 @@ def _can_be_stored(node: object, item: StoredInput) -> bool:
 
 
 def _store(
-    piece: StoredPiece, nodes: Sequence[fx.Node], positions: dict[fx.Node, int]
+    piece: StoredPiece, nodes: Sequence[fx.Node], order: dict[fx.Node, int]
 ) -> tuple[fx.Node, list[fx.Node]]:
     """Write what stores a piece; its node, and the gradients as they lie in the memory."""
-    in_order = sorted(nodes, key=lambda node: positions[node])
+    in_order = sorted(nodes, key=lambda node: order[node])
     first, last = in_order[0], in_order[-1]
     graph = first.graph
-    places = [item.place for item in piece.inputs]
+    positions = [item.position for item in piece.inputs]
     dtype, device = piece.inputs[0].dtype, piece.inputs[0].device
     offsets = list(piece.offsets)
     # Not before it is needed: what the forward has saved is freed meanwhile.
     with graph.inserting_before(first):
-        bucket = graph.call_function(BUCKET, (places, offsets, piece.numel, dtype, device))
+        bucket = graph.call_function(BUCKET, (positions, offsets, piece.numel, dtype, device))
     with nodes[0].meta["val"].fake_mode:
         bucket.meta["val"] = torch.empty(piece.numel, dtype=dtype, device=device)
     following = last.next
@@ -128,7 +128,7 @@ def _store(
         following = following.next
     strides = [stride for item in piece.inputs for stride in item.strides]
     with graph.inserting_before(following):
-        arguments = (bucket, list(nodes), offsets, strides, places)
+        arguments = (bucket, list(nodes), offsets, strides, positions)
         store = graph.call_function(STORE_GRADIENTS, arguments)
     store.meta["val"] = None
 

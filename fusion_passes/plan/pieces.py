@@ -28,7 +28,7 @@ class StoredInput:
 
     Attributes:
         index: among the inputs of the forward.
-        place: among its tensors: there the autograd node of the forward has an edge to it.
+        position: among its tensor inputs: the autograd node of the forward has an edge for each.
         module: which of the modules that are found among the inputs, counted from 0.
         shape: of the parameter.
         strides: in which its gradient is stored.
@@ -38,7 +38,7 @@ class StoredInput:
     """
 
     index: int
-    place: int
+    position: int
     module: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -83,7 +83,7 @@ def plan_pieces(
         caps: of each module.
     """
     levels = _levels(graph)
-    ordered = sorted(gradients, key=lambda item: (levels[item[1]], item[0].place))
+    ordered = sorted(gradients, key=lambda item: (levels[item[1]], item[0].position))
     if any(item.bucket is not None for item, _ in gradients):
         return _as_laid_out([item for item, _ in ordered])
     open_: dict[_Key, list[StoredInput]] = {}

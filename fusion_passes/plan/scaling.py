@@ -99,7 +99,8 @@ def _is_average(key: ReductionKey, owner: Owner) -> bool:
 
 
 def averages(backend: str, dtype: torch.dtype, *, divides_first: bool) -> bool:
-    """Whether the collective itself averages gradients of this dtype: else they are divided first.
+    """Whether the collective itself averages gradients of this dtype. If not, they are divided
+    before it, or after it where they are sent in a smaller dtype.
 
     Args:
         backend: name of the process group's.

@@ -1,8 +1,8 @@
 """Measures when the gradients of a module are ready, in some rounds of a run: a later run plans its
 buckets from that.
 
-In these rounds nothing is launched before all gradients are there, on any rank, since a collective
-takes from the compute beside it. Of the rounds the one in the middle counts, and of the ranks the
+In these rounds a rank launches nothing before it has all gradients, since a collective takes from
+the compute beside it. Of the rounds the one in the middle counts, and of the ranks the
 slowest: a collective begins with the last.
 """
 

@@ -1,9 +1,9 @@
 """What a backward reaches, and which reducers take part in it.
 
 Before the engine runs, the autograd graph is walked once. It says which parameters get a gradient,
-and from how many places: one that comes from a single compiled forward, and that nobody else looks
-at, is *final* there, and the compiled backward may store it in its bucket and mark it ready. All
-other gradients are marked ready by a hook behind their accumulation, as in DDP.
+and from how many nodes. One that comes from compiled forwards alone, and that nobody else looks at,
+is *final* there: the compiled backward may store it in its bucket and mark it ready. All other
+gradients are marked ready by a hook behind their accumulation, as in DDP.
 """
 
 from __future__ import annotations
@@ -76,84 +76,89 @@ class _Begun:
 
 
 @dataclass
-class Region:
-    """A compiled forward in the backward that runs.
+class CompiledForward:
+    """A compiled forward in the backward that runs. Its tensor inputs have positions, counted from
+    0: the autograd node of the forward has an edge for each.
 
     Attributes:
-        owners: for each place among the inputs of the forward, whose gradient it is: the reducer,
-            and the parameter's number there.
-        final: the places whose gradients compiled forwards give, and nothing else.
-        counts: how many these are, by place: with several of them, a gradient is a sum.
-        parts: what those whose backward has run have given of such sums; of the whole backward.
+        owners: whose gradient the one of an input is, by its position: the reducer, and the
+            parameter's number there.
+        final: positions of the inputs whose gradients compiled forwards give, and nothing else.
+        contributions: how many compiled forwards give a part of an input's gradient, by position:
+            with several of them, it is a sum.
+        partial_sums: the parts that compiled backwards have given so far; one dictionary for all
+            forwards of the backward that runs.
     """
 
     owners: Mapping[int, _Gradient]
     final: frozenset[int]
-    counts: Mapping[int, int]
-    parts: dict[_Gradient, list[Tensor]]
-    _begun: dict[Piece, _Begun] = field(default_factory=dict)
+    contributions: Mapping[int, int]
+    partial_sums: dict[_Gradient, list[Tensor]]
+    _begun: dict[tuple[int, ...], _Begun] = field(default_factory=dict)
 
-    def _of(self, places: Sequence[int]) -> tuple[Reducer, Piece] | None:
+    def _of(self, positions: Sequence[int]) -> tuple[Reducer, Piece] | None:
         """Whose gradients these are, if they are of one module, final, and sums of as many."""
-        if not self.final.issuperset(places):
+        if not self.final.issuperset(positions):
             return None
-        owners = [self.owners[place] for place in places]
+        owners = [self.owners[position] for position in positions]
         reducer = owners[0][0]
         if any(owner is not reducer for owner, _ in owners):
             return None
-        if len({self.counts[place] for place in places}) > 1:
+        if len({self.contributions[position] for position in positions}) > 1:
             return None
         return reducer, tuple(number for _, number in owners)
 
-    def memory(self, places: Sequence[int], offsets: Sequence[int], numel: int) -> Tensor | None:
+    def memory(self, positions: Sequence[int], offsets: Sequence[int], numel: int) -> Tensor | None:
         """See :meth:`fusion_passes.reducer.reducer.Reducer.memory`. Of a sum, the part that comes
         last is stored in the bucket, and the others are added there."""
-        found = self._of(places)
+        found = self._of(positions)
         if found is None:
-            why = SEVERAL if self.final.issuperset(places) else BESIDE
-            for reducer, number in (self.owners[place] for place in places if place in self.owners):
-                reducer.refuse_memory((number,), why)
+            are_final = self.final.issuperset(positions)
+            for position in self.owners.keys() & positions:
+                reducer, number = self.owners[position]
+                is_several = are_final and self.contributions[position] > 1
+                reducer.note_no_memory((number,), SEVERAL if is_several else BESIDE)
             return None
         reducer, numbers = found
-        is_sum = self.counts[places[0]] > 1
+        is_sum = self.contributions[positions[0]] > 1
         memory = None
-        if not is_sum or self._is_last(reducer, numbers, places):
+        if not is_sum or self._is_last(reducer, numbers, positions):
             memory = reducer.memory(numbers, offsets, numel)
         begun = _Begun(reducer, numbers, offsets, is_sum, memory is not None)
-        self._begun[tuple(places)] = begun
+        self._begun[tuple(positions)] = begun
         return memory
 
-    def _is_last(self, reducer: Reducer, numbers: Piece, places: Sequence[int]) -> bool:
+    def _is_last(self, reducer: Reducer, numbers: Piece, positions: Sequence[int]) -> bool:
         """Whether all other parts of these sums are there."""
-        found = {len(self.parts.get((reducer, number), ())) for number in numbers}
-        return found == {self.counts[places[0]] - 1}
+        found = {len(self.partial_sums.get((reducer, number), ())) for number in numbers}
+        return found == {self.contributions[positions[0]] - 1}
 
     def mark_ready(
-        self, memory: Tensor, places: Sequence[int], copied: Sequence[int] = (), why: str = ""
+        self, memory: Tensor, positions: Sequence[int], copied: Sequence[int] = (), why: str = ""
     ) -> None:
         """See :func:`mark_ready`."""
-        begun = self._begun.pop(tuple(places), None)
+        begun = self._begun.pop(tuple(positions), None)
         if begun is None:
             return
         reducer, numbers = begun.reducer, begun.numbers
         reducer.join_streams()
         if begun.is_bucket:
             if begun.is_sum:
-                parts = [self.parts.pop((reducer, number)) for number in numbers]
+                parts = [self.partial_sums.pop((reducer, number)) for number in numbers]
                 _add(begun.gradients(memory), parts)
             if copied:
-                reducer.note_copied([self.owners[place][1] for place in copied], why)
+                reducer.note_copied([self.owners[position][1] for position in copied], why)
             reducer.mark_ready(numbers, is_sum=begun.is_sum)
             return
         reducer.observe(numbers)
         if begun.is_sum and reducer.gives_memory:
             for number, part in zip(numbers, begun.gradients(memory), strict=True):
-                self.parts.setdefault((reducer, number), []).append(part)
+                self.partial_sums.setdefault((reducer, number), []).append(part)
 
 
 def _add(gradients: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
     """Add to the last part of each sum those before it, in autograd's order. Autograd adds them
-    too, where it accumulates: what comes of that nobody reads."""
+    too, and its sum is dropped (:meth:`Reducer._has_stored`)."""
     first, *others = map(list, zip(*parts, strict=True))
     for part in itertools.chain(first, *others):
         if part.device.type != "cpu":  # It may be of another stream's memory.
@@ -205,7 +210,7 @@ class Reducers:
     """The reducers of this process.
 
     Attributes:
-        regions: of the backwards that run, by autograd node.
+        compiled: the compiled forwards of the backwards that run, by autograd node.
         running: the backwards that run, but for those inside of others.
         run_engine: calls the engine, which may be traced by compiled autograd.
         on_local: called with a module's label when a gradient has stayed on its rank.
@@ -214,7 +219,7 @@ class Reducers:
         version: how often one was added.
     """
 
-    regions: dict[Any, Region] = field(default_factory=dict)
+    compiled: dict[Any, CompiledForward] = field(default_factory=dict)
     running: list[Run] = field(default_factory=list)
     run_engine: RunEngine = lambda _, __, engine: engine()
     on_local: Callable[[str], None] = lambda _: None
@@ -291,7 +296,7 @@ class Reducers:
         finally:
             self.running.remove(run)
             for node in nodes:
-                self.regions.pop(node, None)
+                self.compiled.pop(node, None)
         self._end(run)
         return result
 
@@ -306,7 +311,8 @@ class Reducers:
             after_backward(reducer.end_backward)
 
     def _begin(self, run: Run, outputs: Sequence[Any], *args: Any, **kw: Any) -> list[Any]:
-        """Walk the graph, and prepare the reducers that it reaches; the nodes of its regions."""
+        """Walk the graph, and prepare the reducers that it reaches; the nodes of its compiled
+        forwards."""
         run.keeps_graph = bool(args[1] if len(args) > 1 else kw.get("retain_graph", False))
         idle = [r for r in self.alive() if r.backward is None]
         expecting = {r for r in idle if r.is_expecting}
@@ -320,7 +326,7 @@ class Reducers:
         expecting |= {r for r in others if r.expects_more(found.entries)}
         why = CREATES_GRAPH if run.creates_graph else SOME_INPUTS if run.only_some else ""
         owner_of = self._reached(run, found, expecting, why)
-        nodes = self._add_regions(found, owner_of, run.reached)
+        nodes = self._add_compiled(found, owner_of, run.reached)
         run.taking_part += [r for r in reversed(self.alive()) if r in run.reached]
         _put_in_order(run.taking_part)
         for reducer in run.taking_part:
@@ -380,28 +386,30 @@ class Reducers:
         if num_owners > 1:
             return SHARED
         if id(leaf) in found.uncompiled:
-            return NOT_COMPILED if count == 2 else SEVERAL
+            return NOT_COMPILED if count == 1 else SEVERAL
         return "" if _is_plain(leaf, self.find_hooked()) else HOOKED
 
     def forget_hooks(self) -> None:
         """Ask all nodes again which hooks they have: one may have been registered."""
         self._hooked = None
 
-    def _add_regions(
+    def _add_compiled(
         self,
         found: Reached,
         owner_of: Mapping[int, _Gradient],
         reached: _ReachedNumbers,
     ) -> list[Any]:
-        """Note whose gradients come from which place of each compiled forward; their nodes."""
+        """Note whose gradients come from which position of each compiled forward; their nodes."""
         nodes = []
-        parts: dict[_Gradient, list[Tensor]] = {}
+        partial_sums: dict[_Gradient, list[Tensor]] = {}
         for node, leaves in found.compiled.items():
-            counts = {place: found.edges[id(leaf)][1] for place, leaf in leaves}
-            owners = {p: owner_of[id(leaf)] for p, leaf in leaves if id(leaf) in owner_of}
-            if owners and node not in self.regions:
+            contributions = {position: found.edges[id(leaf)][1] for position, leaf in leaves}
+            owners = {n: owner_of[id(leaf)] for n, leaf in leaves if id(leaf) in owner_of}
+            if owners and node not in self.compiled:
                 final = (p for p, (reducer, n) in owners.items() if not reached[reducer][n])
-                self.regions[node] = Region(owners, frozenset(final), counts, parts)
+                self.compiled[node] = CompiledForward(
+                    owners, frozenset(final), contributions, partial_sums
+                )
                 nodes.append(node)
         return nodes
 
@@ -489,7 +497,7 @@ def register_on_node(register: Callable[..., Any], hooks: Any, hook: Any) -> Any
 
 
 def memory_of_bucket(
-    places: Sequence[int],
+    positions: Sequence[int],
     offsets: Sequence[int],
     numel: int,
     dtype: torch.dtype,
@@ -497,26 +505,25 @@ def memory_of_bucket(
 ) -> Tensor:
     """Memory in which a compiled backward stores gradients: ``[numel]``, a part of a bucket, or of
     the graph's own."""
-    region = reducers.regions.get(running_node())
-    memory = region.memory(places, offsets, numel) if region is not None else None
+    forward = reducers.compiled.get(running_node())
+    memory = forward.memory(positions, offsets, numel) if forward is not None else None
     return torch.empty(numel, dtype=dtype, device=device) if memory is None else memory
 
 
 def mark_ready(
-    memory: Tensor, places: Sequence[int], copied: Sequence[int] = (), why: str = ""
+    memory: Tensor, positions: Sequence[int], copied: Sequence[int] = (), why: str = ""
 ) -> None:
-    """A compiled backward has stored the gradients of these places of its forward's inputs in the
-    memory that it was given.
+    """A compiled backward has stored gradients in the memory that it was given.
 
     Args:
         memory: that it was given.
-        places: of the parameters among the inputs of the forward.
-        copied: of those, the places of gradients that it has copied there.
+        positions: of the parameters among the tensor inputs of its forward.
+        copied: those of the positions whose gradients it has copied there.
         why: a reason for each of these, with ``|`` between them.
     """
-    region = reducers.regions.get(running_node())
-    if region is not None:
-        region.mark_ready(memory, places, copied, why)
+    forward = reducers.compiled.get(running_node())
+    if forward is not None:
+        forward.mark_ready(memory, positions, copied, why)
 
 
 def refuse_optimizer(name: str, parameter: nn.Parameter) -> None:
@@ -550,10 +557,9 @@ class Reached:
     """Where an autograd graph ends.
 
     Attributes:
-        edges: the tensors in which gradients are accumulated, and how many edges end there, by id;
-            those of what is not compiled count twice.
+        edges: the tensors in which gradients are accumulated, and how many edges end there, by id.
         uncompiled: ids of those in which what is not compiled accumulates.
-        compiled: for each compiled forward, those among its inputs, with their places.
+        compiled: for each compiled forward, those among its inputs, with their positions.
         entries: where compiled forwards are entered: the number of the node, and of the output; if
             that was asked for.
     """
@@ -577,7 +583,7 @@ def walk(outputs: Sequence[Any], *, with_entries: bool = False) -> Reached:
     compiled: dict[Any, list[tuple[int, Tensor]]] = {}
     # Where the backward starts at a leaf, no graph gives its gradient.
     roots = [node.variable for node in pending if isinstance(node, AccumulateGrad)]
-    _count(edges, roots, 2)
+    _count(edges, roots)
     uncompiled = set(map(id, roots))
     seen = set()
     while pending:
@@ -586,15 +592,14 @@ def walk(outputs: Sequence[Any], *, with_entries: bool = False) -> Reached:
             continue
         seen.add(node)
         leaves = []
-        for place, (following, _) in enumerate(node.next_functions):
+        for position, (following, _) in enumerate(node.next_functions):
             if isinstance(following, AccumulateGrad):
-                leaves.append((place, following.variable))
+                leaves.append((position, following.variable))
             elif following is not None:
                 pending.append(following)
         if leaves:
-            is_compiled = is_compiled_forward(node)
-            _count(edges, [leaf for _, leaf in leaves], 1 if is_compiled else 2)
-            if is_compiled:
+            _count(edges, (leaf for _, leaf in leaves))
+            if is_compiled_forward(node):
                 compiled[node] = leaves
             else:
                 uncompiled.update(id(leaf) for _, leaf in leaves)
@@ -613,6 +618,6 @@ def _entries(
     return frozenset((sequence_number(node), number) for node, number in edges if node in compiled)
 
 
-def _count(edges: dict[int, tuple[Tensor, int]], leaves: Iterable[Tensor], by: int) -> None:
+def _count(edges: dict[int, tuple[Tensor, int]], leaves: Iterable[Tensor]) -> None:
     for leaf in leaves:
-        edges[id(leaf)] = leaf, edges.get(id(leaf), (leaf, 0))[1] + by
+        edges[id(leaf)] = leaf, edges.get(id(leaf), (leaf, 0))[1] + 1

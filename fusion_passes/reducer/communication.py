@@ -174,7 +174,7 @@ SENT_AS: Final[Mapping[object, torch.dtype | None]] = MappingProxyType(
         BuiltinCommHookType.FP16_COMPRESS: torch.float16,
     }
 )
-"""The dtype in which the gradients are sent that a hook averages; ``None``: in their own."""
+"""Hooks that only average, and the dtype in which they send gradients; ``None``: in their own."""
 
 
 class GradBucket:
@@ -228,7 +228,7 @@ class GradBucket:
         return [_shaped(*pair) for pair in zip(parts, self._parameters, strict=True)]
 
     def take_back(self) -> None:
-        """The hook has given its result."""
+        """Keep the hook from reading the buffer any more: its result is there."""
         self._buffer = None
 
 

@@ -63,7 +63,7 @@ class Copies:
         self.refused.update(dict.fromkeys(numbers, why))
 
     def reasons(self, kinds: Mapping[int, Kind]) -> dict[int, str]:
-        """Why each of the gradients was copied that were, by number.
+        """Why a gradient was copied, by number, for those that were.
 
         Args:
             kinds: of the parameters that are trained, by number.

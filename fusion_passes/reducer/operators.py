@@ -22,13 +22,13 @@ def _define(name: str, signature: str, tags: tuple[torch.Tag, ...] = ()) -> None
 
 
 def _empty(
-    places: Sequence[int],
+    positions: Sequence[int],
     offsets: Sequence[int],
     numel: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    del places, offsets
+    del positions, offsets
     return torch.empty(numel, dtype=dtype, device=device)
 
 
@@ -37,10 +37,10 @@ def _store(
     gradients: Sequence[Tensor],
     offsets: Sequence[int],
     strides: Sequence[int],
-    places: Sequence[int],
+    positions: Sequence[int],
 ) -> None:
     copy_in(bucket, gradients, offsets, strides)
-    mark_ready(bucket, places)
+    mark_ready(bucket, positions)
 
 
 def copy_in(
@@ -65,7 +65,7 @@ def _nothing(*_: object) -> None:
 
 _define(
     "bucket",
-    "(int[] places, int[] offsets, int numel, ScalarType dtype, Device device) -> Tensor",
+    "(int[] positions, int[] offsets, int numel, ScalarType dtype, Device device) -> Tensor",
     _TAGS,
 )
 _library.impl("bucket", memory_of_bucket, "CompositeExplicitAutograd")
@@ -73,7 +73,7 @@ torch.library.register_fake("fusion_passes::bucket", _empty, lib=_library)
 
 _define(
     "store_gradients_",
-    "(Tensor(a!) bucket, Tensor[] gradients, int[] offsets, int[] strides, int[] places) -> ()",
+    "(Tensor(a!) bucket, Tensor[] gradients, int[] offsets, int[] strides, int[] positions) -> ()",
     _TAGS,
 )
 _library.impl("store_gradients_", _store, "CompositeExplicitAutograd")
@@ -88,7 +88,7 @@ _library.impl("copy_in_", _nothing, "Meta")
 
 _define(
     "mark_ready_",
-    "(Tensor(a!) bucket, int[] places, int[] copied=[], str why='') -> ()",
+    "(Tensor(a!) bucket, int[] positions, int[] copied=[], str why='') -> ()",
     _TAGS,
 )
 _library.impl("mark_ready_", mark_ready, "CompositeExplicitAutograd")
@@ -98,8 +98,8 @@ BUCKET: Final[Any] = torch.ops.fusion_passes.bucket.default
 """Memory for gradients that a graph stores together.
 
 Args:
-    places: of the parameters among the inputs of the forward, in the order in which their gradients
-        lie. Whose they are, the autograd node says that runs.
+    positions: of the parameters among the tensor inputs of the forward, in the order in which their
+        gradients lie. Whose they are, the autograd node says that runs.
     offsets: of each gradient, in elements.
     numel: of all of them.
     dtype: of all of them.
@@ -117,7 +117,7 @@ Args:
     gradients: of any shapes and strides.
     offsets: of their places, in elements.
     strides: of their places, one gradient's after the other's.
-    places: as for :data:`BUCKET`.
+    positions: as for :data:`BUCKET`.
 """
 
 COPY_IN: Final[Any] = torch.ops.fusion_passes.copy_in_.default
@@ -125,14 +125,15 @@ COPY_IN: Final[Any] = torch.ops.fusion_passes.copy_in_.default
 one call for all, where Inductor has no kernel for tensors of several sizes (on the CPU)."""
 
 MARK_READY: Final[Any] = torch.ops.fusion_passes.mark_ready_.default
-"""Tells the reducer that all gradients of :data:`BUCKET`'s memory are stored.
+"""Tells the reducer that all gradients of :data:`BUCKET`'s memory are stored: they are ready, if
+the memory is a bucket's. Otherwise it learns in which order they come, and hooks copy them.
 
 It writes the memory where more is to be added to what the graph has stored: a gradient that exists
 already, or what other forwards give of a sum. That it may, also keeps the memory.
 
 Args:
     bucket: the memory.
-    places: as for :data:`BUCKET`.
-    copied: of those, the places of gradients that the graph copies to theirs, for the report.
+    positions: as for :data:`BUCKET`.
+    copied: those of the positions whose gradients the graph copies to their places, for the report.
     why: a reason for each of these, with ``|`` between them.
 """

@@ -1,8 +1,9 @@
 """Fills, launches and finalizes the buckets of a DDP module: DDP's C++ reducer, which a compiled
 backward can also store gradients into and tell so, from inside.
 
-Words are those of ``reducer.hpp``. A gradient is *marked ready* when it lies in its bucket; a
-bucket is *launched* when it is full and all before it are launched; a round is *finalized* when all
+The words are DDP's. A gradient is *marked ready* (``mark_variable_ready``) when it lies in its
+bucket; a bucket is *launched* (``all_reduce_bucket``) when it is full and all before it are
+launched; a round, which DDP calls an iteration, is *finalized* (``finalize_backward``) when all
 are. As in DDP, the buckets of the first round have the parameters in reverse order, and are
 *rebuilt* at its end, which all ranks reach: in the order in which the first rank has seen gradients
 come. From then on they never change, and graphs store into them. Or they are known when the module
@@ -60,7 +61,8 @@ FORGOTTEN: Final = (
 )
 
 ALIGNED_BYTES: Final = 16
-"""What generated code asks of the memory that an operator returns."""
+"""What generated code asks of the memory that an operator returns. Layouts keep to more, so that it
+holds for each gradient: :data:`fusion_passes.plan.layout.ALIGNMENT` elements."""
 
 
 class RefusedGradientError(RuntimeError):
@@ -96,7 +98,8 @@ class Round:
         received: numbers of the parameters whose gradients are there.
         unused: numbers of those that get none, as this rank knows.
         existing: gradients that had been there before the backward, by number.
-        stored: numbers of those that a graph has marked ready, and autograd has not accumulated.
+        awaiting_hook: numbers of those that a graph has stored and marked ready, and whose hook,
+            behind autograd's accumulation, has not been called yet.
         sums: numbers of those of which several graphs have given a part.
         sparse: gradients of the sparse buckets, by number.
         sends_used: whether ranks tell each other which parameters they have used.
@@ -113,7 +116,7 @@ class Round:
     received: set[int] = field(default_factory=set)
     unused: set[int] = field(default_factory=set)
     existing: dict[int, Tensor] = field(default_factory=dict)
-    stored: set[int] = field(default_factory=set)
+    awaiting_hook: set[int] = field(default_factory=set)
     sums: set[int] = field(default_factory=set)
     sparse: dict[int, Tensor] = field(default_factory=dict)
     sends_used: bool = False
@@ -408,7 +411,7 @@ class Reducer:
                 if gradient is not None:  # What was there is averaged too.
                     self._view(now, number).add_(gradient.detach())
             now.received.update(numbers)
-            now.stored.update(numbers)
+            now.awaiting_hook.update(numbers)
             if is_sum:
                 now.sums.update(numbers)
             now.copies.stored.update(numbers)
@@ -420,7 +423,7 @@ class Reducer:
         if self._round is not None:
             self._round.copies.in_graphs.append((numbers, why))
 
-    def refuse_memory(self, numbers: Collection[int], why: str) -> None:
+    def note_no_memory(self, numbers: Collection[int], why: str) -> None:
         """Note why a graph is given no memory for these gradients."""
         if self._round is not None:
             self._round.copies.refuse(numbers, why)
@@ -478,9 +481,9 @@ class Reducer:
 
     def _has_stored(self, now: Round, number: int) -> bool:
         """Whether what autograd has accumulated is what a graph has stored before."""
-        if number not in now.stored:
+        if number not in now.awaiting_hook:
             return False
-        now.stored.discard(number)
+        now.awaiting_hook.discard(number)
         if number in now.sums:  # Autograd has added the parts once more.
             self._replace_new(now, number)
         return True
@@ -498,7 +501,7 @@ class Reducer:
         now = self._round
         if now is None:
             return
-        now.stored.clear()
+        now.awaiting_hook.clear()
         missing = set(self.numbers) - now.received
         if self.reduces_at_end:
             self._end_first_static(now, missing)
@@ -528,7 +531,7 @@ class Reducer:
         self.follows = self.leads = None
         now = self._round
         if now is not None:
-            now.stored.clear()
+            now.awaiting_hook.clear()
             self.failures.leave(self.steps, f"{type(error).__name__}: {error}")
             self._leave_unfinished(set(self.numbers) - now.received)
 
@@ -704,7 +707,7 @@ class Reducer:
     def _finalize_in_backward(self) -> None:
         """At the end of a backward, before callbacks that the user has queued later."""
         now = self._round
-        if now is not None and not now.stored and self.has_launched_all:
+        if now is not None and not now.awaiting_hook and self.has_launched_all:
             self.finalize()
 
     def finalize(self) -> None:
