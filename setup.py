@@ -11,11 +11,8 @@ ROOT = Path(__file__).parent
 # has to change. tests/test_packaging.py fails once CHANGELOG.md dates a release without it.
 REPOSITORY = "https://fusion-passes.example/fusion_passes"
 
-# What the fusion itself never imports: a training job that only fuses gets torch alone.
-EXPLAIN = ["matplotlib>=3.8", "rich>=13"]
 TEST = [
     "accelerate>=1.1",  # This, lightning and transformers: for the examples with trainers.
-    *EXPLAIN,
     "expecttest>=0.3",
     "hypothesis>=6.100",
     "jsonschema>=4.20",
@@ -26,7 +23,7 @@ TEST = [
     "setuptools>=77",
     "transformers>=4.50",
 ]
-EXAMPLES = [*EXPLAIN, "numpy>=1.26", "tqdm>=4.66"]
+EXAMPLES = ["numpy>=1.26", "tqdm>=4.66"]
 # A new minor version of these two judges old code anew, so they move on purpose only.
 DEV = ["mkdocs>=1.6,<2", "mypy>=2.4,<2.5", "ruff>=0.17,<0.18", "types-setuptools", "types-tqdm"]
 
@@ -91,7 +88,6 @@ setup(
     python_requires=">=3.10",
     install_requires=["torch>=2.11,<2.16"],
     extras_require={
-        "explain": EXPLAIN,
         "test": TEST,
         "examples": EXAMPLES,
         "dev": [*TEST, *EXAMPLES, *DEV],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -25,7 +24,6 @@ from byte_gpt.gradient_check import (
 from byte_gpt.model import GPT
 from byte_gpt.progress import Progress
 from fusion_passes.explain import saying_what_compiles
-from fusion_passes.reporting.screen import console_for, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -255,7 +253,7 @@ def _show_report(options: Options, rank: Rank) -> None:
         return
     if rank.index == 0:
         report = fusion_passes.report()
-        show(report, console_for(sys.stdout))
+        print(fusion_passes.format_report(report))
         if report.timeline is not None:
             report.write_timeline(options.timeline)
             rank.say(f"Timeline of {len(report.timeline.ranks)} ranks: {options.timeline}\n")

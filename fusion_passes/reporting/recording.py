@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import json
 import logging
 import os
+import pickle
 import socket
 import statistics
 import time
 import zlib
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final
 
@@ -22,10 +22,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reporting.backwards import backwards
-from fusion_passes.reporting.modules import module_reports, named_buckets, predictions, this_site
+from fusion_passes.reporting.modules import module_reports
 from fusion_passes.reporting.records import ModuleReport
 from fusion_passes.reporting.spans import Event, RankTimeline, lane_of, timeline_of
-from fusion_passes.reporting.timeline import RankSteps, Timeline, rank_from_json
+from fusion_passes.reporting.timeline import RankSteps, Timeline
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.process_groups import world_group
 from fusion_passes.torch_private.profiling import (
@@ -122,15 +122,19 @@ class Recording:
             0.0,
             tuple((end - begin) / 1e9 for end in ends),
             whole.spans,
-            this_site(),
         )
         # In the order of the ranks; each by the clock of rank 0.
         ranks, missing = _Gathering(mine).run() if self._gather else ((mine,), ())
         # As many are timed on each rank, whichever of them compile: what follows is the same step.
         seconds = [seconds for seconds, has_compiled in self._plain if not has_compiled]
         plain = statistics.median(seconds) if seconds else 0.0
-        predicted, source = predictions(mine, ranks)
-        self.timeline = Timeline(ranks, named_buckets(), plain, missing, predicted, source)
+        modules = module_reports()
+        names = {bucket.name: bucket.parameters for item in modules for bucket in item.buckets}
+        predicted = tuple(
+            {bucket.name: bucket.planned_s for bucket in item.buckets if bucket.planned_s}
+            for item in modules
+        )
+        self.timeline = Timeline(ranks, names, plain, missing, predicted)
 
     def abandon(self) -> None:
         """Record no more, if the steps are not recorded yet."""
@@ -302,7 +306,7 @@ class _Gathering:
             except RuntimeError:  # Silent, or gone.
                 missing.append(rank)
                 continue
-            theirs = rank_from_json(json.loads(zlib.decompress(packed)))
+            theirs: RankSteps = pickle.loads(zlib.decompress(packed))
             found.append(replace(theirs, start_s=theirs.start_s - self._mine.start_s))
         if missing:
             log.warning("Ranks %s have not sent what they recorded.", missing)
@@ -313,8 +317,8 @@ class _Gathering:
         try:
             ahead_s, error_s = self._compare_clocks()
             mine = replace(mine, start_s=mine.start_s - ahead_s, clock_error_s=error_s)
-            text = json.dumps(asdict(mine)).encode()
-            self._store.set(f"{self._place}/steps/{mine.rank}", zlib.compress(text))
+            packed = zlib.compress(pickle.dumps(mine))
+            self._store.set(f"{self._place}/steps/{mine.rank}", packed)
         except RuntimeError as error:
             log.warning("Rank 0 does not take what this rank recorded: %s", error)
         return (replace(mine, start_s=0.0),), ()
