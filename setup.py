@@ -17,6 +17,7 @@ TEST = [
     "hypothesis>=6.100",
     "jsonschema>=4.20",
     "lightning>=2.5",
+    "pydantic>=2",  # For the schema of the report.
     "pytest>=8,<9.2",  # pytest-xdist 3.8 cannot keep groups together in newer ones.
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",

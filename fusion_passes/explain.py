@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import contextlib
 import os
 import runpy
 import shutil
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -25,7 +22,6 @@ from fusion_passes.reporting.recording import ENDED, Recording, record_steps
 from fusion_passes.reporting.report import report
 from fusion_passes.reporting.table import format_report
 from fusion_passes.torch_private import inductor_config
-from fusion_passes.torch_private.profiling import on_compile
 
 DESCRIPTION: Final = """\
 Runs a training script as it is, with gradients fused, and shows after some steps what was done:
@@ -96,48 +92,12 @@ def main(arguments: Sequence[str]) -> None:
     backwards.after = explained.after_backward
     atexit.register(explained.show)
     sys.argv = [options.script, *options.arguments]
-    with saying_what_compiles(_say):
-        if options.module:
-            runpy.run_module(options.script, run_name="__main__", alter_sys=True)
-        else:
-            # As Python does: a script can change its directory and import from its old one.
-            sys.path[0] = str(Path(options.script).resolve().parent)
-            runpy.run_path(str(Path(options.script).absolute()), run_name="__main__")
-
-
-@contextlib.contextmanager
-def saying_what_compiles(say: Callable[[str], None], every_s: float = 5.0) -> Iterator[None]:
-    """A context in which a thread says every few seconds what is being compiled, if anything is.
-
-    Args:
-        say: called in that thread: ``"compiling graph 0/0 for 12 s"``.
-        every_s: seconds between two calls.
-    """
-    state: list[tuple[str, float]] = []
-    is_over = threading.Event()
-
-    def begun(what: str) -> None:
-        state[:] = [(what, time.monotonic())]
-
-    def watch() -> None:
-        while not is_over.wait(every_s):
-            for what, since in state:
-                say(f"compiling {what} for {time.monotonic() - since:.0f} s")
-
-    undo = on_compile(begun, state.clear)
-    thread = threading.Thread(target=watch, name="fusion_passes compiling", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        undo()
-        is_over.set()
-        thread.join()
-
-
-def _say(text: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"ddp_fusion: {text}", file=sys.stderr, flush=True)
+    if options.module:
+        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+    else:
+        # As Python does: a script can change its directory and import from its old one.
+        sys.path[0] = str(Path(options.script).resolve().parent)
+        runpy.run_path(str(Path(options.script).absolute()), run_name="__main__")
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -150,8 +110,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--flag", choices=FUSION_MODES, default="concat",
         help="value of ddp_fusion, unless the script or the environment sets it")  # fmt: skip
-    add("--steps", type=_at_least(1), default=3, help="steps to record (3)")
-    add("--plain-steps", type=_at_least(0), default=3,
+    add("--steps", type=int, default=3, help="steps to record (3)")
+    add("--plain-steps", type=int, default=3,
         help="steps to time before that, without a profiler (3)")  # fmt: skip
     add("--json", type=_output, metavar="FILE", help="write the report as JSON")
     add("--timeline", type=_page, metavar="FILE",
@@ -184,17 +144,6 @@ def _page(text: str) -> Path:
     if not text.endswith(".html"):
         raise argparse.ArgumentTypeError(f"must end with .html, but is {text!r}")
     return _output(text)
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(
-                f"must be a whole number of at least {least}, but is {text!r}"
-            )
-        return int(text)
-
-    return number
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from byte_gpt.gradient_check import (
 )
 from byte_gpt.model import GPT
 from byte_gpt.progress import Progress
-from fusion_passes.explain import saying_what_compiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -221,10 +220,7 @@ def _fused_training(
     optimizer = _optimizer(model)
     differences = []
     step_tokens = options.batch * options.context * rank.world_size
-    with (
-        Progress(options.steps, step_tokens, rank.index == 0) as progress,
-        saying_what_compiles(progress.wait_for, 1.0),
-    ):
+    with Progress(options.steps, step_tokens, rank.index == 0) as progress:
         for step in range(options.steps):
             if step == len(expected) and options.fusion is not None:
                 fusion_passes.record_steps(2, plain_steps=1)

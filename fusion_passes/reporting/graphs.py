@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Final
 
-from fusion_passes.plan.buckets import Bucket, BucketPlan
+from fusion_passes.plan.buckets import BucketPlan, TracedBucket
 from fusion_passes.plan.placement import Placement
 from fusion_passes.reductions.find import dtype_name
 from fusion_passes.reporting.records import (
@@ -177,7 +177,7 @@ def report_plan(plan: BucketPlan, mode: str) -> FusionReport:
     )
 
 
-def _report_bucket(bucket: Bucket, placement: Placement | None, mode: str) -> BucketReport:
+def _report_bucket(bucket: TracedBucket, placement: Placement | None, mode: str) -> BucketReport:
     owner = bucket.members[0].owner
     return BucketReport(
         module=owner.module,

@@ -121,7 +121,12 @@ class ModuleReport:
 
 @dataclass(frozen=True)
 class RejectionReport:
-    """A collective that was left as it is, and why."""
+    """A collective that was left as it is.
+
+    Attributes:
+        collective: its node in the graph, and its operator.
+        reason: why it was.
+    """
 
     collective: str
     reason: str
