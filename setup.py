@@ -11,22 +11,20 @@ ROOT = Path(__file__).parent
 # has to change. tests/test_packaging.py fails once CHANGELOG.md dates a release without it.
 REPOSITORY = "https://fusion-passes.example/fusion_passes"
 
-# What the fusion itself never imports: a training job that only fuses gets torch alone.
-EXPLAIN = ["matplotlib>=3.8", "rich>=13"]
 TEST = [
     "accelerate>=1.1",  # This, lightning and transformers: for the examples with trainers.
-    *EXPLAIN,
     "expecttest>=0.3",
     "hypothesis>=6.100",
     "jsonschema>=4.20",
     "lightning>=2.5",
+    "pydantic>=2",  # For the schema of the report.
     "pytest>=8,<9.2",  # pytest-xdist 3.8 cannot keep groups together in newer ones.
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
     "setuptools>=77",
     "transformers>=4.50",
 ]
-EXAMPLES = [*EXPLAIN, "numpy>=1.26", "tqdm>=4.66"]
+EXAMPLES = ["numpy>=1.26", "tqdm>=4.66"]
 # A new minor version of these two judges old code anew, so they move on purpose only.
 DEV = ["mkdocs>=1.6,<2", "mypy>=2.4,<2.5", "ruff>=0.17,<0.18", "types-setuptools", "types-tqdm"]
 
@@ -91,7 +89,6 @@ setup(
     python_requires=">=3.10",
     install_requires=["torch>=2.11,<2.16"],
     extras_require={
-        "explain": EXPLAIN,
         "test": TEST,
         "examples": EXAMPLES,
         "dev": [*TEST, *EXAMPLES, *DEV],

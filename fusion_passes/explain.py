@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import contextlib
-import importlib.util
 import os
 import runpy
+import shutil
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,11 +18,10 @@ import torch.distributed as dist
 
 from fusion_passes.config import ENVIRONMENT_VARIABLE, FUSION_MODES
 from fusion_passes.reporting.backwards import backwards
-from fusion_passes.reporting.drawing import FORMS
 from fusion_passes.reporting.recording import ENDED, Recording, record_steps
 from fusion_passes.reporting.report import report
+from fusion_passes.reporting.table import format_report
 from fusion_passes.torch_private import inductor_config
-from fusion_passes.torch_private.profiling import on_compile
 
 DESCRIPTION: Final = """\
 Runs a training script as it is, with gradients fused, and shows after some steps what was done:
@@ -34,6 +30,9 @@ buckets, warnings, times. Under torchrun:
     torchrun --nproc-per-node=2 -m fusion_passes.explain SCRIPT [ARGS...]
     torchrun --nproc-per-node=2 -m fusion_passes.explain -m MODULE [ARGS...]
 """
+
+LOG_WIDTH: Final = 120
+"""Columns of the tables where there is no terminal."""
 
 
 @dataclass
@@ -59,23 +58,20 @@ class _Explained:
         found, options = report(), self.options
         if found.rank not in (None, 0):
             return
-        from fusion_passes.reporting.screen import console_for, show
-
-        show(found, console_for(sys.stderr))
+        columns = shutil.get_terminal_size((LOG_WIDTH, 0)).columns
+        print(format_report(found, width=columns), file=sys.stderr)
         if found.timeline is None:
             why = self.recording.problem or ENDED
             print(f"Nothing was measured: {why}.", file=sys.stderr)
-        timelines = options.timeline if found.timeline is not None else ()
         try:
             if options.json is not None:
                 options.json.write_text(found.to_json() + "\n", encoding="utf-8")
-            for path in timelines:
-                found.write_timeline(path)
+                print(f"ddp_fusion: written: {options.json}", file=sys.stderr)
+            if options.timeline is not None and found.timeline is not None:
+                found.write_timeline(options.timeline)
+                print(f"ddp_fusion: written: {options.timeline}", file=sys.stderr)
         except OSError as error:  # The training goes on.
             print(f"ddp_fusion: not written: {error}", file=sys.stderr)
-            return
-        for path in (*([options.json] if options.json else []), *timelines):
-            print(f"ddp_fusion: written: {path}", file=sys.stderr)
 
     def _stop(self) -> None:
         """End the script here, on all ranks at the same step."""
@@ -90,65 +86,18 @@ class _Explained:
 def main(arguments: Sequence[str]) -> None:
     """Run the command."""
     options = _options(arguments)
-    _need("rich", "shows tables")  # Before the script has run for minutes.
-    if any(path.suffix == ".png" for path in options.timeline):
-        _need("matplotlib", "draws pictures")
     if ENVIRONMENT_VARIABLE not in os.environ:
         inductor_config.ddp_fusion = options.flag
     explained = _Explained(options, record_steps(options.steps, plain_steps=options.plain_steps))
     backwards.after = explained.after_backward
     atexit.register(explained.show)
     sys.argv = [options.script, *options.arguments]
-    with saying_what_compiles(_say):
-        if options.module:
-            runpy.run_module(options.script, run_name="__main__", alter_sys=True)
-        else:
-            # As Python does: a script can change its directory and import from its old one.
-            sys.path[0] = str(Path(options.script).resolve().parent)
-            runpy.run_path(str(Path(options.script).absolute()), run_name="__main__")
-
-
-@contextlib.contextmanager
-def saying_what_compiles(say: Callable[[str], None], every_s: float = 5.0) -> Iterator[None]:
-    """A context in which a thread says every few seconds what is being compiled, if anything is.
-
-    Args:
-        say: called in that thread: ``"compiling graph 0/0 for 12 s"``.
-        every_s: seconds between two calls.
-    """
-    state: list[tuple[str, float]] = []
-    is_over = threading.Event()
-
-    def begun(what: str) -> None:
-        state[:] = [(what, time.monotonic())]
-
-    def watch() -> None:
-        while not is_over.wait(every_s):
-            for what, since in state:
-                say(f"compiling {what} for {time.monotonic() - since:.0f} s")
-
-    undo = on_compile(begun, state.clear)
-    thread = threading.Thread(target=watch, name="fusion_passes compiling", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        undo()
-        is_over.set()
-        thread.join()
-
-
-def _need(package: str, what_for: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        sys.exit(
-            f"fusion_passes.explain {what_for} by {package}, which is not installed: "
-            "pip install 'fusion_passes[explain]'"
-        )
-
-
-def _say(text: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"ddp_fusion: {text}", file=sys.stderr, flush=True)
+    if options.module:
+        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+    else:
+        # As Python does: a script can change its directory and import from its old one.
+        sys.path[0] = str(Path(options.script).resolve().parent)
+        runpy.run_path(str(Path(options.script).absolute()), run_name="__main__")
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -161,13 +110,12 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--flag", choices=FUSION_MODES, default="concat",
         help="value of ddp_fusion, unless the script or the environment sets it")  # fmt: skip
-    add("--steps", type=_at_least(1), default=3, help="steps to record (3)")
-    add("--plain-steps", type=_at_least(0), default=3,
+    add("--steps", type=int, default=3, help="steps to record (3)")
+    add("--plain-steps", type=int, default=3,
         help="steps to time before that, without a profiler (3)")  # fmt: skip
     add("--json", type=_output, metavar="FILE", help="write the report as JSON")
-    add("--timeline", type=_timeline, metavar="FILE", action="append", default=[],
-        help="write the steps of all ranks: as a page (.html), a trace for Perfetto (.json) or a "
-        "picture (.png); can be given again")  # fmt: skip
+    add("--timeline", type=_page, metavar="FILE",
+        help="write the steps of all ranks as a page for a browser (.html)")  # fmt: skip
     add("--stop", action="store_true", help="end the script once the report is there")
     add("-m", "--module", action="store_true",
         help="SCRIPT is the name of a module, as for python -m")  # fmt: skip
@@ -192,23 +140,10 @@ def _output(text: str) -> Path:
     return path
 
 
-def _timeline(text: str) -> Path:
-    if Path(text).suffix not in FORMS:
-        raise argparse.ArgumentTypeError(
-            f"must end with one of {', '.join(FORMS)}, but is {text!r}"
-        )
+def _page(text: str) -> Path:
+    if not text.endswith(".html"):
+        raise argparse.ArgumentTypeError(f"must end with .html, but is {text!r}")
     return _output(text)
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(
-                f"must be a whole number of at least {least}, but is {text!r}"
-            )
-        return int(text)
-
-    return number
 
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Generic, ParamSpec, TypeVar
+from typing import Final, Generic, TypeVar
 
 _T = TypeVar("_T")
-_P = ParamSpec("_P")
 
 
 class Lifetime(Enum):
@@ -79,22 +78,17 @@ class ProcessState:
         self._pieces.append(Piece(value, holds, lives, reset))  # type: ignore[arg-type]
         return value
 
-    def once(
-        self, holds: str, lives: Lifetime, *, max_results: int | None = None
-    ) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-        """Declare a function that is called once for each set of arguments, and remembers the
-        result, as with ``functools.cache``.
+    def once(self, holds: str) -> Callable[[Callable[[], _T]], Callable[[], _T]]:
+        """Declare a function that is called once in a process, and remembers the result.
 
         Args:
-            holds: what the results are, for people.
-            lives: how long one is kept.
-            max_results: how many are, the latest ones.
+            holds: what the result is, for people.
         """
 
-        def declare(function: Callable[_P, _T]) -> Callable[_P, _T]:
-            cached = functools.lru_cache(maxsize=max_results)(function)
-            self.keep(cached, holds, lives, reset=lambda cached: cached.cache_clear())
-            return cached  # type: ignore[return-value]
+        def declare(function: Callable[[], _T]) -> Callable[[], _T]:
+            cached = functools.cache(function)
+            self.keep(cached, holds, Lifetime.PROCESS, reset=lambda cached: cached.cache_clear())
+            return cached
 
         return declare
 

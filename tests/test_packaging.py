@@ -133,7 +133,7 @@ def test_metadata(distribution: importlib.metadata.Distribution) -> None:
     assert "torch.compile" in metadata["Keywords"]
     requires = distribution.requires or []
     assert [line for line in requires if "extra ==" not in line] == ["torch<2.16,>=2.11"]
-    assert set(metadata.get_all("Provides-Extra", [])) == {"explain", "test", "examples", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"test", "examples", "dev"}
     licenses = [path for path in distribution.files or [] if path.name == "LICENSE"]
     assert [path.read_text() for path in licenses] == [(ROOT / "LICENSE").read_text()]
 

@@ -147,7 +147,7 @@ IMPORTS = (
         ("class Own:\n    kept = {}", {"Own.kept"}),
         ("class Own:\n    @functools.cache\n    def kept(self): pass", {"Own.kept"}),
         ("kept = state.keep({}, '', Lifetime.PROCESS, reset=dict.clear)", set()),
-        ("@state.once('', Lifetime.PROCESS)\ndef kept(): return 0", set()),
+        ("@state.once('')\ndef kept(): return 0", set()),
         ("kept = (1, 'two', frozenset((3.0, None)))", set()),
         ("kept = types.MappingProxyType({1: 2})", set()),
         ("@dataclass(frozen=True)\nclass Own:\n    n: int = 0\nkept = Own()", set()),

@@ -29,7 +29,7 @@ class Options:
         seed: of the initial weights, and with rank and step of every batch.
         bucket_cap_mb: DDP's own option of this name, MiB. DDP's default of 25 would put this
             small model into two buckets, which shows little.
-        timeline: file for the steps that were recorded; ``.html``, ``.json`` or ``.png``.
+        timeline: file for the page of the steps that were recorded; ``.html``.
     """
 
     fusion: str | None
@@ -90,14 +90,14 @@ def _parser() -> argparse.ArgumentParser:
         type=_timeline,
         default="train-timeline.html",
         metavar="FILE",
-        help="where recorded steps are drawn: a page (.html), a trace (.json), a picture (.png)",
+        help="page on which recorded steps are drawn (.html)",
     )
     return parser
 
 
 def _timeline(text: str) -> str:
-    if not text.endswith((".html", ".json", ".png")):
-        raise argparse.ArgumentTypeError(f"must end with .html, .json or .png, but is {text!r}")
+    if not text.endswith(".html"):
+        raise argparse.ArgumentTypeError(f"must end with .html, but is {text!r}")
     return text
 
 

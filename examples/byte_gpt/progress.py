@@ -13,8 +13,7 @@ LOG_SECONDS: Final = 10.0
 
 
 class Progress:
-    """Shows steps as they end, with the loss and the tokens a second, and what the first one waits
-    for.
+    """Shows steps as they end, with the loss and the tokens a second.
 
     Args:
         steps: how many there will be.
@@ -42,11 +41,6 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
-
-    def wait_for(self, what: str) -> None:
-        """Show what the first step waits for."""
-        self._bar.set_description(what)
-        self._log(what)
 
     def advance(self, loss: float) -> None:
         """Count a step. The rate leaves the first one out, in which everything compiles."""

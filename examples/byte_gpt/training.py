@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -24,8 +23,6 @@ from byte_gpt.gradient_check import (
 )
 from byte_gpt.model import GPT
 from byte_gpt.progress import Progress
-from fusion_passes.explain import saying_what_compiles
-from fusion_passes.reporting.screen import console_for, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -223,10 +220,7 @@ def _fused_training(
     optimizer = _optimizer(model)
     differences = []
     step_tokens = options.batch * options.context * rank.world_size
-    with (
-        Progress(options.steps, step_tokens, rank.index == 0) as progress,
-        saying_what_compiles(progress.wait_for, 1.0),
-    ):
+    with Progress(options.steps, step_tokens, rank.index == 0) as progress:
         for step in range(options.steps):
             if step == len(expected) and options.fusion is not None:
                 fusion_passes.record_steps(2, plain_steps=1)
@@ -255,7 +249,7 @@ def _show_report(options: Options, rank: Rank) -> None:
         return
     if rank.index == 0:
         report = fusion_passes.report()
-        show(report, console_for(sys.stdout))
+        print(fusion_passes.format_report(report))
         if report.timeline is not None:
             report.write_timeline(options.timeline)
             rank.say(f"Timeline of {len(report.timeline.ranks)} ranks: {options.timeline}\n")

@@ -31,7 +31,7 @@ from fusion_passes.profile.measure import (
     measure,
 )
 from fusion_passes.profile.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
-from fusion_passes.profile.records import Kind, Place, Profile, ReadyTimes, parameters_key
+from fusion_passes.profile.records import CollectiveKind, Place, Profile, ReadyTimes, parameters_key
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reductions.find import dtype_name
@@ -145,7 +145,9 @@ def _times_of(path: Path, reducer: Reducer) -> ReadyTimes:
     return times
 
 
-def _profile(ranks: Ranks, place: Place, kept: Profile | None, kinds: tuple[Kind, ...]) -> Profile:
+def _profile(
+    ranks: Ranks, place: Place, kept: Profile | None, kinds: tuple[CollectiveKind, ...]
+) -> Profile:
     """What collectives cost: what is kept, and what is measured beside it."""
     missing = kinds if kept is None else kept.missing(kinds)
     if kept is None or missing:
@@ -156,7 +158,7 @@ def _profile(ranks: Ranks, place: Place, kept: Profile | None, kinds: tuple[Kind
     return kept
 
 
-def _wanted(reducer: Reducer) -> tuple[Kind, ...]:
+def _wanted(reducer: Reducer) -> tuple[CollectiveKind, ...]:
     """The kinds of collectives that average the gradients, in the same order on all ranks."""
     kinds = {_kind_of(reducer, dtype) for dtype in _dtypes(reducer)}
     return tuple(sorted(kinds, key=str))
@@ -167,11 +169,11 @@ def _dtypes(reducer: Reducer) -> list[torch.dtype]:
     return list(dict.fromkeys(kind.dtype for kind in kinds if not kind.is_sparse))
 
 
-def _kind_of(reducer: Reducer, dtype: torch.dtype) -> Kind:
+def _kind_of(reducer: Reducer, dtype: torch.dtype) -> CollectiveKind:
     communication = reducer.communication
     assert isinstance(communication, AllReduce), "a hook comes after the constructor"
     operation = "avg" if communication.averages(dtype) else "sum"
-    return Kind(dtype_name(communication.sent_dtype(dtype)), operation)
+    return CollectiveKind(dtype_name(communication.sent_dtype(dtype)), operation)
 
 
 # --- With kept times -----------------------------------------------------------------------------

@@ -218,6 +218,7 @@ def _settings_of(ddp: DistributedDataParallel, config: FusionConfig) -> dict[str
     names, caps = reducer.parameters.names, caps_of_ddp(ddp)
     return {
         OPTION: asdict(config),
+        "the version of torch": torch.__version__,
         "bucket_cap_mb of DistributedDataParallel": caps.in_mib(),
         "find_unused_parameters of DistributedDataParallel": ddp.find_unused_parameters,
         "static_graph of DistributedDataParallel": bool(ddp.static_graph),
@@ -607,7 +608,7 @@ _PAUSE_SECONDS: Final = 0.05
 """Thousands of times as long as a thread needs that is running, and nothing beside a start."""
 
 
-@process_state.once("whether a pause at the program's end is registered", Lifetime.PROCESS)
+@process_state.once("whether a pause at the program's end is registered")
 def pause_at_exit() -> None:
     """Give Gloo's threads a moment with Python, once the program has ended."""
     atexit.unregister(_pause)  # Of before a reset.

@@ -27,7 +27,7 @@ from fusion_passes.plan.pieces import StoredInput
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reporting.graphs import compile_log, report_plan
-from fusion_passes.state import Lifetime, process_state
+from fusion_passes.state import process_state
 from fusion_passes.torch_private import CustomGraphPass, inductor_config
 from fusion_passes.torch_private.autograd import is_tensor_subclass
 from fusion_passes.torch_private.dynamo import is_compiling_backward
@@ -256,14 +256,14 @@ def find_stored(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients | None
     return StoreGradients(tuple(found.values()), len(inputs), caps)
 
 
-@process_state.once("whether Inductor knows the package's operators", Lifetime.PROCESS)
+@process_state.once("whether Inductor knows the package's operators")
 def _teach_inductor() -> None:
     """Once, and not before something is compiled: Inductor takes a second to import."""
     register_lowerings(compile_log.packed)
     register_store_lowerings()
 
 
-@process_state.once("a hash of the package's code", Lifetime.PROCESS)
+@process_state.once("a hash of the package's code")
 def source_hash() -> str:
     """Equal for the same code of the package."""
     files = sorted(Path(__file__).parent.parent.rglob("*.py"))

@@ -14,7 +14,7 @@ from fusion_passes.graph.operators import AS_COMPLEX
 from fusion_passes.graph.scaling import scaled_together
 from fusion_passes.passes.rewrite import Replacement, cast, replace_buckets, settle
 from fusion_passes.passes.verify import GraphFacts, GraphPass
-from fusion_passes.plan.buckets import Bucket
+from fusion_passes.plan.buckets import TracedBucket
 from fusion_passes.reductions.find import GradientReduction
 
 
@@ -45,7 +45,7 @@ class FuseByCoalescing(GraphPass):
             the graph that the pass is called with.
     """
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[TracedBucket, ...]
 
     def __call__(self, graph: fx.Graph) -> bool:
         return replace_buckets(graph, self.buckets, self._replacement_for)
@@ -53,12 +53,12 @@ class FuseByCoalescing(GraphPass):
     def facts_after(self, before: GraphFacts) -> GraphFacts:
         return before.with_buckets(self.buckets)
 
-    def _replacement_for(self, _: int, bucket: Bucket) -> Replacement:
+    def _replacement_for(self, _: int, bucket: TracedBucket) -> Replacement:
         gradients = tuple(member.gradient for member in bucket.members)
         return Replacement(gradients, functools.partial(_reduce, bucket))
 
 
-def _reduce(bucket: Bucket, gradients: list[Tensor]) -> list[Tensor]:
+def _reduce(bucket: TracedBucket, gradients: list[Tensor]) -> list[Tensor]:
     """The averaged gradients, each a tensor of its own."""
     key, scaling = bucket.key, bucket.scaling
     flat = [_to_send(m, g) for m, g in zip(bucket.members, gradients, strict=True)]

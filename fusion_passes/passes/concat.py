@@ -13,7 +13,7 @@ from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.graph.operators import AS_COMPLEX, PACK, WIDEN
 from fusion_passes.passes.rewrite import Replacement, replace_buckets, settle
 from fusion_passes.passes.verify import GraphFacts, GraphPass
-from fusion_passes.plan.buckets import Bucket
+from fusion_passes.plan.buckets import TracedBucket
 from fusion_passes.reductions.find import GradientReduction
 from fusion_passes.reductions.producers import source_of
 
@@ -47,7 +47,7 @@ class FuseByConcat(GraphPass):
         label: names the plan, for the report of what was copied.
     """
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[TracedBucket, ...]
     label: str = "plan"
 
     def __call__(self, graph: fx.Graph) -> bool:
@@ -56,7 +56,7 @@ class FuseByConcat(GraphPass):
     def facts_after(self, before: GraphFacts) -> GraphFacts:
         return before.with_buckets(self.buckets)
 
-    def _replacement_for(self, index: int, bucket: Bucket) -> Replacement:
+    def _replacement_for(self, index: int, bucket: TracedBucket) -> Replacement:
         inputs = tuple(_input_of(member, bucket) for member in bucket.members)
         nodes = tuple(node for node, _ in inputs)
         strides = [strides for _, strides in inputs]
@@ -64,7 +64,7 @@ class FuseByConcat(GraphPass):
         return Replacement(nodes, functools.partial(_reduce, bucket, strides, label))
 
 
-def _input_of(member: GradientReduction, bucket: Bucket) -> tuple[fx.Node, tuple[int, ...]]:
+def _input_of(member: GradientReduction, bucket: TracedBucket) -> tuple[fx.Node, tuple[int, ...]]:
     """What is packed for a member, and the strides of its place."""
     if bucket.key.dtype.is_complex or not member.num_bytes:
         return member.gradient, (*(2 * stride for stride in member.strides), 1)
@@ -74,7 +74,7 @@ def _input_of(member: GradientReduction, bucket: Bucket) -> tuple[fx.Node, tuple
 
 
 def _reduce(
-    bucket: Bucket, strides: list[tuple[int, ...]], label: str, gradients: list[Tensor]
+    bucket: TracedBucket, strides: list[tuple[int, ...]], label: str, gradients: list[Tensor]
 ) -> list[Tensor]:
     """The averaged gradients, as views of one buffer."""
     key, scaling = bucket.key, bucket.scaling

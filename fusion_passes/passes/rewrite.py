@@ -12,7 +12,7 @@ from fusion_passes.graph.collectives import is_launch, issue_order
 from fusion_passes.graph.dependencies import reorder
 from fusion_passes.graph.edits import erase, record, replace_uses
 from fusion_passes.graph.families import CAST, COPY
-from fusion_passes.plan.buckets import Bucket
+from fusion_passes.plan.buckets import TracedBucket
 from fusion_passes.reductions.find import GradientReduction
 from fusion_passes.reductions.hook_pattern import is_laid_out, is_only_copied
 
@@ -32,8 +32,8 @@ class Replacement:
 
 def replace_buckets(
     graph: fx.Graph,
-    buckets: Sequence[Bucket],
-    replacement_for: Callable[[int, Bucket], Replacement],
+    buckets: Sequence[TracedBucket],
+    replacement_for: Callable[[int, TracedBucket], Replacement],
 ) -> bool:
     """Put a bucket's reduction where its last member was launched, and give its results to the
     users of the members' results. Users that stood earlier move after the new wait; collectives of

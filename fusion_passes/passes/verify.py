@@ -21,7 +21,7 @@ from fusion_passes.graph.collectives import (
     results_of,
 )
 from fusion_passes.graph.text import value_text
-from fusion_passes.plan.buckets import Bucket
+from fusion_passes.plan.buckets import TracedBucket
 from fusion_passes.reductions.owners import DdpGroups, Owner
 
 
@@ -46,7 +46,7 @@ class GraphFacts:
     foreign: dict[str, tuple[str, ...]]
     unwaited: frozenset[str]
 
-    def with_buckets(self, buckets: Sequence[Bucket]) -> GraphFacts:
+    def with_buckets(self, buckets: Sequence[TracedBucket]) -> GraphFacts:
         """The facts as they must be once buckets are fused: each is reduced by the operation and
         in the dtype that the plan says, and nothing else changes."""
         reduced = Counter(self.reduced)

@@ -55,7 +55,7 @@ BucketsOf = Callable[[str], ModuleBuckets]
 
 
 @dataclass(frozen=True)
-class Bucket:
+class TracedBucket:
     """Reductions that are fused into one collective.
 
     Attributes:
@@ -93,7 +93,7 @@ class BucketPlan:
             differ between ranks.
     """
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[TracedBucket, ...]
     rejections: tuple[Rejection, ...]
     placements: tuple[Placement, ...] = ()
 
@@ -132,7 +132,7 @@ def plan_buckets(graph: fx.Graph, found: FoundReductions, buckets_of: BucketsOf)
     averaged = dependents(graph, {reduction.wait for reduction in found.reductions})
     if any(reduction.start in averaged for reduction in found.reductions):
         raise CannotLaunchError("a gradient is computed from one that is averaged already")
-    buckets: list[Bucket] = []
+    buckets: list[TracedBucket] = []
     for name, reductions in by_module.items():
         buckets += _of_module(reductions, buckets_of(name))
     _check_writes(graph, buckets)
@@ -152,7 +152,7 @@ def _check_others(found: FoundReductions) -> None:
             raise CannotLaunchError(f"it has a collective of the model's on the same ranks: {item}")
 
 
-def _of_module(reductions: Sequence[GradientReduction], of: ModuleBuckets) -> list[Bucket]:
+def _of_module(reductions: Sequence[GradientReduction], of: ModuleBuckets) -> list[TracedBucket]:
     owner = reductions[0].owner
     by_number = {
         reduction.owner.number: _in_reduce_dtype(reduction, of.reduce_dtype)
@@ -163,7 +163,7 @@ def _of_module(reductions: Sequence[GradientReduction], of: ModuleBuckets) -> li
         raise CannotLaunchError(
             f"a graph of it has {len(reductions)} of the {len(numbers)} gradients of {owner.module}"
         )
-    buckets: list[Bucket] = []
+    buckets: list[TracedBucket] = []
     ready: GradientReduction | None = None
     for bucket in of.numbers:
         members = tuple(by_number[number] for number in bucket)
@@ -176,11 +176,11 @@ def _of_module(reductions: Sequence[GradientReduction], of: ModuleBuckets) -> li
             raise CannotLaunchError(f"gradients of a bucket of {owner.module} are of several kinds")
         folds = not any(stores_unscaled(source_of(member).node) for member in members)
         scaling = choose_scaling(key, owner, divides_first=of.divides_first, folds=folds)
-        buckets.append(Bucket(key, members, scaling, ready))
+        buckets.append(TracedBucket(key, members, scaling, ready))
     return buckets
 
 
-def _check_writes(graph: fx.Graph, buckets: Sequence[Bucket]) -> None:
+def _check_writes(graph: fx.Graph, buckets: Sequence[TracedBucket]) -> None:
     """Refuse gradients whose memory has something else in it when their bucket is launched."""
     base_of, writes = write_positions(graph.nodes)
     for bucket in buckets:

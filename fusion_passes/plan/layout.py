@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
@@ -20,7 +21,7 @@ ALIGNMENT: Final = 16
 
 
 @dataclass(frozen=True)
-class Kind:
+class GradientKind:
     """What the layout must know of a parameter.
 
     Attributes:
@@ -76,7 +77,9 @@ class Layout:
     places: Mapping[int, tuple[int, int]] = field(repr=False)
 
 
-def plan_layout(pieces: Iterable[Piece], kinds: Mapping[int, Kind], caps: BucketCaps) -> Layout:
+def plan_layout(
+    pieces: Iterable[Piece], kinds: Mapping[int, GradientKind], caps: BucketCaps
+) -> Layout:
     """Put whole pieces together to buckets, in the order in which they have come.
 
     A piece that brings a bucket to its cap closes it. Within a bucket, pieces of round sizes come
@@ -104,7 +107,7 @@ def plan_layout(pieces: Iterable[Piece], kinds: Mapping[int, Kind], caps: Bucket
     return lay_out([*closed, *open_.values()], kinds)
 
 
-def lay_out(members: Iterable[Sequence[Piece]], kinds: Mapping[int, Kind]) -> Layout:
+def lay_out(members: Iterable[Sequence[Piece]], kinds: Mapping[int, GradientKind]) -> Layout:
     """The layout of some buckets.
 
     Args:
@@ -128,18 +131,15 @@ def in_round_order(numels: Sequence[int]) -> list[int]:
     return sorted(range(len(numels)), key=lambda index: -_power_of_two_in(numels[index]))
 
 
-def _bucket(index: int, pieces: Sequence[Piece], kinds: Mapping[int, Kind]) -> Bucket:
+def _bucket(index: int, pieces: Sequence[Piece], kinds: Mapping[int, GradientKind]) -> Bucket:
     sizes = [sum(kinds[number].numel for number in piece) for piece in pieces]
     numbers = tuple(n for place in in_round_order(sizes) for n in pieces[place])
-    offsets, numel = [], 0
-    for number in numbers:
-        offsets.append(numel)
-        numel += kinds[number].numel
+    *offsets, numel = accumulate((kinds[number].numel for number in numbers), initial=0)
     kind = kinds[numbers[0]]
     return Bucket(index, numbers, tuple(offsets), numel, kind.dtype, kind.device, kind.is_sparse)
 
 
-def _nbytes(pieces: Iterable[Piece], kinds: Mapping[int, Kind]) -> int:
+def _nbytes(pieces: Iterable[Piece], kinds: Mapping[int, GradientKind]) -> int:
     return sum(kinds[number].nbytes for piece in pieces for number in piece)
 
 

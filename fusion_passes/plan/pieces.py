@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeAlias
 
 import torch
@@ -134,10 +135,7 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, tuple[int, int]]:
 def _placed(piece: Sequence[StoredInput]) -> StoredPiece:
     order = in_round_order([item.numel for item in piece])
     inputs = tuple(piece[index] for index in order)
-    offsets, numel = [], 0
-    for item in inputs:
-        offsets.append(numel)
-        numel += item.numel
+    *offsets, numel = accumulate((item.numel for item in inputs), initial=0)
     return StoredPiece(inputs, tuple(offsets), numel)
 
 

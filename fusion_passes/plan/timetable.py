@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 
 from fusion_passes.plan.caps import BucketCaps, most_kept_bytes
-from fusion_passes.plan.layout import Kind, Piece
+from fusion_passes.plan.layout import GradientKind, Piece
 from fusion_passes.plan.optimum import Queue, best_cuts, times_of
 from fusion_passes.profile.records import ReadyTimes
 from fusion_passes.profile.tables import NOTHING_TAKEN, CostTable, Taken
@@ -46,7 +46,6 @@ class Timetable:
         compute_ns: when the last gradient is ready.
         end_ns: when the last collective ends.
         fixed_end_ns: when it would end in buckets that are filled up to caps.
-        uncapped_end_ns: when it would end without the user's caps; ``None`` if there are none.
         num_kinds: of gradients that share the network.
     """
 
@@ -55,7 +54,6 @@ class Timetable:
     compute_ns: int
     end_ns: int
     fixed_end_ns: int
-    uncapped_end_ns: int | None
     num_kinds: int
 
     def lines(self) -> tuple[str, ...]:
@@ -66,10 +64,6 @@ class Timetable:
             f"up to caps, {_ms(self.fixed_end_ns - self.compute_ns)} later"
         )
         said = [expected]
-        if self.uncapped_end_ns is not None:
-            cost = self.end_ns - self.uncapped_end_ns
-            costs = f"{_ms(cost)} of that" if cost > 0 else "nothing"
-            said.append(f"your bucket cap costs {costs}")
         if self.num_kinds > 1:
             said.append(
                 f"gradients of {self.num_kinds} kinds share the network: these are the best "
@@ -99,7 +93,7 @@ _Cuts: TypeAlias = list[list[int]]
 
 def plan_timetable(
     times: ReadyTimes,
-    kinds: Mapping[int, Kind],
+    kinds: Mapping[int, GradientKind],
     sent: Mapping[torch.dtype, Sent],
     caps: BucketCaps,
     taken: Taken = NOTHING_TAKEN,
@@ -120,39 +114,35 @@ def plan_timetable(
         if not kinds[number].is_sparse:
             of_kind.setdefault((kinds[number].dtype, kinds[number].device), []).append(number)
     position = {number: place for place, number in enumerate(ready)}
-    capped, free = (
-        [
-            _Slot(
-                tuple(numbers),
-                tuple(position[number] for number in numbers),
-                _queue(numbers, ready, kinds, sent[dtype], user, taken),
-            )
-            for (dtype, _), numbers in of_kind.items()
-        ]
-        for user in (caps, None)
-    )
-    filled = [_filled(slot.numbers, kinds, caps) for slot in capped]
+    slots = [
+        _Slot(
+            tuple(numbers),
+            tuple(position[number] for number in numbers),
+            _queue(numbers, ready, kinds, sent[dtype], caps, taken),
+        )
+        for (dtype, _), numbers in of_kind.items()
+    ]
+    filled = [_filled(slot.numbers, kinds, caps) for slot in slots]
     is_capped = caps.most_bytes is not None or caps.first_most_bytes is not None
     # A bucket that is filled up to a cap goes beyond it; where that is the user's, it must not.
-    best = _best(capped, None if is_capped else filled)
+    best = _best(slots, None if is_capped else filled)
     launched: list[tuple[int, Piece, tuple[int, int] | None]] = [
         (position[number], (number,), None) for number in ready if kinds[number].is_sparse
     ]
-    for (slot, begin, end), when in _sent(capped, best):
+    for (slot, begin, end), when in _sent(slots, best):
         launched.append((slot.positions[end - 1], slot.numbers[begin:end], when))
     launched.sort(key=lambda item: item[0])
     return Timetable(
         tuple(numbers for _, numbers, _ in launched),
         MappingProxyType({i: when for i, (*_, when) in enumerate(launched) if when is not None}),
         max(ready.values(), default=0),
-        _last_end(capped, best),
-        _last_end(capped, filled),
-        _last_end(free, _best(free, filled)) if is_capped else None,
-        len(capped),
+        _last_end(slots, best),
+        _last_end(slots, filled),
+        len(slots),
     )
 
 
-def _in_order(times: ReadyTimes, kinds: Mapping[int, Kind]) -> dict[int, int]:
+def _in_order(times: ReadyTimes, kinds: Mapping[int, GradientKind]) -> dict[int, int]:
     """When each gradient is ready, in that order."""
     known = zip(times.numbers, times.ready_ns, strict=True)
     ready = {number: moment for number, moment in known if number in kinds}
@@ -163,13 +153,12 @@ def _in_order(times: ReadyTimes, kinds: Mapping[int, Kind]) -> dict[int, int]:
 def _queue(
     numbers: Sequence[int],
     ready: Mapping[int, int],
-    kinds: Mapping[int, Kind],
+    kinds: Mapping[int, GradientKind],
     sent: Sent,
-    caps: BucketCaps | None,
+    caps: BucketCaps,
     taken: Taken,
 ) -> Queue:
-    """What decides about the buckets of one dtype and device; without caps of the user, what the
-    memory and the measured costs allow."""
+    """What decides about the buckets of one dtype and device."""
     kind = kinds[numbers[0]]
     wide, narrow = kind.dtype.itemsize, sent.itemsize * (2 if kind.dtype.is_complex else 1)
     # Larger ones were not measured: where the network is slow, their cost is no line.
@@ -179,8 +168,7 @@ def _queue(
         return largest if cap is None else int(min(cap / wide * narrow, largest))
 
     kept = as_sent(most_kept_bytes(kind.device.type))
-    most = caps.most_bytes if caps else None
-    first = caps.first_most_bytes if caps else None
+    most, first = caps.most_bytes, caps.first_most_bytes
     return Queue(
         tuple(ready[number] for number in numbers),
         tuple(kinds[number].numel * narrow for number in numbers),
@@ -191,7 +179,9 @@ def _queue(
     )
 
 
-def _filled(numbers: Sequence[int], kinds: Mapping[int, Kind], caps: BucketCaps) -> list[int]:
+def _filled(
+    numbers: Sequence[int], kinds: Mapping[int, GradientKind], caps: BucketCaps
+) -> list[int]:
     """Where caps cut gradients of one kind."""
     cuts, size = [0], 0
     for place, number in enumerate(numbers, start=1):

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import socket
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fusion_passes.profile.files import keep, path_of
-from fusion_passes.profile.records import Kind, Place, Profile, Site, site_of
+from fusion_passes.profile.records import CollectiveKind, Place, Profile
 from fusion_passes.profile.tables import MIB, CostTable, Taken
 from fusion_passes.torch_private import ProcessGroup
 from fusion_passes.torch_private.process_groups import (
@@ -57,8 +59,10 @@ _MANY: Final = 32
 _SMALL_BYTES: Final = 64 * 2**10
 """The size of small ones."""
 
+_INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE")
 
-def _operation(kind: Kind) -> dist.ReduceOp.RedOpType:
+
+def _operation(kind: CollectiveKind) -> dist.ReduceOp.RedOpType:
     return dist.ReduceOp.AVG if kind.reduce_op == "avg" else dist.ReduceOp.SUM
 
 
@@ -148,7 +152,9 @@ class Ranks:
 # --- Costs ---------------------------------------------------------------------------------------
 
 
-def measure(ranks: Ranks, place: Place, kinds: Sequence[Kind], seconds: float = SECONDS) -> Profile:
+def measure(
+    ranks: Ranks, place: Place, kinds: Sequence[CollectiveKind], seconds: float = SECONDS
+) -> Profile:
     """Measure a profile, the same on all ranks, to the last nanosecond; rank 0 says so.
 
     Args:
@@ -176,11 +182,11 @@ def measure(ranks: Ranks, place: Place, kinds: Sequence[Kind], seconds: float = 
         ) from error
     if ranks.is_first:
         for kind, table in tables:
-            print(f"fusion_passes: {kind}: {table.fit()}", file=sys.stderr, flush=True)
+            print(f"fusion_passes: {kind}: {table}", file=sys.stderr, flush=True)
     return Profile(place, tables, taken)
 
 
-def measure_taken(ranks: Ranks, kind: Kind, costs: CostTable) -> Taken:
+def measure_taken(ranks: Ranks, kind: CollectiveKind, costs: CostTable) -> Taken:
     """Measure what all-reduces take from the compute beside them: of a small and of a large one.
 
     Args:
@@ -196,7 +202,7 @@ def measure_taken(ranks: Ranks, kind: Kind, costs: CostTable) -> Taken:
     )
 
 
-def _taken(ranks: Ranks, kind: Kind, costs: CostTable, size: int) -> float:
+def _taken(ranks: Ranks, kind: CollectiveKind, costs: CostTable, size: int) -> float:
     """Seconds of compute that an all-reduce of a size takes, at most what it costs.
 
     Matrix products are timed alone and beside all-reduces, which are launched first: as many as
@@ -230,7 +236,7 @@ def _taken(ranks: Ranks, kind: Kind, costs: CostTable, size: int) -> float:
     return min(max(beside_s - alone_s, 0.0) / len(buffers), cost_s)
 
 
-def _table(ranks: Ranks, kind: Kind, seconds: float) -> CostTable:
+def _table(ranks: Ranks, kind: CollectiveKind, seconds: float) -> CostTable:
     """The costs of one kind of collective, sizes growing until the time is over.
 
     A cost is a share of the time that several take which are in flight together, as those of a
@@ -259,27 +265,22 @@ def _table(ranks: Ranks, kind: Kind, seconds: float) -> CostTable:
 
 
 def agree_on_place(ranks: Ranks) -> Place:
-    """The place of all ranks: an all-gather.
-
-    Raises:
-        RuntimeError: on every rank: they differ in what no profile can hold for.
-    """
-    mine = {
-        "site": asdict(site_of(ranks.device)),
-        "same": {"backend": backend_name(ranks.group, ranks.device), "torch": torch.__version__},
-    }
-    said = [json.loads(text) for text in gather_texts(ranks, json.dumps(mine))]
-    same = said[0]["same"]
-    for rank, item in enumerate(said):
-        for name, value in item["same"].items():
-            if value != same[name]:
-                differ = f"{name} is {same[name]!r} on rank 0, and {value!r} on rank {rank}"
-                raise RuntimeError(
-                    "torch._inductor.config.ddp_fusion = 'auto' needs one profile for all ranks, "
-                    f"but they differ: {differ}. Give all ranks the same, or set a fixed "
-                    "ddp_fusion = 'concat'."
-                )
-    return Place.of([Site(**item["site"]) for item in said], **same)
+    """The place of all ranks: an all-gather."""
+    device = ranks.device
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    said = (f"{name}={os.environ[name]}" for name in _INTERFACES if name in os.environ)
+    mine = json.dumps([socket.gethostname(), card, " ".join(said)])
+    # Of hosts with other cards or names for their interfaces, each counts.
+    of_all = zip(*map(json.loads, gather_texts(ranks, mine)), strict=True)
+    hosts, devices, interfaces = (tuple(sorted(set(column))) for column in of_all)
+    return Place(
+        ranks.group.size(),
+        hosts,
+        backend_name(ranks.group, device),
+        ", ".join(devices),
+        ", ".join(interfaces),
+        torch.__version__,
+    )
 
 
 def keep_profile(ranks: Ranks, profile: Profile) -> None:

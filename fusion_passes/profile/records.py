@@ -6,13 +6,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
-
-import torch
 
 from fusion_passes.profile.tables import NOTHING_TAKEN, CostTable, Taken
 
@@ -21,37 +17,6 @@ FORMAT: Final = 6
 
 READY_FORMAT: Final = 1
 """Of the file of ready times; likewise."""
-
-_INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE")
-
-
-# --- Places --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where one rank is.
-
-    Attributes:
-        host: its name.
-        device: on which its gradients are: ``"cpu"``, or the card's name.
-        interfaces: what the environment says about the network's interfaces.
-    """
-
-    host: str
-    device: str
-    interfaces: str
-
-
-NOWHERE: Final = Site("", "", "")
-"""The site of a rank of which it does not matter."""
-
-
-def site_of(device: torch.device) -> Site:
-    """Where this rank is, which has its gradients on a device."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    said = (f"{name}={os.environ[name]}" for name in _INTERFACES if name in os.environ)
-    return Site(socket.gethostname(), name, " ".join(said))
 
 
 @dataclass(frozen=True)
@@ -63,7 +28,7 @@ class Place:
         hosts: of these ranks, sorted; each once.
         backend: of the process group for the device: ``"gloo"``.
         device: ``"cpu"``, or the card's name; of several, each once.
-        interfaces: what the environment says about the network's interfaces; the same of these.
+        interfaces: what the environment says about the network's interfaces; of several, each.
         torch: its version.
     """
 
@@ -73,17 +38,6 @@ class Place:
     device: str
     interfaces: str
     torch: str
-
-    @staticmethod
-    def of(sites: Sequence[Site], backend: str, torch: str) -> Place:
-        """The place of ranks that are at these sites."""
-
-        def each(name: str) -> tuple[str, ...]:
-            return tuple(sorted({getattr(site, name) for site in sites}))
-
-        # Of hosts with other cards or names for their interfaces, each counts.
-        device, interfaces = ", ".join(each("device")), ", ".join(each("interfaces"))
-        return Place(len(sites), each("host"), backend, device, interfaces, torch)
 
     def digest(self) -> str:
         """Equal for equal places; 16 hexadecimal digits."""
@@ -98,7 +52,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Kind:
+class CollectiveKind:
     """A kind of collective.
 
     Attributes:
@@ -124,7 +78,7 @@ class Profile:
     """
 
     place: Place
-    tables: tuple[tuple[Kind, CostTable], ...]
+    tables: tuple[tuple[CollectiveKind, CostTable], ...]
     taken: Taken = NOTHING_TAKEN
 
     def __post_init__(self) -> None:
@@ -132,16 +86,11 @@ class Profile:
         tables = tuple(sorted(self.tables, key=lambda item: str(item[0])))
         object.__setattr__(self, "tables", tables)
 
-    def table(self, kind: Kind) -> CostTable:
-        """The costs of a kind of collective; where it was not measured, of the next one that was:
-        with another operation, else in another dtype."""
+    def table(self, kind: CollectiveKind) -> CostTable:
+        """The costs of a kind of collective that was measured."""
+        return dict(self.tables)[kind]
 
-        def distance(item: Kind) -> tuple[bool, bool, str]:
-            return item.dtype != kind.dtype, item.reduce_op != kind.reduce_op, str(item)
-
-        return min(self.tables, key=lambda item: distance(item[0]))[1]
-
-    def missing(self, kinds: Iterable[Kind]) -> tuple[Kind, ...]:
+    def missing(self, kinds: Iterable[CollectiveKind]) -> tuple[CollectiveKind, ...]:
         """Those of some kinds that were not measured, sorted."""
         measured = {kind for kind, _ in self.tables}
         return tuple(sorted(set(kinds) - measured, key=str))
@@ -169,7 +118,10 @@ class Profile:
         with _read_format(text, FORMAT) as data:
             place = {**data["place"], "hosts": tuple(data["place"]["hosts"])}
             tables = [
-                (Kind(**kind), CostTable(tuple(table["num_bytes"]), tuple(table["times_ns"])))
+                (
+                    CollectiveKind(**kind),
+                    CostTable(tuple(table["num_bytes"]), tuple(table["times_ns"])),
+                )
                 for kind, table in data["tables"]
             ]
             profile = Profile(Place(**place), tuple(tables), Taken(**data["taken"]))

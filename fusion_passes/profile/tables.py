@@ -4,7 +4,6 @@ have the same table decide alike."""
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -82,47 +81,12 @@ class CostTable:
             torch.tensor((times[0], *times, 2 * times[-1]), device="cpu"),
         )
 
-    def fit(self) -> Fit:
-        """The line with the least squares of relative errors, for people; nothing is decided from
-        it. Neither its start nor its slope is negative."""
-        points = [(s, t) for s, t in zip(self.num_bytes, self.times_ns, strict=True) if t]
-        if not points:
-            return Fit(0.0, math.inf, 0.0)
-        # alpha * a + beta * b is to be 1 for each point.
-        a, b = zip(*((1 / time, size / time) for size, time in points), strict=True)
-        aa, ab, bb = _product(a, a), _product(a, b), _product(b, b)
-        both = aa * bb - ab * ab
-        beta = max((sum(b) * aa - sum(a) * ab) / both, 0.0) if len(points) > 1 else 0.0
-        alpha = (sum(a) - beta * ab) / aa
-        if alpha < 0:
-            alpha, beta = 0.0, sum(b) / bb
-        error = max(abs(alpha * x + beta * y - 1) for x, y in zip(a, b, strict=True))
-        return Fit(alpha / 1e3, 1 / beta if beta else math.inf, error)
-
-
-def _product(one: Sequence[float], other: Sequence[float]) -> float:
-    return sum(x * y for x, y in zip(one, other, strict=True))
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A cost of ``alpha + beta * bytes``.
-
-    Attributes:
-        alpha_us: microseconds of any collective.
-        gbytes_per_s: gigabytes a second, 1 / beta; infinite where the cost does not grow.
-        error: the greatest relative error over the table's sizes.
-    """
-
-    alpha_us: float
-    gbytes_per_s: float
-    error: float
-
     def __str__(self) -> str:
-        return (
-            f"{self.alpha_us:.0f} us + bytes / {self.gbytes_per_s:.3g} GB/s "
-            f"(within {self.error:.0%})"
+        least, most = (
+            f"{self.num_bytes[end] / 1024:g} KiB in {self.times_ns[end] / 1e6:.2f} ms"
+            for end in (0, -1)
         )
+        return f"{least}, {most}"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from fusion_passes.plan.layout import Kind
+from fusion_passes.plan.layout import GradientKind
 
 FIRST: Final = "the buckets are rebuilt at the end of the first averaged backward, which this was"
 NOT_COMPILED: Final = "the forward that reads the parameter is not compiled"
@@ -62,7 +62,7 @@ class Copies:
         """Note why a graph is given no memory for some gradients."""
         self.refused.update(dict.fromkeys(numbers, why))
 
-    def reasons(self, kinds: Mapping[int, Kind]) -> dict[int, str]:
+    def reasons(self, kinds: Mapping[int, GradientKind]) -> dict[int, str]:
         """Why a gradient was copied, by number, for those that were.
 
         Args:

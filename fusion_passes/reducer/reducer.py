@@ -25,7 +25,7 @@ from fusion_passes.config import FusionConfig
 from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.plan.layout import (
     Bucket,
-    Kind,
+    GradientKind,
     Layout,
     Piece,
     decode,
@@ -83,7 +83,7 @@ class Parameters:
     all: Sequence[nn.Parameter]
     names: Sequence[str]
     strides: Sequence[tuple[int, ...]]
-    kinds: Mapping[int, Kind]
+    kinds: Mapping[int, GradientKind]
 
 
 @dataclass
@@ -865,10 +865,12 @@ class Reducer:
         )
 
 
-def kinds_of(parameters: Sequence[nn.Parameter], sparse: Collection[int]) -> dict[int, Kind]:
+def kinds_of(
+    parameters: Sequence[nn.Parameter], sparse: Collection[int]
+) -> dict[int, GradientKind]:
     """What the layout must know of the trained ones of some parameters, by number."""
     return {
-        number: Kind(p.numel(), p.dtype, p.device, number in sparse)
+        number: GradientKind(p.numel(), p.dtype, p.device, number in sparse)
         for number, p in enumerate(parameters)
         if p.requires_grad
     }

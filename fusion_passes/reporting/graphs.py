@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import pickle
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Final
 
-from fusion_passes.plan.buckets import Bucket, BucketPlan
+from fusion_passes.plan.buckets import BucketPlan, TracedBucket
 from fusion_passes.plan.placement import Placement
 from fusion_passes.reductions.find import dtype_name
-from fusion_passes.reporting.records import BucketReport, FusionReport, RejectionReport
-from fusion_passes.reporting.table import FLATTENS, format_report
-from fusion_passes.reporting.timeline import BucketTimes
+from fusion_passes.reporting.records import (
+    FLATTENS,
+    BucketReport,
+    FusionReport,
+    RejectionReport,
+)
+from fusion_passes.reporting.table import format_report
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.dynamo import ddp_graph_log
 from fusion_passes.torch_private.inductor import inductor_counters, trace_artifact
@@ -119,12 +124,14 @@ def _counted_by_torch() -> dict[str, int]:
 
 def _packed(report: FusionReport) -> str:
     """The report as the name of a counter."""
-    return COUNTER_PREFIX + base64.b85encode(zlib.compress(report.to_json().encode())).decode()
+    return COUNTER_PREFIX + base64.b85encode(zlib.compress(pickle.dumps(report))).decode()
 
 
 def _unpacked(key: str) -> FusionReport:
-    text = zlib.decompress(base64.b85decode(key.removeprefix(COUNTER_PREFIX)))
-    return FusionReport.from_json(text.decode())
+    """The report of a graph that the FX graph cache, which is pickled itself, has given."""
+    data = zlib.decompress(base64.b85decode(key.removeprefix(COUNTER_PREFIX)))
+    report: FusionReport = pickle.loads(data)
+    return replace(report, from_cache=True)
 
 
 compile_log: Final = process_state.keep(
@@ -170,7 +177,7 @@ def report_plan(plan: BucketPlan, mode: str) -> FusionReport:
     )
 
 
-def _report_bucket(bucket: Bucket, placement: Placement | None, mode: str) -> BucketReport:
+def _report_bucket(bucket: TracedBucket, placement: Placement | None, mode: str) -> BucketReport:
     owner = bucket.members[0].owner
     return BucketReport(
         module=owner.module,
@@ -189,41 +196,9 @@ def _report_bucket(bucket: Bucket, placement: Placement | None, mode: str) -> Bu
     )
 
 
-def graph_reports(
-    reports: Iterable[FusionReport],
-    names: Mapping[str, tuple[str, ...]],
-    times: Mapping[str, BucketTimes],
-    predicted_s: Mapping[str, tuple[float, float]],
-) -> tuple[FusionReport, ...]:
-    """The graphs of some reports, one for each plan, with what was measured of their buckets.
-
-    Args:
-        reports: in the order in which they were compiled.
-        names: the parameters of each bucket that runs, by its name in profiles.
-        times: when a bucket was on its way, by that name.
-        predicted_s: when it was expected to be, by that name and the same clock.
-    """
+def one_for_each_plan(reports: Iterable[FusionReport]) -> tuple[FusionReport, ...]:
+    """The latest graph of each plan, in the order in which the first of each was compiled."""
     by_plan: dict[str, list[FusionReport]] = {}
     for report in reports:
         by_plan.setdefault(report.digest, []).append(report)
-
-    def measured(bucket: BucketReport) -> BucketReport:
-        name = _name_of(bucket, names)
-        return replace(bucket, name=name, times=times.get(name), predicted_s=predicted_s.get(name))
-
-    return tuple(
-        replace(last, compiled=len(earlier) + 1, buckets=tuple(map(measured, last.buckets)))
-        for *earlier, last in by_plan.values()
-    )
-
-
-def _name_of(bucket: BucketReport, names: Mapping[str, tuple[str, ...]]) -> str:
-    """The name of the module's bucket that a graph launches; empty if none runs."""
-    held = sorted(bucket.parameters)
-    found = [
-        name
-        for name, parameters in names.items()
-        if sorted(parameters) == held and name.startswith(f"{bucket.module} ")
-    ]
-    on_group = [name for name in found if f" on group {bucket.group} " in name]
-    return next(iter(on_group or found), "")
+    return tuple(replace(of_plan[-1], compiled=len(of_plan)) for of_plan in by_plan.values())

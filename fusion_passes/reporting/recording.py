@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import json
 import logging
 import os
+import pickle
 import socket
 import statistics
 import time
 import zlib
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final
 
@@ -22,12 +22,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reporting.backwards import backwards
-from fusion_passes.reporting.modules import module_reports, named_buckets, predictions, this_site
+from fusion_passes.reporting.modules import module_reports
 from fusion_passes.reporting.records import ModuleReport
 from fusion_passes.reporting.spans import Event, RankTimeline, lane_of, timeline_of
-from fusion_passes.reporting.timeline import RankSteps, Timeline, rank_from_json
+from fusion_passes.reporting.timeline import RankSteps, Timeline
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private.process_groups import world_group
 from fusion_passes.torch_private.profiling import (
     PREFIX,
     is_profiling,
@@ -100,9 +99,11 @@ class Recording:
         if self.is_done:
             return
         if is_profiling():  # A second one would take the first one's place.
-            self._stop("the training runs a profiler of torch's itself, which knows the buckets")
+            self.abandon("the training runs a profiler of torch's itself, which knows the buckets")
+            log.warning("No steps are recorded: %s", self.problem)
             return
-        self._profiler = new_profiler()
+        gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu])
         self._profiler.start()
         # A process that ends under a profiler can end with a segmentation fault.
         atexit.register(self.abandon)
@@ -113,8 +114,7 @@ class Recording:
         atexit.unregister(self.abandon)
         backwards.after = None
         begin, ends = self._ends[0], self._ends[1:]
-        host_computes = not torch.cuda.is_available()
-        whole = read_profile(profiler, begin, ends[-1], host_computes=host_computes)
+        whole = read_profile(profiler, begin, ends[-1])
         mine = RankSteps(
             dist.get_rank(),
             f"{socket.gethostname()}, process {os.getpid()}",
@@ -122,30 +122,29 @@ class Recording:
             0.0,
             tuple((end - begin) / 1e9 for end in ends),
             whole.spans,
-            this_site(),
         )
         # In the order of the ranks; each by the clock of rank 0.
-        ranks, missing = _Gathering(mine).run() if self._gather else ((mine,), ())
+        ranks, missing = _gather(mine) if self._gather else ((replace(mine, start_s=0.0),), ())
         # As many are timed on each rank, whichever of them compile: what follows is the same step.
         seconds = [seconds for seconds, has_compiled in self._plain if not has_compiled]
         plain = statistics.median(seconds) if seconds else 0.0
-        predicted, source = predictions(mine, ranks)
-        self.timeline = Timeline(ranks, named_buckets(), plain, missing, predicted, source)
+        modules = module_reports()
+        names = {bucket.name: bucket.parameters for item in modules for bucket in item.buckets}
+        predicted = tuple(
+            {bucket.name: bucket.planned_s for bucket in item.buckets if bucket.planned_s}
+            for item in modules
+        )
+        self.timeline = Timeline(ranks, names, plain, missing, predicted)
 
-    def abandon(self) -> None:
+    def abandon(self, problem: str = ENDED) -> None:
         """Record no more, if the steps are not recorded yet."""
         if self.is_done:
             return
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
-        self.problem = ENDED
-        backwards.after = None
-
-    def _stop(self, problem: str) -> None:
         self.problem = problem
         backwards.after = None
-        log.warning("No steps are recorded: %s", problem)
 
 
 def _compile_s() -> float:
@@ -211,25 +210,13 @@ def record_steps(steps: int = 3, *, plain_steps: int = 3, gather: bool = True) -
     return recordings.last
 
 
-# --- The profiler --------------------------------------------------------------------------------
-
-
-def new_profiler() -> profile:
-    """A profiler of the host, and of the GPU where there is one."""
-    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    return profile(activities=[ProfilerActivity.CPU, *gpu])
-
-
-def read_profile(
-    profiler: profile, begin_ns: int, end_ns: int, *, host_computes: bool = False
-) -> RankTimeline:
+def read_profile(profiler: profile, begin_ns: int, end_ns: int) -> RankTimeline:
     """The timeline of what began between two times.
 
     Args:
         profiler: stopped.
         begin_ns: as of ``time.time_ns()``.
         end_ns: likewise.
-        host_computes: as for :func:`fusion_passes.reporting.spans.timeline_of`.
     """
     cuda = torch.cuda.is_available()
     events: list[Event] = []
@@ -238,7 +225,7 @@ def read_profile(
             # A GPU shows a range as long as what was launched in it runs: that is the network.
             shown = name if on_host or not name.startswith(PREFIX) else name.removesuffix(" launch")
             events.append((shown, (start - begin_ns) / 1e9, (end - begin_ns) / 1e9))
-    return timeline_of(events, (end_ns - begin_ns) / 1e9, host_computes=host_computes)
+    return timeline_of(events, (end_ns - begin_ns) / 1e9, host_computes=not cuda)
 
 
 def _counts(name: str, on_host: bool, cuda: bool) -> bool:
@@ -264,71 +251,69 @@ _numbers: Final = process_state.keep(
 )
 
 
-class _Gathering:
-    """Brings what all ranks have recorded to rank 0, and their clocks together.
+def _gather(mine: RankSteps) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
+    """Bring what all ranks have recorded to rank 0, and their clocks together.
 
     All of it goes over the store of the default process group, so that no collective is added to
     those of the training.
 
     Args:
         mine: what this rank has recorded, by its own clock.
+
+    Returns:
+        On rank 0 the steps of all ranks by its clock, and the ranks that have not answered; on
+        others their own.
     """
-
-    def __init__(self, mine: RankSteps) -> None:
-        self._mine = mine
-        self._ranks = dist.get_world_size()
-        self._place = f"fusion_passes/steps/{next(_numbers[0])}"
-        self._store: Any = None
-
-    def run(self) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
-        """On rank 0 the steps of all ranks by its clock, and the ranks that have not answered; on
-        others their own, by the same clock."""
-        if self._ranks == 1 or dist.get_backend() == "fake":
-            return (replace(self._mine, start_s=0.0),), ()
+    world = dist.group.WORLD
+    assert world is not None, "its gradients were averaged"
+    place, found, missing = f"fusion_passes/steps/{next(_numbers[0])}", {mine.rank: mine}, []
+    if world.size() > 1 and world.name() != "fake":
         # A connection of its own: others in this process use the group's.
-        self._store = world_group().get_group_store().clone()
-        self._store.set_timeout(timedelta(seconds=PATIENCE_SECONDS))
-        return self._gather() if self._mine.rank == 0 else self._send()
-
-    def _gather(self) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
-        found, missing = [replace(self._mine, start_s=0.0)], []
-        for rank in range(1, self._ranks):
+        store: Any = world.get_group_store().clone()  # type: ignore[attr-defined]
+        store.set_timeout(timedelta(seconds=PATIENCE_SECONDS))
+        if mine.rank > 0:
+            _send(mine, store, place)
+            return (replace(mine, start_s=0.0),), ()
+        for rank in range(1, world.size()):
             try:
-                for number in range(QUESTIONS):
-                    self._store.get(f"{self._place}/ask/{rank}/{number}")
-                    self._store.set(f"{self._place}/answer/{rank}/{number}", str(time.time_ns()))
-                packed = self._store.get(f"{self._place}/steps/{rank}")
-                self._store.delete_key(f"{self._place}/steps/{rank}")  # It can be megabytes.
+                found[rank] = _receive(rank, store, place)
             except RuntimeError:  # Silent, or gone.
                 missing.append(rank)
-                continue
-            theirs = rank_from_json(json.loads(zlib.decompress(packed)))
-            found.append(replace(theirs, start_s=theirs.start_s - self._mine.start_s))
-        if missing:
-            log.warning("Ranks %s have not sent what they recorded.", missing)
-        return tuple(found), tuple(missing)
+    if missing:
+        log.warning("Ranks %s have not sent what they recorded.", missing)
+    ranks = (replace(item, start_s=item.start_s - mine.start_s) for item in found.values())
+    return tuple(ranks), tuple(missing)
 
-    def _send(self) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
-        mine = self._mine
-        try:
-            ahead_s, error_s = self._compare_clocks()
-            mine = replace(mine, start_s=mine.start_s - ahead_s, clock_error_s=error_s)
-            text = json.dumps(asdict(mine)).encode()
-            self._store.set(f"{self._place}/steps/{mine.rank}", zlib.compress(text))
-        except RuntimeError as error:
-            log.warning("Rank 0 does not take what this rank recorded: %s", error)
-        return (replace(mine, start_s=0.0),), ()
 
-    def _compare_clocks(self) -> tuple[float, float]:
-        """How far this rank's clock is ahead of that of rank 0, and how wrong that can be: half of
-        the time that the fastest answer took. Both in seconds."""
-        best = (0.0, float("inf"))
+def _receive(rank: int, store: Any, place: str) -> RankSteps:
+    """What a rank has recorded, on rank 0.
+
+    Raises:
+        RuntimeError: the rank has not answered.
+    """
+    for number in range(QUESTIONS):
+        store.get(f"{place}/ask/{rank}/{number}")
+        store.set(f"{place}/answer/{rank}/{number}", str(time.time_ns()))
+    packed = store.get(f"{place}/steps/{rank}")
+    store.delete_key(f"{place}/steps/{rank}")  # It can be megabytes.
+    theirs: RankSteps = pickle.loads(zlib.decompress(packed))
+    return theirs
+
+
+def _send(mine: RankSteps, store: Any, place: str) -> None:
+    """Send rank 0 what this rank has recorded, by the clock of rank 0. That is off by half of the
+    time that the fastest answer took, at most."""
+    ahead_s, error_s = 0.0, float("inf")
+    try:
         for number in range(QUESTIONS):
             asked = time.time_ns()
-            self._store.set(f"{self._place}/ask/{self._mine.rank}/{number}", "")
-            answer = int(self._store.get(f"{self._place}/answer/{self._mine.rank}/{number}"))
+            store.set(f"{place}/ask/{mine.rank}/{number}", "")
+            answer = int(store.get(f"{place}/answer/{mine.rank}/{number}"))
             heard = time.time_ns()
-            error_s = (heard - asked) / 2e9
-            if error_s < best[1]:
-                best = ((asked + heard) / 2e9 - answer / 1e9, error_s)
-        return best
+            if (heard - asked) / 2e9 < error_s:
+                error_s = (heard - asked) / 2e9
+                ahead_s = (asked - answer + heard - answer) / 2e9
+        shifted = replace(mine, start_s=mine.start_s - ahead_s, clock_error_s=error_s)
+        store.set(f"{place}/steps/{mine.rank}", zlib.compress(pickle.dumps(shifted)))
+    except RuntimeError as error:
+        log.warning("Rank 0 does not take what this rank recorded: %s", error)

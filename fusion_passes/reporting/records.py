@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from fusion_passes.reporting.drawing import write_timeline
+from fusion_passes.reporting.page import write_page
 from fusion_passes.reporting.timeline import BucketTimes, StepTimes, Timeline
 
-SCHEMA: Final = "fusion_passes.report/3"
+SCHEMA: Final = "fusion_passes.report/4"
 """Name and version of the JSON. A field that comes makes no new version; one that goes, or means
 something else, does."""
+
+FLATTENS: Final = (
+    "Gloo copies the gradients into a buffer of its own, reduces that, and copies them back: "
+    "mode 'concat' does without"
+)
+"""The note of a bucket whose gradients are sent as a list over Gloo."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,12 @@ class BucketReport:
             something in the graph reads the result before the end.
         planned_s: when ``"auto"`` expects the network to begin and to be done with it, in seconds
             from the start of the backward; ``None`` in other modes.
-        name: in profiles and timelines: ``DDP 0 (Net) bucket 3``; empty if it never ran.
+        name: in profiles and timelines: ``DDP 0 (Net) bucket 3``; empty for a traced graph's
+            bucket, which is one of its module's. Likewise the next two.
         times: when it was on its way in recorded steps, of this rank; ``None`` where none were
             recorded.
-        predicted_s: when the network was expected to begin and to be done with it, by the clock of
-            those steps; ``None`` where that is not known.
+        predicted_s: when ``"auto"`` expected the network to begin and to be done with it, by the
+            clock of those steps; ``None`` in other modes.
     """
 
     module: str
@@ -114,7 +121,12 @@ class ModuleReport:
 
 @dataclass(frozen=True)
 class RejectionReport:
-    """A collective that was left as it is, and why."""
+    """A collective that was left as it is.
+
+    Attributes:
+        collective: its node in the graph, and its operator.
+        reason: why it was.
+    """
 
     collective: str
     reason: str
@@ -144,27 +156,6 @@ class FusionReport:
     digest: str
     from_cache: bool = False
     compiled: int = 1
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(replace(self, from_cache=False)), sort_keys=True)
-
-    @staticmethod
-    def from_json(text: str) -> FusionReport:
-        """The report that ``to_json`` wrote, marked as read from a cache."""
-        data: dict[str, Any] = json.loads(text)
-        buckets = tuple(
-            BucketReport(
-                **{
-                    **bucket,
-                    "parameters": tuple(bucket["parameters"]),
-                    "copied": tuple((name, reason) for name, reason in bucket["copied"]),
-                }
-            )
-            for bucket in data.pop("buckets")
-        )
-        rejections = tuple(RejectionReport(**item) for item in data.pop("rejections"))
-        data["from_cache"] = True
-        return FusionReport(buckets=buckets, rejections=rejections, **data)
 
 
 ReducedIn: TypeAlias = Literal["reducer", "compiled_autograd"]
@@ -244,8 +235,6 @@ class Report:
         graphs: of compiled autograd, one for each plan, in the order in which the first was
             compiled.
         backwards: how gradients were reduced, and why so.
-        predicted_from: from what it is known when the network was expected to be busy with buckets,
-            or why it is not; empty where no steps were recorded, or nothing is sent.
         totals: sums, and what was measured.
         timeline: the steps that were recorded last, of all ranks on rank 0; ``None`` if there are
             none. It is no part of the JSON.
@@ -261,7 +250,6 @@ class Report:
     modules: tuple[ModuleReport, ...]
     graphs: tuple[FusionReport, ...]
     backwards: tuple[BackwardReport, ...]
-    predicted_from: str
     totals: Totals
     timeline: Timeline | None = field(repr=False, compare=False)
 
@@ -271,17 +259,18 @@ class Report:
         return json.dumps(data, default=asdict, indent=indent)
 
     def write_timeline(self, path: str | Path) -> None:
-        """Write the recorded steps; see :func:`fusion_passes.reporting.drawing.write_timeline`.
+        """Write the recorded steps as a page that any browser shows: one file that loads nothing.
 
         Raises:
-            ValueError: no steps were recorded on this rank, or the name's end says no form.
+            ValueError: no steps were recorded on this rank, or the name does not end with
+                ``.html``.
         """
         if self.timeline is None:
             raise ValueError(
                 "A timeline needs steps that were recorded, and there are none on this rank. Call "
                 "fusion_passes.record_steps() before them."
             )
-        write_timeline(self.timeline, path)
+        write_page(self.timeline, path)
 
     def scalars(self) -> dict[str, float]:
         """Numbers to log beside the loss, by names that TensorBoard groups under ``ddp_fusion``.

@@ -3,13 +3,12 @@ gone, and what is worth trying."""
 
 from __future__ import annotations
 
-import itertools
 import platform
 import resource
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -19,18 +18,17 @@ import torch.distributed as dist
 from fusion_passes.flag import active_config
 from fusion_passes.passes.pipeline import PASS_NAMES
 from fusion_passes.reporting.backwards import backwards
-from fusion_passes.reporting.graphs import compile_log, graph_reports
-from fusion_passes.reporting.modules import module_reports, named_buckets
+from fusion_passes.reporting.graphs import compile_log, one_for_each_plan
+from fusion_passes.reporting.modules import module_reports
 from fusion_passes.reporting.recording import recordings
 from fusion_passes.reporting.records import (
     SCHEMA,
     BucketReport,
-    FusionReport,
     ModuleReport,
     Report,
     Totals,
 )
-from fusion_passes.reporting.timeline import StepTimes, Timeline
+from fusion_passes.reporting.timeline import RankSteps, StepTimes, Timeline
 from fusion_passes.reporting.warnings import warnings_so_far
 from fusion_passes.torch_private.profiling import seconds_by_name
 from fusion_passes.version import __version__
@@ -45,23 +43,17 @@ def report() -> Report:
     ``None``. Nothing is sent to other ranks.
     """
     config = active_config()
-    timeline = recordings.last.timeline if recordings.last is not None else None
+    recording = recordings.last
+    timeline = recording.timeline if recording is not None else None
     joined = dist.is_available() and dist.is_initialized()
     rank = dist.get_rank() if joined else None
-    names = named_buckets()
+    modules = module_reports() or (recording.modules if recording is not None else ())
     mine = next((item for item in timeline.ranks if item.rank == rank), None) if timeline else None
     steps = mine.times() if mine is not None else None
-    times = mine.bucket_times(names) if mine is not None else {}
-    started_s = {name: item.started_s for name, item in times.items()}
-    predicted_s = timeline.predicted_times(started_s) if timeline is not None else {}
-    modules = module_reports(times, predicted_s)
-    if not modules and recordings.last is not None:
-        modules = recordings.last.modules
-    graphs = graph_reports(compile_log.reports(), names, times, predicted_s)
-    # A graph that launches a bucket of a module knows more of it: where it is waited for.
-    parts: tuple[ModuleReport | FusionReport, ...] = (*modules, *graphs)
-    buckets = itertools.chain.from_iterable(part.buckets for part in parts)
-    ran = {bucket.name: bucket for bucket in buckets if bucket.name}
+    if timeline is not None and mine is not None:
+        modules = _with_times(modules, timeline, mine)
+    graphs = one_for_each_plan(compile_log.reports())
+    sent, traced = ([b for part in parts for b in part.buckets] for parts in (modules, graphs))
     return Report(
         SCHEMA,
         {
@@ -73,14 +65,27 @@ def report() -> Report:
         dist.get_world_size() if joined else None,
         None if config is None else asdict(config),
         warnings_so_far(),
-        advice(steps, list(ran.values())),
+        advice(steps, sent, traced),
         modules,
         graphs,
         backwards.reports(),
-        timeline.predicted_from if timeline is not None else "",
         _totals(modules, steps, timeline),
         timeline,
     )
+
+
+def _with_times(
+    modules: Iterable[ModuleReport], timeline: Timeline, mine: RankSteps
+) -> tuple[ModuleReport, ...]:
+    """The modules with what a rank has recorded of their buckets."""
+    times = mine.bucket_times(timeline.buckets)
+    predicted = timeline.predicted_times({name: item.started_s for name, item in times.items()})
+
+    def timed(bucket: BucketReport) -> BucketReport:
+        name = bucket.name
+        return replace(bucket, times=times.get(name), predicted_s=predicted.get(name))
+
+    return tuple(replace(item, buckets=tuple(map(timed, item.buckets))) for item in modules)
 
 
 def _totals(
@@ -157,12 +162,15 @@ MOST: Final = 0.5
 """Share of the exposed time from which one bucket is what matters."""
 
 
-def advice(steps: StepTimes | None, buckets: Sequence[BucketReport]) -> str:
+def advice(
+    steps: StepTimes | None, buckets: Sequence[BucketReport], traced: Sequence[BucketReport] = ()
+) -> str:
     """The most useful thing to try; empty where nothing was measured, or nothing is to be gained.
 
     Args:
         steps: times of recorded steps.
-        buckets: all that ran, in the order of their launches.
+        buckets: of the modules, in the order of their launches.
+        traced: as graphs launch them that compiled autograd has traced.
     """
     if steps is None or steps.exposed_s < NEGLIGIBLE * steps.step_s:
         return ""
@@ -174,11 +182,11 @@ def advice(steps: StepTimes | None, buckets: Sequence[BucketReport]) -> str:
             f"{_ms(steps.compute_s)}, so no order of buckets hides it all. Send less (reduce_dtype="
             '"bf16"), or less often (more samples a step, or no_sync).'
         )
-    early = [item for item in buckets if item.overlapped < item.following]
+    early = [item for item in traced if item.overlapped < item.following]
     if early:
         return (
-            f"{begin}: {_called(early[0])} is waited for {early[0].waited}. Leave what reads "
-            "gradients out of the compiled backward."
+            f"{begin}: the bucket of {early[0].parameters[0]} is waited for {early[0].waited}. "
+            "Leave what reads gradients out of the compiled backward."
         )
     return f"{begin}: {_worst(steps, buckets)}"
 
@@ -197,7 +205,7 @@ def _worst(steps: StepTimes, buckets: Sequence[BucketReport]) -> str:
             "another bucket_cap_mb, and compare the steps."
         )
     names = worst.parameters
-    last = "the last bucket" if worst is timed[-1][0] else _called(worst)
+    last = "the last bucket" if worst is timed[-1][0] else worst.name
     held = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     if worst.num_bytes < SMALL_BYTES:
         remedy = (
@@ -209,10 +217,6 @@ def _worst(steps: StepTimes, buckets: Sequence[BucketReport]) -> str:
     else:
         remedy = "A lower bucket_cap_mb launches a part of it sooner."
     return f"{last} has {share:.0%} of that: it holds {held}. {remedy}"
-
-
-def _called(bucket: BucketReport) -> str:
-    return bucket.name or f"the bucket of {bucket.parameters[0]}"
 
 
 def _ms(seconds: float) -> str:

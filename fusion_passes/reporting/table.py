@@ -1,12 +1,21 @@
-"""A report as a table for a terminal."""
+"""A report as text: for a terminal, a log, or a trace of ``tlparse``."""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeAlias
 
-from fusion_passes.reporting.records import BucketReport, FusionReport
+from fusion_passes.reporting.records import (
+    BackwardReport,
+    BucketReport,
+    FusionReport,
+    ModuleReport,
+    ReducedIn,
+    Report,
+    Totals,
+)
 
 SCALED: Final = MappingProxyType(
     {
@@ -20,41 +29,41 @@ SCALED: Final = MappingProxyType(
     }
 )
 
-FLATTENS: Final = (
-    "Gloo copies the gradients into a buffer of its own, reduces that, and copies them back: "
-    "mode 'concat' does without"
+MOST_ROWS: Final = 40
+"""Buckets of one module or graph that are shown; the report itself has all."""
+
+MOST_NAMES: Final = 4
+"""Parameters that are named where there are several."""
+
+_REDUCED_IN: Final[Mapping[ReducedIn, str]] = MappingProxyType(
+    {
+        "reducer": "by a reducer, while the backward ran",
+        "compiled_autograd": "in a graph that compiled autograd traced",
+    }
 )
-"""The note of a bucket whose gradients are sent as a list over Gloo."""
+
+_Line: TypeAlias = tuple[str, str]
+"""What a line begins with, and its text, which is folded behind that."""
+
+_Column: TypeAlias = tuple[str, int, Callable[[BucketReport], str]]
+"""Its title, its width, and what it says of a bucket."""
 
 
-def format_report(report: FusionReport, *, width: int = 100) -> str:
-    """The report as plain text.
+def format_report(report: Report | FusionReport, *, width: int = 100) -> str:
+    """The report as plain text: warnings first, advice last.
 
     Args:
-        report: what was done to one graph.
-        width: columns of the terminal; longer lists of names are folded.
+        report: of this process, or of one graph.
+        width: columns; longer lines are folded.
     """
-    source = "from the FX graph cache" if report.from_cache else "compiled here"
-    title = (
-        f"ddp_fusion {report.mode}: {report.collectives_before} collectives traced, "
-        f"{report.collectives_after} launched a step ({source}, plan {report.digest})"
-    )
-    lines = [title]
-    if report.buckets:
-        lines.append(f"{'bucket':>6}  {'size':>9}  {'gradients':>9}  what")
-    for index, bucket in enumerate(report.buckets):
-        size = format_bytes(bucket.num_bytes)
-        head = f"{index:>6}  {size:>9}  {len(bucket.parameters):>9}  "
-        lines += _hang(head, _contents(bucket), width)
-        for reason, names in copies_by_reason(bucket).items():
-            lines += _hang(" " * len(head), f"copied: {', '.join(names)}: {reason}", width)
-        if bucket.overlapped < bucket.following:
-            lines += _hang(" " * len(head), f"waited for {bucket.waited}", width)
-        if bucket.note:
-            lines += _hang(" " * len(head), bucket.note, width)
-    for rejection in report.rejections:
-        lines += _hang("left alone: ", f"{rejection.collective}: {rejection.reason}", width)
-    return "\n".join(lines)
+    lines = _of_graph(report) if isinstance(report, FusionReport) else _of_process(report)
+    return "\n".join(part for head, text in lines for part in _folded(head, text, width))
+
+
+def _folded(head: str, text: str, width: int) -> list[str]:
+    room = max(width - len(head), 20)
+    first, *rest = textwrap.wrap(text, room, break_long_words=False) or [""]
+    return [head + first, *(" " * len(head) + line for line in rest)]
 
 
 def format_bytes(count: int) -> str:
@@ -69,24 +78,169 @@ def format_bytes(count: int) -> str:
     return f"{value / 1024:.1f} GiB"
 
 
-def _contents(bucket: BucketReport) -> str:
-    sent = ""
-    if bucket.sent_bytes != bucket.num_bytes:
-        sent = f" sent as {format_bytes(bucket.sent_bytes)}"
-    where = f"{bucket.dtype}{sent}, {SCALED[bucket.scaling]}, {bucket.module}"
-    return f"{where}, group {bucket.group}: {', '.join(bucket.parameters)}"
+def _of_process(report: Report) -> Iterator[_Line]:
+    for text in report.warnings:
+        yield "warning: ", text
+    if not (report.modules or report.graphs or report.backwards):
+        yield "", "ddp_fusion: no backward of a DDP module has run under the flag in this process."
+        return
+    for module in report.modules:
+        yield from _of_module(module)
+    for graph in report.graphs:
+        yield from _of_graph(graph)
+    for item in report.backwards:
+        yield "", _of_backwards(item)
+    yield from _of_totals(report.totals)
+    if report.advice:
+        yield "advice: ", report.advice
 
 
-def copies_by_reason(*buckets: BucketReport) -> dict[str, list[str]]:
-    """Names of the parameters whose gradients are copied, by the reason."""
+def _of_module(module: ModuleReport) -> Iterator[_Line]:
+    hook = f" {module.hook}" if module.hook else ""
+    where = f"{module.mode}{hook}, {_counted(module.group_size, 'rank')} over {module.backend}"
+    if not module.buckets:
+        text = f"{module.name}: no averaged backward has ended, so it has no buckets ({where})"
+        yield "", text
+        return
+    title = (
+        f"{module.name}: {module.gradients} gradients in "
+        f"{_counted(len(module.buckets), 'bucket')}, {module.stored} stored there by compiled "
+        f"backwards in the last step ({where})"
+    )
+    yield "", title
+    yield from _rows(module.buckets)
+    for sentence in module.decision:
+        yield "buckets: ", sentence
+    if module.memory != "plain":
+        yield "memory: ", module.memory
+    yield from _copies(module.buckets)
+
+
+def _of_graph(graph: FusionReport) -> Iterator[_Line]:
+    source = "from the FX graph cache" if graph.from_cache else "compiled here"
+    times = f", {graph.compiled} times" if graph.compiled > 1 else ""
+    title = (
+        f"ddp_fusion {graph.mode}: {graph.collectives_before} collectives traced, "
+        f"{graph.collectives_after} launched a step ({source}{times}, plan {graph.digest})"
+    )
+    yield "", title
+    if graph.buckets:
+        yield from _rows(graph.buckets, shows_module=True)
+    yield from _copies(graph.buckets)
+    for item in graph.rejections:
+        yield "left alone: ", f"{item.collective}: {item.reason}"
+
+
+# --- Buckets -------------------------------------------------------------------------------------
+
+
+def _rows(buckets: Sequence[BucketReport], *, shows_module: bool = False) -> Iterator[_Line]:
+    """A row for each bucket: its number, size and times, and behind these what was done."""
+    columns = list(_columns(buckets))
+    titles = "".join(f"{title:>{width}}" for title, width, _ in columns)
+    yield f"bucket{titles}  ", "what was done"
+    for number, bucket in enumerate(buckets[:MOST_ROWS]):
+        cells = "".join(f"{cell(bucket):>{width}}" for _, width, cell in columns)
+        head = f"{number:>6}{cells}  "
+        for text in _done(bucket, shows_module):
+            yield head, text
+            head = " " * len(head)
+    if len(buckets) > MOST_ROWS:
+        yield "", f"and {len(buckets) - MOST_ROWS} buckets more, which the JSON has"
+
+
+def _columns(buckets: Sequence[BucketReport]) -> Iterator[_Column]:
+    """The size of a bucket; when the network was busy with it, when it was expected to be, and what
+    of it was exposed, where that is known of any."""
+    yield "size", 12, lambda bucket: format_bytes(bucket.num_bytes)
+    if any(bucket.times is not None for bucket in buckets):
+        yield "sent, ms", 18, _sent
+        if any(bucket.predicted_s is not None for bucket in buckets):
+            yield "predicted", 18, lambda bucket: _interval(bucket.predicted_s)
+        yield "exposed", 9, _exposed
+
+
+def _sent(bucket: BucketReport) -> str:
+    times = bucket.times
+    return _interval(None if times is None else (times.started_s, times.ended_s))
+
+
+def _exposed(bucket: BucketReport) -> str:
+    return "" if bucket.times is None else f"{bucket.times.exposed_s * 1e3:.1f}"
+
+
+def _interval(seconds: tuple[float, float] | None) -> str:
+    return "" if seconds is None else f"{seconds[0] * 1e3:.1f} to {seconds[1] * 1e3:.1f}"
+
+
+def _done(bucket: BucketReport, shows_module: bool) -> Iterator[str]:
+    """The gradients of a bucket, and what was done with them."""
+    yield _named(bucket.parameters, of=f" of {bucket.module}" if shows_module else "")
+    is_cast = bucket.sent_bytes != bucket.num_bytes
+    sent = f" sent as {format_bytes(bucket.sent_bytes)}" if is_cast else ""
+    copied = f"{len(bucket.copied)} copied" if bucket.copied else "stored without a copy"
+    yield f"{bucket.dtype}{sent}, {SCALED[bucket.scaling]}, {copied}"
+    if bucket.launched:
+        yield f"launched {bucket.launched}"
+    if bucket.waited:
+        yield f"waited for {bucket.waited}"
+    if bucket.note:
+        yield bucket.note
+
+
+def _copies(buckets: Sequence[BucketReport]) -> Iterator[_Line]:
+    """Which gradients are copied, by the reason."""
     names: dict[str, list[str]] = {}
     for bucket in buckets:
         for name, reason in bucket.copied:
             names.setdefault(reason, []).append(name)
-    return names
+    for reason, copied in names.items():
+        yield "copied: ", f"{_named(copied)}: {reason}"
 
 
-def _hang(head: str, text: str, width: int) -> list[str]:
-    room = max(width - len(head), 20)
-    first, *rest = textwrap.wrap(text, room, break_long_words=False) or [""]
-    return [head + first, *(" " * len(head) + line for line in rest)]
+def _named(parameters: Sequence[str], of: str = "") -> str:
+    """``6: a, b, c, d and 2 more``."""
+    more = len(parameters) - MOST_NAMES
+    names = ", ".join(parameters[:MOST_NAMES])
+    return f"{len(parameters)}{of}: {names}" + (f" and {more} more" if more > 0 else "")
+
+
+def _counted(count: int, noun: str) -> str:
+    """``1 bucket``, ``2 buckets``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+# --- The process ---------------------------------------------------------------------------------
+
+
+def _of_backwards(item: BackwardReport) -> str:
+    because = f", because {item.because}" if item.because else ""
+    copied = f", {item.copied} copied into their buckets" if item.copied else ""
+    where = f"reduced {_REDUCED_IN[item.reduced_in]}{because}{copied}"
+    return f"{_counted(item.count, 'backward')} of {', '.join(item.modules)}: {where}"
+
+
+def _of_totals(totals: Totals) -> Iterator[_Line]:
+    if totals.steps is not None:
+        steps = totals.steps
+        overlap = f"{totals.overlap:.0%} of it hidden, " if totals.overlap is not None else ""
+        plain = f", {totals.plain_step_s * 1e3:.1f} ms without" if totals.plain_step_s else ""
+        text = (
+            f"{steps.step_s * 1e3:.1f} ms under the profiler{plain}; network busy for "
+            f"{steps.network_s * 1e3:.1f} ms, {overlap}{steps.exposed_s * 1e3:.1f} ms "
+            f"({steps.exposed_s / steps.step_s:.1%} of the step) exposed"
+        )
+        yield "a step: ", text
+    if totals.launches:
+        text = (
+            f"{totals.gradients} gradients in {_counted(totals.launches, 'bucket')} a step; "
+            f"{format_bytes(totals.num_bytes)} of gradients, {format_bytes(totals.sent_bytes)} "
+            f"sent, {totals.copied_gradients} gradients copied"
+        )
+        yield "", text
+    of = "allocated on the GPU" if totals.peak_memory_of == "cuda" else "of the process"
+    yield "", f"peak memory {of}: {format_bytes(totals.peak_memory_bytes)}"
+    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in totals.startup_s.items())
+    first = totals.first_backward_s
+    until = f"first backward after {first:.1f} s; " if first is not None else ""
+    yield "start: ", f"{until}seconds of compiling: {phases}"

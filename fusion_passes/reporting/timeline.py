@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fusion_passes.profile.records import NOWHERE, Site
 from fusion_passes.reporting.spans import RankTimeline, Span, without
 
 
@@ -63,7 +62,6 @@ class RankSteps:
     Attributes:
         rank: its number.
         place: host and process.
-        site: where that is, as a profile of the network knows it.
         start_s: when the first step began, in seconds since it did on rank 0.
         clock_error_s: how far that may be off at most.
         ends_s: when each step ended, in seconds since the first began.
@@ -76,23 +74,23 @@ class RankSteps:
     clock_error_s: float
     ends_s: tuple[float, ...]
     spans: tuple[Span, ...]
-    site: Site = NOWHERE
 
-    def steps(self) -> Iterator[RankTimeline]:
-        """Each step by itself, from 0 on. What goes on at its ends is cut off there."""
+    def steps(self) -> Iterator[tuple[float, RankTimeline]]:
+        """When each step begins, and the step by itself, from 0 on. What goes on at its ends is cut
+        off there."""
         for begin, end in zip((0.0, *self.ends_s), self.ends_s, strict=False):
             inside = (span for span in self.spans if span.start_s < end and span.end_s > begin)
             cut = tuple(
                 Span(s.lane, s.name, max(s.start_s, begin) - begin, min(s.end_s, end) - begin)
                 for s in inside
             )
-            yield RankTimeline(end - begin, cut)
+            yield begin, RankTimeline(end - begin, cut)
 
     def times(self) -> StepTimes:
         """Where the time goes."""
         rows = [
             (step.seconds, step.busy_s("compute"), step.busy_s("network"), step.hidden_s())
-            for step in self.steps()
+            for _, step in self.steps()
         ]
         columns = (*zip(*rows, strict=True), [network - hidden for _, _, network, hidden in rows])
         return StepTimes(*map(statistics.median, columns))
@@ -102,7 +100,7 @@ class RankSteps:
         launches."""
         wanted = frozenset(names)
         seen: dict[str, list[BucketTimes]] = {}
-        for step in self.steps():
+        for _, step in self.steps():
             for name, times in _buckets_of(step, wanted):
                 seen.setdefault(name, []).append(times)
         found = {name: _median(times) for name, times in seen.items()}
@@ -119,9 +117,8 @@ class Timeline:
         plain_step_s: seconds of a step before the recording, without a profiler; 0 where none was
             timed, or torch compiled in all of them.
         missing: numbers of the ranks that have not answered.
-        predicted: when the network was expected to begin and to end with some buckets, by their
-            names, in seconds from a start that they have in common.
-        predicted_from: from what that is known, or why it is not; one sentence.
+        predicted: when the plans of ``"auto"`` expect the network to begin and to end with the
+            buckets of each module, by their names, in seconds from the start of the backward.
     """
 
     ranks: tuple[RankSteps, ...]
@@ -129,23 +126,17 @@ class Timeline:
     plain_step_s: float
     missing: tuple[int, ...] = ()
     predicted: tuple[Mapping[str, tuple[float, float]], ...] = ()
-    predicted_from: str = ""
 
     def predicted_spans(self, item: RankSteps) -> Iterator[Span]:
         """When the network was expected to be busy with each bucket, in the steps of a rank."""
-        begin = 0.0
-        for step, end in zip(item.steps(), item.ends_s, strict=True):
+        for begin, step in item.steps():
             sent = {s.name: s.start_s for s in reversed(step.spans) if s.lane == "network"}
             for name, (start_s, end_s) in self.predicted_times(sent).items():
                 yield Span("network", name, begin + start_s, begin + end_s)
-            begin = end
 
     def predicted_times(self, started_s: Mapping[str, float]) -> dict[str, tuple[float, float]]:
         """When the network was expected to begin and to end with each bucket, by the clock of a
-        step.
-
-        Predictions count from a start of their own, such as that of the backward: the first bucket
-        of each is put where the network began with it, and the others follow from there.
+        step: the first one of each plan is put where the network began with it.
 
         Args:
             started_s: when the network began with each bucket, by its name.
@@ -160,13 +151,6 @@ class Timeline:
                     name: (shift + begin, shift + end) for name, (begin, end) in times.items()
                 }
         return found
-
-
-def rank_from_json(data: Mapping[str, Any]) -> RankSteps:
-    """The steps of a rank out of plain values."""
-    spans = tuple(Span(**span) for span in data["spans"])
-    site = Site(**data["site"])
-    return RankSteps(**{**data, "ends_s": tuple(data["ends_s"]), "spans": spans, "site": site})
 
 
 def exposed_of(step: RankTimeline) -> list[tuple[Span, list[tuple[float, float]]]]:

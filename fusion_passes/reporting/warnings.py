@@ -33,7 +33,6 @@ _warned_of: Final = process_state.keep(
     reset=weakref.WeakKeyDictionary.clear,
 )
 
-
 _texts: Final = process_state.keep(
     list[str](), "what the user was warned of, in order", Lifetime.PROCESS, reset=list.clear
 )

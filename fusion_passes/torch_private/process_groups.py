@@ -16,13 +16,8 @@ from torch import Tensor
 from torch._C import Future
 
 # A second name for a group says in the graph to which DDP module, and to which of its
-# parameters, a reduction belongs. Groups are resolved by name when the graph runs. The group of all
-# ranks has a public name only once there is one.
-from torch.distributed.distributed_c10d import (
-    _get_default_group,
-    _register_process_group,
-    _unregister_process_group,
-)
+# parameters, a reduction belongs. Groups are resolved by name when the graph runs.
+from torch.distributed.distributed_c10d import _register_process_group, _unregister_process_group
 
 from fusion_passes.torch_private import ProcessGroup
 
@@ -31,11 +26,6 @@ AnyFuture: TypeAlias = Future
 
 
 # --- Groups --------------------------------------------------------------------------------------
-
-
-def world_group() -> Any:
-    """The group of all ranks."""
-    return _get_default_group()
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:

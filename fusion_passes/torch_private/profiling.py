@@ -63,34 +63,3 @@ def seconds_by_name() -> dict[str, float]:
     if utils is None:
         return {}
     return {name: sum(times) for name, times in utils.compilation_time_metrics.items()}
-
-
-def on_compile(begun: Callable[[str], None], ended: Callable[[], None]) -> Callable[[], None]:
-    """Have functions called when a compile begins, with words for what is compiled, and when it
-    has ended. Compiles within others are a part of those.
-
-    Returns:
-        What undoes that.
-    """
-    from torch._dynamo.callback import CallbackTrigger, callback_handler
-
-    def start(args: Any) -> None:
-        number = str(args.compile_id)
-        if args.callback_trigger is CallbackTrigger.LAZY_BACKWARD:
-            begun(f"the backward of graph {number}")
-        elif number.startswith("!"):
-            begun(f"a backward that compiled autograd has traced (graph {number})")
-        else:
-            begun(f"graph {number}")
-
-    def end(_: Any) -> None:
-        ended()
-
-    callback_handler.register_start_callback(start)
-    callback_handler.register_end_callback(end)
-
-    def undo() -> None:
-        callback_handler.remove_start_callback(start)
-        callback_handler.remove_end_callback(end)
-
-    return undo

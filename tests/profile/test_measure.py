@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fusion_passes.profile import measure
 from fusion_passes.profile.measure import IN_FLIGHT, IN_FLIGHT_BYTES, Ranks, measure_taken
-from fusion_passes.profile.records import Kind
+from fusion_passes.profile.records import CollectiveKind
 from fusion_passes.profile.tables import MIB, CostTable, Taken
 
 COSTS = CostTable((1024, 64 * 1024, MIB), (800_000, 1_000_000, 8_000_000))
@@ -47,7 +47,7 @@ def taken(loses_small: float, loses_large: float, launching: float = 0.0) -> Tak
         mock.patch.object(Ranks, "times", return_value=[0.001]),
     ):
         ranks = Ranks(group, torch.device("cpu"), timedelta(seconds=30))
-        return measure_taken(ranks, Kind("float32", "avg"), COSTS)
+        return measure_taken(ranks, CollectiveKind("float32", "avg"), COSTS)
 
 
 LOSES = [(0.0, 0.0), (0.0001, 0.001), (0.1, 0.1), (-0.001, -0.001), (0.0002, 0.0001), (0, 0, 0.002)]
@@ -91,7 +91,7 @@ def test_a_cost_is_a_share_of_what_several_take_together() -> None:
         mock.patch.object(Ranks, "reduce_all", reduce_all),
         mock.patch.object(Ranks, "times", times),
     ):
-        table = measure._table(ranks, Kind("float32", "avg"), seconds=60.0)
+        table = measure._table(ranks, CollectiveKind("float32", "avg"), seconds=60.0)
     assert set(table.times_ns) == {1_000_000}
     assert table.num_bytes == tuple(together)
     assert (min(together), max(together)) == (1024, 64 * MIB)
@@ -116,5 +116,5 @@ def test_what_all_reduces_take_is_measured_with_no_more_memory_than_what_they_co
         mock.patch.object(Ranks, "slowest", lambda _, seconds: seconds),
     ):
         costs = CostTable((1024, 64 * 1024, 32 * MIB), (1_000, 2_000, 10_000))
-        measure_taken(ranks, Kind("float32", "sum"), costs)
+        measure_taken(ranks, CollectiveKind("float32", "sum"), costs)
     assert together == {64 * 1024: 32, 32 * MIB: 1}

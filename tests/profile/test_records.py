@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from fusion_passes.profile import files
-from fusion_passes.profile.records import Kind, Place, Profile
+from fusion_passes.profile.records import CollectiveKind, Place, Profile
 from fusion_passes.profile.tables import CostTable
 
 PLACE = Place(2, ("a", "b"), "gloo", "cpu", "", "2.13.0")
-FLOAT, HALF = Kind("float32", "avg"), Kind("float16", "sum")
+FLOAT, HALF = CollectiveKind("float32", "avg"), CollectiveKind("float16", "sum")
 TABLE = CostTable((1024, 2048), (10, 20))
 PROFILE = Profile(PLACE, ((FLOAT, TABLE),))
 
@@ -86,7 +86,9 @@ def test_what_is_not_whole_cannot_be_used(text) -> None:
 
 
 def test_two_writers_leave_one_whole_profile() -> None:
-    big = replace(PROFILE, tables=tuple((Kind(f"d{n}", "sum"), TABLE) for n in range(200)))
+    big = replace(
+        PROFILE, tables=tuple((CollectiveKind(f"d{n}", "sum"), TABLE) for n in range(200))
+    )
     both = [PROFILE, big]
 
     def write(profile: Profile) -> None:
@@ -118,11 +120,10 @@ def test_profiles_lie_in_the_users_cache(tmp_path, monkeypatch) -> None:
     assert files.directory() == Path(os.environ["HOME"]) / ".cache" / "fusion_passes"
 
 
-def test_costs_that_were_not_measured_are_those_of_the_next_kind() -> None:
+def test_what_was_not_measured_is_measured_beside_the_rest() -> None:
     profile = replace(PROFILE, tables=((FLOAT, TABLE), (HALF, CostTable((1,), (1,)))))
     assert profile.table(FLOAT) is TABLE
-    assert profile.table(Kind("float32", "sum")) is TABLE
-    assert profile.table(Kind("float16", "avg")).times_ns == (1,)
-    assert profile.table(Kind("bfloat16", "avg")) is TABLE
-    assert profile.missing([FLOAT, Kind("float32", "sum")]) == (Kind("float32", "sum"),)
+    assert profile.table(HALF).times_ns == (1,)
+    other = CollectiveKind("float32", "sum")
+    assert profile.missing([FLOAT, other]) == (other,)
     assert PROFILE.with_tables_of(profile).missing([FLOAT, HALF]) == ()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,18 +49,9 @@ def test_what_is_no_table_is_refused(sizes, times, rule) -> None:
         CostTable(sizes, times)
 
 
-def test_a_fit_is_for_people() -> None:
-    exact = CostTable((1000, 2000, 4000), (150_000, 200_000, 300_000)).fit()
-    assert exact.alpha_us == pytest.approx(100)
-    assert exact.gbytes_per_s == pytest.approx(0.02)
-    assert exact.error == pytest.approx(0, abs=1e-9)
-    assert str(exact) == "100 us + bytes / 0.02 GB/s (within 0%)"
-    assert CostTable((1, 1000), (1, 10_000)).fit().alpha_us >= 0
-    assert CostTable((1, 2), (0, 0)).fit().gbytes_per_s == math.inf
-    flat = CostTable((1, 1000), (5_000, 5_000)).fit()
-    assert flat.alpha_us == pytest.approx(5)
-    assert flat.gbytes_per_s == math.inf
-    assert CostTable((1000,), (2_000,)).fit().alpha_us == pytest.approx(2)
+def test_a_table_is_shown_by_its_ends() -> None:
+    table = CostTable((1024, 2048, 64 * MIB), (150_000, 200_000, 3_000_000))
+    assert str(table) == "1 KiB in 0.15 ms, 65536 KiB in 3.00 ms"
 
 
 def test_what_is_taken_is_a_line_that_neither_begins_below_0_nor_falls() -> None:

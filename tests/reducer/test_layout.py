@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_passes.plan.caps import BucketCaps
-from fusion_passes.plan.layout import Kind, decode, encode, plan_layout
+from fusion_passes.plan.layout import GradientKind, decode, encode, plan_layout
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def kinds(*numels: int, dtype: torch.dtype = FP32) -> dict[int, Kind]:
-    return {number: Kind(numel, dtype, CPU) for number, numel in enumerate(numels)}
+def kinds(*numels: int, dtype: torch.dtype = FP32) -> dict[int, GradientKind]:
+    return {number: GradientKind(numel, dtype, CPU) for number, numel in enumerate(numels)}
 
 
 def test_whole_pieces_fill_buckets_up_to_the_cap() -> None:
@@ -41,10 +41,10 @@ def test_what_is_behind_a_piece_of_an_odd_size_is_aligned() -> None:
 
 def test_dtypes_and_sparse_gradients_have_buckets_of_their_own() -> None:
     known = {
-        0: Kind(4, FP32, CPU),
-        1: Kind(4, BF16, CPU),
-        2: Kind(8, FP32, CPU, is_sparse=True),
-        3: Kind(4, FP32, CPU),
+        0: GradientKind(4, FP32, CPU),
+        1: GradientKind(4, BF16, CPU),
+        2: GradientKind(8, FP32, CPU, is_sparse=True),
+        3: GradientKind(4, FP32, CPU),
     }
     layout = plan_layout([(3,), (2,), (1,), (0,)], known, BucketCaps(1024, 1024))
     assert [bucket.numbers for bucket in layout.buckets] == [(2,), (3, 0), (1,)]

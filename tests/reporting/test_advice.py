@@ -32,7 +32,8 @@ def test_a_network_that_is_busy_for_longer_than_the_rank_computes_needs_less_to_
 
 def test_a_bucket_that_is_waited_for_early_is_named_with_what_reads_it() -> None:
     early = bucket(1, 0.2, "w", waited="early, because norm reads it", overlapped=1, following=2)
-    assert "bucket 1 is waited for early, because norm reads it" in advice(STEPS, [early])
+    said = advice(STEPS, [bucket(1, 0.2, "w")], [early])
+    assert "the bucket of w is waited for early, because norm reads it" in said
 
 
 def test_the_bucket_that_is_most_of_the_exposed_time_is_named_with_what_it_holds() -> None:

@@ -13,7 +13,6 @@ import jsonschema
 import pytest
 
 from fusion_passes.reducer.copies import BESIDE, SEVERAL
-from fusion_passes.reporting.schema import json_schema
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -68,9 +67,8 @@ def explain(folder: Path, *options: str, steps: int = 12, ranks: int = 1) -> tup
 
 @pytest.mark.slow
 def test_a_script_is_run_as_it_is_and_explained(tmp_path: Path) -> None:
-    page, trace, report = (tmp_path / name for name in ("a.html", "a.json", "report.json"))
-    options = [f"--timeline={page}", f"--timeline={trace}", f"--json={report}"]
-    options.append(f"--timeline={tmp_path}/a.png")
+    page, report = tmp_path / "a.html", tmp_path / "report.json"
+    options = [f"--timeline={page}", f"--json={report}"]
     output, errors = explain(tmp_path, "--flag=coalesced", "--steps=2", *options, ranks=2)
     assert output == "the script ends ['--its-own'] __main__\n"
     said = " ".join(errors.split())
@@ -80,14 +78,13 @@ def test_a_script_is_run_as_it_is_and_explained(tmp_path: Path) -> None:
     assert "sent, ms" in said
     assert "of DDP 0 (Linear): reduced by a reducer, while the backward ran" in said
     found: dict[str, Any] = json.loads(report.read_text())
-    jsonschema.validate(found, json_schema())
+    schema = json.loads((ROOT / "docs" / "report.schema.json").read_text())
+    jsonschema.validate(found, schema)
     assert found["flag"]["mode"] == "coalesced"
     assert found["modules"][0]["mode"] == "coalesced"
     assert found["modules"][0]["buckets"][0]["times"]["ended_s"] > 0
     assert f"written: {report}" in errors
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert page.read_text().startswith("<!doctype html>")
-    assert json.loads(trace.read_text())["traceEvents"]
 
 
 @pytest.mark.slow
@@ -101,9 +98,9 @@ def test_what_is_known_is_shown_where_the_script_ends_too_soon(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--steps=0"], "at least 1, but is '0'"),
+        (["--steps=many"], "invalid int value: 'many'"),
         (["--json=/not/there/report.json"], "in a folder that is there, but is '/not/there/rep"),
-        (["--timeline=a.svg"], "must end with one of .html, .json, .png, but is 'a.svg'"),
+        (["--timeline=a.svg"], "must end with .html, but is 'a.svg'"),
     ],
 )
 def test_wrong_options_are_refused_in_words(

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from fusion_passes.reporting import graphs
-from fusion_passes.reporting.graphs import CompileLog, report_plan
-from fusion_passes.reporting.records import FusionReport
+from fusion_passes.reporting.graphs import CompileLog, one_for_each_plan, report_plan
 from fusion_passes.reporting.table import format_report
 from fusion_passes.torch_private.dynamo import ddp_graph_log
 from testing.graphs import plan_of, reduce, tensor, trace
@@ -107,8 +106,12 @@ def test_clear_forgets_what_the_counters_say_too(counters: Counter[str]) -> None
     assert log.reports() == ()
 
 
-def test_json_keeps_everything_but_where_it_came_from() -> None:
-    assert FusionReport.from_json(REPORT.to_json()) == dataclasses.replace(REPORT, from_cache=True)
+def test_a_plan_that_was_compiled_again_is_shown_once() -> None:
+    cached = dataclasses.replace(REPORT, from_cache=True)
+    assert one_for_each_plan([REPORT, OTHER, cached]) == (
+        dataclasses.replace(cached, compiled=2),
+        OTHER,
+    )
 
 
 def test_the_report_of_a_plan() -> None:

@@ -34,7 +34,7 @@ from fusion_passes.config import ReduceMode
 from fusion_passes.passes.pipeline import run_pipeline
 from fusion_passes.plan.buckets import ModuleBuckets
 from fusion_passes.plan.caps import BucketCaps
-from fusion_passes.plan.layout import Kind, plan_layout
+from fusion_passes.plan.layout import GradientKind, plan_layout
 from fusion_passes.profile.tables import MIB
 from fusion_passes.reductions.owners import Owner
 
@@ -164,7 +164,7 @@ def _owner_of(name: str) -> Owner:
 @functools.cache
 def _buckets(size: int) -> ModuleBuckets:
     """Those that a module of so many gradients has had from its first backward on."""
-    kind = Kind(math.prod(GRADIENT), torch.float32, torch.device("cpu"))
+    kind = GradientKind(math.prod(GRADIENT), torch.float32, torch.device("cpu"))
     pieces = [(number,) for number in range(size)]
     layout = plan_layout(pieces, dict.fromkeys(range(size), kind), BucketCaps(1 * MIB, 25 * MIB))
     return ModuleBuckets(tuple(bucket.numbers for bucket in layout.buckets))
