@@ -74,6 +74,7 @@ BLOCKS: Options = {"style": "as it is", "model": "blocks"}
 IN_TURN: Options = {"takes": "changing", "steps": 4}
 FIND_UNUSED = {"find_unused_parameters": True}
 SKIPS_UNUSED = {**FIND_UNUSED, "skip_all_reduce_unused_params": True}
+MORE_BRANCHES = (("a", "b"), ("", "a"), ("ab", ""))
 JOINED_UNUSED: Options = {"steps": "others each time", "model": "branches", "ddp": FIND_UNUSED}
 SMALL_MB = 300 / 2**20
 """What several of them train; a cap that gives small models several buckets."""
@@ -88,6 +89,9 @@ STAYS_LOCAL = ("stay on their rank, as with eager DDP: its forward has had its",
 OWN_REDUCER = (
     "is trained by DDP's own reducer, as without ddp_fusion, and its gradients are not fused:"
 )
+DELAYED = (f"{OWN_REDUCER} it was given delay_all_reduce_named_params=...",)
+ON_BUFFERS = (f"{OWN_REDUCER} a hook of yours synchronises its buffers",)
+STEPS = (OWN_REDUCER,)
 NO_EFFECT = ("has no effect under ddp_fusion: it tunes the C++ reducer, which does not run",)
 NOT_DDPS_OWN = ("stay on their rank, as with eager DDP: DistributedDataParallel was constructed",)
 ONE_OWN_REDUCER = ("trained by DDP's own reducer",)
@@ -326,9 +330,9 @@ SCENARIOS = (
         "unused-several-graphs",
         "unused:branching",
         CONCAT,
-        model="broken backward",
         takes="changing",
         steps=5,
+        model="backward in parts",
         **AS_IT_IS,
     ),
     on_two(
@@ -337,18 +341,12 @@ SCENARIOS = (
         CONCAT,
         NEWEST_TORCH,
         takes="equal parts",
-        model="broken forward",
+        model="parts",
     ),
-    on_two(
-        "unused-other-parts", "unused:branching", COALESCED, takes="parts", model="broken forward"
-    ),
+    on_two("unused-other-parts", "unused:branching", COALESCED, takes="parts", model="parts"),
     on_two("unused-shared-parts", "unused:branching", CONCAT, takes="fewer", local=(1,), **BLOCKS),
     on_two(
-        "unused-shared-zeroed",
-        "unused:branching",
-        takes="fewer at times",
-        model="blocks in a broken loop",
-        **KEPT,
+        "unused-shared-zeroed", "unused:branching", takes="fewer at times", model="a loop", **KEPT
     ),
     on_two("unused-shared-others", "unused:branching", CONCAT, takes="others at times", **BLOCKS),
     on_two("unused-shared-order", "unused:branching", COALESCED, takes="never the same", **BLOCKS),
@@ -413,13 +411,7 @@ SCENARIOS = (
         ddp={"bucket_cap_mb_list": [SMALL_MB, 2 * SMALL_MB]},
         launches=2,
     ),
-    on_two(
-        "delay",
-        "reducer:delayed_all_reduce",
-        CONCAT,
-        becomes=UNFUSED,
-        warns=(f"{OWN_REDUCER} it was given delay_all_reduce_named_params=...",),
-    ),
+    on_two("delay", "reducer:delayed_all_reduce", CONCAT, becomes=UNFUSED, warns=DELAYED),
     on_two("update-group", "reducer:update_process_group"),
     on_two("update-group-after-error", "reducer:after_an_error", CONCAT, leaves_unwaited=True),
     on_two("state-dict", "reducer:state_dict", CONCAT),
@@ -442,12 +434,7 @@ SCENARIOS = (
     on_two("join-buckets", "joining:uneven", CONCAT, ddp={"bucket_cap_mb": 0.0005}),
     on_two("join-hook", "joining:uneven", COALESCED, has_hook=True),
     on_two("join-unused", "joining:uneven", takes=(("a", ""), ("", "a")), **JOINED_UNUSED),
-    on_two(
-        "join-unused-more",
-        "joining:uneven",
-        takes=(("a", "b"), ("", "a"), ("ab", "")),
-        **JOINED_UNUSED,
-    ),
+    on_two("join-unused-more", "joining:uneven", takes=MORE_BRANCHES, **JOINED_UNUSED),
     on_two("join-static-graph", "joining:static_graph", CONCAT),
     on_two("join-static-graph-unused", "joining:static_graph_of_some"),
     on_two("join-optimizer", "joining:beside_an_optimizer", CONCAT),
@@ -485,13 +472,7 @@ SCENARIOS = (
         **INSIDE,
         launches=2,
     ),
-    on_two(
-        "buffer-hook",
-        "comm_hooks:buffer_hook",
-        CONCAT,
-        becomes=UNFUSED,
-        warns=(f"{OWN_REDUCER} a hook of yours synchronises its buffers",),
-    ),
+    on_two("buffer-hook", "comm_hooks:buffer_hook", CONCAT, becomes=UNFUSED, warns=ON_BUFFERS),
     # One for the floating-point buffers, and one for the counters.
     on_two("batch-norm", "loops:batch_norm", **BY_HAND, launches=3),
     on_two("batch-norm-inside", "loops:batch_norm", **INSIDE, **BY_HAND, launches=3),
@@ -644,9 +625,7 @@ SCENARIOS = (
     on_ranks("ddp-4", "hook-powersgd", "comm_hooks:power_sgd", CONCAT, tolerance_eps=PRODUCTS_EPS),
     # --- Optimizers
     on_two("optimizer-in-backward", "hooks:optimizer_in_backward", becomes=REFUSED),
-    on_two(
-        "optimizer-in-hook", "comm_hooks:optimizer_in_hook", becomes=UNFUSED, warns=(OWN_REDUCER,)
-    ),
+    on_two("optimizer-in-hook", "comm_hooks:stepping", becomes=UNFUSED, warns=STEPS),
     on_two("optimizer-fused", "loops:clipped", kind="fused", **ROUNDS),
     on_two("optimizer-foreach", "loops:clipped", kind="foreach", **ROUNDS),
     on_two("optimizer-foreach-inside", "loops:clipped", kind="momentum", **INSIDE, **ROUNDS),

@@ -56,7 +56,7 @@ def builtin(run: Run) -> None:
     train(run, ddp)
 
 
-def optimizer_in_hook(run: Run) -> None:
+def stepping(run: Run) -> None:
     """``_register_fused_optim``: a step for each bucket as it is averaged."""
     ddp = run.ddp(run.mlp())
     ddp._register_fused_optim(torch.optim.SGD, lr=1.0)

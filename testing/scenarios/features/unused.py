@@ -156,10 +156,10 @@ class _Dropping(Exact, first=WIDTH, last=OUTPUTS):
 MODELS: Final[Mapping[str, Callable[[Run], nn.Module]]] = {
     "branches": lambda _: Branching(outputs=OUTPUTS),
     "dtypes": lambda _: Branching({"b": torch.bfloat16, "c": torch.float64}, OUTPUTS),
-    "broken backward": lambda _: _BrokenBackward(),
-    "broken forward": lambda _: _BrokenForward(),
+    "backward in parts": lambda _: _BrokenBackward(),
+    "parts": lambda _: _BrokenForward(),
     "blocks": _Dropping,
-    "blocks in a broken loop": lambda run: _Dropping(run, has_hooks=True),
+    "a loop": lambda run: _Dropping(run, has_hooks=True),
 }
 
 TAKES: Final[Mapping[str, Sequence[Sequence[str]]]] = {
@@ -179,7 +179,7 @@ TAKES: Final[Mapping[str, Sequence[Sequence[str]]]] = {
     "late": [["a"], ["c", "b"], ["a", "b"], ["", "c"]],
     "kept": [["a", "b"], ["b", "a"], ["a"], ["c", "b"], ["a"]],
     "accumulated": [["a", "b"], ["b"], ["a"], ["b"], ["a"], ["a"]],
-    # Of a broken forward: first all ranks use the same, then one does not, then all again.
+    # Of a forward in parts: first all ranks use the same, then one does not, then all again.
     "parts": [["a"], ["a"], [""], ["a"], ["a", ""], ["", ""], ["a"], ["a"]],
     "equal parts": [["a"]] * 4,
     # Of blocks: first all ranks use all of them, then they leave out the same ones.
