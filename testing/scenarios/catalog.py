@@ -74,7 +74,6 @@ BLOCKS: Options = {"style": "as it is", "model": "blocks"}
 IN_TURN: Options = {"takes": "changing", "steps": 4}
 FIND_UNUSED = {"find_unused_parameters": True}
 SKIPS_UNUSED = {**FIND_UNUSED, "skip_all_reduce_unused_params": True}
-MORE_BRANCHES = (("a", "b"), ("", "a"), ("ab", ""))
 JOINED_UNUSED: Options = {"steps": "others each time", "model": "branches", "ddp": FIND_UNUSED}
 SMALL_MB = 300 / 2**20
 """What several of them train; a cap that gives small models several buckets."""
@@ -433,8 +432,8 @@ SCENARIOS = (
     on_two("join-batch-sizes", "joining:uneven", COALESCED, steps="much more", sizes=(4, 1, 3)),
     on_two("join-buckets", "joining:uneven", CONCAT, ddp={"bucket_cap_mb": 0.0005}),
     on_two("join-hook", "joining:uneven", COALESCED, has_hook=True),
-    on_two("join-unused", "joining:uneven", takes=(("a", ""), ("", "a")), **JOINED_UNUSED),
-    on_two("join-unused-more", "joining:uneven", takes=MORE_BRANCHES, **JOINED_UNUSED),
+    on_two("join-unused", "joining:uneven", takes="a/ /a", **JOINED_UNUSED),
+    on_two("join-unused-more", "joining:uneven", takes="a/b /a ab/", **JOINED_UNUSED),
     on_two("join-static-graph", "joining:static_graph", CONCAT),
     on_two("join-static-graph-unused", "joining:static_graph_of_some"),
     on_two("join-optimizer", "joining:beside_an_optimizer", CONCAT),

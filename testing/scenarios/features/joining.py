@@ -15,6 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from testing.models import OUTPUTS, Batch, Branching, linear_loss
 from testing.scenarios.features.comm_hooks import summing_hook
 from testing.scenarios.features.loops import Counting
+from testing.scenarios.features.unused import branches_of
 from testing.scenarios.loop import BySign, backwards
 from testing.scenarios.run import Run
 
@@ -52,7 +53,7 @@ def uneven(
     is_inside: bool = False,
     is_trained: bool = True,
     sizes: Sequence[int] = (4,),
-    takes: Sequence[Sequence[str]] = (),
+    takes: str = "",
 ) -> None:
     """Train with uneven inputs.
 
@@ -68,7 +69,8 @@ def uneven(
         is_inside: whether the whole step is compiled.
         is_trained: whether parameters move. Where averages round, a sign can be another one.
         sizes: of the batches, in turn.
-        takes: the branches that each rank takes, step by step, if the model has some.
+        takes: the branches that each rank takes, if the model has some, as of
+            :func:`testing.scenarios.features.unused.branches_of`.
     """
     joined = run.ddp(MODELS[model](run), **ddp)
     if has_hook:
@@ -80,17 +82,18 @@ def uneven(
 
     backward = run.compile(step) if is_inside else step
     optimizer, rank = BySign(joined.parameters()), dist.get_rank()
+    branches = branches_of(takes)
     for counts in STEPS[steps]:
         with joined.join(divide_by_initial_world_size=by_initial):
             for number in range(counts[rank]):
                 optimizer.zero_grad()
-                each = takes[number % len(takes)] if takes else ()
-                taken = [each[rank % len(each)]] if each else []
+                each = branches[number % len(branches)]
+                taken = [each[rank]] if takes else []
                 if local:
                     with joined.no_sync():
                         backward(run.rows(number, 1), *taken)
                 backward(run.rows(number, size=sizes[number % len(sizes)]), *taken)
-                _note(run, joined, has_unused=bool(each))
+                _note(run, joined, has_unused=bool(takes))
                 if is_trained:
                     optimizer.step()
     run.note_end(joined)
@@ -114,7 +117,7 @@ def static_graph(run: Run) -> None:
 def static_graph_of_some(run: Run) -> None:
     """With ``static_graph``, where no rank uses a branch, and one rank alone uses another one."""
     for steps in ("more, then fewer", "none on rank 1 at first"):
-        uneven(run, steps, model="branches", takes=[["b", ""]], ddp=_static_graph(run, steps))
+        uneven(run, steps, model="branches", takes="b/", ddp=_static_graph(run, steps))
 
 
 def _static_graph(run: Run, steps: str) -> dict[str, bool]:

@@ -162,42 +162,38 @@ MODELS: Final[Mapping[str, Callable[[Run], nn.Module]]] = {
     "a loop": lambda run: _Dropping(run, has_hooks=True),
 }
 
-TAKES: Final[Mapping[str, Sequence[Sequence[str]]]] = {
+TAKES: Final[Mapping[str, str]] = {
     # One of two branches, the same or not, and after four steps any.
-    "changing": [
-        *[["a", "b"], ["b", "a"], ["a", "a"], ["b", "b"], ["abc", "a"]],
-        *[["a", "c"], ["c", "a"], ["b", "b"], ["a", "b"], ["", "c"]],
-    ],
-    "with none": [["a", "b"], ["ab", ""], ["b", "a"], ["a", "a"]],
-    "all": [["abc"]] * 3,
-    "others": [["a", "b"]] * 4,
-    "for a while": [["a"], ["a"], ["c"], ["c"], ["c"], ["a"], ["a"]],
-    "added": [["a", "b"], ["b", "a"], ["a"], ["b"], ["a", "b"]],
-    "added on 4": [
-        *[["a", "b", "c", ""], ["", "a", "b", "c"], ["a", "a", "b", "b"], ["", "", "", "c"]]
-    ],
-    "late": [["a"], ["c", "b"], ["a", "b"], ["", "c"]],
-    "kept": [["a", "b"], ["b", "a"], ["a"], ["c", "b"], ["a"]],
-    "accumulated": [["a", "b"], ["b"], ["a"], ["b"], ["a"], ["a"]],
+    "changing": "a/b b/a a/a b/b abc/a a/c c/a b/b a/b /c",
+    "with none": "a/b ab/ b/a a/a",
+    "all": "abc abc abc",
+    "others": "a/b a/b a/b a/b",
+    "for a while": "a a c c c a a",
+    "added": "a/b b/a a b a/b",
+    "added on 4": "a/b/c/ /a/b/c a/a/b/b ///c",
+    "late": "a c/b a/b /c",
+    "kept": "a/b b/a a c/b a",
+    "accumulated": "a/b b a b a a",
     # Of a forward in parts: first all ranks use the same, then one does not, then all again.
-    "parts": [["a"], ["a"], [""], ["a"], ["a", ""], ["", ""], ["a"], ["a"]],
-    "equal parts": [["a"]] * 4,
+    "parts": "a a / a a/ / a a",
+    "equal parts": "a a a a",
     # Of blocks: first all ranks use all of them, then they leave out the same ones.
-    "fewer": [["abc"]] * 4 + [["ac"], ["ac"], ["c"]],
-    "fewer at times": [["abc"], ["abc"], ["ab"], ["ab"], ["abc"]],
-    "others at times": [
-        *[["abc"], ["abc"], ["ab", "abc"], ["abc"], ["a", "c"], ["abc"], ["b", ""], ["abc"]]
-    ],
+    "fewer": "abc abc abc abc ac ac c",
+    "fewer at times": "abc abc ab ab abc",
+    "others at times": "abc abc ab/abc abc a/c abc b/ abc",
     # No two ranks ever use the same: when they meet first, a later block comes from another rank
     # than an earlier one, and one comes from none. A block that all leave out for long comes back,
     # as the last of a backward and as the first.
-    "never the same": [
-        *[["b", "ac"], ["bc", "a"], ["abc", "b"], ["ab", "c"], ["a", "bc"], ["ac", "ab"]],
-        *[["b", "c"]] * 10 + [["abc", "b"], ["c", "ab"]],
-        *[["b", "a"]] * 10 + [["c", "ab"], ["abc", "b"], ["bc", "ac"]],
-    ],
+    "never the same": "b/ac bc/a abc/b ab/c a/bc ac/ab"
+    f"{' b/c' * 10} abc/b c/ab{' b/a' * 10} c/ab abc/b bc/ac",
 }
-"""The branches that each rank takes, step by step."""
+"""The branches that each rank takes, step by step: see :func:`branches_of`."""
+
+
+def branches_of(takes: str) -> list[list[str]]:
+    """The branches that each rank takes, by step: those of ``a/bc b``, of two steps, are ``a`` on
+    rank 0 and ``bc`` on rank 1, and then ``b`` on both."""
+    return [step.split("/") for step in takes.split(" ")]
 
 
 def branching(
@@ -205,7 +201,7 @@ def branching(
 ) -> None:
     """Train one of :data:`MODELS`, whose ranks take the branches that one of :data:`TAKES` says, in
     as many of its steps as are given."""
-    train_branching(run, TAKES[takes][:steps], model=MODELS[model](run), **options)
+    train_branching(run, branches_of(TAKES[takes])[:steps], model=MODELS[model](run), **options)
 
 
 def compressed(run: Run) -> None:
