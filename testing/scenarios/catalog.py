@@ -71,10 +71,22 @@ CALLED = {"options": {"fallback_by_default": True}}
 COUNTING: Options = {"model": "counting"}
 DEEP: Options = {"model": "five layers"}
 BLOCKS: Options = {"style": "as it is", "model": "blocks"}
-IN_TURN: Options = {"takes": "changing", "steps": 4}
+TURNS = "a/b b/a a/a b/b"
+OTHERS = f"{TURNS} abc/a a/c"
+IN_TURN: Options = {"takes": TURNS}
+"""The branches that ranks take: ``a/bc b`` are two steps, in the first of which rank 0 takes ``a``
+and rank 1 ``b`` and ``c``; in the second both take ``b``."""
+
+NEVER_THE_SAME = (
+    f"b/ac bc/a abc/b ab/c a/bc ac/ab{' b/c' * 10} abc/b c/ab{' b/a' * 10} c/ab abc/b bc/ac"
+)
+"""When ranks meet first, a later block comes from another rank than an earlier one, and one comes
+from none. A block that all leave out for long comes back, as the last of a backward and as the
+first."""
+
 FIND_UNUSED = {"find_unused_parameters": True}
 SKIPS_UNUSED = {**FIND_UNUSED, "skip_all_reduce_unused_params": True}
-JOINED_UNUSED: Options = {"steps": "others each time", "model": "branches", "ddp": FIND_UNUSED}
+JOINED_UNUSED: Options = {"steps": ((2, 5), (4, 2)), "model": "branches", "ddp": FIND_UNUSED}
 SMALL_MB = 300 / 2**20
 """What several of them train; a cap that gives small models several buckets."""
 
@@ -143,7 +155,9 @@ SCENARIOS = (
     on_ranks("ddp-4", "plain", "loops:plain", dtypes=ALL_DTYPES, launches=1),
     on_ranks("ddp-4", "no-sync", "loops:plain", **TWO_BY_THREE),
     on_ranks("ddp-4", "unused-changing", "unused:skipping", when="in turn"),
-    on_ranks("ddp-4", "unused-added", "unused:branching", takes="added on 4", **ADDED),
+    on_ranks(
+        "ddp-4", "unused-added", "unused:branching", takes="a/b/c/ /a/b/c a/a/b/b ///c", **ADDED
+    ),
     on_ranks("ddp-4", "update-group", "reducer:another_group"),
     on_ranks(
         "tp",
@@ -313,24 +327,23 @@ SCENARIOS = (
     on_two("unused-some-inside", "unused:skipping", when="on rank 1", **INSIDE),
     on_two("unused-changing", "unused:skipping", when="in turn"),
     on_two("unused-in-turn", "unused:branching", CONCAT, **IN_TURN),
-    on_two("unused-many", "unused:branching", takes="changing"),
-    on_two("unused-changing-inside", "unused:branching", takes="changing", steps=6, **INSIDE),
-    on_two("unused-changing-eager", "unused:branching", takes="changing", steps=6, **AS_IT_IS),
-    on_two("unused-new-branch", "unused:branching", takes="for a while"),
-    on_two("unused-added", "unused:branching", takes="added", **ADDED),
-    on_two("unused-added-late", "unused:branching", takes="late", **ADDED),
-    on_two("unused-zeroed", "unused:branching", takes="kept", **KEPT),
-    on_two("unused-no-sync", "unused:branching", CONCAT, takes="accumulated", local=(0, 1, 3)),
-    on_two("unused-hook-fp16", "unused:compressed"),
-    on_two("unused-dtypes", "unused:branching", takes="changing", steps=6, model="dtypes"),
-    on_two("unused-static-graph", "unused:branching", takes="others", static_graph=True),
-    on_two("unused-static-graph-later", "unused:in_a_static_graph_later"),
+    on_two("unused-many", "unused:branching", takes=f"{OTHERS} c/a b/b a/b /c"),
+    on_two("unused-changing-inside", "unused:branching", takes=OTHERS, **INSIDE),
+    on_two("unused-changing-eager", "unused:branching", takes=OTHERS, **AS_IT_IS),
+    on_two("unused-new-branch", "unused:branching", takes="a a c c c a a"),
+    on_two("unused-added", "unused:branching", takes="a/b b/a a b a/b", **ADDED),
+    on_two("unused-added-late", "unused:branching", takes="a c/b a/b /c", **ADDED),
+    on_two("unused-zeroed", "unused:branching", takes="a/b b/a a c/b a", **KEPT),
+    on_two("unused-no-sync", "unused:branching", CONCAT, takes="a/b b a b a a", local=(0, 1, 3)),
+    on_two("unused-hook-fp16", "unused:compressed", takes=OTHERS),
+    on_two("unused-dtypes", "unused:branching", takes=OTHERS, model="dtypes"),
+    on_two("unused-static-graph", "unused:branching", takes="a/b a/b a/b a/b", static_graph=True),
+    on_two("unused-static-graph-later", "unused:in_a_static_graph_later", takes="a/b a/b a/b a/b"),
     on_two(
         "unused-several-graphs",
         "unused:branching",
         CONCAT,
-        takes="changing",
-        steps=5,
+        takes=f"{TURNS} abc/a",
         model="backward in parts",
         **AS_IT_IS,
     ),
@@ -339,16 +352,35 @@ SCENARIOS = (
         "unused:branching",
         CONCAT,
         NEWEST_TORCH,
-        takes="equal parts",
+        takes="a a a a",
         model="parts",
     ),
-    on_two("unused-other-parts", "unused:branching", COALESCED, takes="parts", model="parts"),
-    on_two("unused-shared-parts", "unused:branching", CONCAT, takes="fewer", local=(1,), **BLOCKS),
     on_two(
-        "unused-shared-zeroed", "unused:branching", takes="fewer at times", model="a loop", **KEPT
+        "unused-other-parts", "unused:branching", COALESCED, takes="a a / a a/ / a a", model="parts"
     ),
-    on_two("unused-shared-others", "unused:branching", CONCAT, takes="others at times", **BLOCKS),
-    on_two("unused-shared-order", "unused:branching", COALESCED, takes="never the same", **BLOCKS),
+    on_two(
+        "unused-shared-parts",
+        "unused:branching",
+        CONCAT,
+        takes="abc abc abc abc ac ac c",
+        local=(1,),
+        **BLOCKS,
+    ),
+    on_two(
+        "unused-shared-zeroed",
+        "unused:branching",
+        takes="abc abc ab ab abc",
+        model="a loop",
+        **KEPT,
+    ),
+    on_two(
+        "unused-shared-others",
+        "unused:branching",
+        CONCAT,
+        takes="abc abc ab/abc abc a/c abc b/ abc",
+        **BLOCKS,
+    ),
+    on_two("unused-shared-order", "unused:branching", COALESCED, takes=NEVER_THE_SAME, **BLOCKS),
     on_two("unused-instances", "unused:by_instances", COALESCED),
     on_two("unused-in-parts-of-two", "unused:in_parts_beside_another"),
     on_two("unused-beside-foreign", "foreign:with_unused"),
@@ -421,15 +453,15 @@ SCENARIOS = (
     on_two("two-ddps", "reducer:two_ddps", warns=STAYS_LOCAL),
     # --- join
     on_two("join", "joining:uneven", CONCAT, EACH_TORCH),
-    on_two("join-rank-0", "joining:uneven", COALESCED, steps="rank 0 has more"),
-    on_two("join-several-times", "joining:uneven", CONCAT, steps="several times"),
-    on_two("join-divided", "joining:uneven", COALESCED, steps="once, then fewer", by_initial=False),
+    on_two("join-rank-0", "joining:uneven", COALESCED, steps=((4, 1),)),
+    on_two("join-several-times", "joining:uneven", CONCAT, steps=((0, 3), (3, 1), (2, 2))),
+    on_two("join-divided", "joining:uneven", COALESCED, steps=((1, 2), (3, 1)), by_initial=False),
     on_two(
-        "join-buffers", "joining:uneven", CONCAT, EACH_TORCH, steps="more, then fewer", **COUNTING
+        "join-buffers", "joining:uneven", CONCAT, EACH_TORCH, steps=((2, 4), (3, 1)), **COUNTING
     ),
-    on_two("join-no-sync", "joining:uneven", COALESCED, steps="once", local=True),
+    on_two("join-no-sync", "joining:uneven", COALESCED, steps=((1, 3),), local=True),
     on_two("join-inside", "joining:uneven", CONCAT, is_inside=True),
-    on_two("join-batch-sizes", "joining:uneven", COALESCED, steps="much more", sizes=(4, 1, 3)),
+    on_two("join-batch-sizes", "joining:uneven", COALESCED, steps=((2, 5),), sizes=(4, 1, 3)),
     on_two("join-buckets", "joining:uneven", CONCAT, ddp={"bucket_cap_mb": 0.0005}),
     on_two("join-hook", "joining:uneven", COALESCED, has_hook=True),
     on_two("join-unused", "joining:uneven", takes="a/ /a", **JOINED_UNUSED),
@@ -438,12 +470,12 @@ SCENARIOS = (
     on_two("join-static-graph-unused", "joining:static_graph_of_some"),
     on_two("join-optimizer", "joining:beside_an_optimizer", CONCAT),
     on_two("join-disabled", "joining:disabled", CONCAT),
-    on_ranks("ddp-4", "join", "joining:uneven", CONCAT, steps="more, on 4"),
+    on_ranks("ddp-4", "join", "joining:uneven", CONCAT, steps=((1, 2, 4, 4),)),
     on_ranks(
         "ddp-4",
         "join-divided",
         "joining:uneven",
-        steps="more, on 4",
+        steps=((1, 2, 4, 4),),
         by_initial=False,
         is_trained=False,
         tolerance_eps=THIRDS_EPS,
@@ -596,10 +628,12 @@ SCENARIOS = (
     on_two("hook-users-parameters", "comm_hooks:users", CONCAT, model="unusual"),
     on_two("hook-users-dtypes", "comm_hooks:users", CONCAT, COALESCED, model="kinds", launches=3),
     on_two("hook-users-flag-unset", "comm_hooks:users_flag_unset", CONCAT),
-    on_two("hook-users-unused", "comm_hooks:unused", CONCAT, takes="with none", launches=2),
+    on_two("hook-users-unused", "comm_hooks:unused", CONCAT, takes="a/b ab/ b/a a/a", launches=2),
     on_two("hook-users-unused-inside", "comm_hooks:unused", **INSIDE, **IN_TURN, launches=2),
     on_two("hook-users-unused-no-sync", "comm_hooks:unused", local=(1, 3), **IN_TURN, launches=2),
-    on_two("hook-users-unused-kept", "comm_hooks:unused", takes="with none", **KEPT, launches=2),
+    on_two(
+        "hook-users-unused-kept", "comm_hooks:unused", takes="a/b ab/ b/a a/a", **KEPT, launches=2
+    ),
     on_two(
         "hook-users-unused-buckets",
         "comm_hooks:unused",
@@ -607,7 +641,7 @@ SCENARIOS = (
         bucket_cap_mb=SMALL_MB,
         **IN_TURN,
     ),
-    on_two("hook-users-unused-never", "comm_hooks:unused", takes="all", launches=2),
+    on_two("hook-users-unused-never", "comm_hooks:unused", takes="abc abc abc", launches=2),
     on_two("hook-powersgd", "comm_hooks:power_sgd", CONCAT, EACH_TORCH, tolerance_eps=PRODUCTS_EPS),
     on_two(
         "hook-wrapper-powersgd",
@@ -616,10 +650,10 @@ SCENARIOS = (
         tolerance_eps=FP16_PRODUCTS_EPS,
     ),
     on_two("hook-wrapper-bf16", "comm_hooks:wrapped_in_bf16", launches=1),
-    on_two("hook-wrapper-unused", "comm_hooks:unused_wrapped", launches=2),
+    on_two("hook-wrapper-unused", "comm_hooks:unused_wrapped", **IN_TURN, launches=2),
     on_two("hook-post-local", "comm_hooks:post_local_sgd", CONCAT),
     on_two("hook-another-group", "comm_hooks:another_group", CONCAT),
-    on_two("hook-another-group-unused", "comm_hooks:unused_another_group"),
+    on_two("hook-another-group-unused", "comm_hooks:unused_another_group", **IN_TURN),
     on_ranks("ddp-4", "hook-users", "comm_hooks:users", CONCAT, launches=1),
     on_ranks("ddp-4", "hook-powersgd", "comm_hooks:power_sgd", CONCAT, tolerance_eps=PRODUCTS_EPS),
     # --- Optimizers

@@ -244,13 +244,13 @@ def unused(run: Run, *, several: bool = False, **options: Any) -> None:
     calls.check()
 
 
-def unused_another_group(run: Run) -> None:
+def unused_another_group(run: Run, takes: str) -> None:
     """``allreduce_hook`` over a group that is not the module's."""
     group, hook = _alone(), default_hooks.allreduce_hook
-    branching(run, "changing", 4, prepare=lambda ddp: ddp.register_comm_hook(group, hook))
+    branching(run, takes, prepare=lambda ddp: ddp.register_comm_hook(group, hook))
 
 
-def unused_wrapped(run: Run) -> None:
+def unused_wrapped(run: Run, takes: str) -> None:
     """``fp16_compress_wrapper``. Eager DDP leaves a parameter that this rank has not used the
     hook's result as it is, in the smaller dtype: ours has the parameter's."""
 
@@ -262,4 +262,4 @@ def unused_wrapped(run: Run) -> None:
     def prepare(ddp: Any) -> None:
         ddp.register_comm_hook(None, HOOKS["wrapped in fp16"])
 
-    branching(run, "changing", 4, prepare=prepare, before_note=widen)
+    branching(run, takes, prepare=prepare, before_note=widen)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from testing.models import OUTPUTS, WIDTH, Exact
-from testing.scenarios.features.unused import train_branching
+from testing.scenarios.features.unused import branching
 from testing.scenarios.loop import backwards
 from testing.scenarios.run import Run
 
@@ -74,7 +74,5 @@ def with_unused(run: Run) -> None:
     """Ranks leave out layers between them, the same or not; in one graph, from the second step on,
     and in several from the first. The layer that is always there is the first that a backward
     reaches: eager DDP needs it."""
-    takes = [["ab", "b"], ["ab", "ab"], ["b", "ab"]]
-    for breaks, begin in ((False, 1), (True, 0)):
-        model = Synced(breaks, names="ab")
-        train_branching(run, takes[begin:], model=model, bucket_cap_mb=3e-4)
+    for breaks, takes in ((False, "ab b/ab"), (True, "ab/b ab b/ab")):
+        branching(run, takes, model=Synced(breaks, names="ab"), bucket_cap_mb=3e-4)

@@ -19,20 +19,7 @@ from testing.scenarios.features.unused import branches_of
 from testing.scenarios.loop import BySign, backwards
 from testing.scenarios.run import Run
 
-STEPS: Final[Mapping[str, Sequence[Sequence[int]]]] = {
-    "more": [[2, 4]],
-    "more, on 4": [[1, 2, 4, 4]],
-    "more, then fewer": [[2, 4], [3, 1]],
-    "once, then fewer": [[1, 2], [3, 1]],
-    "none at first": [[0, 3], [3, 1]],
-    "none on rank 1 at first": [[3, 0], [2, 1]],
-    "others each time": [[2, 5], [4, 2]],
-    "once": [[1, 3]],
-    "much more": [[2, 5]],
-    "rank 0 has more": [[4, 1]],
-    "several times": [[0, 3], [3, 1], [2, 2]],
-}
-"""How many inputs each rank has, for each time that ranks are joined."""
+Steps = Sequence[Sequence[int]]
 
 MODELS: Final[Mapping[str, Callable[[Run], nn.Module]]] = {
     "layers": Run.mlp,
@@ -43,7 +30,7 @@ MODELS: Final[Mapping[str, Callable[[Run], nn.Module]]] = {
 
 def uneven(
     run: Run,
-    steps: str = "more",
+    steps: Steps = ((2, 4),),
     *,
     model: str = "layers",
     ddp: Mapping[str, Any] = MappingProxyType({}),
@@ -59,7 +46,7 @@ def uneven(
 
     Args:
         run: where it is noted.
-        steps: one of :data:`STEPS`.
+        steps: how many inputs each rank has, for each time that ranks are joined.
         model: one of :data:`MODELS`. Buffers are rank 0's as long as it has inputs.
         ddp: options of ``DistributedDataParallel``.
         has_hook: whether there is a communication hook of the user's own.
@@ -83,7 +70,7 @@ def uneven(
     backward = run.compile(step) if is_inside else step
     optimizer, rank = BySign(joined.parameters()), dist.get_rank()
     branches = branches_of(takes)
-    for counts in STEPS[steps]:
+    for counts in steps:
         with joined.join(divide_by_initial_world_size=by_initial):
             for number in range(counts[rank]):
                 optimizer.zero_grad()
@@ -110,20 +97,20 @@ def _note(run: Run, ddp: nn.Module, *, has_unused: bool) -> None:
 
 def static_graph(run: Run) -> None:
     """With ``static_graph``; one rank has no inputs in later iterations, or in the first ones."""
-    for steps in ("more, then fewer", "none at first"):
+    for steps in (((2, 4), (3, 1)), ((0, 3), (3, 1))):
         uneven(run, steps, ddp=_static_graph(run, steps))
 
 
 def static_graph_of_some(run: Run) -> None:
     """With ``static_graph``, where no rank uses a branch, and one rank alone uses another one."""
-    for steps in ("more, then fewer", "none on rank 1 at first"):
+    for steps in (((2, 4), (3, 1)), ((3, 0), (2, 1))):
         uneven(run, steps, model="branches", takes="b/", ddp=_static_graph(run, steps))
 
 
-def _static_graph(run: Run, steps: str) -> dict[str, bool]:
+def _static_graph(run: Run, steps: Steps) -> dict[str, bool]:
     """The option, but where eager DDP ends with an error of Gloo's: if a rank has no inputs in the
     first iteration, another option gives its gradients."""
-    has_graph = all(STEPS[steps][0]) or run.is_fused
+    has_graph = all(steps[0]) or run.is_fused
     return {"static_graph" if has_graph else "find_unused_parameters": True}
 
 

@@ -63,50 +63,6 @@ def skipping(run: Run, when: str, *, ddp: Mapping[str, Any] = FIND_UNUSED, **loo
 # --- One of several branches ---------------------------------------------------------------------
 
 
-def train_branching(
-    run: Run,
-    takes: Sequence[Sequence[str]],
-    *,
-    style: Style = "outside",
-    zero: Zero = "none",
-    local: Sequence[int] = (),
-    model: nn.Module | None = None,
-    prepare: Callable[[Any], object] = lambda _: None,
-    before_note: Callable[[Any], object] = lambda _: None,
-    **options: Any,
-) -> None:
-    """Train :class:`testing.models.Branching`.
-
-    Args:
-        run: where gradients are noted.
-        takes: the branches that each rank takes, step by step.
-        style: as of a :class:`Loop`.
-        zero: as of a :class:`Loop`.
-        local: the steps that run under ``no_sync``, after which gradients stay.
-        model: another one with branches.
-        prepare: called with the DDP module.
-        before_note: called with it after each backward.
-        options: of DDP.
-    """
-    model = model or Branching(outputs=OUTPUTS)
-    ddp = run.ddp(model, **FIND_UNUSED, **options)
-    prepare(ddp)
-    forward = run.compile(ddp) if style == "outside" else ddp
-
-    def step(batch: Batch, branches: str) -> None:
-        linear_loss(forward, batch, branches).backward()
-
-    backward = run.compile(step) if style == "inside" else step
-    for number, each in enumerate(takes):
-        synced = number not in local
-        with synced_if(ddp, synced):
-            backward(run.rows(number), each[dist.get_rank() % len(each)])
-        before_note(ddp)
-        run.note_backward(ddp, synced=synced)
-        if synced and zero != "never":
-            ddp.zero_grad(set_to_none=zero == "none")
-
-
 @torch.compiler.disable
 def _unseen(_: Tensor) -> None:
     """A hook that breaks the graph of a backward."""
@@ -162,33 +118,6 @@ MODELS: Final[Mapping[str, Callable[[Run], nn.Module]]] = {
     "a loop": lambda run: _Dropping(run, has_hooks=True),
 }
 
-TAKES: Final[Mapping[str, str]] = {
-    # One of two branches, the same or not, and after four steps any.
-    "changing": "a/b b/a a/a b/b abc/a a/c c/a b/b a/b /c",
-    "with none": "a/b ab/ b/a a/a",
-    "all": "abc abc abc",
-    "others": "a/b a/b a/b a/b",
-    "for a while": "a a c c c a a",
-    "added": "a/b b/a a b a/b",
-    "added on 4": "a/b/c/ /a/b/c a/a/b/b ///c",
-    "late": "a c/b a/b /c",
-    "kept": "a/b b/a a c/b a",
-    "accumulated": "a/b b a b a a",
-    # Of a forward in parts: first all ranks use the same, then one does not, then all again.
-    "parts": "a a / a a/ / a a",
-    "equal parts": "a a a a",
-    # Of blocks: first all ranks use all of them, then they leave out the same ones.
-    "fewer": "abc abc abc abc ac ac c",
-    "fewer at times": "abc abc ab ab abc",
-    "others at times": "abc abc ab/abc abc a/c abc b/ abc",
-    # No two ranks ever use the same: when they meet first, a later block comes from another rank
-    # than an earlier one, and one comes from none. A block that all leave out for long comes back,
-    # as the last of a backward and as the first.
-    "never the same": "b/ac bc/a abc/b ab/c a/bc ac/ab"
-    f"{' b/c' * 10} abc/b c/ab{' b/a' * 10} c/ab abc/b bc/ac",
-}
-"""The branches that each rank takes, step by step: see :func:`branches_of`."""
-
 
 def branches_of(takes: str) -> list[list[str]]:
     """The branches that each rank takes, by step: those of ``a/bc b``, of two steps, are ``a`` on
@@ -197,22 +126,58 @@ def branches_of(takes: str) -> list[list[str]]:
 
 
 def branching(
-    run: Run, takes: str, steps: int | None = None, *, model: str = "branches", **options: Any
+    run: Run,
+    takes: str,
+    *,
+    style: Style = "outside",
+    zero: Zero = "none",
+    local: Sequence[int] = (),
+    model: str | nn.Module = "branches",
+    prepare: Callable[[Any], object] = lambda _: None,
+    before_note: Callable[[Any], object] = lambda _: None,
+    **options: Any,
 ) -> None:
-    """Train one of :data:`MODELS`, whose ranks take the branches that one of :data:`TAKES` says, in
-    as many of its steps as are given."""
-    train_branching(run, branches_of(TAKES[takes])[:steps], model=MODELS[model](run), **options)
+    """Train a model with branches.
+
+    Args:
+        run: where gradients are noted.
+        takes: the branches that each rank takes, as of :func:`branches_of`.
+        style: as of a :class:`Loop`.
+        zero: as of a :class:`Loop`.
+        local: the steps that run under ``no_sync``, after which gradients stay.
+        model: one of :data:`MODELS`, or another one with branches.
+        prepare: called with the DDP module.
+        before_note: called with it after each backward.
+        options: of DDP.
+    """
+    made = MODELS[model](run) if isinstance(model, str) else model
+    ddp = run.ddp(made, **FIND_UNUSED, **options)
+    prepare(ddp)
+    forward = run.compile(ddp) if style == "outside" else ddp
+
+    def step(batch: Batch, branches: str) -> None:
+        linear_loss(forward, batch, branches).backward()
+
+    backward = run.compile(step) if style == "inside" else step
+    for number, each in enumerate(branches_of(takes)):
+        synced = number not in local
+        with synced_if(ddp, synced):
+            backward(run.rows(number), each[dist.get_rank() % len(each)])
+        before_note(ddp)
+        run.note_backward(ddp, synced=synced)
+        if synced and zero != "never":
+            ddp.zero_grad(set_to_none=zero == "none")
 
 
-def compressed(run: Run) -> None:
+def compressed(run: Run, takes: str) -> None:
     """With ``fp16_compress_hook``."""
     hook = default_hooks.fp16_compress_hook
-    branching(run, "changing", 6, prepare=lambda ddp: ddp.register_comm_hook(None, hook))
+    branching(run, takes, prepare=lambda ddp: ddp.register_comm_hook(None, hook))
 
 
-def in_a_static_graph_later(run: Run) -> None:
-    """With ``_set_static_graph`` after DDP is constructed, and another branch on each rank."""
-    branching(run, "others", prepare=lambda ddp: ddp._set_static_graph())
+def in_a_static_graph_later(run: Run, takes: str) -> None:
+    """With ``_set_static_graph`` after DDP is constructed."""
+    branching(run, takes, prepare=lambda ddp: ddp._set_static_graph())
 
 
 def by_instances(run: Run) -> None:
