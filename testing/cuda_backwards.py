@@ -1,37 +1,69 @@
-"""Backwards whose code for a card is worth looking at."""
+"""Backwards whose code for a card is worth looking at: of layers, of norms, of the bench's models.
+They are traced on fake tensors, so that sizes cost nothing::
+
+    with CardCompiler() as compiler:
+        compiler.generate(norm_step("rms_norm"), norm_inputs("rms_norm"))
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from testing.cuda_codegen import WORLD_SIZE
 from testing.graphs import TensorSpec, reduce, reduce_into, tensor
 
+Forward = Callable[..., Tensor]
+Step = Callable[..., Any]
 
-def train(
-    forward: Callable[..., Tensor], count: int, module: str, *inputs: Tensor
-) -> tuple[Tensor, ...]:
-    """The gradients of a forward's mean square, reduced in the order in which they are made.
+
+def gradients(forward: Forward, count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of a forward's mean square.
 
     Args:
         forward: called with ``inputs``.
         count: how many of them, the last ones, are parameters.
-        module: whose parameters they are.
         inputs: as the graph gets them.
     """
     parameters = [value.detach().requires_grad_() for value in inputs[-count:]]
-    loss = forward(*inputs[:-count], *parameters).square().mean()
-    gradients = list(enumerate(torch.autograd.grad(loss, parameters)))
-    return tuple(
-        reduce(gradient, f"p{number}", module=module, divide=WORLD_SIZE)
-        for number, gradient in reversed(gradients)
-    )
+    loss = forward(*inputs[:-count], *parameters).float().square().mean()
+    return torch.autograd.grad(loss, parameters)
 
+
+def train(forward: Forward, count: int, *inputs: Tensor) -> list[Tensor]:
+    """The same, averaged in the order in which they are made."""
+    return averaged(gradients(forward, count, *inputs), last_first=True)
+
+
+def train_into(forward: Forward, count: int, *inputs: Tensor) -> None:
+    """The same, added to gradients that exist: the inputs behind the parameters."""
+    made = gradients(forward, count, *inputs[:-count])
+    for number, (grad, gradient) in enumerate(zip(inputs[-count:], made, strict=True)):
+        reduce_into(grad, gradient, f"p{number}", module="cards", divide=WORLD_SIZE)
+
+
+def averaged(
+    values: Sequence[Tensor], module: str = "cards", *, last_first: bool = False
+) -> list[Tensor]:
+    """What a DDP module's group makes of its gradients; a backward makes the last one first."""
+    numbered = list(enumerate(values))
+    return [
+        reduce(gradient, f"p{number}", module=module, divide=WORLD_SIZE)
+        for number, gradient in (reversed(numbered) if last_first else numbered)
+    ]
+
+
+# --- Layers --------------------------------------------------------------------------------------
 
 WIDTH: Final = 256
 NAMES: Final = ("x", "gain", "shift", "up", "up_bias", "down", "down_bias")
@@ -51,69 +83,194 @@ def block_inputs(dtype: torch.dtype = torch.float32) -> list[TensorSpec]:
     return [tensor(*shape, dtype=dtype) for shape in [(64, WIDTH), *shapes]]
 
 
-def step_on_cards(*inputs: Tensor) -> tuple[Tensor, ...]:
-    return train(feed_forward, 6, "cards", *inputs)
-
-
-def step_into_grads(*inputs: Tensor) -> None:
-    grads = inputs[7:]
-    parameters = [value.detach().requires_grad_() for value in inputs[1:7]]
-    loss = feed_forward(inputs[0], *parameters).square().mean()
-    gradients = torch.autograd.grad(loss, parameters)
-    for number, (grad, gradient) in enumerate(zip(grads, gradients, strict=True)):
-        reduce_into(grad, gradient, f"p{number}", module="cards", divide=WORLD_SIZE)
-
-
-def reduced(gradients: list[Tensor], module: str = "cards") -> list[Tensor]:
-    return [
-        reduce(gradient, f"p{number}", module=module, divide=WORLD_SIZE)
-        for number, gradient in enumerate(gradients)
-    ]
-
-
-def given(*gradients: Tensor) -> list[Tensor]:
-    return reduced(list(gradients))
-
-
-def biases(*inputs: Tensor) -> list[Tensor]:
-    return reduced([value.sum(0) for value in inputs])
-
-
-def biases_on_hosts(*inputs: Tensor) -> list[Tensor]:
-    return reduced([value.sum(0) for value in inputs], "hosts")
-
-
-def pointwise(*inputs: Tensor) -> list[Tensor]:
-    return reduced([value.sin() for value in inputs])
-
-
-def convolved(x: Tensor, *weights: Tensor) -> Tensor:
-    for weight in weights:
-        x = functional.conv2d(x, weight)
-    return x
-
-
-def convolution_step(*inputs: Tensor) -> tuple[Tensor, ...]:
-    return train(convolved, 3, "cards", *inputs)
-
-
-def autocast_step(*inputs: Tensor) -> tuple[Tensor, ...]:
-    return train(_in_bf16, 3, "cards", *inputs)
+def _convolved(x: Tensor, *weights: Tensor) -> Tensor:
+    return functools.reduce(functional.conv2d, weights, x)
 
 
 def _in_bf16(x: Tensor, *weights: Tensor) -> Tensor:
     for weight in weights:
         x = functional.linear(x.bfloat16(), weight.bfloat16()).relu()
-    return x.float()
+    return x
+
+
+step_on_cards: Final[Step] = partial(train, feed_forward, 6)
+step_into_grads: Final[Step] = partial(train_into, feed_forward, 6)
+convolution_step: Final[Step] = partial(train, _convolved, 3)
+autocast_step: Final[Step] = partial(train, _in_bf16, 3)
+
+
+def given(*values: Tensor) -> list[Tensor]:
+    return averaged(values)
+
+
+def biases(*inputs: Tensor, module: str = "cards") -> list[Tensor]:
+    return averaged([value.sum(0) for value in inputs], module)
+
+
+biases_on_hosts: Final[Step] = partial(biases, module="hosts")
+
+
+def pointwise(*inputs: Tensor) -> list[Tensor]:
+    return averaged([value.sin() for value in inputs])
 
 
 def multiplied_behind(*inputs: Tensor) -> list[Tensor]:
     """Averages that are multiplied in the same graph, as an optimizer for matrices does."""
-    averages = reduced([value.sin() for value in inputs])
+    averages = pointwise(*inputs)
     return averages + [torch.mm(average, average.T) for average in averages]
 
 
 def multiplied_before(*inputs: Tensor) -> list[Tensor]:
     """Gradients that something else reads too, a product."""
-    gradients = [value.sin() for value in inputs]
-    return reduced(gradients) + [torch.mm(gradient, gradient.T) for gradient in gradients]
+    values = [value.sin() for value in inputs]
+    return averaged(values) + [torch.mm(gradient, gradient.T) for gradient in values]
+
+
+# --- Norms, whose sums over rows and over columns read the same tensor ---------------------------
+#
+# From 5 * 2**20 elements on, with at least 4096 rows and twice as many rows as columns, Inductor
+# computes both by one kernel on a card (mix-order reduction, torch 2.14).
+
+NORM_ROWS: Final = 8192
+NORM_WIDTH: Final = 768
+
+
+def _layer_norm(x: Tensor, up: Tensor, gain: Tensor, shift: Tensor, down: Tensor) -> Tensor:
+    normal = functional.layer_norm(functional.linear(x, up), gain.shape, gain, shift)
+    return functional.linear(normal, down)
+
+
+def _rms_norm(x: Tensor, up: Tensor, gain: Tensor, down: Tensor) -> Tensor:
+    return functional.linear(functional.rms_norm(functional.linear(x, up), gain.shape, gain), down)
+
+
+def _llama_norm(x: Tensor, up: Tensor, gain: Tensor, down: Tensor) -> Tensor:
+    """As models of Llama write it."""
+    inner = functional.linear(x, up)
+    wide = inner.float()
+    normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+    return functional.linear(gain * normal.to(inner.dtype), down)
+
+
+def _autocast_norm(x: Tensor, up: Tensor, gain: Tensor, shift: Tensor, down: Tensor) -> Tensor:
+    """What autocast makes of fp32 parameters: products in bf16, and norms in fp32."""
+    inner = functional.linear(x.bfloat16(), up.bfloat16())
+    normal = functional.layer_norm(inner.float(), gain.shape, gain, shift)
+    return functional.linear(normal.bfloat16(), down.bfloat16())
+
+
+def _post_norm(x: Tensor, up: Tensor, down: Tensor, *norms: Tensor) -> Tensor:
+    """Half of a transformer's block as it once was: behind a norm."""
+    gain, shift, gain2, shift2 = norms
+    x = functional.layer_norm(functional.linear(x, up), gain.shape, gain, shift)
+    inner = x + functional.gelu(functional.linear(x, down))
+    return functional.layer_norm(inner, gain.shape, gain2, shift2)
+
+
+def _pre_norm(x: Tensor, up: Tensor, down: Tensor, *norms: Tensor) -> Tensor:
+    gain, shift, gain2, shift2 = norms
+    normal = functional.layer_norm(x, gain.shape, gain, shift)
+    x = x + functional.gelu(functional.linear(normal, up))
+    normal = functional.layer_norm(x, gain.shape, gain2, shift2)
+    return x + functional.linear(normal, down)
+
+
+def _layer_scale(x: Tensor, up: Tensor, gain: Tensor, down: Tensor) -> Tensor:
+    inner = functional.linear(x, up).softmax(-1)
+    return functional.linear(inner * gain, down)
+
+
+_NORMS: Final[dict[str, tuple[Forward, str]]] = {
+    "layer_norm": (_layer_norm, "mvvm"),
+    "rms_norm": (_rms_norm, "mvm"),
+    "llama_norm": (_llama_norm, "mvm"),
+    "autocast": (_autocast_norm, "mvvm"),
+    "post_norm": (_post_norm, "mmvvvv"),
+    "pre_norm": (_pre_norm, "mmvvvv"),
+    "layer_scale": (_layer_scale, "mvm"),
+}
+"""Forwards, and which of their parameters are matrices and vectors."""
+NORMS: Final = tuple(_NORMS)
+
+
+def norm_inputs(
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    rows: int = NORM_ROWS,
+    width: int = NORM_WIDTH,
+) -> list[TensorSpec]:
+    """Rows, and the parameters of a forward of :data:`NORMS`."""
+    shapes = {"m": (width, width), "v": (width,)}
+    parameters = [shapes[letter] for letter in _NORMS[name][1]]
+    return [tensor(*shape, dtype=dtype) for shape in [(rows, width), *parameters]]
+
+
+def norm_step(name: str, step: Step = train) -> Step:
+    """The backward of a forward of :data:`NORMS`: :func:`train` or another of these functions."""
+    forward, shapes = _NORMS[name]
+    return partial(step, forward, len(shapes))
+
+
+# --- The bench's models, in the sizes that people train ------------------------------------------
+
+_TOOLS: Final = Path(__file__).parent.parent / "tools"
+LAYERS: Final = 1
+"""Of a model that has more: the next ones are like the last."""
+
+_BATCHES: Final = {
+    "gpt2": (8, 1024),
+    "bert": (32, 512),
+    "llama": (4, 2048),
+    "mlp": (16, 1024),
+    "resnet": (16, 448),
+    "dlrm": (64, 1024),
+}
+"""Sequences, images or examples, and their tokens; an image's edge in pixels is half of that."""
+MODELS: Final = tuple(_BATCHES)
+
+
+def model_inputs(name: str) -> tuple[list[TensorSpec], ...]:
+    """The batch, parameters and buffers of a model: the inputs of its backward. To be called
+    in the process that traces it, first: how a model is made is no part of a backward."""
+    model, batch = _made(name)
+    groups: tuple[list[Tensor], ...] = ([*batch], [*model.parameters()], [*model.buffers()])
+    return tuple(
+        [TensorSpec(tuple(v.shape), v.dtype, "cpu", v.stride()) for v in values]
+        for values in groups
+    )
+
+
+def model_step(name: str, *, autocast: bool = False) -> Step:
+    """The backward of a model, in the order in which gradients are made."""
+    return partial(_train_model, name, autocast)
+
+
+def _train_model(name: str, autocast: bool, *inputs: Tensor) -> list[Tensor]:
+    model, batch = _made(name)
+    count = len(batch)
+    names = [key for key, _ in model.named_parameters()]
+    values = [value.detach().requires_grad_() for value in inputs[count : count + len(names)]]
+    state = dict(zip(names, values, strict=True))
+    buffers = [key for key, _ in model.named_buffers()]
+    state |= zip(buffers, (b.clone() for b in inputs[count + len(names) :]), strict=True)
+    # Attention as the card's own kernels compute it has no form on the CPU, where this is traced.
+    with sdpa_kernel(SDPBackend.MATH), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = functional_call(model, state, inputs[:count], tie_weights=True)
+    return averaged(torch.autograd.grad(loss, values), last_first=True)
+
+
+@functools.cache
+def _made(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    sys.path.insert(0, str(_TOOLS))
+    try:
+        from workloads.models import Size, subject
+    finally:
+        sys.path.remove(str(_TOOLS))
+    rows, tokens = _BATCHES[name]
+    width = 1024 if name == "dlrm" else 768
+    size = Size(width=width, layers=LAYERS, rows=rows, tokens=tokens, channels=64)
+    made = subject(name, size)
+    with torch.device("meta"):
+        model = made.build()
+    return model, made.batch(0)

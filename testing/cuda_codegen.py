@@ -134,8 +134,7 @@ class CardCompiler:
         if fused:
             fuse = functools.partial(_fuse, config or FusionConfig())
             named = {"post_grad_custom_post_pass": fuse, **named}
-        made: Generated = self.call(_generate, function, inputs, has_kernels, fastest, named)
-        return made
+        return self.call(_generate, function, inputs, has_kernels, fastest, named)
 
 
 # --- In the process of its own -----------------------------------------------------------------

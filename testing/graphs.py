@@ -290,7 +290,7 @@ def check(
     *,
     runs_twice: bool = True,
 ) -> str:
-    """Runs a pass on the graph of a function and gives the text of what it leaves.
+    """Run a pass on the graph of a function, and return the text of what it leaves.
 
     Asserts what holds for every pass and every graph: it tells the truth about change, the
     invariants hold, a second run changes nothing, the numbers are bitwise those of the graph as it
@@ -368,7 +368,7 @@ def assert_same_numbers(expected: Sequence[Any], actual: Sequence[Any]) -> None:
 
 
 def execute(module: fx.GraphModule) -> list[Tensor]:
-    """Runs a graph on CPU tensors that depend on nothing but the inputs' shapes.
+    """Run a graph on CPU tensors that depend on nothing but the inputs' shapes.
 
     Collectives are played: each process group and reduce op has a function of its own, and what a
     collective gives is NaN until it is waited for.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def fill_whole(module: nn.Module, seed: int = 0) -> nn.Module:
-    """Sets each parameter to whole numbers from -2 to 2, the same on every rank."""
+    """Set each parameter to whole numbers from -2 to 2, the same on every rank."""
     generator = Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -38,22 +38,39 @@ def mlp(
     depth: int = 3, outputs: int = OUTPUTS, dtype: torch.dtype = torch.float32
 ) -> nn.Sequential:
     """Exact. ``depth`` linear layers with bias."""
-    layers: list[nn.Module] = []
-    for _ in range(depth - 1):
-        layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
-    model = nn.Sequential(*layers, nn.Linear(WIDTH, outputs)).to(dtype)
+    hidden = [layer for _ in range(depth - 1) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    model = nn.Sequential(*hidden, nn.Linear(WIDTH, outputs)).to(dtype)
     fill_whole(model)
     return model
 
 
-class Tied(nn.Module):
+class Exact(nn.Module):
+    """Exact. Layers by name: linear ones, for which a class says how many numbers they give, such
+    as ``class Two(Exact, first=WIDTH, last=OUTPUTS)``, and behind them what it is made with."""
+
+    widths: ClassVar[Mapping[str, int]] = MappingProxyType({})
+
+    def __init_subclass__(cls, **widths: int) -> None:
+        cls.widths = {**cls.widths, **widths}
+
+    def __init__(self, **others: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        for name, width in self.widths.items():
+            setattr(self, name, nn.Linear(WIDTH, width))
+        for name, value in others.items():
+            setattr(self, name, value)
+        fill_whole(self)
+
+    if TYPE_CHECKING:  # A layer is called, and its weight used.
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+class Tied(Exact, first=WIDTH, middle=WIDTH, last=WIDTH):
     """Exact. Two layers share a weight, as an embedding and an output layer often do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.middle = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, WIDTH)
         self.last.weight = self.first.weight
         fill_whole(self)
 
@@ -61,12 +78,11 @@ class Tied(nn.Module):
         return self.last(self.middle(self.first(x).relu()).relu())[:, :OUTPUTS]
 
 
-class Checkpointed(nn.Module):
+class Checkpointed(Exact):
     """Exact. The middle layers are computed again in the backward."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
+        super().__init__(layers=mlp())
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x)
@@ -74,45 +90,29 @@ class Checkpointed(nn.Module):
         return self.layers[4](x)
 
 
-class Switched(nn.Module):
-    """Exact. ``negative`` is a Python flag: changing it makes Dynamo compile anew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-        self.negative = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers(x)
-        return -x if self.negative else x
-
-
-class TwoDtypes(nn.Module):
+class TwoDtypes(Exact, single=WIDTH, low=WIDTH, single_again=WIDTH, low_again=OUTPUTS):
     """Exact in fp32; in bf16 each gradient is rounded once, which any order of sums survives."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.single = nn.Linear(WIDTH, WIDTH)
-        self.low = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
-        self.single_again = nn.Linear(WIDTH, WIDTH)
-        self.low_again = nn.Linear(WIDTH, OUTPUTS, dtype=torch.bfloat16)
-        fill_whole(self)
+        self.low.bfloat16()
+        self.low_again.bfloat16()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.low(self.single(x).relu().bfloat16()).relu()
         return self.low_again(self.single_again(x.float()).bfloat16()).float()
 
 
-class Layouts(nn.Module):
+class Layouts(Exact):
     """Exact. Weights that are not contiguous: channels last and transposed."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, WIDTH, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.transposed = nn.Parameter(torch.empty(WIDTH, OUTPUTS).t())
-        self.permuted = nn.Parameter(torch.empty(3, OUTPUTS, 2).permute(2, 0, 1))
-        self.plain = nn.Linear(OUTPUTS, OUTPUTS)
-        fill_whole(self)
+        super().__init__(
+            conv=nn.Conv2d(2, WIDTH, 3).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+            transposed=nn.Parameter(torch.empty(WIDTH, OUTPUTS).t()),
+            permuted=nn.Parameter(torch.empty(3, OUTPUTS, 2).permute(2, 0, 1)),
+            plain=nn.Linear(OUTPUTS, OUTPUTS),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         images = F.pad(x, (0, 24)).reshape(-1, 2, 4, 4)
@@ -121,17 +121,14 @@ class Layouts(nn.Module):
         return x * self.permuted.sum((0, 1))
 
 
-class Branching(nn.Module):
+class Branching(Exact, first=WIDTH, a=WIDTH, b=WIDTH, c=WIDTH):
     """Exact. Takes the branches ``a``, ``b`` and ``c`` that it is asked to take; they may have
     other dtypes."""
 
     def __init__(
         self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({}), outputs: int = WIDTH
     ) -> None:
-        super().__init__()
-        self.first, self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.last = nn.Linear(WIDTH, outputs)
-        fill_whole(self)
+        super().__init__(last=nn.Linear(WIDTH, outputs))
         for name, dtype in dtypes.items():
             getattr(self, name).to(dtype)
 
@@ -143,15 +140,16 @@ class Branching(nn.Module):
         return self.last(x)
 
 
-class Shapes(nn.Module):
+class Shapes(Exact):
     """Exact. A scalar, an empty parameter, and a row."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.empty(()))
-        self.nothing = nn.Parameter(torch.empty(0, OUTPUTS))
-        self.row = nn.Parameter(torch.empty(1, OUTPUTS))
-        self.layer = nn.Linear(WIDTH, OUTPUTS)
+        super().__init__(
+            scale=nn.Parameter(torch.empty(())),
+            nothing=nn.Parameter(torch.empty(0, OUTPUTS)),
+            row=nn.Parameter(torch.empty(1, OUTPUTS)),
+            layer=nn.Linear(WIDTH, OUTPUTS),
+        )
         fill_whole(self, seed=2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,15 +157,15 @@ class Shapes(nn.Module):
         return x * self.scale + self.row
 
 
-class Complex(nn.Module):
+class Complex(Exact):
     """Exact. Two complex weights beside two real ones."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.empty(WIDTH, WIDTH, dtype=torch.complex64))
-        self.second = nn.Parameter(torch.empty(WIDTH, OUTPUTS, dtype=torch.complex64))
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        fill_whole(self)
+        super().__init__(
+            first=nn.Parameter(torch.empty(WIDTH, WIDTH, dtype=torch.complex64)),
+            second=nn.Parameter(torch.empty(WIDTH, OUTPUTS, dtype=torch.complex64)),
+            layer=nn.Linear(WIDTH, WIDTH),
+        )
         with torch.no_grad():
             self.first.add_(self.first.conj() * 1j)
 
@@ -206,21 +204,10 @@ def gpt2(layers: int = 2) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=CONTEXT,
-            n_embd=32,
-            n_layer=layers,
-            n_head=2,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            use_cache=False,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+    size = {"vocab_size": VOCABULARY, "n_positions": CONTEXT, "n_embd": 32, "n_head": 2}
+    options: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    options |= dict.fromkeys(("bos_token_id", "eos_token_id"), 0)
+    return GPT2LMHeadModel(GPT2Config(n_layer=layers, use_cache=False, **size | options))
 
 
 def whole_rows(generator: Generator, size: int, dtype: torch.dtype = torch.float32) -> Batch:
@@ -231,26 +218,28 @@ def whole_rows(generator: Generator, size: int, dtype: torch.dtype = torch.float
 
 
 def images(generator: Generator, size: int) -> Batch:
-    return (
-        torch.randn(size, 2, WIDTH, WIDTH, generator=generator),
-        torch.randn(size, OUTPUTS, generator=generator),
-    )
+    inputs = torch.randn(size, 2, WIDTH, WIDTH, generator=generator)
+    return inputs, torch.randn(size, OUTPUTS, generator=generator)
 
 
 def tokens(generator: Generator, size: int) -> Batch:
-    return (
-        torch.randint(0, VOCABULARY, (size, CONTEXT), generator=generator),
-        torch.randint(0, VOCABULARY, (size, CONTEXT), generator=generator),
-    )
+    inputs, targets = torch.randint(0, VOCABULARY, (2, size, CONTEXT), generator=generator)
+    return inputs, targets
 
 
 Loss = Callable[[Any, Batch], Tensor]
 
 
-def linear_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Linear in the output, so that gradients of whole numbers are whole numbers."""
+def linear_loss(model: Any, batch: Batch, *takes: Any) -> Tensor:
+    """Linear in the output, so that gradients of whole numbers are whole numbers.
+
+    Args:
+        model: what is called.
+        batch: inputs, and what each output counts.
+        takes: more arguments of the model: which of its branches it takes.
+    """
     inputs, factors = batch
-    return (model(inputs) * factors).sum()
+    return (model(inputs, *takes) * factors).sum()
 
 
 def square_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -39,6 +39,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # Torch is imported in functions only: who asks for ranks need not have it.
 
@@ -129,7 +130,7 @@ class RankPool:
     def run(
         self, function: Callable[..., Any], *, timeout_s: float = JOB_SECONDS, **kwargs: Any
     ) -> list[Any]:
-        """Calls ``function(**kwargs)`` on every rank, inside a Gloo process group.
+        """Call ``function(**kwargs)`` on every rank, inside a Gloo process group.
 
         Args:
             function: of a module's top level, as are the callables in ``kwargs``.
@@ -164,7 +165,7 @@ class RankPool:
             shutil.rmtree(directory, ignore_errors=True)
 
     def close(self) -> None:
-        """Ends the processes and removes their files."""
+        """End the processes and remove their files."""
         for rank in self._ranks:
             rank.connection.close()  # A rank ends when its connection does.
         deadline = time.monotonic() + END_SECONDS
@@ -185,7 +186,7 @@ class RankPool:
         ]
 
     def _await(self, timeout_s: float) -> None:
-        """Returns once every rank is done; raises as soon as it is known that one never will be."""
+        """Wait until every rank is done; raise as soon as it is known that one never will be."""
         deadline = time.monotonic() + timeout_s
         fate = f"not done after {timeout_s:g} s"
         running = list(self._ranks)
@@ -266,7 +267,7 @@ class _Rank:
         return f"{self.stack_file.read_text()}\n{_what_threads_do(pid)}"
 
     def kill(self) -> None:
-        """Ends the process and what it has started."""
+        """End the process and what it has started."""
         pid = self.process.pid
         self.connection.close()
         if self.process.is_alive() and pid is not None:
@@ -293,19 +294,12 @@ def _what_threads_do(pid: int) -> str:
 
 
 def _fork_server() -> multiprocessing.context.ForkServerContext:
-    """Makes processes by forking one that has imported :data:`PRELOADED`."""
+    """What makes processes by forking one that has imported :data:`PRELOADED`."""
     context = multiprocessing.get_context("forkserver")
     if fork_server_pid() is None:
         context.set_forkserver_preload(list(PRELOADED))
-        threads = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"  # Read when torch is imported.
-        try:
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # Read when torch is imported.
             forkserver.ensure_running()
-        finally:
-            if threads is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = threads
     return context
 
 
@@ -339,7 +333,7 @@ def _serve(
 def _receive(
     connection: Connection, jobs: queue.SimpleQueue[bytes | None], busy: threading.Event
 ) -> None:
-    """Reads jobs, and ends a rank whose parent is gone, also in the middle of a job."""
+    """Read jobs, and end a rank whose parent is gone, also in the middle of a job."""
     while True:
         try:
             job = connection.recv_bytes()
@@ -353,7 +347,7 @@ def _receive(
 
 
 def _run_job(rank: int, world_size: int, job: bytes) -> str | None:
-    """Runs a job and saves its result; returns the traceback of a job that fails."""
+    """Run a job and save its result, or return the traceback of a job that fails."""
     import torch
 
     try:
@@ -421,7 +415,7 @@ class TorchSettings:
         self._values = {name: self._read(name) for name in CONFIG_MODULES}
 
     def restore(self) -> dict[str, Any]:
-        """Sets back what has changed since.
+        """Set back what has changed since.
 
         Returns:
             The changed values by name, such as ``torch._dynamo.config.compiled_autograd``.

@@ -26,7 +26,7 @@ def start_session(
     appends: bool = False,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Starts a process that reads nothing and prints into a file.
+    """Start a process that reads nothing and prints into a file.
 
     Args:
         command: what it runs.
@@ -48,7 +48,7 @@ def start_session(
 
 
 def kill_session(leader: subprocess.Popen[bytes]) -> None:
-    """Kills a process of :func:`start_session` and what it has started, and waits for it."""
+    """Kill a process of :func:`start_session` and what it has started, and wait for it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader.pid, signal.SIGKILL)
     leader.wait()
@@ -65,7 +65,7 @@ def marked(variable: str, mark: str) -> Iterator[int]:
 
 
 def kill_marked(variable: str, mark: str) -> None:
-    """Kills the processes that were started with ``variable=mark``, and waits until none is left.
+    """Kill the processes that were started with ``variable=mark``, and wait until none is left.
     Killing a session does not reach those that lead another one."""
     while pids := list(marked(variable, mark)):
         for pid in pids:

@@ -1,10 +1,10 @@
-"""Runs functions at once, each in a thread of its own."""
+"""Functions at once, each in a thread of its own."""
 
 from __future__ import annotations
 
 import contextvars
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 
 def run_at_once(functions: Sequence[Callable[[], None]]) -> None:
@@ -13,21 +13,7 @@ def run_at_once(functions: Sequence[Callable[[], None]]) -> None:
     Raises:
         Exception: what one of them has raised, once all have ended.
     """
-    failed: list[Exception] = []
-
-    def run(function: Callable[[], None]) -> None:
-        try:
-            function()
-        except Exception as error:  # noqa: BLE001 - raised below
-            failed.append(error)
-
-    threads = [
-        threading.Thread(target=contextvars.copy_context().run, args=(run, function))
-        for function in functions
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
+    with ThreadPoolExecutor(len(functions)) as pool:
+        running = [pool.submit(contextvars.copy_context().run, each) for each in functions]
+    for future in running:
+        future.result()

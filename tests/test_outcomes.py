@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from testing.scenarios.entries import Scenario
-from testing.scenarios.outcomes import judge, tidy
-from testing.scenarios.ranks import Failure, RankReport, read_reports
+from testing.scenarios.outcomes import Failure, RankReport, judge, tidy
 
-ANY = Scenario("ddp-2", "any", "any", "module:function")
+ANY = Scenario("ddp-2", "any", "module:function")
 FUSED = RankReport(0, gradients=4, reduced_in=("reducer",))
 TRACED = RankReport(0, gradients=4, reduced_in=("compiled_autograd",), before=4, after=1)
 
@@ -67,12 +65,12 @@ def test_outcomes(reports: list[RankReport | None], kind: str, words: str) -> No
     ],
 )
 def test_what_must_fail(reports: list[RankReport], kind: str) -> None:
-    scenario = Scenario("ddp-2", "any", "any", "module:function", must_fail="middle.weight")
+    scenario = Scenario("ddp-2", "any", "module:function", must_fail="middle.weight")
     assert judge(scenario, reports).kind == kind
 
 
 def test_where_nothing_is_averaged_nothing_is_to_be_fused() -> None:
-    scenario = Scenario("ddp-2", "any", "any", "module:function", averages=False)
+    scenario = Scenario("ddp-2", "any", "module:function", averages=False)
     assert judge(scenario, [replace(FUSED, reduced_in=())]).kind == "equal"
 
 
@@ -80,14 +78,3 @@ def test_words_are_the_same_on_each_machine_and_in_each_run() -> None:
     text = "\x1b[31m/home/me/lib/x.py at 0x7f00: [127.0.0.1]:40123\n Timed out after 20000ms"
     assert tidy(text) == "x.py at 0x...: [127.0.0.1]:PORT Timed out after some ms"
     assert len(tidy("long " * 1000)) == 600
-
-
-def test_reports_of_ranks_come_back_as_they_were(tmp_path: Path) -> None:
-    reports = [RankReport(0, warned=("a", "b")), failed("words")]
-    for rank, report in enumerate(reports):
-        RankReport(**{**vars(report), "rank": rank}).write(tmp_path)
-    first, second, third = read_reports(tmp_path, 3)
-    assert first == reports[0]
-    assert second is not None
-    assert second.fused == reports[1].fused
-    assert third is None

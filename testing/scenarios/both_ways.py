@@ -17,19 +17,22 @@ import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import _get_work_registry_size
 from torch._dynamo.utils import counters
 
 import fusion_passes
 from fusion_passes import FusionConfig
 from fusion_passes.reporting.backwards import backwards
-from testing.scenarios.comparing import differences
+from testing.equality import tensor_difference
 from testing.scenarios.entries import Scenario
-from testing.scenarios.ranks import Failure, RankReport
-from testing.scenarios.run import DTYPES, Run, Way
+from testing.scenarios.outcomes import Failure, RankReport
+from testing.scenarios.run import DTYPES, Run, Tensors, Way
 
 NOT_DDPS = ("belongs to no DistributedDataParallel module", "a collective of another kind")
 """Why a collective of the user's, or of tensor parallelism, is left as it is."""
+
+MAX_DIFFERENCES = 40
 
 
 def target_of(scenario: Scenario) -> Callable[[Run], None]:
@@ -141,3 +144,68 @@ def noted_warnings() -> Iterator[list[str]]:
         if issubclass(item.category, fusion_passes.FusionWarning):
             texts.append(str(item.message))
         warnings.showwarning(item.message, item.category, item.filename, item.lineno)
+
+
+# --- In what two runs differ ----------------------------------------------------------------------
+
+
+def differences(fused: Run, eager: Run, tolerance_eps: float) -> list[str]:
+    """In what the run under the flag differs from eager DDP's, in words; the first of them.
+
+    Args:
+        fused: the run under the flag.
+        eager: what it must equal.
+        tolerance_eps: as in :func:`testing.equality.tensor_difference`.
+    """
+    if len(fused.backwards) != len(eager.backwards):
+        return [f"{len(fused.backwards)} backwards instead of {len(eager.backwards)}"]
+    stages = [
+        (f"backward {index}, gradient", ours, theirs)
+        for index, (ours, theirs) in enumerate(zip(fused.backwards, eager.backwards, strict=True))
+    ]
+    stages.append(("in the end,", fused.end, eager.end))
+    found = [
+        difference
+        for stage, ours, theirs in stages
+        for difference in _of_stage(stage, ours, theirs, tolerance_eps)
+    ]
+    for index, (ours, theirs) in enumerate(zip(fused.launches, eager.launches, strict=True)):
+        # More than none: eager DDP rebuilds its buckets once, whatever the backward.
+        if not ours.synced and ours.number > theirs.number + (index == 0 and theirs.number > 0):
+            pair = f"{ours.number} collectives instead of {theirs.number}"
+            found.append(f"backward {index}: {pair}, with no_sync")
+    if fused.others != eager.others:
+        found.append(f"{fused.others} instead of {eager.others}")
+    return found[:MAX_DIFFERENCES]
+
+
+def _of_stage(stage: str, ours: Tensors, theirs: Tensors, tolerance_eps: float) -> Iterator[str]:
+    if ours.keys() != theirs.keys():
+        yield f"{stage}s of {sorted(ours)} instead of {sorted(theirs)}"
+        return
+    for name, value in ours.items():
+        expected = theirs[name]
+        if value is not None and expected is not None:
+            difference = _difference(value, expected, tolerance_eps)
+        else:
+            difference = tensor_difference(_brief(value), _brief(expected), tolerance_eps)
+        if difference:
+            yield f"{stage} {name}: {difference}"
+
+
+def _brief(value: Tensor | None) -> Tensor | None:
+    """What can be shown in a sentence."""
+    return None if value is None else torch.tensor(list(value.shape))
+
+
+def _difference(actual: Tensor, expected: Tensor, tolerance_eps: float) -> str | None:
+    """As the tests' rule, but NaN equals NaN: a step with infinite gradients makes some."""
+    if actual.is_floating_point() and actual.shape == expected.shape:
+        nans = actual.isnan()
+        if nans.any() or expected.isnan().any():
+            if not torch.equal(nans, expected.isnan()):
+                return (
+                    f"{int(nans.sum())} elements are NaN instead of {int(expected.isnan().sum())}"
+                )
+            actual, expected = actual.masked_fill(nans, 0), expected.masked_fill(nans, 0)
+    return tensor_difference(actual, expected, tolerance_eps)

@@ -16,8 +16,7 @@ class Scenario:
 
     Attributes:
         parallelism: how the ranks share the work; a word for selections.
-        feature: what is tried; a word for selections.
-        title: the same for people; Markdown.
+        feature: what is tried; a word for selections, and with the parallelism its name.
         target: the function that trains, as ``module:function``; it takes a
             :class:`testing.scenarios.run.Run`.
         ranks: processes.
@@ -55,7 +54,6 @@ class Scenario:
 
     parallelism: str
     feature: str
-    title: str
     target: str
     ranks: int = 2
     modes: tuple[str, ...] = MODES

@@ -1,18 +1,21 @@
-"""The training loop that most features are tried in."""
+"""The training loops that most features are tried in."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from testing.models import Batch, Loss, linear_loss
+from testing.models import Batch, Loss, linear_loss, whole_rows
 from testing.scenarios.run import Run, synced_if
 
 Style = Literal["outside", "inside", "as it is"]
+Zero = Literal["none", "kept", "never"]
+Draw = Callable[[torch.Generator, int], Batch]
 OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -32,6 +35,11 @@ class BySign(torch.optim.Optimizer):
                     parameter.sub_(parameter.grad.sgn())
 
 
+def sgd(rate: float, **options: Any) -> OptimizerOf:
+    """An optimizer for models that round, and for gradients that have no sign."""
+    return lambda parameters: torch.optim.SGD(parameters, lr=rate, **options)
+
+
 @dataclass(frozen=True)
 class Loop:
     """How a training loop is written.
@@ -47,8 +55,9 @@ class Loop:
         loss: of a model and a batch.
         draw: makes a batch of a size; by default whole numbers in the run's dtype.
         sizes: of the batches, in turn.
+        seat: ranks with the same number get the same batch; by default, each its own.
         optimizer: of the model's parameters.
-        options: of ``torch.compile``.
+        compiling: options of ``torch.compile``.
         before_step: called with the number of the step.
         before_update: called between the last backward of a step and the optimizer.
     """
@@ -57,44 +66,76 @@ class Loop:
     steps: int = 3
     micro_batches: int = 1
     no_sync: bool = False
-    zero: Literal["none", "kept", "never"] = "none"
+    zero: Zero = "none"
     loss: Loss = linear_loss
-    draw: Callable[[torch.Generator, int], Batch] | None = None
+    draw: Draw | None = None
     sizes: tuple[int, ...] = (4,)
+    seat: int | None = None
     optimizer: OptimizerOf = BySign
-    options: Mapping[str, Any] = field(default_factory=dict)
+    compiling: Mapping[str, Any] = field(default_factory=dict)
     before_step: Callable[[int], None] = lambda _: None
     before_update: Callable[[], object] = lambda: None
 
+    def is_synced(self, micro: int) -> bool:
+        """Whether a backward of a step is averaged."""
+        return not self.no_sync or micro == self.micro_batches - 1
 
-def train(run: Run, model: nn.Module, loop: Loop | None = None, **note: Any) -> None:
+
+def train(run: Run, model: nn.Module, **loop: Any) -> None:
     """Train a model and note all that is to be compared.
 
     Args:
         run: where it is noted.
         model: with all its DDP modules made.
-        loop: how.
-        note: to be compared in the end, beside parameters and buffers.
+        loop: fields of :class:`Loop`.
     """
-    loop = loop or Loop()
-    backward = backward_of(run, model, loop)
-    optimizer = loop.optimizer(model.parameters())
-    for step in range(loop.steps):
-        loop.before_step(step)
-        if loop.zero != "never":
-            optimizer.zero_grad(set_to_none=loop.zero == "none")
-        for micro in range(loop.micro_batches):
-            synced = not loop.no_sync or micro == loop.micro_batches - 1
+    written = Loop(**loop)
+    backward = backward_of(run, model, written)
+    optimizer = written.optimizer(model.parameters())
+    for step in range(written.steps):
+        written.before_step(step)
+        if written.zero != "never":
+            optimizer.zero_grad(set_to_none=written.zero == "none")
+        for micro in range(written.micro_batches):
+            synced = written.is_synced(micro)
             run.prepare_forward()
             with synced_if(model, synced):
-                backward(batch_of(run, loop, step, micro))
+                backward(batch_of(run, written, step, micro))
             run.note_backward(model, synced=synced)
-        loop.before_update()
+        written.before_update()
         optimizer.step()
-    run.note_end(model, **note)
+    run.note_end(model)
 
 
-def backwards(run: Run, model: nn.Module, forward: Any, steps: int = 3, *, first: int = 0) -> None:
+def batch_of(run: Run, loop: Loop, step: int, micro: int) -> Batch:
+    """This rank's batch for one backward."""
+    draw = loop.draw or functools.partial(whole_rows, dtype=run.dtype)
+    size = loop.sizes[step % len(loop.sizes)]
+    return run.drawn(draw, step, micro, seat=loop.seat, size=size)
+
+
+def backward_of(run: Run, model: nn.Module, loop: Loop) -> Callable[[Batch], None]:
+    """Forward and backward of a batch, compiled as the loop says."""
+    forward = run.compile(model, **loop.compiling) if loop.style == "outside" else model
+
+    def backward(batch: Batch) -> None:
+        loop.loss(forward, batch).backward()
+
+    return run.compile(backward, **loop.compiling) if loop.style == "inside" else backward
+
+
+def backwards(
+    run: Run,
+    model: nn.Module,
+    forward: Any,
+    steps: int = 3,
+    *takes: Any,
+    first: int = 0,
+    micro: int = 0,
+    size: int = 4,
+    zero: Zero = "none",
+    synced: bool = True,
+) -> None:
     """Forwards with a backward each, from no gradients; parameters stay as they are.
 
     Args:
@@ -102,33 +143,16 @@ def backwards(run: Run, model: nn.Module, forward: Any, steps: int = 3, *, first
         model: whose.
         forward: what is called: the model, or what was compiled of it.
         steps: how many.
+        takes: more arguments of the forward.
         first: the number of the first batch.
+        micro: which batch of that number.
+        size: of a batch.
+        zero: as of a :class:`Loop`, before each backward.
+        synced: whether they are averaged: not under ``no_sync``.
     """
     for step in range(first, first + steps):
-        model.zero_grad()
-        linear_loss(forward, run.rows(step)).backward()
-        run.note_backward(model)
-
-
-def batch_of(run: Run, loop: Loop, step: int, micro: int) -> Batch:
-    """This rank's batch for one backward."""
-    size = loop.sizes[step % len(loop.sizes)]
-    if loop.draw is None:
-        return run.rows(step, micro, size=size)
-    return run.drawn(loop.draw, step, micro, size=size)
-
-
-def backward_of(run: Run, model: nn.Module, loop: Loop) -> Callable[[Batch], Tensor | None]:
-    """Forward and backward of a batch, compiled as the loop says."""
-    if loop.style == "inside":
-
-        def inside(batch: Batch) -> None:
-            loop.loss(model, batch).backward()
-
-        return run.compile(inside, **loop.options)
-    forward = run.compile(model, **loop.options) if loop.style == "outside" else model
-
-    def outside(batch: Batch) -> None:
-        loop.loss(forward, batch).backward()
-
-    return outside
+        if zero != "never":
+            model.zero_grad(set_to_none=zero == "none")
+        with synced_if(model, synced):
+            linear_loss(forward, run.rows(step, micro, size=size), *takes).backward()
+        run.note_backward(model, synced=synced)

@@ -116,8 +116,12 @@ class Run:
         """``torch.compile``, but for eager DDP."""
         if self.way == "eager":
             return target
-        compiled: Any = torch.compile(target, **options)  # type: ignore[call-overload]
-        return compiled
+        return torch.compile(target, **options)  # type: ignore[call-overload]
+
+    def compiled(self, module: nn.Module, **options: Any) -> tuple[DistributedDataParallel, Any]:
+        """:meth:`ddp` of a module, and what :meth:`compile` makes of that."""
+        ddp = self.ddp(module, **options)
+        return ddp, self.compile(ddp)
 
     def mlp(self, depth: int = 3, outputs: int = models.OUTPUTS) -> nn.Sequential:
         """An exact model in the run's dtype. In 16 bits, two layers stay exact, and no more."""
@@ -205,12 +209,15 @@ class Run:
         """By name: those that a DDP module was made with, where ``model`` is one."""
         return self._parameters.get(model) or dict(model.named_parameters())
 
-    def note_end(self, model: nn.Module, **others: Any) -> None:
-        """Note parameters and buffers, and numbers or tensors beside them."""
+    def note_end(self, model: nn.Module) -> None:
+        """Note parameters and buffers."""
         self.end |= _detached(self._parameters_of(model))
         self.end |= _detached(dict(model.named_buffers()))
+
+    def note_values(self, **values: Any) -> None:
+        """Note numbers or tensors, by name."""
         self.end |= {
-            name: torch.as_tensor(value).detach().clone() for name, value in others.items()
+            name: torch.as_tensor(value).detach().clone() for name, value in values.items()
         }
 
     def note(self, name: str, value: Any) -> None:

@@ -13,8 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from fusion_passes.reducer.reducer import reducer_of
 from testing.equality import tensor_difference
-from testing.scenarios.features.bucket_hooks import CAP_MB, power_sgd_state
-from testing.scenarios.features.unused import train_branching
+from testing.scenarios.catalog import SMALL_MB
+from testing.scenarios.features.comm_hooks import power_sgd_state
+from testing.scenarios.features.unused import branching
 from testing.scenarios.loop import backwards
 from testing.scenarios.run import Run, Tensors
 
@@ -37,7 +38,7 @@ def in_several_buckets() -> list[Tensors]:
     """A few backwards, in buckets of a few gradients."""
 
     def train(run: Run) -> None:
-        ddp = run.ddp(run.mlp(), bucket_cap_mb=CAP_MB)
+        ddp = run.ddp(run.mlp(), bucket_cap_mb=SMALL_MB)
         _register(ddp)
         backwards(run, ddp, run.compile(ddp), 6)
         assert len(reducer_of(ddp).hooked_buckets) > 1
@@ -47,8 +48,8 @@ def in_several_buckets() -> list[Tensors]:
 
 def with_unused() -> list[Tensors]:
     """Branches that some ranks do not take."""
-    takes = [["a", "bc"], ["abc", "c"], ["bc", "a"]] * 2
-    return _trained(lambda run: train_branching(run, takes, prepare=_register))
+    takes = "a/bc abc/c bc/a a/bc abc/c bc/a"
+    return _trained(lambda run: branching(run, takes, prepare=_register))
 
 
 def _assert_alike(first: list[Tensors], second: list[Tensors]) -> None:

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from testing.equality import tensor_difference
-from testing.scenarios.both_ways import target_of
+from testing.scenarios.both_ways import differences, target_of
 from testing.scenarios.catalog import SCENARIOS
-from testing.scenarios.comparing import differences
 from testing.scenarios.entries import Scenario
 from testing.scenarios.run import Run
 

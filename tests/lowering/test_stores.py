@@ -16,18 +16,19 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.config import FusionConfig
-from testing import cuda_models
-from testing.cuda_calls import launched_kernels
-from testing.cuda_codegen import CardCompiler, Generated, store_gradients, why_not
-from testing.cuda_models import model_inputs, model_step
-from testing.cuda_norms import (
-    NAMES,
-    ROWS,
-    norm_backward,
+from testing.cuda_backwards import (
+    MODELS,
+    NORM_ROWS,
+    NORMS,
+    gradients,
+    model_inputs,
+    model_step,
     norm_inputs,
     norm_step,
-    norm_step_into_grads,
+    train_into,
 )
+from testing.cuda_calls import launched_kernels
+from testing.cuda_codegen import CardCompiler, Generated, store_gradients, why_not
 from testing.fake_world import fake_world
 from testing.graphs import TensorSpec
 from testing.stores import check_stores
@@ -56,11 +57,11 @@ def mixed(generated: Generated) -> int:
 
 @on_card
 @pytest.mark.each_torch
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NORMS)
 def test_gradients_of_norms_are_stored_for_a_reducer(compiler: CardCompiler, name: str) -> None:
     inputs = norm_inputs(name)
     generated = compiler.generate(
-        norm_backward(name),
+        norm_step(name, gradients),
         inputs,
         fused=False,
         has_kernels=False,
@@ -71,7 +72,7 @@ def test_gradients_of_norms_are_stored_for_a_reducer(compiler: CardCompiler, nam
 
 @on_card
 @pytest.mark.each_torch
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NORMS)
 def test_gradients_of_norms_are_stored(compiler: CardCompiler, name: str) -> None:
     dtypes = [torch.float32]
     if name != "autocast":
@@ -87,7 +88,7 @@ def test_gradients_of_norms_are_stored(compiler: CardCompiler, name: str) -> Non
 @pytest.mark.each_torch
 def test_their_sums_are_computed_by_kernels_that_mix_orders(compiler: CardCompiler) -> None:
     """What the test above is about; 5 * 2**20 elements are needed for it."""
-    for rows, count in ((ROWS, 1), (6827, 1), (6826, 0)):
+    for rows, count in ((NORM_ROWS, 1), (6827, 1), (6826, 0)):
         inputs = norm_inputs("layer_norm", rows=rows)
         generated = compiler.generate(norm_step("layer_norm"), inputs, has_kernels=False)
         assert mixed(generated) == count, f"{rows} rows"
@@ -130,7 +131,7 @@ def test_with_other_options_too(compiler: CardCompiler, config: FusionConfig) ->
 @pytest.mark.parametrize("name", ["layer_norm", "llama_norm"])
 def test_added_to_gradients_that_exist(compiler: CardCompiler, name: str) -> None:
     inputs = norm_inputs(name)
-    step = norm_step_into_grads(name)
+    step = norm_step(name, train_into)
     generated = compiler.generate(step, [*inputs, *inputs[1:]], has_kernels=False)
     assert mixed(generated) > 0
     assert check_stores(generated.code) == numel(inputs[1:])
@@ -140,7 +141,7 @@ def test_added_to_gradients_that_exist(compiler: CardCompiler, name: str) -> Non
 @pytest.mark.newest_torch
 @pytest.mark.parametrize("rows", [2048, pytest.param(6826, marks=pytest.mark.nightly)])
 def test_where_orders_are_not_mixed_it_costs_no_kernel(compiler: CardCompiler, rows: int) -> None:
-    for name in NAMES:
+    for name in NORMS:
         inputs = norm_inputs(name, rows=rows)
         counts = set()
         for mixes in (True, False):
@@ -162,7 +163,7 @@ def test_where_orders_are_not_mixed_it_costs_no_kernel(compiler: CardCompiler, r
         pytest.param("gpt2", True, marks=pytest.mark.newest_torch),
         *(
             pytest.param(name, False, marks=[pytest.mark.nightly, pytest.mark.each_torch])
-            for name in cuda_models.NAMES
+            for name in MODELS
         ),
         pytest.param("llama", True, marks=[pytest.mark.nightly, pytest.mark.each_torch]),
     ],

@@ -17,7 +17,7 @@ from fusion_passes.plan.layout import lay_out
 from testing import models
 from testing.scenarios.catalog import SCENARIOS
 from testing.scenarios.entries import Scenario
-from testing.scenarios.ranks import RankReport
+from testing.scenarios.outcomes import RankReport
 from tests.reducer.test_reducer import Steps, flag, pair, rows, run_steps
 from tests.reducer.test_scenarios import case_of, train
 

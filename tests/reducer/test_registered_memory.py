@@ -30,8 +30,7 @@ from testing.registered import CPU, Backend, Group, on_the_host, registered_by_n
 from testing.scenarios.both_ways import flag_of, train_both
 from testing.scenarios.catalog import SCENARIOS
 from testing.scenarios.entries import Scenario
-from testing.scenarios.outcomes import judge
-from testing.scenarios.ranks import RankReport
+from testing.scenarios.outcomes import RankReport, judge
 from tests.reducer.test_reducer import CAP_MB, flag, pair, rows
 from tests.reducer.test_scenarios import case_of
 

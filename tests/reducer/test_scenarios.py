@@ -20,8 +20,7 @@ import torch.distributed as dist
 from testing.scenarios.both_ways import flag_of, target_of, train_both
 from testing.scenarios.catalog import SCENARIOS
 from testing.scenarios.entries import Scenario
-from testing.scenarios.outcomes import judge
-from testing.scenarios.ranks import RankReport
+from testing.scenarios.outcomes import RankReport, judge
 from testing.scenarios.run import Run
 
 RUN = Callable[..., list[Any]]

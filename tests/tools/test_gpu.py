@@ -76,7 +76,7 @@ def test_parts_get_as_far_as_ddp(part: Part) -> None:
 
 def test_a_broken_plan_is_found() -> None:
     def part(target: str, **flag: Any) -> Part:
-        check = Check(Scenario("gpu", "x", "x", target), "fp32", {"mode": "concat"} | flag)
+        check = Check(Scenario("gpu", "x", target), "fp32", {"mode": "concat"} | flag)
         return Part("broken", "correctness", checks=(check,))
 
     plain = "testing.scenarios.features.loops:plain"

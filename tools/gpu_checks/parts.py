@@ -99,7 +99,7 @@ class Check:
     @property
     def title(self) -> str:
         """The name of its row, which both modes and all numbers of ranks share."""
-        return f"{self.scenario.title}, {self.dtype}"
+        return f"{self.scenario.feature}, {self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _options(mode: str, ranks: int) -> Part:
 def _loops(mode: str, ranks: int) -> Part:
     chosen = [ON_TWO[feature] for feature in (LOOPS if ranks == 1 else LOOPS_ON_TWO)]
     target = "gpu_checks.targets:synced_batch_norm"
-    synced = Scenario("gpu", "sync-bn", "`SyncBatchNorm`", target, ranks, tolerance_eps=ROUGH_EPS)
+    synced = Scenario("gpu", "sync-batch-norm", target, ranks, tolerance_eps=ROUGH_EPS)
     # Its collectives break the graph, and what is then left unfused is warned of.
     check = Check.of(synced, mode, "fp32", needs_cuda=True, also_right=("equal, unfused",))
     return _trained("loops", mode, ranks, [*_in_dtypes(mode, ranks, chosen), check])
@@ -183,7 +183,7 @@ def _features(mode: str, number: int) -> Part:
 def _measured() -> Part:
     """Buckets chosen by what is measured: the network, and then the steps."""
     target = "gpu_checks.targets:measured"
-    scenario = Scenario("gpu", "measured", "up to the steps that it measures", target, 2)
+    scenario = Scenario("gpu", "measured", target, 2)
     return Part("auto-2", "correctness", ranks=2, checks=(Check.of(scenario, "auto", "fp32"),))
 
 

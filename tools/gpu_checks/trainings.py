@@ -17,8 +17,7 @@ from benches.rank import Rank, main
 from benches.results import Row
 from gpu_checks.parts import Check, Part
 from gpu_checks.sites import Note, Site
-from testing.scenarios.outcomes import judge
-from testing.scenarios.ranks import RankReport
+from testing.scenarios.outcomes import RankReport, judge
 
 GROUP_TIMEOUT_S: Final = 40.0
 CHECK_S: Final = 100.0

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from fusion_passes import FusionConfig
 from testing.models import OUTPUTS, WIDTH, linear_loss
 from testing.scenarios.loop import BySign, backwards
-from testing.scenarios.run import Run, synced_if
+from testing.scenarios.run import Run
 
 
-def backward_twice(run: Run) -> None:
+def twice(run: Run) -> None:
     """Two backwards through one forward, with ``retain_graph``."""
-    ddp = run.ddp(run.mlp())
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(run.mlp())
     optimizer = BySign(ddp.parameters())
     for step in range(3):
         optimizer.zero_grad()
@@ -51,20 +50,19 @@ def gradient_penalty(run: Run) -> None:
     run.note_end(ddp)
 
 
-def no_sync_elsewhere(run: Run) -> None:
+def no_sync(run: Run) -> None:
     """``no_sync`` around two backwards alone, and around a forward alone: the forward decides. A
     second backward through it is not averaged."""
-    ddp = run.ddp(run.mlp())
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(run.mlp())
     optimizer = BySign(ddp.parameters())
     for step in range(2):
         optimizer.zero_grad()
-        with synced_if(ddp, False):
+        with ddp.no_sync():
             local = linear_loss(forward, run.rows(step, 0))
         local.backward()
         run.note_backward(ddp, synced=False)
         averaged = linear_loss(forward, run.rows(step, 1, size=3))
-        with synced_if(ddp, False):
+        with ddp.no_sync():
             averaged.backward(retain_graph=True)
         run.note_backward(ddp)
         averaged.backward()
@@ -75,14 +73,10 @@ def no_sync_elsewhere(run: Run) -> None:
 
 def local_gradients(run: Run) -> None:
     """Under ``no_sync``, and by ``autograd.grad``: the graph reduces, but not in these."""
-    ddp = run.ddp(run.mlp(2))
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(run.mlp(2))
     backwards(run, ddp, forward)
     ddp.zero_grad()
-    for step in range(2):
-        with synced_if(ddp, False):
-            linear_loss(forward, run.rows(step)).backward()
-        run.note_backward(ddp, synced=False)
+    backwards(run, ddp, forward, 2, zero="never", synced=False)
     ddp.zero_grad()
     note_grad(run, ddp, linear_loss(forward, run.rows(5)))
     backwards(run, ddp, forward)
@@ -92,13 +86,12 @@ def note_grad(run: Run, model: nn.Module, loss: Tensor, label: str = "") -> None
     """Compare what ``torch.autograd.grad`` gives, but for the layouts: a backward that reduces
     gradients gives them in those of the parameters, which no eager kernel knows of."""
     gradients = [g.contiguous() for g in torch.autograd.grad(loss, list(model.parameters()))]
-    run.note_end(nn.Module(), **{f"{label}grad {n}": g for n, g in enumerate(gradients)})
+    run.note_values(**{f"{label}grad {n}": g for n, g in enumerate(gradients)})
 
 
 def some_inputs(run: Run) -> None:
     """``backward(inputs=...)``, for one parameter and for the others."""
-    ddp = run.ddp(run.mlp(2))
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(run.mlp(2))
     backwards(run, ddp, forward, 1)
     ddp.zero_grad()
     loss = linear_loss(forward, run.rows(1))
@@ -111,34 +104,30 @@ def some_inputs(run: Run) -> None:
 def grad_of_inputs(run: Run) -> None:
     """The gradient of the inputs by ``autograd.grad`` with ``retain_graph``, before the backward
     through the same forward and between two steps."""
-    ddp = run.ddp(run.mlp())
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(run.mlp())
     for step in range(3):
         ddp.zero_grad()
         rows, factors = run.rows(step)
         rows.requires_grad_()
         loss = (forward(rows) * factors).sum()
         (gradient,) = torch.autograd.grad(loss, rows, retain_graph=True)
-        run.note_end(nn.Module(), **{f"inputs {step}": gradient})
+        run.note_values(**{f"inputs {step}": gradient})
         loss.backward()
         run.note_backward(ddp)
 
 
 def loss_that_reads_a_parameter(run: Run) -> None:
     """A part of the loss, which is not compiled, reads a parameter."""
-    ddp = run.ddp(run.mlp(2))
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(run.mlp(2))
     backwards(run, ddp, forward, 1)
     ddp.zero_grad()
-    loss = linear_loss(forward, run.rows(1)) + ddp.module[0].weight.square().sum()
-    loss.backward()
+    (linear_loss(forward, run.rows(1)) + ddp.module[0].weight.square().sum()).backward()
     run.note_backward(ddp)
 
 
 def flag_unset(run: Run) -> None:
     """What was constructed and compiled under the flag goes on without it."""
-    ddp = run.ddp(run.mlp(2))
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(run.mlp(2))
     backwards(run, ddp, forward, 1)
     with torch._inductor.config.patch(ddp_fusion=None):
         backwards(run, ddp, forward, 2, first=1)
@@ -147,8 +136,7 @@ def flag_unset(run: Run) -> None:
 
 def another_flag(run: Run) -> None:
     """Another flag while it is trained: what was compiled is fused as the flag has said then."""
-    ddp = run.ddp(run.mlp(2))
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(run.mlp(2))
     backwards(run, ddp, forward, 1)
     other = FusionConfig(mode="coalesced", bucket_cap_mb=3) if run.is_fused else None
     with torch._inductor.config.patch(ddp_fusion=other):
@@ -173,8 +161,7 @@ def gradients_of(model: nn.Module) -> list[Tensor | None]:
 def kept_gradients(run: Run) -> None:
     """They are averaged with what comes, in the tensors that ``.grad`` was: what was accumulated,
     in a layout of its own; what some ranks and parameters have; zeros."""
-    ddp = run.ddp(run.mlp(2), bucket_cap_mb=2e-4)
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(run.mlp(2), bucket_cap_mb=2e-4)
     parameters: list[Any] = list(ddp.parameters())
     for step in range(6):
         if step == 1:
@@ -183,39 +170,28 @@ def kept_gradients(run: Run) -> None:
             ddp.zero_grad(set_to_none=False)
         if step == 5 and dist.get_rank() == 0:
             parameters[1].grad = None
-        before = gradients_of(ddp)
-        with synced_if(ddp, step not in (0, 2)):
-            linear_loss(forward, run.rows(step)).backward()
+        before, synced = gradients_of(ddp), step not in (0, 2)
+        backwards(run, ddp, forward, 1, first=step, zero="never", synced=synced)
         assert_kept(ddp, before)
-        run.note_backward(ddp, synced=step not in (0, 2))
 
 
-def kept_gradients_of_what_may_be_unused(run: Run) -> None:
+def kept_unused(run: Run) -> None:
     """The flags, which say what was used, lie in a bucket too, and nothing is added to them."""
-    ddp = run.ddp(run.mlp(2), bucket_cap_mb=2e-4, find_unused_parameters=True)
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(run.mlp(2), bucket_cap_mb=2e-4, find_unused_parameters=True)
     for step in range(4):
-        synced = step % 2 == 1
-        with synced_if(ddp, synced):
-            linear_loss(forward, run.rows(step)).backward()
-        run.note_backward(ddp, synced=synced)
-    ddp.zero_grad(set_to_none=False)
-    linear_loss(forward, run.rows(4)).backward()
-    run.note_backward(ddp)
+        backwards(run, ddp, forward, 1, first=step, zero="never", synced=step % 2 == 1)
+    backwards(run, ddp, forward, 1, first=4, zero="kept")
 
 
 def kept_in_a_graph(run: Run) -> None:
     """On one rank a gradient that there is belongs to a graph of autograd."""
-    ddp = run.ddp(run.mlp(2))
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(run.mlp(2))
     backwards(run, ddp, forward, 1)
     for step in range(2):
+        weight = ddp.module[0].weight
         if dist.get_rank() == step:
-            ddp.module[0].weight.grad = (
-                torch.ones_like(ddp.module[0].weight, requires_grad=True) * 2
-            )
-        linear_loss(forward, run.rows(step)).backward()
-        run.note_backward(ddp)
+            weight.grad = torch.ones_like(weight, requires_grad=True) * 2
+        backwards(run, ddp, forward, 1, first=step, zero="never")
 
 
 # --- Several outputs -----------------------------------------------------------------------------
@@ -234,8 +210,7 @@ class Heads(nn.Module):
 
 def several_outputs(run: Run) -> None:
     """A backward from each output."""
-    ddp = run.ddp(Heads(run, 1))
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(Heads(run, 1))
     for step in range(3):
         ddp.zero_grad()
         inputs, factors = run.rows(step)
@@ -279,8 +254,7 @@ def fail(_: Tensor) -> None:
 def failing(run: Run) -> None:
     """Before and behind the graph that averages: gradients that there are stay the same tensors.
     Eager DDP cannot go on."""
-    ddp = run.ddp(run.mlp(2))
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(run.mlp(2))
     backwards(run, ddp, forward, 1)
     before = gradients_of(ddp)
     for fails_behind in (False, True):

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from testing.models import OUTPUTS, WIDTH, fill_whole
-from testing.scenarios.features.unused import train_branching
+from testing.models import OUTPUTS, WIDTH, Exact
+from testing.scenarios.features.unused import branching
 from testing.scenarios.loop import backwards
 from testing.scenarios.run import Run
 
@@ -44,43 +44,35 @@ class _Centred(nn.Module):
         self.average = torch.compiler.disable(_Average.apply) if breaks else _Average.apply
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x - self.average(x.sum(0) / 4, self.group)
-        return out
+        return x - self.average(x.sum(0) / 4, self.group)
 
 
-class Synced(nn.Module):
+class Synced(Exact, first=WIDTH):
     """Exact. Layers between two such, in any order, some of which a step may leave out."""
 
     def __init__(
         self, breaks: bool = False, group: dist.ProcessGroup | None = None, names: str = "abc"
     ) -> None:
-        super().__init__()
+        layers = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in names})
+        super().__init__(layers=layers, last=nn.Linear(WIDTH, OUTPUTS))
         self.before, self.behind = _Centred(breaks, group), _Centred(breaks, group)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in names})
-        self.last = nn.Linear(WIDTH, OUTPUTS)
-        fill_whole(self)
 
     def forward(self, x: Tensor, takes: str | None = None) -> Tensor:
         y = self.before(self.first(x))
         for name in self.layers if takes is None else takes:
             y = y + self.layers[name](y.relu()) / 8
-        out: Tensor = self.last(self.behind(y))
-        return out
+        return self.last(self.behind(y))
 
 
 def in_graphs(run: Run) -> None:
     """In the graph, and between several."""
     for breaks in (False, True):
-        ddp = run.ddp(Synced(breaks, names="a"), bucket_cap_mb=3e-4)
-        backwards(run, ddp, run.compile(ddp))
+        backwards(run, *run.compiled(Synced(breaks, names="a"), bucket_cap_mb=3e-4))
 
 
 def with_unused(run: Run) -> None:
     """Ranks leave out layers between them, the same or not; in one graph, from the second step on,
     and in several from the first. The layer that is always there is the first that a backward
     reaches: eager DDP needs it."""
-    takes = [["ab", "b"], ["ab", "ab"], ["b", "ab"]]
-    for breaks, begin in ((False, 1), (True, 0)):
-        model = Synced(breaks, names="ab")
-        train_branching(run, takes[begin:], model=model, bucket_cap_mb=3e-4)
+    for breaks, takes in ((False, "ab b/ab"), (True, "ab/b ab b/ab")):
+        branching(run, takes, model=Synced(breaks, names="ab"), bucket_cap_mb=3e-4)

@@ -18,7 +18,7 @@ from testing import models
 from testing.models import linear_loss
 from testing.scenarios.features.backwards import note_grad
 from testing.scenarios.features.parts import InParts
-from testing.scenarios.loop import backwards
+from testing.scenarios.loop import backwards, train
 from testing.scenarios.run import Run, synced_if
 from testing.threads import run_at_once
 
@@ -61,7 +61,7 @@ def overriding_subclass(run: Run) -> None:
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     for number, forward in enumerate((run.compile(ddp), ddp)):
         output = forward(run.rows(0)[0])
-        run.note_end(nn.Module(), **{f"output {number}": output})
+        run.note_values(**{f"output {number}": output})
         backwards(run, ddp, forward, 1)
     assert isinstance(ddp, _Named)
     assert {"allreduce_hook", "pre"} <= set(ddp.calls)
@@ -76,6 +76,41 @@ def replicated(run: Run) -> None:
     backwards(run, model, forward, 1)
     run.manage(replicate.state(model)._ddp)  # It was made by the first forward.
     backwards(run, model, forward, 2, first=1)
+
+
+# --- Several modules in a step -------------------------------------------------------------------
+
+PAIRS = (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+"""Two ways to cut four ranks into groups of two."""
+
+
+def two_groups(run: Run, **loop: Any) -> None:
+    """Two modules, each over other pairs of ranks."""
+    made = [[dist.new_group(list(pair)) for pair in pairs] for pairs in PAIRS]
+    rank = dist.get_rank()
+    first = run.ddp(run.mlp(2, models.WIDTH), process_group=made[0][rank // 2])
+    second = run.ddp(run.mlp(2), process_group=made[1][rank % 2])
+    train(run, nn.Sequential(first, nn.ReLU(), second), **loop)
+
+
+def two_modules(run: Run) -> None:
+    """Two modules over the same group."""
+    train(run, nn.Sequential(run.ddp(run.mlp(2, models.WIDTH)), nn.ReLU(), run.ddp(run.mlp(2))))
+
+
+def two_caps(run: Run) -> None:
+    """The same, where one of them has a cap of its own and is cut into buckets."""
+    first = run.ddp(run.mlp(3, models.WIDTH))
+    second = run.ddp(run.mlp(), bucket_cap_mb=300 / 2**20)
+    train(run, nn.Sequential(first, nn.ReLU(), second), style="inside")
+
+
+def alternating(run: Run) -> None:
+    """Two modules with an optimizer and a backward of their own, as in a GAN: each in every other
+    step."""
+    modules = [run.ddp(run.mlp()) for _ in range(2)]
+    for ddp in modules * 2:
+        train(run, ddp, steps=1)
 
 
 # --- Graphs in common ----------------------------------------------------------------------------
@@ -153,11 +188,7 @@ def over_the_same_weights_at_once(run: Run) -> None:
 def one_thread(run: Run) -> None:
     """All of a training, from the constructor on, in one thread that is not the main one."""
 
-    def train() -> None:
-        ddp = run.ddp(run.mlp(2))
-        backwards(run, ddp, run.compile(ddp))
-
-    run_at_once([train])
+    run_at_once([lambda: backwards(run, *run.compiled(run.mlp(2)))])
 
 
 def another_thread(run: Run) -> None:
@@ -214,7 +245,7 @@ def _nothing(_: object, buffers: dict[str, Tensor]) -> list[torch.futures.Future
     return []
 
 
-def two_reducers_in_one_backward(run: Run) -> None:
+def two_reducers(run: Run) -> None:
     """A module that can be fused, and one that DDP's own reducer trains."""
     first, second = run.ddp(models.mlp(outputs=models.WIDTH)), _of_own_reducer(run)
     both = nn.ModuleDict({"fused": first, "other": second})
@@ -222,7 +253,7 @@ def two_reducers_in_one_backward(run: Run) -> None:
     backwards(run, both, lambda x: calls[1](calls[0](x)))
 
 
-def two_reducers_in_two_backwards(run: Run) -> None:
+def two_reducers_apart(run: Run) -> None:
     """The same, one after the other."""
     for ddp in (_of_own_reducer(run), run.ddp(models.mlp())):
         backwards(run, ddp, run.compile(ddp))

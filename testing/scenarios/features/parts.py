@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from testing.models import OUTPUTS, WIDTH, fill_whole, linear_loss
+from testing.models import OUTPUTS, WIDTH, Exact, linear_loss
 from testing.scenarios.features.backwards import (
     assert_kept,
     fail,
@@ -15,7 +15,7 @@ from testing.scenarios.features.backwards import (
     note_grad,
 )
 from testing.scenarios.loop import backwards
-from testing.scenarios.run import Run, synced_if
+from testing.scenarios.run import Run
 
 
 @torch.compiler.disable
@@ -24,15 +24,12 @@ def as_it_is(x: Tensor) -> Tensor:
     return x.relu()
 
 
-class InParts(nn.Module):
+class InParts(Exact, first=36):
     """Exact. Functions that are not compiled cut its forward in three. The weights in the middle
     lie in another order than their gradients are computed in."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, 36), nn.Linear(32, OUTPUTS)
-        self.middle = nn.Conv2d(2, 2, 3, bias=False)
-        fill_whole(self)
+        super().__init__(last=nn.Linear(32, OUTPUTS), middle=nn.Conv2d(2, 2, 3, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
         y = as_it_is(self.first(x)).reshape(-1, 1, 6, 6).expand(-1, 2, 6, 6)
@@ -40,14 +37,11 @@ class InParts(nn.Module):
         return self.last(as_it_is(self.middle(y)).flatten(1))
 
 
-class Outside(nn.Module):
+class Outside(Exact, first=WIDTH, middle=OUTPUTS):
     """Exact. One of its layers is not compiled."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, OUTPUTS)
-        self.last = nn.Linear(OUTPUTS, OUTPUTS)
-        fill_whole(self)
+        super().__init__(last=nn.Linear(OUTPUTS, OUTPUTS))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self._not_compiled(self.first(x)))
@@ -59,16 +53,12 @@ class Outside(nn.Module):
 
 def in_parts(run: Run) -> None:
     """Each graph launches its own part, and the next ones compute meanwhile."""
-    ddp = run.ddp(InParts(), bucket_cap_mb=2e-4)
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(InParts(), bucket_cap_mb=2e-4)
     backwards(run, ddp, forward)
-    with synced_if(ddp, False):
-        linear_loss(forward, run.rows(3)).backward()
-    run.note_backward(ddp, synced=False)
+    backwards(run, ddp, forward, 1, first=3, zero="never", synced=False)
     before = gradients_of(ddp)
-    linear_loss(forward, run.rows(4)).backward()
+    backwards(run, ddp, forward, 1, first=4, zero="never")
     assert_kept(ddp, before)
-    run.note_backward(ddp)
     note_grad(run, ddp, linear_loss(forward, run.rows(5)))
     backwards(run, ddp, forward, 1)
 
@@ -76,8 +66,7 @@ def in_parts(run: Run) -> None:
 def fails_in_parts(run: Run) -> None:
     """A hook fails behind all graphs: gradients that there were stay the same tensors. Eager DDP
     cannot go on."""
-    ddp = run.ddp(InParts())
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(InParts())
     backwards(run, ddp, forward, 1)
     before = gradients_of(ddp)
     x = run.rows(1)[0].requires_grad_()
@@ -87,28 +76,23 @@ def fails_in_parts(run: Run) -> None:
     assert_kept(ddp, before)
 
 
-class Gated(nn.Module):
+class Gated(Exact):
     """Exact. Two layers beside each other, one of which may be left out of the backward."""
 
     def __init__(self, outputs: int = WIDTH) -> None:
-        super().__init__()
-        self.first, self.gate = nn.Linear(WIDTH, outputs), nn.Linear(WIDTH, outputs)
-        fill_whole(self)
+        super().__init__(first=nn.Linear(WIDTH, outputs), gate=nn.Linear(WIDTH, outputs))
 
     def forward(self, x: Tensor, opens: bool = True) -> Tensor:
         y, gate = self.first(x), self.gate(x)
         return y.relu() + (gate if opens else gate.detach())
 
 
-class _Blocks(nn.Module):
+class _Blocks(Exact, first=WIDTH, last=WIDTH):
     """Exact. Blocks between layers, the first of which has its weight in common with what comes
     last."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Gated() for _ in range(3))
-        fill_whole(self)
+        super().__init__(blocks=nn.ModuleList(Gated() for _ in range(3)))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
@@ -123,11 +107,8 @@ def block_by_block(run: Run) -> None:
     model.blocks = nn.ModuleList(map(run.compile, model.blocks))
     ddp = run.ddp(model, bucket_cap_mb=1e-4)
     backwards(run, ddp, ddp)
-    with synced_if(ddp, False):
-        linear_loss(ddp, run.rows(3)).backward()
-    run.note_backward(ddp, synced=False)
-    linear_loss(ddp, run.rows(4)).backward()
-    run.note_backward(ddp)
+    backwards(run, ddp, ddp, 1, first=3, zero="never", synced=False)
+    backwards(run, ddp, ddp, 1, first=4, zero="never")
     ddp.zero_grad(set_to_none=False)
     for size in (5, 6 + dist.get_rank()):
         linear_loss(ddp, run.rows(5, size=size)).backward()
@@ -139,17 +120,11 @@ def breaks_in_a_loop(run: Run) -> None:
     model = _Blocks()
     for block in model.blocks:
         block.register_forward_hook(lambda *args: as_it_is(args[2]))
-    ddp = run.ddp(model)
-    backwards(run, ddp, run.compile(ddp))
+    backwards(run, *run.compiled(model))
 
 
-class _SharedByParts(nn.Module):
+class _SharedByParts(Exact, first=WIDTH, second=WIDTH):
     """Exact. Two graphs use one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        fill_whole(self)
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.second(as_it_is(self.first(x))) @ self.first.weight)[:, :OUTPUTS]
@@ -157,17 +132,11 @@ class _SharedByParts(nn.Module):
 
 def shared_by_parts(run: Run) -> None:
     """A gradient comes from two graphs."""
-    ddp = run.ddp(_SharedByParts())
-    backwards(run, ddp, run.compile(ddp))
+    backwards(run, *run.compiled(_SharedByParts()))
 
 
-class _ByParts(nn.Module):
+class _ByParts(Exact, first=WIDTH, second=WIDTH):
     """Exact. Two graphs, each with an output of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        fill_whole(self)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = as_it_is(self.first(x))
@@ -176,8 +145,7 @@ class _ByParts(nn.Module):
 
 def parts_one_by_one(run: Run) -> None:
     """A backward for each part: none of them gives all gradients."""
-    ddp = run.ddp(_ByParts())
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(_ByParts())
     for step in range(3):
         ddp.zero_grad()
         for output in forward(run.rows(step)[0]):
@@ -193,17 +161,15 @@ def broken_backward(run: Run) -> None:
     model[2].register_forward_hook(
         torch.compiler.disable(lambda _, __, output: output.register_hook(hook) and None)
     )
-    ddp = run.ddp(model)
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(model)
     keys = []
     for step in range(4):
         ddp.zero_grad()
-        with synced_if(ddp, False):
+        with ddp.no_sync():
             for micro in range(1 + dist.get_rank()):
                 linear_loss(forward, run.rows(step, 1 + micro)).backward()
         run.note_backward(ddp, synced=False)
-        linear_loss(forward, run.rows(step)).backward()
-        run.note_backward(ddp)
+        backwards(run, ddp, forward, 1, first=step, zero="never")
         dist.barrier()
         keys.append(dist.distributed_c10d._get_default_store().num_keys())
         dist.barrier()  # A rank that has ended writes to the store, too.

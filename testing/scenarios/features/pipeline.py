@@ -36,8 +36,7 @@ class _Model(nn.Module):
         self.second = nn.Sequential(layers[2], layers[3], layers[4])
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(x))
-        return out
+        return self.second(self.first(x))
 
 
 def _loss(output: Tensor, factors: Tensor) -> Tensor:

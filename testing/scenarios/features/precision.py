@@ -1,21 +1,20 @@
-"""Smaller dtypes beside fp32."""
+"""Smaller dtypes beside fp32, where gradients are scaled, and in which dtype they are sent."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from testing import models
-from testing.models import Batch, linear_loss
-from testing.scenarios.features.hooks import renamed
-from testing.scenarios.loop import BySign, Loop, backwards, train
+from testing.models import WIDTH, Batch, Exact, linear_loss
+from testing.scenarios.features.comm_hooks import HOOKS, renamed
+from testing.scenarios.features.loops import autocast_of
+from testing.scenarios.loop import BySign, backwards, train
 from testing.scenarios.run import Run
 
 
@@ -24,35 +23,23 @@ def mixed_precision(run: Run) -> None:
     low = run.dtype
     precision = _MixedPrecision(param_dtype=low, reduce_dtype=low, buffer_dtype=low)
     ddp = run.ddp(models.mlp(2), mixed_precision=precision)
-    train(run, ddp, Loop(draw=models.whole_rows, loss=_loss_in_single))
+    train(run, ddp, draw=models.whole_rows, loss=_loss_in_single)
 
 
 def _loss_in_single(model: nn.Module, batch: Batch) -> Tensor:
-    loss: Tensor = (model(batch[0]).float() * batch[1]).sum()
-    return loss
-
-
-def autocast_of(run: Run) -> Callable[[nn.Module, Batch], Tensor]:
-    """A loss under autocast in the run's dtype."""
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        with torch.autocast(run.device.type, dtype=run.dtype):
-            outputs: Tensor = model(batch[0])
-        return (outputs.float() * batch[1]).sum()
-
-    return loss
+    return (model(batch[0]).float() * batch[1]).sum()
 
 
 def autocast(run: Run, **loop: Any) -> None:
     """fp32 parameters under autocast in the run's dtype."""
-    low = Loop(draw=models.whole_rows, loss=autocast_of(run), **loop)
-    train(run, run.ddp(models.mlp()), low)
+    train(run, run.ddp(models.mlp()), draw=models.whole_rows, loss=autocast_of(run), **loop)
 
 
-def _train_scaled(run: Run, loss: Any, infinite_in: int | None = None, **options: Any) -> None:
-    """Train with ``GradScaler``; rank 0's loss is infinite in one step if that is given."""
-    ddp = run.ddp(models.mlp(2), **options)
-    forward = run.compile(ddp)
+def grad_scaler(run: Run, *, infinite_in: int | None = None, has_autocast: bool = False) -> None:
+    """``GradScaler``, in fp32 or under autocast in the run's dtype; in one step rank 0's gradients
+    may be infinite, which makes all ranks skip it."""
+    ddp, forward = run.compiled(models.mlp(2))
+    loss = autocast_of(run) if has_autocast else linear_loss
     scaler = torch.amp.GradScaler(run.device.type, init_scale=8.0, growth_interval=2)
     optimizer = BySign(ddp.parameters())
     for step in range(4):
@@ -67,68 +54,35 @@ def _train_scaled(run: Run, loss: Any, infinite_in: int | None = None, **options
         nn.utils.clip_grad_norm_(ddp.parameters(), 2.0**20)
         scaler.step(optimizer)
         scaler.update()
-        run.note_end(nn.Module(), **{f"scale {step}": scaler.get_scale()})
+        run.note_values(**{f"scale {step}": scaler.get_scale()})
     run.note_end(ddp)
-
-
-def grad_scaler(run: Run) -> None:
-    """``GradScaler``, in fp32."""
-    _train_scaled(run, linear_loss)
-
-
-def grad_scaler_infinite(run: Run) -> None:
-    """``GradScaler`` with a step that one rank's infinite gradients make all ranks skip."""
-    _train_scaled(run, linear_loss, infinite_in=1)
-
-
-def grad_scaler_autocast(run: Run) -> None:
-    """``GradScaler`` and autocast in the run's dtype, with a step that is skipped."""
-    _train_scaled(run, autocast_of(run), infinite_in=1)
-
-
-def two_dtypes(run: Run) -> None:
-    """fp32 and bf16 parameters in one module."""
-    train(run, run.ddp(models.TwoDtypes()), Loop(draw=models.whole_rows))
 
 
 def double_precision(run: Run) -> None:
     """fp64 parameters."""
-    with contextlib.ExitStack() as stack:
-        stack.callback(setattr, run, "dtype", run.dtype)
-        run.dtype = torch.float64
-        train(run, run.ddp(models.mlp(3, dtype=torch.float64)))
-
-
-# Where gradients are scaled, and in which dtype they are sent
-
-
-def scaled(run: Run, **loop: Any) -> None:
-    """As the option ``scaling`` says."""
-    train(run, run.ddp(models.mlp()), Loop(**loop))
+    with mock.patch.object(run, "dtype", torch.float64):
+        train(run, run.ddp(run.mlp()))
 
 
 def in_thirds(run: Run) -> None:
     """One over three has no end in binary: each way of scaling rounds it in another place. So
     there is one step, in which no gradient of zero gets a sign."""
-    ddp = run.ddp(models.mlp())
-    backwards(run, ddp, run.compile(ddp), 1)
+    ddp, forward = run.compiled(models.mlp())
+    backwards(run, ddp, forward, 1)
 
 
-class _TwoSums(nn.Module):
+class _TwoSums(Exact):
     def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Linear(models.WIDTH, 1, bias=False) for _ in range(2))
-        models.fill_whole(self)
+        super().__init__(**{n: nn.Linear(WIDTH, 1, bias=False) for n in ("first", "second")})
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.first(x) + self.second(x)
-        return out
+        return self.first(x) + self.second(x)
 
 
 def near_overflow(run: Run) -> None:
     """The sum of two ranks' gradients is beyond fp16's range, their average is not."""
     ddp = run.ddp(_TwoSums().to(run.dtype))
-    inputs = torch.full((4, models.WIDTH), 10000.0, dtype=run.dtype, device=run.device)
+    inputs = torch.full((4, WIDTH), 10000.0, dtype=run.dtype, device=run.device)
 
     def step() -> None:
         (ddp(inputs * 2.0**-13).sum() * 2.0**13).backward()
@@ -140,27 +94,24 @@ def near_overflow(run: Run) -> None:
         assert (parameter.grad == 40000).all()
 
 
-def _train_sending(run: Run, hook: Any, model: nn.Module, **loop: Any) -> None:
-    """Plain DDP under the flag, whose option says what is sent; with a hook in eager."""
-    ddp = run.ddp(model)
-    if not run.is_fused:
-        ddp.register_comm_hook(None, renamed(hook))
-    train(run, ddp, Loop(draw=models.whole_rows, **loop))
+def _compress_single(state: Any, bucket: dist.GradBucket) -> Any:
+    is_single = bucket.buffer().dtype == torch.float32
+    return HOOKS["fp16" if is_single else "allreduce"](state, bucket)
 
 
 def sent_in(run: Run, dtype: str, **loop: Any) -> None:
-    """``reduce_dtype``. bf16 has fp32's range, and what is sent needs no scaling before; fp16 has a
-    smaller one."""
-    hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
-    _train_sending(run, hooks[dtype], models.mlp(), **loop)
-
-
-def _compress_single(state: Any, bucket: dist.GradBucket) -> Any:
-    is_single = bucket.buffer().dtype == torch.float32
-    hook = default_hooks.fp16_compress_hook if is_single else default_hooks.allreduce_hook
-    return hook(state, bucket)
+    """``reduce_dtype``, which the flag has: eager DDP has a hook. bf16 has fp32's range, and what
+    is sent needs no scaling before; fp16 has a smaller one."""
+    _train_sending(run, HOOKS[dtype], models.mlp(), **loop)
 
 
 def small_already(run: Run) -> None:
     """``reduce_dtype`` for fp32 and bf16 parameters: what is small is sent as it is."""
     _train_sending(run, _compress_single, models.TwoDtypes())
+
+
+def _train_sending(run: Run, hook: Any, model: nn.Module, **loop: Any) -> None:
+    ddp = run.ddp(model)
+    if not run.is_fused:
+        ddp.register_comm_hook(None, renamed(hook))
+    train(run, ddp, draw=models.whole_rows, **loop)

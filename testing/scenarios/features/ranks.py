@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from testing.models import OUTPUTS, WIDTH, fill_whole, linear_loss
+from testing.models import OUTPUTS, WIDTH, Exact
 from testing.scenarios.features.parts import Gated
-from testing.scenarios.loop import backwards
+from testing.scenarios.loop import Zero, backwards
 from testing.scenarios.run import Run
 
 
 def batch_sizes(run: Run) -> None:
     """Other batch sizes on each rank and in each step, down to one, from the first step on."""
-    ddp = run.ddp(run.mlp(2))
-    forward, other = run.compile(ddp), dist.get_rank() == 1
-    for step, size in enumerate((1 if other else 3, 3, 1 if other else 4, 1, 5 if other else 1)):
-        ddp.zero_grad()
-        linear_loss(forward, run.rows(step, size=size)).backward()
-        run.note_backward(ddp)
+    ddp, forward = run.compiled(run.mlp(2))
+    for step, sizes in enumerate(((3, 1), (3, 3), (4, 1), (1, 1), (1, 5))):
+        backwards(run, ddp, forward, 1, first=step, size=sizes[dist.get_rank()])
 
 
 def hooks_on_one_rank(run: Run) -> None:
     """A hook on a parameter of one rank, another one in each step, and of none in some."""
-    ddp = run.ddp(run.mlp(2))
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(run.mlp(2))
     for step in range(5):
         handle = ddp.module[0].weight.register_hook(lambda gradient: 2 * gradient)
         if dist.get_rank() != step % 2:
@@ -38,14 +33,12 @@ def hooks_on_one_rank(run: Run) -> None:
         handle.remove()
 
 
-class _Orders(nn.Module):
+class _Orders(Exact, a=WIDTH, b=WIDTH, c=WIDTH):
     """Exact. Its outer layers change places."""
 
     def __init__(self, outputs: int = OUTPUTS) -> None:
         super().__init__()
-        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self._outputs = outputs
-        fill_whole(self)
 
     def forward(self, x: Tensor, is_forward: bool) -> Tensor:
         first, last = (self.a, self.c) if is_forward else (self.c, self.a)
@@ -54,11 +47,9 @@ class _Orders(nn.Module):
 
 def other_orders(run: Run) -> None:
     """Ranks use the same parameters in another order."""
-    ddp = run.ddp(_Orders(), bucket_cap_mb=1e-4)
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(_Orders(), bucket_cap_mb=1e-4)
     for step in range(4):
-        is_forward = (dist.get_rank() + step) % 2 == 0
-        backwards(run, ddp, lambda x, turn=is_forward: forward(x, turn), 1, first=step)
+        backwards(run, ddp, forward, 1, (dist.get_rank() + step) % 2 == 0, first=step)
 
 
 class _Both(nn.Module):
@@ -69,47 +60,37 @@ class _Both(nn.Module):
         self.first, self.second = first, second
 
     def forward(self, x: Tensor, first: bool, second: bool) -> Tensor:
-        out: Tensor = self.second(self.first(x, first), second)
-        return out
+        return self.second(self.first(x, first), second)
 
 
-def other_orders_of_two(run: Run) -> None:
+def other_orders_of_two(run: Run, cases: Sequence[tuple[bool, int, int]]) -> None:
     """Two modules over the same group in one backward, of which one has its parameters in another
-    order on each rank: compiled together, and apart, where that begins later."""
-    _train_two(run, apart=False, swaps=(False, True), begin=0)
-    _train_two(run, apart=True, swaps=(True, False), begin=2)
+    order on each rank.
+
+    Args:
+        run: where it is noted.
+        cases: whether both are compiled apart, which of them it is, and in which step that begins.
+    """
+    for apart, swapped, begin in cases:
+        modules = [run.ddp(_Orders(n), bucket_cap_mb=1e-4) for n in (WIDTH, OUTPUTS)]
+        both = _Both(*(map(run.compile, modules) if apart else modules))
+        forward: Any = both if apart else run.compile(both)
+        for step in range(5):
+            changes = step >= begin and (dist.get_rank() + step) % 2 == 1
+            orders = [not (changes and number == swapped) for number in range(2)]
+            backwards(run, both, forward, 1, *orders, first=step)
 
 
-def other_orders_of_another(run: Run) -> None:
-    """The same of the other one of the two, and from another step on."""
-    for begin in (0, 2):
-        _train_two(run, apart=False, swaps=(True, False), begin=begin)
-        _train_two(run, apart=True, swaps=(False, True), begin=begin)
-    _train_two(run, apart=False, swaps=(False, True), begin=2)
-    _train_two(run, apart=True, swaps=(True, False), begin=0)
-
-
-def _train_two(run: Run, apart: bool, swaps: tuple[bool, bool], begin: int) -> None:
-    modules = [run.ddp(_Orders(n), bucket_cap_mb=1e-4) for n in (WIDTH, OUTPUTS)]
-    both = _Both(*(map(run.compile, modules) if apart else modules))
-    forward: Any = both if apart else run.compile(both)
-    for step in range(5):
-        changes = step >= begin and (dist.get_rank() + step) % 2 == 1
-        orders = [not (changes and swap) for swap in swaps]
-        backwards(run, both, lambda x, orders=orders: forward(x, *orders), 1, first=step)
-
-
-class _Layers(nn.Module):
-    """Exact. One of two layers at a time."""
+class _Layers(Exact):
+    """Exact. Two layers, in the order of their numbers."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        fill_whole(self)
+        super().__init__(layers=nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
 
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        out: Tensor = self.layers[number](x)
-        return out
+    def forward(self, x: Tensor, *numbers: int) -> Tensor:
+        for number in numbers:
+            x = self.layers[number](x).relu()
+        return x
 
 
 class _InTurn(nn.Module):
@@ -119,9 +100,9 @@ class _InTurn(nn.Module):
         super().__init__()
         self.first, self.second = first, second
 
-    def forward(self, x: Tensor, order: tuple[int, int]) -> Tensor:
+    def forward(self, x: Tensor, *order: int) -> Tensor:
         for number, mine in enumerate(order):
-            x = self.second(self.first(x, mine).relu(), number).relu()
+            x = self.second(self.first(x, mine), number)
         return x[:, :OUTPUTS]
 
 
@@ -129,25 +110,8 @@ def other_orders_of_instances(run: Run) -> None:
     """Two modules of a class, one after the other, whose layers have another place at times."""
     for _ in range(2):
         ddp = run.ddp(_Layers())
-        both = _InTurn(ddp, _Layers().to(run.device))
-        forward: Any = run.compile(both)
-        for step in range(5):
-            order = (1, 0) if (dist.get_rank() + step) % 2 else (0, 1)
-            backwards(run, ddp, functools.partial(_call, forward, order), 1, first=step)
-
-
-class _Block(nn.Module):
-    """Exact. Two layers, in both orders."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        fill_whole(self)
-
-    def forward(self, x: Tensor, order: tuple[int, int]) -> Tensor:
-        for number in order:
-            x = self.layers[number](x).relu()
-        return x
+        forward: Any = run.compile(_InTurn(ddp, _Layers().to(run.device)))
+        _train_in_orders(run, ddp, forward)
 
 
 class _Blocks(nn.Module):
@@ -155,27 +119,27 @@ class _Blocks(nn.Module):
 
     def __init__(self, run: Run) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(_Block() for _ in range(2))
+        self.blocks = nn.ModuleList(_Layers() for _ in range(2))
         if run.way != "eager":
             for block in self.blocks:
                 block.compile()
 
-    def forward(self, x: Tensor, order: tuple[int, int]) -> Tensor:
+    def forward(self, x: Tensor, *order: int) -> Tensor:
         for block in self.blocks:
-            x = block(x, order)
+            x = block(x, *order)
         return x[:, :OUTPUTS]
 
 
 def other_orders_of_blocks(run: Run) -> None:
     """Blocks that are compiled alone, whose layers change places."""
     ddp = run.ddp(_Blocks(run))
+    _train_in_orders(run, ddp, ddp)
+
+
+def _train_in_orders(run: Run, ddp: nn.Module, forward: Any) -> None:
     for step in range(5):
         order = (1, 0) if (dist.get_rank() + step) % 2 else (0, 1)
-        backwards(run, ddp, functools.partial(_call, ddp, order), 1, first=step)
-
-
-def _call(forward: Any, order: tuple[int, int], x: Tensor) -> Any:
-    return forward(x, order)
+        backwards(run, ddp, forward, 1, *order, first=step)
 
 
 # --- Static graphs -------------------------------------------------------------------------------
@@ -185,19 +149,12 @@ def static_graph_without_some(run: Run) -> None:
     """One rank, or each, has no gradient of some parameters, which are inputs of its graph all the
     same."""
     for opens in (False, dist.get_rank() == 0):
-        ddp = run.ddp(Gated(OUTPUTS), static_graph=True)
-        forward = run.compile(ddp)
-        backwards(run, ddp, lambda x, forward=forward, opens=opens: forward(x, opens), 4)
+        ddp, forward = run.compiled(Gated(OUTPUTS), static_graph=True)
+        backwards(run, ddp, forward, 4, opens)
 
 
-class _Sides(nn.Module):
+class _Sides(Exact, first=WIDTH, nobodys=WIDTH, left=OUTPUTS, right=OUTPUTS):
     """Exact. A linear layer, one of two sides, and a layer that no rank uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.nobodys = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.left, self.right = nn.Linear(WIDTH, OUTPUTS), nn.Linear(WIDTH, OUTPUTS)
-        fill_whole(self)
 
     def forward(self, x: Tensor, side: int) -> Tensor:
         x = self.first(x).relu()
@@ -209,14 +166,11 @@ def static_graph_of_sides(run: Run) -> None:
     """Ranks use other parameters of a static graph, or the same; traced and not."""
     for rank in (dist.get_rank(), 0):
         for stances in (["default"] * 3, ["force_eager"] * 3, ["force_eager", "default"] * 2):
-            ddp = run.ddp(_Sides(), static_graph=True)
-            forward = run.compile(ddp)
+            ddp, forward = run.compiled(_Sides(), static_graph=True)
             for step, stance in enumerate(stances):
-                ddp.zero_grad(set_to_none=step != 1)
-                inputs, factors = run.rows(step)
+                zero: Zero = "kept" if step == 1 else "none"
                 with torch.compiler.set_stance(stance):
-                    (forward(inputs, rank) * factors).sum().backward()
-                run.note_backward(ddp)
+                    backwards(run, ddp, forward, 1, rank, first=step, zero=zero)
 
 
 # --- Errors --------------------------------------------------------------------------------------
@@ -247,9 +201,7 @@ def static_graph_that_changes(run: Run) -> None:
     changes = [[0, 0, 1, 0], [0, 2, 0, 0], [2, 2, 0, 2]]
     for stance, lists in (("default", changes), ("force_eager", changes[:1])):
         for sides in lists:
-            ddp = run.ddp(_Sides(), static_graph=True)
-
-            forward = run.compile(ddp)
+            _, forward = run.compiled(_Sides(), static_graph=True)
 
             def step(number: int, forward: Any = forward, sides: Any = sides) -> None:
                 forward(run.rows(0)[0], sides[number]).sum().backward()
@@ -258,38 +210,29 @@ def static_graph_that_changes(run: Run) -> None:
                 _note_first_error(run, f"{sides}, {stance}", step)
 
 
-class _Unused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+class _Unused(Exact, used=WIDTH, unused=WIDTH):
     def forward(self, x: Tensor) -> Tensor:
         return self.used(x)
 
 
-def unreached(run: Run) -> None:
+def unreached(run: Run, *, is_inside: bool = False) -> None:
     """A layer without a gradient on all ranks, and no option allows it."""
     ddp = run.ddp(_Unused())
-    forward = run.compile(ddp)
-    _note_first_error(run, "error", lambda _: forward(run.rows(0)[0]).sum().backward())
-
-
-def unreached_inside(run: Run) -> None:
-    """The same with the backward inside of the compiled function."""
-    ddp = run.ddp(_Unused())
+    forward = ddp if is_inside else run.compile(ddp)
 
     def step(x: Tensor) -> None:
-        ddp(x).sum().backward()
+        forward(x).sum().backward()
 
-    compiled = run.compile(step)
+    compiled = run.compile(step) if is_inside else step
     _note_first_error(run, "error", lambda _: compiled(run.rows(0)[0]))
 
 
 def unreached_later(run: Run) -> None:
     """A plain step, and then a gradient penalty alone, of a forward that is not compiled: on no
     rank does it reach the last bias."""
-    ddp = run.ddp(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, OUTPUTS)))
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, OUTPUTS))
+    )
 
     def step(number: int) -> None:
         inputs, factors = run.rows(number)

@@ -1,4 +1,4 @@
-"""Options of DDP's reducer, and what it does with unusual parameters."""
+"""What is done with a DDP module beside training it: options, groups, copies, files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -19,54 +19,20 @@ from torch.nn.parallel import DistributedDataParallel
 from testing import models
 from testing.models import linear_loss
 from testing.scenarios.features.backwards import must_raise
-from testing.scenarios.features.buffers import Counting
-from testing.scenarios.features.unused import Branches
-from testing.scenarios.loop import Loop, backwards, train
+from testing.scenarios.features.instances import PAIRS
+from testing.scenarios.features.loops import Counting
+from testing.scenarios.loop import backwards, train
 from testing.scenarios.run import Run
 
 
 def static_graph(run: Run) -> None:
     """``static_graph=True``, and gradients that are accumulated once the graph is known. All
     parameters have gradients: what is promised of the graph says nothing more."""
-    ddp = run.ddp(run.mlp(2), static_graph=True)
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(run.mlp(2), static_graph=True)
     backwards(run, ddp, forward)
     with ddp.no_sync():
         linear_loss(forward, run.rows(4)).backward()
-    linear_loss(forward, run.rows(5)).backward()
-    run.note_backward(ddp)
-
-
-def static_graph_with_unused(run: Run) -> None:
-    """``static_graph=True`` with a layer that is used in no step."""
-    model = Branches(run.mlp())
-    model.skips = True
-    train(run, run.ddp(model, static_graph=True))
-
-
-def gradient_as_bucket_view(run: Run) -> None:
-    """``gradient_as_bucket_view=True``, and gradients that are kept."""
-    train(run, run.ddp(run.mlp(), gradient_as_bucket_view=True), Loop(zero="kept"))
-
-
-def batched_grad_copy(run: Run) -> None:
-    """``batched_grad_copy=True``."""
-    train(run, run.ddp(run.mlp(), batched_grad_copy=True))
-
-
-def bucket_cap_mb(run: Run) -> None:
-    """Several buckets of 300 bytes."""
-    train(run, run.ddp(run.mlp(5), bucket_cap_mb=300 / 2**20))
-
-
-def caps_of_the_flag(run: Run) -> None:
-    """Several buckets of 300 bytes, by options of the flag."""
-    train(run, run.ddp(run.mlp(5)), Loop(style="inside"))
-
-
-def bucket_cap_mb_list(run: Run) -> None:
-    """A cap for each bucket."""
-    train(run, run.ddp(run.mlp(5), bucket_cap_mb_list=[300 / 2**20, 600 / 2**20]))
+    backwards(run, ddp, forward, 1, first=5, zero="never")
 
 
 def _reduce_now(ddp: Any, gradient: Tensor) -> Tensor:
@@ -99,69 +65,6 @@ def _train_delayed(run: Run) -> None:
     train(run, ddp)
 
 
-def ignored_parameters(run: Run) -> None:
-    """Parameters that DDP is told to leave alone stay each rank's own."""
-    model = run.mlp()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        model, ["2.weight", "2.bias"]
-    )
-    train(run, run.ddp(model))
-
-
-class _Embedded(nn.Module):
-    """Exact. A sparse embedding in front of a layer."""
-
-    def __init__(self, *, has_bag: bool = False) -> None:
-        super().__init__()
-        kind: Any = nn.EmbeddingBag if has_bag else nn.Embedding
-        options = {"mode": "sum"} if has_bag else {}
-        self.embedding = kind(16, models.WIDTH, sparse=True, **options)
-        self.layer = nn.Linear(models.WIDTH, models.OUTPUTS)
-        models.fill_whole(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        embedded = self.embedding(x.long().abs() % 16)
-        out: Tensor = self.layer(embedded.sum(1) if embedded.dim() > 2 else embedded)
-        return out
-
-
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1.0)
-
-
-def sparse_embedding(run: Run) -> None:
-    """``nn.Embedding(sparse=True)``."""
-    train(run, run.ddp(_Embedded()), Loop(optimizer=_sgd, steps=2))
-
-
-def sparse_accumulation(run: Run) -> None:
-    """``nn.Embedding(sparse=True)``, with sparse gradients that are accumulated."""
-    loop = Loop(optimizer=_sgd, steps=2, micro_batches=2, no_sync=True)
-    train(run, run.ddp(_Embedded()), loop)
-
-
-def sparse_bag(run: Run) -> None:
-    """``nn.EmbeddingBag(sparse=True)``."""
-    train(run, run.ddp(_Embedded(has_bag=True)), Loop(optimizer=_sgd, steps=2))
-
-
-def tied_weights(run: Run) -> None:
-    """Two layers share a parameter."""
-    train(run, run.ddp(models.Tied()))
-
-
-def shared_storage(run: Run) -> None:
-    """All parameters are views of one buffer."""
-    model = run.mlp().to(run.device)
-    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
-    offset = 0
-    for parameter in model.parameters():
-        size = parameter.numel()
-        parameter.data = flat[offset : offset + size].view_as(parameter)
-        offset += size
-    train(run, run.ddp(model))
-
-
 def update_process_group(run: Run) -> None:
     """``_update_process_group``: after two steps, each rank goes on alone."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
@@ -171,24 +74,24 @@ def update_process_group(run: Run) -> None:
         if step == 2:
             ddp._update_process_group(alone[dist.get_rank()])
 
-    train(run, ddp, Loop(steps=4, before_step=shrink))
+    train(run, ddp, steps=4, before_step=shrink)
 
 
 def another_group(run: Run) -> None:
     """``_update_process_group`` on four ranks: pairs, other pairs, for which nothing is compiled
     anew, and all of them."""
     rank = dist.get_rank()
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pairs = [dist.new_group(list(pair)) for pair in PAIRS[0]]
     everybody = dist.new_group([0, 1, 2, 3])
-    others = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    others = [dist.new_group(list(pair)) for pair in PAIRS[1]]
     ddp = run.ddp(run.mlp(), process_group=pairs[rank // 2])
-    train(run, ddp, Loop(steps=2))
+    train(run, ddp, steps=2)
     before = _compiled()
     ddp._update_process_group(others[rank % 2])
-    train(run, ddp, Loop(steps=2))
+    train(run, ddp, steps=2)
     run.note("compiled anew", [now - then for now, then in zip(_compiled(), before, strict=True)])
     ddp._update_process_group(everybody)
-    train(run, ddp, Loop(steps=2))
+    train(run, ddp, steps=2)
 
 
 def _compiled() -> list[int]:
@@ -196,11 +99,10 @@ def _compiled() -> list[int]:
     return [captures, counters["stats"]["unique_graphs"]]
 
 
-def another_group_after_an_error(run: Run) -> None:
+def after_an_error(run: Run) -> None:
     """Rank 1 stays out of a backward, and rank 0 gets an error. Both go on over a new group."""
     group = dist.new_group()
-    ddp = run.ddp(run.mlp(), process_group=group)
-    forward = run.compile(ddp)
+    ddp, forward = run.compiled(run.mlp(), process_group=group)
     backwards(run, ddp, forward, 2)
     loss = linear_loss(forward, run.rows(0))
     # From here on, for nothing is compiled any more.
@@ -214,21 +116,22 @@ def another_group_after_an_error(run: Run) -> None:
 def state_dict(run: Run) -> None:
     """Saved after a few steps, loaded into another module, trained on."""
     first = run.ddp(run.mlp())
-    train(run, first, Loop(steps=2))
+    train(run, first, steps=2)
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
     file.seek(0)
     second = run.ddp(models.fill_whole(run.mlp(), seed=3))
     second.load_state_dict(torch.load(file, map_location=run.device))
-    run.note_end(second, **{f"saved {name}": value for name, value in first.state_dict().items()})
-    train(run, second, Loop(steps=2))
+    run.note_end(second)
+    run.note_values(**{f"saved {name}": value for name, value in first.state_dict().items()})
+    train(run, second, steps=2)
 
 
 def saved_module(run: Run) -> None:
     """The DDP module itself is saved and loaded, with buffers and a communication hook."""
     first = run.ddp(Counting(run.mlp()))
     first.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    train(run, first, Loop(steps=2))
+    train(run, first, steps=2)
     file = io.BytesIO()
     torch.save(first, file)
     del first
@@ -237,37 +140,37 @@ def saved_module(run: Run) -> None:
     run.manage(loaded)
     if not run.is_fused:  # DDP's own copies forget their hook.
         loaded.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    train(run, loaded, Loop(steps=2))
+    train(run, loaded, steps=2)
 
 
 def deepcopy(run: Run) -> None:
     """A deep copy of the DDP module is trained, the original after it."""
     original = run.ddp(run.mlp())
-    train(run, original, Loop(steps=1))
+    train(run, original, steps=1)
     duplicate = copy.deepcopy(original)
     run.manage(duplicate)
-    train(run, duplicate, Loop(steps=2))
-    train(run, original, Loop(steps=2))
+    train(run, duplicate, steps=2)
+    train(run, original, steps=2)
 
 
 def deepcopy_of_the_model(run: Run) -> None:
     """An average of the weights is kept in a copy of the wrapped module, as with EMA."""
     ddp = run.ddp(run.mlp())
     averaged = torch.optim.swa_utils.AveragedModel(ddp.module)
-    train(run, ddp, Loop(before_update=lambda: averaged.update_parameters(ddp.module)))
-    run.note_end(nn.Module(), **{f"average {n}": p for n, p in averaged.named_parameters()})
+    train(run, ddp, before_update=lambda: averaged.update_parameters(ddp.module))
+    run.note_values(**{f"average {n}": p for n, p in averaged.named_parameters()})
 
 
 def second_ddp(run: Run) -> None:
     """The same model is wrapped again, and the first wrapper is dropped."""
     model = run.mlp()
     first = run.ddp(model)
-    train(run, first, Loop(steps=1))
+    train(run, first, steps=1)
     del first
     gc.collect()
     hooks = sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
     run.note("hooks that are left", hooks)
-    train(run, run.ddp(model), Loop(steps=2))
+    train(run, run.ddp(model), steps=2)
 
 
 def two_ddps(run: Run) -> None:

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from testing import models
-from testing.scenarios.loop import Loop, Style, train
+from testing.scenarios.loop import Style, train
 from testing.scenarios.run import Run
 
 
@@ -23,19 +23,18 @@ class _Beside(nn.Module):
         self.forward_replicated = run.compile(self.replicated)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.sharded(self.forward_replicated(x).relu())
-        return out
+        return self.sharded(self.forward_replicated(x).relu())
 
 
 def beside(run: Run, style: Style = "as it is") -> None:
     """Sharded over all ranks."""
-    train(run, _Beside(run, run.mesh((2,), ("dp",))), Loop(style))
+    train(run, _Beside(run, run.mesh((2,), ("dp",))), style=style)
 
 
 def hybrid_beside(run: Run) -> None:
     """HSDP: sharded over two ranks, replicated over two."""
     mesh = run.mesh((2, 2), ("replicate", "shard"))
-    train(run, _Beside(run, mesh), Loop(style="as it is"))
+    train(run, _Beside(run, mesh), style="as it is")
 
 
 class _Within(nn.Module):
@@ -49,8 +48,7 @@ class _Within(nn.Module):
         fully_shard(self.sharded, mesh=mesh)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.sharded(self.first(x).relu()).relu())
-        return out
+        return self.last(self.sharded(self.first(x).relu()).relu())
 
 
 def within(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from testing import models
 from testing.models import WIDTH, Batch, fill_whole
-from testing.scenarios.features.buffers import sgd
-from testing.scenarios.loop import BySign, Loop, OptimizerOf, backward_of
-from testing.scenarios.run import Run, synced_if
+from testing.scenarios.loop import sgd, train
+from testing.scenarios.run import Run
 
 LENGTH = 4
 """Of a sequence."""
@@ -108,30 +108,22 @@ def _loss(model: nn.Module, batch: Batch) -> Tensor:
     return (output * batch[1]).sum()
 
 
-def _train(
-    run: Run,
-    build: Callable[[DeviceMesh], nn.Module],
-    loop: Loop,
-    optimizer_of: OptimizerOf = BySign,
-) -> None:
+def _train(run: Run, build: Callable[[DeviceMesh], nn.Module], **loop: Any) -> None:
     """Ranks of one row of the mesh share a batch. Collectives of tensor parallelism are as many as
     with eager DDP."""
     mesh = run.mesh((2, 2), ("dp", "tp"))
-    model = run.ddp(build(mesh["tp"]), device_mesh=mesh["dp"])
-    backward = backward_of(run, model, loop)
-    optimizer, group = optimizer_of(model.parameters()), mesh["dp"].get_group()
+    model, group = run.ddp(build(mesh["tp"]), device_mesh=mesh["dp"]), mesh["dp"].get_group()
     launched: list[int] = []
-    for step in range(loop.steps):
-        optimizer.zero_grad()
-        before = _launches_beside(group)
-        for micro in range(loop.micro_batches):
-            synced = not loop.no_sync or micro == loop.micro_batches - 1
-            with synced_if(model, synced):
-                backward(_batch_of(run, loop, step, micro, mesh["dp"].get_local_rank()))
-            run.note_backward(model, synced=synced)
-        launched.append(_launches_beside(group) - before)
-        optimizer.step()
-    run.note_end(model)
+
+    def begin(_: int) -> None:
+        launched.append(-_launches_beside(group))
+
+    def end() -> None:
+        launched[-1] += _launches_beside(group)
+
+    defaults = {"loss": _loss, "draw": functools.partial(_whole, run.dtype)}
+    hooks = {"before_step": begin, "before_update": end}
+    train(run, model, seat=mesh["dp"].get_local_rank(), **hooks, **{**defaults, **loop})
     run.note("collectives of tensor parallelism", launched)
 
 
@@ -141,22 +133,13 @@ def _launches_beside(ddps: Any) -> int:
     return sum(group._get_sequence_number_for_group() for group in groups if group is not ddps)
 
 
-def _batch_of(run: Run, loop: Loop, step: int, micro: int, seat: int) -> Batch:
-    draw = loop.draw or _whole(run.dtype)
-    size = loop.sizes[step % len(loop.sizes)]
-    return run.drawn(draw, step, micro, seat=seat, size=size)
+def _whole(dtype: torch.dtype, generator: torch.Generator, size: int) -> Batch:
+    shape = (2, size, LENGTH, WIDTH)
+    inputs, factors = torch.randint(-2, 3, shape, generator=generator).to(dtype)
+    return inputs, factors
 
 
-def _whole(dtype: torch.dtype) -> Callable[[torch.Generator, int], Batch]:
-    def draw(generator: torch.Generator, size: int) -> Batch:
-        shape = (2, size, LENGTH, WIDTH)
-        inputs, factors = torch.randint(-2, 3, shape, generator=generator).to(dtype)
-        return inputs, factors
-
-    return draw
-
-
-def colwise_rowwise(run: Run, *, recomputed: bool = False, **loop: Any) -> None:
+def uneven(run: Run, *, recomputed: bool = False, **loop: Any) -> None:
     """One layer cut by columns, the next by rows, unevenly.
 
     Args:
@@ -168,16 +151,16 @@ def colwise_rowwise(run: Run, *, recomputed: bool = False, **loop: Any) -> None:
     def build(mesh: DeviceMesh) -> nn.Module:
         return columns_and_rows(mesh, dtype=run.dtype, recomputed=recomputed)
 
-    _train(run, build, Loop(loss=_loss, **loop))
+    _train(run, build, **loop)
 
 
-def colwise_rowwise_compiled_before(run: Run) -> None:
+def compiled_before(run: Run) -> None:
     """The same with DDP around the compiled model: what DDP does to its parameters is not in it."""
 
     def build(mesh: DeviceMesh) -> nn.Module:
         return run.compile(columns_and_rows(mesh, dtype=run.dtype))
 
-    _train(run, build, Loop(loss=_loss, style="as it is"))
+    _train(run, build, style="as it is")
 
 
 def returning_dtensors(run: Run) -> None:
@@ -187,7 +170,7 @@ def returning_dtensors(run: Run) -> None:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel(use_local_output=False)}
         return parallelize_module(FeedForward(dtype=run.dtype).to(run.device), mesh, plan)
 
-    _train(run, build, Loop(loss=_loss, steps=2, sizes=(3, 5)))
+    _train(run, build, steps=2, sizes=(3, 5))
 
 
 def _real(generator: torch.Generator, size: int) -> Batch:
@@ -195,7 +178,7 @@ def _real(generator: torch.Generator, size: int) -> Batch:
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
-def sequence_parallel(run: Run) -> None:
+def sequence(run: Run) -> None:
     """Norms work on a part of the sequence; the backward inside of the compiled function."""
-    loop = Loop(loss=models.square_loss, draw=_real, style="inside")
-    _train(run, sequences, loop, sgd(0.1, momentum=0.9))
+    rounding = {"loss": models.square_loss, "draw": _real, "optimizer": sgd(0.1, momentum=0.9)}
+    _train(run, sequences, style="inside", **rounding)

@@ -1,0 +1,666 @@
+"""All scenarios, and what must come of each: the contract of the package. ``features`` have their
+trainings. Nothing here imports torch: a list must come at once.
+
+A model that rounds may differ from eager DDP by what its compiled kernels round otherwise than
+PyTorch's own, and by nothing else, as the entries with ``by_hand`` show: on two ranks, ``a / 2 +
+b / 2`` has one order only. All others must be the same in every bit, whatever the number of ranks:
+nothing is ever rounded in them (``tests/equality/test_exact_models.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from testing.scenarios.entries import Scenario
+
+FEATURES = "testing.scenarios.features"
+
+ALL_DTYPES = ("fp32", "bf16", "fp16")
+UNFUSED, REFUSED = "equal, unfused", "refused"
+
+Options = dict[str, Any]
+
+ROUNDS: Options = {"tolerance_eps": 32.0}
+"""For models that round, after three steps. Sums of n terms in two orders differ by about sqrt(n)
+eps; n is at most 4 x 8 x 8 = 256 here (a BatchNorm statistic; a row of the embedding's gradient has
+fewer), which gives 16, and twice that is left to the steps that follow from it. 10.6 was
+measured."""
+
+BY_HAND: Options = {**ROUNDS, "by_hand": True}
+
+AUTOCAST: Options = {"dtypes": ("bf16",), "tolerance_eps": 2.0**16}
+"""Eps of bf16 in eps of fp32. A compiled kernel sums the gradient of a bias in fp32, where eager
+rounds each step to bf16: half a rounding in the gradient, and as much again in the bf16 copies of
+the trained weights."""
+
+FP16_EPS = 2.0**13
+"""The same for fp16."""
+
+THIRDS_EPS = 4.0
+"""For averages over three ranks. Each rank's share is rounded once by a division and twice by a
+multiplication with the rounded reciprocal, and two sums are rounded in another order: at most half
+an eps each, of values that are at most the largest, is 3; a cancelled sum makes it a little more.
+0.83 was measured."""
+
+THREE: Options = {"ranks": 3, "tolerance_eps": THIRDS_EPS}
+
+PRODUCTS_EPS = 64.0
+"""For PowerSGD: products that are summed in another order, twice what rounds otherwise."""
+
+FP16_PRODUCTS_EPS = 2.0**14
+"""The same where they are sent in fp16, whose eps is this many of fp32's: one rounding, and one
+that follows from it."""
+
+CONCAT, COALESCED = "concat", "coalesced"
+"""Modes in which a check trains a scenario: they take turns."""
+
+EACH_TORCH, NEWEST_TORCH = "each torch", "newest torch"
+"""On which torches beside the usual one a check does so."""
+
+INSIDE: Options = {"style": "inside"}
+AS_IT_IS: Options = {"style": "as it is"}
+KEPT: Options = {"zero": "kept"}
+ADDED: Options = {"zero": "never"}
+TWO_BY_TWO: Options = {"steps": 2, "micro_batches": 2, "no_sync": True}
+TWO_BY_THREE: Options = {"steps": 2, "micro_batches": 3, "no_sync": True}
+SIZES: Options = {"steps": 4, "sizes": (2, 4, 3, 5)}
+CALLED = {"options": {"fallback_by_default": True}}
+"""Loops of several scenarios; see :class:`testing.scenarios.loop.Loop`."""
+
+COUNTING: Options = {"model": "counting"}
+DEEP: Options = {"model": "five layers"}
+BLOCKS: Options = {"style": "as it is", "model": "blocks"}
+TURNS = "a/b b/a a/a b/b"
+OTHERS = f"{TURNS} abc/a a/c"
+IN_TURN: Options = {"takes": TURNS}
+"""The branches that ranks take: ``a/bc b`` are two steps, in the first of which rank 0 takes ``a``
+and rank 1 ``b`` and ``c``; in the second both take ``b``."""
+
+NEVER_THE_SAME = (
+    f"b/ac bc/a abc/b ab/c a/bc ac/ab{' b/c' * 10} abc/b c/ab{' b/a' * 10} c/ab abc/b bc/ac"
+)
+"""When ranks meet first, a later block comes from another rank than an earlier one, and one comes
+from none. A block that all leave out for long comes back, as the last of a backward and as the
+first."""
+
+FIND_UNUSED = {"find_unused_parameters": True}
+SKIPS_UNUSED = {**FIND_UNUSED, "skip_all_reduce_unused_params": True}
+JOINED_UNUSED: Options = {"steps": ((2, 5), (4, 2)), "model": "branches", "ddp": FIND_UNUSED}
+SMALL_MB = 300 / 2**20
+"""What several of them train; a cap that gives small models several buckets."""
+
+COLLECTIVE: Options = {"options": {"scaling": "collective"}}
+BUCKET: Options = {"options": {"scaling": "bucket"}, "modes": ("concat",)}
+IN_BF16: Options = {"dtype": "bf16", "options": {"reduce_dtype": "bf16"}}
+IN_FP16: Options = {"dtype": "fp16", "options": {"reduce_dtype": "fp16"}}
+"""Options of the flag."""
+
+STAYS_LOCAL = ("stay on their rank, as with eager DDP: its forward has had its",)
+OWN_REDUCER = (
+    "is trained by DDP's own reducer, as without ddp_fusion, and its gradients are not fused:"
+)
+DELAYED = (f"{OWN_REDUCER} it was given delay_all_reduce_named_params=...",)
+ON_BUFFERS = (f"{OWN_REDUCER} a hook of yours synchronises its buffers",)
+STEPS = (OWN_REDUCER,)
+NO_EFFECT = ("has no effect under ddp_fusion: it tunes the C++ reducer, which does not run",)
+NOT_DDPS_OWN = ("stay on their rank, as with eager DDP: DistributedDataParallel was constructed",)
+ONE_OWN_REDUCER = ("trained by DDP's own reducer",)
+"""What the user is told in several scenarios."""
+
+TORCH_CRASHES = "torch 2.11 can crash where one thread is traced while another one runs"
+"""Seen once in three runs; docs/support.md."""
+
+
+def on_two(feature: str, target: str, *checked: str, **options: Any) -> Scenario:
+    """A scenario of one DDP module on two ranks.
+
+    Args:
+        feature: its name.
+        target: ``module:function`` among the features.
+        checked: the modes that it is tested in, :data:`EACH_TORCH`, :data:`NEWEST_TORCH`.
+        options: fields of :class:`testing.scenarios.entries.Scenario`, ``options`` as a dictionary;
+            all others are arguments of the target.
+    """
+    return on_ranks("ddp-2", feature, target, *checked, **{"ranks": 2, **options})
+
+
+def on_ranks(
+    parallelism: str, feature: str, target: str, *checked: str, ranks: int = 4, **options: Any
+) -> Scenario:
+    """A scenario of some parallelism, on four ranks if it does not say otherwise."""
+    arguments = {name: options.pop(name) for name in [*options] if name not in _FIELDS}
+    return Scenario(
+        parallelism,
+        feature,
+        f"{FEATURES}.{target}",
+        ranks,
+        tested=tuple(item for item in checked if item not in (EACH_TORCH, NEWEST_TORCH)),
+        each_torch=EACH_TORCH in checked,
+        newest_torch=NEWEST_TORCH in checked,
+        options=tuple(options.pop("options", {}).items()),
+        arguments=tuple(arguments.items()),
+        **options,
+    )
+
+
+_FIELDS = {field.name for field in dataclasses.fields(Scenario)}
+
+
+SCENARIOS = (
+    # --- How ranks share the work
+    on_two(
+        "plain", "loops:plain", CONCAT, "concat/bf16", EACH_TORCH, dtypes=ALL_DTYPES, launches=1
+    ),
+    on_ranks("ddp-4", "plain", "loops:plain", dtypes=ALL_DTYPES, launches=1),
+    on_ranks("ddp-4", "no-sync", "loops:plain", **TWO_BY_THREE),
+    on_ranks("ddp-4", "unused-changing", "unused:skipping", when="in turn"),
+    on_ranks(
+        "ddp-4", "unused-added", "unused:branching", takes="a/b/c/ /a/b/c a/a/b/b ///c", **ADDED
+    ),
+    on_ranks("ddp-4", "update-group", "reducer:another_group"),
+    on_ranks(
+        "tp",
+        "plain",
+        "tensor:uneven",
+        CONCAT,
+        dtypes=("fp32", "bf16"),
+        steps=2,
+        sizes=(3, 5),
+        launches=1,
+    ),
+    on_ranks(
+        "tp",
+        "backward-inside",
+        "tensor:uneven",
+        COALESCED,
+        NEWEST_TORCH,
+        steps=2,
+        **INSIDE,
+        launches=1,
+    ),
+    on_ranks("tp", "eager-forward", "tensor:uneven", CONCAT, recomputed=True, **AS_IT_IS),
+    on_ranks("tp", "compiled-before", "tensor:compiled_before"),
+    on_ranks("tp", "no-sync", "tensor:uneven", **TWO_BY_TWO),
+    on_ranks("tp", "sequence", "tensor:sequence", **ROUNDS, launches=1),
+    on_ranks("tp", "returns-dtensors", "tensor:returning_dtensors", CONCAT),
+    on_ranks("pp", "gpipe", "pipeline:by_hand", schedule="GPipe", launches=1),
+    on_ranks("pp", "1f1b", "pipeline:by_hand", schedule="1F1B"),
+    on_ranks("pp", "traced-gpipe", "pipeline:traced", schedule="GPipe"),
+    on_ranks("pp", "traced-1f1b", "pipeline:traced", schedule="1F1B"),
+    on_ranks("fsdp", "beside", "sharded:beside", CONCAT, ranks=2),
+    on_ranks("fsdp", "beside-inside", "sharded:beside", ranks=2, **INSIDE),
+    on_ranks("fsdp", "within", "sharded:within", ranks=2),
+    on_ranks("hsdp", "beside", "sharded:hybrid_beside"),
+    # --- Several process groups
+    on_ranks("groups", "plain", "instances:two_groups", CONCAT, launches=2),
+    on_ranks("groups", "backward-inside", "instances:two_groups", **INSIDE),
+    on_ranks("groups", "no-sync", "instances:two_groups", **TWO_BY_TWO),
+    # --- Ways to write a training loop
+    on_two(
+        "backward-inside",
+        "loops:plain",
+        COALESCED,
+        EACH_TORCH,
+        dtypes=ALL_DTYPES,
+        **INSIDE,
+        launches=1,
+    ),
+    on_two("eager-forward", "loops:plain", **AS_IT_IS),
+    on_two("no-sync", "loops:plain", CONCAT, **TWO_BY_THREE, launches=1),
+    on_two("no-sync-inside", "loops:plain", COALESCED, **INSIDE, **TWO_BY_THREE, launches=1),
+    on_two("kept-gradients", "loops:plain", COALESCED, **KEPT, launches=1),
+    on_two("added-gradients", "loops:plain", **ADDED),
+    on_two("several-forwards", "loops:plain", COALESCED, loss="of halves"),
+    on_two("several-backwards", "loops:plain", CONCAT, micro_batches=2, launches=1),
+    on_two("forwards-then-backwards", "loops:forwards_then_backwards", warns=STAYS_LOCAL),
+    on_two("evaluation", "loops:evaluation"),
+    on_two("reduce-overhead", "loops:plain", compiling={"mode": "reduce-overhead"}),
+    on_two("dynamic", "loops:plain", compiling={"dynamic": True}, **SIZES, launches=1),
+    on_two("automatic-dynamic", "loops:plain", CONCAT, **INSIDE, **SIZES, launches=1),
+    on_two("checkpointing", "loops:plain", model="checkpointed"),
+    on_two(
+        "checkpointing-inside", "loops:plain", CONCAT, model="checkpointed", **INSIDE, launches=1
+    ),
+    on_two("checkpointing-reentrant", "loops:reentrant_checkpointing", COALESCED),
+    on_two("upsampled", "loops:upsampled", CONCAT),
+    on_two("mark-dynamic", "loops:marked_dynamic", COALESCED, **SIZES, launches=1),
+    on_two("mark-dynamic-inside", "loops:marked_dynamic", **INSIDE, **SIZES, launches=1),
+    on_two("recompilation", "loops:recompilation", CONCAT, launches=1),
+    on_two("transformer", "loops:transformer", **BY_HAND, launches=1),
+    on_two("transformer-inside", "loops:transformer", **INSIDE, **BY_HAND, launches=1),
+    # --- What a backward is asked for, and what reaches it
+    on_two(
+        "retain-graph", "backwards:twice", CONCAT, EACH_TORCH, warns=STAYS_LOCAL, keeps_graph=True
+    ),
+    on_two("grad-of-inputs", "backwards:grad_of_inputs", CONCAT),
+    on_two("gradient-penalty", "backwards:gradient_penalty", CONCAT),
+    on_two("no-sync-elsewhere", "backwards:no_sync", CONCAT, warns=STAYS_LOCAL, keeps_graph=True),
+    on_two("local-gradients", "backwards:local_gradients", COALESCED, EACH_TORCH),
+    on_two("backward-inputs", "backwards:some_inputs", COALESCED, keeps_graph=True),
+    on_two("loss-reads-parameter", "backwards:loss_that_reads_a_parameter", CONCAT),
+    on_two("flag-unset", "backwards:flag_unset", CONCAT),
+    on_two("another-flag", "backwards:another_flag", COALESCED),
+    on_two("kept-tensors", "backwards:kept_gradients", COALESCED, EACH_TORCH),
+    on_two("kept-unused", "backwards:kept_unused", CONCAT),
+    on_two("kept-in-graph", "backwards:kept_in_a_graph", CONCAT),
+    on_two("several-outputs", "backwards:several_outputs", CONCAT),
+    on_two("several-outputs-eager", "backwards:backwards_of_one_round"),
+    on_two("failing", "backwards:failing", COALESCED),
+    on_two("queued-callbacks", "backwards:queued_callbacks", COALESCED, EACH_TORCH),
+    # --- Models in several graphs
+    on_two("graph-break", "loops:plain", model="broken"),
+    on_two("graph-break-inside", "loops:plain", loss="behind a break", **INSIDE),
+    on_two("partly-compiled", "loops:plain", model="partly compiled", **AS_IT_IS),
+    on_two("compiled-before", "loops:plain", COALESCED, model="compiled", **AS_IT_IS),
+    on_two("compiler-disable", "loops:plain", model="disabled"),
+    on_two("in-parts", "parts:in_parts", CONCAT),
+    on_two("in-parts-failing", "parts:fails_in_parts", CONCAT),
+    on_two("in-parts-shared", "parts:shared_by_parts", CONCAT),
+    on_two("in-parts-one-by-one", "parts:parts_one_by_one", COALESCED),
+    on_two("block-by-block", "parts:block_by_block", COALESCED),
+    on_two("breaks-in-a-loop", "parts:breaks_in_a_loop", CONCAT),
+    on_two("disabled-hook", "parts:broken_backward", COALESCED, NEWEST_TORCH),
+    # --- Modules that share graphs, weights or a backward
+    on_two("two-modules", "instances:two_modules"),
+    on_two("two-caps", "instances:two_caps", CONCAT, launches=3),
+    on_two("alternating", "instances:alternating"),
+    on_two("second-instance", "instances:second_instance", CONCAT, EACH_TORCH),
+    on_two("instances-in-parts", "instances:instances_in_parts", COALESCED),
+    on_two("instances-in-one-backward", "instances:instances_in_one_backward", COALESCED),
+    on_two("same-weights", "instances:over_the_same_weights", COALESCED),
+    on_two("same-weights-at-once", "instances:over_the_same_weights_at_once", CONCAT),
+    on_two("one-thread", "instances:one_thread", CONCAT),
+    on_two("another-thread", "instances:another_thread", COALESCED),
+    on_two("threads", "instances:threads", COALESCED, fails_on_oldest=TORCH_CRASHES),
+    on_two("bare-threads", "instances:bare_threads", CONCAT, fails_on_oldest=TORCH_CRASHES),
+    on_two("subclass", "instances:subclass", CONCAT, EACH_TORCH),
+    on_two("subclass-overriding", "instances:overriding_subclass", CONCAT),
+    on_two("replicate", "instances:replicated", CONCAT),
+    on_two("two-reducers", "instances:two_reducers", CONCAT, warns=ONE_OWN_REDUCER),
+    on_two(
+        "two-reducers-apart",
+        "instances:two_reducers_apart",
+        CONCAT,
+        EACH_TORCH,
+        warns=ONE_OWN_REDUCER,
+    ),
+    # --- Ranks that do not do the same
+    on_two("batch-sizes", "ranks:batch_sizes", CONCAT),
+    on_two("hooks-on-one-rank", "ranks:hooks_on_one_rank", CONCAT),
+    on_two("other-orders", "ranks:other_orders", CONCAT),
+    on_two(
+        "other-orders-of-two",
+        "ranks:other_orders_of_two",
+        CONCAT,
+        cases=((False, 1, 0), (True, 0, 2)),
+    ),
+    on_two(
+        "other-orders-of-another",
+        "ranks:other_orders_of_two",
+        cases=(
+            (False, 0, 0),
+            (True, 1, 0),
+            (False, 0, 2),
+            (True, 1, 2),
+            (False, 1, 2),
+            (True, 0, 0),
+        ),
+    ),
+    on_two("other-orders-of-instances", "ranks:other_orders_of_instances", COALESCED),
+    on_two("other-orders-of-blocks", "ranks:other_orders_of_blocks", CONCAT),
+    on_two("foreign", "foreign:in_graphs", COALESCED),
+    on_two("static-graph-without-some", "ranks:static_graph_without_some", CONCAT),
+    on_two("static-graph-sides", "ranks:static_graph_of_sides"),
+    on_two("static-graph-changes", "ranks:static_graph_that_changes", CONCAT),
+    on_two("unreached", "ranks:unreached", COALESCED, EACH_TORCH, averages=False),
+    on_two("unreached-inside", "ranks:unreached", CONCAT, is_inside=True, averages=False),
+    on_two("unreached-later", "ranks:unreached_later", CONCAT),
+    on_two("all-replaced", "ranks:all_replaced", CONCAT, averages=False, warns=NOT_DDPS_OWN),
+    on_two("thawed", "ranks:thawed", COALESCED, warns=NOT_DDPS_OWN),
+    on_two("swapped", "ranks:swapped", COALESCED, averages=False, warns=NOT_DDPS_OWN),
+    # --- Parameters that take no part in a step
+    on_two("unused-never", "unused:skipping", CONCAT, when="never"),
+    on_two("unused-all", "unused:skipping", when="always"),
+    on_two("unused-all-kept", "unused:skipping", when="in odd steps", **KEPT),
+    on_two("unused-some", "unused:skipping", when="on rank 1"),
+    on_two("unused-some-inside", "unused:skipping", when="on rank 1", **INSIDE),
+    on_two("unused-changing", "unused:skipping", when="in turn"),
+    on_two("unused-in-turn", "unused:branching", CONCAT, **IN_TURN),
+    on_two("unused-many", "unused:branching", takes=f"{OTHERS} c/a b/b a/b /c"),
+    on_two("unused-changing-inside", "unused:branching", takes=OTHERS, **INSIDE),
+    on_two("unused-changing-eager", "unused:branching", takes=OTHERS, **AS_IT_IS),
+    on_two("unused-new-branch", "unused:branching", takes="a a c c c a a"),
+    on_two("unused-added", "unused:branching", takes="a/b b/a a b a/b", **ADDED),
+    on_two("unused-added-late", "unused:branching", takes="a c/b a/b /c", **ADDED),
+    on_two("unused-zeroed", "unused:branching", takes="a/b b/a a c/b a", **KEPT),
+    on_two("unused-no-sync", "unused:branching", CONCAT, takes="a/b b a b a a", local=(0, 1, 3)),
+    on_two("unused-hook-fp16", "unused:compressed", takes=OTHERS),
+    on_two("unused-dtypes", "unused:branching", takes=OTHERS, model="dtypes"),
+    on_two("unused-static-graph", "unused:branching", takes="a/b a/b a/b a/b", static_graph=True),
+    on_two("unused-static-graph-later", "unused:in_a_static_graph_later", takes="a/b a/b a/b a/b"),
+    on_two(
+        "unused-several-graphs",
+        "unused:branching",
+        CONCAT,
+        takes=f"{TURNS} abc/a",
+        model="backward in parts",
+        **AS_IT_IS,
+    ),
+    on_two(
+        "unused-in-parts",
+        "unused:branching",
+        CONCAT,
+        NEWEST_TORCH,
+        takes="a a a a",
+        model="parts",
+    ),
+    on_two(
+        "unused-other-parts", "unused:branching", COALESCED, takes="a a / a a/ / a a", model="parts"
+    ),
+    on_two(
+        "unused-shared-parts",
+        "unused:branching",
+        CONCAT,
+        takes="abc abc abc abc ac ac c",
+        local=(1,),
+        **BLOCKS,
+    ),
+    on_two(
+        "unused-shared-zeroed",
+        "unused:branching",
+        takes="abc abc ab ab abc",
+        model="a loop",
+        **KEPT,
+    ),
+    on_two(
+        "unused-shared-others",
+        "unused:branching",
+        CONCAT,
+        takes="abc abc ab/abc abc a/c abc b/ abc",
+        **BLOCKS,
+    ),
+    on_two("unused-shared-order", "unused:branching", COALESCED, takes=NEVER_THE_SAME, **BLOCKS),
+    on_two("unused-instances", "unused:by_instances", COALESCED),
+    on_two("unused-in-parts-of-two", "unused:in_parts_beside_another"),
+    on_two("unused-beside-foreign", "foreign:with_unused"),
+    on_two("skip-unused", "unused:skipping", when="always", ddp=SKIPS_UNUSED),
+    on_two(
+        "missing-one",
+        "unused:skipping",
+        becomes=REFUSED,
+        must_fail="middle",
+        when="on rank 1",
+        ddp={},
+    ),
+    # --- Unusual parameters
+    on_two("frozen", "loops:plain", COALESCED, model="frozen", launches=1),
+    on_two("ignored", "loops:plain", model="ignored"),
+    on_two("sparse", "loops:sparse"),
+    on_two("sparse-accumulated", "loops:sparse", micro_batches=2, no_sync=True),
+    on_two("sparse-bag", "loops:sparse", has_bag=True),
+    on_two("tied", "loops:plain", CONCAT, model="tied", launches=1),
+    on_two("layouts", "loops:plain", model="layouts", launches=1),
+    on_two(
+        "layouts-kept", "loops:plain", CONCAT, NEWEST_TORCH, model="layouts", **KEPT, launches=1
+    ),
+    on_two("scalars", "loops:plain", CONCAT, model="scalars", launches=1),
+    on_two("complex", "loops:plain", model="complex", launches=2),
+    on_two("complex-kept", "loops:complex_that_stay"),
+    on_two("shared-storage", "loops:plain", model="shared storage"),
+    # --- What DDP offers
+    on_two("static-graph", "reducer:static_graph", COALESCED),
+    on_two(
+        "static-graph-unused",
+        "unused:skipping",
+        CONCAT,
+        when="always",
+        steps=3,
+        ddp={"static_graph": True},
+    ),
+    on_two(
+        "bucket-view", "loops:plain", ddp={"gradient_as_bucket_view": True}, **KEPT, warns=NO_EFFECT
+    ),
+    on_two("batched-copy", "loops:plain", ddp={"batched_grad_copy": True}, warns=NO_EFFECT),
+    on_two(
+        "bucket-cap", "loops:plain", COALESCED, **DEEP, ddp={"bucket_cap_mb": SMALL_MB}, launches=3
+    ),
+    on_two(
+        "flag-cap",
+        "loops:plain",
+        CONCAT,
+        **DEEP,
+        **INSIDE,
+        options={"bucket_cap_mb": SMALL_MB, "first_bucket_cap_mb": SMALL_MB},
+        launches=3,
+    ),
+    on_two(
+        "bucket-cap-list",
+        "loops:plain",
+        CONCAT,
+        **DEEP,
+        ddp={"bucket_cap_mb_list": [SMALL_MB, 2 * SMALL_MB]},
+        launches=2,
+    ),
+    on_two("delay", "reducer:delayed_all_reduce", CONCAT, becomes=UNFUSED, warns=DELAYED),
+    on_two("update-group", "reducer:update_process_group"),
+    on_two("update-group-after-error", "reducer:after_an_error", CONCAT, leaves_unwaited=True),
+    on_two("state-dict", "reducer:state_dict", CONCAT),
+    on_two("saved-module", "reducer:saved_module", CONCAT),
+    on_two("deepcopy", "reducer:deepcopy", CONCAT, EACH_TORCH),
+    on_two("ema", "reducer:deepcopy_of_the_model"),
+    on_two("second-ddp", "reducer:second_ddp", CONCAT),
+    on_two("two-ddps", "reducer:two_ddps", warns=STAYS_LOCAL),
+    # --- join
+    on_two("join", "joining:uneven", CONCAT, EACH_TORCH),
+    on_two("join-rank-0", "joining:uneven", COALESCED, steps=((4, 1),)),
+    on_two("join-several-times", "joining:uneven", CONCAT, steps=((0, 3), (3, 1), (2, 2))),
+    on_two("join-divided", "joining:uneven", COALESCED, steps=((1, 2), (3, 1)), by_initial=False),
+    on_two(
+        "join-buffers", "joining:uneven", CONCAT, EACH_TORCH, steps=((2, 4), (3, 1)), **COUNTING
+    ),
+    on_two("join-no-sync", "joining:uneven", COALESCED, steps=((1, 3),), local=True),
+    on_two("join-inside", "joining:uneven", CONCAT, is_inside=True),
+    on_two("join-batch-sizes", "joining:uneven", COALESCED, steps=((2, 5),), sizes=(4, 1, 3)),
+    on_two("join-buckets", "joining:uneven", CONCAT, ddp={"bucket_cap_mb": 0.0005}),
+    on_two("join-hook", "joining:uneven", COALESCED, has_hook=True),
+    on_two("join-unused", "joining:uneven", takes="a/ /a", **JOINED_UNUSED),
+    on_two("join-unused-more", "joining:uneven", takes="a/b /a ab/", **JOINED_UNUSED),
+    on_two("join-static-graph", "joining:static_graph", CONCAT),
+    on_two("join-static-graph-unused", "joining:static_graph_of_some"),
+    on_two("join-optimizer", "joining:beside_an_optimizer", CONCAT),
+    on_two("join-disabled", "joining:disabled", CONCAT),
+    on_ranks("ddp-4", "join", "joining:uneven", CONCAT, steps=((1, 2, 4, 4),)),
+    on_ranks(
+        "ddp-4",
+        "join-divided",
+        "joining:uneven",
+        steps=((1, 2, 4, 4),),
+        by_initial=False,
+        is_trained=False,
+        tolerance_eps=THIRDS_EPS,
+    ),
+    # --- Buffers
+    on_two("buffers", "loops:plain", **COUNTING),
+    on_two("buffers-inside", "loops:plain", **COUNTING, **INSIDE),
+    on_two("buffers-no-sync", "loops:plain", micro_batches=3, no_sync=True, **COUNTING),
+    on_two(
+        "buffers-several-forwards",
+        "loops:broadcast_between_forwards",
+        CONCAT,
+        **ROUNDS,
+        fails_on_oldest="eager DDP of this torch raises here",
+    ),
+    on_two("no-forward-sync", "loops:plain", ddp={"forward_sync_buffers": False}, **COUNTING),
+    on_two("no-broadcast", "loops:plain", ddp={"broadcast_buffers": False}, **COUNTING),
+    on_two(
+        "buffers-called",
+        "loops:plain",
+        CONCAT,
+        EACH_TORCH,
+        model="shifting",
+        compiling=CALLED,
+        **INSIDE,
+        launches=2,
+    ),
+    on_two("buffer-hook", "comm_hooks:buffer_hook", CONCAT, becomes=UNFUSED, warns=ON_BUFFERS),
+    # One for the floating-point buffers, and one for the counters.
+    on_two("batch-norm", "loops:batch_norm", **BY_HAND, launches=3),
+    on_two("batch-norm-inside", "loops:batch_norm", **INSIDE, **BY_HAND, launches=3),
+    on_two("batch-norm-evaluated", "loops:batch_norm", is_evaluated=True, **BY_HAND, launches=3),
+    # --- Dtypes
+    on_two(
+        "mixed-precision", "precision:mixed_precision", becomes=REFUSED, dtypes=("bf16", "fp16")
+    ),
+    on_two("autocast", "precision:autocast", CONCAT, **AUTOCAST, by_hand=True, launches=1),
+    on_two("autocast-inside", "precision:autocast", **INSIDE, **AUTOCAST, by_hand=True, launches=1),
+    on_two("grad-scaler", "precision:grad_scaler"),
+    on_two("grad-scaler-inf", "precision:grad_scaler", infinite_in=1),
+    on_two(
+        "grad-scaler-autocast",
+        "precision:grad_scaler",
+        CONCAT,
+        dtypes=("fp16",),
+        infinite_in=1,
+        has_autocast=True,
+        tolerance_eps=FP16_EPS,
+    ),
+    on_two("two-dtypes", "loops:plain", COALESCED, model="two dtypes", launches=2),
+    on_two("fp64", "precision:double_precision", launches=1),
+    # --- Where gradients are scaled, and in which dtype they are sent
+    on_two("scaling-collective", "loops:plain", CONCAT, **COLLECTIVE, launches=1),
+    on_two("scaling-bucket", "loops:plain", CONCAT, **BUCKET, launches=1),
+    on_two("scaling-collective-kept", "loops:plain", COALESCED, **COLLECTIVE, **KEPT, launches=1),
+    on_two("scaling-bucket-kept", "loops:plain", CONCAT, **BUCKET, **KEPT, launches=1),
+    on_ranks(
+        "ddp-3",
+        "scaling-auto",
+        "precision:in_thirds",
+        options={"scaling": "auto"},
+        **THREE,
+        launches=1,
+    ),
+    on_ranks(
+        "ddp-3",
+        "scaling-collective",
+        "precision:in_thirds",
+        COALESCED,
+        **COLLECTIVE,
+        **THREE,
+        launches=1,
+    ),
+    on_ranks("ddp-3", "scaling-bucket", "precision:in_thirds", **BUCKET, **THREE, launches=1),
+    on_two(
+        "near-overflow", "precision:near_overflow", CONCAT, COALESCED, dtypes=("fp16",), launches=1
+    ),
+    on_two("reduce-bf16", "precision:sent_in", **IN_BF16, launches=1),
+    on_two("reduce-bf16-kept", "precision:sent_in", **IN_BF16, **KEPT, launches=1),
+    on_two("reduce-fp16", "precision:sent_in", **IN_FP16, launches=1),
+    on_two("reduce-fp16-kept", "precision:sent_in", CONCAT, **IN_FP16, **KEPT, launches=1),
+    on_two(
+        "reduce-bf16-collective",
+        "precision:sent_in",
+        dtype="bf16",
+        options={"reduce_dtype": "bf16", "scaling": "collective"},
+        launches=1,
+    ),
+    on_two(
+        "reduce-bf16-bucket",
+        "precision:sent_in",
+        modes=("concat",),
+        dtype="bf16",
+        options={"reduce_dtype": "bf16", "scaling": "bucket"},
+        launches=1,
+    ),
+    on_two(
+        "reduce-small",
+        "precision:small_already",
+        CONCAT,
+        options={"reduce_dtype": "fp16"},
+        launches=2,
+    ),
+    # --- Hooks of users, and the communication hooks that only average
+    on_two("tensor-hook", "loops:plain", loss="hooked"),
+    on_two("parameter-hook", "hooks:parameter_hook"),
+    on_two("parameter-hook-inside", "hooks:parameter_hook", **INSIDE),
+    on_two("accumulation-hook", "hooks:accumulation_hook"),
+    on_two("accumulation-hook-behind", "hooks:accumulation_hook", is_behind=True),
+    on_two("hooks-in-order", "hooks:in_order", CONCAT),
+    on_two("hooks-that-come-and-go", "hooks:come_and_go", COALESCED, EACH_TORCH),
+    on_two("node-hooks", "hooks:on_nodes", CONCAT, EACH_TORCH),
+    on_two("node-hooks-before", "hooks:on_nodes_before", COALESCED),
+    on_two("module-hooks", "hooks:on_modules"),
+    # Only compiled autograd traces a hook of the user's.
+    on_ranks(
+        "ddp-4",
+        "users-average",
+        "hooks:users_average",
+        CONCAT,
+        options={"backward_graph": "compiled_autograd"},
+    ),
+    on_two("hook-allreduce", "comm_hooks:torchs", CONCAT, hook="allreduce", launches=1),
+    on_two("hook-builtin", "comm_hooks:builtin"),
+    on_two("hook-bf16", "comm_hooks:torchs", COALESCED, hook="bf16", launches=1),
+    on_two("hook-fp16", "comm_hooks:torchs", CONCAT, EACH_TORCH, hook="fp16", launches=1),
+    on_two("hook-wrapper", "comm_hooks:torchs", CONCAT, hook="wrapped in fp16", launches=1),
+    on_two("hook-noop", "comm_hooks:torchs", hook="noop"),
+    # --- Communication hooks that are called with buckets
+    on_two("hook-users", "comm_hooks:users", CONCAT, EACH_TORCH, launches=1),
+    on_two("hook-users-inside", "comm_hooks:users", COALESCED, **INSIDE, launches=1),
+    on_two("hook-users-no-sync", "comm_hooks:users", CONCAT, **KEPT, **TWO_BY_THREE, launches=1),
+    on_two("hook-users-no-sync-inside", "comm_hooks:users", **INSIDE, **TWO_BY_TWO, launches=1),
+    on_two(
+        "hook-users-batch-sizes",
+        "comm_hooks:users",
+        model="two layers",
+        steps=5,
+        sizes=(4, 6, 3),
+        launches=1,
+    ),
+    on_two(
+        "hook-users-buckets",
+        "comm_hooks:users",
+        CONCAT,
+        several=True,
+        ddp={"bucket_cap_mb": SMALL_MB},
+    ),
+    on_two("hook-users-autocast", "comm_hooks:users_autocast", **AUTOCAST, launches=1),
+    on_two("hook-users-parameters", "comm_hooks:users", CONCAT, model="unusual"),
+    on_two("hook-users-dtypes", "comm_hooks:users", CONCAT, COALESCED, model="kinds", launches=3),
+    on_two("hook-users-flag-unset", "comm_hooks:users_flag_unset", CONCAT),
+    on_two("hook-users-unused", "comm_hooks:unused", CONCAT, takes="a/b ab/ b/a a/a", launches=2),
+    on_two("hook-users-unused-inside", "comm_hooks:unused", **INSIDE, **IN_TURN, launches=2),
+    on_two("hook-users-unused-no-sync", "comm_hooks:unused", local=(1, 3), **IN_TURN, launches=2),
+    on_two(
+        "hook-users-unused-kept", "comm_hooks:unused", takes="a/b ab/ b/a a/a", **KEPT, launches=2
+    ),
+    on_two(
+        "hook-users-unused-buckets",
+        "comm_hooks:unused",
+        several=True,
+        bucket_cap_mb=SMALL_MB,
+        **IN_TURN,
+    ),
+    on_two("hook-users-unused-never", "comm_hooks:unused", takes="abc abc abc", launches=2),
+    on_two("hook-powersgd", "comm_hooks:power_sgd", CONCAT, EACH_TORCH, tolerance_eps=PRODUCTS_EPS),
+    on_two(
+        "hook-wrapper-powersgd",
+        "comm_hooks:power_sgd",
+        in_fp16=True,
+        tolerance_eps=FP16_PRODUCTS_EPS,
+    ),
+    on_two("hook-wrapper-bf16", "comm_hooks:wrapped_in_bf16", launches=1),
+    on_two("hook-wrapper-unused", "comm_hooks:unused_wrapped", **IN_TURN, launches=2),
+    on_two("hook-post-local", "comm_hooks:post_local_sgd", CONCAT),
+    on_two("hook-another-group", "comm_hooks:another_group", CONCAT),
+    on_two("hook-another-group-unused", "comm_hooks:unused_another_group", **IN_TURN),
+    on_ranks("ddp-4", "hook-users", "comm_hooks:users", CONCAT, launches=1),
+    on_ranks("ddp-4", "hook-powersgd", "comm_hooks:power_sgd", CONCAT, tolerance_eps=PRODUCTS_EPS),
+    # --- Optimizers
+    on_two("optimizer-in-backward", "hooks:optimizer_in_backward", becomes=REFUSED),
+    on_two("optimizer-in-hook", "comm_hooks:stepping", becomes=UNFUSED, warns=STEPS),
+    on_two("optimizer-fused", "loops:clipped", kind="fused", **ROUNDS),
+    on_two("optimizer-foreach", "loops:clipped", kind="foreach", **ROUNDS),
+    on_two("optimizer-foreach-inside", "loops:clipped", kind="momentum", **INSIDE, **ROUNDS),
+    on_two("optimizer-compiled", "loops:compiled_step", **ROUNDS),
+)
