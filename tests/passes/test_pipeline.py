@@ -40,7 +40,6 @@ from testing.graphs import (
     owner_of,
     pipeline,
     reduce,
-    reduce_into,
     tensor,
     trace,
 )
@@ -190,36 +189,6 @@ pinned_wait_tensor_default_2: ? = pinned_wait_tensor_default_1()
 pinned_wait_tensor_default_3: f32[4] = control_deps((all_reduce_default_1), pinned_wait_tensor_default_2, all_reduce_default_1)
 as_strided_default_1: f32[2, 2] = as_strided(pinned_wait_tensor_default_3, [2, 2], [2, 1], 0)
 return (as_strided_default, as_strided_default_1)
-""",
-    )
-
-
-def test_existing_grads_are_written_where_they_were() -> None:
-    def backward(x, g1, g2):
-        reduce_into(g2, torch.mm(x, x), "w2")
-        reduce_into(g1, torch.sin(x), "w1")
-        return torch.cos(x)
-
-    assert_expected_inline(
-        check(backward, _INPUTS, pipeline("concat")),
-        """\
-x_1: f32[2, 2]
-g1_1: f32[2, 2]
-g2_1: f32[2, 2]
-mm: f32[2, 2] = mm(x_1, x_1)
-add: f32[2, 2] = add(g2_1, mm)
-sin: f32[2, 2] = sin(x_1)
-add_1: f32[2, 2] = add(g1_1, sin)
-pack_default: f32[8] = pack([add, add_1], [0, 4], [2, 1, 2, 1], torch.float32, 'none', 1.0, False, '4358543927e20de1:0')
-all_reduce_default: f32[8] = all_reduce(pack_default, 'avg', 'ddp0')
-pinned_wait_tensor_default: ? = pinned_wait_tensor_default()
-pinned_wait_tensor_default_1: f32[8] = control_deps((all_reduce_default, mm), pinned_wait_tensor_default, all_reduce_default)
-as_strided_default: f32[2, 2] = as_strided(pinned_wait_tensor_default_1, [2, 2], [2, 1], 0)
-copy_: f32[2, 2] = copy_(g2_1, as_strided_default)
-as_strided_default_1: f32[2, 2] = as_strided(pinned_wait_tensor_default_1, [2, 2], [2, 1], 4)
-copy__1: f32[2, 2] = copy_(g1_1, as_strided_default_1)
-cos: f32[2, 2] = cos(x_1)
-return cos
 """,
     )
 

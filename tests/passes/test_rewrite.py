@@ -71,19 +71,28 @@ def test_gradients_in_any_layout(fuse: RewriteFor, dtype: torch.dtype) -> None:
     assert _launches(check(backward, inputs, fuse)) == 1
 
 
-def test_a_conjugate_view_is_a_gradient_too(fuse: RewriteFor) -> None:
-    def backward(x, y):
-        return reduce(torch.ops.aten._conj.default(x), "a"), reduce(y, "b")
-
-    assert _launches(check(backward, [tensor(2, dtype=torch.complex64)] * 2, fuse)) == 1
-
-
-def test_every_form_in_one_graph(fuse: RewriteFor) -> None:
-    def backward(x, a):
-        new, existing = reduce(torch.neg(x), "new"), reduce_into(a, x, "existing")
-        return new, existing, reduce(torch.abs(x), "relaid")
-
-    assert _launches(check(backward, [tensor(4), tensor(4)], fuse)) == 1
+@pytest.mark.parametrize(
+    ("backward", "dtype"),
+    [
+        pytest.param(
+            lambda x, y: (reduce(torch.ops.aten._conj.default(x), "a"), reduce(y, "b")),
+            torch.complex64,
+            id="a conjugate view",
+        ),
+        pytest.param(
+            lambda x, y: (reduce(torch.neg(x), "a"), reduce_into(y, x, "b"), reduce(x.abs(), "c")),
+            torch.float32,
+            id="new and existing ones",
+        ),
+        pytest.param(
+            lambda x, y: [reduce(gradient, name) for gradient in [x + y] for name in "ab"],
+            torch.float32,
+            id="the same gradient twice",
+        ),
+    ],
+)
+def test_forms_of_gradients(fuse: RewriteFor, backward: Backward, dtype: torch.dtype) -> None:
+    assert _launches(check(backward, [tensor(4, dtype=dtype)] * 2, fuse)) == 1
 
 
 # --- Only equal keys share a bucket ------------------------------------------------------------
