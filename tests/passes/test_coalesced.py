@@ -74,24 +74,3 @@ return (wait_tensor_default, wait_tensor_default_1)
     )
 
 
-def test_complex_gradients_are_sent_as_pairs() -> None:
-    def backward(x, y):
-        return reduce(x, "a"), reduce(y, "b")
-
-    assert_expected_inline(
-        check(backward, [tensor(2, dtype=torch.complex64)] * 2, coalesced()),
-        """\
-x_1: c64[2]
-y_1: c64[2]
-view_as_real_default: f32[2, 2] = view_as_real(x_1)
-view_as_real_default_1: f32[2, 2] = view_as_real(y_1)
-all_reduce_coalesced_default: (f32[2, 2], f32[2, 2]) = all_reduce_coalesced([view_as_real_default, view_as_real_default_1], 'avg', 'ddp0')
-getitem: f32[2, 2] = getitem(all_reduce_coalesced_default, 0)
-getitem_1: f32[2, 2] = getitem(all_reduce_coalesced_default, 1)
-wait_tensor_default: f32[2, 2] = wait_tensor(getitem)
-wait_tensor_default_1: f32[2, 2] = wait_tensor(getitem_1)
-as_complex_default: c64[2] = as_complex(wait_tensor_default)
-as_complex_default_1: c64[2] = as_complex(wait_tensor_default_1)
-return (as_complex_default, as_complex_default_1)
-""",
-    )
