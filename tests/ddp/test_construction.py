@@ -90,16 +90,6 @@ def test_leaves_to_ddps_reducer_what_the_python_reducer_ignores() -> None:
     assert ddp in own_reducers
 
 
-def test_forgets_what_ddps_reducer_has_trained() -> None:
-    model = two_layers()
-    with pytest.warns(FusionWarning):
-        ddp = DistributedDataParallel(model, **_delayed(model))
-    assert len(own_reducers) == 1
-    del ddp
-    gc.collect()
-    assert not len(own_reducers)
-
-
 def test_sparse_gradients_count_in_no_bucket() -> None:
     model = nn.Sequential(nn.Embedding(2**20, 4, sparse=True), nn.Linear(4, 4))
     reducer = reducer_of(DistributedDataParallel(model))
@@ -130,22 +120,6 @@ def test_refuses_settings_that_fuse_the_same_reductions(setting: str, value: obj
         pytest.raises(ValueError, match=f"{setting} = {value!r} cannot be combined"),
     ):
         DistributedDataParallel(two_layers())
-
-
-def test_leaves_the_settings_that_the_constructor_writes() -> None:
-    before = (
-        torch._dynamo.config.optimize_ddp,
-        inductor_config._fuse_ddp_communication,
-        inductor_config._fuse_ddp_bucket_size,
-    )
-    ddp = DistributedDataParallel(two_layers(), bucket_cap_mb=7)
-    assert ddp._use_python_reducer
-    after = (
-        torch._dynamo.config.optimize_ddp,
-        inductor_config._fuse_ddp_communication,
-        inductor_config._fuse_ddp_bucket_size,
-    )
-    assert after == before
 
 
 def _caps(config: FusionConfig | str, model: nn.Module | None = None, **options: Any) -> BucketCaps:

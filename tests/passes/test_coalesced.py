@@ -72,5 +72,3 @@ wait_tensor_default_1: f32[4] = wait_tensor(getitem_1)
 return (wait_tensor_default, wait_tensor_default_1)
 """,
     )
-
-
