@@ -12,7 +12,6 @@ from testing.graphs import (
     reduce,
     reduce_as,
     reduce_into,
-    reduce_relaid,
     tensor,
 )
 
@@ -100,27 +99,6 @@ wait_tensor_default: bf16[8] = wait_tensor(all_reduce_default)
 widen_default: f32[8] = widen(wait_tensor_default, torch.float32, 'div', 2.0)
 as_strided_default: f32[4] = as_strided(widen_default, [4], [1], 0)
 as_strided_default_1: f32[4] = as_strided(widen_default, [4], [1], 4)
-return (as_strided_default, as_strided_default_1)
-""",
-    )
-
-
-def test_a_change_of_layout_reads_the_piece() -> None:
-    def backward(x, y):
-        return reduce_relaid(torch.neg(x), "a"), reduce(torch.neg(y), "b")
-
-    assert_expected_inline(
-        check(backward, [tensor(2, 3, stride=(1, 2)), tensor(4)], concat()),
-        """\
-x_1: f32[2, 3]strides[1, 2]
-y_1: f32[4]
-neg: f32[2, 3]strides[1, 2] = neg(x_1)
-neg_1: f32[4] = neg(y_1)
-pack_default: f32[10] = pack([neg, neg_1], [0, 6], [1, 2, 1], torch.float32, 'none', 1.0, False, 'plan:0')
-all_reduce_default: f32[10] = all_reduce(pack_default, 'avg', 'ddp0')
-wait_tensor_default: f32[10] = wait_tensor(all_reduce_default)
-as_strided_default: f32[2, 3]strides[1, 2] = as_strided(wait_tensor_default, [2, 3], [1, 2], 0)
-as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 6)
 return (as_strided_default, as_strided_default_1)
 """,
     )
