@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,19 +26,10 @@ from testing.cuda_backwards import (
     step_on_cards,
 )
 from testing.cuda_calls import kernel_body, launched_kernels, read_calls, read_kernels
-from testing.cuda_codegen import CardCompiler, Generated, why_not
+from testing.cuda_codegen import CardCompiler, Generated
 from testing.graphs import tensor
 
-pytestmark = [
-    pytest.mark.newest_torch,
-    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
-]
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[CardCompiler]:
-    with CardCompiler() as started:
-        yield started
+pytestmark = pytest.mark.newest_torch
 
 
 @pytest.fixture(scope="module")
