@@ -73,14 +73,6 @@ def reading_buckets(calls: list[str]) -> list[str]:
     return [call for call in reading if "empty" not in call and not call.startswith("agree_(")]
 
 
-def test_nothing_runs_on_a_bucket_but_its_collective(step: Generated) -> None:
-    launch, wait, returned = reading_buckets(read_calls(step.code))
-    assert launch == "all_reduce_(bucket, 'avg', 'cards')"
-    assert wait == "wait_tensor(bucket)"
-    assert returned.startswith("return ")
-    assert returned.count("bucket[") == len(NAMES) - 1, "results are views"
-
-
 def test_without_the_passes_there_is_a_kernel_for_each_gradient(compiler: CardCompiler) -> None:
     """The twin of the tests above."""
     calls = read_calls(compiler.generate(step_on_cards, block_inputs(), fused=False).code)
@@ -221,14 +213,6 @@ def test_what_inductor_lays_out_anew_is_copied_by_one_kernel_too(compiler: CardC
     (store,) = (call for call in read_calls(generated.code) if "-> bucket[" in call)
     assert store.startswith("triton_for(")
     assert widest_stores(generated)[-1] == 4
-
-
-def test_products_are_cast_by_one_kernel(compiler: CardCompiler) -> None:
-    weights = [tensor(128, 64), tensor(96, 128), tensor(64, 96)]
-    generated = compiler.generate(autocast_step, [tensor(32, 64), *weights])
-    assert generated.copies == ({},)
-    (store,) = (call for call in read_calls(generated.code) if "-> bucket[" in call)
-    assert store.startswith("triton_for(")
 
 
 def test_inputs_of_several_sizes_are_copied_by_one_kernel(compiler: CardCompiler) -> None:
