@@ -21,6 +21,7 @@ import fusion_passes
 from fusion_passes.reducer.reducer import reducer_of
 from testing import models
 from testing.equality import tensor_difference
+from tests.reducer.test_reducer import sequence_number
 
 RUN = Callable[..., list[Any]]
 ROWS = 16
@@ -128,10 +129,10 @@ def train(case: Case, *, flagged: bool) -> Training:
         takes = case.takes[: 2 + rank] if case.uneven else case.takes
         with ddp.join() if case.uneven else contextlib.nullcontext():
             for number, uses in enumerate(takes):
-                before = _collectives()
+                before = sequence_number()
                 with ddp.no_sync() if number in case.local else contextlib.nullcontext():
                     step(_ids(number, rank), uses[rank % len(uses)])
-                training.collectives.append(_collectives() - before)
+                training.collectives.append(sequence_number() - before)
                 training.gradients.append({n: _copy(p.grad) for n, p in model.named_parameters()})
                 if number not in case.local:
                     _zero(model, case.zero)
@@ -151,12 +152,6 @@ def _ids(step: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * step + rank)
     columns = 0 if step == 2 and rank == dist.get_world_size() - 1 else 2 + rank
     return torch.randint(0, ROWS, (3, columns), generator=generator)
-
-
-def _collectives() -> int:
-    group: Any = dist.group.WORLD
-    number: int = group._get_sequence_number_for_group()
-    return number
 
 
 def _copy(gradient: Tensor | None) -> Tensor | None:

@@ -82,10 +82,10 @@ def compile_backwards(
 
 @pytest.fixture(
     scope="module",
-    # test_storage.py has each call of the other mode's, in goldens.
     params=[
-        "coalesced",
-        pytest.param("concat", marks=[pytest.mark.newest_torch, pytest.mark.nightly]),
+        pytest.param("coalesced", marks=pytest.mark.newest_torch),
+        # Each call of this one's is in a golden of test_storage.py.
+        pytest.param("concat", marks=pytest.mark.nightly),
     ],
 )
 def backwards(request: pytest.FixtureRequest) -> Backwards:
