@@ -73,18 +73,15 @@ def test_refuses_optimizers_in_the_backward(late: bool) -> None:
         step()
 
 
-def _delayed(model: nn.Sequential) -> dict[str, Any]:
-    return {
-        "delay_all_reduce_named_params": [("0.weight", model[0].weight)],
-        "param_to_hook_all_reduce": model[1].weight,
-    }
-
-
 def test_leaves_to_ddps_reducer_what_the_python_reducer_ignores() -> None:
     model = two_layers()
     words = "trained by DDP's own reducer.*it was given delay_all_reduce_named_params"
     with pytest.warns(FusionWarning, match=words):
-        ddp = DistributedDataParallel(model, **_delayed(model))
+        ddp = DistributedDataParallel(
+            model,
+            delay_all_reduce_named_params=[("0.weight", model[0].weight)],
+            param_to_hook_all_reduce=model[1].weight,
+        )
     assert not ddp._use_python_reducer
     assert not len(reducers)
     assert ddp in own_reducers
