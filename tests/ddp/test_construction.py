@@ -73,31 +73,18 @@ def test_refuses_optimizers_in_the_backward(late: bool) -> None:
         step()
 
 
-def _delayed(model: nn.Sequential) -> dict[str, Any]:
-    return {
-        "delay_all_reduce_named_params": [("0.weight", model[0].weight)],
-        "param_to_hook_all_reduce": model[1].weight,
-    }
-
-
 def test_leaves_to_ddps_reducer_what_the_python_reducer_ignores() -> None:
     model = two_layers()
     words = "trained by DDP's own reducer.*it was given delay_all_reduce_named_params"
     with pytest.warns(FusionWarning, match=words):
-        ddp = DistributedDataParallel(model, **_delayed(model))
+        ddp = DistributedDataParallel(
+            model,
+            delay_all_reduce_named_params=[("0.weight", model[0].weight)],
+            param_to_hook_all_reduce=model[1].weight,
+        )
     assert not ddp._use_python_reducer
     assert not len(reducers)
     assert ddp in own_reducers
-
-
-def test_forgets_what_ddps_reducer_has_trained() -> None:
-    model = two_layers()
-    with pytest.warns(FusionWarning):
-        ddp = DistributedDataParallel(model, **_delayed(model))
-    assert len(own_reducers) == 1
-    del ddp
-    gc.collect()
-    assert not len(own_reducers)
 
 
 def test_sparse_gradients_count_in_no_bucket() -> None:
@@ -130,22 +117,6 @@ def test_refuses_settings_that_fuse_the_same_reductions(setting: str, value: obj
         pytest.raises(ValueError, match=f"{setting} = {value!r} cannot be combined"),
     ):
         DistributedDataParallel(two_layers())
-
-
-def test_leaves_the_settings_that_the_constructor_writes() -> None:
-    before = (
-        torch._dynamo.config.optimize_ddp,
-        inductor_config._fuse_ddp_communication,
-        inductor_config._fuse_ddp_bucket_size,
-    )
-    ddp = DistributedDataParallel(two_layers(), bucket_cap_mb=7)
-    assert ddp._use_python_reducer
-    after = (
-        torch._dynamo.config.optimize_ddp,
-        inductor_config._fuse_ddp_communication,
-        inductor_config._fuse_ddp_bucket_size,
-    )
-    assert after == before
 
 
 def _caps(config: FusionConfig | str, model: nn.Module | None = None, **options: Any) -> BucketCaps:

@@ -79,22 +79,61 @@ IN_PLACE = [0, 4]
 BY_HOOKS = [0, 0]
 
 
-def test_backward_inside_the_compiled_step() -> None:
-    ddp = _managed()
-    step = torch.compile(lambda: ddp(_inputs()).sum().backward())
-    assert _steps(ddp, step) == IN_PLACE
+def _compiled(ddp: DistributedDataParallel, **options: Any) -> Callable[[], object]:
+    compiled = torch.compile(ddp, **options)
+    return lambda: compiled(_inputs()).sum().backward()
 
 
-@pytest.mark.parametrize("mode", ["concat", "coalesced"])
-def test_backward_outside_the_compiled_module(mode: str) -> None:
-    ddp = _managed(mode)
-    compiled = torch.compile(ddp)
-    assert _steps(ddp, lambda: compiled(_inputs()).sum().backward()) == IN_PLACE
+def _inside(ddp: DistributedDataParallel) -> Callable[[], object]:
+    return torch.compile(lambda: ddp(_inputs()).sum().backward())
 
 
-def test_backward_after_an_eager_forward() -> None:
-    ddp = _managed()
-    assert _steps(ddp, lambda: ddp(_inputs()).sum().backward()) == BY_HOOKS
+def _in_another_thread(ddp: DistributedDataParallel) -> Callable[[], object]:
+    step = _compiled(ddp)
+
+    def run() -> None:
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+
+    return run
+
+
+def _with_a_hook_that_dynamo_does_not_trace(ddp: DistributedDataParallel) -> Callable[[], object]:
+    for parameter in ddp.parameters():
+        parameter.register_post_accumulate_grad_hook(torch._dynamo.disable(lambda _: None))
+    return _compiled(ddp)
+
+
+@pytest.mark.parametrize(
+    ("way", "stored"),
+    [
+        pytest.param(_inside, IN_PLACE, id="backward inside the compiled step"),
+        pytest.param(_compiled, IN_PLACE, id="backward outside"),
+        pytest.param(_in_another_thread, IN_PLACE, id="in another thread than the flag was set"),
+        pytest.param(
+            lambda ddp: _compiled(ddp, options={"fallback_by_default": True}),
+            BY_HOOKS,
+            id="operators that are called and not lowered",
+        ),
+        pytest.param(
+            lambda ddp: _compiled(ddp, backend="aot_eager"), BY_HOOKS, id="another backend"
+        ),
+        pytest.param(
+            lambda ddp: lambda: ddp(_inputs()).sum().backward(create_graph=True),
+            BY_HOOKS,
+            id="an eager forward, and create_graph",
+        ),
+        pytest.param(
+            _with_a_hook_that_dynamo_does_not_trace, BY_HOOKS, id="hooks that are not traced"
+        ),
+    ],
+)
+def test_who_stores_gradients(
+    way: Callable[[DistributedDataParallel], Callable[[], object]], stored: list[int]
+) -> None:
+    ddp = _managed("coalesced")  # The tests below are of the other mode.
+    assert _steps(ddp, way(ddp)) == stored
 
 
 def test_step_that_was_decorated_before_the_flag_was_set() -> None:
@@ -104,62 +143,18 @@ def test_step_that_was_decorated_before_the_flag_was_set() -> None:
     assert _steps(holder[0], step) == IN_PLACE
 
 
-def test_flag_that_is_set_in_one_thread_and_used_in_another() -> None:
-    ddp = _managed()
-    compiled = torch.compile(ddp)
-
-    def run() -> None:
-        thread = threading.Thread(target=lambda: compiled(_inputs()).sum().backward())
-        thread.start()
-        thread.join()
-
-    assert _steps(ddp, run) == IN_PLACE
-
-
-def test_operators_that_are_called_and_not_lowered() -> None:
-    ddp = _managed()
-    compiled = torch.compile(ddp, options={"fallback_by_default": True})
-    assert _steps(ddp, lambda: compiled(_inputs()).sum().backward()) == BY_HOOKS
-
-
-def test_another_backend() -> None:
-    ddp = _managed()
-    compiled = torch.compile(ddp, backend="aot_eager")
-    assert _steps(ddp, lambda: compiled(_inputs()).sum().backward()) == BY_HOOKS
-
-
-def test_create_graph() -> None:
-    ddp = _managed()
-    step = lambda: ddp(_inputs()).sum().backward(create_graph=True)  # noqa: E731
-    assert _steps(ddp, step) == BY_HOOKS
-
-
-def test_a_hook_that_dynamo_does_not_trace() -> None:
-    ddp = _managed()
-
-    @torch._dynamo.disable
-    def users_hook(parameter: nn.Parameter) -> None:
-        pass
-
-    for parameter in ddp.parameters():
-        parameter.register_post_accumulate_grad_hook(users_hook)
-    compiled = torch.compile(ddp)
-    assert _steps(ddp, lambda: compiled(_inputs()).sum().backward()) == BY_HOOKS
-
-
 def test_flag_that_is_unset_before_the_backward() -> None:
     ddp = _managed()
-    compiled = torch.compile(ddp)
+    step = _compiled(ddp)
     inductor_config.ddp_fusion = None
-    assert _said(lambda: compiled(_inputs()).sum().backward()) == []
+    assert _said(step) == []
     assert reducer_of(ddp).steps == 1
 
 
 def test_another_value_of_the_flag_is_for_modules_to_come() -> None:
     ddp = _managed("concat")
-    compiled = torch.compile(ddp)
     inductor_config.ddp_fusion = "coalesced"
-    assert _steps(ddp, lambda: compiled(_inputs()).sum().backward()) == IN_PLACE
+    assert _steps(ddp, _compiled(ddp)) == IN_PLACE
     communication = reducer_of(ddp).communication
     assert isinstance(communication, AllReduce)
     assert not communication.is_coalesced
@@ -235,8 +230,7 @@ def test_users_pass_runs_in_the_same_compile() -> None:
     seen: list[int] = []
     inductor_config.post_grad_custom_post_pass = lambda graph: seen.append(len(graph.nodes))
     ddp = _managed()
-    compiled = torch.compile(ddp)
-    stored = _steps(ddp, lambda: compiled(_inputs()).sum().backward())
+    stored = _steps(ddp, _compiled(ddp))
     inductor_config.ddp_fusion = None
     inductor_config.post_grad_custom_post_pass = None
     assert len(seen) == 2, "once for the forward, once for the backward"
@@ -248,8 +242,8 @@ def test_module_constructed_before_the_flag_is_warned_about_once(tmp_path: Path)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     ddp = DistributedDataParallel(two_layers())
     inductor_config.ddp_fusion = "concat"
-    compiled = torch.compile(ddp)
-    said = _said(lambda: [compiled(_inputs()).sum().backward() for _ in range(2)])
+    step = _compiled(ddp)
+    said = _said(lambda: [step() for _ in range(2)])
     assert len(said) == 1
     assert "constructed before torch._inductor.config.ddp_fusion was set" in said[0]
     assert "Set ddp_fusion before you construct it" in said[0]

@@ -14,6 +14,7 @@ from torch._inductor import config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 
 from testing import models
+from tests.reducer.test_reducer import sequence_number
 
 RUN = Callable[..., list[Any]]
 
@@ -29,18 +30,12 @@ def train(steps: Sequence[Sequence[str]]) -> list[int]:
         ddp = DistributedDataParallel(models.Branching(), find_unused_parameters=True)
         compiled = torch.compile(ddp)
         for takes in steps:
-            before = _collectives()
+            before = sequence_number()
             taken = takes[dist.get_rank() % len(takes)]
             compiled(torch.ones(4, models.WIDTH), taken).sum().backward()
-            collectives.append(_collectives() - before)
+            collectives.append(sequence_number() - before)
             ddp.zero_grad()
     return collectives
-
-
-def _collectives() -> int:
-    group: Any = dist.group.WORLD
-    number: int = group._get_sequence_number_for_group()
-    return number
 
 
 def test_branches_cost_nothing_but_what_says_which(run_on_ranks: RUN) -> None:

@@ -72,12 +72,13 @@ def test_second_process_hits_and_stores_in_place(cache: Path, flag: str) -> None
     assert "FusionWarning" not in said["stderr"]
 
 
+@pytest.mark.nightly  # tests/install/test_pass_identity.py has what the key is made of.
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param({"flag": "0.00005"}, id="cap by option", marks=pytest.mark.nightly),
+        pytest.param({"flag": "0.00005"}, id="cap by option"),
         pytest.param({"cap": 0.00005}, id="cap of the module"),
-        pytest.param({"version": "0.0.0+another"}, id="version", marks=pytest.mark.nightly),
+        pytest.param({"version": "0.0.0+another"}, id="version"),
     ],
 )
 def test_another_setting_misses(cache: Path, change: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ def test_constructing_a_module_changes_nothing_beside_it(one_rank: None) -> None
     inductor_config.ddp_fusion = "concat"
     DistributedDataParallel(two_layers())  # Imports what it needs.
     before = everything()
-    ddp = DistributedDataParallel(two_layers())
+    ddp = DistributedDataParallel(two_layers(), bucket_cap_mb=7)
     assert changed(before, everything()) == {"torch.utils.hooks.RemovableHandle.next_id"}
     del ddp
     inductor_config.ddp_fusion = None

@@ -82,7 +82,11 @@ def compile_backwards(
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("concat", marks=pytest.mark.newest_torch), "coalesced"],
+    params=[
+        pytest.param("coalesced", marks=pytest.mark.newest_torch),
+        # Each call of this one's is in a golden of test_storage.py.
+        pytest.param("concat", marks=pytest.mark.nightly),
+    ],
 )
 def backwards(request: pytest.FixtureRequest) -> Backwards:
     backwards = compile_backwards(request.param)
@@ -176,7 +180,7 @@ class Patches(nn.Module):
         return self.patches(images).flatten(2).transpose(1, 2)
 
 
-@pytest.mark.parametrize("mode", ["concat", "coalesced"])
+@pytest.mark.parametrize("mode", ["coalesced", pytest.param("concat", marks=pytest.mark.nightly)])
 def test_a_gradient_that_is_laid_out_anew_is_left_alone_too(mode: FusionMode) -> None:
     """The convolution's kernel gives its weight's gradient in channels-last, unlike the weight."""
     model = nn.Sequential(Patches(), nn.GELU(), nn.Linear(WIDTH, WIDTH))

@@ -13,14 +13,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.graph.operators import PACK, WIDEN
+from fusion_passes.lowering.pack import register_lowerings
 from fusion_passes.plan.layout import in_round_order
-from tests.support.lowered import lower
+from fusion_passes.reporting.graphs import compile_log
+from fusion_passes.torch_private import FakeTensorMode
 
 RUN = Callable[..., list[Any]]
 RESULTS = list[dict[str, dict[str, Any]]]
@@ -238,6 +245,39 @@ EACH_TORCH = frozenset(
 """Each reason for a copy, each kind of kernel that stores, and each place of a division."""
 
 AUTOTUNED = ("a matrix product", "one beside others", "an addition to what was there")
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A function as Inductor compiles a backward.
+
+    Attributes:
+        run: calls it with a list of tensors.
+        code: the generated code.
+        copied: for each bucket, the reasons for copies, by the gradient's number.
+    """
+
+    run: Callable[[list[Tensor]], list[Tensor]]
+    code: str
+    copied: list[dict[int, str]]
+
+
+def lower(
+    function: Callable[..., Any], inputs: Sequence[Tensor], settings: dict[str, Any]
+) -> Lowered:
+    """Trace, lower and compile a function; the cache is off: its hits generate nothing."""
+    copied: list[dict[int, str]] = []
+    register_lowerings(lambda _, reasons: copied.append(dict(reasons)))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(tensor) for tensor in inputs]
+        module = make_fx(function, decomposition_table=select_decomp_table())(*fake)
+    compiled: list[Any] = []
+    try:
+        with torch._inductor.config.patch(fx_graph_cache=False, **settings):
+            _, codes = run_and_get_code(lambda: compiled.append(compile_fx_inner(module, fake)))
+    finally:
+        register_lowerings(compile_log.packed)
+    return Lowered(lambda values: list(compiled[0](list(values))), codes[-1], copied)
 
 
 def run_cases(names: Sequence[str], settings: dict[str, Any]) -> dict[str, dict[str, Any]]:

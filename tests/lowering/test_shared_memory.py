@@ -4,7 +4,6 @@ test has the number of torch's issue or pull request, and says why."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,17 +14,9 @@ from testing.cuda_backwards import (
     multiplied_behind,
 )
 from testing.cuda_calls import read_calls, read_kernels
-from testing.cuda_codegen import CardCompiler, Generated, why_not
+from testing.cuda_codegen import CardCompiler, Generated
 from testing.graphs import tensor
 from testing.stores import check_stores
-
-needs_card = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[CardCompiler]:
-    with CardCompiler() as started:
-        yield started
 
 
 def product_strides(generated: Generated) -> list[tuple[int, int]]:
@@ -45,7 +36,6 @@ TEMPLATES: dict[str, Any] = {"max_autotune": True, "max_autotune_gemm_backends":
 
 @pytest.mark.slow
 @pytest.mark.each_torch
-@needs_card
 @pytest.mark.parametrize(
     ("step", "reading"),
     [

@@ -5,8 +5,6 @@ under Inductor's default settings."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import pytest
@@ -22,7 +20,7 @@ import fusion_passes
 from fusion_passes import FusionConfig
 from fusion_passes.config import FusionMode
 from fusion_passes.reporting.graphs import compile_log
-from testing.fake_world import fake_world, one_rank
+from testing.fake_world import fake_world
 from tests.support.call_sequence import call_sequence
 
 WIDTH = 16
@@ -71,14 +69,14 @@ def generate(
     *,
     keeps_gradients: bool = False,
     cap_mb: float = CAP_MB,
-    world: Callable[[], AbstractContextManager[None]] = one_rank,
+    world_size: int = 1,
 ) -> str:
     """The generated code of the second step's backward, or of the first one where that is not
     traced by compiled autograd: the second step does not compile anew. Gradients are new, unless
     they are kept."""
     torch._dynamo.reset()
     compile_log.clear()
-    with world(), inductor_config.patch(ddp_fusion=flag, fx_graph_cache=False):
+    with fake_world(world_size), inductor_config.patch(ddp_fusion=flag, fx_graph_cache=False):
         ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
         compiled = torch.compile(ddp)
 
@@ -198,11 +196,11 @@ return what was given
     )
 
 
-@pytest.mark.slow
+@pytest.mark.each_torch
 def test_the_calls_of_convolutions() -> None:
     """One call copies what the library allocates; all that is stored by generated kernels is
-    scaled there."""
-    code = generate(Convolutions(), IMAGES, TRACED, cap_mb=25, world=fake_world)
+    scaled there. What was copied is reported."""
+    code = generate(Convolutions(), IMAGES, TRACED, cap_mb=25, world_size=2)
     assert_expected_inline(
         call_sequence(code),
         """\
@@ -215,6 +213,17 @@ launch A, sum
 wait for A
 return A[296:304], A[528:532], A[0:288], A[288:296], A[520:528], A[304:520]
 """,
+    )
+    (report,) = fusion_passes.reports()
+    (bucket,) = report.buckets
+    reasons = dict(bucket.copied)
+    library = "aten.convolution_backward neither casts nor scales its result"
+    relaid = "aten.convolution_backward gives it in another layout"
+    assert reasons["layers.0.weight"] == reasons["layers.3.weight"] == relaid
+    assert reasons["layers.0.bias"] == reasons["layers.3.bias"] == library
+    assert reasons["layers.1.bias"] == "something else reads it too"
+    assert "copied: layers.0.bias, layers.3.bias" in re.sub(
+        r"\s+", " ", fusion_passes.format_report(report)
     )
 
 
@@ -281,21 +290,6 @@ def test_nothing_is_copied_into_a_bucket(mode: FusionMode) -> None:
     assert len(report.buckets) > 1
     assert all(bucket.copied == () for bucket in report.buckets)
     assert not re.search(r"fusion_passes\.(store|copy_in)_\.", code)
-
-
-def test_what_was_copied_is_reported() -> None:
-    generate(Convolutions(), IMAGES, TRACED, cap_mb=25, world=fake_world)
-    (report,) = fusion_passes.reports()
-    (bucket,) = report.buckets
-    reasons = dict(bucket.copied)
-    library = "aten.convolution_backward neither casts nor scales its result"
-    relaid = "aten.convolution_backward gives it in another layout"
-    assert reasons["layers.0.weight"] == reasons["layers.3.weight"] == relaid
-    assert reasons["layers.0.bias"] == reasons["layers.3.bias"] == library
-    assert reasons["layers.1.bias"] == "something else reads it too"
-    assert "copied: layers.0.bias, layers.3.bias" in re.sub(
-        r"\s+", " ", fusion_passes.format_report(report)
-    )
 
 
 def test_what_a_pinned_kernel_gives_is_reported() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,19 +27,11 @@ from testing.cuda_backwards import (
     train_into,
 )
 from testing.cuda_calls import launched_kernels
-from testing.cuda_codegen import CardCompiler, Generated, store_gradients, why_not
+from testing.cuda_codegen import CardCompiler, Generated, store_gradients
 from testing.fake_world import fake_world
 from testing.graphs import TensorSpec
 from testing.stores import check_stores
 from workloads.models import MAKERS, TINY, subject
-
-on_card = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[CardCompiler]:
-    with CardCompiler() as started:
-        yield started
 
 
 def numel(parameters: list[TensorSpec]) -> int:
@@ -55,7 +46,6 @@ def mixed(generated: Generated) -> int:
 # --- Norms on a card -----------------------------------------------------------------------------
 
 
-@on_card
 @pytest.mark.each_torch
 @pytest.mark.parametrize("name", NORMS)
 def test_gradients_of_norms_are_stored_for_a_reducer(compiler: CardCompiler, name: str) -> None:
@@ -70,7 +60,6 @@ def test_gradients_of_norms_are_stored_for_a_reducer(compiler: CardCompiler, nam
     assert check_stores(generated.code) == numel(inputs[1:])
 
 
-@on_card
 @pytest.mark.each_torch
 @pytest.mark.parametrize("name", NORMS)
 def test_gradients_of_norms_are_stored(compiler: CardCompiler, name: str) -> None:
@@ -84,7 +73,6 @@ def test_gradients_of_norms_are_stored(compiler: CardCompiler, name: str) -> Non
         assert generated.copies == ({},)
 
 
-@on_card
 @pytest.mark.each_torch
 def test_their_sums_are_computed_by_kernels_that_mix_orders(compiler: CardCompiler) -> None:
     """What the test above is about; 5 * 2**20 elements are needed for it."""
@@ -94,7 +82,6 @@ def test_their_sums_are_computed_by_kernels_that_mix_orders(compiler: CardCompil
         assert mixed(generated) == count, f"{rows} rows"
 
 
-@on_card
 @pytest.mark.each_torch
 def test_a_sum_of_few_parts_is_stored(compiler: CardCompiler) -> None:
     """Inductor adds them one by one, which is no reduction any more, but part of one for it."""
@@ -105,7 +92,6 @@ def test_a_sum_of_few_parts_is_stored(compiler: CardCompiler) -> None:
     assert check_stores(generated.code) == numel(inputs[1:])
 
 
-@on_card
 @pytest.mark.newest_torch
 @pytest.mark.parametrize(
     "config",
@@ -126,7 +112,6 @@ def test_with_other_options_too(compiler: CardCompiler, config: FusionConfig) ->
     assert check_stores(generated.code) == numel(parameters)
 
 
-@on_card
 @pytest.mark.newest_torch
 @pytest.mark.parametrize("name", ["layer_norm", "llama_norm"])
 def test_added_to_gradients_that_exist(compiler: CardCompiler, name: str) -> None:
@@ -137,7 +122,6 @@ def test_added_to_gradients_that_exist(compiler: CardCompiler, name: str) -> Non
     assert check_stores(generated.code) == numel(inputs[1:])
 
 
-@on_card
 @pytest.mark.newest_torch
 @pytest.mark.parametrize("rows", [2048, pytest.param(6826, marks=pytest.mark.nightly)])
 def test_where_orders_are_not_mixed_it_costs_no_kernel(compiler: CardCompiler, rows: int) -> None:
@@ -155,7 +139,6 @@ def test_where_orders_are_not_mixed_it_costs_no_kernel(compiler: CardCompiler, r
 # --- Models on a card ----------------------------------------------------------------------------
 
 
-@on_card
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "autocast"),

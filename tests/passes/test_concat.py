@@ -12,7 +12,6 @@ from testing.graphs import (
     reduce,
     reduce_as,
     reduce_into,
-    reduce_relaid,
     tensor,
 )
 
@@ -85,25 +84,6 @@ return (as_strided_default, as_strided_default_1)
     )
 
 
-def test_avg_without_scaling() -> None:
-    def backward(x, y):
-        return reduce(x, "a", op="avg", divide=None), reduce(y, "b", op="avg", divide=None)
-
-    assert_expected_inline(
-        check(backward, [tensor(4), tensor(4)], concat()),
-        """\
-x_1: f32[4]
-y_1: f32[4]
-pack_default: f32[8] = pack([x_1, y_1], [0, 4], [1, 1], torch.float32, 'none', 1.0, False, 'plan:0')
-all_reduce_default: f32[8] = all_reduce(pack_default, 'avg', 'ddp0')
-wait_tensor_default: f32[8] = wait_tensor(all_reduce_default)
-as_strided_default: f32[4] = as_strided(wait_tensor_default, [4], [1], 0)
-as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 4)
-return (as_strided_default, as_strided_default_1)
-""",
-    )
-
-
 def test_a_compressed_bucket_is_sent_in_the_small_dtype() -> None:
     def backward(x, y):
         return reduce_as(x, "a", torch.bfloat16), reduce_as(y, "b", torch.bfloat16)
@@ -119,27 +99,6 @@ wait_tensor_default: bf16[8] = wait_tensor(all_reduce_default)
 widen_default: f32[8] = widen(wait_tensor_default, torch.float32, 'div', 2.0)
 as_strided_default: f32[4] = as_strided(widen_default, [4], [1], 0)
 as_strided_default_1: f32[4] = as_strided(widen_default, [4], [1], 4)
-return (as_strided_default, as_strided_default_1)
-""",
-    )
-
-
-def test_a_change_of_layout_reads_the_piece() -> None:
-    def backward(x, y):
-        return reduce_relaid(torch.neg(x), "a"), reduce(torch.neg(y), "b")
-
-    assert_expected_inline(
-        check(backward, [tensor(2, 3, stride=(1, 2)), tensor(4)], concat()),
-        """\
-x_1: f32[2, 3]strides[1, 2]
-y_1: f32[4]
-neg: f32[2, 3]strides[1, 2] = neg(x_1)
-neg_1: f32[4] = neg(y_1)
-pack_default: f32[10] = pack([neg, neg_1], [0, 6], [1, 2, 1], torch.float32, 'none', 1.0, False, 'plan:0')
-all_reduce_default: f32[10] = all_reduce(pack_default, 'avg', 'ddp0')
-wait_tensor_default: f32[10] = wait_tensor(all_reduce_default)
-as_strided_default: f32[2, 3]strides[1, 2] = as_strided(wait_tensor_default, [2, 3], [1, 2], 0)
-as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 6)
 return (as_strided_default, as_strided_default_1)
 """,
     )
@@ -185,46 +144,5 @@ as_complex_default: c64[2] = as_complex(as_strided_default)
 as_strided_default_1: f32[2, 2] = as_strided(wait_tensor_default, [2, 2], [2, 1], 4)
 as_complex_default_1: c64[2] = as_complex(as_strided_default_1)
 return (as_complex_default, as_complex_default_1)
-""",
-    )
-
-
-def test_the_same_gradient_twice() -> None:
-    def backward(x):
-        gradient = torch.neg(x)
-        return reduce(gradient, "a"), reduce(gradient, "b")
-
-    assert_expected_inline(
-        check(backward, [tensor(4)], concat()),
-        """\
-x_1: f32[4]
-neg: f32[4] = neg(x_1)
-pack_default: f32[8] = pack([neg, neg], [0, 4], [1, 1], torch.float32, 'none', 1.0, False, 'plan:0')
-all_reduce_default: f32[8] = all_reduce(pack_default, 'avg', 'ddp0')
-wait_tensor_default: f32[8] = wait_tensor(all_reduce_default)
-as_strided_default: f32[4] = as_strided(wait_tensor_default, [4], [1], 0)
-as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 4)
-return (as_strided_default, as_strided_default_1)
-""",
-    )
-
-
-def test_gradients_that_share_memory_with_something_else() -> None:
-    def backward(x):
-        expanded = torch.ops.aten.expand.default(x, [2, 3])
-        return reduce(expanded, "a"), reduce(torch.ops.aten.permute.default(expanded, [1, 0]), "b")
-
-    assert_expected_inline(
-        check(backward, [tensor(3)], concat()),
-        """\
-x_1: f32[3]
-expand: f32[2, 3]strides[0, 1] = expand(x_1, [2, 3])
-permute: f32[3, 2]strides[1, 0] = permute(expand, [1, 0])
-pack_default: f32[12] = pack([expand, permute], [0, 6], [3, 1, 2, 1], torch.float32, 'none', 1.0, False, 'plan:0')
-all_reduce_default: f32[12] = all_reduce(pack_default, 'avg', 'ddp0')
-wait_tensor_default: f32[12] = wait_tensor(all_reduce_default)
-as_strided_default: f32[2, 3] = as_strided(wait_tensor_default, [2, 3], [3, 1], 0)
-as_strided_default_1: f32[3, 2] = as_strided(wait_tensor_default, [3, 2], [2, 1], 6)
-return (as_strided_default, as_strided_default_1)
 """,
     )

@@ -10,6 +10,7 @@ from expecttest import assert_expected_inline
 from fusion_passes.graph.collectives import all_reduce
 from testing.graphs import (
     Backward,
+    RewriteFor,
     chain,
     check,
     check_unchanged,
@@ -22,6 +23,13 @@ from testing.graphs import (
 )
 
 _aten = torch.ops.aten
+
+
+def _pinned(function: Backward, *rewrites: RewriteFor, runs_twice: bool = True) -> str:
+    """The lines of what is pinned, and behind what."""
+    inputs = [tensor(2, 2)]
+    text = check(function, inputs, chain(*rewrites, place(), pin()), runs_twice=runs_twice)
+    return "".join(f"{line}\n" for line in text.splitlines() if " = control_deps(" in line)
 
 
 def test_a_kernel_follows_the_launch_and_the_wait_follows_both() -> None:
@@ -45,27 +53,6 @@ return (pinned_wait_tensor_1, pinned_mm_2)
     )
 
 
-def test_waits_of_one_launch_are_pinned_together() -> None:
-    def backward(x):
-        return reduce(x, "a"), reduce(torch.neg(x), "b")
-
-    assert_expected_inline(
-        check(backward, [tensor(2, 2)], chain(coalesced(), place(), pin())),
-        """\
-x_1: f32[2, 2]
-neg: f32[2, 2] = neg(x_1)
-all_reduce_coalesced_default: (f32[2, 2], f32[2, 2]) = all_reduce_coalesced([x_1, neg], 'avg', 'ddp0')
-getitem: f32[2, 2] = getitem(all_reduce_coalesced_default, 0)
-getitem_1: f32[2, 2] = getitem(all_reduce_coalesced_default, 1)
-pinned_wait_tensor_default: ? = pinned_wait_tensor_default()
-pinned_wait_tensor_default_1: (f32[2, 2], f32[2, 2]) = control_deps((getitem), pinned_wait_tensor_default, getitem, getitem_1)
-getitem_2: f32[2, 2] = getitem(pinned_wait_tensor_default_1, 0)
-getitem_3: f32[2, 2] = getitem(pinned_wait_tensor_default_1, 1)
-return (getitem_2, getitem_3)
-""",
-    )
-
-
 def test_a_kernel_that_reads_two_results_of_one_launch_follows_both_waits() -> None:
     """The second wait is pinned with the first, and no node that a kernel could follow any more."""
 
@@ -83,21 +70,11 @@ def test_one_kernel_can_follow_several_launches() -> None:
         return reduce(x, "a"), reduce(torch.neg(x), "b"), torch.mm(x, x)
 
     assert_expected_inline(
-        check(backward, [tensor(2, 2)], chain(place(), pin()), runs_twice=False),
+        _pinned(backward, runs_twice=False),
         """\
-x_1: f32[2, 2]
-div: f32[2, 2] = div(x_1, 2)
-all_reduce: f32[2, 2] = all_reduce(div, 'sum', 'ddp0#a')
-neg: f32[2, 2] = neg(x_1)
-div_1: f32[2, 2] = div(neg, 2)
-all_reduce_1: f32[2, 2] = all_reduce(div_1, 'sum', 'ddp0#b')
-pinned_mm: ? = pinned_mm()
 pinned_mm_1: f32[2, 2] = control_deps((all_reduce, all_reduce_1), pinned_mm, x_1)
-pinned_wait_tensor: ? = pinned_wait_tensor()
 pinned_wait_tensor_1: f32[2, 2] = control_deps((all_reduce_1, pinned_mm_1), pinned_wait_tensor, all_reduce)
-pinned_wait_tensor_2: ? = pinned_wait_tensor_1()
 pinned_wait_tensor_3: f32[2, 2] = control_deps((all_reduce_1, pinned_mm_1), pinned_wait_tensor_2, all_reduce_1)
-return (pinned_wait_tensor_1, pinned_wait_tensor_3, pinned_mm_1)
 """,
     )
 
@@ -107,17 +84,10 @@ def test_only_the_first_kernel_behind_a_launch_is_bound_to_it() -> None:
         return reduce(x, "a"), torch.mm(x, torch.mm(x, x))
 
     assert_expected_inline(
-        check(backward, [tensor(2, 2)], chain(place(), pin()), runs_twice=False),
+        _pinned(backward),
         """\
-x_1: f32[2, 2]
-div: f32[2, 2] = div(x_1, 2)
-all_reduce: f32[2, 2] = all_reduce(div, 'sum', 'ddp0#a')
-pinned_mm: ? = pinned_mm()
 pinned_mm_1: f32[2, 2] = control_deps((all_reduce), pinned_mm, x_1)
-mm_1: f32[2, 2] = mm(x_1, pinned_mm_1)
-pinned_wait_tensor: ? = pinned_wait_tensor()
 pinned_wait_tensor_1: f32[2, 2] = control_deps((all_reduce, mm_1), pinned_wait_tensor, all_reduce)
-return (pinned_wait_tensor_1, mm_1)
 """,
     )
 
@@ -129,31 +99,43 @@ def test_what_a_pinned_kernel_reads_is_not_pinned_with_it() -> None:
         return reduce(x, "a"), torch.mm(torch.exp(x).t(), x)
 
     assert_expected_inline(
-        check(backward, [tensor(2, 2)], chain(place(), pin())),
+        _pinned(backward),
         """\
-x_1: f32[2, 2]
-div: f32[2, 2] = div(x_1, 2)
-all_reduce: f32[2, 2] = all_reduce(div, 'sum', 'ddp0#a')
-exp: f32[2, 2] = exp(x_1)
-t: f32[2, 2]strides[1, 2] = t(exp)
-pinned_mm: ? = pinned_mm()
 pinned_mm_1: f32[2, 2] = control_deps((all_reduce, t), pinned_mm, t, x_1)
-pinned_wait_tensor: ? = pinned_wait_tensor()
 pinned_wait_tensor_1: f32[2, 2] = control_deps((all_reduce, pinned_mm_1), pinned_wait_tensor, all_reduce)
-return (pinned_wait_tensor_1, pinned_mm_1)
 """,
     )
 
 
-def test_a_non_ddp_collective_is_not_pinned() -> None:
+def test_two_buckets_between_kernels() -> None:
+    """Each kernel is bound to the launches since the last one, each wait to the last of both."""
+
     def backward(x):
-        return all_reduce(x, "sum", "other"), torch.mm(x, x)
+        first = reduce(torch.neg(x), "a", module="ddp2")
+        one = torch.mm(x, x)
+        second = reduce(torch.mm(one, x), "b")
+        return first, second, torch.mm(one, one)
 
+    assert_expected_inline(
+        _pinned(backward, concat(), runs_twice=False),
+        """\
+pinned_mm_1: f32[2, 2] = control_deps((all_reduce_default), pinned_mm, x_1)
+pinned_mm_3: f32[2, 2] = control_deps((all_reduce_default_1), pinned_mm_2, pinned_mm_1)
+pinned_wait_tensor_default_1: f32[4] = control_deps((all_reduce_default_1, pinned_mm_3), pinned_wait_tensor_default, all_reduce_default)
+pinned_wait_tensor_default_3: f32[4] = control_deps((all_reduce_default_1, pinned_mm_3), pinned_wait_tensor_default_2, all_reduce_default_1)
+""",
+    )
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        pytest.param(lambda x: torch.mm(x, x), id="no collective"),
+        pytest.param(lambda x: (all_reduce(x, "sum", "other"), torch.mm(x, x)), id="not DDP's"),
+    ],
+)
+def test_what_is_not_touched(backward: Backward) -> None:
     check_unchanged(backward, [tensor(2, 2)], pin())
-
-
-def test_a_graph_without_collectives_is_not_touched() -> None:
-    check_unchanged(lambda x: torch.mm(x, x), [tensor(2, 2)], pin())
 
 
 KERNELS: dict[str, Backward] = {
@@ -205,33 +187,5 @@ def test_a_wait_does_not_name_the_kernel_whose_result_is_sent(view: Backward) ->
     def backward(x):
         return reduce(view(torch.mm(x, x)), "a", op="avg", divide=None)
 
-    text = check(backward, [tensor(4, 4)], chain(coalesced(), place(), pin()))
-    (wait,) = (line for line in text.splitlines() if " = control_deps(" in line)
+    (wait,) = _pinned(backward, coalesced()).splitlines()
     assert "control_deps((getitem)" in wait
-
-
-def test_a_second_run_binds_no_other_kernel() -> None:
-    def backward(x):
-        return reduce(x, "a"), torch.mm(x, torch.mm(x, x))
-
-    check(backward, [tensor(2, 2)], chain(place(), pin()))
-
-
-def test_two_buckets_between_kernels() -> None:
-    """Each kernel is bound to the launches since the last one, each wait to the last of both."""
-
-    def backward(x):
-        first = reduce(torch.neg(x), "a", module="ddp2")
-        one = torch.mm(x, x)
-        second = reduce(torch.mm(one, x), "b")
-        return first, second, torch.mm(one, one)
-
-    text = check(backward, [tensor(2, 2)], chain(concat(), place(), pin()), runs_twice=False)
-    assert_expected_inline(
-        "\n".join(line for line in text.splitlines() if "control_deps" in line),
-        """\
-pinned_mm_1: f32[2, 2] = control_deps((all_reduce_default), pinned_mm, x_1)
-pinned_mm_3: f32[2, 2] = control_deps((all_reduce_default_1), pinned_mm_2, pinned_mm_1)
-pinned_wait_tensor_default_1: f32[4] = control_deps((all_reduce_default_1, pinned_mm_3), pinned_wait_tensor_default, all_reduce_default)
-pinned_wait_tensor_default_3: f32[4] = control_deps((all_reduce_default_1, pinned_mm_3), pinned_wait_tensor_default_2, all_reduce_default_1)""",
-    )

@@ -40,7 +40,6 @@ from testing.graphs import (
     owner_of,
     pipeline,
     reduce,
-    reduce_into,
     tensor,
     trace,
 )
@@ -168,62 +167,6 @@ def test_the_plan_says_where_buckets_were_placed() -> None:
         assert _run(trace(_layers, _INPUTS)).placements == ()
 
 
-def test_single_reductions_are_placed_and_pinned_too() -> None:
-    assert_expected_inline(
-        check(_layers, _INPUTS, pipeline("concat", 1)),
-        """\
-x_1: f32[2, 2]
-w1_1: f32[2, 2]
-w2_1: f32[2, 2]
-mm: f32[2, 2] = mm(x_1, w2_1)
-pack_default: f32[4] = pack([mm], [0], [2, 1], torch.float32, 'none', 1.0, False, 'b9943525ce7e2e24:0')
-all_reduce_default: f32[4] = all_reduce(pack_default, 'avg', 'ddp0')
-pinned_mm_1: ? = pinned_mm_1()
-pinned_mm_2: f32[2, 2] = control_deps((all_reduce_default), pinned_mm_1, w2_1, x_1)
-mm_2: f32[2, 2] = mm(pinned_mm_2, w1_1)
-pack_default_1: f32[4] = pack([mm_2], [0], [2, 1], torch.float32, 'none', 1.0, False, 'b9943525ce7e2e24:1')
-all_reduce_default_1: f32[4] = all_reduce(pack_default_1, 'avg', 'ddp0')
-pinned_wait_tensor_default: ? = pinned_wait_tensor_default()
-pinned_wait_tensor_default_1: f32[4] = control_deps((all_reduce_default_1), pinned_wait_tensor_default, all_reduce_default)
-as_strided_default: f32[2, 2] = as_strided(pinned_wait_tensor_default_1, [2, 2], [2, 1], 0)
-pinned_wait_tensor_default_2: ? = pinned_wait_tensor_default_1()
-pinned_wait_tensor_default_3: f32[4] = control_deps((all_reduce_default_1), pinned_wait_tensor_default_2, all_reduce_default_1)
-as_strided_default_1: f32[2, 2] = as_strided(pinned_wait_tensor_default_3, [2, 2], [2, 1], 0)
-return (as_strided_default, as_strided_default_1)
-""",
-    )
-
-
-def test_existing_grads_are_written_where_they_were() -> None:
-    def backward(x, g1, g2):
-        reduce_into(g2, torch.mm(x, x), "w2")
-        reduce_into(g1, torch.sin(x), "w1")
-        return torch.cos(x)
-
-    assert_expected_inline(
-        check(backward, _INPUTS, pipeline("concat")),
-        """\
-x_1: f32[2, 2]
-g1_1: f32[2, 2]
-g2_1: f32[2, 2]
-mm: f32[2, 2] = mm(x_1, x_1)
-add: f32[2, 2] = add(g2_1, mm)
-sin: f32[2, 2] = sin(x_1)
-add_1: f32[2, 2] = add(g1_1, sin)
-pack_default: f32[8] = pack([add, add_1], [0, 4], [2, 1, 2, 1], torch.float32, 'none', 1.0, False, '4358543927e20de1:0')
-all_reduce_default: f32[8] = all_reduce(pack_default, 'avg', 'ddp0')
-pinned_wait_tensor_default: ? = pinned_wait_tensor_default()
-pinned_wait_tensor_default_1: f32[8] = control_deps((all_reduce_default, mm), pinned_wait_tensor_default, all_reduce_default)
-as_strided_default: f32[2, 2] = as_strided(pinned_wait_tensor_default_1, [2, 2], [2, 1], 0)
-copy_: f32[2, 2] = copy_(g2_1, as_strided_default)
-as_strided_default_1: f32[2, 2] = as_strided(pinned_wait_tensor_default_1, [2, 2], [2, 1], 4)
-copy__1: f32[2, 2] = copy_(g1_1, as_strided_default_1)
-cos: f32[2, 2] = cos(x_1)
-return cos
-""",
-    )
-
-
 @pytest.mark.parametrize("mode", REDUCE_MODES)
 def test_a_second_run_changes_nothing(mode: ReduceMode) -> None:
     """Two kernels stand behind the first bucket."""
@@ -268,35 +211,31 @@ class _Calls(GraphPass):
         return self.function(graph)
 
 
-def _run_only(monkeypatch: pytest.MonkeyPatch, function: Callable[[fx.Graph], bool]) -> None:
-    """Lets the pipeline run one function in the place of its passes."""
+def _place_silently(graph: fx.Graph) -> bool:
+    return PlaceReductions(plan_placement(graph, groups_of(graph)))(graph) and False
+
+
+def _send_elsewhere(graph: fx.Graph) -> bool:
+    start = next(iter(graph.find_nodes(op="call_function", target=ALL_REDUCE)))
+    start.args = (*start.args[:2], "ddp2#w")
+    return True
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda graph: True, "returned True, which is not what it did"),
+        (_place_silently, "returned False"),
+        (_send_elsewhere, "other elements are reduced"),
+    ],
+)
+def test_a_pass_that_lies_or_breaks_an_invariant_stops_the_compile(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[[fx.Graph], bool], said: str
+) -> None:
+    """It stands in the place of those that fuse and place."""
     monkeypatch.setattr(pipeline_module, "FuseByConcat", lambda *_: _Calls(function))
     monkeypatch.setattr(pipeline_module, "PlaceReductions", lambda *_: _Calls(lambda _: False))
-
-
-def test_a_pass_that_lies_about_change_stops_the_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    _run_only(monkeypatch, lambda graph: True)
-    with pytest.raises(BrokenInvariantError, match="returned True, which is not what it did"):
-        _run(trace(_layers, _INPUTS))
-
-
-def test_a_pass_that_is_silent_about_change_does_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def place_silently(graph: fx.Graph) -> bool:
-        return PlaceReductions(plan_placement(graph, groups_of(graph)))(graph) and False
-
-    _run_only(monkeypatch, place_silently)
-    with pytest.raises(BrokenInvariantError, match="returned False"):
-        _run(trace(_layers, _INPUTS))
-
-
-def test_a_pass_that_breaks_an_invariant_does_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def send_elsewhere(graph: fx.Graph) -> bool:
-        start = next(iter(graph.find_nodes(op="call_function", target=ALL_REDUCE)))
-        start.args = (*start.args[:2], "ddp2#w")
-        return True
-
-    _run_only(monkeypatch, send_elsewhere)
-    with pytest.raises(BrokenInvariantError, match="other elements are reduced"):
+    with pytest.raises(BrokenInvariantError, match=said):
         _run(trace(_layers, _INPUTS))
 
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import fx
 
-from fusion_passes.graph.collectives import ALL_REDUCE, WAIT, all_reduce, is_launch
+from fusion_passes.graph.collectives import ALL_REDUCE, all_reduce, is_launch
 from testing.graphs import (
     Backward,
+    RewriteFor,
     TensorSpec,
     cast,
     chain,
@@ -31,30 +31,20 @@ from testing.graphs import (
 _aten = torch.ops.aten
 
 
-def _placed(function: Backward, *inputs: TensorSpec) -> list[str]:
-    """Names of the nodes in the order that the pass gives them."""
-    text = check(function, list(inputs), place())
+def _placed(
+    function: Backward, *inputs: TensorSpec, rewrite: RewriteFor | None = None
+) -> list[str]:
+    """Names of the nodes in the order that the pass gives them, or several passes."""
+    text = check(function, list(inputs), rewrite or place())
     return [line.split(":")[0] for line in text.splitlines() if "=" in line]
 
 
 def test_a_wait_goes_to_the_end_where_only_the_output_reads_it() -> None:
     def backward(x, y):
-        a = reduce(torch.mm(x, y), "a")
-        return a, torch.mm(y, x)
+        return reduce(torch.mm(x, y), "a"), torch.mm(y, x)
 
-    assert_expected_inline(
-        check(backward, [tensor(2, 2), tensor(2, 2)], place()),
-        """\
-x_1: f32[2, 2]
-y_1: f32[2, 2]
-mm: f32[2, 2] = mm(x_1, y_1)
-div: f32[2, 2] = div(mm, 2)
-all_reduce: f32[2, 2] = all_reduce(div, 'sum', 'ddp0#a')
-mm_1: f32[2, 2] = mm(y_1, x_1)
-wait_tensor: f32[2, 2] = wait_tensor(all_reduce)
-return (wait_tensor, mm_1)
-""",
-    )
+    order = _placed(backward, tensor(2, 2), tensor(2, 2))
+    assert order == ["mm", "div", "all_reduce", "mm_1", "wait_tensor"]
 
 
 def test_a_wait_goes_to_its_first_user_and_no_farther() -> None:
@@ -78,14 +68,15 @@ def test_a_launch_goes_to_its_gradient() -> None:
     assert order == ["neg", "div", "all_reduce", "sin", "cos", "wait_tensor"]
 
 
-def test_a_packed_bucket_goes_with_its_launch() -> None:
-    def backward(x, y):
-        gradients = torch.neg(x), torch.abs(y)
-        between = torch.mm(x, x)
-        return reduce(gradients[0], "a"), between, reduce(gradients[1], "b"), torch.mm(x, between)
+def _bucket_around_a_product(x, y):
+    gradients = torch.neg(x), torch.abs(y)
+    between = torch.mm(x, x)
+    return reduce(gradients[0], "a"), between, reduce(gradients[1], "b"), torch.mm(x, between)
 
+
+def test_a_packed_bucket_goes_with_its_launch() -> None:
     assert_expected_inline(
-        check(backward, [tensor(2, 2), tensor(4)], chain(concat(), place())),
+        check(_bucket_around_a_product, [tensor(2, 2), tensor(4)], chain(concat(), place())),
         """\
 x_1: f32[2, 2]
 y_1: f32[4]
@@ -104,28 +95,16 @@ return (as_strided_default, mm, as_strided_default_1, mm_1)
 
 
 def test_a_coalesced_bucket_too() -> None:
-    def backward(x, y):
-        gradients = torch.neg(x), torch.abs(y)
-        between = torch.mm(x, x)
-        return reduce(gradients[0], "a"), between, reduce(gradients[1], "b"), torch.mm(x, between)
-
-    assert_expected_inline(
-        check(backward, [tensor(2, 2), tensor(4)], chain(coalesced(), place())),
-        """\
-x_1: f32[2, 2]
-y_1: f32[4]
-neg: f32[2, 2] = neg(x_1)
-abs_1: f32[4] = abs(y_1)
-all_reduce_coalesced_default: (f32[2, 2], f32[4]) = all_reduce_coalesced([neg, abs_1], 'avg', 'ddp0')
-mm: f32[2, 2] = mm(x_1, x_1)
-getitem: f32[2, 2] = getitem(all_reduce_coalesced_default, 0)
-getitem_1: f32[4] = getitem(all_reduce_coalesced_default, 1)
-mm_1: f32[2, 2] = mm(x_1, mm)
-wait_tensor_default: f32[2, 2] = wait_tensor(getitem)
-wait_tensor_default_1: f32[4] = wait_tensor(getitem_1)
-return (wait_tensor_default, mm, wait_tensor_default_1, mm_1)
-""",
+    order = _placed(
+        _bucket_around_a_product,
+        tensor(2, 2),
+        tensor(4),
+        rewrite=chain(coalesced(), place()),
     )
+    assert order == [
+        *("neg", "abs_1", "all_reduce_coalesced_default", "mm", "getitem", "getitem_1", "mm_1"),
+        *("wait_tensor_default", "wait_tensor_default_1"),
+    ]
 
 
 def test_a_copy_into_grad_goes_behind_the_last_compute() -> None:
@@ -139,16 +118,6 @@ def test_a_copy_into_grad_goes_behind_the_last_compute() -> None:
     assert order.index("sin") < order.index("wait_tensor") < order.index("copy_")
 
 
-def test_a_cast_before_the_launch_goes_with_it() -> None:
-    def backward(x, y):
-        gradient = torch.neg(x)
-        between = torch.sin(y)
-        return between, reduce(cast(gradient, torch.bfloat16), "a")
-
-    order = _placed(backward, tensor(4), tensor(4))
-    assert order.index("convert_element_type") < order.index("all_reduce") < order.index("sin")
-
-
 @pytest.mark.parametrize(
     "view",
     [
@@ -157,9 +126,10 @@ def test_a_cast_before_the_launch_goes_with_it() -> None:
         pytest.param(lambda g: _aten.squeeze.dims(g, [1]), id="squeeze.dims"),
         pytest.param(lambda g: g.view(-1), id="reshape"),
         pytest.param(lambda g: g.permute(1, 0), id="permute"),
+        pytest.param(lambda g: cast(g, torch.bfloat16), id="cast"),
     ],
 )
-def test_a_view_before_the_launch_goes_with_it(view: Backward) -> None:
+def test_a_view_or_cast_before_the_launch_goes_with_it(view: Backward) -> None:
     """A weight that its layer views in another shape has a gradient that is a view."""
 
     def backward(x, y):
@@ -206,9 +176,7 @@ def test_coalesced_results_that_are_scaled_together_do_not_hold_back_their_waits
             torch.mm(y, y),
         )
 
-    inputs = [tensor(2, 2), tensor(2, 2)]
-    text = check(backward, inputs, chain(coalesced(), place()))
-    order = [line.split(":")[0] for line in text.splitlines()]
+    order = _placed(backward, tensor(2, 2), tensor(2, 2), rewrite=chain(coalesced(), place()))
     assert order.index("mm") < order.index("wait_tensor_default")
     assert order.index("wait_tensor_default_1") < order.index("_foreach_div_scalar")
 
@@ -235,8 +203,7 @@ def test_a_gradient_that_is_computed_like_a_scaling_stays() -> None:
         late = torch.mm(between, y)
         return reduce(gradient, "a"), reduce(late, "b")
 
-    text = check(backward, [tensor(2, 2), tensor(2, 2)], chain(concat(), place()))
-    order = [line.split(":")[0] for line in text.splitlines()]
+    order = _placed(backward, tensor(2, 2), tensor(2, 2), rewrite=chain(concat(), place()))
     assert order.index("mul") < order.index("mm")
 
 
@@ -266,49 +233,37 @@ def test_a_kernel_with_several_gradients_stays() -> None:
 # --- The order of launches on a process group --------------------------------------------------
 
 
-def _issued(function: Backward, *inputs: TensorSpec, rewrite=place) -> list[str]:
-    module = trace(function, inputs)
-    rewrite()(module.graph)(module.graph)
-    check(function, list(inputs), rewrite())
-    return [n.args[2] for n in module.graph.nodes if n.op == "call_function" and is_launch(n)]
-
-
-def test_launches_on_one_group_keep_their_order() -> None:
-    """Both modules are on one process group; the second one's gradient is ready first."""
+@pytest.mark.parametrize(
+    ("first", "early_module", "issued"),
+    [
+        pytest.param(
+            lambda x: reduce(x, "a"), "ddp1", ["ddp0#a", "ddp1#b"], id="modules on one group"
+        ),
+        pytest.param(
+            lambda x: reduce(x, "a"), "ddp2", ["ddp2#b", "ddp0#a"], id="modules on two groups"
+        ),
+        pytest.param(
+            lambda x: all_reduce(x, "max", "world"), "ddp0", ["world", "ddp0#b"], id="others on it"
+        ),
+        pytest.param(
+            lambda x: all_reduce(x, "max", "other"), "ddp0", ["ddp0#b", "other"], id="elsewhere"
+        ),
+    ],
+)
+def test_launches_on_one_group_keep_their_order(
+    first: Backward, early_module: str, issued: list[str]
+) -> None:
+    """The second one's gradient is ready first. Others' launches keep their place too."""
 
     def backward(x):
         early = torch.neg(x)
-        first = reduce(torch.sin(x), "a")
-        return first, reduce(early, "b", module="ddp1")
+        return first(torch.sin(x)), reduce(early, "b", module=early_module)
 
-    assert _issued(backward, tensor(4)) == ["ddp0#a", "ddp1#b"]
-
-
-def test_launches_on_two_groups_need_not() -> None:
-    def backward(x):
-        early = torch.neg(x)
-        first = reduce(torch.sin(x), "a")
-        return first, reduce(early, "b", module="ddp2")
-
-    assert _issued(backward, tensor(4)) == ["ddp2#b", "ddp0#a"]
-
-
-def test_another_launch_on_the_group_keeps_its_place_too() -> None:
-    def backward(x):
-        early = torch.neg(x)
-        other = all_reduce(torch.sin(x), "max", "world")
-        return other, reduce(early, "a")
-
-    assert _issued(backward, tensor(4)) == ["world", "ddp0#a"]
-
-
-def test_a_launch_of_others_on_another_group_does_not_bind() -> None:
-    def backward(x):
-        early = torch.neg(x)
-        other = all_reduce(torch.sin(x), "max", "other")
-        return other, reduce(early, "a")
-
-    assert _issued(backward, tensor(4)) == ["ddp0#a", "other"]
+    check(backward, [tensor(4)], place())
+    graph = trace(backward, [tensor(4)]).graph
+    place()(graph)(graph)
+    launches = filter(is_launch, graph.find_nodes(op="call_function", target=ALL_REDUCE))
+    assert [launch.args[2] for launch in launches] == issued
 
 
 def test_a_write_keeps_its_order_to_the_reads_around_it() -> None:
@@ -328,14 +283,3 @@ def test_a_gradient_without_scaling() -> None:
         return between, reduce(gradient, "a", op="avg", divide=None)
 
     assert _placed(backward, tensor(4), tensor(4)) == ["all_reduce", "sin", "wait_tensor"]
-
-
-def test_waits_and_launches_stay_as_many() -> None:
-    def backward(x):
-        return [reduce(torch.mul(x, 1.5), str(i)) for i in range(5)]
-
-    module: fx.GraphModule = trace(backward, [tensor(4)])
-    place()(module.graph)(module.graph)
-    nodes = [node.target for node in module.graph.nodes]
-    assert (nodes.count(ALL_REDUCE), nodes.count(WAIT)) == (5, 5)
-    assert nodes.index(WAIT) > len(nodes) - 1 - nodes[::-1].index(ALL_REDUCE)

@@ -24,6 +24,7 @@ from testing.graphs import (
     reduce,
     reduce_as,
     reduce_into,
+    reduce_relaid,
     tensor,
     trace,
 )
@@ -71,19 +72,38 @@ def test_gradients_in_any_layout(fuse: RewriteFor, dtype: torch.dtype) -> None:
     assert _launches(check(backward, inputs, fuse)) == 1
 
 
-def test_a_conjugate_view_is_a_gradient_too(fuse: RewriteFor) -> None:
-    def backward(x, y):
-        return reduce(torch.ops.aten._conj.default(x), "a"), reduce(y, "b")
-
-    assert _launches(check(backward, [tensor(2, dtype=torch.complex64)] * 2, fuse)) == 1
-
-
-def test_every_form_in_one_graph(fuse: RewriteFor) -> None:
-    def backward(x, a):
-        new, existing = reduce(torch.neg(x), "new"), reduce_into(a, x, "existing")
-        return new, existing, reduce(torch.abs(x), "relaid")
-
-    assert _launches(check(backward, [tensor(4), tensor(4)], fuse)) == 1
+@pytest.mark.parametrize(
+    ("backward", "spec"),
+    [
+        pytest.param(
+            lambda x, y: (reduce(torch.ops.aten._conj.default(x), "a"), reduce(y, "b")),
+            tensor(4, dtype=torch.complex64),
+            id="a conjugate view",
+        ),
+        pytest.param(
+            lambda x, y: (reduce(torch.neg(x), "a"), reduce_into(y, x, "b"), reduce(x.abs(), "c")),
+            tensor(4),
+            id="new and existing ones",
+        ),
+        pytest.param(
+            lambda x, y: [reduce(gradient, name) for gradient in [x + y] for name in "ab"],
+            tensor(4),
+            id="the same gradient twice",
+        ),
+        pytest.param(
+            lambda x, y: (reduce_relaid(torch.neg(x), "a"), reduce(y, "b")),
+            tensor(2, 3, stride=(1, 2)),
+            id="a change of layout",
+        ),
+        pytest.param(
+            lambda x, y: reduce_into(y, torch.neg(x), "a"),
+            tensor(2, 3, stride=(1, 2)),
+            id="an existing one in another layout",
+        ),
+    ],
+)
+def test_forms_of_gradients(fuse: RewriteFor, backward: Backward, spec: TensorSpec) -> None:
+    assert _launches(check(backward, [spec] * 2, fuse)) == 1
 
 
 # --- Only equal keys share a bucket ------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
@@ -108,31 +106,6 @@ def test_gradients_without_a_time_come_last() -> None:
     planned = plan_timetable(times, kinds, {FP32: Sent(4, table)}, CAPS)
     assert planned.buckets[0] == (2,)
     assert [n for bucket in planned.buckets for n in bucket] == [2, 1, 3, 0]
-
-
-def _end(planned: Timetable, ready: dict[int, int], table: CostTable) -> int:
-    free = 0
-    for bucket in planned.buckets:
-        cost = table.cost_ns(1000 * len(bucket))
-        free = max(free, *(ready[n] for n in bucket)) + cost
-    return free
-
-
-@given(st.lists(st.integers(0, 2000), min_size=1, max_size=7), st.integers(0, 900))
-def test_nothing_ends_earlier(moments: list[int], latency: int) -> None:
-    ready = dict(enumerate(moments))
-    table = CostTable((1000, 8000), (latency + 100, latency + 800))
-    planned = plan(ready, table=table)
-    assert planned.end_ns == _end(planned, ready, table) <= planned.fixed_end_ns
-    assert max(end for _, end in planned.sent_ns.values()) == planned.end_ns
-    order = sorted(ready, key=lambda n: ready[n])
-    for cuts in itertools.product((False, True), repeat=len(order) - 1):
-        free, begin = 0, 0
-        for end in [*(i + 1 for i, cut in enumerate(cuts) if cut), len(order)]:
-            size = end - begin
-            free = max(free, ready[order[end - 1]]) + table.cost_ns(1000 * size)
-            begin = end
-        assert planned.end_ns <= free
 
 
 @given(

@@ -36,11 +36,17 @@ def layers(**options: Any) -> Any:
     return DistributedDataParallel(model, **options)
 
 
-def reasons(ddp: Any, step: Callable[[], None], count: int = 2) -> dict[str, str]:
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+
+def reasons(ddp: Any, loss: Callable[[], Any], count: int = 2, **backward: Any) -> dict[str, str]:
     """Why gradients of the last of some steps were copied, by the parameter."""
     for _ in range(count):
         ddp.zero_grad()
-        step()
+        loss().backward(**backward)
     reducer = reducer_of(ddp)
     found = {reducer.parameters.names[n]: why for n, why in reducer.why_copied().items()}
     assert len(found) == reducer.num_copied or not count
@@ -54,18 +60,14 @@ def test_before_the_first_step_nothing_is_said() -> None:
 def test_the_first_step_copies_all_and_the_next_ones_nothing() -> None:
     ddp = layers()
     compiled = torch.compile(ddp)
-
-    def step() -> None:
-        compiled(X).sum().backward()
-
-    assert reasons(ddp, step, 1) == dict.fromkeys(ALL, copies.FIRST)
-    assert reasons(ddp, step, 1) == {}
+    found = [reasons(ddp, lambda: compiled(X).sum(), 1) for _ in range(2)]
+    assert found == [dict.fromkeys(ALL, copies.FIRST), {}]
 
 
 def test_what_is_not_compiled() -> None:
     ddp = layers()
     ddp.module[0] = torch.compile(ddp.module[0])
-    found = reasons(ddp, lambda: ddp(X).sum().backward())
+    found = reasons(ddp, lambda: ddp(X).sum())
     assert found == dict.fromkeys(ALL[2:], copies.NOT_COMPILED)
 
 
@@ -73,37 +75,25 @@ def test_a_weight_that_the_loss_reads_too() -> None:
     ddp = layers()
     compiled = torch.compile(ddp)
     weight = ddp.module[1].weight
-
-    def step() -> None:
-        (compiled(X).sum() + weight.sum()).backward()
-
-    found = reasons(ddp, step)
+    found = reasons(ddp, lambda: compiled(X).sum() + weight.sum())
     assert found.pop("1.weight") == copies.SEVERAL
     # What its graph stores together with it cannot be marked ready without it.
     assert found == {name: copies.BESIDE for name in ALL if name != "1.weight"}
 
 
-@pytest.mark.parametrize("forwards", [2, 3])
-def test_several_forwards_of_one_backward(forwards: int) -> None:
+def test_several_forwards_of_one_backward() -> None:
     """The last one stores what all have given."""
     ddp = layers()
     compiled = torch.compile(ddp)
-
-    def step() -> None:
-        torch.stack([compiled(n * X).sum() for n in range(forwards)]).sum().backward()
-
-    assert reasons(ddp, step) == {}
+    found = reasons(ddp, lambda: sum(compiled(n * X).sum() for n in range(3)))
+    assert found == {}
 
 
 def test_a_layer_that_is_used_more_often_than_the_others() -> None:
     """Its gradient is another sum than those that its graph stores together with it."""
     ddp = layers()
     compiled, last = torch.compile(ddp), torch.compile(ddp.module[2])
-
-    def step() -> None:
-        (compiled(X).sum() + last(X).sum()).backward()
-
-    found = reasons(ddp, step)
+    found = reasons(ddp, lambda: compiled(X).sum() + last(X).sum())
     assert {found.pop("2.bias"), found.pop("2.weight")} == {copies.SEVERAL}
     assert found == dict.fromkeys(ALL[:4], copies.BESIDE)
 
@@ -119,7 +109,7 @@ def test_a_hook_of_the_user(register: str) -> None:
         torch.autograd.graph.get_gradient_edge(weight).node.register_prehook(lambda g: g)
     else:
         getattr(weight, register)(lambda _: None)
-    found = reasons(ddp, lambda: compiled(X).sum().backward())
+    found = reasons(ddp, lambda: compiled(X).sum())
     assert found.pop("2.weight") == copies.HOOKED
     assert found == {name: copies.BESIDE for name in ALL if name != "2.weight"}
 
@@ -134,7 +124,7 @@ def test_how_backward_is_called(options: dict[str, Any], why: str) -> None:
     if "inputs" in options:
         options = {"inputs": list(ddp.parameters())}
     with functorch_config.patch(donated_buffer=False):  # Torch asks for that with create_graph.
-        found = reasons(ddp, lambda: compiled(X).sum().backward(**options))
+        found = reasons(ddp, lambda: compiled(X).sum(), **options)
     assert found == dict.fromkeys(ALL, why)
 
 
@@ -142,22 +132,14 @@ def test_two_modules_that_average_one_weight() -> None:
     ddp = layers()
     other = DistributedDataParallel(nn.Sequential(ddp.module[2]))
     compiled, others = torch.compile(ddp), torch.compile(other)
-
-    def step() -> None:
-        (compiled(X).sum() + others(X).sum()).backward()
-
-    found = reasons(ddp, step)
+    found = reasons(ddp, lambda: compiled(X).sum() + others(X).sum())
     assert {name for name, why in found.items() if why == copies.SHARED} == {"2.bias", "2.weight"}
 
 
 def test_a_graph_that_was_compiled_before_the_buckets_were_agreed_on() -> None:
     """In the order of another branch, with the gradients beside others."""
 
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
+    class Branches(Parts):
         def forward(self, x: Tensor, *, is_first: bool) -> Tensor:
             for part in self.parts if is_first else reversed(self.parts):
                 x = part(x).sin()
@@ -166,46 +148,34 @@ def test_a_graph_that_was_compiled_before_the_buckets_were_agreed_on() -> None:
     ddp = DistributedDataParallel(Branches(), bucket_cap_mb=100 / 2**20)
     compiled = torch.compile(ddp)
 
-    def step(*, is_first: bool) -> Callable[[], None]:
-        return lambda: compiled(X, is_first=is_first).sum().backward()
-
     with ddp.no_sync():
-        step(is_first=False)()
-    assert reasons(ddp, step(is_first=True)) == {}
-    found = reasons(ddp, step(is_first=False))
+        compiled(X, is_first=False).sum().backward()
+    assert reasons(ddp, lambda: compiled(X, is_first=True).sum()) == {}
+    found = reasons(ddp, lambda: compiled(X, is_first=False).sum())
     assert set(found.values()) == {copies.ELSEWHERE}
 
 
 def test_a_backward_inside_of_another_one() -> None:
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
+    class Model(Parts):
         def forward(self, x: Tensor) -> Tensor:
             for part in self.parts:
                 x = checkpoint(part, x, use_reentrant=True)
             return x
 
     ddp = DistributedDataParallel(Model())
-    found = reasons(ddp, lambda: ddp(X.clone().requires_grad_()).sum().backward())
+    found = reasons(ddp, lambda: ddp(X.clone().requires_grad_()).sum())
     assert found == {f"parts.{name}": copies.INNER for name in ALL}
 
 
 def test_what_a_step_does_not_use() -> None:
-    class Skips(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
+    class Skips(Parts):
         def forward(self, x: Tensor) -> Tensor:
-            return self.parts[0](x)
+            return self.parts[1](self.parts[0](x))
 
     ddp = DistributedDataParallel(Skips(), find_unused_parameters=True)
     compiled = torch.compile(ddp)
-    found = reasons(ddp, lambda: compiled(X).sum().backward())
-    assert found == {"parts.1.bias": copies.UNUSED, "parts.1.weight": copies.UNUSED}
+    found = reasons(ddp, lambda: compiled(X).sum())
+    assert found == {"parts.2.bias": copies.UNUSED, "parts.2.weight": copies.UNUSED}
 
 
 def test_sparse_gradients_and_another_backend_than_inductor() -> None:
@@ -213,7 +183,7 @@ def test_sparse_gradients_and_another_backend_than_inductor() -> None:
     ddp = DistributedDataParallel(model)
     compiled = torch.compile(ddp, backend="aot_eager")
     rows = torch.tensor([1, 2])
-    found = reasons(ddp, lambda: compiled(rows).sum().backward())
+    found = reasons(ddp, lambda: compiled(rows).sum())
     assert found.pop("0.weight") == copies.SPARSE
     assert found == dict.fromkeys(ALL[2:4], copies.NOT_STORED)
 
