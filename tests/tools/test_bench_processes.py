@@ -21,9 +21,7 @@ RATIO = "time over no DDP"
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
-    cores, worker = ((0,), (0,)), bench_ranks.__name__
-    prefixes = ((), ())
-    return Place("mlp", "tiny", cores, "127.0.0.1", prefixes, {}, tmp_path, 20.0, worker=worker)
+    return Place(tmp_path, 20.0, ((0,), (0,)), model="mlp", worker=bench_ranks.__name__)
 
 
 def measured(

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -35,15 +35,15 @@ class Place:
     """Where ranks run, and what they train.
 
     Attributes:
-        model: name of the model.
-        size: name of its size.
-        cores: of each rank.
-        host: address of rank 0.
-        prefixes: for each rank, the command that starts another in the rank's network namespace;
-            empty without one.
-        variables: environment variables, for the network and torch.
         directory: for logs and caches.
         timeout_s: for anything that ranks are asked.
+        cores: of each rank.
+        model: its name.
+        size: name of its size.
+        host: address of rank 0.
+        prefixes: for each rank, the command that starts another in the rank's network namespace;
+            none without namespaces.
+        variables: environment variables, for the network and torch.
         backend: of the process group.
         forwards: of a step, before one backward.
         shares_kernels: whether all methods have one compiler cache. None then starts as on a new
@@ -51,14 +51,14 @@ class Place:
         worker: the module that ranks run.
     """
 
-    model: str
-    size: str
-    cores: tuple[tuple[int, ...], ...]
-    host: str
-    prefixes: tuple[tuple[str, ...], ...]
-    variables: dict[str, str]
     directory: Path
     timeout_s: float
+    cores: tuple[tuple[int, ...], ...]
+    model: str = ""
+    size: str = "tiny"
+    host: str = "127.0.0.1"
+    prefixes: tuple[tuple[str, ...], ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
     backend: str = "gloo"
     forwards: int = 1
     shares_kernels: bool = False
@@ -266,7 +266,8 @@ class RankProcesses:
         log.parent.mkdir(exist_ok=True)
         ours, theirs = socket.socketpair()
         descriptor = str(theirs.fileno())
-        command = [*place.prefixes[rank], sys.executable, "-m", place.worker, descriptor]
+        prefix = place.prefixes[rank] if place.prefixes else ()
+        command = [*prefix, sys.executable, "-m", place.worker, descriptor]
         with theirs:
             variables, kept = self._environment(), [theirs.fileno()]
             process = start_session(command, log, variables, appends=True, pass_fds=kept)
@@ -282,7 +283,7 @@ class RankProcesses:
         owner = "all" if place.shares_kernels else self.way
         cache = place.directory / "caches" / f"{place.model}-{owner}".replace(" ", "-")
         threads, keeps = len(place.cores[0]), not place.shares_kernels
-        return environment(cache, threads=threads, keeps_graphs=keeps) | place.variables
+        return environment(cache, threads=threads, keeps_graphs=keeps) | {**place.variables}
 
     def _connect(self) -> None:
         (port,) = self._receive("port", JOIN_S, self._ranks[:1])

@@ -129,14 +129,11 @@ def _round(model: str, options: argparse.Namespace) -> Round:
 def _start(model: str, options: argparse.Namespace, method: str, cache: str) -> dict[str, float]:
     """CPU seconds of a start and a step: see :meth:`StartRank.measure`."""
     place = Place(
+        Path(cache),
+        LIMIT_SECONDS,
+        ((min(os.sched_getaffinity(0)),),),
         model=model,
         size=options.size,
-        cores=((min(os.sched_getaffinity(0)),),),
-        host="127.0.0.1",
-        prefixes=((),),
-        variables={},
-        directory=Path(cache),
-        timeout_s=LIMIT_SECONDS,
         worker=__name__,
     )
     ranks = RankProcesses(method, place)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from command_line import ROOT
+from benches.processes import environment
 from fault_runs.caches import CannotPrepareError
 from fault_runs.judging import violations
 from fault_runs.records import RankRecord, RunRecord, add_events, events_path, read_events
@@ -253,17 +253,10 @@ class _Processes:
         return [self.scenario.program, self.way, str(directory), json.dumps(values)]
 
     def _environment(self, rank: int) -> dict[str, str]:
-        variables = {k: v for k, v in os.environ.items() if k != "FUSION_PASSES_DDP_FUSION"}
-        given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        paths = [path for path in (*given, str(ROOT), str(ROOT / "tools")) if path]
-        variables |= {
+        variables = environment(self._cache, keeps_graphs=True) | {
             MARK: self._mark,
-            "PYTHONPATH": os.pathsep.join(paths),
             "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
             "TMPDIR": str(self._temporary),
-            "TORCHINDUCTOR_CACHE_DIR": str(self._cache),
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "TORCHINDUCTOR_VEC_ISA_OK": "1",  # No trial, which compiles six programs.
         }
         if self.way in MODES:

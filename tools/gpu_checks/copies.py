@@ -187,18 +187,9 @@ class Call:
 
 def shapes_of(elements: int) -> list[tuple[int, ...]]:
     """The shapes of gradients with about so many elements together; no fewer than six of them."""
-    shapes = SHAPES
-    if elements < sum(map(math.prod, SHAPES)):
-        edge = max(8, math.isqrt(elements // 9))
-        shapes = tuple(tuple(edge * size // 1024 for size in shape) for shape in SHAPES)
-    chosen = list(shapes)
-    total = sum(map(math.prod, chosen))
-    for shape in itertools.cycle(shapes):
-        total += math.prod(shape)
-        if total > elements:
-            return chosen
-        chosen.append(shape)
-    raise AssertionError("a cycle has no end")
+    edge = min(1024, max(8, math.isqrt(elements // 9)))
+    shapes = [tuple(edge * size // 1024 for size in shape) for shape in SHAPES]
+    return shapes * max(1, round(elements / sum(map(math.prod, shapes))))
 
 
 def _seconds(device: torch.device, run: Callable[[], Any]) -> float:

@@ -79,28 +79,26 @@ class Site:
             ranks: how many; two of them share one GPU where there is but one.
             options: of :class:`benches.processes.Place`, beside or in the place of these.
         """
-        variables = dict[str, str]()
-        prefixes: tuple[tuple[str, ...], ...] = options.pop("prefixes", ((),) * ranks)
-        if self.is_small:
-            variables["CUDA_VISIBLE_DEVICES"] = ""
-        elif ranks > self.gpus:
-            variables["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-            if self.sharing.mps:
-                variables[MPS] = self.sharing.mps
-            if self.sharing.apart:
-                hosts = enumerate(prefixes)
-                prefixes = tuple((*p, "env", f"NCCL_HOSTID=rank-{rank}") for rank, p in hosts)
         given: dict[str, Any] = {
-            "model": "",
-            "size": "tiny",
-            "cores": cores_of(ranks, range(self.cores)),
-            "host": "127.0.0.1",
             "directory": Path(self.directory),
+            "cores": cores_of(ranks, range(self.cores)),
+            "backend": self.backend,
             "shares_kernels": True,
+            "variables": {},
+            "prefixes": ((),) * ranks,
             **options,
-            "variables": variables | options.get("variables", {}),
         }
-        return Place(**given, prefixes=prefixes, backend=self.backend)
+        if self.is_small:
+            given["variables"] |= {"CUDA_VISIBLE_DEVICES": ""}
+        elif ranks > self.gpus:
+            given["variables"] |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+            given["variables"] |= {MPS: self.sharing.mps} if self.sharing.mps else {}
+            if self.sharing.apart:
+                hosts = enumerate(given["prefixes"])
+                given["prefixes"] = tuple(
+                    (*prefix, "env", f"NCCL_HOSTID=rank-{rank}") for rank, prefix in hosts
+                )
+        return Place(**given)
 
 
 def control_mps(directory: Path, *arguments: str, words: str = "") -> bool:
