@@ -21,11 +21,13 @@ from benches.network import Network
 from benches.processes import Place
 from benches.results import Row
 from fusion_passes import config
-from gpu_checks import copies, machine, net, norms, pages, sites, starts, subjects
+from fusion_passes.reducer import memory
+from gpu_checks import copies, machine, net, norms, one_rank, pages, sites, starts, subjects
 from gpu_checks.machine import Machine
 from gpu_checks.parts import LATE_ON_A_GPU, ON_TWO, PARTS, PROBE, Part, choose
 from gpu_checks.processes import Result, read_result
 from gpu_checks.sites import Sharing, Site, control_mps
+from testing.registered import CPU, Backend, Group, on_the_host
 from testing.scenarios.both_ways import target_of
 from testing.scenarios.entries import MODES
 from testing.scenarios.run import DTYPES
@@ -415,6 +417,16 @@ def test_every_norm_is_compared_above_the_threshold() -> None:
         (name, dtype) for name in ("layer_norm", "rms_norm", "post-LN block") for dtype in DTYPES
     }
     assert all(case.rows * case.width >= 5 * 2**20 for case in cases)
+
+
+def test_what_nccl_registers_and_forgets_is_counted() -> None:
+    backend = Backend()
+    with on_the_host(backend), one_rank._noting(Site("cuda", "nccl")) as registry:
+        made = memory.RegisteredMemory(Group(backend), CPU, 96)  # type: ignore[arg-type]
+        assert (registry.sizes, registry.ended) == ([96], 0)
+        made.deregister()
+    assert registry.ended == 1
+    assert [call[0] for call in backend.calls[-2:]] == ["register", "deregister"]
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from benches.gradients import compare_with
 from benches.processes import Assignment, Checked, Started, Stepped
 from workloads.models import SIZES, subject
-from workloads.ways import built, prepare
+from workloads.ways import WAYS, built, prepare
 
 PR_SET_PDEATHSIG: Final = 1
 
@@ -90,6 +90,9 @@ class Rank:
     def _join(self, connection: Connection) -> Any:
         place, rank = self._assignment.place, self._assignment.rank
         timeout = datetime.timedelta(seconds=place.timeout_s)
+        way = WAYS.get(self._assignment.way)
+        # Else NCCL registers no memory.
+        is_bound = way and way.memory == "registered" and self._device.type == "cuda"
         if rank == 0:
             # The port is free where rank 0 runs, which can be another network namespace.
             store = dist.TCPStore(
@@ -99,7 +102,12 @@ class Rank:
         else:
             store = dist.TCPStore(place.host, connection.recv(), place.ranks, timeout=timeout)
         dist.init_process_group(
-            place.backend, store=store, rank=rank, world_size=place.ranks, timeout=timeout
+            place.backend,
+            store=store,
+            rank=rank,
+            world_size=place.ranks,
+            timeout=timeout,
+            device_id=self._device if is_bound else None,
         )
         dist.barrier()
         return store
