@@ -1,9 +1,8 @@
-"""What the package costs and gains, beside what torch does: one bench of three parts.
+"""What the package costs and gains, beside what torch does: one bench of two parts.
 
     python tools/bench.py --quick      # training steps, in under 3 minutes, to see that it runs
     python tools/bench.py steps        # a training step under each method to reduce gradients
     python tools/bench.py starts       # a cold start, a warm start and a step, in CPU seconds
-    python tools/bench.py passes       # the time that the passes take, up to 10,000 gradients
 
 Without a name it is the steps. ``python tools/bench.py PART --help`` lists the options of a part.
 Each prints its page; ``--output DIR`` keeps what was measured as ``DIR/PART.json`` and the page as
@@ -18,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 DEFAULT: Final = "steps"
-PARTS: Final = (DEFAULT, "starts", "passes")
+PARTS: Final = (DEFAULT, "starts")
 """Each a module of :mod:`benches`, imported when it is asked for."""
 
 WRONG_USE: Final = 2

@@ -22,17 +22,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
 
-from command_line import parser_of
+from command_line import INTERRUPTED, parser_of, terminated_as_interrupted
 from fault_runs.judging import exit_words
 from fault_runs.records import RankRecord
 from fault_runs.runs import Runner, Verdict
 from fault_runs.scenarios import MODES, PEERS, SCENARIOS, Scenario, select
-from interrupting import INTERRUPTED, terminated_as_interrupted
 
 QUICK_REPEATS = 3
-LOG = "report.txt"
 
 
 def main(arguments: Sequence[str] | None = None, scenarios: Sequence[Scenario] = SCENARIOS) -> int:
@@ -65,21 +62,13 @@ def main(arguments: Sequence[str] | None = None, scenarios: Sequence[Scenario] =
 def _run(
     chosen: Sequence[Scenario], options: argparse.Namespace, output: Path, broken: list[str]
 ) -> None:
-    with (
-        tempfile.TemporaryDirectory(prefix="faults-") as directory,
-        (output / LOG).open("w") as log,
-    ):
+    with tempfile.TemporaryDirectory(prefix="faults-") as directory:
         runner = Runner(Path(directory), output, [options.peer] if options.peer else PEERS)
         for number, scenario in enumerate(chosen, 1):
-            _say(f"[{number}/{len(chosen)}] {scenario.name}", log)
+            print(f"[{number}/{len(chosen)}] {scenario.name}", flush=True)
             for verdict in runner.verdicts(scenario, [options.mode] if options.mode else MODES):
-                _say("\n".join(lines_of(verdict)), log)
+                print(*lines_of(verdict), sep="\n", flush=True)
                 broken += [f"{scenario.name}, {verdict.way}: {t}" for t in verdict.violations]
-
-
-def _say(text: str, log: TextIO) -> None:
-    for file in (sys.stdout, log):
-        print(text, file=file, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

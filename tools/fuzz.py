@@ -24,13 +24,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(1, str(ROOT))
-
-from command_line import parser_of  # noqa: E402
-from fuzzing.case import Case, from_json, to_json  # noqa: E402
-from fuzzing.drawing import draw  # noqa: E402
-from fuzzing.running import Outcome, Runner  # noqa: E402
+from command_line import parser_of
+from fuzzing.case import Case, from_json, to_json
+from fuzzing.drawing import draw
+from fuzzing.running import Outcome, Runner
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

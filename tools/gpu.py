@@ -2,12 +2,11 @@
 
 Compares gradients of norms in sizes that people train; sets steps, peak memory and starts beside no
 DDP and torch's own methods, on two ranks of one GPU and a network of several rates (over NCCL where
-it allows that, else over Gloo); counts CUDA graphs; times kernels that move gradients; and trains
-with every option beside eager DDP. Each part runs in processes of its own with a time limit, and
-its result is kept as soon as it ends: a second call goes on where the first has stopped, and runs
-again what was wrong.
+it allows that, else over Gloo); has NCCL register memory; counts CUDA graphs; times kernels that
+move gradients; and trains with every option beside eager DDP. Each part runs in processes of its
+own with a time limit, and its result is kept as soon as it ends: a second call goes on where the
+first has stopped, and runs again what was wrong.
 
-Without a GPU it checks that all parts could run: flags, models, and kernels compiled to PTX.
 The exit status is 1 if anything differs, failed, or was not run.
 
     python tools/gpu.py                              # all parts, at most 8 minutes
@@ -30,21 +29,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Final
 
-from benches.processes import ROOT, environment
-from command_line import parser_of
+from benches.processes import environment
+from command_line import INTERRUPTED, ROOT, parser_of, terminated_as_interrupted
 from gpu_checks import pages
 from gpu_checks.machine import Machine
 from gpu_checks.parts import Part, choose
-from gpu_checks.processes import PartProcess
-from gpu_checks.sites import Result, Sharing, Site, control_mps, read_result
-from interrupting import INTERRUPTED, terminated_as_interrupted
-from testing.side_by_side import run_side_by_side
-
-UNTIMED: Final = "correctness"
-"""Group of parts that may run side by side."""
+from gpu_checks.processes import Result, kill_parts, read_result, run_part
+from gpu_checks.sites import Sharing, Site, control_mps
 
 CATALOG: Final = "gpu_checks.parts"
 SECONDS: Final = 480.0
@@ -53,7 +48,7 @@ ANSWER_S: Final = 120.0
 
 
 def main(arguments: Sequence[str] | None = None, catalog: str = CATALOG) -> int:
-    """Run parts, or check the plan where there is no GPU; 1 if something is wrong."""
+    """Run parts; 1 if something is wrong, or there is no GPU, 130 if interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -66,15 +61,17 @@ def main(arguments: Sequence[str] | None = None, catalog: str = CATALOG) -> int:
     if options.list:
         print("\n".join(part.name for part in chosen))
         return 0
-    with tempfile.TemporaryDirectory(prefix="gpu-cache-") as cache:
+    with tempfile.TemporaryDirectory(prefix="gpu-work-") as directory:
+        work = Path(directory)
         try:
-            machine = _ask_machine(options.device, Path(cache))
+            machine = _ask_machine(options.device, work)
         except RuntimeError as error:
             print(error, file=sys.stderr)
             return 1
         if not machine.device:
-            return _check_plan(machine, Path(cache), options.seconds)
-        return Session(options, catalog, machine, Path(cache), arguments).run(chosen)
+            print(f"No GPU: {machine.why_none}. Nothing is run; --device cpu tries parts, tiny.")
+            return 1
+        return Session(options, catalog, machine, work, arguments).run(chosen)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,7 +106,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _ask_machine(device: str, cache: Path) -> Machine:
+def _ask_machine(device: str, work: Path) -> Machine:
     """What there is to run on.
 
     Raises:
@@ -117,22 +114,10 @@ def _ask_machine(device: str, cache: Path) -> Machine:
     """
     command = [sys.executable, "-m", "gpu_checks.machine", device]
     try:
-        text = subprocess.check_output(command, env=environment(cache), text=True, timeout=ANSWER_S)
+        text = subprocess.check_output(command, env=environment(work), text=True, timeout=ANSWER_S)
     except subprocess.SubprocessError as error:
         raise RuntimeError(f"torch or the GPU does not answer: {error}") from error
     return Machine(**json.loads(text.splitlines()[-1]))
-
-
-def _check_plan(machine: Machine, cache: Path, seconds: float) -> int:
-    print(f"No GPU: {machine.why_none}. Nothing is run; this checks that all parts could.")
-    command = [sys.executable, "-m", "gpu_checks.plan"]
-    try:
-        subprocess.run(command, env=environment(cache), timeout=seconds, check=True)
-    except subprocess.SubprocessError as error:
-        print(f"The plan is broken: {error}")
-        return 1
-    print("The plan is sound.")
-    return 0
 
 
 class Session:
@@ -142,7 +127,7 @@ class Session:
         options: of the command line.
         catalog: module whose ``PARTS`` there are.
         machine: what they run on.
-        cache: directory of compiled kernels.
+        work: directory of parts and of compiled kernels.
         arguments: for the page.
     """
 
@@ -151,28 +136,29 @@ class Session:
         options: argparse.Namespace,
         catalog: str,
         machine: Machine,
-        cache: Path,
+        work: Path,
         arguments: Sequence[str],
     ) -> None:
-        self._options, self._machine, self._cache = options, machine, cache
-        self._catalog = catalog
+        self._options, self._machine, self._work = options, machine, work
         self._module = importlib.import_module(catalog)
         self._command = shlex.join(["python", "tools/gpu.py", *arguments])
         self._deadline = time.monotonic() + options.seconds
-        # Who gives more time has a slow machine.
-        self._patience = max(1.0, options.seconds / SECONDS)
         self._results: dict[str, Result] = {}
         self._backend_of_two = "gloo"
         self._sharing = Sharing()
 
     def run(self, parts: Sequence[Part]) -> int:
         """Run what has no good result yet, and write the page; the exit status."""
-        self._options.results.mkdir(parents=True, exist_ok=True)
+        (self._options.results / "logs").mkdir(parents=True, exist_ok=True)
         interrupted = False
         try:
             with terminated_as_interrupted():
                 parts = self._able(parts)
-                self._run_rest(parts)
+                for is_timed, group in itertools.groupby(parts, lambda part: bool(part.measure)):
+                    rest = [part for part in group if not self._is_done(part)]
+                    # What is timed runs alone; on the CPU no time says anything.
+                    is_alone = is_timed and self._machine.device == "cuda"
+                    self._run_all(rest, 1 if is_alone else self._options.jobs)
         except KeyboardInterrupt:
             interrupted = True
         finally:
@@ -207,7 +193,8 @@ class Session:
         self._backend_of_two, failure = "nccl", ""
         for way in self._ways_to_share() if self._machine.count == 1 else ():
             self._sharing = way
-            failure = self._failure_of_probe()
+            probed = self._run_part(self._module.PROBE)
+            failure = "there is no time left" if probed is None else probed.failure
             if not failure:
                 break
             print(f"Two ranks, {way}: {failure}", flush=True)
@@ -215,49 +202,48 @@ class Session:
 
     def _ways_to_share(self) -> Iterator[Sharing]:
         """How two ranks may have one GPU, the best first; the last is for NCCL 2.30 and newer."""
-        directory = self._cache / "mps"
+        directory = self._work / "mps"
         if control_mps(directory, "-d"):
             yield Sharing(True, str(directory))
             control_mps(directory, words="quit\n")
         yield Sharing(True)
         yield Sharing(False)
 
-    def _failure_of_probe(self) -> str:
-        """Why two ranks cannot reduce over NCCL; empty if they can."""
-        found: list[Result] = []
-        probe = [self._module.PROBE]
-        run_side_by_side(probe, self._start, lambda _, one: found.append(one), jobs=1)
-        if not found:
-            return "there is no time left"
-        return "" if found[0].is_right else found[0].failure
-
     def _backend(self, part: Part) -> str:
         if part.ranks > 1:
             return self._backend_of_two
         return "nccl" if self._machine.device == "cuda" else "gloo"
 
-    def _run_rest(self, parts: Sequence[Part]) -> None:
-        rest = []
-        for part in parts:
-            kept = read_result(self._options.results, part.name, self._machine.key)
-            counts = kept and kept.is_right and kept.backend == self._backend(part)
-            if kept and counts and not self._options.again:
-                self._results[part.name] = kept
-                print(f"{part.name}: done before")
-            else:
-                rest.append(part)
-        for is_untimed, group in itertools.groupby(rest, lambda part: part.group == UNTIMED):
-            # What is timed runs alone.
-            jobs = self._options.jobs if is_untimed else 1
-            run_side_by_side(list(group), self._start, self._keep, jobs=jobs)
+    def _is_done(self, part: Part) -> bool:
+        """Whether an earlier call has left a good result, which counts then."""
+        kept = read_result(self._options.results, part.name, self._machine.key)
+        if kept is None or not kept.is_right or kept.backend != self._backend(part):
+            return False
+        if not self._options.again:
+            self._results[part.name] = kept
+            print(f"{part.name}: done before")
+        return not self._options.again
 
-    def _start(self, part: Part) -> PartProcess | None:
+    def _run_all(self, parts: Sequence[Part], jobs: int) -> None:
+        """Run parts in their order, some at a time; keep each result as it comes."""
+        with ThreadPoolExecutor(jobs) as pool:
+            futures = [pool.submit(self._run_part, part) for part in parts]
+            try:
+                for future in as_completed(futures):
+                    if result := future.result():
+                        self._keep(result)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                while not all(future.done() for future in futures):
+                    kill_parts(self._work)
+                raise
+
+    def _run_part(self, part: Part) -> Result | None:
+        """Run a part; ``None`` if there is no time for it."""
         left_s = self._deadline - time.monotonic()
         if left_s < min(part.least_s, self._options.seconds):
             print(f"{part.name}: not run, {max(0.0, left_s):.0f} s are left", flush=True)
             return None
-        logs = self._options.results / "logs"
-        logs.mkdir(exist_ok=True)
         site = Site(
             self._machine.device,
             self._backend(part),
@@ -265,48 +251,40 @@ class Session:
             gpus=self._machine.count,
             memory_gib=self._machine.memory_gib,
             sharing=self._sharing,
-            catalog=self._catalog,
         )
-        return PartProcess(
-            part,
-            key=self._machine.key,
-            site=site,
-            cache=self._cache,
-            logs=logs,
-            limit_s=min(part.limit_s * self._patience, left_s),
-        )
+        # Who gives more time has a slow machine.
+        limit_s = min(part.limit_s * max(1.0, self._options.seconds / SECONDS), left_s)
+        logs = self._options.results / "logs"
+        return run_part(part, site, self._machine.key, work=self._work, logs=logs, limit_s=limit_s)
 
-    def _keep(self, part: Part, result: Result) -> None:
+    def _keep(self, result: Result) -> None:
         result.write(self._options.results)
-        self._results[part.name] = result
+        self._results[result.part] = result
         word = "right" if result.is_right else result.failure or "wrong"
-        print(f"{part.name}: {word} ({result.seconds:.0f} s, {len(result.rows)} rows)", flush=True)
+        print(
+            f"{result.part}: {word} ({result.seconds:.0f} s, {len(result.rows)} rows)", flush=True
+        )
         for row in result.rows:
             if not row.is_right:
                 print(f"  {row.title}: {row.words}", flush=True)
 
     def _write_page(self, chosen: Sequence[Part]) -> None:
         """Write all results there are, also those of earlier calls for other parts."""
-        kept = {
-            part.name: self._results.get(part.name)
-            or read_result(self._options.results, part.name, self._machine.key)
-            for part in self._module.PARTS
-        }
-        results = {name: result for name, result in kept.items() if result is not None}
+        results, key = dict(self._results), self._machine.key
+        for part in self._module.PARTS:
+            kept = read_result(self._options.results, part.name, key)
+            if kept is not None:
+                results.setdefault(part.name, kept)
         parts = [part for part in self._module.PARTS if part in chosen or part.name in results]
         date = str(datetime.date.today())
-        text = pages.as_markdown(self._machine, parts, results, date=date, command=self._command)
-        page = self._page(date)
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(text)
-        print(f"Written to {page}; logs are in {self._options.results / 'logs'}")
-
-    def _page(self, date: str) -> Path:
-        """Where the page is written."""
-        if self._options.out:
-            return Path(self._options.out)
         on_cpu = self._machine.device == "cpu"
-        return (self._options.results if on_cpu else ROOT / "docs" / "gpu") / f"{date}.md"
+        folder = self._options.results if on_cpu else ROOT / "docs" / "gpu"
+        page = self._options.out or folder / f"{date}.md"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(
+            pages.as_markdown(self._machine, parts, results, date=date, command=self._command)
+        )
+        print(f"Written to {page}; logs are in {self._options.results / 'logs'}")
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from command_line import parser_of
-from interrupting import INTERRUPTED, terminated_as_interrupted
+from command_line import INTERRUPTED, ROOT, parser_of, terminated_as_interrupted
 from torch_tests_run.comparing import (
     MODELS,
     MODES,
@@ -41,7 +40,6 @@ from torch_tests_run.comparing import (
 from torch_tests_run.running import prepare, run_one
 from torch_tests_run.source import TorchTest, ddp_tests, source_path
 
-ROOT = Path(__file__).resolve().parent.parent
 KNOWN = Path(__file__).parent / "torch_tests_run" / "known.json"
 TIMEOUT_S = 300.0
 

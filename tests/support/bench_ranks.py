@@ -21,7 +21,7 @@ MEASURING_STEPS = 8
 
 class FakeRank:
     def __init__(self, assignment: Assignment) -> None:
-        self.way, self.forwards = assignment.way, assignment.forwards
+        self.way, self.forwards = assignment.way, assignment.place.forwards
         # As the package's own.
         self.measured = Path(os.environ.get("FUSION_PASSES_PROFILE_DIR", "/never"), "measured")
         self.is_planned = self.way == "auto" and self.measured.exists()
@@ -74,8 +74,8 @@ class FakeRank:
 
 
 def main(arguments):
-    assignment = Assignment.from_json(arguments[0])
-    connection = Connection(int(arguments[1]))
+    connection = Connection(int(arguments[0]))
+    assignment = connection.recv()
     if assignment.rank == 0:
         connection.send(("port", 1))
     else:

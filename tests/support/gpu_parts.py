@@ -45,7 +45,7 @@ def hangs(site: Any, note: Any) -> None:
 
 
 def _measuring(name: str, **options: Any) -> Part:
-    return Part(name, "copies", f"{__name__}:{name.replace('-', '_')}", **options)
+    return Part(name, f"{__name__}:{name.replace('-', '_')}", **options)
 
 
 def _check(title: str, target: str) -> Check:
@@ -55,7 +55,6 @@ def _check(title: str, target: str) -> Check:
 PARTS = (
     Part(
         "trains",
-        "correctness",
         ranks=2,
         checks=(
             _check("a real one", "testing.scenarios.features.loops:plain"),
@@ -72,4 +71,4 @@ PARTS = (
     _measuring("hangs", limit_s=9.0),
 )
 
-PROBE = Part("probe", "probe", "gpu_checks.net:add_up", ranks=2)
+PROBE = Part("probe", "gpu_checks.net:add_up", ranks=2)

@@ -12,7 +12,7 @@ import bench
 from benches import steps
 from benches.methods import Comparison
 from benches.network import local_network
-from benches.processes import Assignment, Place, RankProcesses, RanksFailed, cores_of
+from benches.processes import Place, RankProcesses, RanksFailed, cores_of
 from benches.results import Row
 from tests.support import bench_ranks
 
@@ -21,13 +21,11 @@ RATIO = "time over no DDP"
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
-    cores, worker = ((0,), (0,)), bench_ranks.__name__
-    prefixes = ((), ())
-    return Place("mlp", "tiny", cores, "127.0.0.1", prefixes, {}, tmp_path, 20.0, worker=worker)
+    return Place(tmp_path, 20.0, ((0,), (0,)), model="mlp", worker=bench_ranks.__name__)
 
 
 def measured(
-    place: Place, monkeypatch: pytest.MonkeyPatch, *arguments: str, quick: bool = True
+    place: Place, monkeypatch: pytest.MonkeyPatch, *arguments: str
 ) -> tuple[dict[str, Row], list[str], Comparison]:
     """Rows by title, the rates that were set, and all that was measured."""
     common = ["--rate", "1gbit", "10gbit", "--rounds", "2", "--round-seconds", "0.1"]
@@ -35,7 +33,7 @@ def measured(
     monkeypatch.setattr(steps, "Place", lambda **given: dataclasses.replace(
         place, **{name: given[name] for name in ("variables", "timeout_s", "forwards")}
     ))  # fmt: skip
-    options = steps._parser().parse_args([*common, *(["--quick"] if quick else []), *arguments])
+    options = steps._parser().parse_args([*common, "--quick", *arguments])
     options.model = ["mlp"]
     steps._check(options)
     network, rates = local_network(2), list[str]()
@@ -66,22 +64,11 @@ def test_a_method_that_fails_says_why_and_ends_no_other(
         assert rows[f"mlp, {rate}: all-reduce alone"].figures["ms"] == pytest.approx(10.0)
 
 
-def test_starts_are_judged_at_the_defaults(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["--ways", "concat", "--caps", "1", "--size", "tiny"]
-    rows, _, _ = measured(place, monkeypatch, *arguments, quick=False)
-    for way in ("concat", "concat, 1 MB"):
-        row = rows[f"mlp, 1 Gbit/s: {way}"]
-        kept = None if way.endswith("MB") else 1.0
-        assert (row.figures["cold s"], row.figures["warm over no DDP"]) == (kept, kept)
-        assert row.figures["peak over no DDP"] == 1.0
-
-
-@pytest.mark.parametrize("quick", [False, True])
 def test_auto_is_measured_with_the_buckets_that_a_run_before_has_planned(
-    place: Place, monkeypatch: pytest.MonkeyPatch, quick: bool
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On each network: it is measured there."""
-    rows, _, cell = measured(place, monkeypatch, "--ways", "auto", "--size", "tiny", quick=quick)
+    rows, _, cell = measured(place, monkeypatch, "--ways", "auto")
     for rate in ("1 Gbit/s", "10 Gbit/s"):
         row = rows[f"mlp, {rate}: auto"]
         assert f"mlp, {rate}, auto: planned." in cell.plans()
@@ -121,11 +108,6 @@ def test_ranks_that_hang_are_killed(place: Place) -> None:
 def test_cores_are_shared() -> None:
     assert cores_of(2, [0, 1, 2, 3, 4]) == ((0, 1), (2, 3))
     assert cores_of(3, [4, 5]) == ((4,), (5,), (4,))
-
-
-def test_an_assignment_survives_the_command_line() -> None:
-    given = Assignment("concat", 2.5, 1, 2, (3,), "mlp", "tiny", "host", 9.0, "gloo", 2)
-    assert Assignment.from_json(given.to_json()) == given
 
 
 @pytest.mark.nightly  # A check runs the quick form as a stage of its own.

@@ -43,11 +43,13 @@ def running() -> list[str]:
     return found
 
 
-def test_a_training_that_ends_as_its_peers_breaks_no_rule(tmp_path: Path) -> None:
+def test_a_training_that_ends_as_its_peers_breaks_no_rule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, verdicts = run(tmp_path, scenario("ends"))
     assert status == 0
     assert [verdict["way"] for verdict in verdicts] == ["eager", "compiled", "concat"]
-    report = (tmp_path / "output" / faults.LOG).read_text()
+    report = capsys.readouterr().out
     assert "[1/1] fake" in report
     assert "concat, rank 1: right" in report
 

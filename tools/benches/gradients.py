@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +42,8 @@ def compare_with(reference: str, model: nn.Module, *, write: bool) -> Checked:
 def compare(
     gradients: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    expected_buffers: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor] = MappingProxyType({}),
+    expected_buffers: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Checked:
     """Compare gradients and buffers by name."""
     common = [name for name in expected if name in gradients]

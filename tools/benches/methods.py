@@ -34,8 +34,6 @@ class Method:
         first_s: seconds of the first averaged step of a process beyond compiling, by rate, one for
             each process.
         plans: by rate, its buckets and why they are these; empty where it measures nothing.
-        cold_s: from the wrapping in DDP to the end of the first step, with an empty compiler cache.
-        warm_s: the same in a second process, with what the first has left.
         peak_bytes: most memory of a step beyond parameters, buckets of DDP's reducer included.
         error: largest difference of its gradients from eager DDP's, over the largest element.
         buffers: how many buffers of the model differ from eager DDP's.
@@ -51,8 +49,6 @@ class Method:
     cpu_s: dict[str, list[float]] = field(default_factory=dict)
     first_s: dict[str, list[float]] = field(default_factory=dict)
     plans: dict[str, str] = field(default_factory=dict)
-    cold_s: float | None = None
-    warm_s: float | None = None
     peak_bytes: int | None = None
     error: float | None = None
     buffers: int = 0
@@ -134,12 +130,8 @@ class Method:
         worst = max(answers, key=lambda one: one.error)
         self.error = worst.error
         self.buffers = len({name for one in answers for name in one.buffers})
-        if not all(one.compared for one in answers):
-            self.wrong = "compared with nothing: eager DDP failed"
-        elif missing := sorted({name for one in answers for name in one.missing}):
-            self.wrong = f"gradients of other parameters than eager DDP's: {', '.join(missing)}"
-        elif not worst.error <= tolerance:
-            self.wrong = f"the gradient of {worst.worst} is off by {worst.error:.1%}"
+        found = (one.in_words(tolerance) for one in answers)
+        self.wrong = next(filter(None, found), self.wrong)
 
     def over(self, other: Method, rate: str) -> list[float]:
         """Ratios of the step's time to another method's in the same rounds."""
@@ -258,9 +250,6 @@ class Comparison:
             "over torch's fastest": self._over_theirs(method, rate),
             "CPU over both alone": self._cpu(method, rate),
             PEAK: _ratio(method.peak_bytes, plain.peak_bytes),
-            "cold s": method.cold_s,
-            "warm s": method.warm_s,
-            "warm over no DDP": _ratio(method.warm_s, plain.warm_s),
             "first step, ms": first and 1000 * first,
             "first over eager DDP's": _median(
                 ratios(method.first_s.get(rate, ()), reference.first_s.get(rate, ()))

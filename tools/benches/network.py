@@ -279,7 +279,7 @@ class _Namespaces:
 
 
 def leftovers(listed: str, is_running: Callable[[int], bool]) -> list[str]:
-    """Namespaces, or directories, of benches that are gone.
+    """Namespaces of benches that are gone.
 
     Args:
         listed: their names, as ``ip netns list`` prints them.

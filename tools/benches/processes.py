@@ -6,21 +6,19 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Final
 
+from command_line import ROOT
 from testing.sessions import kill_session, start_session
-
-ROOT: Final = Path(__file__).resolve().parent.parent.parent
 
 JOIN_S: Final = 120.0
 """At most, until torch has been imported on busy cores and the ranks have found each other."""
@@ -37,15 +35,15 @@ class Place:
     """Where ranks run, and what they train.
 
     Attributes:
-        model: name of the model.
-        size: name of its size.
-        cores: of each rank.
-        host: address of rank 0.
-        prefixes: for each rank, the command that starts another in the rank's network namespace;
-            empty without one.
-        variables: environment variables, for the network and torch.
         directory: for logs and caches.
         timeout_s: for anything that ranks are asked.
+        cores: of each rank.
+        model: its name.
+        size: name of its size.
+        host: address of rank 0.
+        prefixes: for each rank, the command that starts another in the rank's network namespace;
+            none without namespaces.
+        variables: environment variables, for the network and torch.
         backend: of the process group.
         forwards: of a step, before one backward.
         shares_kernels: whether all methods have one compiler cache. None then starts as on a new
@@ -53,14 +51,14 @@ class Place:
         worker: the module that ranks run.
     """
 
-    model: str
-    size: str
-    cores: tuple[tuple[int, ...], ...]
-    host: str
-    prefixes: tuple[tuple[str, ...], ...]
-    variables: dict[str, str]
     directory: Path
     timeout_s: float
+    cores: tuple[tuple[int, ...], ...]
+    model: str = ""
+    size: str = "tiny"
+    host: str = "127.0.0.1"
+    prefixes: tuple[tuple[str, ...], ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
     backend: str = "gloo"
     forwards: int = 1
     shares_kernels: bool = False
@@ -76,34 +74,21 @@ class Assignment:
     """What one rank is to do.
 
     Attributes:
+        place: where all ranks run.
         way: name of the method.
         cap_mb: of a bucket, in MiB; ``None`` is the method's default.
         rank: which rank.
-        ranks: how many there are.
-        cores: that its threads run on.
-
-    The others are those of :class:`Place`.
     """
 
+    place: Place
     way: str
     cap_mb: float | None
     rank: int
-    ranks: int
-    cores: tuple[int, ...]
-    model: str
-    size: str
-    host: str
-    timeout_s: float
-    backend: str
-    forwards: int = 1
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Assignment:
-        data: dict[str, Any] = json.loads(text)
-        return cls(**data | {"cores": tuple(data["cores"])})
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """That its threads run on."""
+        return self.place.cores[self.rank]
 
 
 @dataclass(frozen=True)
@@ -136,6 +121,20 @@ class Checked:
     missing: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     compared: bool = True
+
+    def in_words(self, tolerance: float) -> str:
+        """What is wrong; empty if nothing is.
+
+        Args:
+            tolerance: of an element, over the largest of its gradient.
+        """
+        if not self.compared:
+            return "compared with nothing: eager DDP failed"
+        if self.missing:
+            return f"gradients of other parameters than eager DDP's: {', '.join(self.missing)}"
+        if not self.error <= tolerance:
+            return f"the gradient of {self.worst} is off by {self.error:.1%}"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -261,30 +260,21 @@ class RankProcesses:
 
     def _launch(self, rank: int) -> _Rank:
         place = self.place
-        assignment = Assignment(
-            self.way,
-            self.cap_mb,
-            rank,
-            place.ranks,
-            place.cores[rank],
-            place.model,
-            place.size,
-            place.host,
-            place.timeout_s,
-            place.backend,
-            place.forwards,
-        )
         cap = "" if self.cap_mb is None else f"-{self.cap_mb:g}"
         name = f"{place.model}-{self.way}{cap}-{rank}.log".replace(" ", "-").replace(":", ".")
         log = place.directory / "logs" / name
         log.parent.mkdir(exist_ok=True)
         ours, theirs = socket.socketpair()
-        command = [*place.prefixes[rank], sys.executable, "-m", place.worker]
-        command += [assignment.to_json(), str(theirs.fileno())]
+        descriptor = str(theirs.fileno())
+        prefix = place.prefixes[rank] if place.prefixes else ()
+        command = [*prefix, sys.executable, "-m", place.worker, descriptor]
         with theirs:
             variables, kept = self._environment(), [theirs.fileno()]
             process = start_session(command, log, variables, appends=True, pass_fds=kept)
-        return _Rank(process, Connection(ours.detach()), log)
+            connection = Connection(ours.detach())
+            # While this process has the other end too: that one may have died already.
+            connection.send(Assignment(place, self.way, self.cap_mb, rank))
+        return _Rank(process, connection, log)
 
     def _environment(self) -> dict[str, str]:
         place = self.place
@@ -293,7 +283,7 @@ class RankProcesses:
         owner = "all" if place.shares_kernels else self.way
         cache = place.directory / "caches" / f"{place.model}-{owner}".replace(" ", "-")
         threads, keeps = len(place.cores[0]), not place.shares_kernels
-        return environment(cache, threads=threads, keeps_graphs=keeps) | place.variables
+        return environment(cache, threads=threads, keeps_graphs=keeps) | {**place.variables}
 
     def _connect(self) -> None:
         (port,) = self._receive("port", JOIN_S, self._ranks[:1])

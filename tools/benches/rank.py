@@ -1,6 +1,6 @@
 """One rank of a method: trains as it is told over a pipe, and says what it measured.
 
-python -m benches.rank ASSIGNMENT FILE_DESCRIPTOR
+python -m benches.rank FILE_DESCRIPTOR
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import calculate_time_spent, compile_times, counters
+from torch.profiler import ProfilerActivity, profile
+
+from benches.gradients import compare_with
 from benches.processes import Assignment, Checked, Started, Stepped
+from workloads.models import SIZES, subject
+from workloads.ways import WAYS, built, prepare
 
 PR_SET_PDEATHSIG: Final = 1
 
@@ -38,8 +46,8 @@ def main(arguments: list[str], kind: type[Rank] | None = None) -> int:
         arguments: of the command line.
         kind: the commands that there are; by default :class:`Rank`.
     """
-    assignment = Assignment.from_json(arguments[0])
-    connection = Connection(int(arguments[1]))
+    connection = Connection(int(arguments[0]))
+    assignment: Assignment = connection.recv()
     # A bench that is killed leaves no ranks behind, not even one that waits in a collective.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # By the command that is terminated when it is.
@@ -70,8 +78,6 @@ class Rank:
     """The commands; each is called on all ranks of a method at the same time."""
 
     def __init__(self, assignment: Assignment, connection: Connection) -> None:
-        import torch
-
         self._assignment = assignment
         torch.set_num_threads(len(assignment.cores))
         self._device = torch.device("cpu")
@@ -82,19 +88,26 @@ class Rank:
         self._run: Callable[[], None] = lambda: None
 
     def _join(self, connection: Connection) -> Any:
-        import torch.distributed as dist
-
-        mine, timeout = self._assignment, datetime.timedelta(seconds=self._assignment.timeout_s)
-        if mine.rank == 0:
+        place, rank = self._assignment.place, self._assignment.rank
+        timeout = datetime.timedelta(seconds=place.timeout_s)
+        way = WAYS.get(self._assignment.way)
+        # Else NCCL registers no memory.
+        is_bound = way and way.memory == "registered" and self._device.type == "cuda"
+        if rank == 0:
             # The port is free where rank 0 runs, which can be another network namespace.
             store = dist.TCPStore(
-                mine.host, 0, mine.ranks, is_master=True, timeout=timeout, wait_for_workers=False
+                place.host, 0, place.ranks, is_master=True, timeout=timeout, wait_for_workers=False
             )
             connection.send(("port", store.port))
         else:
-            store = dist.TCPStore(mine.host, connection.recv(), mine.ranks, timeout=timeout)
+            store = dist.TCPStore(place.host, connection.recv(), place.ranks, timeout=timeout)
         dist.init_process_group(
-            mine.backend, store=store, rank=mine.rank, world_size=mine.ranks, timeout=timeout
+            place.backend,
+            store=store,
+            rank=rank,
+            world_size=place.ranks,
+            timeout=timeout,
+            device_id=self._device if is_bound else None,
         )
         dist.barrier()
         return store
@@ -103,16 +116,11 @@ class Rank:
 
     def build(self) -> None:
         """Build the model, and import what that needs: no part of a start."""
-        from workloads.models import SIZES, subject
-        from workloads.ways import built
-
-        self._made = subject(self._assignment.model, SIZES[self._assignment.size])
+        self._made = subject(self._assignment.place.model, SIZES[self._assignment.place.size])
         self._model = built(self._made, self._device)
 
     def wrap(self) -> None:
         """Wrap what was built in DDP; ``"auto"`` measures the network in that."""
-        from workloads.ways import prepare
-
         mine = self._assignment
         self._barrier()
         begin = time.perf_counter()
@@ -122,7 +130,7 @@ class Rank:
             self._device,
             cap_mb=mine.cap_mb,
             seed=mine.rank,
-            forwards=mine.forwards,
+            forwards=mine.place.forwards,
             model=self._model,
         )
         self._run = self._training.run
@@ -151,8 +159,6 @@ class Rank:
 
     def _log_phases(self, seconds: float) -> None:
         """Say in the log what a start was spent on, and what caches gave."""
-        from torch._dynamo.utils import compile_times, counters
-
         print(f"wrapped in {self._wrapped_s:.3f} s, first step in {seconds:.3f} s")
         for kind in ("aot_autograd", "inductor", "compiled_autograd"):
             print(f"{kind}: {dict(counters[kind])}")
@@ -161,8 +167,6 @@ class Rank:
     def first_average(self) -> float:
         """Seconds of the first step whose gradients are averaged, where :meth:`start` has compiled
         it without; less those of what is compiled in it all the same."""
-        from torch._dynamo.utils import calculate_time_spent
-
         before = calculate_time_spent()["total_wall_time"]
         (seconds,) = self._timed(1).seconds
         return seconds - (calculate_time_spent()["total_wall_time"] - before)
@@ -181,9 +185,6 @@ class Rank:
     def reduce(self, num_bytes: int, count: int) -> Stepped:
         """Reduce so many bytes in one all-reduce, and nothing beside it; after one that is not
         timed."""
-        import torch
-        import torch.distributed as dist
-
         flat, kept = torch.ones(num_bytes // 4, device=self._device), self._run
         self._run = lambda: dist.all_reduce(flat)
         self._run()
@@ -208,8 +209,6 @@ class Rank:
 
     def _on_gpu(self, count: int) -> tuple[float, ...]:
         """Seconds of steps by CUDA events; the last one is waited for."""
-        import torch
-
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         events[0].record()
         for event in events[1:]:
@@ -234,8 +233,6 @@ class Rank:
     def check(self, reference: str, write: bool) -> Checked:
         """Make a step, and compare with what eager DDP left in the file ``reference``; eager DDP
         itself writes it."""
-        from benches.gradients import compare_with
-
         self._run()
         self._synchronize()
         checked = compare_with(f"{reference}-{self._assignment.rank}", self._model, write=write)
@@ -250,8 +247,6 @@ class Rank:
         return peak + int(self._training.kept_bytes)
 
     def _peak_on_gpu(self) -> int:
-        import torch
-
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -262,8 +257,6 @@ class Rank:
 
     def _peak_on_cpu(self) -> int:
         """By the profiler, for which each allocation and release is an event."""
-        from torch.profiler import ProfilerActivity, profile
-
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             self._run()
         events = profiler.profiler.kineto_results.events()
@@ -288,37 +281,28 @@ class Rank:
         Raises:
             RuntimeError: a result is wrong.
         """
-        import torch
-        import torch.distributed as dist
-
-        mine = self._assignment
-        total = mine.ranks * (mine.ranks + 1) / 2
+        rank, ranks = self._assignment.rank, self._assignment.place.ranks
+        total = ranks * (ranks + 1) / 2
         for operation, result in (
             (dist.ReduceOp.SUM, total),
-            (dist.ReduceOp.AVG, total / mine.ranks),
+            (dist.ReduceOp.AVG, total / ranks),
         ):
-            values = torch.full([2**20], mine.rank + 1.0, device=self._device)
+            values = torch.full([2**20], rank + 1.0, device=self._device)
             dist.all_reduce(values, operation)
             if not torch.all(values == result):
                 raise RuntimeError(f"{operation} is {values[0].item()}, not {result}")
 
     def _barrier(self) -> None:
-        import torch.distributed as dist
-
         dist.barrier()
         self._synchronize()
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
-            import torch
-
             torch.cuda.synchronize()
 
     def _give_back(self) -> None:
         """Return memory that is cached to the device, so that the processes of all methods fit."""
         if self._device.type == "cuda":
-            import torch
-
             torch.cuda.empty_cache()
 
 

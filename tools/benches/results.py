@@ -114,7 +114,7 @@ def overview(rows: Iterable[Row]) -> str:
     cases: dict[str, dict[str, Row]] = {}
     for row in rows:
         case, _, method = row.title.partition(": ")
-        if RATIO in row.figures:
+        if PEAK in row.figures:
             cases.setdefault(case, {})[method] = row
     methods = list(dict.fromkeys(name for found in cases.values() for name in found))
     if not methods:

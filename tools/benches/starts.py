@@ -11,30 +11,34 @@ little.
     python tools/bench.py starts --by-block               # blocks compiled, the rest not
     python tools/bench.py starts --dynamic                # symbolic sizes
     python tools/bench.py starts --size tiny --starts 1   # quickly
+
+A start's process: python -m benches.starts FILE_DESCRIPTOR
 """
 
 from __future__ import annotations
 
 import argparse
 import compileall
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benches import rank
+from benches.processes import Place, RankProcesses
 from benches.results import Origin, page, parser_of, table, write
-from workloads.models import MAKERS, SIZES, subject
+from command_line import ROOT
+from workloads.models import MAKERS, SIZES
 from workloads.ways import PLAIN, WAYS, configure
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
 
 METHODS: Final = (PLAIN, "DDPOptimizer", "concat", "concat, traced")
 
@@ -45,9 +49,6 @@ SECONDS_OF_STEPS: Final = 3.0
 LIMIT_SECONDS: Final = 900
 """Of one start; the longest cold one takes some 150 s on two cores."""
 
-BENCH: Final = Path(__file__).resolve().parent.parent / "bench.py"
-PACKAGE: Final = BENCH.parent.parent / "fusion_passes"
-
 FIGURES: Final = ("cold", "warm", "step", BARE_STEP)
 
 Round = dict[str, dict[str, float]]
@@ -57,12 +58,8 @@ Round = dict[str, dict[str, float]]
 def main(arguments: Sequence[str]) -> int:
     """Run the command line; returns its exit status."""
     options = _options(arguments)
-    if options.started:
-        (model,) = options.model
-        print(json.dumps(measure(model, options)))
-        return 0
     # An installed package has its bytecode, a checkout may have none.
-    compileall.compile_dir(PACKAGE, quiet=1)
+    compileall.compile_dir(ROOT / "fusion_passes", quiet=1)
     origin = Origin.here("starts", arguments)
     cells: dict[str, list[Round]] = {}
     said = ""
@@ -111,8 +108,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--dynamic", action="store_true", help="compile for symbolic sizes (dynamic=True)"
     )
-    # What this command starts is started by it too.
-    parser.add_argument("--started", choices=METHODS, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
@@ -132,25 +127,21 @@ def _round(model: str, options: argparse.Namespace) -> Round:
 
 
 def _start(model: str, options: argparse.Namespace, method: str, cache: str) -> dict[str, float]:
-    command = [sys.executable, str(BENCH), "starts"]
-    command += ["--model", model, "--size", options.size, "--started", method]
-    command += ["--by-block"] if options.by_block else []
-    command += ["--dynamic"] if options.dynamic else []
-    environment = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": cache,
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # Other processes' seconds would not be counted.
-        "OMP_NUM_THREADS": "1",
-    }
-    said = subprocess.run(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=True,
+    """CPU seconds of a start and a step: see :meth:`StartRank.measure`."""
+    place = Place(
+        Path(cache),
+        LIMIT_SECONDS,
+        ((min(os.sched_getaffinity(0)),),),
+        model=model,
+        size=options.size,
+        worker=__name__,
     )
-    seconds: dict[str, float] = json.loads(said.stdout.splitlines()[-1])
+    ranks = RankProcesses(method, place)
+    try:
+        seconds: dict[str, float]
+        (seconds,) = ranks.ask("measure", options.by_block, options.dynamic)
+    finally:
+        ranks.end()
     return seconds
 
 
@@ -161,15 +152,16 @@ def _cells(rounds: Sequence[Round], figure: str, methods: Sequence[str]) -> list
     return [f"{statistics.median(values):.2f}" for values in ratios]
 
 
+# --- In the process of a start -------------------------------------------------------------------
+
+
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The blocks of a model: what it has in lists.
 
     Raises:
         ValueError: it has none.
     """
-    import torch
-
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     blocks = [block for found in lists for block in found]
     if not blocks:
         raise ValueError(
@@ -179,55 +171,46 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def measure(model: str, options: argparse.Namespace) -> dict[str, float]:
-    """Start a training in this process.
+class StartRank(rank.Rank):
+    """The one rank of a start."""
 
-    Args:
-        model: one of :data:`workloads.models.MAKERS`.
-        options: of the command line: ``size``, one of :data:`workloads.models.SIZES`; ``started``,
-            one of :data:`METHODS`; ``by_block``, whether each block of the model is compiled by
-            itself, and nothing else; ``dynamic``, whether sizes are symbolic.
+    def measure(self, by_block: bool, dynamic: bool) -> dict[str, float]:
+        """Start a training.
 
-    Returns:
-        CPU seconds: ``"start"``, from the wrapping to the end of the first backward,
-        ``"step"``, of one forward and backward, the fastest of many, and ``"collectives"``, of
-        those of a step without anything else, likewise.
-    """
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
+        Args:
+            by_block: whether each block of the model is compiled by itself, and nothing else.
+            dynamic: whether sizes are symbolic.
 
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    way, by_block = WAYS[options.started], options.by_block
-    made = subject(model, SIZES[options.size])
-    module, batch = made.build(), made.batch(0)
-    begin = time.process_time()
-    wrapped: Any = module
-    if way.has_ddp:
-        configure(way)
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        wrapped = DistributedDataParallel(module)
-    dynamic = options.dynamic or None
-    compiled = wrapped if by_block else torch.compile(wrapped, dynamic=dynamic)
-    for block in blocks_of(module) if by_block else ():
-        block.compile(dynamic=dynamic)
+        Returns:
+            CPU seconds: ``"start"``, from the wrapping to the end of the first backward,
+            ``"step"``, of one forward and backward, the fastest of many, and ``"collectives"``, of
+            those of a step without anything else, likewise.
+        """
+        self.build()
+        way, module, batch = WAYS[self._assignment.way], self._model, self._made.batch(0)
+        begin = time.process_time()
+        wrapped: Any = module
+        if way.has_ddp:
+            configure(way)
+            wrapped = DistributedDataParallel(module)
+        compiled = wrapped if by_block else torch.compile(wrapped, dynamic=dynamic or None)
+        for block in blocks_of(module) if by_block else ():
+            block.compile(dynamic=dynamic or None)
 
-    def step() -> float:
-        start = time.process_time()
-        module.zero_grad()
-        compiled(*batch).backward()
-        return time.process_time() - start
+        def step() -> float:
+            start = time.process_time()
+            module.zero_grad()
+            compiled(*batch).backward()
+            return time.process_time() - start
 
-    step()
-    started = time.process_time() - begin
-    for _ in range(WARM_UP_STEPS):
         step()
-    fastest, collectives = _fastest(step), 0.0
-    if way.has_ddp:
-        collectives = _seconds_of_collectives(wrapped, is_fused=way.is_ours)
-        dist.destroy_process_group()
-    return {"start": started, "step": fastest, "collectives": collectives}
+        started = time.process_time() - begin
+        for _ in range(WARM_UP_STEPS):
+            step()
+        fastest, collectives = _fastest(step), 0.0
+        if way.has_ddp:
+            collectives = _seconds_of_collectives(wrapped, is_fused=way.is_ours)
+        return {"start": started, "step": fastest, "collectives": collectives}
 
 
 def _fastest(step: Callable[[], float]) -> float:
@@ -241,9 +224,6 @@ def _fastest(step: Callable[[], float]) -> float:
 def _seconds_of_collectives(ddp: DistributedDataParallel, is_fused: bool) -> float:
     """CPU seconds of a step's collectives, launched by themselves and waited for: an all-reduce for
     each bucket, and a broadcast of the buffers, which is left out on one rank where it is ours."""
-    import torch
-    import torch.distributed as dist
-
     sizes = map(int, ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(","))
     op = dist.ReduceOp.AVG if is_fused else dist.ReduceOp.SUM
     buckets = [torch.zeros(size // torch.float32.itemsize) for size in sizes]
@@ -259,3 +239,7 @@ def _seconds_of_collectives(ddp: DistributedDataParallel, is_fused: bool) -> flo
         return time.process_time() - start
 
     return _fastest(step)
+
+
+if __name__ == "__main__":
+    sys.exit(rank.main(sys.argv[1:], StartRank))

@@ -9,9 +9,9 @@ run.
     python tools/bench.py --model gpt2 mlp                    # on the network as it is
     sudo python tools/bench.py --rate 1gbit 2.5gbit --caps 5  # the whole form
     python tools/bench.py --model my_package.models:factory   # a model of yours
-    sudo python tools/bench.py --model gpt2 --rate 1gbit --no-cold \
+    sudo python tools/bench.py --model gpt2 --rate 1gbit \
         --ways concat "concat, traced" --forwards 2           # two forwards before each backward
-    sudo python tools/bench.py --model gpt2 --rate 1gbit --no-cold \
+    sudo python tools/bench.py --model gpt2 --rate 1gbit \
         --ways concat --first 5                               # the first averaged step of a process
 """
 
@@ -25,7 +25,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -41,8 +41,6 @@ from benches.network import (
     UNSHAPED,
     Network,
     check_allowed,
-    is_alive,
-    leftovers,
     local_network,
     parse_rate,
     shaped_network,
@@ -50,9 +48,9 @@ from benches.network import (
 )
 from benches.processes import Place, cores_of
 from benches.results import Origin, Row, figures_table, overview, page, parser_of, write
+from command_line import INTERRUPTED, terminated_as_interrupted
 from fusion_passes.profile.files import DIRECTORY_VARIABLE
 from fusion_passes.profile.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS
-from interrupting import INTERRUPTED, terminated_as_interrupted
 from workloads.models import MAKERS, SIZES, subject
 from workloads.ways import AUTO, EAGER, OURS, PLAIN, WAYS
 
@@ -79,10 +77,8 @@ LEGEND: Final = """\
 DDP*: over that of the model alone, compiled, in the same round; median and quartiles over rounds.
 *Exposed ms*: what a step takes beyond no DDP. *Over torch's fastest*: of its methods at their
 defaults, in pairs of the same round. *CPU*: CPU seconds of all ranks over those of no DDP and the
-all-reduce alone. *Peak*: memory of a step, beyond parameters. *Cold* and *warm*: from the wrapping
-in DDP to the end of the first step, with an empty compiler cache and in a second process. *First
-step*: the first one of a process whose gradients are averaged, beyond compiling. Gradients are
-compared with eager DDP's."""
+all-reduce alone. *Peak*: memory of a step, beyond parameters. *First step*: the first one of a
+process whose gradients are averaged, beyond compiling. Gradients are compared with eager DDP's."""
 
 
 @dataclass
@@ -169,7 +165,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, help=f"of measurement ({ROUNDS})")
     add("--round-seconds", type=float, help=f"of a way's turn in a round ({ROUND_S:g})")
     add("--timeout", type=float, default=TIMEOUT_S, help=f"s, of a way's turn ({TIMEOUT_S:g})")
-    add("--no-cold", action="store_true", help="start each way once, and judge no start")
     add("--quick", action="store_true", help="a tiny model, few ways, few rounds")
     return parser
 
@@ -212,7 +207,7 @@ def _measure(run: Run, options: argparse.Namespace, output: Path) -> None:
         network = local_network(options.ranks)
         if options.rate:
             network = stack.enter_context(shaped_network(options.ranks))
-        directory = stack.enter_context(_own_directory())
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{PREFIX}-")))
         (directory / "logs").mkdir()
         # A process that is killed can leave its logs for who reads the results.
         stack.callback(shutil.copytree, directory / "logs", output / "logs", dirs_exist_ok=True)
@@ -254,7 +249,6 @@ class Measuring:
         self._cell, self._options = cell, options
         self._network, self._directory = network, directory
         self._reference = str(directory / f"{cell.model}-gradients".replace(":", "."))
-        self._judges_starts = not (options.quick or options.no_cold)
 
     def run(self) -> None:
         """Start all methods, and measure them at each rate."""
@@ -286,24 +280,17 @@ class Measuring:
         shutil.rmtree(self._directory / "caches", ignore_errors=True)
 
     def _start(self, method: Method, rate: str) -> None:
-        """Start a method. Twice, as on a new machine and with what the first start left in its
-        caches, if starts are judged, or if its first run measures what the second plans from."""
+        """Start a method; twice, if its first run measures what the second plans from."""
         place = self._place(rate)
-        plans = method.way.measures_network
-        if plans or (self._judges_starts and method.cap_mb is None):
-            self._say(f"{method.label}, cold start")
-            started = method.start(place, START_S)
-            if started and self._judges_starts:
-                method.cold_s = max(one.seconds for one in started)
-            if plans:
-                method.ask("steps", MEASURING_STEPS)
+        if method.way.measures_network:
+            self._say(f"{method.label}, a run that measures")
+            method.start(place, START_S)
+            method.ask("steps", MEASURING_STEPS)
             method.end()
         self._say(f"{method.label}, start")
         started = method.start(place, START_S) if not method.wrong else None
         if started is None:
             return
-        if method.cold_s is not None:
-            method.warm_s = max(one.seconds for one in started)
         self._cell.gradient_bytes = self._cell.gradient_bytes or started[0].gradient_bytes
         method.check(self._reference, TOLERANCE, writes=method is self._cell.methods[1])
 
@@ -325,7 +312,7 @@ class Measuring:
             timeout_s=options.timeout,
             backend=options.backend,
             forwards=options.forwards,
-            shares_kernels=not self._judges_starts,
+            shares_kernels=True,
         )
 
     def _say_round(self, rate: str, number: int) -> None:
@@ -349,13 +336,3 @@ def _backend(ranks: int) -> str:
             f"{ranks}. Give fewer, hide the GPUs (CUDA_VISIBLE_DEVICES=''), or use tools/gpu.py."
         )
     return "nccl"
-
-
-@contextlib.contextmanager
-def _own_directory() -> Iterator[Path]:
-    """For caches and logs; after those of benches that were killed, which are large."""
-    root = Path(tempfile.gettempdir())
-    for name in leftovers("\n".join(path.name for path in root.glob(f"{PREFIX}-*")), is_alive):
-        shutil.rmtree(root / name, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}-{os.getpid()}-") as directory:
-        yield Path(directory)

@@ -18,13 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benches.processes import environment
 from fault_runs.caches import CannotPrepareError
 from fault_runs.judging import violations
 from fault_runs.records import RankRecord, RunRecord, add_events, events_path, read_events
 from fault_runs.scenarios import MODES, PEERS, Scenario, Way
 from testing.sessions import kill_marked, marked, start_session
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 MARK = "FAULT_RUN"
 """Environment variable by which the processes of a run are known, whoever their parent is."""
@@ -110,18 +109,11 @@ class Runner:
             cache.mkdir()
         undo = scenario.prepare(cache) if scenario.prepare else None
         try:
-            return _Processes(scenario, way, directory, cache, self._headers()).run()
+            return _Processes(scenario, way, directory, cache).run()
         finally:
             if undo is not None:
                 undo()
             shutil.rmtree(directory, ignore_errors=True)
-
-    def _headers(self) -> Path:
-        """Where Inductor keeps the headers that it compiles, for all runs together: that takes
-        10 s, in which the other ranks wait."""
-        headers = self.directory / "headers"
-        headers.mkdir(exist_ok=True)
-        return headers
 
     def _filled_cache(self, scenario: Scenario, way: Way) -> Path:
         """Of a run without a fault, shared by all scenarios with the same program."""
@@ -142,7 +134,7 @@ class Runner:
         directory = Path(tempfile.mkdtemp(prefix="filling-", dir=self.directory))
         filled = directory / "cache"
         filled.mkdir()
-        run = _Processes(calm, way, directory, filled, self._headers()).run()
+        run = _Processes(calm, way, directory, filled).run()
         if not all(rank.is_right for rank in run.ranks):
             logs = "\n".join(rank.log for rank in run.ranks)
             raise RuntimeError(f"{scenario.name}, {way}: a run without a fault failed\n{logs}")
@@ -173,20 +165,21 @@ class _Processes:
     Args:
         scenario: what runs.
         way: eager, compiled, or a mode.
-        directory: for what the ranks write.
+        directory: for what the ranks write, in that of all runs.
         cache: Inductor's.
-        headers: Inductor's other one, for the headers that it compiles.
     """
 
-    def __init__(
-        self, scenario: Scenario, way: Way, directory: Path, cache: Path, headers: Path
-    ) -> None:
+    def __init__(self, scenario: Scenario, way: Way, directory: Path, cache: Path) -> None:
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
         self.scenario, self.way = scenario, way
         self._directory, self._cache = directory, cache
         self._temporary = directory / "tmp"
         self._temporary.mkdir()
+        # Where Inductor keeps the headers that it compiles, for all runs together: that takes 10 s,
+        # in which the other ranks wait.
+        headers = directory.parent / "headers"
+        headers.mkdir(exist_ok=True)
         (self._temporary / Path(default_cache_dir()).name).symlink_to(headers)
         self._mark = f"{os.getpid()}-{directory.name}-{time.monotonic_ns()}"
         self._ranks: list[_Rank] = []
@@ -260,17 +253,10 @@ class _Processes:
         return [self.scenario.program, self.way, str(directory), json.dumps(values)]
 
     def _environment(self, rank: int) -> dict[str, str]:
-        variables = {k: v for k, v in os.environ.items() if k != "FUSION_PASSES_DDP_FUSION"}
-        given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        paths = [path for path in (*given, str(ROOT), str(ROOT / "tools")) if path]
-        variables |= {
+        variables = environment(self._cache, keeps_graphs=True) | {
             MARK: self._mark,
-            "PYTHONPATH": os.pathsep.join(paths),
             "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
             "TMPDIR": str(self._temporary),
-            "TORCHINDUCTOR_CACHE_DIR": str(self._cache),
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "TORCHINDUCTOR_VEC_ISA_OK": "1",  # No trial, which compiles six programs.
         }
         if self.way in MODES:

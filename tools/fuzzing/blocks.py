@@ -62,6 +62,11 @@ def _linear(width: int = WIDTH, out: int = WIDTH) -> nn.Linear:
     return nn.Linear(width, out)
 
 
+def _around(compute: Callable[[Computed, Tensor, Tensor], Any]) -> Callable[[], nn.Module]:
+    """What makes a function of a linear layer ``m.inner``, the rows and the tokens."""
+    return lambda: Computed(compute, inner=_linear())
+
+
 # --- Layers: linear, convolution, normalisation, recurrent, attention ---------------------------
 
 
@@ -355,9 +360,7 @@ _PARAMETERS: Final[dict[str, Callable[[], nn.Module]]] = {
         lambda m, x, _: x @ F.normalize(m.matrix, dim=0), matrix=_weight(8, 8)
     ),
     # A parameter that is used once with and once without a gradient.
-    "detached": lambda: Computed(
-        lambda m, x, _: m.inner(x) - 0.5 * m.inner.weight.detach()[0], inner=_linear()
-    ),
+    "detached": _around(lambda m, x, _: m.inner(x) - 0.5 * m.inner.weight.detach()[0]),
     "ignored": _ignored,
 }
 
@@ -575,9 +578,7 @@ def _leave_autocast(m: Computed, x: Tensor, _: Tensor) -> Any:
 
 _PROGRAM: Final[dict[str, Callable[[], nn.Module]]] = {
     "custom_function": lambda: Computed(lambda m, x, _: _Cube.apply(x, m.gain), gain=_weight(8)),
-    "reversed_gradient": lambda: Computed(
-        lambda m, x, _: _Reverse.apply(m.inner(x)), inner=_linear()
-    ),
+    "reversed_gradient": _around(lambda m, x, _: _Reverse.apply(m.inner(x))),
     "in_place": lambda: Computed(
         lambda m, x, _: m.b(m.a(x).add_(0.1).relu_()).add_(m.gain),
         a=_linear(),
@@ -598,24 +599,18 @@ _PROGRAM: Final[dict[str, Callable[[], nn.Module]]] = {
     ),
     "disabled": lambda: Plain(_Disabled()),
     "graph_break": lambda: Computed(_break_graph, a=_linear(), b=_linear()),
-    "read_value": lambda: Computed(_read_value, inner=_linear()),
-    "hook_on_activation": lambda: Computed(
-        lambda m, x, _: _hook_activation(m.inner(x), _double) * 0.5, inner=_linear()
-    ),
-    "hook_on_activation_clamping": lambda: Computed(
-        lambda m, x, _: _hook_activation(m.inner(x), _clamp), inner=_linear()
-    ),
-    "hook_on_activation_disabled": lambda: Computed(
-        lambda m, x, _: _hook_activation(m.inner(x), _double_disabled), inner=_linear()
+    "read_value": _around(_read_value),
+    "hook_on_activation": _around(lambda m, x, _: _hook_activation(m.inner(x), _double) * 0.5),
+    "hook_on_activation_clamping": _around(lambda m, x, _: _hook_activation(m.inner(x), _clamp)),
+    "hook_on_activation_disabled": _around(
+        lambda m, x, _: _hook_activation(m.inner(x), _double_disabled)
     ),
     "hook_on_parameter": lambda: _hooked_weight(_double),
     "hook_on_parameter_clamping": lambda: _hooked_weight(_clamp),
     "hook_on_parameter_disabled": lambda: _hooked_weight(_double_disabled),
     "hook_after_accumulation": _hook_after_accumulation,
     "hook_on_layer": _hook_on_layer,
-    "used_twice": lambda: Computed(
-        lambda m, x, _: m.inner(torch.tanh(m.inner(x))), inner=_linear()
-    ),
+    "used_twice": _around(lambda m, x, _: m.inner(torch.tanh(m.inner(x)))),
     "shared_child": _shared_child,
     "running_mean": lambda: Plain(_Running()),
     "replaced_buffer": lambda: Plain(_Replaced()),
@@ -639,13 +634,13 @@ _PROGRAM: Final[dict[str, Callable[[], nn.Module]]] = {
         side=_linear(),
         table=nn.Embedding(TOKENS, WIDTH),
     ),
-    "stopped": lambda: Computed(_stop, inner=_linear()),
-    "functional": lambda: Computed(_call_functionally, inner=_linear()),
+    "stopped": _around(_stop),
+    "functional": _around(_call_functionally),
     "vectorised": lambda: Computed(
         lambda m, x, _: torch.vmap(lambda row: torch.tanh(m.matrix @ row))(x),
         matrix=_weight(8, 8),
     ),
-    "without_autocast": lambda: Computed(_leave_autocast, inner=_linear()),
+    "without_autocast": _around(_leave_autocast),
 }
 
 BLOCKS: Final = _LAYERS | _PARAMETERS | _PROGRAM

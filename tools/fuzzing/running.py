@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 from fuzzing.case import Case, smaller
 from fuzzing.comparing import differences, tolerance_of
@@ -95,12 +94,7 @@ class Runner:
     def __enter__(self) -> Runner:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.renew()
 
     def renew(self) -> None:

@@ -1,7 +1,1 @@
 """What only a GPU can show, in parts that run in processes of their own."""
-
-import sys
-from pathlib import Path
-
-# For testing/, which is beside tools/ and in no installed package. Last: what is installed counts.
-sys.path.append(str(Path(__file__).parent.parent.parent))

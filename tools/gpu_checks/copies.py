@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -43,80 +43,64 @@ SHAPES: Final[tuple[tuple[int, ...], ...]] = (
 
 
 @dataclass(frozen=True)
-class Packing:
-    """Gradients of one dtype into a bucket of another, as ``"concat"`` does it.
+class Kernel:
+    """What only moves gradients.
 
     Attributes:
         title: its row.
+        run: compiled, and called with what it moves.
+        moved_bytes: read and written, of a gradient's element.
         dtype: of the gradients.
-        sent: of the bucket.
+        inputs: what is moved: the gradients, a bucket of their size, or the bucket and then the
+            gradients, which are written.
+    """
+
+    title: str
+    run: Callable[..., Any]
+    moved_bytes: int
+    dtype: str = "fp32"
+    inputs: Literal["gradients", "bucket", "both"] = "gradients"
+
+
+def packing(sent: str, scale: str = "none", in_bucket: bool = False) -> Callable[..., Any]:
+    """Gradients into a bucket, as ``"concat"`` does it.
+
+    Args:
+        sent: dtype of the bucket.
         scale: ``"none"`` or ``"div"``.
         in_bucket: whether they are scaled by a pass of its own.
     """
 
-    title: str
-    dtype: str = "fp32"
-    sent: str = "fp32"
-    scale: str = "none"
-    in_bucket: bool = False
-
-    def __call__(self, *gradients: Tensor) -> Any:
-        sizes = [gradient.numel() for gradient in gradients]
-        offsets = [0, *itertools.accumulate(sizes)][:-1]
+    def pack(*gradients: Tensor) -> Any:
+        offsets = [0, *itertools.accumulate(gradient.numel() for gradient in gradients)][:-1]
         strides = [stride for gradient in gradients for stride in gradient.stride()]
-        sent = DTYPES[self.sent]
         return PACK(
-            list(gradients), offsets, strides, sent, self.scale, 2.0, self.in_bucket, "measured"
+            list(gradients), offsets, strides, DTYPES[sent], scale, 2.0, in_bucket, "measured"
         )
 
-    def moved_bytes(self, elements: int) -> int:
-        """Read and written by one call."""
-        own, sent = DTYPES[self.dtype].itemsize, DTYPES[self.sent].itemsize
-        return elements * (own + sent + 2 * sent * self.in_bucket)
+    return pack
 
 
-@dataclass(frozen=True)
-class Widening:
+def widen(bucket: Tensor) -> Any:
     """A bucket that was sent in a smaller dtype, in its gradients' dtype again."""
-
-    title: str
-    dtype: str = "bf16"
-
-    def __call__(self, bucket: Tensor) -> Any:
-        return WIDEN(bucket, torch.float32, "none", 1.0)
-
-    def moved_bytes(self, elements: int) -> int:
-        """Read and written by one call."""
-        return elements * (DTYPES[self.dtype].itemsize + 4)
+    return WIDEN(bucket, torch.float32, "none", 1.0)
 
 
-@dataclass(frozen=True)
-class Writing:
-    """The results of a bucket written into existing gradients."""
-
-    title: str
-    dtype: str = "fp32"
-
-    def __call__(self, bucket: Tensor, *gradients: Tensor) -> None:
-        views = bucket.split([gradient.numel() for gradient in gradients])
-        shaped = [view.view_as(grad) for view, grad in zip(views, gradients, strict=True)]
-        torch._foreach_copy_(list(gradients), shaped)
-
-    def moved_bytes(self, elements: int) -> int:
-        """Read and written by one call."""
-        return elements * 2 * DTYPES[self.dtype].itemsize
+def write(bucket: Tensor, *gradients: Tensor) -> None:
+    """Write the results of a bucket into existing gradients."""
+    views = bucket.split([gradient.numel() for gradient in gradients])
+    shaped = [view.view_as(grad) for view, grad in zip(views, gradients, strict=True)]
+    torch._foreach_copy_(list(gradients), shaped)
 
 
-Kernel = Packing | Widening | Writing
-
-KERNELS: Final[tuple[Kernel, ...]] = (
-    Packing("pack fp32"),
-    Packing("pack bf16", "bf16", "bf16"),
-    Packing("pack fp32, scaled by the stores", scale="div"),
-    Packing("pack fp32, scaled in the bucket", scale="div", in_bucket=True),
-    Packing("pack fp32 into bf16", "fp32", "bf16"),
-    Widening("widen bf16 to fp32"),
-    Writing("write into existing gradients, fp32"),
+KERNELS: Final = (
+    Kernel("pack fp32", packing("fp32"), 4 + 4),
+    Kernel("pack bf16", packing("bf16"), 2 + 2, "bf16"),
+    Kernel("pack fp32, scaled by the stores", packing("fp32", "div"), 4 + 4),
+    Kernel("pack fp32, scaled in the bucket", packing("fp32", "div", in_bucket=True), 4 + 4 + 8),
+    Kernel("pack fp32 into bf16", packing("bf16"), 4 + 2),
+    Kernel("widen bf16 to fp32", widen, 2 + 4, "bf16", "bucket"),
+    Kernel("write into existing gradients, fp32", write, 4 + 4, inputs="both"),
 )
 
 
@@ -177,16 +161,16 @@ class Call:
         ]
         elements = sum(gradient.numel() for gradient in gradients)
         inputs = gradients
-        if not isinstance(kernel, Packing):
+        if kernel.inputs != "gradients":
             bucket = torch.empty(elements, dtype=DTYPES[kernel.dtype], device=device).normal_()
-            inputs = [bucket, *gradients] if isinstance(kernel, Writing) else [bucket]
-        compiled = torch.compile(kernel, dynamic=False)
+            inputs = [bucket, *(gradients if kernel.inputs == "both" else ())]
+        compiled = torch.compile(kernel.run, dynamic=False)
         return cls(
             kernel.title,
             lambda: compiled(*inputs),
-            lambda: kernel(*inputs),
-            gradients if isinstance(kernel, Writing) else (),
-            kernel.moved_bytes(elements),
+            lambda: kernel.run(*inputs),
+            gradients if kernel.inputs == "both" else (),
+            kernel.moved_bytes * elements,
         )
 
     def difference(self) -> str:
@@ -203,18 +187,9 @@ class Call:
 
 def shapes_of(elements: int) -> list[tuple[int, ...]]:
     """The shapes of gradients with about so many elements together; no fewer than six of them."""
-    shapes = SHAPES
-    if elements < sum(map(math.prod, SHAPES)):
-        edge = max(8, math.isqrt(elements // 9))
-        shapes = tuple(tuple(edge * size // 1024 for size in shape) for shape in SHAPES)
-    chosen = list(shapes)
-    total = sum(map(math.prod, chosen))
-    for shape in itertools.cycle(shapes):
-        total += math.prod(shape)
-        if total > elements:
-            return chosen
-        chosen.append(shape)
-    raise AssertionError("a cycle has no end")
+    edge = min(1024, max(8, math.isqrt(elements // 9)))
+    shapes = [tuple(edge * size // 1024 for size in shape) for shape in SHAPES]
+    return shapes * max(1, round(elements / sum(map(math.prod, shapes))))
 
 
 def _seconds(device: torch.device, run: Callable[[], Any]) -> float:

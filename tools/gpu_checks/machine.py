@@ -15,7 +15,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from benches.processes import ROOT
+from command_line import ROOT
 
 OLDEST: Final = (2, 11)
 """The oldest torch that is supported."""

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benches.gradients import compare
 from benches.results import Row
 from fusion_passes.reporting.backwards import backwards
 from gpu_checks.sites import Note, Site
@@ -145,8 +146,8 @@ def measure(site: Site, note: Note) -> None:
     spawned = multiprocessing.get_context("spawn")
     start = (site.backend, site.device)
     # They end with the part: NCCL may take long to go.
-    pool = ProcessPoolExecutor(min(len(cases), PROCESSES), spawned, _join, start)
-    found = {pool.submit(compare, case): case for case in cases}
+    pool = ProcessPoolExecutor(1 if site.is_small else PROCESSES, spawned, _join, start)
+    found = {pool.submit(train, case): case for case in cases}
     for done in concurrent.futures.as_completed(found):
         for row in _rows_of(done, found[done]):
             note(row)
@@ -169,7 +170,7 @@ def _join(backend: str, device: str) -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def compare(case: Case) -> list[Row]:
+def train(case: Case) -> list[Row]:
     """Two steps in each mode beside eager DDP's."""
     batch = case.batch()
     eager = DistributedDataParallel(case.build())
@@ -187,7 +188,7 @@ def compare(case: Case) -> list[Row]:
             _fill_with_nan(case.device)
             model.zero_grad()
             forward(*batch).backward()
-            wrong = wrong or difference(_gradients(model), expected, case.tolerance)
+            wrong = wrong or compare(_gradients(model), expected).in_words(case.tolerance)
         if {one.reduced_in for one in backwards.reports()} != {"reducer"}:
             wrong = wrong or "nothing is fused"
         rows.append(Row(f"{case.name}, {case.dtype}, `{mode}`", not wrong, wrong))
@@ -195,21 +196,7 @@ def compare(case: Case) -> list[Row]:
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None
-    }
-
-
-def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], most: float) -> str:
-    """Which gradients differ by more than ``most`` of their largest element; empty if none does."""
-    if found.keys() != expected.keys():
-        return f"gradients of {', '.join(sorted(found.keys() ^ expected.keys()))} are missing"
-    off = {
-        name: ((found[name] - value).abs().max() / value.abs().max()).item()
-        for name, value in expected.items()
-    }
-    wrong = [f"{name} by {error:.2g}" for name, error in off.items() if not error <= most]
-    return f"off, of the largest element: {', '.join(wrong)}" if wrong else ""
+    return {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _fill_with_nan(device: str) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from testing.scenarios.catalog import SCENARIOS
 from testing.scenarios.entries import MODES, Scenario
-
-Group = Literal["norms", "steps", "starts", "graphs", "copies", "correctness", "probe"]
-"""Which section of the page a part belongs to."""
 
 OPTIONS: Final = ("plain", "scaling-", "reduce-")
 """How features begin that are about the options of the flag: in all dtypes, on one rank and two."""
@@ -108,9 +105,9 @@ class Part:
 
     Attributes:
         name: for ``--only``.
-        group: which section it belongs to.
         measure: ``module:function``; it takes a :class:`gpu_checks.sites.Site` and a function that
             notes a row. Empty: its checks are trained.
+        words: what is to be said of its table.
         ranks: that reduce together.
         checks: trainings beside eager DDP.
         limit_s: at most.
@@ -118,8 +115,8 @@ class Part:
     """
 
     name: str
-    group: Group
     measure: str = ""
+    words: str = ""
     ranks: int = 1
     checks: tuple[Check, ...] = field(default=())
     limit_s: float = 200.0
@@ -137,7 +134,7 @@ class Part:
 
 def _trained(what: str, mode: str, ranks: int, checks: Iterable[Check], **limits: Any) -> Part:
     name = f"{what}-{mode}" if ranks == 1 else f"{what}-{mode}-{ranks}"
-    return Part(name, "correctness", ranks=ranks, checks=tuple(checks), **limits)
+    return Part(name, ranks=ranks, checks=tuple(checks), **limits)
 
 
 def _in_dtypes(mode: str, ranks: int, features: Iterable[Scenario]) -> Iterator[Check]:
@@ -157,7 +154,7 @@ def _options(mode: str, ranks: int) -> Part:
 
 def _loops(mode: str, ranks: int) -> Part:
     chosen = [ON_TWO[feature] for feature in (LOOPS if ranks == 1 else LOOPS_ON_TWO)]
-    target = "gpu_checks.targets:synced_batch_norm"
+    target = "gpu_checks.training_rank:synced_batch_norm"
     synced = Scenario("gpu", "sync-batch-norm", target, ranks, tolerance_eps=ROUGH_EPS)
     # Its collectives break the graph, and what is then left unfused is warned of.
     check = Check.of(synced, mode, "fp32", needs_cuda=True, also_right=("equal, unfused",))
@@ -182,26 +179,75 @@ def _features(mode: str, number: int) -> Part:
 
 def _measured() -> Part:
     """Buckets chosen by what is measured: the network, and then the steps."""
-    target = "gpu_checks.targets:measured"
+    target = "gpu_checks.training_rank:measured"
     scenario = Scenario("gpu", "measured", target, 2)
-    return Part("auto-2", "correctness", ranks=2, checks=(Check.of(scenario, "auto", "fp32"),))
+    return Part("auto-2", ranks=2, checks=(Check.of(scenario, "auto", "fp32"),))
 
 
 ON_TWO: Final = {
     scenario.feature: scenario for scenario in SCENARIOS if scenario.parallelism == "ddp-2"
 }
 
-PROBE: Final = Part("nccl-on-one-gpu", "probe", "gpu_checks.net:add_up", ranks=2, limit_s=35)
+PROBE: Final = Part("nccl-on-one-gpu", "gpu_checks.net:add_up", ranks=2, limit_s=35)
 """Whether NCCL takes two ranks on one GPU."""
 
 PARTS: Final = (
-    Part("norms", "norms", "gpu_checks.norms:measure", limit_s=110),
-    Part("net-gpt2", "steps", "gpu_checks.net:gpt2", ranks=2, limit_s=230, least_s=90),
+    Part(
+        "norms",
+        "gpu_checks.norms:measure",
+        "One rank, 8192 x 768, beside eager DDP.",
+        limit_s=110,
+    ),
+    Part(
+        "net-gpt2",
+        "gpu_checks.net:gpt2",
+        "Two ranks, 124 million parameters, 8 x 1024 tokens a rank, bf16 autocast, forward and "
+        "backward, in rounds. NCCL sends through sockets; both ranks of one GPU compute on it, DDP "
+        "or not. *Exposed ms* is what a step takes beyond no DDP; *25 %* and *75 %* are "
+        "quartiles of rounds. `DDP, one graph` is DDP's own reducer without DDPOptimizer. `auto` "
+        "plans for the network on which it starts, and is timed there alone.",
+        ranks=2,
+        limit_s=230,
+        least_s=90,
+    ),
     # Short ones first: on an H200 what is before them took 270 s, and not all starts end in 85.
-    Part("graphs", "graphs", "gpu_checks.graphs:measure", limit_s=70),
-    Part("copies", "copies", "gpu_checks.copies:measure", limit_s=60),
-    Part("starts", "starts", "gpu_checks.starts:measure", limit_s=120),
-    Part("net-resnet", "steps", "gpu_checks.net:resnet", ranks=2, limit_s=170, least_s=90),
+    Part(
+        "registered",
+        "gpu_checks.one_rank:registered",
+        "One rank, a small GPT. Nothing is sent: this shows what registering the buckets' memory "
+        "costs, in the second step, and no gain.",
+        limit_s=60,
+    ),
+    Part(
+        "graphs",
+        "gpu_checks.one_rank:graphs",
+        'One rank, a small GPT with `mode="reduce-overhead"`: CUDA graphs of a forward and its '
+        "backward.",
+        limit_s=70,
+    ),
+    Part(
+        "copies",
+        "gpu_checks.copies:measure",
+        "Read and written bytes a second, over those of a plain copy of a large tensor in the same "
+        "rounds.",
+        limit_s=60,
+    ),
+    Part(
+        "starts",
+        "gpu_checks.starts:measure",
+        "One rank, a small GPT, from the wrapping in DDP to the end of the first step, in a new "
+        "process: with an empty compiler cache, and with what that has left. *Host* is the time "
+        "until a step is launched.",
+        limit_s=120,
+    ),
+    Part(
+        "net-resnet",
+        "gpu_checks.net:resnet",
+        "As `net-gpt2`, of ResNet-50 with 64 images a rank, channels last.",
+        ranks=2,
+        limit_s=170,
+        least_s=90,
+    ),
     *(_options(mode, 1) for mode in MODES),
     *(_loops(mode, 1) for mode in MODES),
     *(_options(mode, 2) for mode in MODES),

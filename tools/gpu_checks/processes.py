@@ -1,99 +1,141 @@
-"""Runs each part in a process of its own, within a time limit, and leaves none behind.
+"""Runs each part in a process of its own, within a time limit, leaves none behind, and keeps what
+has become of it.
 
-In that process: python -m gpu_checks.processes PART DIRECTORY
+In that process: python -m gpu_checks.processes DIRECTORY
 """
 
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import json
 import os
+import pickle
+import pkgutil
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from benches.processes import environment, last_words
 from benches.results import Row
+from gpu_checks import trainings
 from gpu_checks.parts import Part
-from gpu_checks.sites import ROWS, SITE, Result, Site
+from gpu_checks.sites import Site
 from testing.sessions import kill_marked, kill_session, start_session
 
 MARK: Final = "GPU_PART"
 """Environment variable by which the processes of a part are known, whoever their parent is."""
 
+TASK: Final = "task.pickle"
+"""File of a part's directory: the part, and where it runs."""
+
+ROWS: Final = "rows.jsonl"
+"""File with the rows that were noted, one a line."""
+
 STACKS_S: Final = 5.0
 """How long before it is killed the part's process says where it hangs, and ends."""
 
 
-class PartProcess:
-    """The process of a part, and those that it starts.
+@dataclass(frozen=True)
+class Result:
+    """What became of a part.
+
+    Attributes:
+        part: its name.
+        key: of the machine and the code; see :attr:`gpu_checks.machine.Machine.key`.
+        backend: of its process group.
+        seconds: how long it took.
+        rows: its table.
+        failure: why it has not come to its end; empty if it has.
+    """
+
+    part: str
+    key: str
+    backend: str
+    seconds: float
+    rows: tuple[Row, ...] = ()
+    failure: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        return not self.failure and bool(self.rows) and all(row.is_right for row in self.rows)
+
+    def write(self, directory: Path) -> None:
+        """Put the result where :func:`read_result` finds it; it appears whole or not at all."""
+        path = directory / f"{self.part}.json"
+        begun = path.with_suffix(".part")
+        begun.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        begun.replace(path)
+
+
+def read_result(directory: Path, part: str, key: str) -> Result | None:
+    """A part's result; ``None`` if there is none, or one of another machine or other code."""
+    path = directory / f"{part}.json"
+    data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if data.get("key") != key:
+        return None
+    rows = tuple(Row(**row) for row in data.pop("rows"))
+    return Result(**data, rows=rows)
+
+
+def run_part(part: Part, site: Site, key: str, *, work: Path, logs: Path, limit_s: float) -> Result:
+    """Run a part, and end all that it has started, whatever happens.
 
     Args:
         part: what runs.
-        key: of its result.
         site: where it runs, but for its directory and deadline.
-        cache: directory of compiled kernels, of this and other parts.
+        key: of its result.
+        work: directory of this and other parts, in which they have their kernels together.
         logs: directory for what the processes print.
         limit_s: for the part.
     """
-
-    def __init__(
-        self, part: Part, *, key: str, site: Site, cache: Path, logs: Path, limit_s: float
-    ) -> None:
-        self._part, self._key, self._limit_s = part, key, limit_s
-        self._start = time.monotonic()
-        self._directory = Path(tempfile.mkdtemp(prefix="gpu-part-"))
-        deadline = self._start + max(1.0, limit_s - STACKS_S)
-        self._site = replace(site, directory=str(self._directory), deadline=deadline)
-        self._site.write(self._directory / SITE)
-        self._log = logs / f"{part.name}.log"
-        variables = environment(cache) | {MARK: str(self._directory)}
-        variables |= self._site.place(1, timeout_s=0.0).variables
-        command = [sys.executable, "-m", __name__, part.name, str(self._directory)]
-        self._process = start_session(command, self._log, variables)
-
-    def poll(self) -> Result | None:
-        """The result, once the part is done or its time is over."""
-        seconds = time.monotonic() - self._start
-        code = self._process.poll()
-        if code is None and seconds < self._limit_s:
-            return None
-        self._kill()
-        failure = ""
-        if seconds >= self._limit_s - STACKS_S:
-            failure = f"not done after {self._limit_s:.0f} s" if code != 0 else ""
-        elif code != 0:
-            failure = f"it ended with {code}: {last_words(self._log)}"
-        rows = self._rows()
-        started = self._directory / "logs"
-        if started.exists():
-            shutil.copytree(started, self._log.with_suffix(""), dirs_exist_ok=True)
-        shutil.rmtree(self._directory, ignore_errors=True)
-        backend = self._site.backend
-        return Result(self._part.name, self._key, backend, round(seconds, 1), rows, failure)
-
-    def discard(self) -> None:
-        """End the part without a result."""
-        self._kill()
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _kill(self) -> None:
-        kill_session(self._process)
+    start = time.monotonic()
+    directory = Path(tempfile.mkdtemp(prefix="part-", dir=work))
+    deadline = start + max(1.0, limit_s - STACKS_S)
+    site = replace(site, directory=str(directory), deadline=deadline)
+    (directory / TASK).write_bytes(pickle.dumps((part, site)))
+    log = logs / f"{part.name}.log"
+    variables = environment(work / "kernels") | {MARK: str(directory)}
+    variables |= site.place(1, timeout_s=0.0).variables
+    command = [sys.executable, "-m", __name__, str(directory)]
+    process = start_session(command, log, variables)
+    code: int | None = None
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        kill_session(process)
         # The ranks are sessions of their own.
-        kill_marked(MARK, str(self._directory))
+        kill_marked(MARK, str(directory))
+    seconds, failure = time.monotonic() - start, ""
+    if code is None or (code != 0 and seconds >= limit_s - STACKS_S):
+        failure = f"not done after {limit_s:.0f} s"
+    elif code != 0:
+        failure = f"it ended with {code}: {last_words(log)}"
+    rows = _rows(directory / ROWS)
+    if (started := directory / "logs").exists():
+        shutil.copytree(started, log.with_suffix(""), dirs_exist_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
+    return Result(part.name, key, site.backend, round(seconds, 1), rows, failure)
 
-    def _rows(self) -> tuple[Row, ...]:
-        path = self._directory / ROWS
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        # The last one can be torn where the process was killed.
-        rows = [Row(**json.loads(line)) for line in lines if line.endswith("\n")]
-        return tuple({row.title: row for row in rows}.values())
+
+def kill_parts(work: Path) -> None:
+    """End the processes of all parts that run there."""
+    for directory in work.glob("part-*"):
+        kill_marked(MARK, str(directory))
+
+
+def _rows(path: Path) -> tuple[Row, ...]:
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    # The last one can be torn where the process was killed.
+    rows = [Row(**json.loads(line)) for line in lines if line.endswith("\n")]
+    return tuple({row.title: row for row in rows}.values())
 
 
 # --- In the process of a part ------------------------------------------------------------------
@@ -101,43 +143,30 @@ class PartProcess:
 
 def main(arguments: list[str]) -> int:
     """Measure or train, and write each row as it is known; 1 if that cannot go on to the end."""
-    name, directory = arguments[0], Path(arguments[1])
-    site = Site.read(directory / SITE)
+    directory = Path(arguments[0])
+    part: Part
+    site: Site
+    part, site = pickle.loads((directory / TASK).read_bytes())
     # Says where it hangs; and a process whose tool is gone does not stay behind.
     faulthandler.dump_traceback_later(max(0.1, site.deadline - time.monotonic()), exit=True)
     status = 0
-    try:
-        _measure(part_of(site.catalog, name), site, directory)
-    except Exception:  # noqa: BLE001  Whatever it is, it is the part's result.
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # What would follow waits for process groups that others may have left.
-    os._exit(status)
-
-
-def part_of(catalog: str, name: str) -> Part:
-    """A part by its name; of a catalog's ``PARTS``, or its ``PROBE``."""
-    module = importlib.import_module(catalog)
-    parts: list[Part] = [*module.PARTS, module.PROBE]
-    (part,) = [part for part in parts if part.name == name]
-    return part
-
-
-def _measure(part: Part, site: Site, directory: Path) -> None:
     with (directory / ROWS).open("a") as file:
 
         def note(row: Row) -> None:
             print(json.dumps(asdict(row)), file=file, flush=True)
 
-        if part.checks:
-            from gpu_checks import trainings
-
-            trainings.run(part, site, note)
-        else:
-            module, _, function = part.measure.partition(":")
-            getattr(importlib.import_module(module), function)(site, note)
+        try:
+            if part.checks:
+                trainings.run(part, site, note)
+            else:
+                pkgutil.resolve_name(part.measure)(site, note)
+        except Exception:  # noqa: BLE001  Whatever it is, it is the part's result.
+            traceback.print_exc()
+            status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # What would follow waits for process groups that others may have left.
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,17 @@
-"""Where a part runs, and what has become of it. Nothing here imports torch."""
+"""Where a part runs. Nothing here imports torch."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from benches.processes import Place, cores_of
 from benches.results import Row
-
-SITE: Final = "site.json"
-"""File of a part's directory that has its :class:`Site`."""
-
-ROWS: Final = "rows.jsonl"
-"""File of it with the rows that were noted, one a line."""
 
 Note = Callable[[Row], None]
 """Takes a row of a part's table as soon as it is known; a later one of its title replaces it."""
@@ -63,7 +56,6 @@ class Site:
         gpus: how many there are.
         memory_gib: of the device; 0 on the CPU.
         sharing: how two ranks have one GPU.
-        catalog: module whose ``PARTS`` the part is from.
         deadline: by the clock ``time.monotonic``, which all processes of a machine share.
     """
 
@@ -74,20 +66,11 @@ class Site:
     gpus: int = 0
     memory_gib: float = 0.0
     sharing: Sharing = Sharing()
-    catalog: str = "gpu_checks.parts"
     deadline: float = 0.0
 
     @property
     def is_small(self) -> bool:
         return self.device == "cpu"
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def read(cls, path: Path) -> Site:
-        data: dict[str, Any] = json.loads(path.read_text())
-        return cls(**data | {"sharing": Sharing(**data["sharing"])})
 
     def place(self, ranks: int, **options: Any) -> Place:
         """Where ranks run here.
@@ -96,87 +79,39 @@ class Site:
             ranks: how many; two of them share one GPU where there is but one.
             options: of :class:`benches.processes.Place`, beside or in the place of these.
         """
-        variables = dict[str, str]()
-        prefixes: tuple[tuple[str, ...], ...] = options.pop("prefixes", ((),) * ranks)
-        if self.is_small:
-            variables["CUDA_VISIBLE_DEVICES"] = ""
-        elif ranks > self.gpus:
-            variables["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-            if self.sharing.mps:
-                variables[MPS] = self.sharing.mps
-            if self.sharing.apart:
-                hosts = enumerate(prefixes)
-                prefixes = tuple((*p, "env", f"NCCL_HOSTID=rank-{rank}") for rank, p in hosts)
         given: dict[str, Any] = {
-            "model": "",
-            "size": "tiny",
-            "cores": cores_of(ranks, range(self.cores)),
-            "host": "127.0.0.1",
             "directory": Path(self.directory),
+            "cores": cores_of(ranks, range(self.cores)),
+            "backend": self.backend,
             "shares_kernels": True,
+            "variables": {},
+            "prefixes": ((),) * ranks,
             **options,
-            "variables": variables | options.get("variables", {}),
         }
-        return Place(**given, prefixes=prefixes, backend=self.backend)
-
-
-@dataclass(frozen=True)
-class Result:
-    """What became of a part.
-
-    Attributes:
-        part: its name.
-        key: of the machine and the code; see :attr:`gpu_checks.machine.Machine.key`.
-        backend: of its process group.
-        seconds: how long it took.
-        rows: its table.
-        failure: why it has not come to its end; empty if it has.
-    """
-
-    part: str
-    key: str
-    backend: str
-    seconds: float
-    rows: tuple[Row, ...] = ()
-    failure: str = ""
-
-    @property
-    def is_right(self) -> bool:
-        return not self.failure and bool(self.rows) and all(row.is_right for row in self.rows)
-
-    def write(self, directory: Path) -> None:
-        """Put the result where :func:`read_result` finds it; it appears whole or not at all."""
-        path = directory / f"{self.part}.json"
-        begun = path.with_suffix(".part")
-        begun.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        begun.replace(path)
-
-
-def read_result(directory: Path, part: str, key: str) -> Result | None:
-    """A part's result; ``None`` if there is none, or one of another machine or other code."""
-    path = directory / f"{part}.json"
-    data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    if data.get("key") != key:
-        return None
-    rows = tuple(Row(**row) for row in data.pop("rows"))
-    return Result(**data, rows=rows)
+        if self.is_small:
+            given["variables"] |= {"CUDA_VISIBLE_DEVICES": ""}
+        elif ranks > self.gpus:
+            given["variables"] |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+            given["variables"] |= {MPS: self.sharing.mps} if self.sharing.mps else {}
+            if self.sharing.apart:
+                hosts = enumerate(given["prefixes"])
+                given["prefixes"] = tuple(
+                    (*prefix, "env", f"NCCL_HOSTID=rank-{rank}") for rank, prefix in hosts
+                )
+        return Place(**given)
 
 
 def control_mps(directory: Path, *arguments: str, words: str = "") -> bool:
     """Start a service of our own (``-d``), or tell it something; whether that went well. No setting
     of the GPU changes."""
     directory.mkdir(parents=True, exist_ok=True)
-    command = shutil.which(
-        MPS_COMMAND, path=os.pathsep.join([os.environ.get("PATH", ""), *MPS_PATHS])
-    )
-    if command is None:
-        return False
-    variables = os.environ | {MPS: str(directory), "CUDA_MPS_LOG_DIRECTORY": str(directory)}
+    path = os.pathsep.join([os.environ.get("PATH", ""), *MPS_PATHS])
+    variables = {**os.environ, MPS: str(directory), "CUDA_MPS_LOG_DIRECTORY": str(directory)}
     # Of the service, which holds what it inherits, nobody reads.
     nowhere = subprocess.DEVNULL
     try:
         done = subprocess.run(
-            [command, *arguments],
+            [shutil.which(MPS_COMMAND, path=path) or MPS_COMMAND, *arguments],
             input=words.encode(),
             stdout=nowhere,
             stderr=nowhere,

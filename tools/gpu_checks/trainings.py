@@ -1,24 +1,18 @@
 """Trains entries of the catalogue beside eager DDP, one after the other, in ranks that go on as
-long as all of them come to the end of each.
-
-A rank: python -m gpu_checks.trainings ASSIGNMENT FILE_DESCRIPTOR
-"""
+long as all of them come to the end of each."""
 
 from __future__ import annotations
 
-import gc
-import sys
 import time
-from multiprocessing.connection import Connection
 from typing import Final
 
-from benches.processes import Assignment, RankProcesses, RanksFailed
-from benches.rank import Rank, main
+from benches.processes import RankProcesses, RanksFailed
 from benches.results import Row
 from gpu_checks.parts import Check, Part
 from gpu_checks.sites import Note, Site
 from testing.scenarios.outcomes import RankReport, judge
 
+WORKER: Final = "gpu_checks.training_rank"
 GROUP_TIMEOUT_S: Final = 40.0
 CHECK_S: Final = 100.0
 """At most, for one training both ways on a GPU."""
@@ -32,7 +26,7 @@ def run(part: Part, site: Site, note: Note) -> None:
         cores=(tuple(range(site.cores)),) * part.ranks,
         variables={"OMP_NUM_THREADS": "1"},
         timeout_s=GROUP_TIMEOUT_S,
-        worker=__name__,
+        worker=WORKER,
     )
     limit_s = site.deadline - time.monotonic() if site.is_small else CHECK_S
     ranks: RankProcesses | None = None
@@ -68,31 +62,3 @@ def row_of(check: Check, reports: list[RankReport | None], fate: str) -> Row:
     is_right = outcome.kind in ("equal", *check.also_right)
     words = f"{outcome.kind}: {outcome.words}" if outcome.kind != "equal" else outcome.words
     return Row(check.title, is_right, words)
-
-
-class TrainingRank(Rank):
-    """A rank that trains."""
-
-    def __init__(self, assignment: Assignment, connection: Connection) -> None:
-        import torch
-
-        # Else convolutions round to 10 bits, and no two algorithms agree.
-        torch.backends.cudnn.allow_tf32 = False
-        torch.backends.cudnn.deterministic = True
-        super().__init__(assignment, connection)
-        torch.set_num_threads(1)
-
-    def train(self, check: Check) -> RankReport:
-        """Train both ways, each as in a new process, and compare."""
-        from fusion_passes import FusionConfig
-        from fusion_passes.state import process_state
-        from testing.scenarios.both_ways import train_both
-
-        print(f"== {check.title}", flush=True)
-        gc.collect()
-        process_state.reset()
-        return train_both(check.scenario, check.dtype, FusionConfig(**check.flag), self._device)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], TrainingRank))

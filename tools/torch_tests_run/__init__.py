@@ -1,7 +1,1 @@
 """What ``tools/torch_tests.py`` is made of."""
-
-import sys
-from pathlib import Path
-
-# For testing/, which is beside tools/ and in no installed package. Last: what is installed counts.
-sys.path.append(str(Path(__file__).parent.parent.parent))

@@ -27,6 +27,7 @@ class Way:
         style: how a step runs.
         reducer: DDP's: ``"c++"``, ``"python"``, or ``"none"`` without DDP.
         fusion: value of ``ddp_fusion``; ours only.
+        memory: of buckets, as ``FusionConfig`` has it; ours only.
         is_traced: whether its backward is traced by compiled autograd, outside of a compiled step.
         passes: torch's own fusion passes.
         bucketing: whether torch's ``bucket_all_reduces_fx`` is on.
@@ -38,6 +39,7 @@ class Way:
     style: Style
     reducer: Literal["c++", "python", "none"]
     fusion: str = ""
+    memory: Literal["plain", "registered"] = "plain"
     is_traced: bool = False
     passes: str = ""
     bucketing: bool = False
@@ -88,6 +90,7 @@ WAYS: Final = {
     "concat": Way("outside", "none", fusion="concat", caps=True),
     "coalesced": Way("outside", "none", fusion="coalesced", caps=True),
     "concat, traced": Way("outside", "none", fusion="concat", is_traced=True),
+    "concat, registered": Way("outside", "none", fusion="concat", memory="registered"),
     AUTO: Way("outside", "none", fusion="auto"),
 }
 
@@ -173,7 +176,8 @@ def configure(way: Way) -> None:
         import fusion_passes  # It adds the flag; the others run without the package.
 
         options: dict[str, Any] = {"backward_graph": "compiled_autograd"} if way.is_traced else {}
-        flag = fusion_passes.FusionConfig(mode=cast("Any", way.fusion), **options)
+        mode = cast("Any", way.fusion)
+        flag = fusion_passes.FusionConfig(mode=mode, memory=way.memory, **options)
         inductor_config.ddp_fusion = flag
     elif way.reducer == "python":
         torch._dynamo.config.optimize_ddp = "python_reducer"
