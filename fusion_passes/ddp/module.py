@@ -45,6 +45,7 @@ from fusion_passes.reducer.reducer import (
     reducer_of,
 )
 from fusion_passes.reductions.hook_pattern import is_dense
+from fusion_passes.reporting.modules import logging_data
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.autograd import hook_behind_accumulation
 from fusion_passes.torch_private.ddp import (
@@ -138,7 +139,7 @@ class ManagedDDP(ManagedForward):
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """DDP's, with what its reducer would have counted."""
-        return ddp_logging_data(self) | run_time_fields(reducer_of(self))
+        return ddp_logging_data(self) | logging_data(reducer_of(self))
 
     def __reduce_ex__(self, _: object) -> Any:
         """A copy of a managed module is managed too."""
@@ -441,43 +442,6 @@ def strides_to_send(parameter: Tensor) -> tuple[int, ...]:
     if is_dense(parameter):
         return tuple(parameter.stride())
     return tuple(torch.empty(parameter.shape, device="meta").stride())
-
-
-# --- What DDP's logging data say ------------------------------------------------------------------
-
-
-_TIMED: Final = ("backward_comm_time", "backward_compute_time")
-_MORE_TIMES: Final = (
-    "forward_compute_time",
-    "forward_compute_time_start",
-    "avg_forward_compute_time",
-    "backward_compute_comm_overlap_time",
-    "avg_backward_compute_comm_overlap_time",
-)
-
-
-def run_time_fields(reducer: Reducer) -> dict[str, Any]:
-    """What DDP's reducer would have written into its logging data, as far as it is known here.
-
-    Times are not measured: 0, as DDP says where it has none yet. Sparse gradients lie in no bucket.
-    """
-    layout, parameters = reducer.layout, reducer.parameters.all
-    is_final = reducer.has_rebuilt_buckets
-    buckets = [b.numbers for b in layout.buckets if not b.is_sparse] if is_final else []
-    sizes = [sum(parameters[number].nbytes for number in bucket) for bucket in buckets]
-    order = [number for bucket in buckets for number in bucket]
-    fields = {
-        "iteration": reducer.steps,
-        "unused_parameter_size": 0,
-        "has_rebuilt_buckets": int(is_final),
-        "num_buckets_reduced": len(buckets),
-        "rebuilt_bucket_sizes": ", ".join(map(str, sizes)),
-        "rebuilt_per_bucket_param_indices": ", ".join(" ".join(map(str, b)) for b in buckets),
-        "prev_iteration_grad_ready_order_indices": ", ".join(map(str, order)),
-    }
-    times = [f"{name}_{end}" for name in _TIMED for end in ("start", "end")]
-    times += [f"{prefix}{name}" for name in _TIMED for prefix in ("", "avg_")]
-    return dict.fromkeys((*times, *_MORE_TIMES), 0) | fields
 
 
 # --- Communication hooks -------------------------------------------------------------------------
