@@ -12,7 +12,6 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.graph.collectives import broadcast
-from fusion_passes.reducer.backward import walk
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import EXPECTED, LOCAL, UNFINISHED, reducer_of
 from fusion_passes.torch_private import tree_map_only
@@ -70,8 +69,6 @@ class ManagedForward(DistributedDataParallel):
                 setattr(self, LOCAL, False)
                 if not torch.compiler.is_dynamo_compiling():
                     reducer_of(self).entered.clear()
-                    if self.find_unused_parameters:
-                        note_reachable(self, output)
             else:
                 setattr(self, LOCAL, True)
         if getattr(self, BUFFERS_IN):
@@ -86,16 +83,6 @@ def refuse_unfinished(ddp: DistributedDataParallel) -> None:
     error = getattr(ddp, UNFINISHED)
     if ddp.require_backward_grad_sync:
         raise_as_ddp(ddp, RuntimeError, error)
-
-
-def note_reachable(ddp: DistributedDataParallel, output: Any) -> None:
-    """Note which parameters a forward's outputs reach: others are unused in its backward."""
-    tensors: list[Tensor] = []
-    tree_map_only(Tensor, tensors.append, output)
-    reducer = reducer_of(ddp)
-    number_of = {id(reducer.parameters.all[n]): n for n in reducer.numbers}
-    found = walk([tensor for tensor in tensors if tensor.requires_grad]).edges
-    reducer.reachable = frozenset(number_of[key] for key in found if key in number_of)
 
 
 def _begin(ddp: DistributedDataParallel) -> None:

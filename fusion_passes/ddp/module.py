@@ -19,7 +19,6 @@ from fusion_passes.config import OPTION, FusionConfig
 from fusion_passes.ddp.forward import (
     ManagedForward,
     broadcast_buffers,
-    note_reachable,
     prepare_buffers,
     refuse_unfinished,
     sends_buffers,
@@ -173,10 +172,8 @@ class IdleCppReducer:
 
     def prepare_for_backward(self, outputs: Any) -> None:
         # Not the C++ reducer's: it would average the gradients once more.
-        ddp = self._ddp()
-        setattr(ddp, EXPECTED, True)
-        if ddp is not None and ddp.find_unused_parameters:
-            note_reachable(ddp, outputs)
+        del outputs
+        setattr(self._ddp(), EXPECTED, True)
 
     def _rebuild_buckets(self) -> bool:
         return False

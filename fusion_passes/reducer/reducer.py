@@ -147,7 +147,6 @@ class Reducer:
             launched before.
         leads: the one whose buckets are launched after.
         backward: that in which it takes part; ``None`` if there is none.
-        reachable: numbers of the parameters that the last forward's outputs reach, if it was asked.
         entered: with ``retain_graph=True``, where compiled forwards were entered since the last
             forward: the number of an autograd node, and that of an output.
         nodes: that accumulate gradients, by number; they keep the hooks on them.
@@ -197,7 +196,6 @@ class Reducer:
         self.leads: Reducer | None = None
         self.backward: object = None
         self.stays_local = False
-        self.reachable: frozenset[int] | None = None
         self.entered: set[tuple[int, int]] = set()
         self.nodes: dict[int, Any] = {}
         self.hooks: list[Any] = []
@@ -345,7 +343,9 @@ class Reducer:
             now.unused = set(self.numbers) - self._static_counts.keys()
         elif self.find_unused and not self.is_static:
             now.sends_used = True
-            now.unused = set(self.numbers).difference(reached, self.reachable or ())
+            # Also those of outputs that the loss does not use: eager DDP's sink behind all outputs
+            # marks them ready in the first backward.
+            now.unused = set(self.numbers).difference(reached)
         if self.clock is not None:
             self.clock.begin_round()
         return now
@@ -761,7 +761,6 @@ class Reducer:
         if self.clock is not None and self.clock.end_round():
             self.clock = None
         self._round = None
-        self.reachable = None
         self._used.clear()
         self.steps += 1
         ddp = self._ddp()

@@ -332,6 +332,7 @@ SCENARIOS = (
     on_two("unused-changing-eager", "unused:branching", takes=OTHERS, **AS_IT_IS),
     on_two("unused-new-branch", "unused:branching", takes="a a c c c a a"),
     on_two("unused-added", "unused:branching", takes="a/b b/a a b a/b", **ADDED),
+    on_two("unused-outputs", "unused:outputs_in_turn", CONCAT, takes="b abc a/b b/a c"),
     on_two("unused-added-late", "unused:branching", takes="a c/b a/b /c", **ADDED),
     on_two("unused-zeroed", "unused:branching", takes="a/b b/a a c/b a", **KEPT),
     on_two("unused-no-sync", "unused:branching", CONCAT, takes="a/b b a b a a", local=(0, 1, 3)),

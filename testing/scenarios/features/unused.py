@@ -109,6 +109,18 @@ class _Dropping(Exact, first=WIDTH, last=OUTPUTS):
         return self.last(y)
 
 
+class _Heads(Exact, first=WIDTH, a=OUTPUTS, b=OUTPUTS, c=OUTPUTS):
+    """Exact. All of three outputs are computed, and some are used."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.layers = {name: run.compile(layer) for name, layer in self.named_children()}
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.layers["first"](x).relu()
+        return {name: self.layers[name](y) for name in "abc"}
+
+
 MODELS: Final[Mapping[str, Callable[[Run], nn.Module]]] = {
     "branches": lambda _: Branching(outputs=OUTPUTS),
     "dtypes": lambda _: Branching({"b": torch.bfloat16, "c": torch.float64}, OUTPUTS),
@@ -167,6 +179,18 @@ def branching(
         run.note_backward(ddp, synced=synced)
         if synced and zero != "never":
             ddp.zero_grad(set_to_none=zero == "none")
+
+
+def outputs_in_turn(run: Run, takes: str) -> None:
+    """A loss uses some of the outputs, each from a layer of its own; the others' layers get no
+    gradient, though the outputs reach them. Layers are compiled one by one: of a compiled forward
+    an output that no loss uses gives zeros."""
+    ddp = run.ddp(_Heads(run), **FIND_UNUSED)
+    for number, each in enumerate(branches_of(takes)):
+        ddp.zero_grad()
+        outputs = ddp(run.rows(number)[0])
+        sum(outputs[name].sum() for name in each[dist.get_rank() % len(each)]).backward()
+        run.note_backward(ddp)
 
 
 def compressed(run: Run, takes: str) -> None:
