@@ -163,7 +163,8 @@ class IdleCppReducer:
 
     ``torch.distributed.pipelining`` runs all forwards under ``no_sync``, and calls
     ``prepare_for_backward`` before the backward that is to be averaged. ``join`` lets ranks without
-    inputs rebuild its buckets, which is a collective that the others do not come to.
+    inputs rebuild its buckets, which is a collective that the others do not come to. Programs that
+    wrap a model anew call ``DistributedDataParallel._remove_autograd_hooks`` before.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -174,6 +175,11 @@ class IdleCppReducer:
         # Not the C++ reducer's: it would average the gradients once more.
         del outputs
         setattr(self._ddp(), EXPECTED, True)
+
+    def _remove_autograd_hooks(self) -> None:
+        ddp = self._ddp()
+        assert ddp is not None, "it is asked to"
+        _remove_hooks(reducer_of(ddp))
 
     def _rebuild_buckets(self) -> bool:
         return False

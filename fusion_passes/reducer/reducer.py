@@ -38,6 +38,7 @@ from fusion_passes.reducer.copies import ELSEWHERE, UNALIGNED, Copies
 from fusion_passes.reducer.memory import BucketMemory, PlainMemory
 from fusion_passes.reducer.rank_errors import FailureNotes
 from fusion_passes.torch_private.autograd import after_backward, backward_id
+from fusion_passes.torch_private.ddp import raise_as_ddp
 from fusion_passes.torch_private.process_groups import all_reduce, broadcast_first
 from fusion_passes.torch_private.profiling import is_profiling, named_in_profile
 
@@ -578,10 +579,12 @@ class Reducer:
                 place.zero_()
                 return
             if gradient.layout is not torch.strided:
-                raise RefusedGradientError(
+                raise_as_ddp(
+                    self.ddp,
+                    RefusedGradientError,
                     f"{self.parameters.names[number]} of {self.label} has a gradient of layout "
                     f"{gradient.layout}, which DDP reduces for nn.Embedding(sparse=True) and "
-                    "nn.EmbeddingBag(sparse=True) only, as they were when it was constructed."
+                    "nn.EmbeddingBag(sparse=True) only, as they were when it was constructed.",
                 )
             place.copy_(gradient)
         self._replace_new(now, number)
@@ -810,18 +813,20 @@ class Reducer:
             "static_graph=True."
         )
         setattr(self._ddp(), UNFINISHED, error)
-        raise RefusedGradientError(error)
+        raise_as_ddp(self.ddp, RefusedGradientError, error)
 
     def _refuse_repeated(self, now: Round, numbers: Collection[int]) -> None:
         repeated = now.received.intersection(numbers)
         if repeated:
             names = ", ".join(self.parameters.names[number] for number in sorted(repeated))
-            raise RefusedGradientError(
+            raise_as_ddp(
+                self.ddp,
+                RefusedGradientError,
                 "Expected to mark a variable ready only once. Since the last forward of "
                 f"{self.label}, gradients of {names} have come twice, and those of others not "
                 "yet. Let every parameter take part in the first backward, freeze it before "
                 "DistributedDataParallel is constructed, or give DistributedDataParallel "
-                "find_unused_parameters=True."
+                "find_unused_parameters=True.",
             )
 
     def _leave_unfinished(self, missing: Collection[int]) -> None:

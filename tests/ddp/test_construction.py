@@ -180,6 +180,16 @@ def test_a_module_is_freed_and_leaves_no_hook() -> None:
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
+def test_a_model_is_wrapped_anew_once_its_hooks_are_removed() -> None:
+    old = DistributedDataParallel(two_layers())
+    old(torch.ones(2, 4))  # It waits for gradients.
+    old._remove_autograd_hooks()
+    new = DistributedDataParallel(old.module)
+    new(torch.ones(2, 4)).sum().backward()
+    assert len(reducers) == 1
+    assert reducer_of(new).steps == 1
+
+
 def test_a_module_that_outlives_its_group_leaves_the_next_one_alone() -> None:
     old = DistributedDataParallel(two_layers())
     dist.destroy_process_group()
