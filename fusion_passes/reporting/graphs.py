@@ -189,7 +189,6 @@ def _report_bucket(bucket: TracedBucket, placement: Placement | None, mode: str)
         scaling=bucket.scaling.method,
         parameters=tuple(member.owner.parameter for member in bucket.members),
         note=FLATTENS if mode == "coalesced" and owner.backend == "gloo" else "",
-        launched=placement.why_launched() if placement else "",
         waited=placement.why_waited() if placement else "",
         overlapped=placement.overlapped if placement else 0,
         following=placement.following if placement else 0,
