@@ -8,7 +8,6 @@ plan the same, whatever files the others have.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import socket
 import time
@@ -26,9 +25,9 @@ from fusion_passes.profile.files import keep, known_profiles, look_up, path_of, 
 from fusion_passes.profile.measure import (
     Ranks,
     agree_on_place,
-    first_text,
     keep_profile,
     measure,
+    of_first_rank,
 )
 from fusion_passes.profile.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
 from fusion_passes.profile.records import CollectiveKind, Place, Profile, ReadyTimes, parameters_key
@@ -61,22 +60,6 @@ class Kept:
     path: str
     said: tuple[str, ...] = ()
 
-    def to_json(self) -> str:
-        """As text; :meth:`from_json` reads it."""
-        parts = (self.profile and self.profile.to_json(), self.times and self.times.to_json())
-        return json.dumps([*parts, self.path, self.said])
-
-    @staticmethod
-    def from_json(text: str) -> Kept:
-        """What :meth:`to_json` wrote."""
-        profile, times, path, said = json.loads(text)
-        return Kept(
-            Profile.from_json(profile) if profile is not None else None,
-            ReadyTimes.from_json(times) if times is not None else None,
-            path,
-            tuple(said),
-        )
-
 
 def learn_layout(reducer: Reducer) -> None:
     """Plan a module's buckets from what is kept, or have its ready times measured.
@@ -93,8 +76,8 @@ def learn_layout(reducer: Reducer) -> None:
         return
     ranks = Ranks.of(group, next(iter(reducer.parameters.kinds.values())).device)
     place = agree_on_place(ranks)
-    text = _find(reducer, place).to_json() if ranks.is_first else ""
-    kept = Kept.from_json(first_text(ranks, text))
+    kept = of_first_rank(ranks, _find(reducer, place) if ranks.is_first else None)
+    assert kept is not None, "rank 0 has looked"
     for sentence in kept.said:
         log.warning("%s: %s", reducer.label, sentence)
     reducer.decision = kept.said

@@ -33,7 +33,6 @@ from fusion_passes.torch_private.autograd import is_tensor_subclass
 from fusion_passes.torch_private.dynamo import is_compiling_backward
 from fusion_passes.torch_private.inductor import (
     donates_buffers,
-    hash_files,
     run_observed,
     trace_artifact,
 )
@@ -267,4 +266,4 @@ def _teach_inductor() -> None:
 def source_hash() -> str:
     """Equal for the same code of the package."""
     files = sorted(Path(__file__).parent.parent.rglob("*.py"))
-    return hash_files(tuple(str(file) for file in files)).hex()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -35,36 +35,22 @@ _SETTLING: Final = _PACKING | ITEMS | {WIDEN}
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where one of DDP's collectives is launched and waited for, and why.
+    """Where one of DDP's collectives is waited for, and why.
 
     Library kernels are matrix products, convolutions and attention: what a collective can hide
     behind.
 
     Attributes:
         launch: the collective.
-        after: the node that gives the last of what is sent; ``None`` where all are inputs of the
-            graph.
-        is_queued: whether it could be launched sooner, but for a collective before it on its
-            process group.
         reader: the first node that reads a result; ``None`` if nothing waits for it.
         overlapped: library kernels between launch and wait.
         following: library kernels after the launch.
     """
 
     launch: fx.Node
-    after: fx.Node | None
-    is_queued: bool
     reader: fx.Node | None
     overlapped: int
     following: int
-
-    def why_launched(self) -> str:
-        """Where it is launched, for people."""
-        if self.is_queued:
-            return "after the collective before it on its process group"
-        if self.after is None:
-            return "at the start: it sends inputs of the graph"
-        return f"after {self.after.name}, its last gradient"
 
     def why_waited(self) -> str:
         """Where it is waited for, for people; empty if nowhere."""
@@ -116,18 +102,10 @@ def plan_placement(graph: fx.Graph, groups: DdpGroups) -> PlacementPlan:
     launched_at = _launched_at(queues, keys)
     placements = []
     for launch in launches:
-        ready, actual, reader = int(keys[launch][0]), launched_at[launch], readers.get(launch)
-        end = len(nodes) if reader is None else max(int(keys[reader][0]), actual + 1)
-        placements.append(
-            Placement(
-                launch,
-                None if nodes[ready].op == "placeholder" else nodes[ready],
-                actual > ready,
-                reader,
-                kernels[end] - kernels[actual + 1],
-                kernels[-1] - kernels[actual + 1],
-            )
-        )
+        first, reader = launched_at[launch] + 1, readers.get(launch)
+        end = len(nodes) if reader is None else max(int(keys[reader][0]), first)
+        overlapped, following = (kernels[last] - kernels[first] for last in (end, -1))
+        placements.append(Placement(launch, reader, overlapped, following))
     return PlacementPlan(keys, queues, tuple(placements))
 
 

@@ -3,7 +3,6 @@ process group, which each rank must call at the same point."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
@@ -13,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,9 +22,7 @@ from fusion_passes.profile.records import CollectiveKind, Place, Profile
 from fusion_passes.profile.tables import MIB, CostTable, Taken
 from fusion_passes.torch_private import ProcessGroup
 from fusion_passes.torch_private.process_groups import (
-    all_gather,
     backend_name,
-    broadcast_first,
     group_timeout,
 )
 
@@ -60,6 +57,8 @@ _SMALL_BYTES: Final = 64 * 2**10
 """The size of small ones."""
 
 _INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE")
+
+_T = TypeVar("_T")
 
 
 def _operation(kind: CollectiveKind) -> dist.ReduceOp.RedOpType:
@@ -269,10 +268,13 @@ def agree_on_place(ranks: Ranks) -> Place:
     device = ranks.device
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     said = (f"{name}={os.environ[name]}" for name in _INTERFACES if name in os.environ)
-    mine = json.dumps([socket.gethostname(), card, " ".join(said)])
+    of_all: list[Any] = [None] * ranks.group.size()
+    # Over NCCL, this sends from the current card.
+    with torch.cuda.device(device if device.type == "cuda" else -1):
+        mine = socket.gethostname(), card, " ".join(said)
+        dist.all_gather_object(of_all, mine, ranks.group)
     # Of hosts with other cards or names for their interfaces, each counts.
-    of_all = zip(*map(json.loads, gather_texts(ranks, mine)), strict=True)
-    hosts, devices, interfaces = (tuple(sorted(set(column))) for column in of_all)
+    hosts, devices, interfaces = (tuple(sorted(set(c))) for c in zip(*of_all, strict=True))
     return Place(
         ranks.group.size(),
         hosts,
@@ -290,29 +292,8 @@ def keep_profile(ranks: Ranks, profile: Profile) -> None:
         print(f"fusion_passes: kept in {path}", file=sys.stderr, flush=True)
 
 
-def gather_texts(ranks: Ranks, text: str) -> list[str]:
-    """The texts of all ranks: two all-gathers."""
-    mine = text.encode()
-    sizes = all_gather(ranks.group, torch.tensor([len(mine)], device=ranks.device)).tolist()
-    longest = max(sizes)
-    padded = torch.tensor([*mine.ljust(longest)], dtype=torch.uint8, device=ranks.device)
-    gathered = bytes(all_gather(ranks.group, padded).tolist())
-    return [
-        gathered[rank * longest : rank * longest + size].decode() for rank, size in enumerate(sizes)
-    ]
-
-
-def first_text(ranks: Ranks, text: str) -> str:
-    """The text of rank 0: two broadcasts.
-
-    Args:
-        ranks: all of a process group; each must call this.
-        text: of this rank; only that of rank 0 is looked at.
-    """
-    mine = text.encode() if ranks.is_first else b""
-    size = torch.tensor([len(mine)], device=ranks.device)
-    broadcast_first(ranks.group, size)
-    padded = mine.ljust(int(size.item()))
-    sent = torch.tensor([*padded], dtype=torch.uint8, device=ranks.device)
-    broadcast_first(ranks.group, sent)
-    return bytes(sent.tolist()).decode()
+def of_first_rank(ranks: Ranks, mine: _T) -> _T:
+    """What rank 0 has here: a broadcast, which each rank must call."""
+    said = [mine]
+    dist.broadcast_object_list(said, group=ranks.group, group_src=0, device=ranks.device)
+    return said[0]

@@ -12,19 +12,14 @@ import hashlib
 import pickle
 import zlib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Final
 
 from fusion_passes.plan.buckets import BucketPlan, TracedBucket
 from fusion_passes.plan.placement import Placement
 from fusion_passes.reductions.find import dtype_name
-from fusion_passes.reporting.records import (
-    FLATTENS,
-    BucketReport,
-    FusionReport,
-    RejectionReport,
-)
+from fusion_passes.reporting.records import FLATTENS, BucketReport, FusionReport, RejectionReport
 from fusion_passes.reporting.table import format_report
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.dynamo import ddp_graph_log
@@ -33,21 +28,14 @@ from fusion_passes.torch_private.inductor import inductor_counters, trace_artifa
 COUNTER_PREFIX: Final = "ddp_fusion_plan:"
 
 
-@dataclass
-class _Pending:
-    """A graph that is being lowered: its report so far, and the buckets still to come."""
-
-    report: FusionReport
-    missing: set[int]
-
-
 class CompileLog:
     """The reports of this process, oldest first."""
 
     def __init__(self) -> None:
         self._reports: list[FusionReport] = []
         self._counted: dict[str, int] = {}
-        self._pending: dict[str, _Pending] = {}
+        # Graphs that are being lowered, by label: the report so far, and the buckets still to come.
+        self._pending: dict[str, tuple[FusionReport, frozenset[int]]] = {}
 
     def expect(self, report: FusionReport, label: str, buckets: Collection[int]) -> None:
         """Record a graph once it is known how its gradients are stored, which only its lowering
@@ -58,10 +46,7 @@ class CompileLog:
             label: by which :meth:`packed` will name the graph.
             buckets: numbers of the buckets that will be lowered.
         """
-        if buckets:
-            self._pending[label] = _Pending(report, set(buckets))
-        else:
-            self.add(report)
+        self._expect(report, label, frozenset(buckets))
 
     def packed(self, label: str, copied: Mapping[int, str]) -> None:
         """Note how a bucket's gradients are stored.
@@ -71,15 +56,16 @@ class CompileLog:
             copied: why a gradient is copied, by its number in the bucket.
         """
         name, _, number = label.rpartition(":")
-        pending = self._pending.get(name)
-        if pending is None:
-            return
-        index = int(number)
-        pending.report = _with_copies(pending.report, index, copied)
-        pending.missing.discard(index)
-        if not pending.missing:
-            del self._pending[name]
-            self.add(pending.report)
+        if name in self._pending:
+            report, missing = self._pending.pop(name)
+            index = int(number)
+            self._expect(_with_copies(report, index, copied), name, missing - {index})
+
+    def _expect(self, report: FusionReport, label: str, missing: frozenset[int]) -> None:
+        if missing:
+            self._pending[label] = report, missing
+        else:
+            self.add(report)
 
     def add(self, report: FusionReport) -> None:
         """Record a graph that this process compiled, and leave word for those that will take it
@@ -189,7 +175,6 @@ def _report_bucket(bucket: TracedBucket, placement: Placement | None, mode: str)
         scaling=bucket.scaling.method,
         parameters=tuple(member.owner.parameter for member in bucket.members),
         note=FLATTENS if mode == "coalesced" and owner.backend == "gloo" else "",
-        launched=placement.why_launched() if placement else "",
         waited=placement.why_waited() if placement else "",
         overlapped=placement.overlapped if placement else 0,
         following=placement.following if placement else 0,

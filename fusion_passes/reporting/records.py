@@ -45,9 +45,8 @@ class BucketReport:
             backward, instead of stored there by the kernel that produces it: the parameter's name,
             and why. Of a module's bucket that is so for the last step.
         note: what the backend does with the bucket that nobody would expect; may be empty.
-        launched: where in a traced graph its collective is launched; empty for a module's bucket,
-            which is launched when it is full and all before it are. Likewise the next three.
-        waited: where in the graph the result is waited for, and why there.
+        waited: where in a traced graph the result is waited for, and why there; empty for a
+            module's bucket. Likewise the next two.
         overlapped: library kernels (matrix products, convolutions, attention) that run between
             launch and wait.
         following: library kernels that follow the launch: where more than ``overlapped``,
@@ -72,7 +71,6 @@ class BucketReport:
     parameters: tuple[str, ...]
     copied: tuple[tuple[str, str], ...] = ()
     note: str = ""
-    launched: str = ""
     waited: str = ""
     overlapped: int = 0
     following: int = 0

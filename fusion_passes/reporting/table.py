@@ -180,8 +180,6 @@ def _done(bucket: BucketReport, shows_module: bool) -> Iterator[str]:
     sent = f" sent as {format_bytes(bucket.sent_bytes)}" if is_cast else ""
     copied = f"{len(bucket.copied)} copied" if bucket.copied else "stored without a copy"
     yield f"{bucket.dtype}{sent}, {SCALED[bucket.scaling]}, {copied}"
-    if bucket.launched:
-        yield f"launched {bucket.launched}"
     if bucket.waited:
         yield f"waited for {bucket.waited}"
     if bucket.note:

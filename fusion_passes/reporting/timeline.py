@@ -5,8 +5,7 @@ from __future__ import annotations
 import bisect
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
 
 from fusion_passes.reporting.spans import RankTimeline, Span, without
 
@@ -20,8 +19,6 @@ class BucketTimes:
         launched_s: its launch begins.
         started_s: the network begins with it.
         ended_s: the network is done with it.
-        waited_s: the wait for it begins; ``None`` where no wait was seen.
-        resumed_s: the rank goes on after that wait; on a GPU, the host does.
         exposed_s: seconds in which the network is busy with it and the rank does not compute. Where
             several buckets are on the network, they are the first one's: all sum up to the exposed
             time of the step.
@@ -30,8 +27,6 @@ class BucketTimes:
     launched_s: float
     started_s: float
     ended_s: float
-    waited_s: float | None
-    resumed_s: float | None
     exposed_s: float
 
 
@@ -177,32 +172,15 @@ def exposed_of(step: RankTimeline) -> list[tuple[Span, list[tuple[float, float]]
 
 def _buckets_of(step: RankTimeline, wanted: frozenset[str]) -> Iterator[tuple[str, BucketTimes]]:
     launched: dict[str, float] = {}
-    waited: dict[str, tuple[float, float]] = {}
     for span in step.spans:
         if span.lane == "launch":
             launched.setdefault(span.name, span.start_s)
-        elif span.lane == "wait":  # A coalesced bucket has a wait for each gradient.
-            first, _ = waited.get(span.name, (span.start_s, 0.0))
-            waited[span.name] = first, span.end_s
     for span, exposed in exposed_of(step):
         if span.name in wanted:
-            since, until = waited.get(span.name, (None, None))
-            yield (
-                span.name,
-                BucketTimes(
-                    launched.get(span.name, span.start_s),
-                    span.start_s,
-                    span.end_s,
-                    since,
-                    until,
-                    sum(end - start for start, end in exposed),
-                ),
-            )
+            launched_s = launched.get(span.name, span.start_s)
+            exposed_s = sum(end - start for start, end in exposed)
+            yield span.name, BucketTimes(launched_s, span.start_s, span.end_s, exposed_s)
 
 
 def _median(times: Sequence[BucketTimes]) -> BucketTimes:
-    def middle(name: str) -> Any:
-        known = [value for item in times if (value := getattr(item, name)) is not None]
-        return statistics.median(known) if known else None
-
-    return BucketTimes(**{name: middle(name) for name in BucketTimes.__dataclass_fields__})
+    return BucketTimes(*map(statistics.median, zip(*map(astuple, times), strict=True)))

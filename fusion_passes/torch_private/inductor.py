@@ -93,13 +93,6 @@ def make_subgraph(owner: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.Gra
     return _LazyGraphModule(owner, graph)
 
 
-def hash_files(paths: tuple[str, ...]) -> bytes:
-    """Hash of the files' contents."""
-    from torch._inductor.custom_graph_pass import get_hash_for_files
-
-    return get_hash_for_files(paths)
-
-
 def let_outputs_lie(output: torch.fx.Node, strides: Mapping[int, tuple[int, ...]]) -> None:
     """Give outputs of a graph other strides than they had before its passes. Inductor has written
     those down, and copies an output that it finds in others.

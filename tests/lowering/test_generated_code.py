@@ -97,7 +97,7 @@ def backwards(request: pytest.FixtureRequest) -> Backwards:
 
 def _unplaced(report: fusion_passes.FusionReport) -> list[fusion_passes.BucketReport]:
     """The buckets without what the nodes around them are called in one graph."""
-    nowhere: dict[str, Any] = {"launched": "", "waited": "", "overlapped": 0, "following": 0}
+    nowhere: dict[str, Any] = {"waited": "", "overlapped": 0, "following": 0}
     return [replace(bucket, **nowhere) for bucket in report.buckets]
 
 

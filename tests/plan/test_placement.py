@@ -27,16 +27,12 @@ def _placements(function: Backward, *inputs: TensorSpec) -> tuple[Placement, ...
     return placements
 
 
-def _why(placement: Placement) -> tuple[str, str]:
-    return placement.why_launched(), placement.why_waited()
-
-
 def test_what_only_the_output_reads_is_waited_for_at_the_end() -> None:
     def backward(x, y):
         return reduce(torch.mm(x, y), "a"), torch.mm(y, x)
 
     (placement,) = _placements(backward, tensor(2, 2), tensor(2, 2))
-    assert _why(placement) == ("after mm, its last gradient", "at the end")
+    assert placement.why_waited() == "at the end"
     assert (placement.overlapped, placement.following) == (1, 1)
 
 
@@ -47,7 +43,7 @@ def test_what_the_graph_reads_is_waited_for_early() -> None:
         return a, torch.mm(torch.mm(used, x), y)
 
     (placement,) = _placements(backward, tensor(2, 2), tensor(2, 2))
-    assert _why(placement)[1] == (
+    assert placement.why_waited() == (
         "early, because add (aten.add.Tensor) reads it: "
         "1 of the 3 library kernels after its launch run before"
     )
@@ -65,11 +61,6 @@ def test_the_first_of_several_readers_counts() -> None:
     assert (placement.overlapped, placement.following) == (0, 3)
 
 
-def test_inputs_are_sent_at_the_start() -> None:
-    (placement,) = _placements(lambda x: reduce(x, "a"), tensor(4))
-    assert _why(placement) == ("at the start: it sends inputs of the graph", "at the end")
-
-
 def test_a_collective_of_its_group_can_hold_a_launch_back() -> None:
     """Both are on the queue of one process group, and the order there is kept."""
 
@@ -78,13 +69,11 @@ def test_a_collective_of_its_group_can_hold_a_launch_back() -> None:
         return reduce(late, "a", module="ddp0"), reduce(early, "b", module="ddp1")
 
     first, second = _placements(backward, tensor(2, 2), tensor(2, 2))
-    assert not first.is_queued
-    assert second.why_launched() == "after the collective before it on its process group"
-    assert second.is_queued
+    assert (first.following, second.following) == (0, 0), "behind the product"
 
 
 def test_a_result_that_nothing_waits_for() -> None:
     graph = fx.Graph()
     placed = plan_placement(graph, groups_of(graph))
     assert placed.placements == ()
-    assert Placement(fx.Node.__new__(fx.Node), None, False, None, 0, 0).why_waited() == ""
+    assert Placement(fx.Node.__new__(fx.Node), None, 0, 0).why_waited() == ""

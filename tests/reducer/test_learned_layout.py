@@ -274,21 +274,6 @@ def test_ranks_without_inputs_take_part(run_on_ranks: RUN, tmp_path: Path) -> No
     assert ready_file(tmp_path, 0).exists()
 
 
-def texts() -> tuple[list[str], list[str]]:
-    world = dist.group.WORLD
-    assert world is not None
-    ranks = measure.Ranks.of(world, torch.device("cpu"))
-    mine = "\u00fc" * (3 * dist.get_rank())
-    return measure.gather_texts(ranks, mine), [
-        measure.first_text(ranks, text) for text in (f"from {dist.get_rank()}", mine)
-    ]
-
-
-def test_texts_of_any_length_come_to_all_ranks(run_on_ranks: RUN) -> None:
-    wanted = ["", "\u00fc" * 3], ["from 0", ""]
-    assert run_on_ranks(2, texts) == [wanted, wanted]
-
-
 def test_of_the_rounds_the_one_in_the_middle_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ready_clock, "all_reduce", lambda *_: lambda: None)
     now = 0
