@@ -84,6 +84,11 @@ def test_gradients_in_any_layout(fuse: RewriteFor, dtype: torch.dtype) -> None:
             id="new and existing ones",
         ),
         pytest.param(
+            lambda x, y: (reduce(x, "a", multiply=0.25), reduce(y, "b", multiply=0.25)),
+            tensor(4),
+            id="one multiplication",
+        ),
+        pytest.param(
             lambda x, y: [reduce(gradient, name) for gradient in [x + y] for name in "ab"],
             tensor(4),
             id="the same gradient twice",
