@@ -25,14 +25,8 @@ def test_all_are_listed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        # One with each change: it also shows that the command works under torchrun.
-        pytest.param(name, marks=[] if name == "plain_loop" else pytest.mark.nightly)
-        for name in sorted(path.stem for path in SMALL.glob("*.py"))
-    ],
-)
+@pytest.mark.nightly  # tests/reporting/test_explain.py has the command under torchrun.
+@pytest.mark.parametrize("name", sorted(path.stem for path in SMALL.glob("*.py")))
 def test_an_example_is_fused(name: str, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = ["-m", "fusion_passes.explain", "--steps=2", f"--json={report}"]

@@ -478,7 +478,7 @@ def main() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flag", ["", "concat"])
+@pytest.mark.parametrize("flag", ["concat", pytest.param("", marks=pytest.mark.nightly)])
 def test_after_a_reset_a_process_is_as_after_import(flag: str) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "tests.test_state"],

@@ -1,5 +1,4 @@
-"""``join``: what is divided by, and errors. The catalogue of scenarios has
-trainings beside eager DDP."""
+"""``join``: errors. The catalogue of scenarios has trainings beside eager DDP."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch._inductor.config
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes  # noqa: F401 - it adds the flag
@@ -28,30 +27,6 @@ def train(steps: int, **options: Any) -> Iterator[None]:
         for step in range(steps):
             compiled(torch.full((4, models.WIDTH), float(step))).sum().backward()
             yield
-
-
-@pytest.mark.xdist_group("four ranks")
-def test_the_divisor(run_on_ranks: RUN) -> None:
-    outcomes = run_on_ranks(4, divided, initial=False)
-    for rank, gradients in enumerate(outcomes):
-        assert gradients == [1.0] * [1, 2, 4, 4][rank]
-    outcomes = run_on_ranks(4, divided, initial=True)
-    for rank, gradients in enumerate(outcomes):
-        assert gradients == [1.0, 0.75, 0.5, 0.5][: [1, 2, 4, 4][rank]]
-
-
-def divided(initial: bool) -> list[float]:
-    """The gradients of a weight whose gradient is 1 on each rank that has inputs."""
-    gradients = []
-    with torch._inductor.config.patch(ddp_fusion="concat"):
-        ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
-        compiled = torch.compile(ddp)
-        with ddp.join(divide_by_initial_world_size=initial):
-            for _ in range([1, 2, 4, 4][dist.get_rank()]):
-                ddp.zero_grad()
-                compiled(torch.ones(1, 1)).sum().backward()
-                gradients.append(round(float(ddp.module.weight.grad), 5))
-    return gradients
 
 
 def test_an_error_where_one_runs_out_first(run_on_ranks: RUN) -> None:

@@ -41,9 +41,8 @@ def train(steps: Sequence[Sequence[str]]) -> list[int]:
 def test_branches_cost_nothing_but_what_says_which(run_on_ranks: RUN) -> None:
     """Whatever a rank takes, now or for the first time: a bucket, and what was used. In the first
     step buckets are rebuilt too."""
-    takes = [["a", "b"], ["b", "a"], ["ab"], ["abc"], ["b"]]
-    for collectives in run_on_ranks(2, train, steps=takes):
-        assert collectives == [3, 2, 2, 2, 2]
+    for collectives in run_on_ranks(2, train, steps=[["a", "b"], ["b", "a"], ["ab"]]):
+        assert collectives == [3, 2, 2]
 
 
 class Heads(nn.Module):

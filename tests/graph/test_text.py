@@ -9,27 +9,6 @@ from fusion_passes.graph.text import graph_text, value_text
 from testing.graphs import tensor, trace
 
 
-def test_one_line_a_node() -> None:
-    def function(x, y):
-        left, right = torch.ops.aten.split_with_sizes.default(x, [1, 2])
-        wide = torch.ops.aten.full.default([2], 0.5, dtype=torch.float64)
-        return torch.ops.aten.permute.default(y, [1, 0]), [left, right], wide
-
-    assert_expected_inline(
-        graph_text(trace(function, [tensor(3), tensor(2, 3)]).graph),
-        """\
-x_1: f32[3]
-y_1: f32[2, 3]
-split_with_sizes: (f32[1], f32[2]) = split_with_sizes(x_1, [1, 2])
-getitem: f32[1] = getitem(split_with_sizes, 0)
-getitem_1: f32[2] = getitem(split_with_sizes, 1)
-full: f64[2] = full([2], 0.5, dtype=torch.float64)
-permute: f32[3, 2]strides[1, 3] = permute(y_1, [1, 0])
-return (permute, [getitem, getitem_1], full)
-""",
-    )
-
-
 def test_the_text_of_a_value() -> None:
     texts = [
         value_text(value)

@@ -237,6 +237,7 @@ def test_a_launch_does_not_split_what_inductor_fuses() -> None:
     assert calls[indices(calls, "launch")[0] + 1].kind == "kernel"
 
 
+@pytest.mark.nightly
 def test_torchs_reordering_for_overlap_keeps_the_order() -> None:
     with inductor_config.patch(reorder_for_compute_comm_overlap=True):
         backwards = compile_backwards("concat", steps=1)

@@ -65,25 +65,6 @@ return None
     )
 
 
-def test_one_multiplication() -> None:
-    def backward(x, y):
-        return reduce(x, "a", multiply=0.25), reduce(y, "b", multiply=0.25)
-
-    assert_expected_inline(
-        check(backward, [tensor(4), tensor(4)], concat()),
-        """\
-x_1: f32[4]
-y_1: f32[4]
-pack_default: f32[8] = pack([x_1, y_1], [0, 4], [1, 1], torch.float32, 'mul', 0.25, False, 'plan:0')
-all_reduce_default: f32[8] = all_reduce(pack_default, 'sum', 'ddp0')
-wait_tensor_default: f32[8] = wait_tensor(all_reduce_default)
-as_strided_default: f32[4] = as_strided(wait_tensor_default, [4], [1], 0)
-as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 4)
-return (as_strided_default, as_strided_default_1)
-""",
-    )
-
-
 def test_a_compressed_bucket_is_sent_in_the_small_dtype() -> None:
     def backward(x, y):
         return reduce_as(x, "a", torch.bfloat16), reduce_as(y, "b", torch.bfloat16)
@@ -121,28 +102,5 @@ as_strided_default: f32[] = as_strided(wait_tensor_default, [], [], 0)
 clone_default: f32[0, 4] = clone(y_1, memory_format=torch.contiguous_format)
 as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 1)
 return (as_strided_default, clone_default, as_strided_default_1)
-""",
-    )
-
-
-def test_complex_gradients_are_packed_as_pairs() -> None:
-    def backward(x, y):
-        return reduce(x, "a"), reduce(y, "b")
-
-    assert_expected_inline(
-        check(backward, [tensor(2, dtype=torch.complex64)] * 2, concat()),
-        """\
-x_1: c64[2]
-y_1: c64[2]
-view_as_real_default: f32[2, 2] = view_as_real(x_1)
-view_as_real_default_1: f32[2, 2] = view_as_real(y_1)
-pack_default: f32[8] = pack([view_as_real_default, view_as_real_default_1], [0, 4], [2, 1, 2, 1], torch.float32, 'none', 1.0, False, 'plan:0')
-all_reduce_default: f32[8] = all_reduce(pack_default, 'avg', 'ddp0')
-wait_tensor_default: f32[8] = wait_tensor(all_reduce_default)
-as_strided_default: f32[2, 2] = as_strided(wait_tensor_default, [2, 2], [2, 1], 0)
-as_complex_default: c64[2] = as_complex(as_strided_default)
-as_strided_default_1: f32[2, 2] = as_strided(wait_tensor_default, [2, 2], [2, 1], 4)
-as_complex_default_1: c64[2] = as_complex(as_strided_default_1)
-return (as_complex_default, as_complex_default_1)
 """,
     )

@@ -42,11 +42,11 @@ def _return_fewer_values(graph: fx.Graph) -> None:
     output.args = (output.args[0][:2],)
 
 
-def _drop_a_reduction(graph: fx.Graph) -> None:
-    wait = _node(graph, "wait_tensor")
-    wait.replace_all_uses_with(_node(graph, "neg"))
+def _drop_a_reduction(graph: fx.Graph, suffix: str = "") -> None:
+    wait = _node(graph, f"wait_tensor{suffix}")
+    wait.replace_all_uses_with(_node(graph, f"neg{suffix}"))
     graph.erase_node(wait)
-    graph.erase_node(_node(graph, "all_reduce"))
+    graph.erase_node(_node(graph, f"all_reduce{suffix}"))
 
 
 def _reduce_twice(graph: fx.Graph) -> None:
@@ -69,10 +69,7 @@ def _reduce_by_another_operation(graph: fx.Graph) -> None:
 
 
 def _drop_the_foreign_one(graph: fx.Graph) -> None:
-    wait = _node(graph, "wait_tensor_1")
-    wait.replace_all_uses_with(_node(graph, "neg_1"))
-    graph.erase_node(wait)
-    graph.erase_node(_node(graph, "all_reduce_1"))
+    _drop_a_reduction(graph, "_1")
 
 
 def _do_not_wait(graph: fx.Graph) -> None:

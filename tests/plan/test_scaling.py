@@ -34,27 +34,24 @@ def scaling_of(
     return bucket.scaling
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_nccl_averages_itself(dtype: torch.dtype) -> None:
-    expected = BucketScaling("collective", "avg", NO_SCALING)
-    assert scaling_of(NCCL, dtype) == scaling_of(NCCL, dtype, product=True) == expected
-
-
-def test_nccl_does_not_average_fp16() -> None:
-    """Its sum could overflow where eager DDP's, which divides first, does not."""
-    assert scaling_of(NCCL, torch.float16) == BucketScaling("store", "sum", HALF)
-
-
-@pytest.mark.parametrize("product", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_gloo_averages(dtype: torch.dtype, product: bool) -> None:
-    expected = BucketScaling("collective", "avg", NO_SCALING)
-    assert scaling_of(GLOO, dtype, product=product) == expected
+AVERAGES = BucketScaling("collective", "avg", NO_SCALING)
+NOTHING = BucketScaling("none", "sum", NO_SCALING)
+STORED, IN_BUCKET = (BucketScaling(method, "sum", HALF) for method in ("store", "bucket"))
 
 
 @pytest.mark.parametrize("module", [GLOO, NCCL])
-def test_fp16_of_a_matrix_product_is_divided_in_the_bucket(module: str) -> None:
-    assert scaling_of(module, torch.float16, product=True) == BucketScaling("bucket", "sum", HALF)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_backends_average(module: str, dtype: torch.dtype) -> None:
+    assert scaling_of(module, dtype) == scaling_of(module, dtype, product=True) == AVERAGES
+
+
+@pytest.mark.parametrize("module", [GLOO, NCCL])
+def test_what_is_divided_first(module: str) -> None:
+    """Sums of fp16 could overflow where eager DDP's, which divides first, do not; and what the user
+    asks for. By kernels that store them, if these can: the values are the same."""
+    for options in ({"dtype": torch.float16}, {"divides_first": True}):
+        assert scaling_of(module, **options) == STORED
+        assert scaling_of(module, product=True, **options) == IN_BUCKET
 
 
 def test_a_sum_into_rows_cannot_divide_what_it_has_stored() -> None:
@@ -74,15 +71,7 @@ def test_a_backend_that_is_not_known_is_given_what_is_divided() -> None:
 
 @pytest.mark.parametrize("module", [GLOO, NCCL])
 def test_one_rank_divides_by_nothing(module: str) -> None:
-    assert scaling_of(module, divide=1) == BucketScaling("none", "sum", NO_SCALING)
-    assert scaling_of(module, divide=None) == BucketScaling("none", "sum", NO_SCALING)
-
-
-@pytest.mark.parametrize("module", [GLOO, NCCL])
-def test_the_user_may_have_them_divided_first(module: str) -> None:
-    """By kernels that store them, if these can: the values are the same."""
-    assert scaling_of(module, divides_first=True) == BucketScaling("store", "sum", HALF)
-    assert scaling_of(module, product=True, divides_first=True).method == "bucket"
+    assert scaling_of(module, divide=1) == scaling_of(module, divide=None) == NOTHING
 
 
 @pytest.mark.parametrize("traced", [{"divide": 3}, {"divide": None, "multiply": 0.5}], ids=str)

@@ -23,46 +23,36 @@ import torch.distributed as dist
 from helper import STEPS
 from torch import nn
 
-store, rank, ranks, *rest = sys.argv[1:]
-dist.init_process_group(
-    "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks)
-)
+dist.init_process_group("gloo")
 model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
 weight = model.module.weight
 model_compiled = torch.compile(model)
 for _ in range(STEPS):
     (model_compiled(torch.ones(2, 4)).sum() + weight.sum()).backward()
     model.zero_grad()
-if rank != '0':
+if dist.get_rank() != 0:
     sys.exit()
-print("the script ends", rest, __name__)
+print("the script ends", sys.argv[1:], __name__)
 dist.destroy_process_group()
 """
 
 
 def explain(folder: Path, *options: str, steps: int = 12, ranks: int = 1) -> tuple[str, str]:
-    """What the first rank has written to its output and its errors."""
+    """What the first rank has written to its output and its errors; under torchrun."""
     (folder / "script.py").write_text(SCRIPT)
     (folder / "helper.py").write_text(f"STEPS = {steps}")
-    command = [sys.executable, "-m", "fusion_passes.explain", *options, str(folder / "script.py")]
-    processes = [
-        subprocess.Popen(
-            [*command, str(folder / "store"), str(rank), str(ranks), "--its-own"],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        said = [process.communicate(timeout=200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    # A process that ends under a profiler must not crash.
-    assert [process.returncode for process in processes] == [0] * ranks, said
-    return said[0]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-ranks-filter=0"]
+    launcher += [f"--nproc-per-node={ranks}", "-m", "fusion_passes.explain"]
+    done = subprocess.run(
+        [sys.executable, *launcher, *options, str(folder / "script.py"), "--its-own"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr  # A process that ends under a profiler may crash.
+    return done.stdout, done.stderr
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ import math
 import re
 from typing import Final
 
+from testing.codegen import read_signatures
+
 _LAUNCH: Final = re.compile(r"_c10d_functional\.all_reduce_\.default\((\w+), '(\w+)'")
 _MEMORY: Final = re.compile(
     r"^assert_(?:size_stride|tensor_metadata)\((\w+), "
@@ -19,7 +21,6 @@ _PLACE: Final = re.compile(r"reinterpret_tensor\((\w+), \((.*?)\), \(.*?\), (\d+
 _LIBRARY: Final = re.compile(r"extern_kernels\.(\w+)\(.*out=(\w+)\)")
 _FALLBACK: Final = re.compile(r"torch\.ops\.(aten\.\w+|fusion_passes\.\w+)\.default\((.*)\)")
 _FUSED: Final = re.compile(r"^cpp_fused\w*\((.*)\)")
-_SIGNATURE: Final = re.compile(r"^(\w+) = async_compile\.cpp_pybinding\(\[(.*?)\]", re.MULTILINE)
 
 
 def call_sequence(code: str) -> str:
@@ -35,7 +36,7 @@ def call_sequence(code: str) -> str:
     launched = [match.group(1) for match in found if match]
     reader = _Reader(
         {name: chr(ord("A") + index) for index, name in enumerate(dict.fromkeys(launched))},
-        {name: types.split(", ") for name, types in _SIGNATURE.findall(code)},
+        read_signatures(code),
     )
     return "".join(f"{text}\n" for line in body if (text := reader.read(line)))
 
