@@ -1,5 +1,4 @@
-"""A rank that trains beside eager DDP, and what it trains that the catalogue has not, as it needs a
-GPU or ``"auto"``.
+"""A rank that trains beside eager DDP.
 
 python -m gpu_checks.training_rank FILE_DESCRIPTOR
 """
@@ -11,18 +10,14 @@ import sys
 from multiprocessing.connection import Connection
 
 import torch
-from torch import nn
 
 import fusion_passes
 from benches.processes import Assignment
 from benches.rank import Rank, main
 from fusion_passes.state import process_state
 from gpu_checks.parts import Check
-from testing import models
 from testing.scenarios.both_ways import train_both
-from testing.scenarios.loop import Loop, train
 from testing.scenarios.ranks import RankReport
-from testing.scenarios.run import Run
 
 
 class TrainingRank(Rank):
@@ -43,37 +38,6 @@ class TrainingRank(Rank):
         return train_both(
             check.scenario, check.dtype, fusion_passes.FusionConfig(**check.flag), self._device
         )
-
-
-# --- What the catalogue has not, as it needs a GPU or "auto" -------------------------------------
-
-
-def measured(run: Run) -> None:
-    """``"auto"``, in buckets that are chosen from what all-reduces cost here."""
-    still = Loop(
-        steps=10,
-        # Parameters stay whole numbers for as many steps as there are.
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
-    )
-    ddp = run.ddp(run.mlp())
-    train(run, ddp, still)
-    if not run.is_fused:
-        return
-    decisions = [sentence for m in fusion_passes.report().modules for sentence in m.decision]
-    print(*decisions, sep="\n", flush=True)
-    if not decisions:
-        raise RuntimeError("nothing was decided from measurement")
-
-
-def synced_batch_norm(run: Run) -> None:
-    """``SyncBatchNorm``, which torch has for GPUs only."""
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(models.ConvNet())
-    loop = Loop(
-        loss=models.square_loss,
-        draw=models.images,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=2.0**-6),
-    )
-    train(run, run.ddp(model), loop)
 
 
 if __name__ == "__main__":
