@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -17,7 +18,6 @@ from benches.rank import Rank, main
 from fusion_passes.state import process_state
 from gpu_checks.parts import Check
 from testing.scenarios.both_ways import train_both
-from testing.scenarios.ranks import RankReport
 
 
 class TrainingRank(Rank):
@@ -30,8 +30,8 @@ class TrainingRank(Rank):
         super().__init__(assignment, connection)
         torch.set_num_threads(1)
 
-    def train(self, check: Check) -> RankReport:
-        """Train both ways, each as in a new process, and compare."""
+    def train(self, check: Check) -> Any:
+        """Train both ways, each as in a new process, and compare: the report of a rank."""
         print(f"== {check.title}", flush=True)
         gc.collect()
         process_state.reset()
