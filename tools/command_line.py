@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -27,18 +25,26 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     )
 
 
-@contextlib.contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """Clean up and write what was found also if this process is terminated, or its terminal is
-    gone."""
+class Interruptible:
+    """A block that is ended by an interrupt, by being terminated, or with its terminal: it cleans
+    up, and what stands behind it writes what was found.
 
-    def interrupt(_: int, __: FrameType | None) -> None:
-        raise KeyboardInterrupt
+    Attributes:
+        status: :data:`INTERRUPTED` if the block was ended so; else 0.
+    """
 
-    signals = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, interrupt) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+    status = 0
+
+    def __enter__(self) -> Interruptible:
+        def interrupt(_: int, __: FrameType | None) -> None:
+            raise KeyboardInterrupt
+
+        signals = (signal.SIGTERM, signal.SIGHUP)
+        self._before = {number: signal.signal(number, interrupt) for number in signals}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+        self.status = INTERRUPTED if kind is KeyboardInterrupt else 0
+        return bool(self.status)

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from command_line import INTERRUPTED, parser_of, terminated_as_interrupted
+from command_line import Interruptible, parser_of
 from fault_runs.judging import exit_words
 from fault_runs.records import RankRecord
 from fault_runs.runs import Runner, Verdict
@@ -49,14 +49,10 @@ def main(arguments: Sequence[str] | None = None, scenarios: Sequence[Scenario] =
     output = options.output or Path(time.strftime("faults-%Y%m%d-%H%M%S"))
     output.mkdir(parents=True, exist_ok=True)
     broken = list[str]()
-    status = 0
-    try:
-        with terminated_as_interrupted():
-            _run(chosen, options, output, broken)
-    except KeyboardInterrupt:
-        status = INTERRUPTED
+    with Interruptible() as run:
+        _run(chosen, options, output, broken)
     print("\n".join(broken or ["No rule was broken."]))
-    return status or int(bool(broken))
+    return run.status or int(bool(broken))
 
 
 def _run(

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Final
 
 from benches.processes import environment
-from command_line import INTERRUPTED, ROOT, parser_of, terminated_as_interrupted
+from command_line import ROOT, Interruptible, parser_of
 from gpu_checks import pages
 from gpu_checks.machine import Machine
 from gpu_checks.parts import Part, choose
@@ -150,26 +150,22 @@ class Session:
     def run(self, parts: Sequence[Part]) -> int:
         """Run what has no good result yet, and write the page; the exit status."""
         (self._options.results / "logs").mkdir(parents=True, exist_ok=True)
-        interrupted = False
-        try:
-            with terminated_as_interrupted():
+        with Interruptible() as running:
+            try:
                 parts = self._able(parts)
                 for is_timed, group in itertools.groupby(parts, lambda part: bool(part.measure)):
                     rest = [part for part in group if not self._is_done(part)]
                     # What is timed runs alone; on the CPU no time says anything.
                     is_alone = is_timed and self._machine.device == "cuda"
                     self._run_all(rest, 1 if is_alone else self._options.jobs)
-        except KeyboardInterrupt:
-            interrupted = True
-        finally:
-            if self._sharing.mps:
-                control_mps(Path(self._sharing.mps), words="quit\n")
+            finally:
+                if self._sharing.mps:
+                    control_mps(Path(self._sharing.mps), words="quit\n")
         self._write_page(parts)
         print(pages.summary(parts, self._results))
-        if interrupted:
-            return INTERRUPTED
         done = (self._results.get(part.name) for part in parts)
-        return int(not all(result is not None and result.is_right for result in done))
+        are_right = all(result is not None and result.is_right for result in done)
+        return running.status or int(not are_right)
 
     def _able(self, parts: Sequence[Part]) -> list[Part]:
         """The parts that the machine can run; say which it cannot."""

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from command_line import INTERRUPTED, ROOT, parser_of, terminated_as_interrupted
+from command_line import ROOT, Interruptible, parser_of
 from torch_tests_run.comparing import (
     MODELS,
     MODES,
@@ -68,13 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.output:
             options.output.write_text(as_json(outcomes, known))
 
-    status = 0
-    try:
-        with terminated_as_interrupted():
-            _run(tests, options, finish)
-    except KeyboardInterrupt:
-        status = INTERRUPTED
-    return max(_show(outcomes, known), status)
+    with Interruptible() as runs:
+        _run(tests, options, finish)
+    return max(_show(outcomes, known), runs.status)
 
 
 def _parser() -> argparse.ArgumentParser:

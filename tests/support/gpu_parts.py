@@ -44,6 +44,30 @@ def hangs(site: Any, note: Any) -> None:
     time.sleep(600)
 
 
+def _record(run: Any, value: float) -> None:
+    import torch
+
+    run.backwards.append({"weight": torch.tensor([value])})
+
+
+def differs(run: Any) -> None:
+    _record(run, 2.0 if run.is_fused else 1.0)
+
+
+def refuses(run: Any) -> None:
+    if run.is_fused:
+        raise ValueError("fake=True is not supported while ddp_fusion is set: leave it out.")
+    _record(run, 1.0)
+
+
+def refuses_on_one_rank(run: Any) -> None:
+    import torch.distributed as dist
+
+    if run.is_fused and dist.get_rank() == 1:
+        raise ValueError("ddp_fusion does not like rank 1")
+    _record(run, 1.0)
+
+
 def _measuring(name: str, **options: Any) -> Part:
     return Part(name, f"{__name__}:{name.replace('-', '_')}", **options)
 
@@ -58,9 +82,9 @@ PARTS = (
         ranks=2,
         checks=(
             _check("a real one", "testing.scenarios.features.loops:plain"),
-            _check("another result", "tests.support.nightly_scenarios:differs"),
-            _check("both ranks fail", "tests.support.nightly_scenarios:refuses"),
-            _check("one rank fails", "tests.support.nightly_scenarios:refuses_on_one_rank"),
+            _check("another result", f"{__name__}:differs"),
+            _check("both ranks fail", f"{__name__}:refuses"),
+            _check("one rank fails", f"{__name__}:refuses_on_one_rank"),
             _check("the same again", "testing.scenarios.features.loops:plain"),
         ),
     ),

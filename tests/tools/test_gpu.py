@@ -21,7 +21,9 @@ from benches.network import Network
 from benches.processes import Place
 from benches.results import Row
 from fusion_passes import config
-from fusion_passes.reducer import memory
+from fusion_passes.plan.caps import BucketCaps
+from fusion_passes.plan.layout import GradientKind, plan_layout
+from fusion_passes.reducer.memory import RegisteredBuckets
 from gpu_checks import copies, machine, net, norms, one_rank, pages, sites, starts, subjects
 from gpu_checks.machine import Machine
 from gpu_checks.parts import LATE_ON_A_GPU, ON_TWO, PARTS, PROBE, Part, choose
@@ -421,10 +423,12 @@ def test_every_norm_is_compared_above_the_threshold() -> None:
 
 def test_what_nccl_registers_and_forgets_is_counted() -> None:
     backend = Backend()
+    buckets = RegisteredBuckets(Group(backend))
+    layout = plan_layout([(0,)], {0: GradientKind(24, torch.float32, CPU)}, BucketCaps(1, 1))
     with on_the_host(backend), one_rank._noting(Site("cuda", "nccl")) as registry:
-        made = memory.RegisteredMemory(Group(backend), CPU, 96)  # type: ignore[attr-defined,arg-type]
-        assert (registry.sizes, registry.ended) == ([96], 0)
-        made.deregister()
+        buckets.prepare(layout)
+        assert (registry.sizes, registry.ended) == ([512], 0)
+        buckets.release()
     assert registry.ended == 1
     assert [call[0] for call in backend.calls[-2:]] == ["register", "deregister"]
 
@@ -442,16 +446,18 @@ def test_a_kernel_that_differs_is_found(
     kernel: copies.Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    call = copies.Call.of(kernel, torch.device("cpu"), 1)
+    call = copies.Call(kernel, torch.device("cpu"), 2**18)
     assert call.difference() == ""
+    run = call.run
 
     def off() -> Any:
-        made = call.run()
+        made = run()
         changed = call.written[-1] if made is None else made
         changed.view(-1)[-1] += 1
         return made
 
-    assert replace(call, run=off).difference() == "values differ"
+    monkeypatch.setattr(call, "run", off)
+    assert call.difference() == "values differ"
 
 
 def test_kernels_move_as_much_as_is_asked() -> None:

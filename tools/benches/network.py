@@ -269,9 +269,12 @@ class _Namespaces:
     @contextlib.contextmanager
     def cleaned(self, run: Runner) -> Iterator[None]:
         """Nothing of it is there before and after, nor of benches that are gone."""
-        # What has our number was left by one that had it before us.
-        listed = run(["ip", "netns", "list"])
-        _delete(leftovers(listed, lambda pid: pid != self.owner and is_alive(pid)), run)
+
+        def is_running(pid: int) -> bool:
+            # What has our number was left by one that had it before us.
+            return pid != self.owner and Path(f"/proc/{pid}").exists()
+
+        _delete(leftovers(run(["ip", "netns", "list"]), is_running), run)
         try:
             yield
         finally:
@@ -288,11 +291,6 @@ def leftovers(listed: str, is_running: Callable[[int], bool]) -> list[str]:
     names = [line.split()[0] for line in listed.splitlines() if line.strip()]
     found = [(name, re.fullmatch(rf"{PREFIX}-(\d+)-\w+", name)) for name in names]
     return [name for name, match in found if match and not is_running(int(match[1]))]
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process of that number runs."""
-    return Path(f"/proc/{pid}").exists()
 
 
 def _delete(names: Sequence[str], run: Runner) -> None:

@@ -48,7 +48,7 @@ from benches.network import (
 )
 from benches.processes import Place, cores_of
 from benches.results import Origin, Row, figures_table, overview, page, parser_of, write
-from command_line import INTERRUPTED, terminated_as_interrupted
+from command_line import Interruptible
 from fusion_passes.profile.files import DIRECTORY_VARIABLE
 from fusion_passes.profile.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS
 from workloads.models import MAKERS, SIZES, subject
@@ -135,16 +135,12 @@ def main(arguments: Sequence[str]) -> int:
     output = options.output or Path(time.strftime("bench-%Y%m%d-%H%M%S"))
     # make bench and the pages of docs name no part.
     run = Run(Origin.here("", arguments))
-    interrupted = False
-    try:
-        with terminated_as_interrupted():
-            _measure(run, options, output)
-    except KeyboardInterrupt:
-        interrupted = True
+    with Interruptible() as measured:
+        _measure(run, options, output)
     run.write(output)
     print(run.as_markdown())
     print(f"Written to {output}: {PART}.json, {PART}.md, logs")
-    return INTERRUPTED if interrupted else int(run.has_failed)
+    return measured.status or int(run.has_failed)
 
 
 def _parser() -> argparse.ArgumentParser:

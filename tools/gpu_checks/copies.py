@@ -6,6 +6,7 @@ the device's bandwidth is its limit, which a large copy in the same round shows.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
@@ -111,7 +112,7 @@ def measure(site: Site, note: Note) -> None:
     mib = SMALL_MIB if site.is_small else min(MIB, max(16, int(site.memory_gib * 1024 / 32)))
     source = torch.empty(mib * 2**18, device=device).normal_()
     target = torch.empty_like(source)
-    calls = [Call.of(kernel, device, mib) for kernel in KERNELS]
+    calls = [Call(kernel, device, mib * 2**18) for kernel in KERNELS]
     wrong = [call.difference() for call in calls]
     plain = 2 * source.nbytes
     rates: list[list[float]] = [[] for _ in range(len(calls) + 1)]
@@ -122,7 +123,7 @@ def measure(site: Site, note: Note) -> None:
     copy = rates.pop()
     note(Row("plain copy", figures=_figures(plain, copy, copy)))
     for call, own, words in zip(calls, rates, wrong, strict=True):
-        note(Row(call.title, not words, words, _figures(call.moved_bytes, own, copy)))
+        note(Row(call.kernel.title, not words, words, _figures(call.moved_bytes, own, copy)))
 
 
 def _figures(moved: int, rates: Sequence[float], copy: Sequence[float]) -> dict[str, float | None]:
@@ -134,44 +135,26 @@ def _figures(moved: int, rates: Sequence[float], copy: Sequence[float]) -> dict[
     }
 
 
-@dataclass(frozen=True)
 class Call:
     """A kernel with its tensors.
 
-    Attributes:
-        title: its row.
-        run: the compiled kernel.
-        plain: the same without the compiler.
-        written: inputs that it writes, where it returns nothing.
-        moved_bytes: by one call.
+    Args:
+        kernel: which.
+        device: where.
+        elements: about how many the gradients have together.
     """
 
-    title: str
-    run: Callable[[], Any]
-    plain: Callable[[], Any]
-    written: Sequence[Tensor]
-    moved_bytes: int
-
-    @classmethod
-    def of(cls, kernel: Kernel, device: torch.device, mib: int) -> Call:
-        """A kernel with gradients of ``mib`` MiB in fp32; of a smaller dtype, as many elements."""
-        gradients = [
-            torch.empty(shape, dtype=DTYPES[kernel.dtype], device=device).normal_()
-            for shape in shapes_of(mib * 2**18)
-        ]
-        elements = sum(gradient.numel() for gradient in gradients)
-        inputs = gradients
-        if kernel.inputs != "gradients":
-            bucket = torch.empty(elements, dtype=DTYPES[kernel.dtype], device=device).normal_()
-            inputs = [bucket, *(gradients if kernel.inputs == "both" else ())]
-        compiled = torch.compile(kernel.run, dynamic=False)
-        return cls(
-            kernel.title,
-            lambda: compiled(*inputs),
-            lambda: kernel.run(*inputs),
-            gradients if kernel.inputs == "both" else (),
-            kernel.moved_bytes * elements,
-        )
+    def __init__(self, kernel: Kernel, device: torch.device, elements: int) -> None:
+        self.kernel = kernel
+        options: dict[str, Any] = {"dtype": DTYPES[kernel.dtype], "device": device}
+        gradients = [torch.empty(shape, **options).normal_() for shape in shapes_of(elements)]
+        count = sum(gradient.numel() for gradient in gradients)
+        bucket = torch.empty(count, **options).normal_()
+        self.written = gradients if kernel.inputs == "both" else []
+        given = gradients if kernel.inputs == "gradients" else [bucket, *self.written]
+        self.run = functools.partial(torch.compile(kernel.run, dynamic=False), *given)
+        self.plain = functools.partial(kernel.run, *given)
+        self.moved_bytes = kernel.moved_bytes * count
 
     def difference(self) -> str:
         """In what the compiled kernel differs from the same in eager torch; empty if in nothing."""

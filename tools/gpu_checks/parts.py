@@ -154,7 +154,7 @@ def _options(mode: str, ranks: int) -> Part:
 
 def _loops(mode: str, ranks: int) -> Part:
     chosen = [ON_TWO[feature] for feature in (LOOPS if ranks == 1 else LOOPS_ON_TWO)]
-    target = "gpu_checks.training_rank:synced_batch_norm"
+    target = "gpu_checks.targets:synced_batch_norm"
     synced = Scenario("gpu", "sync-batch-norm", target, ranks, tolerance_eps=ROUGH_EPS)
     # Its collectives break the graph, and what is then left unfused is warned of.
     check = Check.of(synced, mode, "fp32", needs_cuda=True, also_right=("equal, unfused",))
@@ -179,7 +179,7 @@ def _features(mode: str, number: int) -> Part:
 
 def _measured() -> Part:
     """Buckets chosen by what is measured: the network, and then the steps."""
-    target = "gpu_checks.training_rank:measured"
+    target = "gpu_checks.targets:measured"
     scenario = Scenario("gpu", "measured", target, 2)
     return Part("auto-2", ranks=2, checks=(Check.of(scenario, "auto", "fp32"),))
 
