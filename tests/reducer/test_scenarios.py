@@ -7,6 +7,7 @@ with traced backwards.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from testing.scenarios.both_ways import flag_of, target_of, train_both
 from testing.scenarios.catalog import SCENARIOS
 from testing.scenarios.entries import Scenario
+from testing.scenarios.loop import Loop
 from testing.scenarios.outcomes import RankReport, judge
 from testing.scenarios.run import Run
 
@@ -33,6 +35,9 @@ OTHERWISE_TRACED: Final = {
     "ddp-4/update-group": "over the other pairs, one graph is compiled anew",
 }
 """Entries that note what is otherwise where backwards are traced; gradients are eager DDP's."""
+
+NAMED_IN: Final = {"model": "MODELS", "loss": "LOSSES", "hook": "HOOKS", "when": "SKIPS"}
+"""Where a target's module has what an argument is the name of."""
 
 TIMEOUT: Final = timedelta(seconds=5)
 """Of collectives, where one is to fail."""
@@ -102,7 +107,14 @@ def test_each_entry_has_a_name_of_its_own_and_a_training() -> None:
     names = Counter(f"{scenario.parallelism}/{scenario.feature}" for scenario in SCENARIOS)
     assert names.most_common(1)[0][1] == 1, names.most_common(1)
     for scenario in SCENARIOS:
-        inspect.signature(target_of(scenario)).bind(Run)  # Its arguments are the target's.
+        target = inspect.signature(target_of(scenario))
+        target.bind(Run)  # Its arguments are the target's.
+        module = importlib.import_module(scenario.target.partition(":")[0])
+        for name, value in scenario.arguments:
+            if name in NAMED_IN:
+                assert value in getattr(module, NAMED_IN[name]), f"{scenario.feature}: {value}"
+            elif "loop" in target.parameters and name not in target.parameters:
+                assert name in Loop.__dataclass_fields__, f"{scenario.feature}: {name}"
 
 
 def train(scenario: Scenario, mode: str, dtype: str, graph: str = "auto") -> RankReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -65,11 +66,9 @@ class Normed(nn.Module):
         torch.manual_seed(0)
         self.blocks = nn.Sequential()
         for _ in range(2):
-            block = nn.Sequential()
-            block.add_module("norm", nn.LayerNorm(WIDTH))
-            block.add_module("up", nn.Linear(WIDTH, 2 * WIDTH))
-            block.add_module("down", nn.Linear(2 * WIDTH, WIDTH))
-            self.blocks.append(block)
+            up, down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+            layers = OrderedDict[str, nn.Module](norm=nn.LayerNorm(WIDTH), up=up, down=down)
+            self.blocks.append(nn.Sequential(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -80,10 +79,7 @@ class Normed(nn.Module):
 def columns_and_rows(mesh: DeviceMesh, **options: Any) -> nn.Module:
     """:class:`Uneven`, cut by columns and by rows."""
     # Cut unevenly, the local output would not tell the whole one's size.
-    plan = {
-        "block.up": ColwiseParallel(use_local_output=False),
-        "block.down": RowwiseParallel(),
-    }
+    plan = {"block.up": ColwiseParallel(use_local_output=False), "block.down": RowwiseParallel()}
     return parallelize_module(Uneven(**options).to(mesh.device_type), mesh, plan)
 
 
