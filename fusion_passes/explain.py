@@ -56,7 +56,8 @@ class _Explained:
             return
         self.is_shown = True
         found, options = report(), self.options
-        if found.rank not in (None, 0):
+        # The script may have left its process group.
+        if os.environ.get("RANK", "0") != "0" if found.rank is None else found.rank:
             return
         columns = shutil.get_terminal_size((LOG_WIDTH, 0)).columns
         print(format_report(found, width=columns), file=sys.stderr)

@@ -65,7 +65,7 @@ def test_each_name_for_older_torch_says_how_long_it_stays() -> None:
     assert public <= older_torch.NEEDED_UP_TO.keys() <= vars(older_torch).keys()
 
 
-TELLING = ("measure.py", "registered_memory.py", "report.py", "modules.py")
+TELLING = ("measure.py", "registered_memory.py", "report.py")
 """Files that say which torch it was, of a profile, a report, an error, and decide nothing by it."""
 
 

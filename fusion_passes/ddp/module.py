@@ -222,7 +222,6 @@ def _settings_of(ddp: DistributedDataParallel, config: FusionConfig) -> dict[str
     names, caps = reducer.parameters.names, caps_of_ddp(ddp)
     return {
         OPTION: asdict(config),
-        "the version of torch": torch.__version__,
         "bucket_cap_mb of DistributedDataParallel": caps.in_mib(),
         "find_unused_parameters of DistributedDataParallel": ddp.find_unused_parameters,
         "static_graph of DistributedDataParallel": bool(ddp.static_graph),

@@ -271,17 +271,17 @@ def agree_on_place(ranks: Ranks) -> Place:
     of_all: list[Any] = [None] * ranks.group.size()
     # Over NCCL, this sends from the current card.
     with torch.cuda.device(device if device.type == "cuda" else -1):
-        mine = socket.gethostname(), card, " ".join(said)
+        mine = socket.gethostname(), card, " ".join(said), torch.__version__
         dist.all_gather_object(of_all, mine, ranks.group)
-    # Of hosts with other cards or names for their interfaces, each counts.
-    hosts, devices, interfaces = (tuple(sorted(set(c))) for c in zip(*of_all, strict=True))
+    # Of hosts with other cards, names for their interfaces or versions of torch, each counts.
+    hosts, devices, interfaces, torches = (tuple(sorted(set(c))) for c in zip(*of_all, strict=True))
     return Place(
         ranks.group.size(),
         hosts,
         backend_name(ranks.group, device),
         ", ".join(devices),
         ", ".join(interfaces),
-        torch.__version__,
+        ", ".join(torches),
     )
 
 
