@@ -16,7 +16,7 @@ from fusion_passes.torch_private.inductor import (
     graph_lowering,
     inductor_ir,
     register_lowering,
-    run_after,
+    run_behind,
 )
 
 OnStored: TypeAlias = Callable[[Sequence[int], Mapping[int, str]], None]
@@ -80,7 +80,7 @@ class _ReducersMemory(Memory):
         self._writers: list[Any] = []
 
     def note_writer(self, writer: Any) -> None:
-        run_after(writer.get_operation_name(), self.data.data.get_name())
+        run_behind(writer.get_operation_name(), buffer=self.data.data.get_name())
         self._writers.append(writer)
 
     def copy(self, values: list[Any], offsets: list[int], strides: list[int]) -> None:
@@ -94,4 +94,4 @@ class _ReducersMemory(Memory):
         for operation in graph.operations[before:]:
             if isinstance(operation, ir.FallbackKernel):
                 for writer in self._writers:
-                    run_after(operation.get_operation_name(), writer.get_name())
+                    run_behind(operation.get_operation_name(), buffer=writer.get_name())

@@ -16,7 +16,7 @@ from fusion_passes.graph.families import is_library_kernel
 from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.plan.pieces import StoredInput, StoredPiece, plan_pieces
 from fusion_passes.reducer.operators import BUCKET, STORE_GRADIENTS
-from fusion_passes.torch_private.inductor import let_outputs_lie
+from fusion_passes.torch_private.inductor import set_output_strides
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class StoreGradients:
             for item, result in zip(piece.inputs, results, strict=True):
                 gradients[item.index] = result
         output.args = (tuple(gradients),)
-        let_outputs_lie(output, {item.index: item.strides for item, _ in stored})
+        set_output_strides(output, {item.index: item.strides for item, _ in stored})
         for store in stores:
             _pin_next(store, is_library_kernel)
             # What a store makes ready is launched before the next collective that is not DDP's.

@@ -93,7 +93,7 @@ def make_subgraph(owner: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.Gra
     return _LazyGraphModule(owner, graph)
 
 
-def let_outputs_lie(output: torch.fx.Node, strides: Mapping[int, tuple[int, ...]]) -> None:
+def set_output_strides(output: torch.fx.Node, strides: Mapping[int, tuple[int, ...]]) -> None:
     """Give outputs of a graph other strides than they had before its passes. Inductor has written
     those down, and copies an output that it finds in others.
 
@@ -141,7 +141,7 @@ def register_lowering(target: OpOverload, function: Any) -> None:
     inductor_lowerings().register_lowering(target, type_promotion_kind=None)(function)
 
 
-def run_after(operation: str, buffer: str) -> None:
+def run_behind(operation: str, *, buffer: str) -> None:
     """Have Inductor's scheduler run an operation after the one that makes a buffer, whatever reads
     what.
 
