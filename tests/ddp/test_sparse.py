@@ -214,6 +214,7 @@ def test_as_eager_ddp(run_on_ranks: RUN) -> None:
         assert ours["accumulated"].collectives[::2] == [0, 0]
 
 
+@pytest.mark.xdist_group("three ranks")
 def test_on_three_ranks(run_on_ranks: RUN) -> None:
     """Each table is a bucket of its own, of rows: a collective or two, as Gloo sends them."""
     for ours in check(run_on_ranks, ["plain", "joined"], ranks=3):

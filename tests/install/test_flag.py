@@ -65,8 +65,9 @@ def test_refuses_a_wrong_option_of_one_compile(value: Any) -> None:
         torch.compile(lambda x: x, options={"ddp_fusion": value})
 
 
-@pytest.mark.parametrize("flag", [None, "concat"])
-@pytest.mark.parametrize("option", ["coalesced", None])
+@pytest.mark.parametrize(
+    ("flag", "option"), [(None, "coalesced"), ("concat", "coalesced"), ("concat", None)]
+)
 def test_an_option_of_one_compile_has_no_effect_and_says_so(
     flag: str | None, option: str | None
 ) -> None:

@@ -98,7 +98,7 @@ def rows(number: int, size: int = 4, width: int = models.WIDTH) -> Tensor:
 def other_batch_sizes() -> Steps:
     """Rank 1 has a batch of one in each third step, and another graph for it."""
     with flag(bucket_cap_mb=CAP_MB, first_bucket_cap_mb=CAP_MB):
-        ddp, eager = pair(lambda: models.mlp(5))
+        ddp, eager = pair(lambda: models.mlp(3))
 
         def step(model: Any, number: int) -> Tensor:
             size = 1 if dist.get_rank() == 1 and number % 3 == 2 else 4
@@ -146,7 +146,7 @@ def eager_layers_between() -> Steps:
 def several_forwards() -> Steps:
     """Three forwards of other rows, and on rank 1 of a batch of one, which another graph runs."""
     with flag(bucket_cap_mb=CAP_MB, first_bucket_cap_mb=CAP_MB):
-        ddp, eager = pair(lambda: models.mlp(5))
+        ddp, eager = pair(lambda: models.mlp(3))
 
         def step(model: Any, number: int) -> Tensor:
             sizes = (4, 4, 1 if dist.get_rank() == 1 and number > 1 else 4)

@@ -20,7 +20,6 @@ from testing.graphs import (
     find,
     reduce,
     reduce_as,
-    reduce_into,
     reduce_relaid,
     tensor,
     trace,
@@ -109,11 +108,6 @@ def _into_a_transposed_grad(grad, x):
     grad.copy_(reduce(torch.add(grad, x), "w"))
 
 
-def _read_twice(x):
-    twice = reduce(torch.neg(x), "w")
-    return twice, torch.abs(twice)
-
-
 def _unused(x):
     reduce(x, "w")
     return torch.neg(x)
@@ -128,25 +122,11 @@ FORMS: list[tuple[str, Backward, list[TensorSpec], str, str]] = [
         "sum(gradient / 2) float32 cpu on ddp0, 24 bytes, strides [3, 1]",
     ),
     (
-        "an existing grad is copied into",
-        lambda g, x: reduce_into(g, torch.neg(x), "w"),
-        [tensor(4), tensor(4)],
-        "add -> div -> all_reduce -> wait_tensor -> [copy_]",
-        "sum(gradient / 2) float32 cpu on ddp0, 16 bytes, strides [1]",
-    ),
-    (
-        "and says how the result lies",
+        "an existing grad is copied into, and says how the result lies",
         _into_a_transposed_grad,
         [tensor(2, 3, stride=(1, 2)), tensor(2, 3)],
         "add -> div -> all_reduce -> wait_tensor -> [copy_]",
         "sum(gradient / 2) float32 cpu on ddp0, 24 bytes, strides [1, 2]",
-    ),
-    (
-        "a multiplication by the reciprocal",
-        lambda x: reduce(torch.neg(x), "w", multiply=0.5),
-        ROW,
-        "neg -> mul -> all_reduce -> wait_tensor -> [output]",
-        "sum(gradient * 0.5) float32 cpu on ddp0, 16 bytes, strides [1]",
     ),
     (
         "avg needs no scaling",
@@ -237,13 +217,6 @@ FORMS: list[tuple[str, Backward, list[TensorSpec], str, str]] = [
         _unused,
         ROW,
         "x_1 -> div -> all_reduce -> wait_tensor -> []",
-        "sum(gradient / 2) float32 cpu on ddp0, 16 bytes, strides [1]",
-    ),
-    (
-        "a result that is read twice",
-        _read_twice,
-        ROW,
-        "neg -> div -> all_reduce -> wait_tensor -> [abs_1, output]",
         "sum(gradient / 2) float32 cpu on ddp0, 16 bytes, strides [1]",
     ),
 ]
