@@ -222,7 +222,7 @@ return A[296:304], A[528:532], A[0:288], A[288:296], A[520:528], A[304:520]
     assert reasons["layers.0.weight"] == reasons["layers.3.weight"] == relaid
     assert reasons["layers.0.bias"] == reasons["layers.3.bias"] == library
     assert reasons["layers.1.bias"] == "something else reads it too"
-    assert "copied: layers.0.bias, layers.3.bias" in re.sub(
+    assert "copied: 2: layers.0.bias, layers.3.bias" in re.sub(
         r"\s+", " ", fusion_passes.format_report(report)
     )
 
