@@ -57,8 +57,9 @@ class Heads(nn.Module):
 
 
 def a_backward_each(flag: str | None) -> list[Any]:
-    """The gradients, or the error, of a backward of each output; a job for every rank."""
-    import fusion_passes  # noqa: F401 - the ranks have not
+    """The gradients, or the error, of a backward of each output, and what is warned of; a job for
+    every rank."""
+    import fusion_passes
 
     torch.manual_seed(0)
     with inductor_config.patch(ddp_fusion=flag):
@@ -69,14 +70,17 @@ def a_backward_each(flag: str | None) -> list[Any]:
             second.backward()
         except RuntimeError as error:
             return [str(error)]
-    return [parameter.grad for parameter in ddp.parameters()]
+    means = [float(parameter.grad.mean()) for parameter in ddp.parameters()]
+    return [*means, *fusion_passes.report().warnings]
 
 
-def test_a_backward_of_each_output_is_averaged_where_eager_ddp_refuses(run_on_ranks: RUN) -> None:
+def test_after_the_backward_of_an_output_that_of_another_is_not_averaged(run_on_ranks: RUN) -> None:
+    """Eager DDP refuses it: its sink has marked the other's parameters ready in the first one."""
     for (said,) in run_on_ranks(2, a_backward_each, flag=None):
         assert "backward through the graph a second time" in said
-    for gradients in run_on_ranks(2, a_backward_each, flag="concat"):
-        assert [float(gradient.mean()) for gradient in gradients] == [6.0, 4.0, 6.0, 4.0]
+    for rank, (*means, said) in enumerate(run_on_ranks(2, a_backward_each, flag="concat")):
+        assert means == [6.0, 4.0, 4.0 * (1 + rank), 4.0]
+        assert "stay on their rank, as with eager DDP: its forward has had its backward" in said
 
 
 def _other_options(rank_with: int) -> str:
