@@ -58,6 +58,8 @@ class Loop:
         pattern: which backwards follow which forwards: see :mod:`fuzzing.training`.
         batches: their sizes.
         no_sync: whether all micro-batches but the last are under ``no_sync``.
+        some_outputs: whether the loss leaves out an output, another one in each step and on each
+            rank.
         zero: how gradients are dropped: set to None, to zero, or never.
         clip: gradient clipping.
         scaler: whether a ``GradScaler`` scales the loss.
@@ -74,6 +76,7 @@ class Loop:
     pattern: Pattern = "plain"
     batches: Batches = (((4,), (4,)), ((4,), (4,)))
     no_sync: bool = False
+    some_outputs: bool = False
     zero: Zero = "none"
     clip: Clip = "no"
     scaler: bool = False

@@ -67,7 +67,7 @@ def draw(seed: int) -> Case:
             replace(part, hook=None) if part.hook == "fp16_compress_hook" else part
             for part in parts
         )
-    return Case(
+    case = Case(
         seed=seed,
         parts=parts,
         loop=_loop(random, parts, ranks),
@@ -76,6 +76,17 @@ def draw(seed: int) -> Case:
         groups=groups,
         flag=_flag(random),
     )
+    return _using_some(case, Random(f"outputs {seed}"))
+
+
+def _using_some(case: Case, random: Random) -> Case:
+    """The case, or of some of those with several outputs one that leaves outputs out. Drawn apart,
+    as threads are."""
+    if max(part.heads for part in case.parts) == 1 or random.random() < 0.7:
+        return case
+    allowing = {"find_unused_parameters": True} if random.random() < 0.8 else {}
+    parts = tuple(replace(part, ddp=part.ddp | allowing) for part in case.parts)
+    return replace(case, parts=parts, loop=replace(case.loop, some_outputs=True))
 
 
 def _pick(random: Random, weights: dict[Any, int]) -> Any:

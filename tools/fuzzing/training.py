@@ -191,6 +191,7 @@ class Trainer:
         self.loop = training.loop
         self.ddps = ddps
         self.serial = training.case.joined == "serial"
+        self.step_number = 0
         self.parameters = [p for ddp in ddps for p in ddp.parameters() if p.requires_grad]
         self.optimizer = _optimizer(self.loop.optimizer, self.parameters)
         self.scaler = torch.amp.GradScaler("cpu", enabled=self.loop.scaler, init_scale=64.0)
@@ -215,6 +216,7 @@ class Trainer:
 
     def step(self, step: int) -> None:
         """Run all micro-batches, then the optimizer."""
+        self.step_number = step
         if self.loop.zero != "never":
             self.optimizer.zero_grad(set_to_none=self.loop.zero == "none")
         count = len(self.loop.batches[step][dist.get_rank()])
@@ -241,7 +243,7 @@ class Trainer:
 
     def _backward(self, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
         pattern = self.loop.pattern
-        losses = [self._scaled(self.losses(*batch)) for batch in batches]
+        losses = [self._used(self._scaled(self.losses(*batch))) for batch in batches]
         total = torch.stack([loss for of_batch in losses for loss in of_batch]).sum()
         if pattern == "delayed":
             for of_batch in losses:
@@ -264,6 +266,12 @@ class Trainer:
     def _has_one_backward(self) -> bool:
         """With this option, eager DDP's own node behind all outputs lets them have one backward."""
         return any("find_unused_parameters" in part.ddp for part in self.training.case.parts)
+
+    def _used(self, losses: list[Tensor]) -> list[Tensor]:
+        if not self.loop.some_outputs or len(losses) == 1:
+            return losses
+        left_out = (self.step_number + dist.get_rank()) % len(losses)
+        return [*losses[:left_out], *losses[left_out + 1 :]]
 
     def _scaled(self, losses: list[Tensor]) -> list[Tensor]:
         return [self.scaler.scale(loss) for loss in losses] if self.loop.scaler else losses
