@@ -82,9 +82,11 @@ def draw(seed: int) -> Case:
 def _using_some(case: Case, random: Random) -> Case:
     """The case, or of some of those with several outputs one that leaves outputs out. Drawn apart,
     as threads are."""
-    if max(part.heads for part in case.parts) == 1 or random.random() < 0.7:
+    is_static = any("static_graph" in part.ddp for part in case.parts)
+    if max(part.heads for part in case.parts) == 1 or is_static or random.random() < 0.7:
         return case
-    allowing = {"find_unused_parameters": True} if random.random() < 0.8 else {}
+    # Else ranks wait for each other's gradients, with eager DDP too.
+    allowing = {"find_unused_parameters": True}
     parts = tuple(replace(part, ddp=part.ddp | allowing) for part in case.parts)
     return replace(case, parts=parts, loop=replace(case.loop, some_outputs=True))
 
