@@ -817,6 +817,9 @@ class Reducer:
 
     def _refuse_repeated(self, now: Round, numbers: Collection[int]) -> None:
         repeated = now.received.intersection(numbers)
+        if now.marked_unused and not self.is_static:
+            # As of reentrant checkpointing, of which the walk sees nothing.
+            repeated |= now.unused.intersection(numbers)
         if repeated:
             names = ", ".join(self.parameters.names[number] for number in sorted(repeated))
             raise_as_ddp(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from testing import models
 from tests.reducer.test_reducer import sequence_number
@@ -81,6 +82,37 @@ def test_after_the_backward_of_an_output_that_of_another_is_not_averaged(run_on_
     for rank, (*means, said) in enumerate(run_on_ranks(2, a_backward_each, flag="concat")):
         assert means == [6.0, 4.0, 4.0 * (1 + rank), 4.0]
         assert "stay on their rank, as with eager DDP: its forward has had its backward" in said
+
+
+class Checkpointed(nn.Module):
+    """The backward of its last layer runs inside of a node, where nobody sees it before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return y + checkpoint(self.last, y, use_reentrant=True)
+
+
+def a_backward_inside(flag: str | None) -> str:
+    """The error; a job for every rank."""
+    import fusion_passes  # noqa: F401 - the ranks have not
+
+    with inductor_config.patch(ddp_fusion=flag):
+        ddp = DistributedDataParallel(Checkpointed(), find_unused_parameters=True)
+        try:
+            ddp(torch.ones(4, 8)).sum().backward()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_parameter_that_passed_for_unused_is_refused_as_by_eager_ddp(run_on_ranks: RUN) -> None:
+    for flag in (None, "concat"):
+        for said in run_on_ranks(2, a_backward_inside, flag=flag):
+            assert "Expected to mark a variable ready only once" in said
 
 
 def _other_options(rank_with: int) -> str:

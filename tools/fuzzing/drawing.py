@@ -83,7 +83,8 @@ def _using_some(case: Case, random: Random) -> Case:
     """The case, or of some of those with several outputs one that leaves outputs out. Drawn apart,
     as threads are."""
     is_static = any("static_graph" in part.ddp for part in case.parts)
-    if max(part.heads for part in case.parts) == 1 or is_static or random.random() < 0.7:
+    is_plain = case.loop.pattern == "plain" and not is_static
+    if max(part.heads for part in case.parts) == 1 or not is_plain or random.random() < 0.7:
         return case
     # Else ranks wait for each other's gradients, with eager DDP too.
     allowing = {"find_unused_parameters": True}
