@@ -57,7 +57,8 @@ class _Explained:
         self.is_shown = True
         found, options = report(), self.options
         # The script may have left its process group.
-        if os.environ.get("RANK", "0") != "0" if found.rank is None else found.rank:
+        rank = int(os.environ.get("RANK", "0")) if found.rank is None else found.rank
+        if rank != 0:
             return
         columns = shutil.get_terminal_size((LOG_WIDTH, 0)).columns
         print(format_report(found, width=columns), file=sys.stderr)

@@ -26,7 +26,6 @@ class Lifetime(Enum):
 
     MODULE = "until the DDP module that it is about is freed"
     GROUP = "until the process group that it is about is freed"
-    CALL = "until the call that has made it ends"
     PROCESS = "until the process ends"
 
 

@@ -94,7 +94,6 @@ def _in_bf16(x: Tensor, *weights: Tensor) -> Tensor:
 
 
 step_on_cards: Final[Step] = partial(train, feed_forward, 6)
-step_into_grads: Final[Step] = partial(train_into, feed_forward, 6)
 convolution_step: Final[Step] = partial(train, _convolved, 3)
 autocast_step: Final[Step] = partial(train, _in_bf16, 3)
 

@@ -404,7 +404,6 @@ class Reducer:
         assert now is not None, "it was given memory in this round"
         with self._lock:
             self._refuse_repeated(now, numbers)
-            self.join_streams()
             for number in numbers:
                 if self.is_static and self._static_counts is not None:
                     self._refuse_unless_used_before(number)
