@@ -37,7 +37,7 @@ from fusion_passes.reducer.communication import Communication, Wait, average_spa
 from fusion_passes.reducer.copies import ELSEWHERE, UNALIGNED, Copies
 from fusion_passes.reducer.memory import BucketMemory, PlainMemory
 from fusion_passes.reducer.rank_errors import FailureNotes
-from fusion_passes.torch_private.autograd import after_backward, backward_id
+from fusion_passes.torch_private.autograd import after_backward, backward_id, tensor_in
 from fusion_passes.torch_private.ddp import raise_as_ddp
 from fusion_passes.torch_private.process_groups import all_reduce, broadcast_first
 from fusion_passes.torch_private.profiling import is_profiling, named_in_profile
@@ -409,7 +409,7 @@ class Reducer:
                     self._refuse_unless_used_before(number)
                 gradient = now.existing.get(number)
                 if gradient is not None:  # What was there is averaged too.
-                    self._view(now, number).add_(gradient.detach())
+                    self._place(now, number).add_(gradient.detach())
             now.received.update(numbers)
             now.awaiting_hook.update(numbers)
             if is_sum:
@@ -556,12 +556,13 @@ class Reducer:
             if gradient.layout is torch.strided and gradient.data_ptr() in addresses:
                 gradient.data = gradient.clone()
 
-    def _view(self, now: Round, number: int) -> Tensor:
-        """A gradient's place in its bucket, in the parameter's shape."""
+    def _place(self, now: Round, number: int) -> Tensor:
+        """A gradient's place in its bucket, in the parameter's shape. It is no view to autograd:
+        programs that call ``.grad.detach_()`` before ``.grad.zero_()`` could not with one."""
         index, offset = self.layout.places[number]
         memory = self._memory(now, self.layout.buckets[index])
         shape, strides = self.parameters.all[number].shape, self.parameters.strides[number]
-        return memory.as_strided(shape, strides, memory.storage_offset() + offset)
+        return tensor_in(memory, shape, strides, offset)
 
     def _copy_in(self, now: Round, number: int) -> None:
         """Copy what has been accumulated into the bucket. A gradient that is new in this round
@@ -573,7 +574,7 @@ class Reducer:
                 now.sparse[number] = gradient
             return
         with torch.no_grad():
-            place = self._view(now, number)
+            place = self._place(now, number)
             if gradient is None:
                 place.zero_()
                 return
@@ -598,7 +599,7 @@ class Reducer:
             and gradient.dtype == self.parameters.kinds[number].dtype
         )
         if is_plain and number not in now.existing:
-            parameter.grad = self._view(now, number)
+            parameter.grad = self._place(now, number)
 
     def _mark_ready(self, now: Round, numbers: Piece) -> None:
         if self.clock is not None:
@@ -752,9 +753,9 @@ class Reducer:
             if memory is None:  # It is empty.
                 continue
             if gradient is None:
-                parameter.grad = self._view(now, number)
+                parameter.grad = self._place(now, number)
             elif gradient.data_ptr() != memory.data_ptr() + offset * memory.itemsize:
-                gradient.copy_(self._view(now, number))
+                gradient.copy_(self._place(now, number))
 
     def _end_round(self) -> None:
         if self._round is not None:

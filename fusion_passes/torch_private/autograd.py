@@ -29,6 +29,21 @@ def unflattened(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return pieces
 
 
+def tensor_in(memory: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
+    """A tensor in the memory of another one, which autograd does not take for a view of it.
+
+    Args:
+        memory: in which it lies.
+        shape: of the tensor.
+        strides: of it, in elements.
+        offset: from where the memory's own elements begin, in elements.
+    """
+    found: Tensor = torch._C._dynamo.guards._reinterpret_tensor(  # type: ignore[attr-defined]
+        memory, shape, strides, offset
+    )
+    return found
+
+
 def version_of_tensor(tensor: Tensor) -> int:
     """How often the tensor's memory has been written to."""
     version: int = tensor._version

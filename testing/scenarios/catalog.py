@@ -210,6 +210,7 @@ SCENARIOS = (
     on_two("no-sync", "loops:plain", CONCAT, **TWO_BY_THREE, launches=1),
     on_two("no-sync-inside", "loops:plain", COALESCED, **INSIDE, **TWO_BY_THREE, launches=1),
     on_two("kept-gradients", "loops:plain", COALESCED, **KEPT, launches=1),
+    on_two("detached-gradients", "loops:plain", CONCAT, zero="detached", launches=1),
     on_two("added-gradients", "loops:plain", **ADDED),
     on_two("several-forwards", "loops:plain", COALESCED, loss="of halves"),
     on_two("several-backwards", "loops:plain", CONCAT, micro_batches=2, launches=1),

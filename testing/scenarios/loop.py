@@ -14,7 +14,7 @@ from testing.models import Batch, Loss, linear_loss, whole_rows
 from testing.scenarios.run import Run, synced_if
 
 Style = Literal["outside", "inside", "as it is"]
-Zero = Literal["none", "kept", "never"]
+Zero = Literal["none", "kept", "detached", "never"]
 Draw = Callable[[torch.Generator, int], Batch]
 OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -51,7 +51,8 @@ class Loop:
         micro_batches: backwards in a step.
         no_sync: whether all but the last of these are under ``no_sync``.
         zero: ``"none"``: gradients are dropped before each step; ``"kept"``: set to zero;
-            ``"never"``: added to from step to step.
+            ``"detached"``: likewise, as older programs do it; ``"never"``: added to from step to
+            step.
         loss: of a model and a batch.
         draw: makes a batch of a size; by default whole numbers in the run's dtype.
         sizes: of the batches, in turn.
@@ -94,8 +95,7 @@ def train(run: Run, model: nn.Module, **loop: Any) -> None:
     optimizer = written.optimizer(model.parameters())
     for step in range(written.steps):
         written.before_step(step)
-        if written.zero != "never":
-            optimizer.zero_grad(set_to_none=written.zero == "none")
+        clear_gradients(model, written.zero)
         for micro in range(written.micro_batches):
             synced = written.is_synced(micro)
             run.prepare_forward()
@@ -105,6 +105,17 @@ def train(run: Run, model: nn.Module, **loop: Any) -> None:
         written.before_update()
         optimizer.step()
     run.note_end(model)
+
+
+def clear_gradients(model: nn.Module, zero: Zero) -> None:
+    """Clear a model's gradients, as a :class:`Loop` says."""
+    if zero == "detached":
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.detach_()
+                parameter.grad.zero_()
+    elif zero != "never":
+        model.zero_grad(set_to_none=zero == "none")
 
 
 def batch_of(run: Run, loop: Loop, step: int, micro: int) -> Batch:
@@ -151,8 +162,7 @@ def backwards(
         synced: whether they are averaged: not under ``no_sync``.
     """
     for step in range(first, first + steps):
-        if zero != "never":
-            model.zero_grad(set_to_none=zero == "none")
+        clear_gradients(model, zero)
         with synced_if(model, synced):
             linear_loss(forward, run.rows(step, micro, size=size), *takes).backward()
         run.note_backward(model, synced=synced)
