@@ -147,9 +147,17 @@ def broadcast_buffers(ddp: DistributedDataParallel, source: int = 0) -> None:
     for name, buffer in ddp.module.named_buffers():
         if name not in ddp.parameters_to_ignore:
             kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    waited: Tensor | None = None
     with torch.no_grad():
         for buffers in kinds.values():
-            pieces = unflattened(broadcast(flattened(buffers), source, group_name), buffers)
+            flat = flattened(buffers)
+            if is_traced and waited is not None:
+                # It reads what was broadcast before, and so comes after it. Inductor can launch
+                # independent ones in another order, and so ranks with other graphs: with
+                # mode="lite", or in an evaluation (torch 2.11 to 2.15).
+                flat = torch.cat([flat, (waited[:1] != 0).to(flat)])[:-1]
+            waited = broadcast(flat, source, group_name)
             # A forward may have saved one for its backward: autograd sees no change of it, as with
             # DDP's own broadcast.
+            pieces = unflattened(waited, buffers)
             torch._foreach_copy_([buffer.data for buffer in buffers], pieces)
