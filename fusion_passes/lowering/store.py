@@ -15,6 +15,7 @@ from fusion_passes.reducer.operators import BUCKET, COPY_IN, MARK_READY, STORE_G
 from fusion_passes.torch_private.inductor import (
     graph_lowering,
     inductor_ir,
+    last_collective,
     register_lowering,
     run_behind,
 )
@@ -87,11 +88,15 @@ class _ReducersMemory(Memory):
         self.call_behind(COPY_IN, values, offsets, strides)
 
     def call_behind(self, operator: Any, *args: Any) -> None:
-        """Call an operator that writes the memory, when all that was stored so far is there."""
+        """Call an operator that writes the memory, when all that was stored so far is there, and
+        when the graph's own collectives before are launched: it may launch a bucket, and ranks
+        with other graphs launch in the same order."""
         graph, ir = graph_lowering(), inductor_ir()
-        before = len(graph.operations)
+        collective = last_collective()
+        before = [*self._writers, *([] if collective is None else [collective])]
+        known = len(graph.operations)
         ir.FallbackKernel.create(operator, self._bucket, *args)
-        for operation in graph.operations[before:]:
+        for operation in graph.operations[known:]:
             if isinstance(operation, ir.FallbackKernel):
-                for writer in self._writers:
-                    run_behind(operation.get_operation_name(), buffer=writer.get_name())
+                for item in before:
+                    run_behind(operation.get_operation_name(), buffer=item.get_name())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +38,10 @@ class StoreGradients:
         store_gradients_(bucket, [w_grad, b_grad], [0, 16], [4, 1, 1], [0, 1])
         return [as_strided(bucket, [4, 4], [4, 1], 0), as_strided(bucket, [4], [1], 16), None]
 
-    The library kernel that follows is bound to run after the store, and so is the collective that
-    follows, if the graph has one. Nothing else of DDP is in the
-    graph: no group, no name, no collective and no wait. What is left alone: gradients that are
-    sparse, of symbolic sizes, or of another shape or dtype than their parameter.
+    The library kernel that follows is bound to run after the store. If the graph has collectives of
+    its own, they and the stores keep their order. Nothing else of DDP is in the graph: no group, no
+    name, no collective and no wait. What is left alone: gradients that are sparse, of symbolic
+    sizes, or of another shape or dtype than their parameter.
 
     Attributes:
         inputs: of the forward, those whose gradients are stored.
@@ -81,9 +81,8 @@ class StoreGradients:
         output.args = (tuple(gradients),)
         set_output_strides(output, {item.index: item.strides for item, _ in stored})
         for store in stores:
-            _pin_next(store, is_library_kernel)
-            # What a store makes ready is launched before the next collective that is not DDP's.
-            _pin_next(store, is_launch)
+            _pin_next_kernel(store)
+        _pin_launches(graph, stores)
         return True
 
     def identity(self) -> str:
@@ -143,10 +142,23 @@ def _store(
     return store, results
 
 
-def _pin_next(store: fx.Node, is_next: Callable[[fx.Node], bool]) -> None:
-    """Have the next node of a kind run after a store: Inductor's scheduler moves nodes."""
+def _pin_next_kernel(store: fx.Node) -> None:
+    """Have the next library kernel run after a store: Inductor's scheduler moves nodes."""
     node = store.next
-    while node.op != "output" and not (node.op == "call_function" and is_next(node)):
+    while node.op != "output" and not (node.op == "call_function" and is_library_kernel(node)):
         node = node.next
     if node.op != "output":
         pin([node], [store.args[0]])  # type: ignore[list-item]
+
+
+def _pin_launches(graph: fx.Graph, stores: Sequence[fx.Node]) -> None:
+    """Have each collective that is not DDP's launched after the stores before it, as a rank with
+    another graph does: what they make ready may be launched on the same process group. The other
+    order, of a store behind a collective, its lowering keeps."""
+    before: list[fx.Node] = []
+    for node in list(graph.nodes):
+        if node in stores:
+            before.append(node.args[0])
+        elif node.op == "call_function" and is_launch(node) and before:
+            pin([node], before)
+            before = []

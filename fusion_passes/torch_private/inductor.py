@@ -152,6 +152,13 @@ def run_behind(operation: str, *, buffer: str) -> None:
     graph_lowering().additional_star_deps[operation].add(buffer)
 
 
+def last_collective() -> Any:
+    """The operation that launches the collective which was lowered last; ``None`` without any."""
+    from torch._inductor.utils import is_collective
+
+    return next(filter(is_collective, reversed(graph_lowering().operations)), None)
+
+
 def supports_foreach(device: torch.device) -> bool:
     """Whether Inductor generates one kernel for tensors of several sizes on that device."""
     from torch._inductor.codegen.common import BackendFeature

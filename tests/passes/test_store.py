@@ -154,3 +154,40 @@ def test_a_gradient_of_two_parameters_is_stored_once() -> None:
     text = check(trace(backward, (4, 8), (4, 16)), [stored(0, 8, 16), stored(1, 8, 16)], 2)
     assert text.count("store_gradients_(") == 1
     assert "[0, 1]" not in text
+
+
+def test_collectives_and_stores_keep_their_order() -> None:
+    """Two stores before one, and one behind it. What a store tells the reducer, the lowering has
+    behind the collective."""
+
+    def backward(tangents_1: Tensor, x: Tensor) -> Any:
+        first, second = tangents_1.sum(0), x.sum(0)
+        reduced = torch.ops._c10d_functional.all_reduce.default(tangents_1, "sum", "0")
+        third = torch.ops._c10d_functional.wait_tensor.default(reduced).sum(1)
+        return [first, second, third]
+
+    inputs = [stored(0, 8, module=0), stored(1, 8, module=1), stored(2, 4, module=2)]
+    text = check(trace(backward, (4, 8), (4, 8)), inputs, 3, LARGE, LARGE, LARGE)
+    assert_expected_inline(
+        text,
+        """\
+tangents_1_1: f32[4, 8]
+x_1: f32[4, 8]
+bucket_default: f32[8] = bucket([0], [0], 8, torch.float32, cpu)
+sum_1: f32[8] = sum(tangents_1_1, [0])
+store_gradients__default: ? = store_gradients_(bucket_default, [sum_1], [0], [1], [0])
+as_strided_default: f32[8] = as_strided(bucket_default, [8], [1], 0)
+bucket_default_1: f32[8] = bucket([1], [0], 8, torch.float32, cpu)
+sum_2: f32[8] = sum(x_1, [0])
+store_gradients__default_1: ? = store_gradients_(bucket_default_1, [sum_2], [0], [1], [1])
+as_strided_default_1: f32[8] = as_strided(bucket_default_1, [8], [1], 0)
+pinned_all_reduce: ? = pinned_all_reduce()
+pinned_all_reduce_1: f32[4, 8] = control_deps((bucket_default, bucket_default_1), pinned_all_reduce, tangents_1_1)
+wait_tensor: f32[4, 8] = wait_tensor(pinned_all_reduce_1)
+bucket_default_2: f32[4] = bucket([2], [0], 4, torch.float32, cpu)
+sum_3: f32[4] = sum(wait_tensor, [1])
+store_gradients__default_2: ? = store_gradients_(bucket_default_2, [sum_3], [0], [1], [2])
+as_strided_default_2: f32[4] = as_strided(bucket_default_2, [4], [1], 0)
+return (as_strided_default, as_strided_default_1, as_strided_default_2)
+""",
+    )

@@ -70,6 +70,14 @@ def in_graphs(run: Run) -> None:
         backwards(run, *run.compiled(Synced(breaks, names="a"), bucket_cap_mb=3e-4))
 
 
+def batch_sizes(run: Run) -> None:
+    """Other batch sizes on each rank, so other graphs: they launch these collectives and the
+    buckets in one order all the same. Two buckets are stored in each part of a backward."""
+    ddp, forward = run.compiled(Synced(names="abc"), bucket_cap_mb=3e-4)
+    for step, sizes in enumerate(((3, 2), (5, 1), (5, 1), (2, 4))):
+        backwards(run, ddp, forward, 1, first=step, size=sizes[dist.get_rank()])
+
+
 def with_unused(run: Run) -> None:
     """Ranks leave out layers between them, the same or not; in one graph, from the second step on,
     and in several from the first. The layer that is always there is the first that a backward
