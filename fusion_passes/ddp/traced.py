@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -226,7 +227,10 @@ class TracedBackwards:
                     with self._running(), weak_marks(inputs):
                         result = compiled(inputs, *arguments)
                 except Exception as error:
-                    if not is_error_of_a_compile(error) or _has_run(traced, error.__traceback__):
+                    raised = _raised_in(traced, error)
+                    if raised is not None:
+                        raise raised from None
+                    if not is_error_of_a_compile(error):
                         raise
                     why = _give_up(running, error)
                 else:
@@ -304,14 +308,20 @@ def _reaches_managed(outputs: Sequence[Any]) -> bool:
     return not reducers.owners().keys().isdisjoint(walk(outputs).edges)
 
 
-def _has_run(traced: fx.GraphModule, trace: TracebackType | None) -> bool:
-    """Whether a part of a traced backward was running when an error was raised: what it has done
-    must not be done twice. Dynamo compiles its first part before anything of it runs."""
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == traced.forward.__code__.co_filename:
-            return True
-        trace = trace.tb_next
-    return False
+def _raised_in(traced: fx.GraphModule, error: BaseException) -> BaseException | None:
+    """The error that a part of a traced backward has raised as it ran; ``None`` where none has run:
+    what it has done must not be done twice. Dynamo compiles the first part before anything of it
+    runs. An error of Dynamo's can hide the first one: it breaks the graph where ``GraphModule``
+    looks at the first one's traceback (torch 2.11 to 2.15).
+    """
+    code = traced.forward.__code__
+    found: BaseException | None = error
+    while found is not None:
+        frames = traceback.walk_tb(found.__traceback__)
+        if any(frame.f_code.co_filename == code.co_filename for frame, _ in frames):
+            return found
+        found = found.__context__
+    return None
 
 
 def _in_a_line(error: Exception) -> str:

@@ -311,6 +311,7 @@ SCENARIOS = (
     on_two("other-orders-of-instances", "ranks:other_orders_of_instances", COALESCED),
     on_two("other-orders-of-blocks", "ranks:other_orders_of_blocks", CONCAT),
     on_two("foreign", "foreign:in_graphs", COALESCED),
+    on_two("foreign-batch-sizes", "foreign:batch_sizes", CONCAT),
     on_two("static-graph-without-some", "ranks:static_graph_without_some", CONCAT),
     on_two("static-graph-sides", "ranks:static_graph_of_sides"),
     on_two("static-graph-changes", "ranks:static_graph_that_changes", CONCAT),
@@ -452,7 +453,7 @@ SCENARIOS = (
     on_two("deepcopy", "reducer:deepcopy", CONCAT, EACH_TORCH),
     on_two("ema", "reducer:deepcopy_of_the_model"),
     on_two("second-ddp", "reducer:second_ddp", CONCAT),
-    on_two("two-ddps", "reducer:two_ddps", warns=STAYS_LOCAL),
+    on_two("two-ddps", "reducer:two_ddps"),
     # --- join
     on_two("join", "joining:uneven", CONCAT, EACH_TORCH),
     on_two("join-rank-0", "joining:uneven", COALESCED, steps=((4, 1),)),
