@@ -76,7 +76,8 @@ def draw(seed: int) -> Case:
         groups=groups,
         flag=_flag(random),
     )
-    return _using_some(case, Random(f"outputs {seed}"))
+    case = _using_some(case, Random(f"outputs {seed}"))
+    return _averaging(case, Random(f"averages {seed}"))
 
 
 def _using_some(case: Case, random: Random) -> Case:
@@ -93,6 +94,17 @@ def _using_some(case: Case, random: Random) -> Case:
     allowing = {"find_unused_parameters": True}
     parts = tuple(replace(part, ddp=part.ddp | allowing) for part in case.parts)
     return replace(case, parts=parts, loop=replace(case.loop, some_outputs=True))
+
+
+def _averaging(case: Case, random: Random) -> Case:
+    """The case, or of some of those whose ranks run as many forwards and backwards one with
+    collectives of the models' own. Drawn apart, as threads are."""
+    loop = case.loop
+    is_even = all(len(set(map(len, ranks))) == 1 for ranks in loop.batches)
+    if not is_even or loop.some_outputs or case.joined == "threads" or random.random() < 0.85:
+        return case
+    parts = tuple(replace(part, traits=(*part.traits, "averages")) for part in case.parts)
+    return replace(case, parts=parts)
 
 
 def _pick(random: Random, weights: dict[Any, int]) -> Any:
@@ -170,7 +182,7 @@ def _loop(random: Random, parts: tuple[Part, ...], ranks: int) -> Loop:
         optimizer=random.choice(("sgd", "momentum", "adamw", "foreach")),
         dynamic=_pick(random, {None: 6, True: 1, False: 1}),
         fullgraph=style in ("outside", "loss") and not breaks and random.random() < 0.15,
-        kernels=random.random() < 0.2,
+        kernels=random.random() < 0.5,
     )
 
 

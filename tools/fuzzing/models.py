@@ -15,16 +15,43 @@ from fuzzing.blocks import BLOCKS, WIDTH
 from fuzzing.case import Case, Part
 
 
-class Model(nn.Module):
-    """Blocks in a row for each head, or one row for all of them."""
+class _Average(torch.autograd.Function):
+    """The average over the ranks of a group: a collective in the forward, and one in the
+    backward, as ``SyncBatchNorm`` has them on GPUs."""
 
-    def __init__(self, part: Part) -> None:
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _averaged(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _averaged(grad, ctx.group), None
+
+
+def _averaged(x: Tensor, group: Any) -> Tensor:
+    out = x.clone()
+    dist.all_reduce(out, group=group)
+    return out / dist.get_world_size()
+
+
+class Model(nn.Module):
+    """Blocks in a row for each head, or one row for all of them.
+
+    Args:
+        part: of the case.
+        group: of its DDP module.
+    """
+
+    def __init__(self, part: Part, group: Any = None) -> None:
         super().__init__()
         rows = part.heads if part.split else 1
         names = [part.blocks[row::rows] for row in range(rows)]
         self.rows = nn.ModuleList(nn.ModuleList(BLOCKS[name]() for name in row) for row in names)
         self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(part.heads))
         self.residual = part.residual
+        self.averages = "averages" in part.traits
+        self.group = group
         self.output = part.output
 
     def forward(self, x: Tensor, tokens: Tensor) -> Any:
@@ -42,6 +69,8 @@ class Model(nn.Module):
         for block in row:
             y = block(x.float(), tokens).float()
             x = x + y if self.residual else y
+            if self.averages:
+                x = x - _Average.apply(x.sum(0), self.group) / 8
         return x
 
 
@@ -74,7 +103,8 @@ def build(case: Case, *, compiled: bool) -> list[DistributedDataParallel]:
 def _build_part(case: Case, part: Part, number: int, compiled: bool) -> DistributedDataParallel:
     rank = dist.get_rank() if "other ranks" in part.traits else 0
     torch.manual_seed(case.seed * 1000 + number * 100 + rank)
-    model = Model(part)
+    group = dist.new_group(list(range(case.ranks))) if case.groups else None
+    model = Model(part, group)
     _apply_traits(model, part)
     ignored = _ignored(model)
     if ignored:
@@ -84,7 +114,6 @@ def _build_part(case: Case, part: Part, number: int, compiled: bool) -> Distribu
     if compiled and case.loop.style == "part":
         for block in list(_blocks(model))[::2]:
             block.compile(dynamic=case.loop.dynamic)
-    group = dist.new_group(list(range(case.ranks))) if case.groups else None
     wrapper = Tripled if part.subclass else DistributedDataParallel
     ddp = wrapper(model, process_group=group, **part.ddp)
     if part.hook is not None:
