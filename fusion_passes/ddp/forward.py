@@ -155,9 +155,13 @@ def broadcast_buffers(ddp: DistributedDataParallel, source: int = 0) -> None:
                 # It reads what was broadcast before, and so comes after it. Inductor can launch
                 # independent ones in another order, and so ranks with other graphs: with
                 # mode="lite", or in an evaluation (torch 2.11 to 2.15).
-                flat = torch.cat([flat, (waited[:1] != 0).to(flat)])[:-1]
+                flat = torch.cat([flat, (waited[:1] != 0).to(flat)])[: flat.numel()]
             waited = broadcast(flat, source, group_name)
             # A forward may have saved one for its backward: autograd sees no change of it, as with
             # DDP's own broadcast.
-            pieces = unflattened(waited, buffers)
-            torch._foreach_copy_([buffer.data for buffer in buffers], pieces)
+            targets, pieces = [buffer.data for buffer in buffers], unflattened(waited, buffers)
+            if is_traced:  # Inductor has no kernel for lists of complex tensors.
+                for target, piece in zip(targets, pieces, strict=True):
+                    target.copy_(piece)
+            else:
+                torch._foreach_copy_(targets, pieces)

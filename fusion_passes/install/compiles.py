@@ -67,7 +67,7 @@ def compile_forward(
     if traced_backwards.is_compiling and config is not None:
         _check_passes_run(options)
         compiler = _with_pass(compiler, options, FusePass(config))
-    elif is_backward or _copies_into_lists(model.graph):
+    elif is_backward:
         compiler = _without_reinplacing(compiler, options)
     is_forward = config is not None and not is_backward and torch.is_grad_enabled()
     if is_forward and compiles_usually(options):
@@ -133,21 +133,11 @@ _REINPLACING: Final = "reinplace_inplaceable_ops"
 """Inductor's pass that writes in place what a graph has as a new tensor."""
 
 
-def _copies_into_lists(graph: fx.Graph) -> bool:
-    """Whether a forward copies into a list of tensors, as what was broadcast is copied into a
-    module's buffers in a compiled step."""
-    return bool(graph.find_nodes(op="call_function", target=torch._foreach_copy_, sort=False))
-
-
 def _without_reinplacing(compiler: Any, options: Mapping[str, Any]) -> Any:
     """The backend as it is, but where operators are called that it lowers otherwise, as in lite
-    mode: there Inductor gets two things wrong that are written in place (torch 2.11 to 2.15).
-
-    * Of views, which are calls as well, it loses that what one of them reads was written through
-      another: a read comes before the write, and gradients of a traced backward are wrong
-      (``tests/tools/test_fuzz.py`` has a case).
-    * ``_foreach_copy_`` gives ``None`` where what stood there gave a list: an error of the compile
-      (``buffers-called`` in ``tests/reducer/test_scenarios.py``).
+    mode: of views, which are calls as well, Inductor loses there that what one of them reads was
+    written through another, if that is done in place (torch 2.11 to 2.15). A read comes before the
+    write, and gradients of a traced backward are wrong (``tests/tools/test_fuzz.py`` has a case).
     """
     if not _value_of("fallback_by_default", options):
         return compiler

@@ -95,15 +95,17 @@ def test_a_compiled_step_is_one_graph() -> None:
 @pytest.mark.parametrize("is_lite", [False, True])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_compiled_step_broadcasts_buffers_in_their_order(batch: int, is_lite: bool) -> None:
-    """Floating-point ones, then how many batches there were: also where operators are called and
-    not lowered, in any graph. Ranks can have others."""
+    """A complex one, floating-point ones, and how many batches there were: also where operators are
+    called and not lowered, in any graph. Ranks can have others."""
     norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+    model = nn.Sequential(nn.Unflatten(1, (2, 4)), norm)
+    model.register_buffer("turns", torch.ones(2, dtype=torch.complex64))
     with inductor_config.patch(ddp_fusion="concat", fallback_by_default=is_lite):
-        ddp = DistributedDataParallel(nn.Sequential(nn.Unflatten(1, (2, 4)), norm))
+        ddp = DistributedDataParallel(model)
         step = torch.compile(lambda x: ddp(x).square().sum(), fullgraph=True)
         step(torch.ones(batch, 8))
         with profile(record_shapes=True) as profiled:
             step(torch.ones(batch, 8))
     events = profiled.function_events
     sent = [e.input_shapes[0] for e in events if e.name.startswith("_c10d_functional::broadcast")]
-    assert sent == [[4], [1]]
+    assert sent == [[2], [4], [1]]

@@ -25,7 +25,7 @@ class _Average(torch.autograd.Function):
         return _averaged(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _averaged(grad, ctx.group), None
 
 
