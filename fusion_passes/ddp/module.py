@@ -44,7 +44,7 @@ from fusion_passes.reducer.reducer import (
     reducer_of,
 )
 from fusion_passes.reductions.hook_pattern import is_dense
-from fusion_passes.reporting.modules import logging_data
+from fusion_passes.reporting.modules import logging_data, report_when_freed
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.autograd import hook_behind_accumulation
 from fusion_passes.torch_private.ddp import (
@@ -311,6 +311,7 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> None:
         reducer.hooks.append(handle)
     ddp.__dict__[REDUCER] = reducer
     reducers.add(reducer)
+    reducer.when_freed = report_when_freed(ddp, reducer)
 
 
 def _accumulated(
@@ -332,6 +333,8 @@ def _accumulated(
 
 def _remove_hooks(reducer: Reducer) -> None:
     reducers.discard(reducer)
+    if reducer.when_freed is not None:
+        reducer.when_freed.detach()
     reducer.bucket_memory.release()
     for handle in reducer.hooks:
         handle.remove()

@@ -152,6 +152,7 @@ class Reducer:
             forward: the number of an autograd node, and that of an output.
         nodes: that accumulate gradients, by number; they keep the hooks on them.
         hooks: handles of the hooks behind these, by which autograd tells it of each gradient.
+        when_freed: what is called when the module is freed; ``None``: nothing.
         steps: how many rounds have ended.
         copies: how gradients have come into their buckets in the last one.
         bucket_memory: where the memory of its buckets comes from.
@@ -200,6 +201,7 @@ class Reducer:
         self.entered: set[tuple[int, int]] = set()
         self.nodes: dict[int, Any] = {}
         self.hooks: list[Any] = []
+        self.when_freed: weakref.finalize[..., Any] | None = None
         self.steps = self.steps_told = 0
         self.on_unseen: Callable[[Reducer], None] = lambda _: None
         self.copies = Copies()

@@ -3,6 +3,7 @@ DDP's own logging data say of them."""
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
@@ -15,12 +16,38 @@ from fusion_passes.reducer.communication import AllReduce, HookCall, name_of_hoo
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reductions.find import dtype_name
 from fusion_passes.reporting.records import FLATTENS, BucketReport, ModuleReport
+from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.process_groups import backend_name
+
+_gone: Final = process_state.keep(
+    list[ModuleReport](),
+    "what was done for modules that were freed since the last one was constructed",
+    Lifetime.PROCESS,
+    reset=list.clear,
+)
 
 
 def module_reports() -> tuple[ModuleReport, ...]:
-    """The modules of this process that reducers average, in the order of their construction."""
-    return tuple(_module(reducer) for reducer in reducers.alive())
+    """The modules of this process that reducers average, in the order of their construction; where
+    none is left, those that were freed last: a trainer can have freed its module."""
+    return tuple(_module(reducer) for reducer in reducers.alive()) or tuple(_gone)
+
+
+def report_when_freed(ddp: Any, reducer: Reducer) -> weakref.finalize[..., Any]:
+    """Keep what was done for a module when it is freed, until another one is constructed.
+
+    Returns:
+        What ends that where the module gets another reducer.
+    """
+    _gone.clear()
+    finalizer = weakref.finalize(ddp, _note_gone, reducer)
+    finalizer.atexit = False
+    return finalizer
+
+
+def _note_gone(reducer: Reducer) -> None:
+    if reducer in reducers.alive():
+        _gone.append(_module(reducer))
 
 
 def _module(reducer: Reducer) -> ModuleReport:

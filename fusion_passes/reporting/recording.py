@@ -23,7 +23,6 @@ from torch.profiler import ProfilerActivity, profile
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reporting.backwards import backwards
 from fusion_passes.reporting.modules import module_reports
-from fusion_passes.reporting.records import ModuleReport
 from fusion_passes.reporting.spans import Event, RankTimeline, lane_of, timeline_of
 from fusion_passes.reporting.timeline import RankSteps, Timeline
 from fusion_passes.state import Lifetime, process_state
@@ -51,14 +50,11 @@ class Recording:
     Attributes:
         timeline: of all ranks on rank 0, of this rank on others; ``None`` until it is done.
         problem: why there is none; empty if there is, or none yet.
-        modules: the modules as they were after the last step without the profiler. A script can
-            have freed them when it is asked what was done.
     """
 
     def __init__(self, steps: int, plain_steps: int, gather: bool) -> None:
         self.timeline: Timeline | None = None
         self.problem = ""
-        self.modules: tuple[ModuleReport, ...] = ()
         self._wanted = steps
         self._plain_wanted = plain_steps
         self._gather = gather
@@ -88,8 +84,6 @@ class Recording:
                 self._finish(self._profiler)
         elif self._last_ns and len(self._plain) < self._plain_wanted:
             self._plain.append(((now - self._last_ns) / 1e9, compile_s > self._compile_s))
-        if self._profiler is None:
-            self.modules = module_reports()
         if self._profiler is None and len(self._plain) >= self._plain_wanted:
             self._start()
         self._compile_s = compile_s

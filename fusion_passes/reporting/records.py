@@ -229,7 +229,7 @@ class Report:
         warnings: what the process has warned of.
         advice: one line on what is worth trying; empty if there is none.
         modules: the DDP modules that are there now and that reducers average, in the order of their
-            construction; where none is left, those that were there when steps were recorded.
+            construction; where none is left, those that were freed last.
         graphs: of compiled autograd, one for each plan, in the order in which the first was
             compiled.
         backwards: how gradients were reduced, and why so.

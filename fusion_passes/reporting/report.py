@@ -47,7 +47,7 @@ def report() -> Report:
     timeline = recording.timeline if recording is not None else None
     joined = dist.is_available() and dist.is_initialized()
     rank = dist.get_rank() if joined else None
-    modules = module_reports() or (recording.modules if recording is not None else ())
+    modules = module_reports()
     mine = next((item for item in timeline.ranks if item.rank == rank), None) if timeline else None
     steps = mine.times() if mine is not None else None
     if timeline is not None and mine is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -135,6 +136,28 @@ def test_a_report_without_a_flag_says_that_nothing_was_done() -> None:
     wrong = json.loads(found.to_json()) | {"unheard of": 1}
     with pytest.raises(jsonschema.ValidationError, match="unheard of"):
         jsonschema.validate(wrong, SCHEMA)
+
+
+def test_modules_that_were_freed_are_reported_until_another_one_is_constructed() -> None:
+    """A trainer frees its module before the script asks."""
+    with fake_world(), inductor_config.patch(ddp_fusion="concat"):
+        both = [DistributedDataParallel(two_layers()) for _ in range(2)]
+        for ddp in both:
+            for _ in range(2):
+                ddp(torch.ones(2, 4)).sum().backward()
+        names = [item.name for item in fusion_passes.report().modules]
+        both.pop(0)
+        del ddp
+        gc.collect()
+        assert [item.name for item in fusion_passes.report().modules] == names[1:], "one is there"
+        both.clear()
+        gc.collect()
+        gone = fusion_passes.report().modules
+        assert [item.name for item in gone] == names
+        assert [(item.steps, len(item.buckets)) for item in gone] == [(2, 1), (2, 1)]
+        anew = DistributedDataParallel(two_layers())
+        assert [item.steps for item in fusion_passes.report().modules] == [0]
+        del anew
 
 
 def test_a_profile_of_the_users_own_is_left_alone() -> None:
