@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final, Literal
 
 from fault_runs import caches
@@ -115,6 +116,11 @@ QUICK: Final = {
 }
 
 
+_ONLY_STEPS: Final[Mapping[Point, int]] = MappingProxyType({"compile": 0, "compile-backward": 1})
+"""The only step that comes to a point, of those that not every step comes to: a module's first
+backward is not traced."""
+
+
 def _signals() -> Iterator[Scenario]:
     """Ranks that die, stall, or stall for good; rank 0 has the store."""
     points: tuple[Point, ...] = ("step", "compile", "compile-backward", "backward")
@@ -125,7 +131,7 @@ def _signals() -> Iterator[Scenario]:
         ("stop", "-for-ever", None),
     )
     for point in points:
-        step = 0 if point.startswith("compile") else 3
+        step = _ONLY_STEPS.get(point, 3)
         for action, words, wait_s in waits:
             for rank in (0, 1):
                 yield Scenario(
@@ -158,7 +164,7 @@ def _exceptions() -> Iterator[Scenario]:
         ("compile-backward", "compile-backward", None),
     )
     for name, point, hook in points:
-        step = 0 if point.startswith("compile") else 3
+        step = _ONLY_STEPS.get(point, 3)
         for who, rank in (("0", 0), ("1", 1), ("all", None)):
             for goes_on in (None, "at once", "together"):
                 if goes_on == "at once" and rank == 0:
