@@ -142,18 +142,24 @@ class CompiledForward:
             return
         reducer, numbers = begun.reducer, begun.numbers
         reducer.join_streams()
-        if begun.is_bucket:
-            if begun.is_sum:
-                parts = [self.partial_sums.pop((reducer, number)) for number in numbers]
-                _add(begun.gradients(memory), parts)
-            if copied:
-                reducer.note_copied([self.owners[position][1] for position in copied], why)
-            reducer.mark_ready(numbers, is_sum=begun.is_sum)
-            return
         reducer.observe(numbers)
-        if begun.is_sum and reducer.gives_memory:
-            for number, part in zip(numbers, begun.gradients(memory), strict=True):
-                self.partial_sums.setdefault((reducer, number), []).append(part)
+        if not reducer.gives_memory:
+            return
+        gradients = begun.gradients(memory)
+        if begun.is_sum:
+            if not self._is_last(reducer, numbers, positions):
+                for number, part in zip(numbers, gradients, strict=True):
+                    self.partial_sums.setdefault((reducer, number), []).append(part)
+                return
+            _add(gradients, [self.partial_sums.pop((reducer, number)) for number in numbers])
+        if not begun.is_bucket:
+            # Here and not by hooks, behind the graph: ranks with other graphs may store these, and
+            # then launch what collectives of the model's own follow.
+            reducer.mark_ready(numbers, stored_apart=gradients)
+            return
+        if copied:
+            reducer.note_copied([self.owners[position][1] for position in copied], why)
+        reducer.mark_ready(numbers, is_sum=begun.is_sum)
 
 
 def _add(gradients: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:

@@ -101,7 +101,8 @@ class Round:
         existing: gradients that had been there before the backward, by number.
         awaiting_hook: numbers of those that a graph has stored and marked ready, and whose hook,
             behind autograd's accumulation, has not been called yet.
-        sums: numbers of those of which several graphs have given a part.
+        accumulated_apart: numbers of those of which autograd accumulates other memory than the
+            bucket's: sums of what several graphs have given, and what is copied there.
         sparse: gradients of the sparse buckets, by number.
         sends_used: whether ranks tell each other which parameters they have used.
         counts: with a static graph, how often a gradient was accumulated.
@@ -118,7 +119,7 @@ class Round:
     unused: set[int] = field(default_factory=set)
     existing: dict[int, Tensor] = field(default_factory=dict)
     awaiting_hook: set[int] = field(default_factory=set)
-    sums: set[int] = field(default_factory=set)
+    accumulated_apart: set[int] = field(default_factory=set)
     sparse: dict[int, Tensor] = field(default_factory=dict)
     sends_used: bool = False
     counts: dict[int, int] = field(default_factory=dict)
@@ -392,12 +393,20 @@ class Reducer:
             memory = self._memory(self._round, self.layout.buckets[index])
         return memory[start : start + numel]
 
-    def mark_ready(self, numbers: Piece, *, is_sum: bool = False) -> None:
-        """A graph has stored these gradients in the memory that it was given.
+    def mark_ready(
+        self,
+        numbers: Piece,
+        *,
+        is_sum: bool = False,
+        stored_apart: Sequence[Tensor] | None = None,
+    ) -> None:
+        """A graph has stored these gradients, in the memory that it was given.
 
         Args:
             numbers: of the parameters.
             is_sum: whether other graphs have given parts of them, which are added already.
+            stored_apart: each gradient, ``[numel]``, if it was given no part of the bucket: they
+                are copied there.
 
         Raises:
             RefusedGradientError: one of them is there already.
@@ -406,18 +415,31 @@ class Reducer:
         assert now is not None, "it was given memory in this round"
         with self._lock:
             self._refuse_repeated(now, numbers)
-            for number in numbers:
-                if self.is_static and self._static_counts is not None:
+            if self.is_static and self._static_counts is not None:
+                for number in numbers:
                     self._refuse_unless_used_before(number)
+            if stored_apart is None:
+                now.copies.stored.update(numbers)
+            else:
+                self._copy_flat(now, numbers, stored_apart)
+            if is_sum or stored_apart is not None:
+                now.accumulated_apart.update(numbers)
+            for number in numbers:
                 gradient = now.existing.get(number)
                 if gradient is not None:  # What was there is averaged too.
                     self._place(now, number).add_(gradient.detach())
             now.received.update(numbers)
             now.awaiting_hook.update(numbers)
-            if is_sum:
-                now.sums.update(numbers)
-            now.copies.stored.update(numbers)
             self._mark_ready(now, numbers)
+
+    def _copy_flat(self, now: Round, numbers: Piece, gradients: Sequence[Tensor]) -> None:
+        places = []
+        for number in numbers:
+            index, offset = self.layout.places[number]
+            memory = self._memory(now, self.layout.buckets[index])
+            places.append(memory[offset : offset + self.parameters.kinds[number].numel])
+        with torch.no_grad():
+            torch._foreach_copy_(places, list(gradients))
 
     def note_copied(self, numbers: Sequence[int], why: str) -> None:
         """Note why a graph copies gradients to where it stores them: a reason for each, with ``|``
@@ -486,7 +508,7 @@ class Reducer:
         if number not in now.awaiting_hook:
             return False
         now.awaiting_hook.discard(number)
-        if number in now.sums:  # Autograd has added the parts once more.
+        if number in now.accumulated_apart:
             self._replace_new(now, number)
         return True
 

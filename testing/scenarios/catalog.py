@@ -312,6 +312,7 @@ SCENARIOS = (
     on_two("other-orders-of-blocks", "ranks:other_orders_of_blocks", CONCAT),
     on_two("foreign", "foreign:in_graphs", COALESCED),
     on_two("foreign-batch-sizes", "foreign:batch_sizes", CONCAT),
+    on_two("foreign-first-batch-sizes", "foreign:first_batch_sizes", CONCAT),
     on_two("static-graph-without-some", "ranks:static_graph_without_some", CONCAT),
     on_two("static-graph-sides", "ranks:static_graph_of_sides"),
     on_two("static-graph-changes", "ranks:static_graph_that_changes", CONCAT),

@@ -64,6 +64,19 @@ class Synced(Exact, first=WIDTH):
         return self.last(self.behind(y))
 
 
+class _Scaled(Exact, first=WIDTH, last=WIDTH):
+    """Exact. With one row the gradient of the scale is ready with those of the last layer, and
+    stored with them; with more rows a product of matrices is between them."""
+
+    def __init__(self) -> None:
+        super().__init__(scale=nn.Parameter(torch.empty(WIDTH)))
+        self.centred = _Centred(breaks=False, group=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.scale * self.centred(self.first(x))
+        return (y + self.last(y))[:, :OUTPUTS]
+
+
 def in_graphs(run: Run) -> None:
     """In the graph, and between several."""
     for breaks in (False, True):
@@ -76,6 +89,14 @@ def batch_sizes(run: Run) -> None:
     ddp, forward = run.compiled(Synced(names="abc"), bucket_cap_mb=3e-4)
     for step, sizes in enumerate(((3, 2), (5, 1), (5, 1), (2, 4))):
         backwards(run, ddp, forward, 1, first=step, size=sizes[dist.get_rank()])
+
+
+def first_batch_sizes(run: Run) -> None:
+    """Other batch sizes on each rank from the first step on: the graph of the second rank, which
+    was compiled before there was a layout, stores other pieces than that of the first, which the
+    layout is made of."""
+    ddp, forward = run.compiled(_Scaled(), bucket_cap_mb=280 / 2**20)
+    backwards(run, ddp, forward, 3, size=4 if dist.get_rank() == 0 else 1)
 
 
 def with_unused(run: Run) -> None:
