@@ -6,7 +6,7 @@ import atexit
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -417,19 +417,15 @@ def _users_class(ddp: DistributedDataParallel) -> type[DistributedDataParallel]:
 # --- Parameters -----------------------------------------------------------------------------------
 
 
-def embeddings_with_rows(
-    model: torch.nn.Module,
-) -> Iterator[torch.nn.Embedding | torch.nn.EmbeddingBag]:
-    """The layers of a model whose gradients are sparse: those of which DDP expects that."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
-            yield module
-
-
-def sparse_ids(model: torch.nn.Module) -> set[int]:
-    """The ids of the parameters whose gradients are sparse."""
-    layers = embeddings_with_rows(model)
-    return {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+def sparse_ids(model: nn.Module) -> set[int]:
+    """The ids of the parameters whose gradients are sparse: those of layers that DDP expects it
+    of."""
+    return {
+        id(parameter)
+        for layer in model.modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+        for parameter in layer.parameters(recurse=False)
+    }
 
 
 def caps_of_ddp(ddp: DistributedDataParallel) -> BucketCaps:

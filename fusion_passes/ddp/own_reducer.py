@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -25,13 +24,6 @@ from fusion_passes.torch_private.ddp import (
     delayed_gradients,
     delayed_hook,
 )
-
-_UNFUSED: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "delay_all_reduce_named_params": "leave it out: reductions overlap the backward anyway",
-    }
-)
-"""Arguments that DDP's own reducer must handle, each with what to do instead to be fused."""
 
 own_reducers: Final = process_state.keep(
     weakref.WeakSet[DistributedDataParallel](),
@@ -60,34 +52,24 @@ def check_supported(arguments: Mapping[str, Any]) -> None:
             "FusionConfig(reduce_dtype=...), or set ddp_fusion = None before this module is "
             "constructed."
         )
-    check_optimizers(arguments["module"])
+    for name, parameter in arguments["module"].named_parameters():
+        refuse_optimizer(name, parameter)
     check_dtensors(arguments["module"], arguments.get("device_mesh"))
 
 
-def check_optimizers(model: nn.Module) -> None:
-    """Refuse optimizers that run in the backward.
-
-    Raises:
-        ValueError: it names a parameter and the remedy.
-    """
-    for name, parameter in model.named_parameters():
-        refuse_optimizer(name, parameter)
-
-
 def reason_for_own_reducer(arguments: Mapping[str, Any]) -> str | None:
-    """Why a module is to be trained by DDP's own reducer; ``None`` if it can be fused.
+    """Why a module is to be trained by DDP's own reducer, and what to do instead; ``None`` if it
+    can be fused.
 
     Args:
         arguments: as for :func:`check_supported`.
-
-    Returns:
-        A sentence with what to do instead.
     """
-    for name, remedy in _UNFUSED.items():
-        if arguments.get(name):
-            shown = repr(arguments[name]) if isinstance(arguments[name], bool) else "..."
-            return f"it was given {name}={shown}. To fuse, {remedy}"
-    return None
+    if not arguments.get("delay_all_reduce_named_params"):
+        return None
+    return (
+        "it was given delay_all_reduce_named_params=.... To fuse, leave it out: reductions overlap "
+        "the backward anyway"
+    )
 
 
 def warn_own_reducer(ddp: DistributedDataParallel, reason: str) -> None:

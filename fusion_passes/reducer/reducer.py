@@ -866,13 +866,10 @@ class Reducer:
             return
         error = self._unfinished(ddp, sorted(missing))
         setattr(ddp, UNFINISHED, error)
-        if missing and now is not None and self._owes_a_bucket(now):
+        # Others may wait for what this rank cannot launch.
+        if missing and now is not None and now.next < len(self.layout.buckets):
             names = ", ".join(repr(self.parameters.names[number]) for number in sorted(missing))
             self.failures.leave(self.steps, f"it has no gradient of {names}")
-
-    def _owes_a_bucket(self, now: Round) -> bool:
-        """Whether others may wait for what this rank cannot launch."""
-        return now.next < len(self.layout.buckets)
 
     def _unfinished(self, ddp: Any, missing: Sequence[int]) -> str:
         names = self.parameters.names

@@ -95,7 +95,7 @@ def train(run: Run, model: nn.Module, **loop: Any) -> None:
     optimizer = written.optimizer(model.parameters())
     for step in range(written.steps):
         written.before_step(step)
-        clear_gradients(model, written.zero)
+        clear_gradients(model, written.zero, optimizer.zero_grad)
         for micro in range(written.micro_batches):
             synced = written.is_synced(micro)
             run.prepare_forward()
@@ -107,15 +107,22 @@ def train(run: Run, model: nn.Module, **loop: Any) -> None:
     run.note_end(model)
 
 
-def clear_gradients(model: nn.Module, zero: Zero) -> None:
-    """Clear a model's gradients, as a :class:`Loop` says."""
+def clear_gradients(model: nn.Module, zero: Zero, zero_grad: Callable[..., None]) -> None:
+    """Clear a model's gradients, as a :class:`Loop` says.
+
+    Args:
+        model: whose.
+        zero: how.
+        zero_grad: of the model or its optimizer: with tensor parallelism, torch's forward hooks put
+            others in the places of the model's parameters.
+    """
     if zero == "detached":
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.detach_()
                 parameter.grad.zero_()
     elif zero != "never":
-        model.zero_grad(set_to_none=zero == "none")
+        zero_grad(set_to_none=zero == "none")
 
 
 def batch_of(run: Run, loop: Loop, step: int, micro: int) -> Batch:
@@ -162,7 +169,7 @@ def backwards(
         synced: whether they are averaged: not under ``no_sync``.
     """
     for step in range(first, first + steps):
-        clear_gradients(model, zero)
+        clear_gradients(model, zero, model.zero_grad)
         with synced_if(model, synced):
             linear_loss(forward, run.rows(step, micro, size=size), *takes).backward()
         run.note_backward(model, synced=synced)
