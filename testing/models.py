@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -251,3 +252,23 @@ def language_loss(model: nn.Module, batch: Batch) -> Tensor:
     inputs, targets = batch
     logits = model(input_ids=inputs).logits
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Average(torch.autograd.Function):
+    """The average over the ranks of a group: a collective in the forward, and one in the backward,
+    as ``SyncBatchNorm`` has them on GPUs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return _averaged(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _averaged(grad, ctx.group), None
+
+
+def _averaged(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    out = x.clone()
+    dist.all_reduce(out, group=group)
+    return out / dist.get_world_size()

@@ -154,7 +154,7 @@ def broadcast_buffers(ddp: DistributedDataParallel, source: int = 0) -> None:
             if is_traced and waited is not None:
                 # It reads what was broadcast before, and so comes after it. Inductor can launch
                 # independent ones in another order, and so ranks with other graphs: with
-                # mode="lite", or in an evaluation (torch 2.11 to 2.15).
+                # mode="lite", or in an evaluation (torch 2.11 to 2.14).
                 flat = torch.cat([flat, (waited[:1] != 0).to(flat)])[: flat.numel()]
             waited = broadcast(flat, source, group_name)
             # A forward may have saved one for its backward: autograd sees no change of it, as with

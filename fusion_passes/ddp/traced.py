@@ -312,7 +312,7 @@ def _raised_in(traced: fx.GraphModule, error: BaseException) -> BaseException | 
     """The error that a part of a traced backward has raised as it ran; ``None`` where none has run:
     what it has done must not be done twice. Dynamo compiles the first part before anything of it
     runs. An error of Dynamo's can hide the first one: it breaks the graph where ``GraphModule``
-    looks at the first one's traceback (torch 2.11 to 2.15).
+    looks at the first one's traceback (torch 2.11 to 2.14).
     """
     code = traced.forward.__code__
     found: BaseException | None = error

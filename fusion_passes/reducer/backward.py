@@ -145,8 +145,8 @@ class CompiledForward:
         reducer.observe(numbers)
         if not reducer.gives_memory:
             return
-        gradients = begun.gradients(memory)
         if begun.is_sum:
+            gradients = begun.gradients(memory)
             if not self._is_last(reducer, numbers, positions):
                 for number, part in zip(numbers, gradients, strict=True):
                     self.partial_sums.setdefault((reducer, number), []).append(part)
@@ -155,7 +155,7 @@ class CompiledForward:
         if not begun.is_bucket:
             # Here and not by hooks, behind the graph: ranks with other graphs may store these, and
             # then launch what collectives of the model's own follow.
-            reducer.mark_ready(numbers, stored_apart=gradients)
+            reducer.mark_ready(numbers, stored_apart=begun.gradients(memory))
             return
         if copied:
             reducer.note_copied([self.owners[position][1] for position in copied], why)

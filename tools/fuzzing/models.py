@@ -13,26 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fuzzing.blocks import BLOCKS, WIDTH
 from fuzzing.case import Case, Part
-
-
-class _Average(torch.autograd.Function):
-    """The average over the ranks of a group: a collective in the forward, and one in the
-    backward, as ``SyncBatchNorm`` has them on GPUs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _averaged(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _averaged(grad, ctx.group), None
-
-
-def _averaged(x: Tensor, group: Any) -> Tensor:
-    out = x.clone()
-    dist.all_reduce(out, group=group)
-    return out / dist.get_world_size()
+from testing.models import Average
 
 
 class Model(nn.Module):
@@ -70,7 +51,7 @@ class Model(nn.Module):
             y = block(x.float(), tokens).float()
             x = x + y if self.residual else y
             if self.averages:
-                x = x - _Average.apply(x.sum(0), self.group) / 8
+                x = x - Average.apply(x.sum(0), self.group) / 8
         return x
 
 

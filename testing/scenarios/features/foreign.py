@@ -3,35 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from testing.models import OUTPUTS, WIDTH, Exact
+from testing.models import OUTPUTS, WIDTH, Average, Exact
 from testing.scenarios.features.unused import branching
 from testing.scenarios.loop import backwards
 from testing.scenarios.run import Run
-
-
-class _Average(torch.autograd.Function):
-    """The average over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.group = group
-        return _averaged(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _averaged(grad, ctx.group), None
-
-
-def _averaged(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    out = x.clone()
-    dist.all_reduce(out, group=group)
-    return out / dist.get_world_size()
 
 
 class _Centred(nn.Module):
@@ -41,7 +20,7 @@ class _Centred(nn.Module):
     def __init__(self, breaks: bool, group: dist.ProcessGroup | None) -> None:
         super().__init__()
         self.group = group
-        self.average = torch.compiler.disable(_Average.apply) if breaks else _Average.apply
+        self.average = torch.compiler.disable(Average.apply) if breaks else Average.apply
 
     def forward(self, x: Tensor) -> Tensor:
         return x - self.average(x.sum(0) / 4, self.group)
