@@ -1,2 +1,2 @@
-"""DDP's Python reducer under the flag: who owns a reduction, the hook that is traced, and what the
-Python reducer leaves out, given back."""
+"""What a managed module has in place of DDP's forward, buffers, ``join`` and copies; which modules
+DDP's own reducer trains; which backwards are traced."""

@@ -63,6 +63,7 @@ class ManagedForward(DistributedDataParallel):
         return self.module(*inputs, **kwargs)
 
     def _post_forward(self, output: Any) -> Any:
+        """Note whether the next gradients are averaged: ``no_sync`` is decided here."""
         if torch.is_grad_enabled():
             if self.require_backward_grad_sync:
                 setattr(self, EXPECTED, True)

@@ -1,4 +1,4 @@
-"""What DDP offers and its Python reducer would leave out without a word.
+"""What DDP offers and a managed module would leave out without a word.
 
 A module that uses it is trained by DDP's own reducer, as without the flag, and the user is warned;
 or it is refused, where that cannot be known to work with a compiled forward.

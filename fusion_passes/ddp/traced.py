@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.plan.buckets import ModuleBuckets
-from fusion_passes.reducer.backward import Run, reducers, walk
+from fusion_passes.reducer.backward import RunningBackward, reducers, walk
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reductions.owners import Owner
@@ -156,16 +156,18 @@ class TracedBackwards:
 
     Attributes:
         options: those of Inductor in the last compile of a forward of a managed module.
-        is_compiling: whether what Inductor compiles is the graph of a traced backward.
+        is_in_graph: whether the graph of a traced backward is being compiled, or runs.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    is_compiling: bool = False
-    _run: Run | None = None
+    is_in_graph: bool = False
+    _run: RunningBackward | None = None
     _threads: set[int] = field(default_factory=set)
     _capturing: threading.RLock = field(default_factory=threading.RLock)
 
-    def run_engine(self, run: Run, outputs: Sequence[Any], engine: Callable[[], Any]) -> Any:
+    def run_engine(
+        self, run: RunningBackward, outputs: Sequence[Any], engine: Callable[[], Any]
+    ) -> Any:
         """Call autograd's engine; have compiled autograd trace it, or not."""
         self._threads.add(threading.get_ident())
         is_on = traces_backwards()
@@ -190,14 +192,14 @@ class TracedBackwards:
             return engine()
 
     @contextlib.contextmanager
-    def _entering(self, run: Run) -> Iterator[None]:
+    def _entering(self, run: RunningBackward) -> Iterator[None]:
         self._run = run
         try:
             yield
         finally:
             self._run = None
 
-    def _why_not(self, run: Run) -> str:
+    def _why_not(self, run: RunningBackward) -> str:
         """Why a backward is not traced; empty if it is."""
         if len(self._threads) > 1:
             return "backwards run in several threads"
@@ -246,12 +248,12 @@ class TracedBackwards:
     def _running(self) -> Iterator[None]:
         """Around the run of a graph: compiled autograd is off, and other threads may go on."""
         self._capturing.release()
-        self.is_compiling = True
+        self.is_in_graph = True
         try:
             with in_one_graph():
                 yield
         finally:
-            self.is_compiling = False
+            self.is_in_graph = False
             self._capturing.acquire()
 
     def reset(self) -> None:
@@ -267,8 +269,8 @@ _OPTIONS: Final = MappingProxyType({"triton.cudagraphs": False, "fallback_by_def
 """Options of Inductor under which a graph with collectives is not compiled."""
 
 
-def _give_up(run: Run, error: Exception) -> str:
-    """Trace no backward of these modules any more; why, in a line."""
+def _give_up(run: RunningBackward, error: Exception) -> str:
+    """Trace no backward of these modules any more. Return why, in a line."""
     run.why_untraced = f"torch cannot make one graph of it: {_in_a_line(error)}"
     for reducer in run.taking_part:
         reducer.why_untraced = run.why_untraced

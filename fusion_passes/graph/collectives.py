@@ -36,7 +36,7 @@ _ALL_REDUCES: Final = frozenset(
 
 
 @dataclass(frozen=True)
-class AllReduce:
+class AllReduceNode:
     """An all-reduce of one tensor, as its node says it.
 
     Attributes:
@@ -50,13 +50,13 @@ class AllReduce:
     group_name: str | None
 
 
-def decode_all_reduce(node: fx.Node) -> AllReduce | None:
+def decode_all_reduce(node: fx.Node) -> AllReduceNode | None:
     """The all-reduce of one tensor that ``node`` launches, or ``None`` for any other node."""
     if node.target not in (ALL_REDUCE, ALL_REDUCE_IN_PLACE):
         return None
     tensor, reduce_op, group = _arguments(node, ("input", "reduce_op", "group_name"))
     assert isinstance(tensor, fx.Node), "an all-reduce reads a tensor"
-    return AllReduce(
+    return AllReduceNode(
         tensor,
         reduce_op if isinstance(reduce_op, str) else None,
         group if isinstance(group, str) else None,

@@ -43,7 +43,7 @@ SLOT: Final = "post_grad_custom_post_pass"
 """Inductor's option for passes of others, which run after its own on a post-grad graph."""
 
 
-def compile_forward(
+def compile_graph(
     original: Callable[..., Any],
     compiler: Any,
     model: fx.GraphModule,
@@ -51,8 +51,9 @@ def compile_forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Compile a graph of Dynamo's as Inductor's backend of ``torch.compile`` does, with a pass of
-    the package's where it has one for the graph.
+    """Compile a graph of Dynamo's as Inductor's backend of ``torch.compile`` does: a traced
+    backward with :class:`FusePass`, a forward that reads parameters of managed modules with
+    :class:`StorePass`.
 
     Args:
         original: the backend's ``__call__``.
@@ -64,14 +65,14 @@ def compile_forward(
     """
     options = {**compiler.config, **(kwargs.get("config_patches") or {})}
     config, is_backward = active_config(), is_compiling_backward()
-    if traced_backwards.is_compiling and config is not None:
+    if traced_backwards.is_in_graph and config is not None:
         _check_passes_run(options)
         compiler = _with_pass(compiler, options, FusePass(config))
     elif is_backward:
         compiler = _without_reinplacing(compiler, options)
     is_forward = config is not None and not is_backward and torch.is_grad_enabled()
     if is_forward and compiles_usually(options):
-        stores = find_stored(model.graph, inputs)
+        stores = stores_of_forward(model.graph, inputs)
         if stores is not None:
             traced_backwards.options = dict(compiler.config)
             compiler = _with_pass(compiler, options, StorePass(stores))
@@ -205,11 +206,12 @@ class StorePass(CustomGraphPass):
         return f"{__version__} {source_hash()} {donates_buffers()} {self._stores.identity()}"
 
 
-def find_stored(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients | None:
-    """Find the parameters of managed modules among the inputs of a forward.
+def stores_of_forward(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients | None:
+    """Make the pass that stores the gradients of a forward's parameters in buckets.
 
     Returns:
-        ``None`` if there are none, or AOTAutograd would number the inputs otherwise.
+        ``None`` if none of its inputs is a parameter of a managed module, or AOTAutograd would
+        number the inputs otherwise.
     """
     if len(graph.find_nodes(op="placeholder")) != len(inputs) or any(
         map(is_tensor_subclass, inputs)

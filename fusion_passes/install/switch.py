@@ -14,9 +14,9 @@ from typing import Any, Final, cast
 from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.traced import traced_backwards
 from fusion_passes.flag import active_config, add_flag
-from fusion_passes.install.compiles import compile_forward
+from fusion_passes.install.compiles import compile_graph
 from fusion_passes.install.constructor import construct, enter_forward
-from fusion_passes.reducer.backward import Run, reducers, register_on_node
+from fusion_passes.reducer.backward import RunningBackward, reducers, register_on_node
 from fusion_passes.reporting.backwards import backwards
 from fusion_passes.reporting.warnings import warn_not_reduced, warn_once, warn_stays_local
 from fusion_passes.state import Lifetime, process_state
@@ -47,7 +47,7 @@ replaced: Final = process_state.keep(
 
 def install_flag() -> None:
     """Add the flag to torch's configuration, and follow it from now on."""
-    reducers.tell(
+    reducers.set_listeners(
         on_local=warn_stays_local,
         on_unowned=warn_not_reduced,
         on_averaged=_note_averaged,
@@ -56,7 +56,7 @@ def install_flag() -> None:
     add_flag(lambda: _installation.follow(active_config()), _warn_of_option)
 
 
-def _note_averaged(run: Run, labels: Sequence[str], copied: int) -> None:
+def _note_averaged(run: RunningBackward, labels: Sequence[str], copied: int) -> None:
     """Note a backward that reducers have averaged, for the report."""
     if run.is_traced:
         backwards.note(tuple(labels), "compiled_autograd")
@@ -116,7 +116,7 @@ class _Installation:
             for module in ("torch.autograd", "torch.autograd.graph"):
                 _wrap(undo, f"{module}._engine_run_backward", reducers.run)
             # Each graph that torch.compile gives to Inductor comes through it.
-            _wrap(undo, "torch._TorchCompileInductorWrapper.__call__", compile_forward)
+            _wrap(undo, "torch._TorchCompileInductorWrapper.__call__", compile_graph)
             # Hooks on autograd nodes come through it, of which torch tells nobody: those on the
             # nodes that accumulate gradients must see these before they are averaged.
             reducers.forget_hooks()

@@ -30,7 +30,7 @@ from fusion_passes.torch_private.inductor import (
 from fusion_passes.torch_private.older_torch import fix_strides_of_lists
 
 OnPacked = Callable[[str, Mapping[int, str]], None]
-"""Receives a bucket's label, and for each gradient that was copied (by number) the reason."""
+"""Receives a bucket's label, and for each gradient that was copied, by its index, the reason."""
 
 
 def register_lowerings(on_packed: OnPacked) -> None:

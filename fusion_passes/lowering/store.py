@@ -21,8 +21,8 @@ from fusion_passes.torch_private.inductor import (
 )
 
 OnStored: TypeAlias = Callable[[Sequence[int], Mapping[int, str]], None]
-"""Receives the positions of a piece's parameters, and for each gradient that is copied (by number)
-the reason."""
+"""Receives the positions of a piece's parameters, and for each gradient that is copied, by its
+index in the piece, the reason."""
 
 
 def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
@@ -40,15 +40,15 @@ def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
         positions: Sequence[int],
     ) -> None:
         bucket.realize()
-        pieces = _ReducersMemory(bucket, graph_lowering().current_node.args[1], gradients)
-        numbers = iter(strides)
-        strides_of = [[next(numbers) for _ in gradient.get_size()] for gradient in gradients]
-        copied = pieces.fill(list(zip(offsets, strides_of, strict=True)))
+        memory = _ReducersMemory(bucket, graph_lowering().current_node.args[1], gradients)
+        rest = iter(strides)
+        strides_of = [[next(rest) for _ in gradient.get_size()] for gradient in gradients]
+        copied = memory.fill(list(zip(offsets, strides_of, strict=True)))
         on_stored(positions, copied)
         arguments: list[Any] = [list(positions)]
         if copied:  # A graph from a cache is not lowered: it says what it copies when it runs.
             arguments += [[positions[number] for number in copied], "|".join(copied.values())]
-        pieces.call_behind(MARK_READY, *arguments)
+        memory.call_behind(MARK_READY, *arguments)
 
     register_lowering(BUCKET, _lower_bucket)
     register_lowering(STORE_GRADIENTS, store)

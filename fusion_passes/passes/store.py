@@ -110,7 +110,7 @@ def _can_be_stored(node: object, item: StoredInput) -> bool:
 def _store(
     piece: StoredPiece, nodes: Sequence[fx.Node], order: dict[fx.Node, int]
 ) -> tuple[fx.Node, list[fx.Node]]:
-    """Write what stores a piece; its node, and the gradients as they lie in the memory."""
+    """Write what stores a piece. Return its node, and the gradients as they lie in the memory."""
     in_order = sorted(nodes, key=lambda node: order[node])
     first, last = in_order[0], in_order[-1]
     graph = first.graph

@@ -38,15 +38,15 @@ class BucketCaps:
     """Limits of a DDP module's buckets, in bytes.
 
     Attributes:
-        first_bytes: cap of the first bucket of each key.
-        cap_bytes: cap of every later one. A bucket is closed by the reduction that brings it to
-            its cap, so it can be larger by less than that reduction, as in eager DDP; and by less
-            than an eighth of the cap, for what is ready together with that reduction.
-        listed_bytes: caps of the first buckets of each key one by one, in the place of
+        first_bytes: cap of the first bucket of each dtype and device.
+        cap_bytes: cap of every later one. A bucket is closed by the gradient that brings it to
+            its cap, so it can be larger by less than that gradient, as in eager DDP; and by less
+            than an eighth of the cap, for what is ready together with that gradient.
+        listed_bytes: caps of the first buckets of each dtype and device one by one, in the place of
             ``first_bytes``; the last one is that of all further buckets.
         most_bytes: of a bucket of several gradients, where buckets are chosen from measurement: the
             cap that the user has set; ``None`` if there is none.
-        first_most_bytes: the same for the first bucket of each key; ``None``: as the others.
+        first_most_bytes: the same for their first buckets; ``None``: as the others.
     """
 
     first_bytes: int
@@ -56,7 +56,7 @@ class BucketCaps:
     first_most_bytes: int | None = None
 
     def of_bucket(self, index: int) -> int:
-        """The cap of a key's bucket, counted from 0."""
+        """The cap of a bucket of one dtype and device, counted from 0."""
         if self.listed_bytes:
             return self.listed_bytes[min(index, len(self.listed_bytes) - 1)]
         return self.cap_bytes if index else self.first_bytes

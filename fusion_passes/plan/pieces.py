@@ -35,7 +35,7 @@ class StoredInput:
         strides: in which its gradient is stored.
         dtype: of the parameter.
         device: of the parameter.
-        bucket: index of its bucket, and offset there, where the module has a layout.
+        place: index of its bucket, and offset there, where the module has a layout.
     """
 
     index: int
@@ -45,7 +45,7 @@ class StoredInput:
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    bucket: tuple[int, int] | None = None
+    place: tuple[int, int] | None = None
 
     @property
     def numel(self) -> int:
@@ -85,7 +85,7 @@ def plan_pieces(
     """
     levels = _levels(graph)
     ordered = sorted(gradients, key=lambda item: (levels[item[1]], item[0].position))
-    if any(item.bucket is not None for item, _ in gradients):
+    if any(item.place is not None for item, _ in gradients):
         return _as_laid_out([item for item, _ in ordered])
     open_: dict[_Key, list[StoredInput]] = {}
     closed: dict[_Key, list[list[StoredInput]]] = {}
@@ -143,8 +143,8 @@ def _as_laid_out(items: Sequence[StoredInput]) -> list[StoredPiece]:
     """The parts of each bucket that a graph has: gradients that lie one behind the other."""
     buckets: dict[tuple[int, int], list[StoredInput]] = {}
     for item in items:
-        assert item.bucket is not None, "a layout has all parameters"
-        buckets.setdefault((item.module, item.bucket[0]), []).append(item)
+        assert item.place is not None, "a layout has all parameters"
+        buckets.setdefault((item.module, item.place[0]), []).append(item)
     pieces = []
     for members in buckets.values():
         members.sort(key=_offset)
@@ -166,5 +166,5 @@ def _in_bucket(run: Sequence[StoredInput]) -> StoredPiece:
 
 
 def _offset(item: StoredInput) -> int:
-    assert item.bucket is not None, "a layout has all parameters"
-    return item.bucket[1]
+    assert item.place is not None, "a layout has all parameters"
+    return item.place[1]

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from fusion_passes.torch_private.process_groups import all_reduce
+from fusion_passes.torch_private.process_groups import begin_all_reduce
 
 SKIPPED_ROUNDS: Final = 3
 """The first ones compile, and fill caches."""
@@ -114,7 +114,7 @@ class ReadyClock:
             for number in self._numbers
         ]
         slowest = torch.tensor(mine, dtype=torch.int64, device=self._device)
-        all_reduce(self._group, slowest, torch.distributed.ReduceOp.MAX)()
+        begin_all_reduce(self._group, slowest, torch.distributed.ReduceOp.MAX)()
         pairs = zip(self._numbers, slowest.tolist(), strict=True)
         known = {number: ready for number, ready in pairs if ready != _UNKNOWN}
         # Those that come together stay in the order in which this rank has seen them.

@@ -48,7 +48,7 @@ _Gradient: TypeAlias = tuple[Reducer, int]
 """Whose gradient it is: the reducer, and the parameter's number there."""
 
 _ReachedNumbers: TypeAlias = dict[Reducer, dict[int, str]]
-"""See :attr:`Run.reached`."""
+"""See :attr:`RunningBackward.reached`."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,11 @@ class CompiledForward:
             return None
         return reducer, tuple(number for _, number in owners)
 
-    def memory(self, positions: Sequence[int], offsets: Sequence[int], numel: int) -> Tensor | None:
-        """See :meth:`fusion_passes.reducer.reducer.Reducer.memory`. Of a sum, the part that comes
-        last is stored in the bucket, and the others are added there."""
+    def memory_for_graph(
+        self, positions: Sequence[int], offsets: Sequence[int], numel: int
+    ) -> Tensor | None:
+        """As :meth:`Reducer.memory_for_graph`. Of a sum, the part that comes last is stored in the
+        bucket, and the others are added there."""
         found = self._of(positions)
         if found is None:
             are_final = self.final.issuperset(positions)
@@ -123,7 +125,7 @@ class CompiledForward:
         is_sum = self.contributions[positions[0]] > 1
         memory = None
         if not is_sum or self._is_last(reducer, numbers, positions):
-            memory = reducer.memory(numbers, offsets, numel)
+            memory = reducer.memory_for_graph(numbers, offsets, numel)
         begun = _Begun(reducer, numbers, offsets, is_sum, memory is not None)
         self._begun[tuple(positions)] = begun
         return memory
@@ -133,10 +135,10 @@ class CompiledForward:
         found = {len(self.partial_sums.get((reducer, number), ())) for number in numbers}
         return found == {self.contributions[positions[0]] - 1}
 
-    def mark_ready(
+    def mark_stored(
         self, memory: Tensor, positions: Sequence[int], copied: Sequence[int] = (), why: str = ""
     ) -> None:
-        """See :func:`mark_ready`."""
+        """As :func:`mark_ready`, for this forward."""
         begun = self._begun.pop(tuple(positions), None)
         if begun is None:
             return
@@ -155,16 +157,16 @@ class CompiledForward:
         if not begun.is_bucket:
             # Here and not by hooks, behind the graph: ranks with other graphs may store these, and
             # then launch what collectives of the model's own follow.
-            reducer.mark_ready(numbers, stored_apart=begun.gradients(memory))
+            reducer.mark_stored(numbers, stored_apart=begun.gradients(memory))
             return
         if copied:
             reducer.note_copied([self.owners[position][1] for position in copied], why)
-        reducer.mark_ready(numbers, is_sum=begun.is_sum)
+        reducer.mark_stored(numbers, is_sum=begun.is_sum)
 
 
 def _add(gradients: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
     """Add to the last part of each sum those before it, in autograd's order. Autograd adds them
-    too, and its sum is dropped (:meth:`Reducer._has_stored`)."""
+    too; ``.grad`` becomes the bucket's place all the same (:meth:`Reducer._replace_new`)."""
     first, *others = map(list, zip(*parts, strict=True))
     for part in itertools.chain(first, *others):
         if part.device.type != "cpu":  # It may be of another stream's memory.
@@ -176,7 +178,7 @@ def _add(gradients: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None
 
 
 @dataclass(eq=False)
-class Run:
+class RunningBackward:
     """A backward that runs, with all that run inside of it.
 
     Attributes:
@@ -203,11 +205,11 @@ class Run:
     has_entered_graph: bool = False
 
 
-OnAveraged: TypeAlias = Callable[[Run, Sequence[str], int], None]
+OnAveraged: TypeAlias = Callable[[RunningBackward, Sequence[str], int], None]
 """Receives a backward, the labels of the modules that it has averaged, and how many of their
 gradients were copied into their buckets."""
 
-RunEngine: TypeAlias = Callable[[Run, Sequence[Any], Callable[[], Any]], Any]
+RunEngine: TypeAlias = Callable[[RunningBackward, Sequence[Any], Callable[[], Any]], Any]
 """Runs a backward of these outputs, by the call of autograd's engine that it is given."""
 
 
@@ -226,7 +228,7 @@ class Reducers:
     """
 
     compiled: dict[Any, CompiledForward] = field(default_factory=dict)
-    running: list[Run] = field(default_factory=list)
+    running: list[RunningBackward] = field(default_factory=list)
     run_engine: RunEngine = lambda _, __, engine: engine()
     on_local: Callable[[str], None] = lambda _: None
     on_averaged: OnAveraged = lambda _, __, ___: None
@@ -285,7 +287,7 @@ class Reducers:
         """
         if not kw.get(_ACCUMULATES) or backward_id() >= 0 or is_compiling_graph():
             return engine(outputs, *args, **kw)
-        run = Run()
+        run = RunningBackward()
         self.running.append(run)
         nodes: list[Any] = []
         try:
@@ -307,18 +309,20 @@ class Reducers:
         return result
 
     def take(self, reducer: Reducer) -> None:
-        """A gradient has come of a module that the walk has not reached: from a backward inside of
-        a node, as of reentrant checkpointing. It takes part in the backward that runs, if that is
-        one alone; otherwise its round ends with the inner backward."""
+        """Have a module take part of which a gradient has come though the walk has not reached it:
+        from a backward inside of a node, as of reentrant checkpointing. It joins the backward that
+        runs, if only one does. Else its round ends with the inner backward."""
         if len(self.running) == 1:
             reducer.backward = self.running[0]
             self.running[0].taking_part.append(reducer)
         else:
             after_backward(reducer.end_backward)
 
-    def _begin(self, run: Run, outputs: Sequence[Any], *args: Any, **kw: Any) -> list[Any]:
-        """Walk the graph, and prepare the reducers that it reaches; the nodes of its compiled
-        forwards."""
+    def _begin(
+        self, run: RunningBackward, outputs: Sequence[Any], *args: Any, **kw: Any
+    ) -> list[Any]:
+        """Walk the graph, and prepare the reducers that it reaches. Return the nodes of its
+        compiled forwards."""
         run.keeps_graph = bool(args[1] if len(args) > 1 else kw.get("retain_graph", False))
         idle = [r for r in self.alive() if r.backward is None]
         expecting = {r for r in idle if r.is_expecting}
@@ -329,7 +333,7 @@ class Reducers:
         run.only_some = bool(args[3] if len(args) > 3 else kw.get("inputs", False))
         self.find_hooked()  # It may refuse what there is.
         found = walk(outputs, with_entries=run.keeps_graph or bool(others))
-        expecting |= {r for r in others if r.expects_more(found.entries)}
+        expecting |= {r for r in others if r.expect_more(found.entries)}
         why = CREATES_GRAPH if run.creates_graph else SOME_INPUTS if run.only_some else ""
         owner_of = self._reached(run, found, expecting, why)
         nodes = self._add_compiled(found, owner_of, run.reached)
@@ -357,7 +361,7 @@ class Reducers:
         return self._hooked
 
     def _reached(
-        self, run: Run, found: Reached, expecting: Collection[Reducer], why: str
+        self, run: RunningBackward, found: Reached, expecting: Collection[Reducer], why: str
     ) -> dict[int, _Gradient]:
         """Note which parameters a backward reaches; the reducers and numbers of those that one
         reducer has, by id.
@@ -405,7 +409,8 @@ class Reducers:
         owner_of: Mapping[int, _Gradient],
         reached: _ReachedNumbers,
     ) -> list[Any]:
-        """Note whose gradients come from which position of each compiled forward; their nodes."""
+        """Note whose gradients come from which position of each compiled forward. Return the nodes
+        of these forwards."""
         nodes = []
         partial_sums: dict[_Gradient, list[Tensor]] = {}
         for node, leaves in found.compiled.items():
@@ -419,7 +424,7 @@ class Reducers:
                 nodes.append(node)
         return nodes
 
-    def _end(self, run: Run) -> None:
+    def _end(self, run: RunningBackward) -> None:
         errors: list[BaseException] = []
         for each in run.taking_part:
             each.backward = None
@@ -434,9 +439,9 @@ class Reducers:
                 errors.append(said or error)
         if errors:
             raise errors[0]
-        self._tell(run)
+        self._tell_listeners(run)
 
-    def _tell(self, run: Run) -> None:
+    def _tell_listeners(self, run: RunningBackward) -> None:
         averaged = [reducer for reducer in self.alive() if reducer.steps > reducer.steps_told]
         for reducer in averaged:
             reducer.steps_told = reducer.steps
@@ -450,7 +455,7 @@ class Reducers:
             labels = [reducer.label for reducer in averaged]
             self.on_averaged(run, labels, sum(reducer.num_copied for reducer in averaged))
 
-    def tell(
+    def set_listeners(
         self,
         *,
         on_local: Callable[[str], None],
@@ -512,7 +517,7 @@ def memory_of_bucket(
     """Memory in which a compiled backward stores gradients: ``[numel]``, a part of a bucket, or of
     the graph's own."""
     forward = reducers.compiled.get(running_node())
-    memory = forward.memory(positions, offsets, numel) if forward is not None else None
+    memory = forward.memory_for_graph(positions, offsets, numel) if forward is not None else None
     return torch.empty(numel, dtype=dtype, device=device) if memory is None else memory
 
 
@@ -529,7 +534,7 @@ def mark_ready(
     """
     forward = reducers.compiled.get(running_node())
     if forward is not None:
-        forward.mark_ready(memory, positions, copied, why)
+        forward.mark_stored(memory, positions, copied, why)
 
 
 def refuse_optimizer(name: str, parameter: nn.Parameter) -> None:

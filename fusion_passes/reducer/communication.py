@@ -19,8 +19,8 @@ from fusion_passes.torch_private.autograd import version_of_tensor
 from fusion_passes.torch_private.ddp import BuiltinCommHookType
 from fusion_passes.torch_private.process_groups import (
     AnyFuture,
-    all_reduce,
-    all_reduce_coalesced,
+    begin_all_reduce,
+    begin_all_reduce_coalesced,
     seen_by_autograd,
 )
 from fusion_passes.torch_private.profiling import range_in_profile
@@ -90,8 +90,8 @@ class AllReduce:
                 ends = [*bucket.offsets[1:], bucket.numel]
                 gradients = [memory[a:b] for a, b in zip(bucket.offsets, ends, strict=True)]
                 parts = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
-                return all_reduce_coalesced(self.group, parts, operation)
-            return all_reduce(self.group, real, operation)
+                return begin_all_reduce_coalesced(self.group, parts, operation)
+            return begin_all_reduce(self.group, real, operation)
 
     def scaling(self, dtype: torch.dtype) -> str:
         """See :class:`Communication`."""
@@ -124,7 +124,7 @@ class AllReduce:
         wait_for_sent: Wait = _nothing
         if self.group.size() > 1:
             with range_in_profile(f"{name} launch"):
-                wait_for_sent = all_reduce(self.group, sent, dist.ReduceOp.SUM)
+                wait_for_sent = begin_all_reduce(self.group, sent, dist.ReduceOp.SUM)
 
         def wait() -> None:
             wait_for_sent()
@@ -157,7 +157,7 @@ def average_sparse(group: Any, gradient: Tensor, divisor: float, name: str = "")
     rows = ((gradient.to_sparse(1) if is_dense else gradient) / divisor).coalesce()
     if group.size() > 1:
         with range_in_profile(f"{name} launch"):
-            wait = all_reduce(group, rows, dist.ReduceOp.SUM)
+            wait = begin_all_reduce(group, rows, dist.ReduceOp.SUM)
         wait()
     return rows.to_dense() if is_dense else rows
 

@@ -47,11 +47,11 @@ def copy_in(
     bucket: Tensor, gradients: Sequence[Tensor], offsets: Sequence[int], strides: Sequence[int]
 ) -> None:
     """Copy gradients to their places in a bucket."""
-    numbers = iter(strides)
+    rest = iter(strides)
     targets = [
         bucket.as_strided(
             gradient.shape,
-            [next(numbers) for _ in gradient.shape],
+            [next(rest) for _ in gradient.shape],
             bucket.storage_offset() + offset,
         )
         for gradient, offset in zip(gradients, offsets, strict=True)
@@ -99,7 +99,7 @@ BUCKET: Final[Any] = torch.ops.fusion_passes.bucket.default
 
 Args:
     positions: of the parameters among the tensor inputs of the forward, in the order in which their
-        gradients lie. Whose they are, the autograd node says that runs.
+        gradients lie. The autograd node that runs says whose they are.
     offsets: of each gradient, in elements.
     numel: of all of them.
     dtype: of all of them.
@@ -125,11 +125,13 @@ COPY_IN: Final[Any] = torch.ops.fusion_passes.copy_in_.default
 one call for all, where Inductor has no kernel for tensors of several sizes (on the CPU)."""
 
 MARK_READY: Final[Any] = torch.ops.fusion_passes.mark_ready_.default
-"""Tells the reducer that all gradients of :data:`BUCKET`'s memory are stored: they are ready, if
-the memory is a bucket's. Otherwise it learns in which order they come, and hooks copy them.
+"""Tells the reducer that all gradients of :data:`BUCKET`'s memory are stored: they are ready, once
+they are copied into the bucket if the memory is the graph's own. In the first round the reducer
+learns their order instead, and hooks copy them.
 
 It writes the memory where more is to be added to what the graph has stored: a gradient that exists
-already, or what other forwards give of a sum. That it may, also keeps the memory.
+already, or what other forwards give of a sum. Declared as a write, it also keeps the memory:
+Inductor neither frees nor reuses it before.
 
 Args:
     bucket: the memory.

@@ -1,12 +1,12 @@
-"""Fills, launches and finalizes the buckets of a DDP module: DDP's C++ reducer, which a compiled
-backward can also store gradients into and tell so, from inside.
+"""Averages the gradients of a DDP module in buckets, as DDP's C++ reducer does. Beside hooks, a
+compiled backward can store gradients in a bucket, and mark them ready while it runs.
 
 The words are DDP's. A gradient is *marked ready* (``mark_variable_ready``) when it lies in its
 bucket; a bucket is *launched* (``all_reduce_bucket``) when it is full and all before it are
 launched; a round, which DDP calls an iteration, is *finalized* (``finalize_backward``) when all
 are. As in DDP, the buckets of the first round have the parameters in reverse order, and are
-*rebuilt* at its end, which all ranks reach: in the order in which the first rank has seen gradients
-come. From then on they never change, and graphs store into them. Or they are known when the module
+*rebuilt* at its end, which all ranks reach: in the order in which rank 0 has seen gradients come.
+From then on they never change, and graphs store into them. Or they are known when the module
 is constructed, from what an earlier run has measured. Ranks may run any graphs they like.
 """
 
@@ -39,7 +39,7 @@ from fusion_passes.reducer.memory import BucketMemory, PlainMemory
 from fusion_passes.reducer.rank_errors import FailureNotes
 from fusion_passes.torch_private.autograd import after_backward, backward_id, tensor_in
 from fusion_passes.torch_private.ddp import raise_as_ddp
-from fusion_passes.torch_private.process_groups import all_reduce, broadcast_first
+from fusion_passes.torch_private.process_groups import begin_all_reduce, broadcast_first
 from fusion_passes.torch_private.profiling import is_profiling, named_in_profile
 
 REDUCER: Final = "_ddp_fusion_reducer"
@@ -129,11 +129,11 @@ class Round:
 
 
 class Reducer:
-    """See the module.
+    """The buckets of one DDP module, and the round that is running.
 
     Args:
-        ddp: has the attributes above.
-        parameters: of it.
+        ddp: the module. Its attributes :data:`EXPECTED` and :data:`UNFINISHED` are set.
+        parameters: of the module.
         group: the ranks.
         label: of the module, for people.
         config: the options that the module was constructed with.
@@ -144,24 +144,26 @@ class Reducer:
         find_unused: whether parameters may go unused.
         is_static: whether each backward uses the same parameters as the first one.
         layout: of its buckets.
-        has_rebuilt_buckets: whether the layout is final, and compiled backwards store into it.
+        has_rebuilt_buckets: whether the layout is fixed, and compiled backwards store into it.
         follows: of the modules that share the group and this backward, the one whose buckets are
             launched before.
         leads: the one whose buckets are launched after.
         backward: that in which it takes part; ``None`` if there is none.
+        stays_local: whether a gradient has stayed on its rank since the last backward had ended.
         entered: with ``retain_graph=True``, where compiled forwards were entered since the last
             forward: the number of an autograd node, and that of an output.
         nodes: that accumulate gradients, by number; they keep the hooks on them.
         hooks: handles of the hooks behind these, by which autograd tells it of each gradient.
         when_freed: what is called when the module is freed; ``None``: nothing.
-        steps: how many rounds have ended.
+        steps: how many rounds have ended; ``steps_told``: of how many the report knows.
+        on_unseen: called when a gradient comes, and no backward is known that reaches the module.
         copies: how gradients have come into their buckets in the last one.
         bucket_memory: where the memory of its buckets comes from.
         name: of the module in reports and profiles: its label, with the group where others have
             that label too.
         is_to_be_traced: whether its backwards are to be traced, where they can be.
         why_untraced: why none of them is any more; empty if they are.
-        piece_caps: of what graphs store together where the layout is not final.
+        piece_caps: of what graphs store together where the layout is not fixed.
         clock: measures when gradients are marked ready, in the mode ``"auto"``; ``None`` where that
             is known, or not asked for.
         decision: in the mode ``"auto"``, from what the buckets were chosen, and what is expected of
@@ -245,10 +247,11 @@ class Reducer:
         ddp = self._ddp()
         return ddp is not None and getattr(ddp, EXPECTED)
 
-    def expects_more(self, entries: Collection[tuple[int, int]]) -> bool:
-        """Whether a backward goes on with a forward that has had one, from other outputs of it.
-        Eager DDP has not got the gradients yet that these give. A compiled forward has given zeros
-        for them: they are averaged once more, with what there is, and are right then.
+    def expect_more(self, entries: Collection[tuple[int, int]]) -> bool:
+        """Average once more in a backward that goes on with a forward that has had one, from other
+        outputs of it; return whether it does. Eager DDP has not got the gradients yet that these
+        give. A compiled forward has given zeros for them: averaged again, with what there is, they
+        are right.
 
         Args:
             entries: where the backward enters compiled forwards.
@@ -365,7 +368,7 @@ class Reducer:
             self._copy_in(now, number)
             self._mark_ready(now, (number,))
 
-    def memory(self, numbers: Piece, offsets: Sequence[int], numel: int) -> Tensor | None:
+    def memory_for_graph(self, numbers: Piece, offsets: Sequence[int], numel: int) -> Tensor | None:
         """Where a graph stores the gradients of these parameters.
 
         Args:
@@ -390,10 +393,10 @@ class Reducer:
             self._round.copies.refuse(numbers, UNALIGNED if lies_so else ELSEWHERE)
             return None
         with self._lock:
-            memory = self._memory(self._round, self.layout.buckets[index])
+            memory = self._bucket_memory(self._round, self.layout.buckets[index])
         return memory[start : start + numel]
 
-    def mark_ready(
+    def mark_stored(
         self,
         numbers: Piece,
         *,
@@ -436,7 +439,7 @@ class Reducer:
         places = []
         for number in numbers:
             index, offset = self.layout.places[number]
-            memory = self._memory(now, self.layout.buckets[index])
+            memory = self._bucket_memory(now, self.layout.buckets[index])
             places.append(memory[offset : offset + self.parameters.kinds[number].numel])
         with torch.no_grad():
             torch._foreach_copy_(places, list(gradients))
@@ -453,7 +456,7 @@ class Reducer:
             self._round.copies.refuse(numbers, why)
 
     def observe(self, numbers: Piece) -> None:
-        """In the first round: a graph, or autograd, gives these gradients together."""
+        """Note, in the first round, that these gradients have come next, together."""
         if not self.has_rebuilt_buckets and self.is_expecting and self._round is not None:
             known = {n for piece in self._observed for n in piece}
             if known.isdisjoint(numbers):
@@ -480,7 +483,7 @@ class Reducer:
                 self.stays_local = True
             return
         now = self._round
-        if now is not None and self._has_stored(now, number):
+        if now is not None and self._take_stored(now, number):
             return
         with self._lock:
             if self.backward is None:
@@ -493,7 +496,7 @@ class Reducer:
             self._add_accumulated(now, number)
 
     def _add_accumulated(self, now: Round, number: int) -> None:
-        if self.is_static and not self._counts_up_to_last(now, number):
+        if self.is_static and not self._count_accumulation(now, number):
             return
         self._refuse_repeated(now, (number,))
         now.received.add(number)
@@ -503,8 +506,8 @@ class Reducer:
         self._copy_in(now, number)
         self._mark_ready(now, (number,))
 
-    def _has_stored(self, now: Round, number: int) -> bool:
-        """Whether what autograd has accumulated is what a graph has stored before."""
+    def _take_stored(self, now: Round, number: int) -> bool:
+        """Note that autograd has accumulated what a graph has stored; ``False``: no graph has."""
         if number not in now.awaiting_hook:
             return False
         now.awaiting_hook.discard(number)
@@ -561,7 +564,7 @@ class Reducer:
 
     # --- Buckets ---------------------------------------------------------------------------------
 
-    def _memory(self, now: Round, bucket: Bucket) -> Tensor:
+    def _bucket_memory(self, now: Round, bucket: Bucket) -> Tensor:
         memory = now.memory.get(bucket.index)
         if memory is None:
             memory = now.memory[bucket.index] = self.bucket_memory.take(bucket)
@@ -584,7 +587,7 @@ class Reducer:
         """A gradient's place in its bucket, in the parameter's shape. It is no view to autograd:
         programs that call ``.grad.detach_()`` before ``.grad.zero_()`` could not with one."""
         index, offset = self.layout.places[number]
-        memory = self._memory(now, self.layout.buckets[index])
+        memory = self._bucket_memory(now, self.layout.buckets[index])
         shape, strides = self.parameters.all[number].shape, self.parameters.strides[number]
         return tensor_in(memory, shape, strides, offset)
 
@@ -678,7 +681,7 @@ class Reducer:
             return self._launch_sparse(now, bucket.numbers[0], name)
         if not bucket.numel:
             return lambda: None
-        memory = self._memory(now, bucket)
+        memory = self._bucket_memory(now, bucket)
         with torch.no_grad():
             wait = self.communication.launch(bucket, memory, name)
         return named_in_profile(wait, f"{name} wait") if name else wait
@@ -711,7 +714,8 @@ class Reducer:
         now.unused.update(missing)
 
     def rebuild_buckets(self) -> None:
-        """Lay the buckets out as the first rank has seen gradients come: a broadcast."""
+        """Agree on the layout: broadcast in which order rank 0 has seen gradients come, and lay the
+        buckets out by it. All ranks call this."""
         seen = {number for piece in self._observed for number in piece}
         rest = [(number,) for number in reversed(list(self.numbers)) if number not in seen]
         numbers = encode([*self._observed, *rest])
@@ -757,7 +761,7 @@ class Reducer:
         device = next(iter(self.parameters.kinds.values())).device
         counts = torch.tensor(values, dtype=torch.int32, device=device)
         if self.group.size() > 1:
-            all_reduce(self.group, counts, torch.distributed.ReduceOp.SUM)()
+            begin_all_reduce(self.group, counts, torch.distributed.ReduceOp.SUM)()
         pairs = zip(self.numbers, counts.tolist(), strict=True)
         used = {number for number, count in pairs if count}
         if self.is_static:
@@ -765,6 +769,12 @@ class Reducer:
         return used
 
     def _give_back(self, now: Round, bucket: Bucket, used: set[int] | None) -> None:
+        """Leave ``.grad`` as eager DDP does.
+
+        A new gradient lies in the bucket already: autograd has kept what the graph gave it, or
+        :meth:`_replace_new` has exchanged it. One that was there before gets a copy of the average.
+        Where this rank has none, it becomes the place in the bucket. What no rank has used stays.
+        """
         memory = now.memory.get(bucket.index)
         for number, offset in zip(bucket.numbers, bucket.offsets, strict=True):
             if used is not None and number not in used:
@@ -805,7 +815,7 @@ class Reducer:
         now.unused = set(self.numbers)
         for bucket in self.layout.buckets:
             if not bucket.is_sparse:
-                self._memory(now, bucket).zero_()
+                self._bucket_memory(now, bucket).zero_()
             now.waits.append(self._launch(now, bucket))
         with torch.no_grad():
             for wait in now.waits:
@@ -817,8 +827,8 @@ class Reducer:
 
     # --- Errors ----------------------------------------------------------------------------------
 
-    def _counts_up_to_last(self, now: Round, number: int) -> bool:
-        """With a static graph: whether this is the last time that a gradient is accumulated."""
+    def _count_accumulation(self, now: Round, number: int) -> bool:
+        """With a static graph: count, and return whether it was the last time in this round."""
         now.counts[number] = now.counts.get(number, 0) + 1
         if self._static_counts is None:
             return number not in now.received

@@ -24,7 +24,7 @@ from torch import fx
 
 from fusion_passes.graph.collectives import (
     ALL_REDUCE,
-    AllReduce,
+    AllReduceNode,
     decode_all_reduce,
     group_name_of,
     is_launch,
@@ -181,7 +181,9 @@ def _decode(node: fx.Node, position: int, groups: DdpGroups) -> GradientReductio
     return _unsupported(node, call) or _reduction(node, call, owner, position)
 
 
-def _reduction(node: fx.Node, call: AllReduce, owner: Owner, position: int) -> GradientReduction:
+def _reduction(
+    node: fx.Node, call: AllReduceNode, owner: Owner, position: int
+) -> GradientReduction:
     (wait,) = node.users
     gradient, before, scaling = source_of_launch(call.tensor, node)
     settled = settled_result(wait)
@@ -213,7 +215,7 @@ def _reduction(node: fx.Node, call: AllReduce, owner: Owner, position: int) -> G
     )
 
 
-def _unsupported(node: fx.Node, call: AllReduce) -> str | None:
+def _unsupported(node: fx.Node, call: AllReduceNode) -> str | None:
     value = node.meta.get("val")
     users = list(node.users)
     reason = None

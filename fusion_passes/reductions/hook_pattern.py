@@ -1,5 +1,5 @@
-"""What DDP's hook traces around a collective: a cast and a scaling before it; after the wait,
-a cast back or a change of layout."""
+"""What is traced of a gradient's hook around a collective: a cast and a scaling before it; after
+the wait, a cast back or a change of layout."""
 
 from __future__ import annotations
 

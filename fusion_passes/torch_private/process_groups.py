@@ -52,7 +52,7 @@ def unregister_process_group(name: str) -> None:
 # --- Collectives ---------------------------------------------------------------------------------
 
 
-def all_reduce(group: Any, tensor: Tensor, operation: Any) -> Callable[[], Any]:
+def begin_all_reduce(group: Any, tensor: Tensor, operation: Any) -> Callable[[], Any]:
     """Begin an all-reduce, in place; what is returned waits for it."""
     options = dist.AllreduceOptions()
     options.reduceOp = operation
@@ -60,10 +60,10 @@ def all_reduce(group: Any, tensor: Tensor, operation: Any) -> Callable[[], Any]:
     return wait
 
 
-def all_reduce_coalesced(
+def begin_all_reduce_coalesced(
     group: Any, tensors: Sequence[Tensor], operation: Any
 ) -> Callable[[], Any]:
-    """As :func:`all_reduce`, for several tensors by one collective."""
+    """As :func:`begin_all_reduce`, for several tensors by one collective."""
     options = dist.AllreduceCoalescedOptions()
     options.reduceOp = operation
     wait: Callable[[], Any] = group.allreduce_coalesced(list(tensors), options).wait

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig
 from fusion_passes.ddp.traced import name_in_graphs, traced_modules
-from fusion_passes.install.compiles import FusePass, StorePass, find_stored
+from fusion_passes.install.compiles import FusePass, StorePass, stores_of_forward
 from fusion_passes.reducer.reducer import reducer_of
 from testing.fake_world import one_rank, two_layers
 
@@ -37,7 +37,7 @@ def _identity(
         graph = torch.fx.Graph()
         for number in range(len(inputs)):
             graph.placeholder(f"input_{number}")
-        stores = find_stored(graph, inputs)
+        stores = stores_of_forward(graph, inputs)
         assert stores is not None
         return StorePass(stores).uuid()
 

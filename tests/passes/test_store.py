@@ -22,9 +22,9 @@ CPU = torch.device("cpu")
 LARGE = BucketCaps(2**20, 2**20)
 
 
-def stored(index: int, *shape: int, module: int = 0, bucket: Any = None) -> StoredInput:
+def stored(index: int, *shape: int, module: int = 0, place: Any = None) -> StoredInput:
     strides = tuple(torch.empty(shape, device="meta").stride())
-    return StoredInput(index, index, module, shape, strides, torch.float32, CPU, bucket)
+    return StoredInput(index, index, module, shape, strides, torch.float32, CPU, place)
 
 
 def trace(function: Callable[..., Any], *shapes: Sequence[int]) -> fx.GraphModule:
@@ -114,9 +114,9 @@ return (as_strided_default_2, as_strided_default, as_strided_default_1, None)
 
 def test_cut_as_the_layout_is() -> None:
     inputs = [
-        stored(0, 16, 16, bucket=(1, 0)),
-        stored(1, 8, 16, bucket=(0, 8)),
-        stored(2, 8, bucket=(0, 136)),
+        stored(0, 16, 16, place=(1, 0)),
+        stored(1, 8, 16, place=(0, 8)),
+        stored(2, 8, place=(0, 136)),
     ]
     text = check(trace(two_layers, *SHAPES), inputs, 4)
     assert "bucket([1, 2], [8, 136], 144, torch.float32" in text

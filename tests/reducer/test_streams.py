@@ -59,7 +59,7 @@ class Streams:
         reducer._accelerators = [torch.device("cpu")]
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: self.all[0])
         monkeypatch.setattr(Tensor, "record_stream", self._record())
-        monkeypatch.setattr(Reducer, "mark_ready", self._on_another(Reducer.mark_ready))
+        monkeypatch.setattr(Reducer, "mark_stored", self._on_another(Reducer.mark_stored))
         monkeypatch.setattr(Reducer, "accumulated", self._on_another(Reducer.accumulated))
         monkeypatch.setattr(reducer.communication, "launch", self._launch)
 
