@@ -29,10 +29,7 @@ _READY: Final = "torch.ops.fusion_passes.mark_ready_.default"
 """Behind it, a reducer launches what it is given."""
 
 _BUCKET: Final = "torch.ops.fusion_passes.bucket.default"
-_STORES: Final = (
-    "torch.ops.fusion_passes.store_.default",
-    "torch.ops.fusion_passes.copy_in_.default",
-)
+_STORE: Final = "torch.ops.fusion_passes.store_.default"
 _REUSED: Final = "# reuse"
 
 
@@ -199,7 +196,7 @@ class _Reader:
                 self._launch(item)
         elif kernel in self._accesses:
             self._run(kernel, value.args)
-        elif called in _STORES:
+        elif called == _STORE:
             self._store(value)
         elif called.endswith(".copy_"):
             assert isinstance(value.func, ast.Attribute)

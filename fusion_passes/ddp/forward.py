@@ -68,8 +68,6 @@ class ManagedForward(DistributedDataParallel):
             if self.require_backward_grad_sync:
                 setattr(self, EXPECTED, True)
                 setattr(self, LOCAL, False)
-                if not torch.compiler.is_dynamo_compiling():
-                    reducer_of(self).entered.clear()
             else:
                 setattr(self, LOCAL, True)
         if getattr(self, BUFFERS_IN):
@@ -83,6 +81,7 @@ def refuse_unfinished(ddp: DistributedDataParallel) -> None:
     """Raise the error of a backward before, if the next forward is to be averaged too."""
     error = getattr(ddp, UNFINISHED)
     if ddp.require_backward_grad_sync:
+        reducer_of(ddp).leave_note_of_missing()
         raise_as_ddp(ddp, RuntimeError, error)
 
 

@@ -89,15 +89,11 @@ class ManagedDDP(ManagedForward):
             DistributedDataParallel.register_comm_hook(self, state, hook)
             return
         _note_comm_hook(self, hook, state)
+        ref = weakref.ref(self)  # And not of the reducer: another group brings another one.
         reducer = reducer_of(self)
-        ref = weakref.ref(reducer)
-
-        def order() -> list[int]:
-            owner = ref()
-            assert owner is not None, "its buckets are launched"
-            return owner.hooked_buckets
-
-        reducer.communication = HookCall(hook, state, reducer.parameters.all, order)
+        reducer.communication = HookCall(
+            hook, state, reducer.parameters.all, lambda: reducer_of(ref()).hooked_buckets
+        )
 
     def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
         _accept_comm_hook(self, comm_hook_type)
@@ -128,7 +124,9 @@ class ManagedDDP(ManagedForward):
     def _update_process_group(self, new_process_group: Any) -> None:
         _refuse_memory(reducer_of(self), new_process_group)
         update_process_group(self, new_process_group)
+        prepare_buffers(self, new_process_group.group_name)
         attach_reducer(self, reducer_of(self).config)
+        setattr(self, EXPECTED, False)
         setattr(self, UNFINISHED, None)
 
     def _set_static_graph(self) -> None:
@@ -309,6 +307,8 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> None:
         hook = functools.partial(_accumulated, ref, n, parameters[n], name, group.size())
         reducer.nodes[n], handle = hook_behind_accumulation(parameters[n], hook)
         reducer.hooks.append(handle)
+    # A module that is wrapped anew keeps its parameters' nodes, and with them the hooks.
+    weakref.finalize(reducer, _remove_handles, reducer.hooks).atexit = False
     ddp.__dict__[REDUCER] = reducer
     reducers.add(reducer)
     reducer.when_freed = report_when_freed(ddp, reducer)
@@ -336,9 +336,13 @@ def _remove_hooks(reducer: Reducer) -> None:
     if reducer.when_freed is not None:
         reducer.when_freed.detach()
     reducer.bucket_memory.release()
-    for handle in reducer.hooks:
+    _remove_handles(reducer.hooks)
+
+
+def _remove_handles(handles: list[Any]) -> None:
+    for handle in handles:
         handle.remove()
-    reducer.hooks.clear()
+    handles.clear()
 
 
 def hand_over(ddp: DistributedDataParallel, reason: str) -> None:
@@ -549,11 +553,7 @@ class _Restoring:
         type(ddp).__setstate__(ddp, state)
         if config is not None:
             manage_by_reducer(ddp, config)
-            for hook, hook_state in list(comm_hooks(ddp)):
-                if _is_known(hook):
-                    comm_hooks(ddp).clear()
-                    _accept_comm_hook(ddp, hook, hook_state)
-            comm_hooks(ddp)[:] = [item for item in comm_hooks(ddp) if _is_known(item[0])]
+            comm_hooks(ddp).clear()  # As in DDP: a copy has none.
 
 
 # --- The end of a process -------------------------------------------------------------------------

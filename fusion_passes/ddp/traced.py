@@ -121,9 +121,11 @@ class TracedModules:
         )
 
     def identity(self) -> str:
-        """What a cached graph depends on."""
-        names = [name for name, reference in sorted(self._reducers.items()) if reference()]
-        return repr([(self.owner_of(name), self.buckets_of(name)) for name in names])
+        """What a cached graph depends on: of each gradient, its strides and its name in the report
+        too."""
+        known = [(name, r) for name, ref in sorted(self._reducers.items()) if (r := ref())]
+        numbers = [f"{name}{_MARK}{number}" for name, r in known for number in r.numbers]
+        return repr([*map(self.owner_of, numbers), *(self.buckets_of(name) for name, _ in known)])
 
     def reset(self) -> None:
         self._reducers.clear()

@@ -27,10 +27,31 @@ from fusion_passes.torch_private.autograd import (
 _library: Final = torch.library.Library("fusion_passes", "FRAGMENT")
 
 
-def _define(name: str, signature: str, function: Callable[..., Any]) -> Any:
-    _library.define(f"{name}{signature}")
+def define(
+    name: str,
+    signature: str,
+    function: Callable[..., Any],
+    *,
+    meta: Callable[..., Any] | None = None,
+    fake: Callable[..., Any] | None = None,
+    tags: Sequence[torch.Tag] = (),
+) -> Any:
+    """Define one of the package's operators.
+
+    Args:
+        name: of the operator.
+        signature: as in torch's schemas.
+        function: what it does.
+        meta: the same for tensors without data; ``None``: the function does for these too.
+        fake: in the place of it, for an operator that is given no tensor: the same for fake ones.
+        tags: of torch's.
+    """
+    _library.define(f"{name}{signature}", tags=tags)
     _library.impl(name, function, "CompositeExplicitAutograd")
-    _library.impl(name, function, "Meta")
+    if fake is None:
+        _library.impl(name, meta or function, "Meta")
+    else:
+        register_fake(_library, name, fake)
     return getattr(torch.ops.fusion_passes, name).default
 
 
@@ -46,18 +67,19 @@ def _pack(
 ) -> Tensor:
     numel = sum(gradient.numel() for gradient in gradients)
     bucket = torch.empty(numel, dtype=dtype, device=gradients[0].device)
-    _store(bucket, gradients, offsets, strides, scale, factor)
+    store(bucket, gradients, offsets, strides, scale, factor)
     return bucket
 
 
-def _store(
+def store(
     bucket: Tensor,
     gradients: Sequence[Tensor],
     offsets: Sequence[int],
     strides: Sequence[int],
-    scale: str,
-    factor: float,
+    scale: str = "none",
+    factor: float = 1.0,
 ) -> None:
+    """See :data:`STORE`."""
     places = [
         bucket.as_strided(gradient.shape, stride, bucket.storage_offset() + offset)
         for gradient, offset, stride in zip(
@@ -88,7 +110,7 @@ def split_strides(tensors: Sequence[Any], strides: Sequence[int]) -> Iterator[tu
         yield tuple(itertools.islice(numbers, len(tensor.shape)))
 
 
-PACK: Final = _define(
+PACK: Final = define(
     "pack",
     "(Tensor[] gradients, int[] offsets, int[] strides, ScalarType dtype, str scale, float factor, "
     "bool in_bucket, str label) -> Tensor",
@@ -112,16 +134,16 @@ Returns:
     The buffer: ``[sum of the gradients' elements]``.
 """
 
-STORE: Final = _define(
+STORE: Final = define(
     "store_",
-    "(Tensor(a!) bucket, Tensor[] gradients, int[] offsets, int[] strides, str scale, "
-    "float factor) -> ()",
-    _store,
+    "(Tensor(a!) bucket, Tensor[] gradients, int[] offsets, int[] strides, str scale='none', "
+    "float factor=1.0) -> ()",
+    store,
 )
 """What :data:`PACK` does, for some gradients, to a buffer that is there: one call for all that must
 be copied, where Inductor has no kernel for tensors of several sizes (on the CPU)."""
 
-WIDEN: Final = _define(
+WIDEN: Final = define(
     "widen", "(Tensor bucket, ScalarType dtype, str scale, float factor) -> Tensor", _widen
 )
 """A reduced buffer in its gradients' dtype, scaled there: ``[n]`` to ``[n]``.
@@ -130,7 +152,7 @@ An operator of its own, because its kernel must wait for the collective, and not
 to wait with it.
 """
 
-AS_COMPLEX: Final = _define("as_complex", "(Tensor(a) real) -> Tensor(a)", _as_complex)
+AS_COMPLEX: Final = define("as_complex", "(Tensor(a) real) -> Tensor(a)", _as_complex)
 """``view_as_complex``, but what it gives is no view as far as autograd can see: ``[..., 2]`` to
 ``[...]``. A gradient that is a complex view of a real tensor is nothing that Dynamo (torch 2.11 to
 2.15) can make a fake tensor of, in the next compile of a model that has it.

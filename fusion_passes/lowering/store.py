@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from fusion_passes.graph.operators import STORE, split_strides
 from fusion_passes.lowering.memory import Memory
-from fusion_passes.reducer.operators import BUCKET, COPY_IN, MARK_READY, STORE_GRADIENTS
+from fusion_passes.reducer.operators import BUCKET, MARK_READY, STORE_GRADIENTS
 from fusion_passes.torch_private.inductor import (
     graph_lowering,
     inductor_ir,
@@ -40,10 +41,10 @@ def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
         positions: Sequence[int],
     ) -> None:
         bucket.realize()
-        memory = _ReducersMemory(bucket, graph_lowering().current_node.args[1], gradients)
-        rest = iter(strides)
-        strides_of = [[next(rest) for _ in gradient.get_size()] for gradient in gradients]
-        copied = memory.fill(list(zip(offsets, strides_of, strict=True)))
+        nodes: list[fx.Node] = graph_lowering().current_node.args[1]
+        memory = _ReducersMemory(bucket, nodes, gradients)
+        places = split_strides([node.meta["val"] for node in nodes], strides)
+        copied = memory.fill(list(zip(offsets, places, strict=True)))
         on_stored(positions, copied)
         arguments: list[Any] = [list(positions)]
         if copied:  # A graph from a cache is not lowered: it says what it copies when it runs.
@@ -85,7 +86,7 @@ class _ReducersMemory(Memory):
         self._writers.append(writer)
 
     def copy(self, values: list[Any], offsets: list[int], strides: list[int]) -> None:
-        self.call_behind(COPY_IN, values, offsets, strides)
+        self.call_behind(STORE, values, offsets, strides)
 
     def call_behind(self, operator: Any, *args: Any) -> None:
         """Call an operator that writes the memory, when all that was stored so far is there, and

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,9 +80,7 @@ class StoreGradients:
                 gradients[item.index] = result
         output.args = (tuple(gradients),)
         set_output_strides(output, {item.index: item.strides for item, _ in stored})
-        for store in stores:
-            _pin_next_kernel(store)
-        _pin_launches(graph, stores)
+        _pin_behind(graph, {store: store.args[0] for store in stores})
         return True
 
     def identity(self) -> str:
@@ -142,23 +140,21 @@ def _store(
     return store, results
 
 
-def _pin_next_kernel(store: fx.Node) -> None:
-    """Have the next library kernel run after a store: Inductor's scheduler moves nodes."""
-    node = store.next
-    while node.op != "output" and not (node.op == "call_function" and is_library_kernel(node)):
-        node = node.next
-    if node.op != "output":
-        pin([node], [store.args[0]])  # type: ignore[list-item]
+def _pin_behind(graph: fx.Graph, memory_of: Mapping[fx.Node, Any]) -> None:
+    """Have the next library kernel, and the next collective that is not DDP's, run after the stores
+    before it: Inductor's scheduler moves nodes. Of such a collective, the order among the launches
+    of buckets must be that of ranks with other graphs; the other order, of a store behind a
+    collective, its lowering keeps.
 
-
-def _pin_launches(graph: fx.Graph, stores: Sequence[fx.Node]) -> None:
-    """Have each collective that is not DDP's launched after the stores before it, as a rank with
-    another graph does: what they make ready may be launched on the same process group. The other
-    order, of a store behind a collective, its lowering keeps."""
-    before: list[fx.Node] = []
-    for node in list(graph.nodes):
-        if node in stores:
-            before.append(node.args[0])
-        elif node.op == "call_function" and is_launch(node) and before:
-            pin([node], before)
-            before = []
+    Args:
+        graph: the backward.
+        memory_of: the memory of each store.
+    """
+    for must_follow in (is_library_kernel, is_launch):
+        before: list[fx.Node] = []
+        for node in list(graph.nodes):
+            if node in memory_of:
+                before.append(memory_of[node])
+            elif before and node.op == "call_function" and must_follow(node):
+                pin([node], before)
+                before = []

@@ -32,7 +32,7 @@ _CUTS: Final = 512
 """Of more gradients than these, small neighbours are never cut apart."""
 
 _BUCKETS: Final = 256
-"""No more buckets are tried."""
+"""No more buckets are tried, unless the cap asks for more."""
 
 _NEVER: Final = 2**61
 """A time that no collective ends at; two of them are a number of 64 bits still."""
@@ -147,7 +147,7 @@ class _Search:
         ends, least = [never.clone()], never.clone()
         ends[0][0] = least[0] = 0
         best = 0
-        while len(ends) <= min(len(self._costs), _BUCKETS):
+        while len(ends) <= len(self._costs) and (not best or len(ends) <= _BUCKETS):
             # As early in fewer buckets is better, whatever follows.
             found = never.clone()
             found[1:] = self._ends(ends[-1], len(ends)).min(0).values

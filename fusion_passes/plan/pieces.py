@@ -85,11 +85,11 @@ def plan_pieces(
     """
     levels = _levels(graph)
     ordered = sorted(gradients, key=lambda item: (levels[item[1]], item[0].position))
-    if any(item.place is not None for item, _ in gradients):
-        return _as_laid_out([item for item, _ in ordered])
     open_: dict[_Key, list[StoredInput]] = {}
     closed: dict[_Key, list[list[StoredInput]]] = {}
     full_at: dict[_Key, int] = {}
+    laid_out = [item for item, _ in ordered if item.place is not None]
+    ordered = [pair for pair in ordered if pair[0].place is None]
     for item, node in ordered:
         key = item.module, item.dtype, item.device
         level, done = levels[node][0], closed.setdefault(key, [])
@@ -109,7 +109,7 @@ def plan_pieces(
     order = {id(item): number for number, (item, _) in enumerate(ordered)}
     pieces = [piece for of_key in closed.values() for piece in of_key]
     pieces.sort(key=lambda piece: max(order[id(item)] for item in piece))
-    return [_placed(piece) for piece in pieces]
+    return [*_as_laid_out(laid_out), *map(_placed, pieces)]
 
 
 def _takes_along(done: Sequence[Sequence[StoredInput]], item: StoredInput, cap: int) -> bool:

@@ -22,6 +22,7 @@ from fusion_passes.reducer.copies import (
     BESIDE,
     CREATES_GRAPH,
     HOOKED,
+    NODE_HOOKED,
     NOT_COMPILED,
     SEVERAL,
     SHARED,
@@ -109,7 +110,7 @@ class CompiledForward:
         return reducer, tuple(number for _, number in owners)
 
     def memory_for_graph(
-        self, positions: Sequence[int], offsets: Sequence[int], numel: int
+        self, positions: Sequence[int], offsets: Sequence[int], numel: int, dtype: torch.dtype
     ) -> Tensor | None:
         """As :meth:`Reducer.memory_for_graph`. Of a sum, the part that comes last is stored in the
         bucket, and the others are added there."""
@@ -125,7 +126,7 @@ class CompiledForward:
         is_sum = self.contributions[positions[0]] > 1
         memory = None
         if not is_sum or self._is_last(reducer, numbers, positions):
-            memory = reducer.memory_for_graph(numbers, offsets, numel)
+            memory = reducer.memory_for_graph(numbers, offsets, numel, dtype)
         begun = _Begun(reducer, numbers, offsets, is_sum, memory is not None)
         self._begun[tuple(positions)] = begun
         return memory
@@ -262,6 +263,7 @@ class Reducers:
 
     def _forget(self, gone: weakref.ref[Reducer]) -> None:
         self._all = [ref for ref in self._all if ref is not gone]
+        self.forget_hooks()
 
     def alive(self) -> list[Reducer]:
         """In the order of their construction."""
@@ -297,7 +299,7 @@ class Reducers:
             said = why_failed(run.taking_part, error)
             for reducer in run.taking_part:
                 reducer.backward = None
-                reducer.fail_backward(said or error)
+                reducer.fail_backward(said or error, has_begun=run.has_entered_graph)
             if said is not None:
                 raise said from error
             raise
@@ -316,7 +318,7 @@ class Reducers:
             reducer.backward = self.running[0]
             self.running[0].taking_part.append(reducer)
         else:
-            after_backward(reducer.end_backward)
+            after_backward(reducer.end_backward if self.running else reducer.end_unseen_backward)
 
     def _begin(
         self, run: RunningBackward, outputs: Sequence[Any], *args: Any, **kw: Any
@@ -333,6 +335,9 @@ class Reducers:
         run.only_some = bool(args[3] if len(args) > 3 else kw.get("inputs", False))
         self.find_hooked()  # It may refuse what there is.
         found = walk(outputs, with_entries=run.keeps_graph or bool(others))
+        for reducer in expecting:
+            if not reducer.has_begun:  # There was another forward.
+                reducer.entered.clear()
         expecting |= {r for r in others if r.expect_more(found.entries)}
         why = CREATES_GRAPH if run.creates_graph else SOME_INPUTS if run.only_some else ""
         owner_of = self._reached(run, found, expecting, why)
@@ -397,7 +402,9 @@ class Reducers:
             return SHARED
         if id(leaf) in found.uncompiled:
             return NOT_COMPILED if count == 1 else SEVERAL
-        return "" if _is_plain(leaf, self.find_hooked()) else HOOKED
+        if id(leaf) in self.find_hooked():
+            return NODE_HOOKED
+        return "" if accumulates_plainly(leaf) else HOOKED
 
     def forget_hooks(self) -> None:
         """Ask all nodes again which hooks they have: one may have been registered."""
@@ -474,11 +481,6 @@ class Reducers:
         self.on_local, self.on_averaged, self.on_unowned, self.run_engine = told
 
 
-def _is_plain(leaf: Tensor, hooked: Collection[int]) -> bool:
-    """Whether nobody but a reducer looks at a gradient before it is averaged."""
-    return id(leaf) not in hooked and accumulates_plainly(leaf)
-
-
 def _put_in_order(taking_part: Sequence[Reducer]) -> None:
     """Have modules that share a process group launch one after the other, in an order that no rank
     can see otherwise: the last that was constructed comes first, as do the gradients of what is
@@ -517,7 +519,9 @@ def memory_of_bucket(
     """Memory in which a compiled backward stores gradients: ``[numel]``, a part of a bucket, or of
     the graph's own."""
     forward = reducers.compiled.get(running_node())
-    memory = forward.memory_for_graph(positions, offsets, numel) if forward is not None else None
+    memory = None
+    if forward is not None:
+        memory = forward.memory_for_graph(positions, offsets, numel, dtype)
     return torch.empty(numel, dtype=dtype, device=device) if memory is None else memory
 
 

@@ -129,6 +129,8 @@ class AllReduce:
         def wait() -> None:
             wait_for_sent()
             memory.copy_(sent)
+            if sent.device.type != "cpu":  # It was allocated on the stream of the launch.
+                sent.record_stream(torch.accelerator.current_stream(sent.device))
             if not is_divided_first:
                 memory.div_(divisor)
 
@@ -282,6 +284,7 @@ class HookCall:
             if result.data_ptr() != buffer.data_ptr() or result.dtype != buffer.dtype:
                 buffer.copy_(result.reshape(-1))
             given.take_back()
+            self._previous = None  # It keeps the bucket.
 
         return wait
 

@@ -15,7 +15,8 @@ SEVERAL: Final = (
     "it comes from more than one place of the backward, and is a sum, which "
     'backward_graph="compiled_autograd" can store'
 )
-HOOKED: Final = "a hook of yours on the parameter, or on its autograd node, is to see it"
+HOOKED: Final = "a hook of yours on the parameter is to see it"
+NODE_HOOKED: Final = "a hook of yours on the parameter's autograd node is to see it"
 CREATES_GRAPH: Final = "the backward was called with create_graph=True"
 SOME_INPUTS: Final = "the backward was called with inputs="
 SHARED: Final = "several DistributedDataParallel modules average it"
@@ -24,6 +25,7 @@ ELSEWHERE: Final = (
     "its compiled backward has it beside other gradients than the buckets: it was compiled before "
     "they were rebuilt"
 )
+CONVERTED: Final = "the parameter had another dtype when DistributedDataParallel was constructed"
 UNALIGNED: Final = "its place in the bucket is not aligned as generated code needs it"
 SPARSE: Final = "it is sparse, and is sent as rows"
 INNER: Final = "it comes from a backward inside of another one, as of reentrant checkpointing"

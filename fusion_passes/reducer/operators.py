@@ -4,21 +4,16 @@ stored in, and that they are stored."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from fusion_passes.graph.operators import define, store
 from fusion_passes.reducer.backward import mark_ready, memory_of_bucket
-
-_library: Final = torch.library.Library("fusion_passes", "FRAGMENT")
 
 _TAGS: Final = (torch.Tag.cudagraph_unsafe,)
 """Replayed, they would say nothing: Inductor cuts a CUDA graph in two around them."""
-
-
-def _define(name: str, signature: str, tags: tuple[torch.Tag, ...] = ()) -> None:
-    _library.define(f"{name}{signature}", tags=tags)
 
 
 def _empty(
@@ -39,62 +34,21 @@ def _store(
     strides: Sequence[int],
     positions: Sequence[int],
 ) -> None:
-    copy_in(bucket, gradients, offsets, strides)
+    store(bucket, gradients, offsets, strides)
     mark_ready(bucket, positions)
-
-
-def copy_in(
-    bucket: Tensor, gradients: Sequence[Tensor], offsets: Sequence[int], strides: Sequence[int]
-) -> None:
-    """Copy gradients to their places in a bucket."""
-    rest = iter(strides)
-    targets = [
-        bucket.as_strided(
-            gradient.shape,
-            [next(rest) for _ in gradient.shape],
-            bucket.storage_offset() + offset,
-        )
-        for gradient, offset in zip(gradients, offsets, strict=True)
-    ]
-    torch._foreach_copy_(targets, list(gradients))
 
 
 def _nothing(*_: object) -> None:
     pass
 
 
-_define(
+BUCKET: Final = define(
     "bucket",
     "(int[] positions, int[] offsets, int numel, ScalarType dtype, Device device) -> Tensor",
-    _TAGS,
+    memory_of_bucket,
+    fake=_empty,
+    tags=_TAGS,
 )
-_library.impl("bucket", memory_of_bucket, "CompositeExplicitAutograd")
-torch.library.register_fake("fusion_passes::bucket", _empty, lib=_library)
-
-_define(
-    "store_gradients_",
-    "(Tensor(a!) bucket, Tensor[] gradients, int[] offsets, int[] strides, int[] positions) -> ()",
-    _TAGS,
-)
-_library.impl("store_gradients_", _store, "CompositeExplicitAutograd")
-_library.impl("store_gradients_", _nothing, "Meta")
-
-_define(
-    "copy_in_",
-    "(Tensor(a!) bucket, Tensor[] gradients, int[] offsets, int[] strides) -> ()",
-)
-_library.impl("copy_in_", copy_in, "CompositeExplicitAutograd")
-_library.impl("copy_in_", _nothing, "Meta")
-
-_define(
-    "mark_ready_",
-    "(Tensor(a!) bucket, int[] positions, int[] copied=[], str why='') -> ()",
-    _TAGS,
-)
-_library.impl("mark_ready_", mark_ready, "CompositeExplicitAutograd")
-_library.impl("mark_ready_", _nothing, "Meta")
-
-BUCKET: Final[Any] = torch.ops.fusion_passes.bucket.default
 """Memory for gradients that a graph stores together.
 
 Args:
@@ -109,7 +63,13 @@ Returns:
     ``[numel]``, a part of a bucket, or memory of the graph's own.
 """
 
-STORE_GRADIENTS: Final[Any] = torch.ops.fusion_passes.store_gradients_.default
+STORE_GRADIENTS: Final = define(
+    "store_gradients_",
+    "(Tensor(a!) bucket, Tensor[] gradients, int[] offsets, int[] strides, int[] positions) -> ()",
+    _store,
+    meta=_nothing,
+    tags=_TAGS,
+)
 """Gradients in their places of :data:`BUCKET`'s memory, of which the reducer is told then.
 
 Args:
@@ -120,11 +80,13 @@ Args:
     positions: as for :data:`BUCKET`.
 """
 
-COPY_IN: Final[Any] = torch.ops.fusion_passes.copy_in_.default
-"""What :data:`STORE_GRADIENTS` does for gradients that no kernel can store in their places itself:
-one call for all, where Inductor has no kernel for tensors of several sizes (on the CPU)."""
-
-MARK_READY: Final[Any] = torch.ops.fusion_passes.mark_ready_.default
+MARK_READY: Final = define(
+    "mark_ready_",
+    "(Tensor(a!) bucket, int[] positions, int[] copied=[], str why='') -> ()",
+    mark_ready,
+    meta=_nothing,
+    tags=_TAGS,
+)
 """Tells the reducer that all gradients of :data:`BUCKET`'s memory are stored: they are ready, once
 they are copied into the bucket if the memory is the graph's own. In the first round the reducer
 learns their order instead, and hooks copy them.

@@ -34,7 +34,7 @@ from fusion_passes.plan.layout import (
 )
 from fusion_passes.profile.ready_clock import ReadyClock
 from fusion_passes.reducer.communication import Communication, Wait, average_sparse
-from fusion_passes.reducer.copies import ELSEWHERE, UNALIGNED, Copies
+from fusion_passes.reducer.copies import CONVERTED, ELSEWHERE, NODE_HOOKED, UNALIGNED, Copies
 from fusion_passes.reducer.memory import BucketMemory, PlainMemory
 from fusion_passes.reducer.rank_errors import FailureNotes
 from fusion_passes.torch_private.autograd import after_backward, backward_id, tensor_in
@@ -93,7 +93,6 @@ class Round:
 
     Attributes:
         pending: for each bucket, how many gradients are missing.
-        next: the bucket that is launched next.
         memory: of the buckets that have some, by index.
         waits: for the launched buckets, in their order.
         received: numbers of the parameters whose gradients are there.
@@ -112,7 +111,6 @@ class Round:
     """
 
     pending: list[int] = field(default_factory=list)
-    next: int = 0
     memory: dict[int, Tensor] = field(default_factory=dict)
     waits: list[Wait] = field(default_factory=list)
     received: set[int] = field(default_factory=set)
@@ -315,7 +313,7 @@ class Reducer:
     def has_launched_all(self) -> bool:
         """Whether no bucket of the round is left."""
         now = self._round
-        return now is None or now.next == len(self.layout.buckets)
+        return now is None or len(now.waits) == len(self.layout.buckets)
 
     def forget(self) -> None:
         """Let the module train no further: no backward would be averaged any more."""
@@ -340,7 +338,11 @@ class Reducer:
     def _note_existing(self, now: Round) -> None:
         for number in self.numbers:
             gradient = self.parameters.all[number].grad
-            if gradient is not None and number not in now.received:
+            if number in now.received:
+                continue
+            if gradient is None:  # It may have been there before an earlier backward of the round.
+                now.existing.pop(number, None)
+            else:
                 now.existing[number] = gradient
 
     def _begin_round(self, reached: Collection[int]) -> Round:
@@ -368,13 +370,16 @@ class Reducer:
             self._copy_in(now, number)
             self._mark_ready(now, (number,))
 
-    def memory_for_graph(self, numbers: Piece, offsets: Sequence[int], numel: int) -> Tensor | None:
+    def memory_for_graph(
+        self, numbers: Piece, offsets: Sequence[int], numel: int, dtype: torch.dtype
+    ) -> Tensor | None:
         """Where a graph stores the gradients of these parameters.
 
         Args:
             numbers: of the parameters.
             offsets: of each in the memory, in elements.
             numel: of all.
+            dtype: of all. A module may have been converted since its buckets were laid out.
 
         Returns:
             A part of a bucket; ``None`` where they lie otherwise in theirs, or are not averaged, or
@@ -385,15 +390,19 @@ class Reducer:
         places = self.layout.places
         index, first = places[numbers[0]]
         start = first - offsets[0]
-        itemsize = self.layout.buckets[index].dtype.itemsize
+        bucket = self.layout.buckets[index]
         lies_so = start >= 0 and all(
             places[n] == (index, start + offset) for n, offset in zip(numbers, offsets, strict=True)
         )
-        if not lies_so or start * itemsize % ALIGNED_BYTES:
+        if bucket.dtype != dtype:
+            self._round.copies.refuse(numbers, CONVERTED)
+            return None
+        if not lies_so or start * dtype.itemsize % ALIGNED_BYTES:
             self._round.copies.refuse(numbers, UNALIGNED if lies_so else ELSEWHERE)
             return None
         with self._lock:
-            memory = self._bucket_memory(self._round, self.layout.buckets[index])
+            memory = self._bucket_memory(self._round, bucket)
+            self.join_streams()  # The graph may store on another stream than it was allocated on.
         return memory[start : start + numel]
 
     def mark_stored(
@@ -418,9 +427,9 @@ class Reducer:
         assert now is not None, "it was given memory in this round"
         with self._lock:
             self._refuse_repeated(now, numbers)
-            if self.is_static and self._static_counts is not None:
+            if self.is_static:
                 for number in numbers:
-                    self._refuse_unless_used_before(number)
+                    self._count_accumulation(now, number)
             if stored_apart is None:
                 now.copies.stored.update(numbers)
             else:
@@ -503,6 +512,7 @@ class Reducer:
         self.observe((number,))
         if self.reduces_at_end:
             return
+        self.join_streams()
         self._copy_in(now, number)
         self._mark_ready(now, (number,))
 
@@ -523,15 +533,23 @@ class Reducer:
         if self.steps and not self.has_rebuilt_buckets:
             self.rebuild_buckets()
 
+    def end_unseen_backward(self) -> None:
+        """As :meth:`end_backward`, of a backward that nobody has walked, since the flag is unset:
+        what has not come by its end is unused."""
+        now = self._round
+        if now is not None and now.sends_used:
+            now.unused, now.marked_unused = self._missing(now), False
+            self._mark_unused(now)
+        self.end_backward()
+
     def _end_backward(self) -> None:
         self.follows = self.leads = None
         now = self._round
         if now is None:
             return
         now.awaiting_hook.clear()
-        missing = set(self.numbers) - now.received
         if self.reduces_at_end:
-            self._end_first_static(now, missing)
+            self._end_first_static(now)
         else:
             self.launch_ready()
         if self._round is not now:
@@ -539,7 +557,10 @@ class Reducer:
         if self.has_launched_all:
             self.finalize()
         else:
-            self._leave_unfinished(set(self.numbers) - now.received - now.unused)
+            self._leave_unfinished(now)
+
+    def _missing(self, now: Round) -> set[int]:
+        return set(self.numbers) - now.received - now.unused
 
     @property
     def has_begun(self) -> bool:
@@ -553,14 +574,15 @@ class Reducer:
             self._round.copies.stored = set(self.numbers)
         self._end_round()
 
-    def fail_backward(self, error: BaseException) -> None:
-        """After the engine has raised an error: the next forward raises eager DDP's."""
+    def fail_backward(self, error: BaseException, *, has_begun: bool = False) -> None:
+        """After the engine has raised an error: the next forward raises eager DDP's, if gradients
+        have come, or a graph may have launched some (``has_begun``)."""
         self.follows = self.leads = None
         now = self._round
         if now is not None:
             now.awaiting_hook.clear()
             self.failures.leave(self.steps, f"{type(error).__name__}: {error}")
-            self._leave_unfinished(set(self.numbers) - now.received)
+            self._leave_unfinished(now, has_begun=has_begun)
 
     # --- Buckets ---------------------------------------------------------------------------------
 
@@ -614,7 +636,9 @@ class Reducer:
                     "nn.EmbeddingBag(sparse=True) only, as they were when it was constructed.",
                 )
             place.copy_(gradient)
-        self._replace_new(now, number)
+        # What hooks behind this one read is of this rank: it stays where it is.
+        if not any(reached.get(number) == NODE_HOOKED for reached in now.copies.reached):
+            self._replace_new(now, number)
 
     def _replace_new(self, now: Round, number: int) -> None:
         """Let a gradient that is new in this round be its place in the bucket."""
@@ -647,16 +671,17 @@ class Reducer:
                 return
             if self.clock is not None and self.clock.is_running and any(now.pending):
                 return  # What is sent meanwhile would take from the compute that is measured.
-            before = now.next
-            while now.next < len(layout.buckets) and not now.pending[now.next]:
-                now.waits.append(self._launch(now, layout.buckets[now.next]))
-                now.next += 1
-            if not before < now.next == len(layout.buckets):
+            before = len(now.waits)
+            while len(now.waits) < len(layout.buckets) and not now.pending[len(now.waits)]:
+                now.waits.append(self._launch(now, layout.buckets[len(now.waits)]))
+            if not before < len(now.waits) == len(layout.buckets):
                 return
+            if backward_id() >= 0:
+                # Before those that follow: two modules may have the same weights, and the first
+                # still reads the local gradients.
+                after_backward(self._finalize_in_backward)
             if self.leads is not None:
                 self.leads.launch_ready()
-            if backward_id() >= 0:
-                after_backward(self._finalize_in_backward)
 
     def join_streams(self) -> None:
         """Have the stream that is current wait for those that have stored gradients in this round.
@@ -665,14 +690,15 @@ class Reducer:
         for device in self._accelerators:
             if now is None:
                 return
-            current, last = torch.accelerator.current_stream(device), now.streams.get(device)
-            now.streams[device] = current
-            if last is None or last == current:
-                continue
-            current.wait_stream(last)
-            for memory in now.memory.values():
-                if memory.device == device:
-                    memory.record_stream(current)
+            with self._lock:
+                current, last = torch.accelerator.current_stream(device), now.streams.get(device)
+                now.streams[device] = current
+                if last is None or last == current:
+                    continue
+                current.wait_stream(last)
+                for memory in now.memory.values():
+                    if memory.device == device:
+                        memory.record_stream(current)
 
     def _launch(self, now: Round, bucket: Bucket) -> Wait:
         """Begin to average a bucket. While a profiler records, it is called by its name there."""
@@ -701,7 +727,7 @@ class Reducer:
 
     # --- The first round -------------------------------------------------------------------------
 
-    def _end_first_static(self, now: Round, missing: Collection[int]) -> None:
+    def _end_first_static(self, now: Round) -> None:
         """Reduce the gradients of this round, which has shown how often each is accumulated."""
         self._static_counts = dict(now.counts)
         now.sends_used = self._static_used is None
@@ -710,8 +736,7 @@ class Reducer:
             for number in bucket.numbers:
                 self._copy_in(now, number)
             now.waits.append(self._launch(now, bucket))
-            now.next += 1
-        now.unused.update(missing)
+        now.unused.update(self._missing(now))
 
     def rebuild_buckets(self) -> None:
         """Agree on the layout: broadcast in which order rank 0 has seen gradients come, and lay the
@@ -832,22 +857,18 @@ class Reducer:
         now.counts[number] = now.counts.get(number, 0) + 1
         if self._static_counts is None:
             return number not in now.received
-        self._refuse_unless_used_before(number)
-        return now.counts[number] == self._static_counts[number]
-
-    def _refuse_unless_used_before(self, number: int) -> None:
-        assert self._static_counts is not None, "there was a first backward"
-        if number in self._static_counts:
-            return
-        error = (
-            "Your training graph has changed in this iteration, e.g., one parameter is unused in "
-            "first iteration, but then got used in the second iteration. this is not compatible "
-            f"with static_graph set to True: {self.label} has used {self.parameters.names[number]} "
-            "now, and not in its first iteration. Construct DistributedDataParallel without "
-            "static_graph=True."
-        )
-        setattr(self._ddp(), UNFINISHED, error)
-        raise_as_ddp(self.ddp, RefusedGradientError, error)
+        times = self._static_counts.get(number, 0)
+        if now.counts[number] > times:
+            error = (
+                "Your training graph has changed in this iteration, e.g., one parameter is unused "
+                "in first iteration, but then got used in the second iteration. this is not "
+                f"compatible with static_graph set to True: {self.label} has used "
+                f"{self.parameters.names[number]} {now.counts[number]} times now, and {times} in "
+                "its first iteration. Construct DistributedDataParallel without static_graph=True."
+            )
+            setattr(self._ddp(), UNFINISHED, error)
+            raise_as_ddp(self.ddp, RefusedGradientError, error)
+        return now.counts[number] == times
 
     def _refuse_repeated(self, now: Round, numbers: Collection[int]) -> None:
         repeated = now.received.intersection(numbers)
@@ -866,18 +887,21 @@ class Reducer:
                 "find_unused_parameters=True.",
             )
 
-    def _leave_unfinished(self, missing: Collection[int]) -> None:
+    def _leave_unfinished(self, now: Round, *, has_begun: bool = False) -> None:
         ddp = self._ddp()
         if ddp is None:
             return
-        now = self._round
-        if now is not None and not now.received and not now.unused:
+        if not (has_begun or self.has_begun):
             self._round = None  # Nothing has come yet: as if it had not begun.
             return
-        error = self._unfinished(ddp, sorted(missing))
-        setattr(ddp, UNFINISHED, error)
-        # Others may wait for what this rank cannot launch.
-        if missing and now is not None and now.next < len(self.layout.buckets):
+        setattr(ddp, UNFINISHED, self._unfinished(ddp, sorted(self._missing(now))))
+
+    def leave_note_of_missing(self) -> None:
+        """Note, for ranks that wait for what this one cannot launch, which gradients it lacks.
+        Where it fails, in the next forward: a round may have several backwards."""
+        now = self._round
+        missing = self._missing(now) if now is not None else ()
+        if missing and not self.has_launched_all:
             names = ", ".join(repr(self.parameters.names[number]) for number in sorted(missing))
             self.failures.leave(self.steps, f"it has no gradient of {names}")
 

@@ -164,8 +164,8 @@ def makers_of_sparse_gradients() -> tuple[OpOverload, OpOverload]:
     )
 
 
-def register_fake(library: torch.library.Library, name: str, function: OpOverload) -> None:
-    """Have an operator give on fake tensors what another one gives.
+def register_fake(library: torch.library.Library, name: str, function: Callable[..., Any]) -> None:
+    """Have an operator give on fake tensors what a function, or another operator, gives.
 
     ``torch.library.register_fake`` looks for its caller's source first, among the files of all
     modules that are imported: 10 to 25 ms at each start.
