@@ -159,6 +159,7 @@ SCENARIOS = (
         "ddp-4", "unused-added", "unused:branching", takes="a/b/c/ /a/b/c a/a/b/b ///c", **ADDED
     ),
     on_ranks("ddp-4", "update-group", "reducer:another_group"),
+    on_ranks("ddp-4", "update-group-hook", "reducer:another_group_for_all", CONCAT),
     on_ranks(
         "tp",
         "plain",
@@ -239,6 +240,7 @@ SCENARIOS = (
     on_two("no-sync-elsewhere", "backwards:no_sync", CONCAT, warns=STAYS_LOCAL, keeps_graph=True),
     on_two("local-gradients", "backwards:local_gradients", COALESCED, EACH_TORCH),
     on_two("backward-inputs", "backwards:some_inputs", COALESCED, keeps_graph=True),
+    on_two("backward-inputs-alone", "backwards:inputs_alone", CONCAT),
     on_two("loss-reads-parameter", "backwards:loss_that_reads_a_parameter", CONCAT),
     on_two("flag-unset", "backwards:flag_unset", CONCAT),
     on_two("another-flag", "backwards:another_flag", COALESCED),
@@ -247,6 +249,7 @@ SCENARIOS = (
     on_two("kept-in-graph", "backwards:kept_in_a_graph", CONCAT),
     on_two("several-outputs", "backwards:several_outputs", CONCAT),
     on_two("several-outputs-eager", "backwards:backwards_of_one_round"),
+    on_two("several-outputs-cleared", "backwards:cleared_between", CONCAT),
     on_two("failing", "backwards:failing", COALESCED),
     on_two("queued-callbacks", "backwards:queued_callbacks", COALESCED, EACH_TORCH),
     # --- Models in several graphs
@@ -265,6 +268,7 @@ SCENARIOS = (
     # --- Modules that share graphs, weights or a backward
     on_two("two-modules", "instances:two_modules"),
     on_two("two-caps", "instances:two_caps", CONCAT, launches=3),
+    on_two("one-before-the-other", "instances:one_before_the_other", CONCAT),
     on_two("alternating", "instances:alternating"),
     on_two("second-instance", "instances:second_instance", CONCAT, EACH_TORCH),
     on_two("instances-in-parts", "instances:instances_in_parts", COALESCED),

@@ -77,12 +77,20 @@ def test_donated_buffers_are_in_it() -> None:
     assert len(identities) == 2
 
 
-def _identity_of_traced(**options: Any) -> str:
-    """Of a traced backward of a module that has had its first one."""
+def _identity_of_traced(*, is_transposed: bool = False, **options: Any) -> str:
+    """Of a traced backward of a module that has had its first one.
+
+    Args:
+        is_transposed: whether its weights lay otherwise when DDP was constructed.
+        options: of DDP.
+    """
     flag = FusionConfig()
     with one_rank(), inductor_config.patch(ddp_fusion=flag):
         traced_modules.reset()
-        ddp = DistributedDataParallel(two_layers(), **options)
+        model = two_layers()
+        for layer in model if is_transposed else ():
+            layer.weight.data = layer.weight.data.t().contiguous().t()
+        ddp = DistributedDataParallel(model, **options)
         ddp(torch.ones(2, 4)).sum().backward()
         reducer = reducer_of(ddp)
         traced_modules.note(name_in_graphs(reducer), reducer)
@@ -92,3 +100,4 @@ def _identity_of_traced(**options: Any) -> str:
 def test_layouts_are_in_that_of_a_traced_backward() -> None:
     assert _identity_of_traced() == _identity_of_traced()
     assert _identity_of_traced() != _identity_of_traced(bucket_cap_mb=1e-5)
+    assert _identity_of_traced() != _identity_of_traced(is_transposed=True)

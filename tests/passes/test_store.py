@@ -123,6 +123,23 @@ def test_cut_as_the_layout_is() -> None:
     assert "bucket([0], [0], 256, torch.float32" in text
 
 
+def test_a_module_without_a_layout_beside_one_that_has_it() -> None:
+    inputs = [stored(0, 16, 16, place=(0, 8)), stored(1, 8, 16, module=1), stored(2, 8, module=1)]
+    text = check(trace(two_layers, *SHAPES), inputs, 4, LARGE, LARGE)
+    assert "bucket([0], [8], 264, torch.float32" in text
+    assert "bucket([1, 2], [0, 128], 136, torch.float32" in text
+
+
+def test_the_next_kernel_follows_all_stores_before_it() -> None:
+    def backward(tangents_1: Tensor, x: Tensor) -> Any:
+        return [tangents_1.sum(0), x.sum(0), tangents_1.t() @ x, tangents_1 @ x.t()]
+
+    inputs = [stored(0, 8), stored(1, 8, module=1)]
+    text = check(trace(backward, (4, 8), (4, 8)), inputs, 4, LARGE, LARGE)
+    assert text.count("control_deps") == 1
+    assert "control_deps((bucket_default, bucket_default_1), pinned_mm, t, x_1)" in text
+
+
 def test_two_modules_have_pieces_of_their_own() -> None:
     inputs = [stored(0, 16, 16, module=1), stored(1, 8, 16), stored(2, 8)]
     text = check(trace(two_layers, *SHAPES), inputs, 4, LARGE, LARGE)

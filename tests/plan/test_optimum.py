@@ -136,3 +136,8 @@ def test_of_thousands_of_gradients_nearly_the_best_buckets_are_found() -> None:
     queue = Queue((0,) * (count - 1) + (10**9,), (MIB,) * count, costs, taken)
     of_equal = (last_end(queue, [*range(0, count, size), count]) for size in range(1, count + 1, 7))
     assert last_end(queue, best_cuts(queue)) < 1.01 * min(of_equal)
+
+
+def test_a_cap_that_asks_for_more_buckets_than_are_tried() -> None:
+    costs = CostTable((1024, 4096), (1, 4))
+    assert best_cuts(Queue((0,) * 300, (4096,) * 300, costs, cap_bytes=1000)) == list(range(301))

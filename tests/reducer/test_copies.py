@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -110,7 +111,8 @@ def test_a_hook_of_the_user(register: str) -> None:
     else:
         getattr(weight, register)(lambda _: None)
     found = reasons(ddp, lambda: compiled(X).sum())
-    assert found.pop("2.weight") == copies.HOOKED
+    why = copies.NODE_HOOKED if register == "node" else copies.HOOKED
+    assert found.pop("2.weight") == why
     assert found == {name: copies.BESIDE for name in ALL if name != "2.weight"}
 
 
@@ -153,6 +155,34 @@ def test_a_graph_that_was_compiled_before_the_buckets_were_agreed_on() -> None:
     assert reasons(ddp, lambda: compiled(X, is_first=True).sum()) == {}
     found = reasons(ddp, lambda: compiled(X, is_first=False).sum())
     assert set(found.values()) == {copies.ELSEWHERE}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_module_that_was_converted(dtype: torch.dtype) -> None:
+    """Its buckets are of the dtype that it was constructed in; eager DDP does not average then."""
+    ddp = layers()
+    compiled = torch.compile(ddp)
+    for _ in range(2):
+        compiled(X).sum().backward()
+    ddp.to(dtype)
+    found = reasons(ddp, lambda: compiled(X.to(dtype)).sum(), 1)
+    assert found == dict.fromkeys(ALL, copies.CONVERTED)
+    expected = torch.autograd.grad(ddp.module(X.to(dtype)).sum(), list(ddp.parameters()))
+    for parameter, gradient in zip(ddp.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0.02, atol=0)
+
+
+def test_a_module_that_is_wrapped_anew() -> None:
+    """The hooks of its first reducer are gone, though its parameters' nodes are there."""
+    ddp = layers()
+    loss = ddp(X).sum()  # It keeps the nodes.
+    model = ddp.module
+    del ddp
+    gc.collect()
+    again = DistributedDataParallel(model)
+    compiled = torch.compile(again)
+    assert reasons(again, lambda: compiled(X).sum()) == {}
+    del loss
 
 
 def test_a_backward_inside_of_another_one() -> None:

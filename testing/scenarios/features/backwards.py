@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fusion_passes import FusionConfig
-from testing.models import OUTPUTS, WIDTH, linear_loss
+from testing.models import OUTPUTS, WIDTH, Branching, Exact, linear_loss
 from testing.scenarios.loop import BySign, backwards
 from testing.scenarios.run import Run
 
@@ -101,6 +101,21 @@ def some_inputs(run: Run) -> None:
     run.note_backward(ddp)
 
 
+def inputs_alone(run: Run) -> None:
+    """A backward for the inputs alone, and one that fails before its first gradient, of a module
+    with unused parameters: nothing has been averaged, and the next step goes on."""
+    ddp, forward = run.compiled(Branching(outputs=OUTPUTS), find_unused_parameters=True)
+    for step in range(3):
+        rows, _ = run.rows(step)
+        rows.requires_grad_()
+        forward(rows, "a").sum().backward(inputs=[rows])
+        run.note_values(**{f"inputs {step}": rows.grad})
+        failing = forward(rows, "a")
+        failing.register_hook(fail)
+        must_raise("a hook fails", failing.sum().backward)
+        backwards(run, ddp, forward, 1, "a", first=step)
+
+
 def grad_of_inputs(run: Run) -> None:
     """The gradient of the inputs by ``autograd.grad`` with ``retain_graph``, before the backward
     through the same forward and between two steps."""
@@ -126,12 +141,18 @@ def loss_that_reads_a_parameter(run: Run) -> None:
 
 
 def flag_unset(run: Run) -> None:
-    """What was constructed and compiled under the flag goes on without it."""
+    """What was constructed and compiled under the flag goes on without it; also where some
+    parameters are unused, other ones on each rank."""
     ddp, forward = run.compiled(run.mlp(2))
+    branching, branches = run.compiled(Branching(outputs=OUTPUTS), find_unused_parameters=True)
+    take = "ab"[dist.get_rank() % 2]
     backwards(run, ddp, forward, 1)
+    backwards(run, branching, branches, 1, take)
     with torch._inductor.config.patch(ddp_fusion=None):
         backwards(run, ddp, forward, 2, first=1)
+        backwards(run, branching, branches, 2, take, first=1)
     backwards(run, ddp, forward, 1, first=3)
+    backwards(run, branching, branches, 1, take, first=3)
 
 
 def another_flag(run: Run) -> None:
@@ -222,13 +243,47 @@ def several_outputs(run: Run) -> None:
 
 def backwards_of_one_round(run: Run) -> None:
     """Nothing but the backward is compiled. Each reaches its part of the parameters, and on one
-    rank with another plan."""
+    rank with another plan. Nothing is left in the group's store."""
     ddp = run.ddp(Heads(run, 2))
+    store: Any = ddp.process_group.get_group_store()
     for step in range(4):
         ddp.zero_grad()
         size = 1 if dist.get_rank() == 1 and step % 3 == 0 else 4
         inputs, factors = run.rows(step, size=size)
+        before = store.num_keys()
         for output in ddp(inputs):
+            (output * factors).sum().backward()
+        run.note_backward(ddp)
+        assert store.num_keys() == before
+
+
+class _Head(Exact, first=WIDTH, last=OUTPUTS):
+    """Exact. Compiled alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu())
+
+
+class _Compiled(nn.Module):
+    """Two of them, with an output each."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([_Head(), _Head()])
+        self.run = [run.compile(head.forward) for head in self.heads]
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [run(x) for run in self.run]
+
+
+def cleared_between(run: Run) -> None:
+    """Each part has a backward, and clears its gradients right before it, as with an optimizer
+    each: those of the second are there when the first backward begins."""
+    ddp = run.ddp(_Compiled(run))
+    for step in range(4):
+        inputs, factors = run.rows(step)
+        for head, output in zip(ddp.module.heads, ddp(inputs), strict=True):
+            head.zero_grad()
             (output * factors).sum().backward()
         run.note_backward(ddp)
 

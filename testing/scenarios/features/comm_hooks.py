@@ -142,6 +142,11 @@ def summing_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Te
     return work.get_future().then(lambda future: future.value()[0])
 
 
+def summing_over(state: list[Any], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The same over the group that its state, a list, holds now."""
+    return summing_hook(state[0], bucket)
+
+
 def _train_summing(
     run: Run, model: nn.Module, ddp: Mapping[str, Any], *, several: bool = False, **loop: Any
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -78,7 +79,8 @@ def in_order(run: Run) -> None:
 
 def _hook_node(parameter: Tensor, seen: list[Tensor]) -> list[Any]:
     """Put hooks on the node that accumulates a parameter's gradient, which note what they see. The
-    first one puts zeros in its place on rank 1. Returns what removes them, and the node."""
+    first one puts zeros in its place on rank 1; the second one lets time pass, in which a bucket
+    may be sent. Returns what removes them, and the node."""
     node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
 
     def before(gradients: Any) -> Any:
@@ -87,6 +89,7 @@ def _hook_node(parameter: Tensor, seen: list[Tensor]) -> list[Any]:
 
     def behind(_: Any, __: Any) -> None:
         assert parameter.grad is not None
+        time.sleep(0.1)
         seen.append(parameter.grad.detach().clone())
 
     return [node.register_prehook(before), node.register_hook(behind), node]
@@ -96,7 +99,7 @@ def on_nodes(run: Run) -> None:
     """Hooks on the autograd nodes that accumulate gradients, put there and taken away between
     steps. They see the gradient of this rank alone, and may change it."""
     seen: list[Tensor] = []
-    ddp, forward = run.compiled(run.mlp(2))
+    ddp, forward = run.compiled(run.mlp(2), bucket_cap_mb=1e-5)  # A bucket for each gradient.
     backwards(run, ddp, forward, 1)
     *handles, _ = _hook_node(ddp.module[0].weight, seen)
     backwards(run, ddp, forward, 2, first=1)

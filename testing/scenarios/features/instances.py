@@ -98,6 +98,17 @@ def two_modules(run: Run) -> None:
     train(run, nn.Sequential(run.ddp(run.mlp(2, models.WIDTH)), nn.ReLU(), run.ddp(run.mlp(2))))
 
 
+def one_before_the_other(run: Run) -> None:
+    """The first is trained alone before both are compiled to one graph, as in a GAN: it has buckets
+    by then, and the second has none."""
+    first, second = run.ddp(run.mlp(2, models.WIDTH)), run.ddp(run.mlp(2))
+    forward = run.compile(first)
+    for step in range(2):
+        forward(run.rows(step)[0]).sum().backward()
+        run.note_backward(first)
+    train(run, nn.Sequential(first, nn.ReLU(), second))
+
+
 def two_caps(run: Run) -> None:
     """The same, where one of them has a cap of its own and is cut into buckets."""
     first = run.ddp(run.mlp(3, models.WIDTH))

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from testing import models
 from testing.models import linear_loss
 from testing.scenarios.features.backwards import must_raise
+from testing.scenarios.features.comm_hooks import summing_over
 from testing.scenarios.features.instances import PAIRS
 from testing.scenarios.features.loops import Counting
 from testing.scenarios.loop import backwards, train
@@ -94,6 +95,23 @@ def another_group(run: Run) -> None:
     train(run, ddp, steps=2)
 
 
+def another_group_for_all(run: Run) -> None:
+    """The same of a module with buffers and a communication hook, where the last forward before has
+    had no backward, and the first one after it is not averaged."""
+    rank = dist.get_rank()
+    groups = [[dist.new_group(list(pair)) for pair in pairs] for pairs in PAIRS]
+    state = [groups[0][rank // 2]]
+    ddp, forward = run.compiled(Counting(run.mlp()), process_group=state[0])
+    ddp.register_comm_hook(state, summing_over)
+    backwards(run, ddp, forward, 3)
+    forward(run.rows(3)[0])
+    state[0] = groups[1][rank % 2]
+    ddp._update_process_group(state[0])
+    backwards(run, ddp, forward, 1, first=4, synced=False)
+    backwards(run, ddp, forward, 3, first=5)
+    run.note_end(ddp)
+
+
 def _compiled() -> list[int]:
     captures = counters["compiled_autograd"]["captures"]
     return [captures, counters["stats"]["unique_graphs"]]
@@ -138,8 +156,7 @@ def saved_module(run: Run) -> None:
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     run.manage(loaded)
-    if not run.is_fused:  # DDP's own copies forget their hook.
-        loaded.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    loaded.register_comm_hook(None, default_hooks.fp16_compress_hook)  # A copy has none.
     train(run, loaded, steps=2)
 
 
