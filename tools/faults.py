@@ -3,8 +3,7 @@ flag makes it worse: a hang, an error that comes later or hides another, somethi
 
 Each scenario runs with eager DDP and with stock torch.compile(ddp), then under each mode of the
 flag. What became of each rank is printed, and written with all that was recorded; the exit status
-is 1 if a rule was broken. Some scenarios mount a small file system, and are skipped where that is
-not permitted.
+is 1 if a rule was broken.
 
     python tools/faults.py                            # all: hours
     python tools/faults.py --quick                    # a few
@@ -82,9 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def lines_of(verdict: Verdict) -> Iterator[str]:
     """A line for each rank, and one for each violation."""
-    if verdict.skipped:
-        yield f"  {verdict.way}: skipped: {verdict.skipped}"
-    elif len(verdict.runs) > 1:
+    if len(verdict.runs) > 1:
         ranks = [rank for run in verdict.runs for rank in run.ranks]
         codes = Counter(exit_words(rank.exit_code) for rank in ranks)
         counts = ", ".join(f"{count} with {words}" for words, count in codes.items())
