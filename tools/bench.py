@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from command_line import exit_on_signals
+
 DEFAULT: Final = "steps"
 PARTS: Final = (DEFAULT, "starts")
 """Each a module of :mod:`benches`, imported when it is asked for."""
@@ -39,4 +41,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    exit_on_signals()
     sys.exit(main())

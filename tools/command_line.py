@@ -25,26 +25,12 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     )
 
 
-class Interruptible:
-    """A block that is ended by an interrupt, by being terminated, or with its terminal: it cleans
-    up, and what stands behind it writes what was found.
+def exit_on_signals() -> None:
+    """Have an interrupt, a termination and the end of the terminal exit the program, so that it
+    cleans up and says what it has found: whatever stands in ``finally``."""
 
-    Attributes:
-        status: :data:`INTERRUPTED` if the block was ended so; else 0.
-    """
+    def end(_: int, __: FrameType | None) -> None:
+        sys.exit(INTERRUPTED)
 
-    status = 0
-
-    def __enter__(self) -> Interruptible:
-        def interrupt(_: int, __: FrameType | None) -> None:
-            raise KeyboardInterrupt
-
-        signals = (signal.SIGTERM, signal.SIGHUP)
-        self._before = {number: signal.signal(number, interrupt) for number in signals}
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self.status = INTERRUPTED if kind is KeyboardInterrupt else 0
-        return bool(self.status)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)

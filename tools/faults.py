@@ -3,8 +3,7 @@ flag makes it worse: a hang, an error that comes later or hides another, somethi
 
 Each scenario runs with eager DDP and with stock torch.compile(ddp), then under each mode of the
 flag. What became of each rank is printed, and written with all that was recorded; the exit status
-is 1 if a rule was broken. Some scenarios mount a small file system, and are skipped where that is
-not permitted.
+is 1 if a rule was broken.
 
     python tools/faults.py                            # all: hours
     python tools/faults.py --quick                    # a few
@@ -23,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from command_line import Interruptible, parser_of
+from command_line import exit_on_signals, parser_of
 from fault_runs.judging import exit_words
 from fault_runs.records import RankRecord
 from fault_runs.runs import Runner, Verdict
@@ -33,7 +32,7 @@ QUICK_REPEATS = 3
 
 
 def main(arguments: Sequence[str] | None = None, scenarios: Sequence[Scenario] = SCENARIOS) -> int:
-    """Run scenarios; 1 if one broke a rule, 130 if interrupted."""
+    """Run scenarios; 1 if one broke a rule."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -48,23 +47,20 @@ def main(arguments: Sequence[str] | None = None, scenarios: Sequence[Scenario] =
         chosen = [dataclasses.replace(s, repeats=repeats if s.repeats > 1 else 1) for s in chosen]
     output = options.output or Path(time.strftime("faults-%Y%m%d-%H%M%S"))
     output.mkdir(parents=True, exist_ok=True)
-    broken = list[str]()
-    with Interruptible() as run:
-        _run(chosen, options, output, broken)
+    broken = list(_run(chosen, options, output))
     print("\n".join(broken or ["No rule was broken."]))
-    return run.status or int(bool(broken))
+    return int(bool(broken))
 
 
-def _run(
-    chosen: Sequence[Scenario], options: argparse.Namespace, output: Path, broken: list[str]
-) -> None:
+def _run(chosen: Sequence[Scenario], options: argparse.Namespace, output: Path) -> Iterator[str]:
+    """Run scenarios; what is broken, in words."""
     with tempfile.TemporaryDirectory(prefix="faults-") as directory:
         runner = Runner(Path(directory), output, [options.peer] if options.peer else PEERS)
         for number, scenario in enumerate(chosen, 1):
             print(f"[{number}/{len(chosen)}] {scenario.name}", flush=True)
             for verdict in runner.verdicts(scenario, [options.mode] if options.mode else MODES):
                 print(*lines_of(verdict), sep="\n", flush=True)
-                broken += [f"{scenario.name}, {verdict.way}: {t}" for t in verdict.violations]
+                yield from (f"{scenario.name}, {verdict.way}: {t}" for t in verdict.violations)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,9 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def lines_of(verdict: Verdict) -> Iterator[str]:
     """A line for each rank, and one for each violation."""
-    if verdict.skipped:
-        yield f"  {verdict.way}: skipped: {verdict.skipped}"
-    elif len(verdict.runs) > 1:
+    if len(verdict.runs) > 1:
         ranks = [rank for run in verdict.runs for rank in run.ranks]
         codes = Counter(exit_words(rank.exit_code) for rank in ranks)
         counts = ", ".join(f"{count} with {words}" for words, count in codes.items())
@@ -112,4 +106,5 @@ def _words(rank: RankRecord) -> str:
 
 
 if __name__ == "__main__":
+    exit_on_signals()
     sys.exit(main())

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Final
 
 from benches.processes import environment
-from command_line import ROOT, Interruptible, parser_of
+from command_line import ROOT, exit_on_signals, parser_of
 from gpu_checks import pages
 from gpu_checks.machine import Machine
 from gpu_checks.parts import Part, choose
@@ -48,7 +48,7 @@ ANSWER_S: Final = 120.0
 
 
 def main(arguments: Sequence[str] | None = None, catalog: str = CATALOG) -> int:
-    """Run parts; 1 if something is wrong, or there is no GPU, 130 if interrupted."""
+    """Run parts; 1 if something is wrong, or there is no GPU."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -150,22 +150,21 @@ class Session:
     def run(self, parts: Sequence[Part]) -> int:
         """Run what has no good result yet, and write the page; the exit status."""
         (self._options.results / "logs").mkdir(parents=True, exist_ok=True)
-        with Interruptible() as running:
-            try:
-                parts = self._able(parts)
-                for is_timed, group in itertools.groupby(parts, lambda part: bool(part.measure)):
-                    rest = [part for part in group if not self._is_done(part)]
-                    # What is timed runs alone; on the CPU no time says anything.
-                    is_alone = is_timed and self._machine.device == "cuda"
-                    self._run_all(rest, 1 if is_alone else self._options.jobs)
-            finally:
-                if self._sharing.mps:
-                    control_mps(Path(self._sharing.mps), words="quit\n")
-        self._write_page(parts)
-        print(pages.summary(parts, self._results))
+        try:
+            parts = self._able(parts)
+            for is_timed, group in itertools.groupby(parts, lambda part: bool(part.measure)):
+                rest = [part for part in group if not self._is_done(part)]
+                # What is timed runs alone; on the CPU no time says anything.
+                is_alone = is_timed and self._machine.device == "cuda"
+                self._run_all(rest, 1 if is_alone else self._options.jobs)
+        finally:
+            if self._sharing.mps:
+                control_mps(Path(self._sharing.mps), words="quit\n")
+            self._write_page(parts)
+            print(pages.summary(parts, self._results))
         done = (self._results.get(part.name) for part in parts)
         are_right = all(result is not None and result.is_right for result in done)
-        return running.status or int(not are_right)
+        return int(not are_right)
 
     def _able(self, parts: Sequence[Part]) -> list[Part]:
         """The parts that the machine can run; say which it cannot."""
@@ -284,4 +283,5 @@ class Session:
 
 
 if __name__ == "__main__":
+    exit_on_signals()
     sys.exit(main())

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from command_line import ROOT, Interruptible, parser_of
+from command_line import ROOT, exit_on_signals, parser_of
 from torch_tests_run.comparing import (
     MODELS,
     MODES,
@@ -45,7 +45,7 @@ TIMEOUT_S = 300.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run tests; 1 if one fails under the flag and that is not known, 130 if interrupted."""
+    """Run tests; 1 if one fails under the flag and that is not known."""
     parser = _parser()
     options = parser.parse_args(arguments)
     patterns = options.select or ["*"]
@@ -68,9 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.output:
             options.output.write_text(as_json(outcomes, known))
 
-    with Interruptible() as runs:
+    try:
         _run(tests, options, finish)
-    return max(_show(outcomes, known), runs.status)
+    finally:
+        is_new = _show(outcomes, known)
+    return int(is_new)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,7 +112,8 @@ def _run(
                     finish(run, outcome)
 
 
-def _show(outcomes: dict[Run, Outcome], known: Sequence[Known]) -> int:
+def _show(outcomes: dict[Run, Outcome], known: Sequence[Known]) -> bool:
+    """Print what differs; whether any of it is not known."""
     comparisons = compare(outcomes, known)
     for verdict in ("known", "new"):
         for comparison in comparisons:
@@ -122,8 +125,9 @@ def _show(outcomes: dict[Run, Outcome], known: Sequence[Known]) -> int:
         print(f"no longer differs: {entry.test} [{entry.models}, {entry.mode}]: {entry.reason}")
     print("\ntorch's own DDP tests under the flag beside those without:\n")
     print(summary(comparisons))
-    return int(any(comparison.verdict == "new" for comparison in comparisons))
+    return any(comparison.verdict == "new" for comparison in comparisons)
 
 
 if __name__ == "__main__":
+    exit_on_signals()
     sys.exit(main())

@@ -11,7 +11,6 @@ from typing import Any
 import faults
 import pytest
 
-from fault_runs.caches import CannotPrepareError
 from fault_runs.records import RankRecord, add_events, failure_of
 from fault_runs.runs import MARK
 from fault_runs.scenarios import QUICK, SCENARIOS, Fault, Scenario, select
@@ -164,15 +163,6 @@ def test_what_failed_before_a_restart_does_not_count() -> None:
     assert rank.first_error_s == 0.5, "when the first one came is compared"
     add_events(rank, [error], origin=0.5)
     assert not rank.is_right
-
-
-def test_what_the_machine_does_not_permit_is_skipped(tmp_path: Path) -> None:
-    def refuse(cache: Path) -> None:
-        raise CannotPrepareError("mount: not permitted")
-
-    status, verdicts = run(tmp_path, scenario("ends", prepare=refuse))
-    assert status == 0
-    assert [verdict["skipped"] for verdict in verdicts] == ["mount: not permitted"]
 
 
 def test_scenarios_have_names_of_their_own_and_some_are_quick() -> None:

@@ -48,7 +48,6 @@ from benches.network import (
 )
 from benches.processes import Place, cores_of
 from benches.results import Origin, Row, figures_table, overview, page, parser_of, write
-from command_line import Interruptible
 from fusion_passes.profile.files import DIRECTORY_VARIABLE
 from fusion_passes.profile.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS
 from workloads.models import MAKERS, SIZES, subject
@@ -124,7 +123,7 @@ class Run:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the bench; 1 if a method of ours failed or is wrong, 130 if interrupted."""
+    """Run the bench; 1 if a method of ours failed or is wrong."""
     arguments = list(arguments)
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -135,12 +134,13 @@ def main(arguments: Sequence[str]) -> int:
     output = options.output or Path(time.strftime("bench-%Y%m%d-%H%M%S"))
     # make bench and the pages of docs name no part.
     run = Run(Origin.here("", arguments))
-    with Interruptible() as measured:
+    try:
         _measure(run, options, output)
-    run.write(output)
-    print(run.as_markdown())
-    print(f"Written to {output}: {PART}.json, {PART}.md, logs")
-    return measured.status or int(run.has_failed)
+    finally:
+        run.write(output)
+        print(run.as_markdown())
+        print(f"Written to {output}: {PART}.json, {PART}.md, logs")
+    return int(run.has_failed)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benches.processes import environment
-from fault_runs.caches import CannotPrepareError
 from fault_runs.judging import violations
 from fault_runs.records import RankRecord, RunRecord, add_events, events_path, read_events
 from fault_runs.scenarios import MODES, PEERS, Scenario, Way
@@ -54,14 +53,12 @@ class Verdict:
         way: eager, compiled, or a mode.
         runs: each repetition; the last one is shown.
         violations: what is wrong; never anything for a peer.
-        skipped: why it was not run.
     """
 
     scenario: str
     way: Way
     runs: list[RunRecord] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
-    skipped: str = ""
 
 
 @dataclass
@@ -83,22 +80,17 @@ class Runner:
         peers: list[RunRecord] = []
         for way in (*(peer for peer in self.peers if peer in scenario.peers), *modes):
             verdict = Verdict(scenario.name, way)
-            try:
-                for _ in range(scenario.repeats):
-                    run = self._run(scenario, way)
-                    verdict.runs.append(run)
-                    if way not in PEERS:
-                        new = violations(scenario, run, peers)
-                        verdict.violations += [t for t in new if t not in verdict.violations]
-            except CannotPrepareError as error:
-                verdict.skipped = str(error)
+            for _ in range(scenario.repeats):
+                run = self._run(scenario, way)
+                verdict.runs.append(run)
+                if way not in PEERS:
+                    new = violations(scenario, run, peers)
+                    verdict.violations += [t for t in new if t not in verdict.violations]
             if way in PEERS:
                 peers += verdict.runs
             with (self.output / "results.jsonl").open("a") as file:
                 file.write(json.dumps(dataclasses.asdict(verdict)) + "\n")
             yield verdict
-            if verdict.skipped:
-                return
 
     def _run(self, scenario: Scenario, way: Way) -> RunRecord:
         directory = Path(tempfile.mkdtemp(prefix=f"{scenario.name}-", dir=self.directory))
@@ -107,12 +99,11 @@ class Runner:
             shutil.copytree(self._filled_cache(scenario, way), cache)
         else:
             cache.mkdir()
-        undo = scenario.prepare(cache) if scenario.prepare else None
+        if scenario.prepare:
+            scenario.prepare(cache)
         try:
             return _Processes(scenario, way, directory, cache).run()
         finally:
-            if undo is not None:
-                undo()
             shutil.rmtree(directory, ignore_errors=True)
 
     def _filled_cache(self, scenario: Scenario, way: Way) -> Path:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
-
-from fault_runs import caches
-from fault_runs.caches import Prepare
 
 Way = Literal["eager", "compiled", "concat", "coalesced"]
 """Eager DDP and stock ``torch.compile(ddp)``, which are the peers; or a mode of the flag."""
@@ -60,9 +59,7 @@ class Scenario:
         slack_s: how much later than the latest peer an error may come.
         environment: of all ranks.
         rank_environment: of single ones.
-        prepare: is given the directory of Inductor's cache, filled by a run without a fault; may
-            return what undoes it. Raises :class:`fault_runs.caches.CannotPrepareError` where it is
-            not permitted.
+        prepare: is given the directory of Inductor's cache, filled by a run without a fault.
         warm: whether the cache is filled before.
         trainings: how many run at the same time, on one cache.
         repeats: how often it is run.
@@ -84,7 +81,7 @@ class Scenario:
     slack_s: float = 2.0
     environment: Mapping[str, str] = field(default_factory=dict)
     rank_environment: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    prepare: Prepare | None = None
+    prepare: Callable[[Path], None] | None = None
     warm: bool = True
     trainings: int = 1
     repeats: int = 1
@@ -110,7 +107,7 @@ QUICK: Final = {
     "stop-0-step-for-20",
     "raise-1-hook",
     "raise-1-disabled-hook-together",
-    "corrupt-reports",
+    "corrupt-graphs",
     "interrupt-torchrun",
     "starts-and-ends",
 }
@@ -185,10 +182,8 @@ def _exceptions() -> Iterator[Scenario]:
 
 
 def _caches() -> Iterator[Scenario]:
-    """Caches that differ between ranks, that are broken, and that can't be written."""
+    """Caches that differ between ranks, that are broken, and that trainings share."""
     cold = {"TORCHINDUCTOR_CACHE_DIR": "{directory}/cold"}
-    # What stock Inductor makes of its broken or missing files is no promise of ours.
-    torchs: dict[str, object] = {"must_end_right": False, "peers": ("compiled",)}
     no_graphs = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
 
     def slow(name: str, **values: object) -> Scenario:
@@ -198,13 +193,35 @@ def _caches() -> Iterator[Scenario]:
     for rank in (0, 1):
         yield slow(f"cold-cache-on-{rank}", rank_environment={rank: cold})
         yield slow(f"no-fx-cache-on-{rank}", rank_environment={rank: no_graphs})
-    for name, prepare in caches.BROKEN.items():
-        yield slow(name, prepare=prepare, warm=prepare is not caches.make_small, **torchs)
-    for name, prepare in caches.BROKEN_REPORTS.items():
-        yield slow(name, prepare=prepare)
-    yield slow("read-only-cold-cache", prepare=caches.make_read_only, warm=False, **torchs)
+    for name, prepare in BROKEN_CACHES.items():
+        # What stock Inductor makes of its broken files is no promise of ours.
+        yield slow(name, prepare=prepare, must_end_right=False, peers=("compiled",))
     yield slow("two-trainings-on-a-cold-cache", warm=False, trainings=2)
     yield slow("two-trainings-on-a-warm-cache", trainings=2)
+
+
+def _rewrite_graphs(change: Callable[[bytes], bytes], cache: Path) -> None:
+    for folder in ("fxgraph", "aotautograd"):
+        for path in (cache / folder).rglob("*"):
+            if path.is_file():
+                path.write_bytes(change(path.read_bytes()))
+
+
+def _empty_code(cache: Path) -> None:
+    """Empty the generated code, which the cached graphs name."""
+    for path in cache.rglob("*.py"):
+        path.write_bytes(b"")
+
+
+BROKEN_CACHES: Final[Mapping[str, Callable[[Path], None]]] = MappingProxyType(
+    {
+        "corrupt-graphs": partial(_rewrite_graphs, lambda _: b"\x80\xffnot what was written here"),
+        # As a full disk or a crash does.
+        "truncate-graphs": partial(_rewrite_graphs, lambda data: data[: len(data) // 2]),
+        "corrupt-code": _empty_code,
+    }
+)
+"""By the name of their scenarios, what is done to Inductor's files."""
 
 
 def _lifetimes() -> Iterator[Scenario]:

@@ -133,7 +133,8 @@ def from_json(text: str) -> Case:
 
 
 def smaller(case: Case) -> Iterator[Case]:
-    """Cases that are smaller by one thing, those that leave out most first."""
+    """Cases that are smaller by one thing, those that leave out most first. Where there is nothing
+    to leave out, some are the case itself."""
     if len(case.parts) > 1:
         for part in case.parts:
             yield replace(case, parts=(part,), joined="serial", groups=False)
@@ -143,11 +144,11 @@ def smaller(case: Case) -> Iterator[Case]:
     for number, part in enumerate(case.parts):
         for less in _smaller_parts(part):
             yield replace(case, parts=(*case.parts[:number], less, *case.parts[number + 1 :]))
-    for batches in _smaller_batches(case.loop.batches):
-        yield replace(case, loop=replace(case.loop, batches=batches))
-    plain = Loop(batches=case.loop.batches)
-    yield from (replace(case, loop=loop) for loop in _with_defaults(case.loop, plain))
-    yield from (replace(case, flag=flag) for flag in _smaller_flags(case.flag))
+    yield from (replace(case, loop=loop) for loop in _smaller_loops(case.loop))
+    if isinstance(case.flag, dict):
+        yield replace(case, flag=case.flag["mode"])
+        for option in sorted(case.flag.keys() - {"mode"}):
+            yield replace(case, flag=_without(case.flag, option))
     if case.joined != "serial":
         yield replace(case, joined="serial")
     if case.groups and case.joined != "threads":  # Collectives of two threads mix in one group.
@@ -156,33 +157,25 @@ def smaller(case: Case) -> Iterator[Case]:
 
 def _smaller_parts(part: Part) -> Iterator[Part]:
     for index in range(len(part.blocks)):
-        yield replace(part, blocks=(*part.blocks[:index], *part.blocks[index + 1 :]))
-    plain = Part(part.blocks, traits=part.traits, ddp=part.ddp)
-    yield from _with_defaults(part, plain)
-    for trait in part.traits:
-        yield replace(part, traits=tuple(other for other in part.traits if other != trait))
+        yield replace(part, blocks=part.blocks[:index] + part.blocks[index + 1 :])
+    yield from _with_defaults(part, Part(part.blocks))
+    for index in range(len(part.traits)):
+        yield replace(part, traits=part.traits[:index] + part.traits[index + 1 :])
     for option in part.ddp:
         yield replace(part, ddp=_without(part.ddp, option))
-    for index, name in enumerate(part.blocks):
-        if name != "dense":
-            yield replace(part, blocks=(*part.blocks[:index], "dense", *part.blocks[index + 1 :]))
+    for index in range(len(part.blocks)):
+        yield replace(part, blocks=(*part.blocks[:index], "dense", *part.blocks[index + 1 :]))
 
 
-def _smaller_batches(batches: Batches) -> Iterator[Batches]:
-    if len(batches) > 1:
-        yield batches[:1]
-        yield batches[:-1]
-    if any(len(sizes) > 1 for step in batches for sizes in step):
-        yield tuple(tuple(sizes[:1] for sizes in step) for step in batches)
-    alike = tuple(tuple((4,) * len(sizes) for sizes in step) for step in batches)
-    if alike != batches:
-        yield alike
-
-
-def _smaller_flags(flag: str | dict[str, Any]) -> Iterator[str | dict[str, Any]]:
-    if isinstance(flag, dict):
-        yield flag["mode"]
-        yield from (_without(flag, option) for option in flag if option != "mode")
+def _smaller_loops(loop: Loop) -> Iterator[Loop]:
+    for batches in (
+        loop.batches[:1],
+        loop.batches[:-1] or loop.batches,
+        tuple(tuple(sizes[:1] for sizes in step) for step in loop.batches),
+        tuple(tuple((4,) * len(sizes) for sizes in step) for step in loop.batches),
+    ):
+        yield replace(loop, batches=batches)
+    yield from _with_defaults(loop, Loop(batches=loop.batches))
 
 
 def _with_defaults(value: Any, plain: Any) -> Iterator[Any]:
