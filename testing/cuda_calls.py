@@ -27,15 +27,6 @@ def read_kernels(code: str) -> dict[str, str]:
     return dict(_KERNEL.findall(code))
 
 
-def kernel_body(source: str) -> str:
-    """A kernel without its arguments for the heuristics.
-
-    Hints for the cache are left out, which only some versions of torch give.
-    """
-    body = source.rpartition("@triton.jit\n")[2].strip() + "\n"
-    return re.sub(r", eviction_policy='\w+'", "", body)
-
-
 def launched_kernels(code: str) -> list[str]:
     """The names of the Triton kernels in the order in which the last graph launches them."""
     return re.findall(r"(\w+)\.run\(", code[code.rindex("def call(") :])

@@ -445,13 +445,6 @@ def _reduced(value: Tensor, reduce_op: Any, group_name: str) -> Tensor:
 # --- For tests that look at the order of a graph -----------------------------------------------
 
 
-def assert_topological(graph: fx.Graph) -> None:
-    seen: set[fx.Node] = set()
-    for node in graph.nodes:
-        assert all(source in seen for source in node.all_input_nodes), f"{node.name} is too early"
-        seen.add(node)
-
-
 def names_of(graph: fx.Graph, *targets: object) -> list[str]:
     """Names of the nodes with one of the targets, in graph order."""
     return [node.name for node in graph.nodes if node.target in targets]

@@ -80,14 +80,16 @@ class Tied(Exact, first=WIDTH, middle=WIDTH, last=WIDTH):
 
 
 class Checkpointed(Exact):
-    """Exact. The middle layers are computed again in the backward."""
+    """Exact. The middle layers are computed again in the backward: in one of its nodes, by a
+    backward of its own, if ``reentrant``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, reentrant: bool = False) -> None:
         super().__init__(layers=mlp())
+        self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x)
-        x = checkpoint(self.layers[1:4], x, use_reentrant=False)
+        x = checkpoint(self.layers[1:4], x, use_reentrant=self.reentrant)
         return self.layers[4](x)
 
 

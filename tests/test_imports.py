@@ -115,25 +115,6 @@ def test_private_names_of_torch_are_in_one_place() -> None:
     ] == []
 
 
-def test_a_private_name_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "example.py"
-    path.write_text(
-        "import torch\nimport torch.distributed as dist\nfrom torch.utils import _pytree\n"
-        "from torch import nn\n"
-        "def f():\n    import torch._dynamo\n"
-        "torch._C.clear(), dist._DEFAULT, torch.ops.aten._conj, torch._foreach_div\n"
-        "nn.Module._version, torch.__version__, other._private\n"
-    )
-    assert {name for name in names_of_torch(path) if is_private(name)} == {
-        "torch.utils._pytree",
-        "torch._dynamo",
-        "torch._C",
-        "torch._C.clear",
-        "torch.distributed._DEFAULT",
-        "torch.nn.Module._version",
-    }
-
-
 def test_c10d_operators_are_named_in_one_place() -> None:
     for path in FILES:
         if path.name == "collectives.py":

@@ -12,21 +12,15 @@ import importlib.util
 import pkgutil
 import re
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import torch
 import torch._dynamo.compiled_autograd
 import torch._inductor.config
-import torch.distributed as dist
-from torch import fx
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
-from testing import fake_world
-from testing.fake_world import two_layers
-from tests.support.imports import names_of_torch, private_attributes
+from tests.support.imports import names_of_torch
 
 pytestmark = pytest.mark.each_torch
 
@@ -89,40 +83,6 @@ def test_names_that_are_written_out_are_there() -> None:
             names |= {text for text in _texts(path) if re.fullmatch(r"torch(\.\w+)+", text)}
         if path.name != OLDER or torch.__version__ < "2.13":
             assert _missing(names) == [], path.relative_to(PACKAGE)
-
-
-def test_a_name_that_is_gone_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "example.py"
-    path.write_text(
-        "import torch, torch._never\nfrom torch import nn\n"
-        "def f(x):\n    from torch._ops import OpOverload, Never\n"
-        "    return nn.Module._never, torch._C._current_graph_task_id(), x.y._never, x.__dict__\n"
-    )
-    monkeypatch.delattr("torch._C._current_graph_task_id")
-    assert _missing(names_of_torch(path)) == [
-        "torch._C._current_graph_task_id",
-        "torch._never",
-        "torch._ops.Never",
-        "torch.nn.Module._never",
-    ]
-    assert private_attributes(path) == {"_never"}
-
-
-def test_private_attributes_of_objects_are_there() -> None:
-    with fake_world.one_rank():
-        group = dist.group.WORLD
-        assert group is not None
-        ddp = DistributedDataParallel(two_layers())
-        parameter = next(ddp.parameters())
-        backend: Any = group._get_backend(torch.device("cpu"))
-        objects = [
-            *(ddp, ddp.reducer, ddp.logger, parameter, ddp(torch.ones(1, 4)).grad_fn),
-            *(group, backend.options, DeviceMesh),
-            *(fx.Graph(), torch.ops.aten, torch.ops.aten.add.Tensor),
-            *(torch._inductor.config, torch._dynamo.compiled_autograd),
-        ]
-        asked = {name for path in PRIVATE for name in private_attributes(path)}
-        assert [name for name in sorted(asked) if not any(hasattr(o, name) for o in objects)] == []
 
 
 def test_names_that_are_looked_up_as_texts_are_in_torchs_source() -> None:

@@ -24,13 +24,9 @@ from torch._dynamo.utils import counters
 import fusion_passes
 from fusion_passes import FusionConfig
 from fusion_passes.reporting.backwards import backwards
-from testing.equality import tensor_difference
 from testing.scenarios.entries import Scenario
 from testing.scenarios.outcomes import Failure, RankReport
 from testing.scenarios.run import DTYPES, Run, Tensors, Way
-
-NOT_DDPS = ("belongs to no DistributedDataParallel module", "a collective of another kind")
-"""Why a collective of the user's, or of tensor parallelism, is left as it is."""
 
 MAX_DIFFERENCES = 40
 
@@ -82,16 +78,10 @@ def train_both(scenario: Scenario, dtype: str, flag: Any, device: torch.device) 
     found = differences(fused, eager, scenario.tolerance_eps)
     if scenario.by_hand:
         found += _differences_by_hand(target, fused)
-    reports = fused.reports()
-    rejections = {item.reason for report in reports for item in report.rejections}
     return RankReport(
         rank,
         differences=tuple(found),
-        gradients=fused.gradients,
         reduced_in=tuple(sorted({item.reduced_in for item in backwards.reports()})),
-        rejected=tuple(sorted(r for r in rejections if not any(words in r for words in NOT_DDPS))),
-        before=sum(report.collectives_before for report in reports),
-        after=sum(report.collectives_after for report in reports),
         launches=_launches(fused),
         traced=counters["compiled_autograd"]["captures"],
         unwaited=_get_work_registry_size() - unwaited,
@@ -155,7 +145,7 @@ def differences(fused: Run, eager: Run, tolerance_eps: float) -> list[str]:
     Args:
         fused: the run under the flag.
         eager: what it must equal.
-        tolerance_eps: as in :func:`testing.equality.tensor_difference`.
+        tolerance_eps: as in :func:`tensor_difference`.
     """
     if len(fused.backwards) != len(eager.backwards):
         return [f"{len(fused.backwards)} backwards instead of {len(eager.backwards)}"]
@@ -185,27 +175,41 @@ def _of_stage(stage: str, ours: Tensors, theirs: Tensors, tolerance_eps: float) 
         return
     for name, value in ours.items():
         expected = theirs[name]
-        if value is not None and expected is not None:
-            difference = _difference(value, expected, tolerance_eps)
-        else:
-            difference = tensor_difference(_brief(value), _brief(expected), tolerance_eps)
+        difference = tensor_difference(value, expected, tolerance_eps)
         if difference:
             yield f"{stage} {name}: {difference}"
 
 
-def _brief(value: Tensor | None) -> Tensor | None:
-    """What can be shown in a sentence."""
-    return None if value is None else torch.tensor(list(value.shape))
+def tensor_difference(
+    actual: Tensor | None, expected: Tensor | None, tolerance_eps: float
+) -> str | None:
+    """In what two tensors differ: dtype, shape, strides, or values. ``None`` if in nothing. NaN
+    equals NaN: a step with infinite gradients makes some.
+
+    Args:
+        actual: a tensor, or none.
+        expected: what it must equal.
+        tolerance_eps: as of a :class:`testing.scenarios.entries.Scenario`.
+    """
+    ours, theirs = map(_kind_of, (actual, expected))
+    if ours != theirs:
+        return f"{ours} instead of {theirs}"
+    if actual is None or expected is None:
+        return None
+    if not actual.is_floating_point():
+        return None if torch.equal(actual, expected) else "values differ"
+    nans = expected.isnan()
+    if not torch.equal(actual.isnan(), nans):
+        return f"{int(actual.isnan().sum())} elements are NaN instead of {int(nans.sum())}"
+    actual, expected = actual.masked_fill(nans, 0).double(), expected.masked_fill(nans, 0).double()
+    if torch.equal(actual, expected):
+        return None
+    error = ((actual - expected).abs().max() / expected.abs().max()).item()
+    error /= torch.finfo(ours[0]).eps
+    if error <= tolerance_eps:
+        return None
+    return f"differs by {error:.3g} eps of its largest element (allowed: {tolerance_eps:g})"
 
 
-def _difference(actual: Tensor, expected: Tensor, tolerance_eps: float) -> str | None:
-    """As the tests' rule, but NaN equals NaN: a step with infinite gradients makes some."""
-    if actual.is_floating_point() and actual.shape == expected.shape:
-        nans = actual.isnan()
-        if nans.any() or expected.isnan().any():
-            if not torch.equal(nans, expected.isnan()):
-                return (
-                    f"{int(nans.sum())} elements are NaN instead of {int(expected.isnan().sum())}"
-                )
-            actual, expected = actual.masked_fill(nans, 0), expected.masked_fill(nans, 0)
-    return tensor_difference(actual, expected, tolerance_eps)
+def _kind_of(tensor: Tensor | None) -> Any:
+    return None if tensor is None else (tensor.dtype, tuple(tensor.shape), tensor.stride())

@@ -4,7 +4,7 @@ trainings. Nothing here imports torch: a list must come at once.
 A model that rounds may differ from eager DDP by what its compiled kernels round otherwise than
 PyTorch's own, and by nothing else, as the entries with ``by_hand`` show: on two ranks, ``a / 2 +
 b / 2`` has one order only. All others must be the same in every bit, whatever the number of ranks:
-nothing is ever rounded in them (``tests/equality/test_exact_models.py``).
+nothing is ever rounded in them (:mod:`testing.models`).
 """
 
 from __future__ import annotations
@@ -85,9 +85,10 @@ from none. A block that all leave out for long comes back, as the last of a back
 first."""
 
 FIND_UNUSED = {"find_unused_parameters": True}
-SKIPS_UNUSED = {**FIND_UNUSED, "skip_all_reduce_unused_params": True}
+STATIC_GRAPH: Options = {"find_unused_parameters": False, "static_graph": True}
 JOINED_UNUSED: Options = {"steps": ((2, 5), (4, 2)), "model": "branches", "ddp": FIND_UNUSED}
 SMALL_MB = 300 / 2**20
+SMALL_BUCKETS: Options = {"ddp": {"bucket_cap_mb": SMALL_MB}}
 """What several of them train; a cap that gives small models several buckets."""
 
 COLLECTIVE: Options = {"options": {"scaling": "collective"}}
@@ -144,17 +145,25 @@ def on_ranks(
     )
 
 
+def plain(feature: str, *checked: str, **options: Any) -> Scenario:
+    """A scenario of a loop as most write it, on two ranks."""
+    return on_two(feature, "loops:plain", *checked, **options)
+
+
+def branches(feature: str, *checked: str, **options: Any) -> Scenario:
+    """A scenario of a model some of whose branches a step does not take, on two ranks."""
+    return on_two(feature, "unused:branching", *checked, **options)
+
+
 _FIELDS = {field.name for field in dataclasses.fields(Scenario)}
 
 
 SCENARIOS = (
     # --- How ranks share the work
-    on_two(
-        "plain", "loops:plain", CONCAT, "concat/bf16", EACH_TORCH, dtypes=ALL_DTYPES, launches=1
-    ),
+    plain("plain", CONCAT, "concat/bf16", EACH_TORCH, dtypes=ALL_DTYPES, launches=1),
     on_ranks("ddp-4", "plain", "loops:plain", dtypes=ALL_DTYPES, launches=1),
     on_ranks("ddp-4", "no-sync", "loops:plain", **TWO_BY_THREE),
-    on_ranks("ddp-4", "unused-changing", "unused:skipping", when="in turn"),
+    on_ranks("ddp-4", "unused-changing", "unused:branching", takes="/a/a/a a//a/a a/a//a ///"),
     on_ranks(
         "ddp-4", "unused-added", "unused:branching", takes="a/b/c/ /a/b/c a/a/b/b ///c", **ADDED
     ),
@@ -164,7 +173,6 @@ SCENARIOS = (
         "tp",
         "plain",
         "tensor:uneven",
-        CONCAT,
         dtypes=("fp32", "bf16"),
         steps=2,
         sizes=(3, 5),
@@ -198,37 +206,28 @@ SCENARIOS = (
     on_ranks("groups", "backward-inside", "instances:two_groups", **INSIDE),
     on_ranks("groups", "no-sync", "instances:two_groups", **TWO_BY_TWO),
     # --- Ways to write a training loop
-    on_two(
-        "backward-inside",
-        "loops:plain",
-        COALESCED,
-        EACH_TORCH,
-        dtypes=ALL_DTYPES,
-        **INSIDE,
-        launches=1,
-    ),
-    on_two("eager-forward", "loops:plain", **AS_IT_IS),
-    on_two("no-sync", "loops:plain", CONCAT, **TWO_BY_THREE, launches=1),
-    on_two("no-sync-inside", "loops:plain", COALESCED, **INSIDE, **TWO_BY_THREE, launches=1),
-    on_two("kept-gradients", "loops:plain", COALESCED, **KEPT, launches=1),
-    on_two("detached-gradients", "loops:plain", CONCAT, zero="detached", launches=1),
-    on_two("added-gradients", "loops:plain", **ADDED),
-    on_two("several-forwards", "loops:plain", COALESCED, loss="of halves"),
-    on_two("several-backwards", "loops:plain", CONCAT, micro_batches=2, launches=1),
+    plain("backward-inside", COALESCED, EACH_TORCH, dtypes=ALL_DTYPES, **INSIDE, launches=1),
+    plain("eager-forward", **AS_IT_IS),
+    plain("no-sync", CONCAT, **TWO_BY_THREE, launches=1),
+    plain("no-sync-inside", COALESCED, **INSIDE, **TWO_BY_THREE, launches=1),
+    plain("kept-gradients", COALESCED, **KEPT, launches=1),
+    plain("detached-gradients", CONCAT, zero="detached", launches=1),
+    plain("added-gradients", **ADDED),
+    plain("several-forwards", COALESCED, loss="of halves"),
+    plain("several-backwards", CONCAT, micro_batches=2, launches=1),
     on_two("forwards-then-backwards", "loops:forwards_then_backwards", warns=STAYS_LOCAL),
     on_two("evaluation", "loops:evaluation"),
-    on_two("reduce-overhead", "loops:plain", compiling={"mode": "reduce-overhead"}),
-    on_two("dynamic", "loops:plain", compiling={"dynamic": True}, **SIZES, launches=1),
-    on_two("automatic-dynamic", "loops:plain", CONCAT, **INSIDE, **SIZES, launches=1),
-    on_two("checkpointing", "loops:plain", model="checkpointed"),
-    on_two(
-        "checkpointing-inside", "loops:plain", CONCAT, model="checkpointed", **INSIDE, launches=1
-    ),
+    plain("reduce-overhead", compiling={"mode": "reduce-overhead"}),
+    plain("cpp-wrapper", model="layouts", compiling={"options": {"cpp_wrapper": True}}, launches=1),
+    plain("dynamic", compiling={"dynamic": True}, **SIZES, launches=1),
+    plain("automatic-dynamic", CONCAT, **INSIDE, **SIZES, launches=1),
+    plain("checkpointing", model="checkpointed"),
+    plain("checkpointing-inside", CONCAT, model="checkpointed", **INSIDE, launches=1),
     on_two("checkpointing-reentrant", "loops:reentrant_checkpointing", COALESCED),
     on_two("upsampled", "loops:upsampled", CONCAT),
     on_two("mark-dynamic", "loops:marked_dynamic", COALESCED, **SIZES, launches=1),
     on_two("mark-dynamic-inside", "loops:marked_dynamic", **INSIDE, **SIZES, launches=1),
-    on_two("recompilation", "loops:recompilation", CONCAT, launches=1),
+    on_two("recompilation", "ranks:recompilation", CONCAT, launches=1),
     on_two("transformer", "loops:transformer", **BY_HAND, launches=1),
     on_two("transformer-inside", "loops:transformer", **INSIDE, **BY_HAND, launches=1),
     # --- What a backward is asked for, and what reaches it
@@ -253,11 +252,11 @@ SCENARIOS = (
     on_two("failing", "backwards:failing", COALESCED),
     on_two("queued-callbacks", "backwards:queued_callbacks", COALESCED, EACH_TORCH),
     # --- Models in several graphs
-    on_two("graph-break", "loops:plain", model="broken"),
-    on_two("graph-break-inside", "loops:plain", loss="behind a break", **INSIDE),
-    on_two("partly-compiled", "loops:plain", model="partly compiled", **AS_IT_IS),
-    on_two("compiled-before", "loops:plain", COALESCED, model="compiled", **AS_IT_IS),
-    on_two("compiler-disable", "loops:plain", model="disabled"),
+    plain("graph-break", model="broken"),
+    plain("graph-break-inside", loss="behind a break", **INSIDE),
+    plain("partly-compiled", model="partly compiled", **AS_IT_IS),
+    plain("compiled-before", COALESCED, model="compiled", **AS_IT_IS),
+    plain("compiler-disable", model="disabled"),
     on_two("in-parts", "parts:in_parts", CONCAT),
     on_two("in-parts-failing", "parts:fails_in_parts", CONCAT),
     on_two("in-parts-shared", "parts:shared_by_parts", CONCAT),
@@ -323,128 +322,85 @@ SCENARIOS = (
     on_two("unreached", "ranks:unreached", COALESCED, EACH_TORCH, averages=False),
     on_two("unreached-inside", "ranks:unreached", CONCAT, is_inside=True, averages=False),
     on_two("unreached-later", "ranks:unreached_later", CONCAT),
+    on_two("unreached-at-first", "ranks:unreached_at_first", CONCAT, averages=False),
     on_two("all-replaced", "ranks:all_replaced", CONCAT, averages=False, warns=NOT_DDPS_OWN),
     on_two("thawed", "ranks:thawed", COALESCED, warns=NOT_DDPS_OWN),
     on_two("swapped", "ranks:swapped", COALESCED, averages=False, warns=NOT_DDPS_OWN),
     # --- Parameters that take no part in a step
-    on_two("unused-never", "unused:skipping", CONCAT, when="never"),
-    on_two("unused-all", "unused:skipping", when="always"),
-    on_two("unused-all-kept", "unused:skipping", when="in odd steps", **KEPT),
-    on_two("unused-some", "unused:skipping", when="on rank 1"),
-    on_two("unused-some-inside", "unused:skipping", when="on rank 1", **INSIDE),
-    on_two("unused-changing", "unused:skipping", when="in turn"),
-    on_two("unused-in-turn", "unused:branching", CONCAT, **IN_TURN),
-    on_two("unused-many", "unused:branching", takes=f"{OTHERS} c/a b/b a/b /c"),
-    on_two("unused-changing-inside", "unused:branching", takes=OTHERS, **INSIDE),
-    on_two("unused-changing-eager", "unused:branching", takes=OTHERS, **AS_IT_IS),
-    on_two("unused-new-branch", "unused:branching", takes="a a c c c a a"),
-    on_two("unused-added", "unused:branching", takes="a/b b/a a b a/b", **ADDED),
+    branches("unused-never", CONCAT, takes="abc abc abc abc"),
+    branches("unused-all", takes="/ / / /"),
+    branches("unused-all-kept", takes="a / a /", **KEPT),
+    branches("unused-some", takes="a/ a/ a/ a/"),
+    branches("unused-some-inside", takes="a/ a/ a/ a/", **INSIDE),
+    branches("unused-changing", takes="/a a/ /a /"),
+    # A bucket, and what each rank has used.
+    branches("unused-in-turn", CONCAT, **IN_TURN, launches=2),
+    branches("unused-many", takes=f"{OTHERS} c/a b/b a/b /c"),
+    branches("unused-changing-inside", takes=OTHERS, **INSIDE),
+    branches("unused-changing-eager", takes=OTHERS, **AS_IT_IS),
+    branches("unused-new-branch", takes="a a c c c a a"),
+    branches("unused-added", takes="a/b b/a a b a/b", **ADDED),
     on_two("unused-outputs", "unused:outputs_in_turn", CONCAT, takes="b abc a/b b/a c"),
-    on_two("unused-added-late", "unused:branching", takes="a c/b a/b /c", **ADDED),
-    on_two("unused-zeroed", "unused:branching", takes="a/b b/a a c/b a", **KEPT),
-    on_two("unused-no-sync", "unused:branching", CONCAT, takes="a/b b a b a a", local=(0, 1, 3)),
+    branches("unused-added-late", takes="a c/b a/b /c", **ADDED),
+    branches("unused-zeroed", takes="a/b b/a a c/b a", **KEPT),
+    branches("unused-no-sync", CONCAT, takes="a/b b a b a a", local=(0, 1, 3)),
     on_two("unused-hook-fp16", "unused:compressed", takes=OTHERS),
-    on_two("unused-dtypes", "unused:branching", takes=OTHERS, model="dtypes"),
-    on_two("unused-static-graph", "unused:branching", takes="a/b a/b a/b a/b", static_graph=True),
+    branches("unused-dtypes", takes=OTHERS, model="dtypes"),
+    branches("unused-static-graph", takes="a/b a/b a/b a/b", static_graph=True),
     on_two("unused-static-graph-later", "unused:in_a_static_graph_later", takes="a/b a/b a/b a/b"),
-    on_two(
+    branches(
         "unused-several-graphs",
-        "unused:branching",
         CONCAT,
         takes=f"{TURNS} abc/a",
         model="backward in parts",
         **AS_IT_IS,
     ),
-    on_two(
-        "unused-in-parts",
-        "unused:branching",
-        CONCAT,
-        NEWEST_TORCH,
-        takes="a a a a",
-        model="parts",
-    ),
-    on_two(
-        "unused-other-parts", "unused:branching", COALESCED, takes="a a / a a/ / a a", model="parts"
-    ),
-    on_two(
-        "unused-shared-parts",
-        "unused:branching",
-        CONCAT,
-        takes="abc abc abc abc ac ac c",
-        local=(1,),
-        **BLOCKS,
-    ),
-    on_two(
-        "unused-shared-zeroed",
-        "unused:branching",
-        takes="abc abc ab ab abc",
-        model="a loop",
-        **KEPT,
-    ),
-    on_two(
-        "unused-shared-others",
-        "unused:branching",
-        CONCAT,
-        takes="abc abc ab/abc abc a/c abc b/ abc",
-        **BLOCKS,
-    ),
-    on_two("unused-shared-order", "unused:branching", COALESCED, takes=NEVER_THE_SAME, **BLOCKS),
+    branches("unused-in-parts", CONCAT, NEWEST_TORCH, takes="a a a a", model="parts"),
+    branches("unused-other-parts", COALESCED, takes="a a / a a/ / a a", model="parts"),
+    branches("unused-shared-parts", CONCAT, takes="abc abc abc abc ac ac c", local=(1,), **BLOCKS),
+    branches("unused-shared-zeroed", takes="abc abc ab ab abc", model="a loop", **KEPT),
+    branches("unused-shared-others", CONCAT, takes="abc abc ab/abc abc a/c abc b/ abc", **BLOCKS),
+    branches("unused-shared-order", COALESCED, takes=NEVER_THE_SAME, **BLOCKS),
     on_two("unused-instances", "unused:by_instances", COALESCED),
     on_two("unused-in-parts-of-two", "unused:in_parts_beside_another"),
     on_two("unused-beside-foreign", "foreign:with_unused"),
-    on_two("skip-unused", "unused:skipping", when="always", ddp=SKIPS_UNUSED),
-    on_two(
+    branches("skip-unused", takes="/ / / /", skip_all_reduce_unused_params=True),
+    branches(
         "missing-one",
-        "unused:skipping",
         becomes=REFUSED,
-        must_fail="middle",
-        when="on rank 1",
-        ddp={},
+        must_fail="c.weight",
+        takes="abc/ab abc/ab",
+        find_unused_parameters=False,
     ),
     # --- Unusual parameters
-    on_two("frozen", "loops:plain", COALESCED, model="frozen", launches=1),
-    on_two("ignored", "loops:plain", model="ignored"),
+    plain("frozen", COALESCED, model="frozen", launches=1),
+    plain("ignored", model="ignored"),
     on_two("sparse", "loops:sparse"),
     on_two("sparse-accumulated", "loops:sparse", micro_batches=2, no_sync=True),
     on_two("sparse-bag", "loops:sparse", has_bag=True),
-    on_two("tied", "loops:plain", CONCAT, model="tied", launches=1),
-    on_two("layouts", "loops:plain", model="layouts", launches=1),
-    on_two(
-        "layouts-kept", "loops:plain", CONCAT, NEWEST_TORCH, model="layouts", **KEPT, launches=1
-    ),
-    on_two("scalars", "loops:plain", CONCAT, model="scalars", launches=1),
-    on_two("complex", "loops:plain", model="complex", launches=2),
+    plain("tied", CONCAT, model="tied", launches=1),
+    plain("layouts", model="layouts", launches=1),
+    plain("layouts-kept", CONCAT, NEWEST_TORCH, model="layouts", **KEPT, launches=1),
+    plain("scalars", CONCAT, model="scalars", launches=1),
+    plain("complex", model="complex", launches=2),
     on_two("complex-kept", "loops:complex_that_stay"),
-    on_two("shared-storage", "loops:plain", model="shared storage"),
+    plain("shared-storage", model="shared storage"),
     # --- What DDP offers
     on_two("static-graph", "reducer:static_graph", COALESCED),
-    on_two(
-        "static-graph-unused",
-        "unused:skipping",
-        CONCAT,
-        when="always",
-        steps=3,
-        ddp={"static_graph": True},
-    ),
-    on_two(
-        "bucket-view", "loops:plain", ddp={"gradient_as_bucket_view": True}, **KEPT, warns=NO_EFFECT
-    ),
-    on_two("batched-copy", "loops:plain", ddp={"batched_grad_copy": True}, warns=NO_EFFECT),
-    on_two(
-        "bucket-cap", "loops:plain", COALESCED, **DEEP, ddp={"bucket_cap_mb": SMALL_MB}, launches=3
-    ),
-    on_two(
+    branches("static-graph-unused", CONCAT, takes="ab ab ab", **STATIC_GRAPH),
+    plain("bucket-view", ddp={"gradient_as_bucket_view": True}, **KEPT, warns=NO_EFFECT),
+    plain("batched-copy", ddp={"batched_grad_copy": True}, warns=NO_EFFECT),
+    plain("bucket-cap", COALESCED, **DEEP, **SMALL_BUCKETS, launches=3),
+    plain(
         "flag-cap",
-        "loops:plain",
         CONCAT,
         **DEEP,
         **INSIDE,
         options={"bucket_cap_mb": SMALL_MB, "first_bucket_cap_mb": SMALL_MB},
         launches=3,
     ),
-    on_two(
+    plain(
         "bucket-cap-list",
-        "loops:plain",
         CONCAT,
         **DEEP,
         ddp={"bucket_cap_mb_list": [SMALL_MB, 2 * SMALL_MB]},
@@ -489,9 +445,9 @@ SCENARIOS = (
         tolerance_eps=THIRDS_EPS,
     ),
     # --- Buffers
-    on_two("buffers", "loops:plain", **COUNTING),
-    on_two("buffers-inside", "loops:plain", **COUNTING, **INSIDE),
-    on_two("buffers-no-sync", "loops:plain", micro_batches=3, no_sync=True, **COUNTING),
+    plain("buffers", **COUNTING),
+    plain("buffers-inside", **COUNTING, **INSIDE),
+    plain("buffers-no-sync", micro_batches=3, no_sync=True, **COUNTING),
     on_two(
         "buffers-several-forwards",
         "loops:broadcast_between_forwards",
@@ -499,11 +455,10 @@ SCENARIOS = (
         **ROUNDS,
         fails_on_oldest="eager DDP of this torch raises here",
     ),
-    on_two("no-forward-sync", "loops:plain", ddp={"forward_sync_buffers": False}, **COUNTING),
-    on_two("no-broadcast", "loops:plain", ddp={"broadcast_buffers": False}, **COUNTING),
-    on_two(
+    plain("no-forward-sync", ddp={"forward_sync_buffers": False}, **COUNTING),
+    plain("no-broadcast", ddp={"broadcast_buffers": False}, **COUNTING),
+    plain(
         "buffers-called",
-        "loops:plain",
         CONCAT,
         EACH_TORCH,
         model="shifting",
@@ -533,13 +488,13 @@ SCENARIOS = (
         has_autocast=True,
         tolerance_eps=FP16_EPS,
     ),
-    on_two("two-dtypes", "loops:plain", COALESCED, model="two dtypes", launches=2),
+    plain("two-dtypes", COALESCED, model="two dtypes", launches=2),
     on_two("fp64", "precision:double_precision", launches=1),
     # --- Where gradients are scaled, and in which dtype they are sent
-    on_two("scaling-collective", "loops:plain", CONCAT, **COLLECTIVE, launches=1),
-    on_two("scaling-bucket", "loops:plain", CONCAT, **BUCKET, launches=1),
-    on_two("scaling-collective-kept", "loops:plain", COALESCED, **COLLECTIVE, **KEPT, launches=1),
-    on_two("scaling-bucket-kept", "loops:plain", CONCAT, **BUCKET, **KEPT, launches=1),
+    plain("scaling-collective", CONCAT, **COLLECTIVE, launches=1),
+    plain("scaling-bucket", CONCAT, **BUCKET, launches=1),
+    plain("scaling-collective-kept", COALESCED, **COLLECTIVE, **KEPT, launches=1),
+    plain("scaling-bucket-kept", CONCAT, **BUCKET, **KEPT, launches=1),
     on_ranks(
         "ddp-3",
         "scaling-auto",
@@ -588,7 +543,7 @@ SCENARIOS = (
         launches=2,
     ),
     # --- Hooks of users, and the communication hooks that only average
-    on_two("tensor-hook", "loops:plain", loss="hooked"),
+    plain("tensor-hook", loss="hooked"),
     on_two("parameter-hook", "hooks:parameter_hook"),
     on_two("parameter-hook-inside", "hooks:parameter_hook", **INSIDE),
     on_two("accumulation-hook", "hooks:accumulation_hook"),
@@ -625,13 +580,7 @@ SCENARIOS = (
         sizes=(4, 6, 3),
         launches=1,
     ),
-    on_two(
-        "hook-users-buckets",
-        "comm_hooks:users",
-        CONCAT,
-        several=True,
-        ddp={"bucket_cap_mb": SMALL_MB},
-    ),
+    on_two("hook-users-buckets", "comm_hooks:users", CONCAT, several=True, **SMALL_BUCKETS),
     on_two("hook-users-autocast", "comm_hooks:users_autocast", **AUTOCAST, launches=1),
     on_two("hook-users-parameters", "comm_hooks:users", CONCAT, model="unusual"),
     on_two("hook-users-dtypes", "comm_hooks:users", CONCAT, COALESCED, model="kinds", launches=3),

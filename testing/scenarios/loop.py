@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -103,6 +103,19 @@ def train(run: Run, model: nn.Module, **loop: Any) -> None:
                 backward(batch_of(run, written, step, micro))
             run.note_backward(model, synced=synced)
         written.before_update()
+        optimizer.step()
+    run.note_end(model)
+
+
+def steps_of(
+    run: Run, model: nn.Module, count: int, optimizer_of: OptimizerOf = BySign
+) -> Iterator[int]:
+    """Number the steps of a loop that is written out: each begins without gradients, and ends with
+    the optimizer's. What is to be compared at the end is noted."""
+    optimizer = optimizer_of(model.parameters())
+    for step in range(count):
+        optimizer.zero_grad()
+        yield step
         optimizer.step()
     run.note_end(model)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +14,7 @@ FLAG = "ddp_fusion"
 DISAGREEMENT = "RanksDisagreeError"
 
 MAX_WORDS = 600
-"""Characters; what is longer stands whole in the log."""
+"""Characters in a line."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,8 @@ class RankReport:
         eager: why eager DDP could not be trained.
         fused: why it could not be trained under the flag.
         differences: where the two differ, in words.
-        gradients: how many parameters of DDP modules got a dense gradient that was to be averaged.
         reduced_in: where the package says that gradients of its backwards were reduced: by a
             reducer, in graphs, or ``"none"``.
-        rejected: why gradients in traced graphs are in no bucket.
-        before: collectives that were traced, in all graphs.
-        after: collectives that are launched instead.
         launches: collectives of DDP's groups in the backwards that average, from the least to the
             most, once buckets are rebuilt.
         traced: backwards that compiled autograd has traced.
@@ -62,11 +57,7 @@ class RankReport:
     eager: Failure | None = None
     fused: Failure | None = None
     differences: tuple[str, ...] = ()
-    gradients: int = 0
     reduced_in: tuple[str, ...] = ()
-    rejected: tuple[str, ...] = ()
-    before: int = 0
-    after: int = 0
     launches: tuple[int, ...] = ()
     traced: int = 0
     unwaited: int = 0
@@ -74,12 +65,9 @@ class RankReport:
 
     @property
     def is_fused(self) -> bool:
-        """Whether each backward was reduced while it ran, by reducers or in traced graphs; there in
-        buckets that are fewer than gradients."""
-        while_it_ran = bool(self.reduced_in) and "none" not in self.reduced_in
-        is_traced = "compiled_autograd" in self.reduced_in
-        are_in_buckets = not self.rejected and (self.after < self.before or not is_traced)
-        return self.gradients > 0 and while_it_ran and are_in_buckets
+        """Whether each backward was reduced while it ran, in buckets: by reducers or in traced
+        graphs, which launch all buckets of a module or are not run."""
+        return bool(self.reduced_in) and "none" not in self.reduced_in
 
 
 @dataclass(frozen=True)
@@ -92,42 +80,36 @@ class Outcome:
             rank raised an error that names the flag, or that the ranks disagree on what they
             reduce, before the first step was done; or, where there must be an error, an error
             with its words on some rank. ``broken``: all else.
-        words: what the user was warned of, or what is broken.
-        detail: for finding out why: tracebacks, the end of the log.
+        words: what the user was warned of, or what is broken, in a line; more lines behind it help
+            to find out why.
     """
 
     kind: Kind
     words: str = ""
-    detail: str = ""
 
 
-def judge(
-    scenario: Scenario, reports: Sequence[RankReport | None], *, fate: str = "", log: str = ""
-) -> Outcome:
+def judge(scenario: Scenario, reports: Sequence[RankReport | None], *, fate: str = "") -> Outcome:
     """The outcome of a scenario.
 
     Args:
         scenario: what was to be trained.
         reports: of all ranks.
         fate: how the processes ended if not as they should: ``not done after 180 s``.
-        log: the end of what the processes have printed.
     """
     present = [report for report in reports if report is not None]
     if len(present) < len(reports):
         missing = [rank for rank, report in enumerate(reports) if report is None]
-        words = f"no result of ranks {missing}: {fate or 'they died'}"
-        return Outcome("broken", words, "\n\n".join([*_traces(present), log]))
+        return _broken(f"no result of ranks {missing}: {fate or 'they died'}", *_traces(present))
     failures = [report.fused for report in present if report.fused is not None]
     if failures:
         return _judge_failures(scenario, present, failures)
     for report in present:
         if report.eager is not None:
-            words = f"nothing to compare with, eager DDP fails: {_first_line(report.eager.text)}"
-            return Outcome("broken", tidy(words), report.eager.trace)
+            words = f"nothing to compare with, eager DDP fails: {report.eager.text}"
+            return _broken(words, report.eager.trace)
     if scenario.must_fail:
-        words = f"trained without an error, which must name {scenario.must_fail!r}"
-        return Outcome("broken", words, log)
-    return _judge_training(scenario, present, log)
+        return _broken(f"trained without an error, which must name {scenario.must_fail!r}")
+    return _judge_training(scenario, present)
 
 
 def _judge_failures(
@@ -145,16 +127,15 @@ def _judge_failures(
         all_tell = len(telling) == len(failures)
         is_refusal = fail_alike and all_tell and not any(f.backwards for f in failures)
     if is_refusal:
-        return Outcome("refused", tidy(telling[0].text))
+        return Outcome("refused", _line(telling[0].text))
     raised = [report.rank for report in reports if report.fused is not None]
     # The rank that says most about the flag knows more than those that were left waiting.
     failure = max(failures, key=lambda failure: FLAG in failure.text)
     where = "" if len(raised) == len(reports) else f" on ranks {raised} only"
-    words = f"{failure.kinds[0]}{where}: {_first_line(failure.text)}"
-    return Outcome("broken", tidy(words), "\n\n".join(_traces(reports)))
+    return _broken(f"{failure.kinds[0]}{where}: {failure.text}", *_traces(reports))
 
 
-def _judge_training(scenario: Scenario, reports: Sequence[RankReport], log: str) -> Outcome:
+def _judge_training(scenario: Scenario, reports: Sequence[RankReport]) -> Outcome:
     differences = [
         f"rank {report.rank}: {difference}"
         for report in reports
@@ -162,22 +143,17 @@ def _judge_training(scenario: Scenario, reports: Sequence[RankReport], log: str)
     ]
     if differences:
         words = f"{len(differences)} differences from eager DDP, the first: {differences[0]}"
-        return Outcome("broken", tidy(words), "\n".join([*differences[:40], "", log]))
+        return _broken(words, *differences[:40])
     warned = list(dict.fromkeys(text for report in reports for text in report.warned))
-    words = tidy(" ".join(warned))
+    words = _line(" ".join(warned))
     if all(report.is_fused for report in reports) or not scenario.averages:
         return Outcome("equal", words)
     silent = [report.rank for report in reports if not report.is_fused and not report.warned]
     if not silent:
         return Outcome("equal, unfused", words)
-    first = reports[silent[0]]
-    words = (
-        f"equal, but not fused, and nobody was warned on ranks {silent}: {first.gradients} "
-        f"gradients, reduced in {list(first.reduced_in)}, {first.after} of {first.before} traced "
-        "collectives are left"
-        f"{', left alone: ' if first.rejected else ''}{'; '.join(first.rejected)}"
-    )
-    return Outcome("broken", words, log)
+    where = list(reports[silent[0]].reduced_in)
+    words = f"equal, but not fused, and nobody was warned on ranks {silent}: reduced in {where}"
+    return _broken(words)
 
 
 def _traces(reports: Sequence[RankReport]) -> list[str]:
@@ -189,18 +165,11 @@ def _traces(reports: Sequence[RankReport]) -> list[str]:
     ]
 
 
-def _first_line(text: str) -> str:
-    """And the next one, where the first only announces it."""
-    first, *rest = [line.strip() for line in text.splitlines() if line.strip()] or ["no words"]
-    return f"{first} {rest[0]}" if rest and first.endswith(":") else first
+def _broken(words: str, *details: str) -> Outcome:
+    return Outcome("broken", "\n".join([_line(words), *details]))
 
 
-def tidy(text: str) -> str:
-    """One line without what differs from run to run and from machine to machine."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    text = re.sub(r"(/[\w.@+-]+)+/(?=[\w.-]+)", "", text)
-    text = re.sub(r"0x[0-9a-f]+", "0x...", text)
-    text = re.sub(r"(\[[\w.:]+\]|127\.0\.0\.1|localhost):\d+", r"\1:PORT", text)
-    text = re.sub(r"\b\d{5,}ms\b", "some ms", text)
+def _line(text: str) -> str:
+    """For a row of a table; what is longer stands whole in the log."""
     text = " ".join(text.split())
     return text if len(text) <= MAX_WORDS else text[: MAX_WORDS - 3] + "..."

@@ -54,20 +54,16 @@ class Run:
         way: which.
         dtype: of its gradients, or of autocast.
         device: of this rank.
-        casts: whether models get that dtype, whatever they were made in.
         backwards: gradients after each backward, by the parameter's name.
         end: what is compared beside them, by name.
         others: the same, of what is no tensor.
         launches: of each backward.
     """
 
-    def __init__(
-        self, way: Way, dtype: torch.dtype, device: torch.device, *, casts: bool = False
-    ) -> None:
+    def __init__(self, way: Way, dtype: torch.dtype, device: torch.device) -> None:
         self.way = way
         self.dtype = dtype
         self.device = device
-        self.casts = casts
         self.backwards: list[Tensors] = []
         self.end: Tensors = {}
         self.others: dict[str, Any] = {}
@@ -77,7 +73,6 @@ class Run:
         self._reports_before = len(fusion_passes.reports())
         self._averaged_by_hand: list[nn.Module] = []
         self._wrapped: list[weakref.ref[DistributedDataParallel]] = []
-        self._averaged: set[int] = set()
         self._rebuilt: weakref.WeakSet[Reducer] = weakref.WeakSet()
         self._parameters: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = (
             weakref.WeakKeyDictionary()
@@ -87,16 +82,10 @@ class Run:
     def is_fused(self) -> bool:
         return self.way == "fused"
 
-    @property
-    def gradients(self) -> int:
-        """How many parameters of DDP modules got dense gradients that were to be averaged: those
-        that buckets are for."""
-        return len(self._averaged)
-
     def ddp(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
         """``module`` on this rank's device, in DDP; as it is, where gradients are averaged by
         hand."""
-        module = module.to(self.device, self.dtype if self.casts else None)
+        module = module.to(self.device)
         if self.way == "by hand":
             self._averaged_by_hand.append(module)
             return cast("DistributedDataParallel", module)
@@ -107,7 +96,7 @@ class Run:
         return wrapped
 
     def manage(self, module: DistributedDataParallel) -> None:
-        """Count the gradients of a module that :meth:`ddp` did not make."""
+        """Count the launches of a module that :meth:`ddp` did not make."""
         self._wrapped.append(weakref.ref(module))
         self._groups[id(module.process_group)] = module.process_group
         self._count_launches()  # Those of the constructor are no backward's.
@@ -171,21 +160,6 @@ class Run:
         self.backwards.append(_detached(gradients))
         launched, rebuilt = self._count_launches(), self._count_rebuilt()
         self.launches.append(Launches(launched - rebuilt, synced, rebuilt > 0))
-        if synced:
-            self.count_gradients()
-
-    def count_gradients(self) -> None:
-        """Count those that there are of DDP modules, which were to be averaged."""
-        for reference in self._wrapped:
-            module = reference()
-            if module is not None:
-                self._averaged |= {
-                    id(parameter)
-                    for parameter in module._module_parameters
-                    if parameter.requires_grad
-                    and parameter.grad is not None
-                    and parameter.grad.layout is torch.strided
-                }
 
     def reports(self) -> Sequence[FusionReport]:
         """Of the graphs that were compiled in this run."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.ddp.own_reducer import own_reducers
 from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.profile.tables import MIB
+from fusion_passes.reducer import backward
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.torch_private.autograd import hooks_on_node
@@ -143,19 +145,25 @@ def test_without_a_cap_of_the_users_it_is_that_of_the_gradients() -> None:
     model = nn.Linear(1024, 4 * 1024)
     caps = _caps("concat", model)
     assert (caps.first_bytes, caps.cap_bytes) == (MIB, (1024 + 1) * 4 * 1024 * 4 // 8)
-    caps = _caps("concat", model, bucket_cap_mb=25)
-    assert (caps.first_bytes, caps.cap_bytes) == (25 * MIB, 25 * MIB)
-
-
-def test_caps_can_be_a_list() -> None:
-    caps = _caps("concat", bucket_cap_mb_list=[1, 3, 2])
-    assert [caps.of_bucket(index) for index in range(4)] == [MIB, 3 * MIB, 2 * MIB, 2 * MIB]
 
 
 def _hooks_on(model: nn.Module) -> list[int]:
     """How many functions are called behind the accumulation of each gradient."""
     nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in model.parameters()]
     return [sum(hooks_on_node(node)) for node in nodes]
+
+
+def test_nodes_are_asked_for_hooks_once_and_again_after_one() -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    asks: list[int] = []
+    with mock.patch.object(backward, "hooks_on_node", wraps=hooks_on_node) as asked:
+        for step in range(3):
+            if step == 2:
+                node = torch.autograd.graph.get_gradient_edge(ddp.module.bias).node
+                node.register_prehook(lambda _: None)
+            ddp(torch.ones(2, 2)).sum().backward()
+            asks.append(asked.call_count)
+    assert asks == [2, 2, 4], "to be asked is no hook: it would be asked in each backward"
 
 
 def test_ignored_parameters_are_none_of_the_reducers() -> None:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes
 from fusion_passes.reducer.reducer import reducer_of
 from testing import models
-from testing.equality import tensor_difference
+from testing.scenarios.both_ways import tensor_difference
 from tests.reducer.test_reducer import sequence_number
 
 RUN = Callable[..., list[Any]]

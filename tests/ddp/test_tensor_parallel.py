@@ -1,13 +1,11 @@
-"""DDP over one dimension of a mesh of 2 x 2 ranks, around a tensor-parallel model: the collectives
-of tensor parallelism are those that were traced, in their order, and the module keeps its
-parameters. The catalogue of scenarios has trainings beside eager DDP."""
+"""DDP over one dimension of a mesh of 2 x 2 ranks, around a tensor-parallel model: where gradients
+are stored, and what becomes of the module. The catalogue of scenarios has trainings beside eager
+DDP."""
 
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -15,23 +13,15 @@ import torch._dynamo
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch import Tensor, fx, nn
-from torch._inductor.utils import run_and_get_code
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes import FusionConfig
-from fusion_passes.graph.collectives import is_launch
-from fusion_passes.install import compiles
-from fusion_passes.passes import pipeline
-from fusion_passes.plan.buckets import BucketPlan
 from fusion_passes.reducer.reducer import reducer_of
 from testing.fake_world import fake_world, one_rank
 from testing.models import WIDTH
 from testing.scenarios.features.tensor import LENGTH, FeedForward, columns_and_rows, sequences
-
-# --- Generated code ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -39,53 +29,6 @@ def mesh() -> Iterator[DeviceMesh]:
     with fake_world(4):
         yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         torch._dynamo.reset()
-
-
-CAP_MB = 5e-4
-"""About the weights of a feed-forward: a first bucket is full in the middle."""
-
-COLLECTIVE = re.compile(r"_c10d_functional\.(?!wait)(\w+?)_?\.default\(.*?, '([^']*)'\)")
-
-Found = list[tuple[str, str]]
-"""Operators and groups of collectives, in order."""
-
-
-def collectives(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> tuple[Found, Found]:
-    """Those of a traced backward: as they were traced, and in the generated code."""
-    traced: Found = []
-
-    def run_pipeline(graph: fx.Graph, *args: Any, **options: Any) -> BucketPlan:
-        for node in filter(is_launch, graph.nodes):
-            traced.append((str(node.target).split(".")[1].removesuffix("_"), node.args[-1]))
-        return pipeline.run_pipeline(graph, *args, **options)
-
-    monkeypatch.setattr(compiles, "run_pipeline", run_pipeline)
-    torch._dynamo.reset()
-    flag = FusionConfig(backward_graph="compiled_autograd")
-    with inductor_config.patch(ddp_fusion=flag, fx_graph_cache=False):
-        ddp = DistributedDataParallel(
-            sequences(mesh["tp"]), device_mesh=mesh["dp"], bucket_cap_mb=CAP_MB
-        )
-        compiled = torch.compile(ddp, fullgraph=True)
-        step = lambda: compiled(torch.ones(2, LENGTH, WIDTH)).sum().backward()  # noqa: E731
-        step()  # The first backward is not traced.
-        *_, code = run_and_get_code(step)[1]  # The forward is compiled anew, and comes first.
-    return traced, COLLECTIVE.findall(code)
-
-
-@pytest.mark.slow
-def test_collectives_of_tensor_parallelism_stay_as_they_are(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tp = mesh["tp"].get_group().group_name
-    traced, fused = collectives(mesh, monkeypatch)
-    kept, before = ([name for name, group in found if group == tp] for found in (fused, traced))
-    assert kept == before
-    assert set(kept) == {"all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"}
-    buckets = [index for index, (_, group) in enumerate(fused) if group != tp]
-    assert len(buckets) == 3
-    assert fused[buckets[0] :].count(("all_reduce", tp)) > 0, "DDP's are launched among them"
-    assert len(traced) - len(before) == 12
 
 
 # --- Gradients ---------------------------------------------------------------------------------

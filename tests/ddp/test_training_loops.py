@@ -143,14 +143,6 @@ def test_step_that_was_decorated_before_the_flag_was_set() -> None:
     assert _steps(holder[0], step) == IN_PLACE
 
 
-def test_flag_that_is_unset_before_the_backward() -> None:
-    ddp = _managed()
-    step = _compiled(ddp)
-    inductor_config.ddp_fusion = None
-    assert _said(step) == []
-    assert reducer_of(ddp).steps == 1
-
-
 def test_another_value_of_the_flag_is_for_modules_to_come() -> None:
     ddp = _managed("concat")
     inductor_config.ddp_fusion = "coalesced"
@@ -202,18 +194,6 @@ def test_a_gradient_is_saved_with_its_bucket_and_a_clone_without() -> None:
             assert gradient is not None
             assert gradient.untyped_storage().nbytes() == bucket
             assert gradient.clone().untyped_storage().nbytes() == gradient.nbytes
-
-
-def test_two_modules_in_one_graph_have_their_own_caps() -> None:
-    inductor_config.ddp_fusion = "concat"
-    small = DistributedDataParallel(two_layers(), bucket_cap_mb=48 / 2**20)
-    large = DistributedDataParallel(two_layers(), bucket_cap_mb=1)
-    torch.compile(lambda x: (small(x).sum() + large(x).sum()).backward())(_inputs())
-    layouts = [reducer_of(ddp).layout for ddp in (small, large)]
-    sizes = [[len(bucket.numbers) for bucket in layout.buckets] for layout in layouts]
-    # Gradients of 64 and 16 bytes: 48 bytes are passed by a weight alone.
-    assert sizes[1] == [4]
-    assert max(sizes[0]) == 2
 
 
 def test_a_backward_that_reaches_no_managed_parameter_is_left_alone() -> None:

@@ -242,7 +242,8 @@ EACH_TORCH = frozenset(
         *("divided where stored", "divided in the bucket", "sent as bf16"),
     }
 )
-"""Each reason for a copy, each kind of kernel that stores, and each place of a division."""
+"""Each reason for a copy, each kind of kernel that stores, and each place of a division. A check
+compiles these alone."""
 
 AUTOTUNED = ("a matrix product", "one beside others", "an addition to what was there")
 
@@ -325,7 +326,9 @@ def results_of(run_on_ranks: RUN) -> Callable[[bool], RESULTS]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.each_torch if name in EACH_TORCH else ())
+        pytest.param(
+            name, marks=pytest.mark.each_torch if name in EACH_TORCH else pytest.mark.nightly
+        )
         for name in CASES
     ],
 )

@@ -111,8 +111,8 @@ def test_what_takes_compute_is_sent_in_fewer_buckets() -> None:
     assert best_cuts(replace(queue, taken=Taken(50, MIB // 10))) == [0, 4]
 
 
-@pytest.mark.parametrize("latency", [0, 50_000])
-@pytest.mark.parametrize("rise", [0, 400])
+@pytest.mark.parametrize("latency", [pytest.param(0, marks=pytest.mark.nightly), 50_000])
+@pytest.mark.parametrize("rise", [pytest.param(0, marks=pytest.mark.nightly), 400])
 @pytest.mark.parametrize("taken", [Taken(), Taken(1_000, 300)])
 def test_ten_thousand_gradients_take_seconds_at_most(latency: int, rise: int, taken: Taken) -> None:
     count = 10_000

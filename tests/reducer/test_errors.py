@@ -1,4 +1,4 @@
-"""What ranks learn of each other's errors, with a reducer."""
+"""What ranks learn of each other's errors and settings, with a reducer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._inductor import config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 
-import fusion_passes  # noqa: F401 - it adds the flag
+from fusion_passes.reducer.rank_errors import SettingsDifferError
 from testing import models
+from testing.registered import registered_by_nobody
+from tests.reducer.test_reducer import flag
 
 RUN = Callable[..., list[Any]]
 TIMEOUT = timedelta(seconds=3)
@@ -21,8 +22,7 @@ TIMEOUT = timedelta(seconds=3)
 
 def _lacks_on_one_rank(good_steps: int) -> str:
     """After some steps, rank 1 leaves out a branch that rank 0 takes; the error of this rank."""
-    torch._dynamo.reset()
-    with inductor_config.patch(ddp_fusion="concat"):
+    with flag():
         group = dist.new_group()
         ddp = DistributedDataParallel(models.Branching(), process_group=group)
         for step in range(good_steps + 2):
@@ -52,8 +52,7 @@ def test_a_missing_gradient_is_named_on_the_rank_that_waits(
 
 def _fails_on_one_rank() -> str:
     """The third backward of rank 1 raises an error of the user's; the error of this rank."""
-    torch._dynamo.reset()
-    with inductor_config.patch(ddp_fusion="concat"):
+    with flag():
         group = dist.new_group()
         ddp = DistributedDataParallel(models.mlp(3), process_group=group)
         for step in range(3):
@@ -78,3 +77,105 @@ def test_an_error_of_one_rank_is_named_on_the_other(run_on_ranks: RUN) -> None:
     waiting, failing = run_on_ranks(2, _fails_on_one_rank)
     assert failing == "a user's error"
     assert "rank 1 cannot finish its backward: ZeroDivisionError: a user's error" in waiting
+
+
+# --- join ----------------------------------------------------------------------------------------
+
+
+def _runs_out_first() -> str:
+    """Rank 0 has one input, rank 1 three; the error of this rank."""
+    with flag():
+        ddp = DistributedDataParallel(models.mlp())
+        try:
+            with ddp.join(throw_on_early_termination=True):
+                for _ in range(1 + 2 * dist.get_rank()):
+                    ddp(torch.ones(4, models.WIDTH)).sum().backward()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_an_error_where_one_runs_out_first(run_on_ranks: RUN) -> None:
+    ended, warned = run_on_ranks(2, _runs_out_first)
+    assert "Rank 0 exhausted all inputs" in ended
+    assert "at least one rank that exhausted inputs" in warned
+
+
+def _fails_alone() -> str:
+    """Rank 0 has no inputs, and the first backward of rank 1 raises an error of the user's; the
+    error of this rank."""
+    with flag():
+        group = dist.new_group()
+        ddp = DistributedDataParallel(models.mlp(), process_group=group)
+        try:
+            with ddp.join():
+                if dist.get_rank() == 1:
+                    output = ddp(torch.ones(4, models.WIDTH))
+                    output.register_hook(_raise)
+                    dist.barrier()
+                    output.sum().backward()
+                else:
+                    dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
+                    dist.barrier()
+        except (RuntimeError, ZeroDivisionError) as error:
+            return str(error)
+    return ""
+
+
+def test_an_error_reaches_those_without_inputs(run_on_ranks: RUN) -> None:
+    ended, failed = run_on_ranks(2, _fails_alone)
+    assert failed == "a user's error"
+    assert "rank 1 cannot finish its backward: ZeroDivisionError: a user's error" in ended
+
+
+# --- Settings ------------------------------------------------------------------------------------
+
+
+def _other_settings(flags: list[dict[str, Any]], options: list[dict[str, Any]]) -> str:
+    """The error of this rank, whose options of the flag and of DDP are those of its number."""
+    rank = dist.get_rank()
+    with (
+        registered_by_nobody(),
+        flag(**flags[rank]),
+        pytest.raises(SettingsDifferError) as caught,
+    ):
+        DistributedDataParallel(models.mlp(2), **options[rank])
+    return str(caught.value)
+
+
+SAME: list[dict[str, Any]] = [{}, {}]
+
+
+@pytest.mark.parametrize(
+    ("flags", "options", "words"),
+    [
+        (
+            [{"bucket_cap_mb": 1.0}, {"bucket_cap_mb": 2.0}],
+            SAME,
+            [
+                "torch._inductor.config.ddp_fusion must be the same on all ranks",
+                '"bucket_cap_mb": 1.0',
+                '"bucket_cap_mb": 2.0',
+            ],
+        ),
+        ([{}, {"memory": "registered"}], SAME, ['"memory": "registered"']),
+        (
+            SAME,
+            [{}, {"find_unused_parameters": True}],
+            [
+                "find_unused_parameters of DistributedDataParallel must be the same on all",
+                "false on rank 0",
+                "true on rank 1",
+            ],
+        ),
+    ],
+    ids=["cap", "memory", "unused"],
+)
+def test_other_settings_are_an_error_on_every_rank_that_names_them(
+    run_on_ranks: RUN,
+    flags: list[dict[str, Any]],
+    options: list[dict[str, Any]],
+    words: list[str],
+) -> None:
+    for text in run_on_ranks(2, _other_settings, flags=flags, options=options):
+        assert all(word in text for word in words), text

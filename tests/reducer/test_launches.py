@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from testing.scenarios.features.parts import InParts, Outside
+from testing.scenarios.features.loops import MODELS
+from testing.scenarios.features.parts import InParts
 from testing.scenarios.loop import backwards
 from testing.scenarios.run import Run
 
 RUN = Callable[..., list[Any]]
 
 
-def goes_on_beside_its_launches(mode: str, has_outside: bool) -> None:
+def goes_on_beside_its_launches(mode: str, is_disabled: bool) -> None:
     """Rank 1 launches nothing before rank 0 has run all graphs, which launch the same."""
     others, word = dist.new_group(), torch.zeros(1)
 
@@ -31,12 +32,12 @@ def goes_on_beside_its_launches(mode: str, has_outside: bool) -> None:
         dist.send(word, 1, others)
 
     run = Run("fused", torch.float32, torch.device("cpu"))
-    make = Outside if has_outside else InParts
+    make = MODELS["disabled"] if is_disabled else lambda _: InParts()
     x = run.rows(2)[0]
-    want = DistributedDataParallel(make())
+    want = DistributedDataParallel(make(run))
     want(x).square().sum().backward()
     with inductor_config.patch(ddp_fusion=mode):
-        ddp = run.ddp(make(), bucket_cap_mb=1e-6)
+        ddp = run.ddp(make(run), bucket_cap_mb=1e-6)
         call = run.compile(ddp)
         backwards(run, ddp, call, 2)  # Buckets are rebuilt in the first one.
         ddp.zero_grad()
@@ -53,7 +54,7 @@ def goes_on_beside_its_launches(mode: str, has_outside: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "has_outside"),
+    ("mode", "is_disabled"),
     [
         ("concat", False),
         ("coalesced", True),
@@ -61,6 +62,6 @@ def goes_on_beside_its_launches(mode: str, has_outside: bool) -> None:
     ],
 )
 def test_a_backward_does_not_wait_for_what_was_launched_before(
-    run_on_ranks: RUN, mode: str, has_outside: bool
+    run_on_ranks: RUN, mode: str, is_disabled: bool
 ) -> None:
-    run_on_ranks(2, goes_on_beside_its_launches, mode=mode, has_outside=has_outside)
+    run_on_ranks(2, goes_on_beside_its_launches, mode=mode, is_disabled=is_disabled)

@@ -189,12 +189,6 @@ def test_damaged_files_are_measured_anew_and_that_is_said(run_on_ranks: RUN, kep
         assert rank.steps.error == 0
 
 
-def test_another_torch_measures_anew(run_on_ranks: RUN, kept: Path) -> None:
-    again = run_on_ranks(2, start, directory=kept, torch_version="2.99.0")
-    assert said(again, "first run")
-    assert [(rank.planned, rank.measured) for rank in again] == [([], 1)] * 2
-
-
 def test_a_users_cap_bounds_the_buckets(run_on_ranks: RUN, kept: Path) -> None:
     sizes = [parameter.nbytes for parameter in models.mlp(LAYERS).parameters()]
     cap = 1.5 * max(sizes)

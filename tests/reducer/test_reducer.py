@@ -177,23 +177,6 @@ def test_ranks_with_other_graphs_launch_the_same_buckets(
         assert rank.stored == [0, *[wanted] * (len(rank.stored) - 1)]
 
 
-def settings_of_rank() -> str:
-    """Ranks have other caps."""
-    try:
-        with flag(bucket_cap_mb=1.0 + dist.get_rank()):
-            DistributedDataParallel(models.mlp(2))
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_other_settings_are_an_error_on_every_rank_that_names_them(run_on_ranks: RUN) -> None:
-    for text in run_on_ranks(2, settings_of_rank):
-        assert "torch._inductor.config.ddp_fusion must be the same on all ranks" in text
-        assert '"bucket_cap_mb": 1.0' in text
-        assert '"bucket_cap_mb": 2.0' in text
-
-
 def second_module() -> list[int]:
     """A second module of a class, after the first was compiled, and blocks of one class."""
     with flag():

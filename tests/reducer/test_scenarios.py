@@ -36,7 +36,7 @@ OTHERWISE_TRACED: Final = {
 }
 """Entries that note what is otherwise where backwards are traced; gradients are eager DDP's."""
 
-NAMED_IN: Final = {"model": "MODELS", "loss": "LOSSES", "hook": "HOOKS", "when": "SKIPS"}
+NAMED_IN: Final = {"model": "MODELS", "loss": "LOSSES", "hook": "HOOKS"}
 """Where a target's module has what an argument is the name of."""
 
 TIMEOUT: Final = timedelta(seconds=5)
@@ -132,7 +132,7 @@ def train(scenario: Scenario, mode: str, dtype: str, graph: str = "auto") -> Ran
 def test_trains_as_eager_ddp(run_on_ranks: RUN, scenario: Scenario, mode: str, dtype: str) -> None:
     reports = run_on_ranks(scenario.ranks, train, scenario=scenario, mode=mode, dtype=dtype)
     outcome = judge(scenario, reports)
-    assert outcome.kind == scenario.becomes, f"{outcome.words}\n{outcome.detail}"
+    assert outcome.kind == scenario.becomes, outcome.words
     if scenario.becomes == "refused":
         return
     for report in reports:
@@ -152,7 +152,7 @@ def test_trains_as_eager_ddp_where_backwards_are_traced(
         scenario.ranks, train, scenario=scenario, mode=mode, dtype=dtype, graph=graph
     )
     outcome = judge(scenario, reports)
-    assert outcome.kind == scenario.becomes, f"{outcome.words}\n{outcome.detail}"
+    assert outcome.kind == scenario.becomes, outcome.words
 
 
 def _assert_warned(report: RankReport, warns: tuple[str, ...]) -> None:

@@ -1,10 +1,10 @@
 """A process of its own that trains two steps and says what came out of Inductor's caches.
 
-    python -m tests.support.cached_training FLAG BUCKET_CAP_MB [PACKAGE_VERSION]
+    python -m tests.support.cached_training MODE
 
-FLAG is a mode or a cap. With ``--load F`` and ``--save F`` the caches come
-from a file of ``torch.compiler.save_cache_artifacts()`` and go to one. Prints a JSON object: the
-cache counters, and how many gradients the second backward has stored in their bucket.
+With ``--load F`` and ``--save F`` the caches come from a file of
+``torch.compiler.save_cache_artifacts()`` and go to one. Prints a JSON object: the cache counters,
+and how many gradients the second backward has stored in their bucket. Kernels compute nothing.
 """
 
 from __future__ import annotations
@@ -20,27 +20,17 @@ import torch._inductor.config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 
 
-def flag_of(text: str) -> Any:
-    """The value of the flag: a mode, or a cap in MiB."""
-    from fusion_passes import FusionConfig
-
-    return FusionConfig(bucket_cap_mb=float(text)) if text[0].isdigit() else text
-
-
-def main(flag: str, bucket_cap_mb: float, version: str, load: Path | None) -> dict[str, Any]:
+def main(mode: str, load: Path | None) -> dict[str, Any]:
     """Train, and return what is printed."""
     if load is not None:  # Before the package is imported.
         torch.compiler.load_cache_artifacts(load.read_bytes())
     import fusion_passes  # noqa: F401 - it adds the flag
-    from fusion_passes.install import compiles
     from fusion_passes.reducer.reducer import reducer_of
-    from testing.fake_world import one_rank, two_layers
+    from testing.fake_world import one_rank, two_layers, without_kernels
 
-    if version:
-        vars(compiles)["__version__"] = version
-    inductor_config.ddp_fusion = flag_of(flag)
-    with one_rank():
-        ddp = DistributedDataParallel(two_layers(), bucket_cap_mb=bucket_cap_mb)
+    inductor_config.ddp_fusion = mode
+    with one_rank(), without_kernels():
+        ddp = DistributedDataParallel(two_layers())
         compiled = torch.compile(ddp)
         for _ in range(2):
             compiled(torch.ones(2, 4)).sum().backward()
@@ -58,13 +48,11 @@ def main(flag: str, bucket_cap_mb: float, version: str, load: Path | None) -> di
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("flag")
-    parser.add_argument("cap", type=float)
-    parser.add_argument("version", nargs="?", default="")
+    parser.add_argument("mode")
     parser.add_argument("--load", type=Path)
     parser.add_argument("--save", type=Path)
     given = parser.parse_args()
-    said = main(given.flag, given.cap, given.version, given.load)
+    said = main(given.mode, given.load)
     if given.save is not None:
         saved = torch.compiler.save_cache_artifacts()
         assert saved is not None

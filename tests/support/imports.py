@@ -33,14 +33,6 @@ def names_of_torch(path: Path) -> set[str]:
     return found
 
 
-def private_attributes(path: Path) -> set[str]:
-    """Names with an underscore that a file asks of objects: not of itself, nor of what it has
-    imported from torch."""
-    others = {"self", "cls", *_torch_aliases(path)}
-    names = {rest.rpartition(".")[2] for head, rest in _attributes(path) if head not in others}
-    return {name for name in names if re.match(r"_[^_]", name)}
-
-
 def _attributes(path: Path) -> Iterator[tuple[str, str]]:
     """Each attribute as ``ddp``, ``logger._set_static_graph``; a call has its arguments there."""
     for node in ast.walk(ast.parse(path.read_text())):

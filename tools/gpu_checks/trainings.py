@@ -58,7 +58,8 @@ def row_of(check: Check, reports: list[RankReport | None], fate: str) -> Row:
         reports: of each rank; ``None`` where there is none.
         fate: why there is none.
     """
-    outcome = judge(check.scenario, reports, fate=fate, log="")
+    outcome = judge(check.scenario, reports, fate=fate)
     is_right = outcome.kind in ("equal", *check.also_right)
-    words = f"{outcome.kind}: {outcome.words}" if outcome.kind != "equal" else outcome.words
+    words = outcome.words.partition("\n")[0]
+    words = f"{outcome.kind}: {words}" if outcome.kind != "equal" else words
     return Row(check.title, is_right, words)

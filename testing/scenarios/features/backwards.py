@@ -12,24 +12,20 @@ from torch import Tensor, nn
 
 from fusion_passes import FusionConfig
 from testing.models import OUTPUTS, WIDTH, Branching, Exact, linear_loss
-from testing.scenarios.loop import BySign, backwards
+from testing.scenarios.loop import backwards, sgd, steps_of
 from testing.scenarios.run import Run
 
 
 def twice(run: Run) -> None:
     """Two backwards through one forward, with ``retain_graph``."""
     ddp, forward = run.compiled(run.mlp())
-    optimizer = BySign(ddp.parameters())
-    for step in range(3):
-        optimizer.zero_grad()
+    for step in steps_of(run, ddp, 3):
         inputs, factors = run.rows(step)
         outputs = forward(inputs)
         (outputs[:2] * factors[:2]).sum().backward(retain_graph=True)
         run.note_backward(ddp)
         (outputs[2:] * factors[2:]).sum().backward()
         run.note_backward(ddp)
-        optimizer.step()
-    run.note_end(ddp)
 
 
 def gradient_penalty(run: Run) -> None:
@@ -38,25 +34,19 @@ def gradient_penalty(run: Run) -> None:
     torch.manual_seed(0)
     layers = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, OUTPUTS)
     ddp = run.ddp(nn.Sequential(*layers))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    for step in range(3):
-        optimizer.zero_grad()
+    for step in steps_of(run, ddp, 3, sgd(0.01)):
         inputs, factors = run.rows(step)
         outputs = ddp(inputs.requires_grad_())
         (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
         ((outputs * factors).mean() + slope.square().mean()).backward()
         run.note_backward(ddp)
-        optimizer.step()
-    run.note_end(ddp)
 
 
 def no_sync(run: Run) -> None:
     """``no_sync`` around two backwards alone, and around a forward alone: the forward decides. A
     second backward through it is not averaged."""
     ddp, forward = run.compiled(run.mlp())
-    optimizer = BySign(ddp.parameters())
-    for step in range(2):
-        optimizer.zero_grad()
+    for step in steps_of(run, ddp, 2):
         with ddp.no_sync():
             local = linear_loss(forward, run.rows(step, 0))
         local.backward()
@@ -67,8 +57,6 @@ def no_sync(run: Run) -> None:
         run.note_backward(ddp)
         averaged.backward()
         run.note_backward(ddp)
-        optimizer.step()
-    run.note_end(ddp)
 
 
 def local_gradients(run: Run) -> None:

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from testing import models
 from testing.models import OUTPUTS, WIDTH, Batch, Exact, Loss, linear_loss
-from testing.scenarios.loop import BySign, backwards, sgd, train
+from testing.scenarios.loop import backwards, sgd, steps_of, train
 from testing.scenarios.run import Run
 
 
@@ -240,9 +239,7 @@ def forwards_then_backwards(run: Run) -> None:
     """Two forwards, and then the backward of each; the first under ``no_sync``, as a schedule of
     micro-batches does it."""
     ddp, forward = run.compiled(run.mlp())
-    optimizer = BySign(ddp.parameters())
-    for step in range(3):
-        optimizer.zero_grad()
+    for step in steps_of(run, ddp, 3):
         with ddp.no_sync():
             first = linear_loss(forward, run.rows(step, 0))
         second = linear_loss(forward, run.rows(step, 1))
@@ -251,8 +248,6 @@ def forwards_then_backwards(run: Run) -> None:
         run.note_backward(ddp, synced=False)
         second.backward()
         run.note_backward(ddp)
-        optimizer.step()
-    run.note_end(ddp)
 
 
 def evaluation(run: Run) -> None:
@@ -269,29 +264,6 @@ def evaluation(run: Run) -> None:
     train(run, ddp, before_step=evaluate)
 
 
-class _Switched(nn.Module):
-    """Exact. ``negative`` is a Python flag: changing it makes Dynamo compile anew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = models.mlp()
-        self.negative = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers(x)
-        return -x if self.negative else x
-
-
-def recompilation(run: Run) -> None:
-    """The model computes something else from the third step on."""
-    model = _Switched()
-
-    def switch(step: int) -> None:
-        model.negative = step >= 2
-
-    train(run, run.ddp(model), steps=4, before_step=switch)
-
-
 def marked_dynamic(run: Run, **loop: Any) -> None:
     """``mark_dynamic`` on the batch, which allows no compile to fix its size."""
 
@@ -304,21 +276,10 @@ def marked_dynamic(run: Run, **loop: Any) -> None:
     train(run, run.ddp(run.mlp()), draw=draw, **loop)
 
 
-class _Recomputed(nn.Module):
-    """Exact. All but the last layer are computed again, by a backward in the backward."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self.inner, self.last = run.mlp(2, WIDTH), run.mlp(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(checkpoint(self.inner, x.requires_grad_(), use_reentrant=True))
-
-
 def reentrant_checkpointing(run: Run) -> None:
     """Gradients are kept, and batch sizes change: their sizes become symbols. Compiled, a
     checkpoint is none of its own; in an eager forward its backward runs inside of another."""
-    ddp, compiled = run.compiled(_Recomputed(run))
+    ddp, compiled = run.compiled(models.Checkpointed(reentrant=True))
     for forward in (compiled, ddp):
         for step in range(3):
             backwards(run, ddp, forward, 1, first=step, size=3 + step, zero="kept")

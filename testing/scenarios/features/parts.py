@@ -37,20 +37,6 @@ class InParts(Exact, first=36):
         return self.last(as_it_is(self.middle(y)).flatten(1))
 
 
-class Outside(Exact, first=WIDTH, middle=OUTPUTS):
-    """Exact. One of its layers is not compiled."""
-
-    def __init__(self) -> None:
-        super().__init__(last=nn.Linear(OUTPUTS, OUTPUTS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self._not_compiled(self.first(x)))
-
-    @torch.compiler.disable
-    def _not_compiled(self, x: Tensor) -> Tensor:
-        return self.middle(x).relu()
-
-
 def in_parts(run: Run) -> None:
     """Each graph launches its own part, and the next ones compute meanwhile."""
     ddp, forward = run.compiled(InParts(), bucket_cap_mb=2e-4)

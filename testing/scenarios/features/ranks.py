@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from testing.models import OUTPUTS, WIDTH, Exact
+from testing.models import OUTPUTS, WIDTH, Checkpointed, Exact
+from testing.scenarios.features.backwards import must_raise
 from testing.scenarios.features.parts import Gated
 from testing.scenarios.loop import Zero, backwards
 from testing.scenarios.run import Run
@@ -50,6 +51,13 @@ def other_orders(run: Run) -> None:
     ddp, forward = run.compiled(_Orders(), bucket_cap_mb=1e-4)
     for step in range(4):
         backwards(run, ddp, forward, 1, (dist.get_rank() + step) % 2 == 0, first=step)
+
+
+def recompilation(run: Run) -> None:
+    """From the third step on, all ranks use them in another order."""
+    ddp, forward = run.compiled(_Orders())
+    for step in range(4):
+        backwards(run, ddp, forward, 1, step < 2, first=step)
 
 
 class _Both(nn.Module):
@@ -185,7 +193,6 @@ def _note_first_error(run: Run, label: str, step: Callable[[int], object]) -> No
         except RuntimeError as error:
             run.note(label, [number, *_words_of(str(error))])
             return
-        run.count_gradients()
     run.note(label, "no error")
 
 
@@ -244,6 +251,13 @@ def unreached_later(run: Run) -> None:
         slope.square().sum().backward()
 
     _note_first_error(run, "error", step)
+
+
+def unreached_at_first(run: Run) -> None:
+    """Parameters that a backward in the backward reaches pass for unused before it."""
+    ddp = run.ddp(Checkpointed(reentrant=True), find_unused_parameters=True)
+    backward = ddp(run.rows(0)[0]).sum().backward
+    must_raise("expected to mark a variable ready only once", backward)
 
 
 def _local_backwards(run: Run, ddp: Any) -> None:

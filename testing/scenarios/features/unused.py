@@ -11,56 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from testing.models import OUTPUTS, WIDTH, Batch, Branching, Exact, linear_loss
-from testing.scenarios.loop import Style, Zero, backwards, train
+from testing.scenarios.loop import Style, Zero, backwards
 from testing.scenarios.run import Run, synced_if
 
 FIND_UNUSED: Final[Mapping[str, Any]] = {"find_unused_parameters": True}
-
-
-class Skipping(nn.Module):
-    """Exact. A layer in the middle that is left out where ``skips`` is set."""
-
-    def __init__(self, layers: nn.Sequential, *, skips: bool = False) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = layers[0], layers[2], layers[4]
-        self.skips = skips
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).relu()
-        if not self.skips:
-            x = self.middle(x).relu()
-        return self.last(x)
-
-
-SKIPS: Final[Mapping[str, Callable[[int, int, int], bool]]] = {
-    "never": lambda *_: False,
-    "always": lambda *_: True,
-    "in odd steps": lambda step, *_: step % 2 == 1,
-    "on rank 1": lambda _, rank, __: rank == 1,
-    # On another rank in each step, and in the last step on all.
-    "in turn": lambda step, rank, ranks: step == 3 or step % ranks == rank,
-}
-"""When a layer is left out: of the step, the rank, and the number of ranks."""
-
-
-def skipping(run: Run, when: str, *, ddp: Mapping[str, Any] = FIND_UNUSED, **loop: Any) -> None:
-    """Train :class:`Skipping`. What one rank alone uses gets the average with nothing.
-
-    Args:
-        run: where it is noted.
-        when: one of :data:`SKIPS`.
-        ddp: options of ``DistributedDataParallel``.
-        loop: its fields.
-    """
-    model, rank, ranks = Skipping(run.mlp()), dist.get_rank(), dist.get_world_size()
-
-    def choose(step: int) -> None:
-        model.skips = SKIPS[when](step, rank, ranks)
-
-    train(run, run.ddp(model, **ddp), before_step=choose, **{"steps": 4, **loop})
-
-
-# --- One of several branches ---------------------------------------------------------------------
 
 
 @torch.compiler.disable
@@ -160,10 +114,10 @@ def branching(
         model: one of :data:`MODELS`, or another one with branches.
         prepare: called with the DDP module.
         before_note: called with it after each backward.
-        options: of DDP.
+        options: of DDP, beside ``find_unused_parameters=True`` or in its place.
     """
     made = MODELS[model](run) if isinstance(model, str) else model
-    ddp = run.ddp(made, **FIND_UNUSED, **options)
+    ddp = run.ddp(made, **{**FIND_UNUSED, **options})
     prepare(ddp)
     forward = run.compile(ddp) if style == "outside" else ddp
 
@@ -205,15 +159,14 @@ def in_a_static_graph_later(run: Run, takes: str) -> None:
 
 
 def by_instances(run: Run) -> None:
-    """Two modules of one class share a forward, and one of their layers takes no part. First they
+    """Two modules of one class share a forward, and one of their branches takes no part. First they
     take turns, then one backward is of both."""
-    models = [Skipping(run.mlp(), skips=True) for _ in range(2)]
-    modules = [run.ddp(model, **FIND_UNUSED) for model in models]
+    modules = [run.ddp(Branching(outputs=OUTPUTS), **FIND_UNUSED) for _ in range(2)]
     calls = [run.compile(ddp) for ddp in modules]
     for step in range(5):
         for ddp in modules:
             ddp.zero_grad()
-        losses = [linear_loss(call, run.rows(step, n)) for n, call in enumerate(calls)]
+        losses = [linear_loss(call, run.rows(step, n), "ab") for n, call in enumerate(calls)]
         for loss in [losses[0] + losses[1]] if step > 2 else losses:
             loss.backward()
         for ddp in modules:
