@@ -33,7 +33,14 @@ def directory() -> Path:
     if given:
         return Path(given)
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "fusion_passes"
+    return (Path(cache) if cache else _cache_of_user()) / "fusion_passes"
+
+
+def _cache_of_user() -> Path:
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:  # A user without a home, as some containers have.
+        return Path(tempfile.gettempdir())
 
 
 def path_of(place: Place) -> Path:
