@@ -75,11 +75,11 @@ _SHOWN_NAMES: Final = 4
 """Names that a warning has."""
 
 
-def warn_stays_local(label: str) -> None:
+def warn_stays_local(name: str) -> None:
     """Warn that gradients of a module were not averaged, though nothing asked for that."""
     warn_once(
-        f"local gradients of {label}",
-        f"The gradients of a backward of {label} stay on their rank, as with eager DDP: its "
+        f"local gradients of {name}",
+        f"The gradients of a backward of {name} stay on their rank, as with eager DDP: its "
         "forward has had its backward before, or did not run through the DDP module. Call the "
         "module anew before each backward that is to be averaged.",
     )
@@ -115,8 +115,8 @@ def warn_not_reduced(unmanaged: Iterable[Tensor]) -> None:
             more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
             shown = f"{len(names)}: {', '.join(names[:_SHOWN_NAMES])}{more}"
             warn_once(
-                f"not reduced {reducer.label}",
-                f"Gradients of {reducer.label} ({shown}) "
+                f"not reduced {reducer.name}",
+                f"Gradients of {reducer.name} ({shown}) "
                 "stay on their rank, as with eager DDP: DistributedDataParallel was constructed "
                 "before these parameters were made, or required a gradient. Construct it after the "
                 "last change of the model.",
