@@ -4,6 +4,7 @@ to rank 0."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
 import os
@@ -235,7 +236,10 @@ QUESTIONS: Final = 5
 """How often a rank asks rank 0 for the time; the fastest answer counts."""
 
 PATIENCE_SECONDS: Final = 60.0
-"""How long a rank waits for another one here."""
+"""How long a rank waits for the others here."""
+
+POLLING_SECONDS: Final = 0.01
+"""How often rank 0 looks who asks."""
 
 _numbers: Final = process_state.keep(
     [itertools.count()],
@@ -260,7 +264,8 @@ def _gather(mine: RankSteps) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
     """
     world = dist.group.WORLD
     assert world is not None, "its gradients were averaged"
-    place, found, missing = f"fusion_passes/steps/{next(_numbers[0])}", {mine.rank: mine}, []
+    place, found = f"fusion_passes/steps/{next(_numbers[0])}", {mine.rank: mine}
+    missing: list[int] = []
     if world.size() > 1 and world.name() != "fake":
         # A connection of its own: others in this process use the group's.
         store: Any = world.get_group_store().clone()  # type: ignore[attr-defined]
@@ -268,22 +273,40 @@ def _gather(mine: RankSteps) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
         if mine.rank > 0:
             _send(mine, store, place)
             return (replace(mine, start_s=0.0),), ()
-        for rank in range(1, world.size()):
-            try:
-                found[rank] = _receive(rank, store, place)
-            except RuntimeError:  # Silent, or gone.
-                missing.append(rank)
+        found |= _receive_all(world.size(), store, place)
+        missing = [rank for rank in range(world.size()) if rank not in found]
     if missing:
         log.warning("Ranks %s have not sent what they recorded.", missing)
-    ranks = (replace(item, start_s=item.start_s - mine.start_s) for item in found.values())
+    ranks = (
+        replace(item, start_s=item.start_s - mine.start_s) for _, item in sorted(found.items())
+    )
     return tuple(ranks), tuple(missing)
 
 
+def _receive_all(world_size: int, store: Any, place: str) -> dict[int, RankSteps]:
+    """What the other ranks have recorded, on rank 0, by rank; of those that have answered in time.
+
+    Who has asked is answered first: those that never do would else use up the others' patience.
+    """
+    found: dict[int, RankSteps] = {}
+    waiting, until = set(range(1, world_size)), time.monotonic() + PATIENCE_SECONDS
+    with contextlib.suppress(RuntimeError):  # The store is gone.
+        while waiting and time.monotonic() < until:
+            asking = [rank for rank in waiting if store.check([f"{place}/ask/{rank}/0"])]
+            for rank in asking:
+                store.set_timeout(timedelta(seconds=max(until - time.monotonic(), 1.0)))
+                with contextlib.suppress(RuntimeError):  # It is gone.
+                    found[rank] = _receive(rank, store, place)
+            waiting.difference_update(asking)
+            time.sleep(POLLING_SECONDS)
+    return found
+
+
 def _receive(rank: int, store: Any, place: str) -> RankSteps:
-    """What a rank has recorded, on rank 0.
+    """What a rank that asks has recorded, on rank 0.
 
     Raises:
-        RuntimeError: the rank has not answered.
+        RuntimeError: the rank has stopped asking.
     """
     for number in range(QUESTIONS):
         store.get(f"{place}/ask/{rank}/{number}")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +25,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import fusion_passes
 from fusion_passes.config import ReduceMode
+from fusion_passes.reporting import recording
 from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.timeline import RankSteps
 from testing.fake_world import fake_world, two_layers
 
 RUN = Callable[..., list[Any]]
@@ -173,6 +178,21 @@ def test_a_profile_of_the_users_own_is_left_alone() -> None:
         assert recording.timeline is None
         assert "runs a profiler" in recording.problem
         assert backwards.after is None
+
+
+def test_ranks_that_are_silent_keep_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor rank 0 for longer than its patience, however many they are."""
+    store = dist.HashStore()
+    group = mock.Mock(size=lambda: 5, get_group_store=lambda: store)
+    monkeypatch.setattr(recording.dist, "group", mock.Mock(WORLD=group))
+    monkeypatch.setattr(recording, "_numbers", [itertools.repeat(0)])
+    monkeypatch.setattr(recording, "PATIENCE_SECONDS", 3.0)
+    mine = [RankSteps(rank, "", float(rank), 0.0, (1.0,), ()) for rank in (0, 3)]
+    begin = time.monotonic()
+    with ThreadPoolExecutor(2) as threads:
+        (ranks, missing), *_ = threads.map(recording._gather, mine)
+    assert time.monotonic() - begin < 2 * 3.0
+    assert ([item.rank for item in ranks], missing) == ([0, 3], (1, 2, 4))
 
 
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": -1}, {"plain_steps": -1}])
