@@ -184,10 +184,11 @@ def record_steps(steps: int = 3, *, plain_steps: int = 3, gather: bool = True) -
             group. Each rank waits for that, a minute at most.
 
     Returns:
-        The recording; its ``timeline`` is ``None`` until it has ended.
+        The recording; its ``timeline`` is ``None`` until it has ended. While one is on its way, as
+        under ``python -m fusion_passes.explain``, it is that one.
 
     Raises:
-        ValueError: a number is not positive, or a recording is on its way.
+        ValueError: a number is not positive.
     """
     for name, value, least in (("steps", steps, 1), ("plain_steps", plain_steps, 0)):
         if value < least:
@@ -196,10 +197,7 @@ def record_steps(steps: int = 3, *, plain_steps: int = 3, gather: bool = True) -
                 "least one step."
             )
     if recordings.last is not None and not recordings.last.is_done:
-        raise ValueError(
-            "record_steps can be called once the steps before are recorded, but they are still on "
-            "their way. Wait until the recording's timeline is there."
-        )
+        return recordings.last
     recordings.last = Recording(steps, plain_steps, gather)
     backwards.after = recordings.last.after_backward
     return recordings.last
