@@ -107,7 +107,8 @@ class Timeline:
     """Some steps of all ranks, by one clock.
 
     Attributes:
-        ranks: by number; ranks that have not answered are missing.
+        ranks: by number, on rank 0; on others this one alone. Ranks that have not answered are
+            missing.
         buckets: the parameters of each bucket, by its name.
         plain_step_s: seconds of a step before the recording, without a profiler; 0 where none was
             timed, or torch compiled in all of them.

@@ -166,6 +166,18 @@ def test_modules_that_were_freed_are_reported_until_another_one_is_constructed()
         del anew
 
 
+def test_times_are_known_when_the_process_group_is_destroyed() -> None:
+    with fake_world(), inductor_config.patch(ddp_fusion="concat"):
+        ddp = DistributedDataParallel(two_layers())
+        fusion_passes.record_steps(1, plain_steps=0)
+        for _ in range(4):
+            ddp(torch.ones(2, 4)).sum().backward()
+    found = fusion_passes.report()
+    assert found.rank is None
+    assert found.totals.steps is not None
+    del ddp
+
+
 def test_a_profile_of_the_users_own_is_left_alone() -> None:
     with fake_world(), inductor_config.patch(ddp_fusion="concat"):
         torch._dynamo.reset()
