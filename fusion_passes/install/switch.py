@@ -62,7 +62,6 @@ def _note_averaged(run: RunningBackward, names: Sequence[str], copied: int) -> N
         backwards.note(tuple(names), "compiled_autograd")
     else:
         backwards.note(tuple(names), "reducer", run.why_untraced, copied=copied)
-    backwards.ended()
 
 
 def _warn_of_option() -> None:

@@ -123,13 +123,9 @@ class Recording:
         # As many are timed on each rank, whichever of them compile: what follows is the same step.
         seconds = [seconds for seconds, has_compiled in self._plain if not has_compiled]
         plain = statistics.median(seconds) if seconds else 0.0
-        modules = module_reports()
-        names = {bucket.name: bucket.parameters for item in modules for bucket in item.buckets}
-        predicted = tuple(
-            {bucket.name: bucket.planned_s for bucket in item.buckets if bucket.planned_s}
-            for item in modules
-        )
-        self.timeline = Timeline(ranks, names, plain, missing, predicted)
+        buckets = [bucket for item in module_reports() for bucket in item.buckets]
+        names = {bucket.name: bucket.parameters for bucket in buckets}
+        self.timeline = Timeline(ranks, names, plain, missing)
 
     def abandon(self, problem: str = ENDED) -> None:
         """Record no more, if the steps are not recorded yet."""
@@ -152,20 +148,13 @@ def _rounds() -> int:
     return sum(reducer.steps for reducer in reducers.alive())
 
 
-class Recordings:
-    """The recording that was begun last."""
-
-    def __init__(self) -> None:
-        self.last: Recording | None = None
-
-    def reset(self) -> None:
-        if self.last is not None:
-            self.last.abandon()
-        self.last = None
+def _forget(recordings: list[Recording]) -> None:
+    while recordings:
+        recordings.pop().abandon()
 
 
-recordings: Final = process_state.keep(
-    Recordings(), "the steps that were recorded last", Lifetime.PROCESS, reset=Recordings.reset
+last_recording: Final = process_state.keep(
+    list[Recording](), "the recording that was begun last, if any", Lifetime.PROCESS, reset=_forget
 )
 
 
@@ -196,11 +185,11 @@ def record_steps(steps: int = 3, *, plain_steps: int = 3, gather: bool = True) -
                 f"{name} must be a whole number of at least {least}, but is {value!r}. Record at "
                 "least one step."
             )
-    if recordings.last is not None and not recordings.last.is_done:
-        return recordings.last
-    recordings.last = Recording(steps, plain_steps, gather)
-    backwards.after = recordings.last.after_backward
-    return recordings.last
+    if last_recording and not last_recording[0].is_done:
+        return last_recording[0]
+    last_recording[:] = [Recording(steps, plain_steps, gather)]
+    backwards.after = last_recording[0].after_backward
+    return last_recording[0]
 
 
 def read_profile(profiler: profile, begin_ns: int, end_ns: int) -> RankTimeline:

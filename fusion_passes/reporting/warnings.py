@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-import weakref
 from collections.abc import Iterable
 from types import FrameType
 from typing import Final
@@ -23,39 +22,19 @@ class FusionWarning(UserWarning):
 _OURS: Final = ("fusion_passes", "torch")
 
 _warned: Final = process_state.keep(
-    set[str](), "topics that the user was warned about", Lifetime.PROCESS, reset=set.clear
-)
-
-_warned_of: Final = process_state.keep(
-    weakref.WeakKeyDictionary[object, set[str]](),
-    "topics that the user was warned about, of one DDP module",
-    Lifetime.MODULE,
-    reset=weakref.WeakKeyDictionary.clear,
-)
-
-_texts: Final = process_state.keep(
-    list[str](), "what the user was warned of, in order", Lifetime.PROCESS, reset=list.clear
+    dict[str, str](), "what the user was warned of, by topic", Lifetime.PROCESS, reset=dict.clear
 )
 
 
 def warnings_so_far() -> tuple[str, ...]:
     """What this process has warned of, in order; each text once."""
-    return tuple(dict.fromkeys(_texts))
+    return tuple(dict.fromkeys(_warned.values()))
 
 
-def warn_once(topic: str, text: str, about: object | None = None) -> None:
-    """Warn, unless this process was already warned about ``topic``.
-
-    Args:
-        topic: what the warning is about.
-        text: the warning.
-        about: the object that it is about, where others are to be warned of by themselves. It can
-            be freed, and what has its address then is another.
-    """
-    topics = _warned if about is None else _warned_of.setdefault(about, set())
-    if topic not in topics:
-        topics.add(topic)
-        _texts.append(text)
+def warn_once(topic: str, text: str) -> None:
+    """Warn, unless this process was already warned about the topic."""
+    if topic not in _warned:
+        _warned[topic] = text
         warnings.warn(text, FusionWarning, stacklevel=_users_level())
 
 

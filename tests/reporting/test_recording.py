@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,10 +26,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import fusion_passes
+from fusion_passes import BucketReport
 from fusion_passes.config import ReduceMode
 from fusion_passes.reporting import recording
 from fusion_passes.reporting.backwards import backwards
-from fusion_passes.reporting.timeline import RankSteps
+from fusion_passes.reporting.report import _with_predictions
+from fusion_passes.reporting.timeline import BucketTimes, RankSteps
 from testing.fake_world import fake_world, two_layers
 
 RUN = Callable[..., list[Any]]
@@ -112,8 +116,10 @@ def test_steps_of_all_ranks_are_recorded(run_on_ranks: RUN, mode: str) -> None:
             times = item["times"]
             assert times["launched_s"] < times["started_s"] < times["ended_s"]
             assert times["ended_s"] < found["report"]["totals"]["steps"]["step_s"]
-            rounded = times["ended_s"] - times["started_s"] + 1e-9
-            assert 0 <= times["exposed_s"] <= rounded
+            sent_s = times["ended_s"] - times["started_s"]
+            assert times["exposed_s"] >= 0
+            # Both are differences of times, rounded each in its own way.
+            assert times["exposed_s"] <= sent_s or math.isclose(times["exposed_s"], sent_s)
         assert found["profiled"] == {
             f"ddp_fusion: {name} bucket {n} {what}" for n in range(3) for what in ("launch", "wait")
         }
@@ -139,9 +145,6 @@ def test_a_report_without_a_flag_says_that_nothing_was_done() -> None:
     assert found.advice == ""
     assert (found.timeline, found.totals.steps) == (None, None)
     jsonschema.validate(json.loads(found.to_json()), SCHEMA)
-    wrong = json.loads(found.to_json()) | {"unheard of": 1}
-    with pytest.raises(jsonschema.ValidationError, match="unheard of"):
-        jsonschema.validate(wrong, SCHEMA)
 
 
 def test_modules_that_were_freed_are_reported_until_another_one_is_constructed() -> None:
@@ -176,6 +179,17 @@ def test_times_are_known_when_the_process_group_is_destroyed() -> None:
     assert found.rank is None
     assert found.totals.steps is not None
     del ddp
+
+
+def test_a_plan_is_put_where_the_network_began_with_its_first_bucket() -> None:
+    def bucket(planned_s: tuple[float, float] | None, started_s: float | None) -> BucketReport:
+        times = None if started_s is None else BucketTimes(0.0, started_s, 20.0, 0.0)
+        report = BucketReport("", "0", "float32", 4, 4, "none", ("w",), planned_s=planned_s)
+        return dataclasses.replace(report, times=times)
+
+    planned = [bucket((4.0, 7.0), 13.0), bucket((0.5, 1.0), 10.0), bucket((8.0, 9.0), None)]
+    found = [item.predicted_s for item in _with_predictions([bucket(None, 1.0), *planned])]
+    assert found == [None, (13.5, 16.5), (10.0, 10.5), (17.5, 18.5)]
 
 
 def test_a_profile_of_the_users_own_is_left_alone() -> None:
