@@ -210,7 +210,7 @@ def test_ranks_that_are_silent_keep_no_other_waiting(monkeypatch: pytest.MonkeyP
     """Nor rank 0 for longer than its patience, however many they are."""
     store = dist.HashStore()
     group = mock.Mock(size=lambda: 5, get_group_store=lambda: store)
-    monkeypatch.setattr(recording.dist, "group", mock.Mock(WORLD=group))
+    monkeypatch.setattr(dist, "group", mock.Mock(WORLD=group))
     monkeypatch.setattr(recording, "_numbers", [itertools.repeat(0)])
     monkeypatch.setattr(recording, "PATIENCE_SECONDS", 3.0)
     mine = [RankSteps(rank, "", float(rank), 0.0, (1.0,), ()) for rank in (0, 3)]
