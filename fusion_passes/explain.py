@@ -116,7 +116,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--plain-steps", type=int, default=3,
         help="steps to time before that, without a profiler (3)")  # fmt: skip
     add("--json", type=_output, metavar="FILE", help="write the report as JSON")
-    add("--timeline", type=_page, metavar="FILE",
+    add("--timeline", type=_output, metavar="FILE",
         help="write the steps of all ranks as a page for a browser (.html)")  # fmt: skip
     add("--stop", action="store_true", help="end the script once the report is there")
     add("-m", "--module", action="store_true",
@@ -140,12 +140,6 @@ def _output(text: str) -> Path:
             f"must be in a folder that is there, but is {text!r}. Make the folder first"
         )
     return path
-
-
-def _page(text: str) -> Path:
-    if not text.endswith(".html"):
-        raise argparse.ArgumentTypeError(f"must end with .html, but is {text!r}")
-    return _output(text)
 
 
 if __name__ == "__main__":

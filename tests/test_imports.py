@@ -36,6 +36,7 @@ ORDER: Final = list(ROOMS)
 
 NEVER: Final = {
     ("ddp", "passes"): "DDP's side rewrites no graphs",
+    ("reporting", "passes"): "what was done is reported from plans, which are values",
 }
 
 C10D_NAMESPACES: Final = {"_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem"}

@@ -42,7 +42,6 @@ SOURCES: Final = {
     "_split_size": "torch._inductor.ir",
     "_st_info": "torch.distributed.tensor.parallel.ddp",
     "_use_python_reducer": "torch.nn.parallel.distributed",
-    "ddp_graphs": "torch._logging._registrations",
     "maybe_subclass_metadata": "torch._functorch._aot_autograd.runtime_wrappers",
     "original_output_strides": "torch._inductor.compile_fx",
 }

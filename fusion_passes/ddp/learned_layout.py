@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import socket
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -21,14 +22,8 @@ import torch
 
 from fusion_passes.plan.layout import lay_out
 from fusion_passes.plan.timetable import Sent, plan_timetable
-from fusion_passes.profile.files import keep, known_profiles, look_up, path_of, ready_path
-from fusion_passes.profile.measure import (
-    Ranks,
-    agree_on_place,
-    keep_profile,
-    measure,
-    of_first_rank,
-)
+from fusion_passes.profile.files import keep, look_up, path_of, ready_path
+from fusion_passes.profile.measure import Ranks, agree_on_place, measure, of_first_rank
 from fusion_passes.profile.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
 from fusion_passes.profile.records import CollectiveKind, Place, Profile, ReadyTimes, parameters_key
 from fusion_passes.reducer.communication import AllReduce
@@ -116,7 +111,7 @@ def _find(reducer: Reducer, place: Place) -> Kept:
             said.append(f"{file} cannot be used, and is measured anew: {error}")
             return None
 
-    profile = known_profiles.get(reducer.group) or read(path_of(place), lambda: look_up(place))
+    profile = read(path_of(place), lambda: look_up(place))
     times = read(path, lambda: _times_of(path, reducer))
     return Kept(profile, times, str(path), tuple(said))
 
@@ -136,8 +131,9 @@ def _profile(
     if kept is None or missing:
         measured = measure(ranks, place, missing)
         kept = measured if kept is None else measured.with_tables_of(kept)
-        keep_profile(ranks, kept)
-    known_profiles[ranks.group] = kept
+        path = path_of(place)
+        if ranks.is_first and keep(path, kept.to_json(), "The profile"):
+            print(f"fusion_passes: kept in {path}", file=sys.stderr, flush=True)
     return kept
 
 
@@ -173,8 +169,8 @@ def _plan(reducer: Reducer, profile: Profile, times: ReadyTimes, path: str) -> N
     reducer.fix_layout(lay_out([[(n,) for n in numbers] for numbers in planned.buckets], kinds))
     reducer.predicted = planned.sent_ns
     source = (
-        f"buckets are planned from profile {profile.digest()} ({profile.place}), and from ready "
-        f"times of {times.rounds} steps, measured {times.measured} ({path} of rank 0)"
+        f"buckets are planned from the profile of {profile.place}, and from ready times of "
+        f"{times.rounds} steps, measured {times.measured} ({path} of rank 0)"
     )
     _say(reducer, source, *planned.lines())
 

@@ -96,12 +96,12 @@ def enter_forward(original: Callable[..., Any], ddp: DistributedDataParallel) ->
     """Do what ``DistributedDataParallel._inside_ddp_forward`` does, in each forward with DDP's own
     reducer; warn if the module was to be managed."""
     if active_config() is not None and ddp not in own_reducers:
+        name = type(ddp.module).__name__
         warn_once(
-            "late",
-            f"DistributedDataParallel({type(ddp.module).__name__}) was constructed before "
+            f"late {name}",
+            f"DistributedDataParallel({name}) was constructed before "
             "torch._inductor.config.ddp_fusion was set, so its gradients are not fused: DDP's own "
             "reducer sends them. Set ddp_fusion before you construct it.",
-            about=ddp,
         )
     return original(ddp)
 

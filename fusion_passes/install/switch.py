@@ -56,13 +56,12 @@ def install_flag() -> None:
     add_flag(lambda: _installation.follow(active_config()), _warn_of_option)
 
 
-def _note_averaged(run: RunningBackward, labels: Sequence[str], copied: int) -> None:
+def _note_averaged(run: RunningBackward, names: Sequence[str], copied: int) -> None:
     """Note a backward that reducers have averaged, for the report."""
     if run.is_traced:
-        backwards.note(tuple(labels), "compiled_autograd")
+        backwards.note(tuple(names), "compiled_autograd")
     else:
-        backwards.note(tuple(labels), "reducer", run.why_untraced, copied=copied)
-    backwards.ended()
+        backwards.note(tuple(names), "reducer", run.why_untraced, copied=copied)
 
 
 def _warn_of_option() -> None:

@@ -7,7 +7,6 @@ import gc
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final
 
 from torch import fx
 
@@ -26,12 +25,6 @@ from fusion_passes.reductions.owners import DdpGroups, OwnerOf
 from fusion_passes.torch_private.inductor import run_observed, trace_artifact
 
 log = logging.getLogger(__name__)
-
-PASS_NAMES: Final = tuple(
-    graph_pass.__name__
-    for graph_pass in (EraseDeadCode, FuseByConcat, FuseByCoalescing, PlaceReductions, PinOrder)
-)
-"""By which torch counts their time."""
 
 
 def run_pipeline(
@@ -69,7 +62,6 @@ def run_pipeline(
         is_placed = runner.run(PlaceReductions(placement))  # It moves, but adds nothing.
         runner.run(PinOrder(groups))  # Last: it binds the order that it finds.
         log.info("plan %s:\n%s", plan.digest(), plan.describe())
-        trace_artifact("ddp_fusion_plan", plan.describe)
         return replace(plan, placements=placement.placements) if is_placed else plan
 
 

@@ -40,7 +40,7 @@ divided before they are summed, as in eager DDP."""
 _AVERAGING: Final = ("nccl", "gloo")
 """Backends that average without a kernel of ours. NCCL multiplies while it reads, which costs
 nothing. Gloo divides after the sum, in its own thread, in about the time that a pass before
-it takes (docs/scaling.md), but nothing waits for it before the launch."""
+it takes (docs/buckets.md), but nothing waits for it before the launch."""
 
 
 @dataclass(frozen=True)

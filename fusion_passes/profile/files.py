@@ -1,30 +1,19 @@
-"""Profiles and ready times that are kept: on disk, a file for each place and module, always whole;
-and in this process, what the ranks of its groups have agreed on."""
+"""Files of profiles and of ready times: one for each place and module, always whole."""
 
 from __future__ import annotations
 
 import logging
 import os
 import tempfile
-import weakref
 from pathlib import Path
 from typing import Final
 
 from fusion_passes.profile.records import Place, Profile
-from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import ProcessGroup
 
 log = logging.getLogger(__name__)
 
 DIRECTORY_VARIABLE: Final = "FUSION_PASSES_PROFILE_DIR"
 """Names the directory of profiles; by default ``fusion_passes`` in the user's cache directory."""
-
-known_profiles: Final = process_state.keep(
-    weakref.WeakKeyDictionary[ProcessGroup, Profile](),
-    "what collectives cost on each process group",
-    Lifetime.GROUP,
-    reset=weakref.WeakKeyDictionary.clear,
-)
 
 
 def directory() -> Path:
@@ -33,7 +22,14 @@ def directory() -> Path:
     if given:
         return Path(given)
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "fusion_passes"
+    return (Path(cache) if cache else _cache_of_user()) / "fusion_passes"
+
+
+def _cache_of_user() -> Path:
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:  # A user without a home, as some containers have.
+        return Path(tempfile.gettempdir())
 
 
 def path_of(place: Place) -> Path:
@@ -61,7 +57,8 @@ def look_up(place: Place) -> Profile:
 
 
 def keep(path: Path, text: str, what: str) -> bool:
-    """Write a file of what was measured; the log says if that cannot be.
+    """Write a file of what was measured; the log says if that cannot be. Others may read or write
+    it at the same time, on other hosts too: it appears whole, or not at all.
 
     Args:
         path: of the file.
@@ -72,7 +69,15 @@ def keep(path: Path, text: str, what: str) -> bool:
         Whether it is written.
     """
     try:
-        write_whole(path, text)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(text)
+            Path(name).replace(path)
+        except OSError:
+            Path(name).unlink(missing_ok=True)
+            raise
     except OSError as error:
         log.warning(
             "%s cannot be kept in %s, so each start measures again: %s. Set %s to a directory that "
@@ -84,21 +89,3 @@ def keep(path: Path, text: str, what: str) -> bool:
         )
         return False
     return True
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that others may read or write at the same time, on other hosts too: it appears
-    whole, or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        Path(name).replace(path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -17,7 +17,6 @@ from typing import Any, Final, TypeVar
 import torch
 import torch.distributed as dist
 
-from fusion_passes.profile.files import keep, path_of
 from fusion_passes.profile.records import CollectiveKind, Place, Profile
 from fusion_passes.profile.tables import MIB, CostTable, Taken
 from fusion_passes.torch_private import ProcessGroup
@@ -283,13 +282,6 @@ def agree_on_place(ranks: Ranks) -> Place:
         ", ".join(interfaces),
         ", ".join(torches),
     )
-
-
-def keep_profile(ranks: Ranks, profile: Profile) -> None:
-    """Keep a profile, on rank 0."""
-    path = path_of(profile.place)
-    if ranks.is_first and keep(path, profile.to_json(), "The profile"):
-        print(f"fusion_passes: kept in {path}", file=sys.stderr, flush=True)
 
 
 def of_first_rank(ranks: Ranks, mine: _T) -> _T:

@@ -81,11 +81,6 @@ class Profile:
     tables: tuple[tuple[CollectiveKind, CostTable], ...]
     taken: Taken = NOTHING_TAKEN
 
-    def __post_init__(self) -> None:
-        # Equal profiles have equal texts.
-        tables = tuple(sorted(self.tables, key=lambda item: str(item[0])))
-        object.__setattr__(self, "tables", tables)
-
     def table(self, kind: CollectiveKind) -> CostTable:
         """The costs of a kind of collective that was measured."""
         return dict(self.tables)[kind]
@@ -99,10 +94,6 @@ class Profile:
         """This profile with what another one of the place has measured beside it."""
         tables = dict(other.tables) | dict(self.tables)
         return replace(self, tables=tuple(tables.items()))
-
-    def digest(self) -> str:
-        """Equal for equal profiles; 16 hexadecimal digits."""
-        return _digest(self.to_json())
 
     def to_json(self) -> str:
         """The profile as text; :meth:`from_json` reads it."""

@@ -207,7 +207,7 @@ class RunningBackward:
 
 
 OnAveraged: TypeAlias = Callable[[RunningBackward, Sequence[str], int], None]
-"""Receives a backward, the labels of the modules that it has averaged, and how many of their
+"""Receives a backward, the names of the modules that it has averaged, and how many of their
 gradients were copied into their buckets."""
 
 RunEngine: TypeAlias = Callable[[RunningBackward, Sequence[Any], Callable[[], Any]], Any]
@@ -222,7 +222,7 @@ class Reducers:
         compiled: the compiled forwards of the backwards that run, by autograd node.
         running: the backwards that run, but for those inside of others.
         run_engine: calls the engine, which may be traced by compiled autograd.
-        on_local: called with a module's label when a gradient has stayed on its rank.
+        on_local: called with a module's name when a gradient has stayed on its rank.
         on_averaged: called with each backward that has averaged modules.
         on_unowned: called with the tensors that such a backward reaches, and no reducer has.
         version: how often one was added.
@@ -457,10 +457,10 @@ class Reducers:
                 reducer.stays_local = False
                 # Of modules over the same weights, one averages for all.
                 if not any(reducer.shares_weights(other) for other in averaged):
-                    self.on_local(reducer.label)
+                    self.on_local(reducer.name)
         if averaged:
-            labels = [reducer.label for reducer in averaged]
-            self.on_averaged(run, labels, sum(reducer.num_copied for reducer in averaged))
+            names = [reducer.name for reducer in averaged]
+            self.on_averaged(run, names, sum(reducer.num_copied for reducer in averaged))
 
     def set_listeners(
         self,

@@ -17,9 +17,8 @@ class Backwards:
     """What is known of the backwards that were to be averaged.
 
     Attributes:
-        after: called after each backward. ``None`` if nobody wants to know.
-        first_ended_s: when the first one that reduced gradients had ended, as of
-            ``time.monotonic()``.
+        after: called after each. ``None`` if nobody wants to know.
+        first_ended_s: when the first one had ended, as of ``time.monotonic()``.
     """
 
     after: Callable[[], None] | None = None
@@ -33,12 +32,9 @@ class Backwards:
         because: str = "",
         copied: int = 0,
     ) -> None:
-        """Note a backward; see :class:`BackwardReport`."""
+        """Note a backward that has ended, its gradients averaged; see :class:`BackwardReport`."""
         self._counts[modules, reduced_in, because, copied] += 1
-
-    def ended(self) -> None:
-        """A backward has ended, and what it was to average is averaged."""
-        if self.first_ended_s is None and self._counts:
+        if self.first_ended_s is None:
             self.first_ended_s = time.monotonic()
         if self.after is not None:
             self.after()

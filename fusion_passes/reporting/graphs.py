@@ -19,10 +19,9 @@ from typing import Final
 from fusion_passes.plan.buckets import BucketPlan, TracedBucket
 from fusion_passes.plan.placement import Placement
 from fusion_passes.reductions.find import dtype_name
-from fusion_passes.reporting.records import FLATTENS, BucketReport, FusionReport, RejectionReport
+from fusion_passes.reporting.records import BucketReport, FusionReport, RejectionReport
 from fusion_passes.reporting.table import format_report
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private.dynamo import ddp_graph_log
 from fusion_passes.torch_private.inductor import inductor_counters, trace_artifact
 
 COUNTER_PREFIX: Final = "ddp_fusion_plan:"
@@ -71,7 +70,6 @@ class CompileLog:
         """Record a graph that this process compiled, and leave word for those that will take it
         from the cache."""
         self._reports.append(report)
-        ddp_graph_log().info("%s", format_report(report))
         trace_artifact("ddp_fusion_report", lambda: format_report(report))
         key = _packed(report)
         inductor_counters()[key] += 1
@@ -80,11 +78,6 @@ class CompileLog:
     def reports(self) -> tuple[FusionReport, ...]:
         self._read_cached()
         return tuple(self._reports)
-
-    def clear(self) -> None:
-        """Forget what was recorded so far."""
-        self._read_cached()
-        self._reports.clear()
 
     def reset(self) -> None:
         """Forget all, and have torch's counters forget it."""
@@ -152,7 +145,7 @@ def report_plan(plan: BucketPlan, mode: str) -> FusionReport:
         collectives_before=reductions + len(plan.rejections),
         collectives_after=len(plan.buckets) + left_alone,
         buckets=tuple(
-            _report_bucket(bucket, placement, mode)
+            _report_bucket(bucket, placement)
             for bucket, placement in zip_longest(plan.buckets, plan.placements)
         ),
         rejections=tuple(
@@ -163,7 +156,7 @@ def report_plan(plan: BucketPlan, mode: str) -> FusionReport:
     )
 
 
-def _report_bucket(bucket: TracedBucket, placement: Placement | None, mode: str) -> BucketReport:
+def _report_bucket(bucket: TracedBucket, placement: Placement | None) -> BucketReport:
     owner = bucket.members[0].owner
     return BucketReport(
         module=owner.module,
@@ -171,10 +164,8 @@ def _report_bucket(bucket: TracedBucket, placement: Placement | None, mode: str)
         dtype=dtype_name(bucket.key.dtype),
         num_bytes=bucket.num_bytes,
         sent_bytes=bucket.sent_bytes,
-        cap_bytes=0,
         scaling=bucket.scaling.method,
         parameters=tuple(member.owner.parameter for member in bucket.members),
-        note=FLATTENS if mode == "coalesced" and owner.backend == "gloo" else "",
         waited=placement.why_waited() if placement else "",
         overlapped=placement.overlapped if placement else 0,
         following=placement.following if placement else 0,

@@ -4,18 +4,13 @@ DDP's own logging data say of them."""
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any, Final
 
-import torch
-
-from fusion_passes.plan.layout import Bucket
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.communication import AllReduce, HookCall, name_of_hook
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reductions.find import dtype_name
-from fusion_passes.reporting.records import FLATTENS, BucketReport, ModuleReport
+from fusion_passes.reporting.records import BucketReport, ModuleReport
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.process_groups import backend_name
 
@@ -57,12 +52,11 @@ def _module(reducer: Reducer) -> ModuleReport:
     else:
         mode = "hook"
     device = next(iter(reducer.parameters.kinds.values())).device
-    backend = backend_name(reducer.group, device)
     return ModuleReport(
         reducer.name,
         reducer.group.group_name,
         reducer.group.size(),
-        backend,
+        backend_name(reducer.group, device),
         mode,
         name_of_hook(communication.hook) if isinstance(communication, HookCall) else "",
         reducer.steps,
@@ -70,19 +64,19 @@ def _module(reducer: Reducer) -> ModuleReport:
         reducer.num_stored,
         reducer.decision,
         reducer.bucket_memory.in_words(),
-        _buckets(reducer, FLATTENS if (mode, backend) == ("coalesced", "gloo") else ""),
+        _buckets(reducer),
     )
 
 
-def _buckets(reducer: Reducer, note: str) -> tuple[BucketReport, ...]:
-    """Those that are sent, in the order of their launches; each has the note."""
+def _buckets(reducer: Reducer) -> tuple[BucketReport, ...]:
+    """Those that are sent, in the order of their launches."""
     if not reducer.has_rebuilt_buckets:
         return ()
     names, copied = reducer.parameters.names, reducer.why_copied()
-    sent = [bucket for bucket in reducer.layout.buckets if bucket.numel or bucket.is_sparse]
-    caps = _caps(reducer, sent)
     reports = []
-    for bucket in sent:
+    for bucket in reducer.layout.buckets:
+        if not (bucket.numel or bucket.is_sparse):
+            continue
         # Of sparse gradients, as if all rows were there.
         numel = sum(reducer.parameters.kinds[number].numel for number in bucket.numbers)
         planned_ns = reducer.predicted.get(bucket.index)
@@ -97,27 +91,14 @@ def _buckets(reducer: Reducer, note: str) -> tuple[BucketReport, ...]:
             dtype=dtype_name(bucket.dtype),
             num_bytes=numel * bucket.dtype.itemsize,
             sent_bytes=numel * sent_dtype.itemsize,
-            cap_bytes=caps[bucket.index] if planned_ns is None else 0,
             scaling=scaling,
             parameters=tuple(names[number] for number in bucket.numbers),
             copied=tuple((names[n], copied[n]) for n in bucket.numbers if n in copied),
-            note=note,
             planned_s=planned_ns and (planned_ns[0] / 1e9, planned_ns[1] / 1e9),
             name=reducer.bucket_name(bucket.index),
         )
         reports.append(report)
     return tuple(reports)
-
-
-def _caps(reducer: Reducer, buckets: Sequence[Bucket]) -> dict[int, int]:
-    """The cap, in bytes, under which each bucket was filled, by its index; 0 for sparse ones."""
-    caps: dict[int, int] = {}
-    count: Counter[tuple[torch.dtype, torch.device]] = Counter()
-    for bucket in buckets:
-        kind = bucket.dtype, bucket.device
-        caps[bucket.index] = 0 if bucket.is_sparse else reducer.caps.of_bucket(count[kind])
-        count[kind] += not bucket.is_sparse
-    return caps
 
 
 # --- DDP's logging data ---------------------------------------------------------------------------

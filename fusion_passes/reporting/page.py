@@ -11,7 +11,6 @@ from typing import Any, Final
 from fusion_passes.reporting.spans import LANES, Span
 from fusion_passes.reporting.timeline import RankSteps, Timeline, exposed_of
 
-PREDICTED: Final = "predicted"
 EXPOSED: Final = "exposed"
 
 COLORS: Final = (
@@ -19,7 +18,6 @@ COLORS: Final = (
     ("launch", "#1f6fb4"),
     ("wait", "#c0392b"),
     ("network", "#b8860b"),
-    (PREDICTED, "#7a6fb0"),
     (EXPOSED, "#d81b60"),
 )
 
@@ -28,21 +26,11 @@ _DATA: Final = "/*TIMELINE*/null"
 
 
 def write_page(timeline: Timeline, path: str | Path) -> None:
-    """Write one file that loads nothing.
-
-    Raises:
-        ValueError: the name does not end with ``.html``.
-    """
-    path = Path(path)
-    if path.suffix != ".html":
-        raise ValueError(
-            f"path must end with .html, but is {str(path)!r}. What is written is a page for a "
-            "browser: give it such a name."
-        )
+    """Write one file that loads nothing."""
     template = (resources.files("fusion_passes.reporting") / "timeline.html").read_text("utf-8")
     # Text of the user's stands in it: nothing in it may end the script.
     data = json.dumps(_page_data(timeline), separators=(",", ":")).replace("</", "<\\/")
-    path.write_text(template.replace(_DATA, data, 1), encoding="utf-8")
+    Path(path).write_text(template.replace(_DATA, data, 1), encoding="utf-8")
 
 
 def _page_data(timeline: Timeline) -> dict[str, Any]:
@@ -66,9 +54,7 @@ def _page_data(timeline: Timeline) -> dict[str, Any]:
             "clockErrorUs": round(item.clock_error_s * 1e6, 1),
             "startUs": round(item.start_s * 1e6, 1),
             "endsUs": [round((item.start_s + end) * 1e6, 1) for end in item.ends_s],
-            "lanes": {
-                lane: rows(spans, item.start_s) for lane, spans in _lanes(timeline, item).items()
-            },
+            "lanes": {lane: rows(spans, item.start_s) for lane, spans in _lanes(item).items()},
             "times": vars(item.times()),
         }
         for item in timeline.ranks
@@ -83,14 +69,11 @@ def _page_data(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _lanes(timeline: Timeline, item: RankSteps) -> dict[str, list[Span]]:
-    """What a rank did, with what was predicted of the network, if anything was, and what of it was
-    exposed, by the bucket to blame."""
+def _lanes(item: RankSteps) -> dict[str, list[Span]]:
+    """What a rank did, and what of it was exposed, by the bucket to blame."""
     lanes: dict[str, list[Span]] = {
         lane: [span for span in item.spans if span.lane == lane] for lane in LANES
     }
-    if predicted := list(timeline.predicted_spans(item)):
-        lanes[PREDICTED] = predicted
     lanes[EXPOSED] = [
         Span("network", span.name, begin + low, begin + high)
         for begin, step in item.steps()

@@ -4,6 +4,7 @@ to rank 0."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
 import os
@@ -122,13 +123,9 @@ class Recording:
         # As many are timed on each rank, whichever of them compile: what follows is the same step.
         seconds = [seconds for seconds, has_compiled in self._plain if not has_compiled]
         plain = statistics.median(seconds) if seconds else 0.0
-        modules = module_reports()
-        names = {bucket.name: bucket.parameters for item in modules for bucket in item.buckets}
-        predicted = tuple(
-            {bucket.name: bucket.planned_s for bucket in item.buckets if bucket.planned_s}
-            for item in modules
-        )
-        self.timeline = Timeline(ranks, names, plain, missing, predicted)
+        buckets = [bucket for item in module_reports() for bucket in item.buckets]
+        names = {bucket.name: bucket.parameters for bucket in buckets}
+        self.timeline = Timeline(ranks, names, plain, missing)
 
     def abandon(self, problem: str = ENDED) -> None:
         """Record no more, if the steps are not recorded yet."""
@@ -151,20 +148,13 @@ def _rounds() -> int:
     return sum(reducer.steps for reducer in reducers.alive())
 
 
-class Recordings:
-    """The recording that was begun last."""
-
-    def __init__(self) -> None:
-        self.last: Recording | None = None
-
-    def reset(self) -> None:
-        if self.last is not None:
-            self.last.abandon()
-        self.last = None
+def _forget(recordings: list[Recording]) -> None:
+    while recordings:
+        recordings.pop().abandon()
 
 
-recordings: Final = process_state.keep(
-    Recordings(), "the steps that were recorded last", Lifetime.PROCESS, reset=Recordings.reset
+last_recording: Final = process_state.keep(
+    list[Recording](), "the recording that was begun last, if any", Lifetime.PROCESS, reset=_forget
 )
 
 
@@ -183,10 +173,11 @@ def record_steps(steps: int = 3, *, plain_steps: int = 3, gather: bool = True) -
             group. Each rank waits for that, a minute at most.
 
     Returns:
-        The recording; its ``timeline`` is ``None`` until it has ended.
+        The recording; its ``timeline`` is ``None`` until it has ended. While one is on its way, as
+        under ``python -m fusion_passes.explain``, it is that one.
 
     Raises:
-        ValueError: a number is not positive, or a recording is on its way.
+        ValueError: a number is not positive.
     """
     for name, value, least in (("steps", steps, 1), ("plain_steps", plain_steps, 0)):
         if value < least:
@@ -194,14 +185,11 @@ def record_steps(steps: int = 3, *, plain_steps: int = 3, gather: bool = True) -
                 f"{name} must be a whole number of at least {least}, but is {value!r}. Record at "
                 "least one step."
             )
-    if recordings.last is not None and not recordings.last.is_done:
-        raise ValueError(
-            "record_steps can be called once the steps before are recorded, but they are still on "
-            "their way. Wait until the recording's timeline is there."
-        )
-    recordings.last = Recording(steps, plain_steps, gather)
-    backwards.after = recordings.last.after_backward
-    return recordings.last
+    if last_recording and not last_recording[0].is_done:
+        return last_recording[0]
+    last_recording[:] = [Recording(steps, plain_steps, gather)]
+    backwards.after = last_recording[0].after_backward
+    return last_recording[0]
 
 
 def read_profile(profiler: profile, begin_ns: int, end_ns: int) -> RankTimeline:
@@ -235,7 +223,10 @@ QUESTIONS: Final = 5
 """How often a rank asks rank 0 for the time; the fastest answer counts."""
 
 PATIENCE_SECONDS: Final = 60.0
-"""How long a rank waits for another one here."""
+"""How long a rank waits for the others here."""
+
+POLLING_SECONDS: Final = 0.01
+"""How often rank 0 looks who asks."""
 
 _numbers: Final = process_state.keep(
     [itertools.count()],
@@ -260,7 +251,8 @@ def _gather(mine: RankSteps) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
     """
     world = dist.group.WORLD
     assert world is not None, "its gradients were averaged"
-    place, found, missing = f"fusion_passes/steps/{next(_numbers[0])}", {mine.rank: mine}, []
+    place, found = f"fusion_passes/steps/{next(_numbers[0])}", {mine.rank: mine}
+    missing: list[int] = []
     if world.size() > 1 and world.name() != "fake":
         # A connection of its own: others in this process use the group's.
         store: Any = world.get_group_store().clone()  # type: ignore[attr-defined]
@@ -268,22 +260,40 @@ def _gather(mine: RankSteps) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
         if mine.rank > 0:
             _send(mine, store, place)
             return (replace(mine, start_s=0.0),), ()
-        for rank in range(1, world.size()):
-            try:
-                found[rank] = _receive(rank, store, place)
-            except RuntimeError:  # Silent, or gone.
-                missing.append(rank)
+        found |= _receive_all(world.size(), store, place)
+        missing = [rank for rank in range(world.size()) if rank not in found]
     if missing:
         log.warning("Ranks %s have not sent what they recorded.", missing)
-    ranks = (replace(item, start_s=item.start_s - mine.start_s) for item in found.values())
+    ranks = (
+        replace(item, start_s=item.start_s - mine.start_s) for _, item in sorted(found.items())
+    )
     return tuple(ranks), tuple(missing)
 
 
+def _receive_all(world_size: int, store: Any, place: str) -> dict[int, RankSteps]:
+    """What the other ranks have recorded, on rank 0, by rank; of those that have answered in time.
+
+    Who has asked is answered first: those that never do would else use up the others' patience.
+    """
+    found: dict[int, RankSteps] = {}
+    waiting, until = set(range(1, world_size)), time.monotonic() + PATIENCE_SECONDS
+    with contextlib.suppress(RuntimeError):  # The store is gone.
+        while waiting and time.monotonic() < until:
+            asking = [rank for rank in waiting if store.check([f"{place}/ask/{rank}/0"])]
+            for rank in asking:
+                store.set_timeout(timedelta(seconds=max(until - time.monotonic(), 1.0)))
+                with contextlib.suppress(RuntimeError):  # It is gone.
+                    found[rank] = _receive(rank, store, place)
+            waiting.difference_update(asking)
+            time.sleep(POLLING_SECONDS)
+    return found
+
+
 def _receive(rank: int, store: Any, place: str) -> RankSteps:
-    """What a rank has recorded, on rank 0.
+    """What a rank that asks has recorded, on rank 0.
 
     Raises:
-        RuntimeError: the rank has not answered.
+        RuntimeError: the rank has stopped asking.
     """
     for number in range(QUESTIONS):
         store.get(f"{place}/ask/{rank}/{number}")

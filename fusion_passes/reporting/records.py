@@ -12,15 +12,9 @@ from typing import Any, Final, Literal, TypeAlias
 from fusion_passes.reporting.page import write_page
 from fusion_passes.reporting.timeline import BucketTimes, StepTimes, Timeline
 
-SCHEMA: Final = "fusion_passes.report/4"
+SCHEMA: Final = "fusion_passes.report/5"
 """Name and version of the JSON. A field that comes makes no new version; one that goes, or means
 something else, does."""
-
-FLATTENS: Final = (
-    "Gloo copies the gradients into a buffer of its own, reduces that, and copies them back: "
-    "mode 'concat' does without"
-)
-"""The note of a bucket whose gradients are sent as a list over Gloo."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +28,6 @@ class BucketReport:
         num_bytes: size of the gradients.
         sent_bytes: what is sent: less than ``num_bytes`` in a smaller dtype. Of sparse gradients
             both are those of all rows.
-        cap_bytes: the cap under which the bucket was filled; 0 if there was none, and of a traced
-            graph, which has the buckets of its module.
         scaling: how its gradients are scaled: :data:`fusion_passes.plan.scaling.ScalingMethod`, or
             ``"hook"`` by a communication hook, or ``"rows"`` for sparse ones, of which each rank
             divides its rows.
@@ -44,7 +36,6 @@ class BucketReport:
         copied: for each gradient that is copied into the bucket, by a hook or by the compiled
             backward, instead of stored there by the kernel that produces it: the parameter's name,
             and why. Of a module's bucket that is so for the last step.
-        note: what the backend does with the bucket that nobody would expect; may be empty.
         waited: where in a traced graph the result is waited for, and why there; empty for a
             module's bucket. Likewise the next two.
         overlapped: library kernels (matrix products, convolutions, attention) that run between
@@ -66,11 +57,9 @@ class BucketReport:
     dtype: str
     num_bytes: int
     sent_bytes: int
-    cap_bytes: int
     scaling: str
     parameters: tuple[str, ...]
     copied: tuple[tuple[str, str], ...] = ()
-    note: str = ""
     waited: str = ""
     overlapped: int = 0
     following: int = 0
@@ -196,8 +185,6 @@ class Totals:
         plain_step_s: seconds of a step before the recording, without a profiler; ``None`` likewise.
         peak_memory_bytes: the largest memory so far: allocated on the GPU, or the process's.
         peak_memory_of: which of the two: ``"cuda"`` or ``"process"``.
-        startup_s: seconds of compiling, by phase:
-            :func:`fusion_passes.reporting.report.startup_seconds`.
         first_backward_s: seconds from the import of the package to the end of the first backward
             whose gradients were reduced; ``None`` if there was none.
     """
@@ -212,7 +199,6 @@ class Totals:
     plain_step_s: float | None
     peak_memory_bytes: int
     peak_memory_of: str
-    startup_s: Mapping[str, float]
     first_backward_s: float | None
 
 
@@ -260,8 +246,7 @@ class Report:
         """Write the recorded steps as a page that any browser shows: one file that loads nothing.
 
         Raises:
-            ValueError: no steps were recorded on this rank, or the name does not end with
-                ``.html``.
+            ValueError: no steps were recorded on this rank.
         """
         if self.timeline is None:
             raise ValueError(

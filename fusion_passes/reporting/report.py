@@ -1,5 +1,4 @@
-"""The whole report of this process: what was done, what was measured, where the time of a start has
-gone, and what is worth trying."""
+"""The whole report of this process: what was done, what was measured, and what is worth trying."""
 
 from __future__ import annotations
 
@@ -7,20 +6,18 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from types import MappingProxyType
 from typing import Final
 
 import torch
 import torch.distributed as dist
 
 from fusion_passes.flag import active_config
-from fusion_passes.passes.pipeline import PASS_NAMES
 from fusion_passes.reporting.backwards import backwards
 from fusion_passes.reporting.graphs import compile_log, one_for_each_plan
 from fusion_passes.reporting.modules import module_reports
-from fusion_passes.reporting.recording import recordings
+from fusion_passes.reporting.recording import last_recording
 from fusion_passes.reporting.records import (
     SCHEMA,
     BucketReport,
@@ -28,9 +25,8 @@ from fusion_passes.reporting.records import (
     Report,
     Totals,
 )
-from fusion_passes.reporting.timeline import RankSteps, StepTimes, Timeline
+from fusion_passes.reporting.timeline import BucketTimes, StepTimes, Timeline
 from fusion_passes.reporting.warnings import warnings_so_far
-from fusion_passes.torch_private.profiling import seconds_by_name
 from fusion_passes.version import __version__
 
 _IMPORTED_S: Final = time.monotonic()
@@ -43,15 +39,16 @@ def report() -> Report:
     ``None``. Nothing is sent to other ranks.
     """
     config = active_config()
-    recording = recordings.last
-    timeline = recording.timeline if recording is not None else None
+    timeline = last_recording[0].timeline if last_recording else None
     joined = dist.is_available() and dist.is_initialized()
     rank = dist.get_rank() if joined else None
     modules = module_reports()
-    mine = next((item for item in timeline.ranks if item.rank == rank), None) if timeline else None
-    steps = mine.times() if mine is not None else None
-    if timeline is not None and mine is not None:
-        modules = _with_times(modules, timeline, mine)
+    steps = None
+    if timeline is not None:
+        # By its place: after destroy_process_group() nobody says which rank this was.
+        mine = timeline.ranks[0]
+        steps = mine.times()
+        modules = _with_times(modules, mine.bucket_times(timeline.buckets))
     graphs = one_for_each_plan(compile_log.reports())
     sent, traced = ([b for part in parts for b in part.buckets] for parts in (modules, graphs))
     return Report(
@@ -75,17 +72,31 @@ def report() -> Report:
 
 
 def _with_times(
-    modules: Iterable[ModuleReport], timeline: Timeline, mine: RankSteps
+    modules: Iterable[ModuleReport], times: Mapping[str, BucketTimes]
 ) -> tuple[ModuleReport, ...]:
-    """The modules with what a rank has recorded of their buckets."""
-    times = mine.bucket_times(timeline.buckets)
-    predicted = timeline.predicted_times({name: item.started_s for name, item in times.items()})
+    """The modules with what this rank has recorded of their buckets."""
+    timed = []
+    for item in modules:
+        buckets = [replace(bucket, times=times.get(bucket.name)) for bucket in item.buckets]
+        timed.append(replace(item, buckets=tuple(_with_predictions(buckets))))
+    return tuple(timed)
 
-    def timed(bucket: BucketReport) -> BucketReport:
-        name = bucket.name
-        return replace(bucket, times=times.get(name), predicted_s=predicted.get(name))
 
-    return tuple(replace(item, buckets=tuple(map(timed, item.buckets))) for item in modules)
+def _with_predictions(buckets: Sequence[BucketReport]) -> Iterator[BucketReport]:
+    """The buckets of a module with what its plan expected, by the clock of the recorded steps: the
+    bucket with which the network began first is put where that was."""
+    sent = [
+        (item.times.started_s, item.planned_s[0])
+        for item in buckets
+        if item.times and item.planned_s
+    ]
+    started_s, planned_s = min(sent, default=(0.0, 0.0))
+    for bucket in buckets:
+        if sent and bucket.planned_s:
+            begin, end = (started_s - planned_s + at for at in bucket.planned_s)
+            yield replace(bucket, predicted_s=(begin, end))
+        else:
+            yield bucket
 
 
 def _totals(
@@ -107,7 +118,6 @@ def _totals(
         timeline.plain_step_s if timeline is not None else None,
         peak,
         of,
-        startup_seconds(),
         None if first is None else first - _IMPORTED_S,
     )
 
@@ -117,37 +127,6 @@ def _peak_memory() -> tuple[int, str]:
         return torch.cuda.max_memory_allocated(), "cuda"
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process"
-
-
-# --- The start -----------------------------------------------------------------------------------
-
-_PHASES: Final = MappingProxyType(
-    {
-        "dynamo": (("_compile.compile_inner",), ("OutputGraph.call_user_compiler",)),
-        "aot_autograd": (("create_aot_dispatcher_function",), ("compile_fx_inner",)),
-        "inductor": (("compile_fx_inner",), ("async_compile.wait",)),
-        "kernels": (("async_compile.wait",), ()),
-    }
-)
-"""For each phase torch's names of what is counted, and of what is a part of that and is not."""
-
-
-def startup_seconds() -> dict[str, float]:
-    """Seconds that this process has spent compiling, by phase, as torch counts them.
-
-    ``dynamo`` traces Python, ``aot_autograd`` traces forward and backward, ``inductor`` makes code
-    of them, ``kernels`` is the wait for compilers; ``passes``, a part of ``inductor``, is this
-    package. What comes from a cache takes no time where it was made.
-    """
-    known = seconds_by_name()
-
-    def total(names: Iterable[str]) -> float:
-        return sum(known.get(name, 0.0) for name in names)
-
-    phases = {
-        phase: max(0.0, total(names) - total(parts)) for phase, (names, parts) in _PHASES.items()
-    }
-    return phases | {"passes": total(f"pass.post_grad_passes.{name}" for name in PASS_NAMES)}
 
 
 # --- What is worth trying ------------------------------------------------------------------------

@@ -182,8 +182,6 @@ def _done(bucket: BucketReport, shows_module: bool) -> Iterator[str]:
     yield f"{bucket.dtype}{sent}, {SCALED[bucket.scaling]}, {copied}"
     if bucket.waited:
         yield f"waited for {bucket.waited}"
-    if bucket.note:
-        yield bucket.note
 
 
 def _copies(buckets: Sequence[BucketReport]) -> Iterator[_Line]:
@@ -238,7 +236,5 @@ def _of_totals(totals: Totals) -> Iterator[_Line]:
         yield "", text
     of = "allocated on the GPU" if totals.peak_memory_of == "cuda" else "of the process"
     yield "", f"peak memory {of}: {format_bytes(totals.peak_memory_bytes)}"
-    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in totals.startup_s.items())
-    first = totals.first_backward_s
-    until = f"first backward after {first:.1f} s; " if first is not None else ""
-    yield "start: ", f"{until}seconds of compiling: {phases}"
+    if totals.first_backward_s is not None:
+        yield "start: ", f"first averaged backward after {totals.first_backward_s:.1f} s"

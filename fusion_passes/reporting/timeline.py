@@ -107,45 +107,18 @@ class Timeline:
     """Some steps of all ranks, by one clock.
 
     Attributes:
-        ranks: by number; ranks that have not answered are missing.
+        ranks: by number, on rank 0; on others this one alone. Ranks that have not answered are
+            missing.
         buckets: the parameters of each bucket, by its name.
         plain_step_s: seconds of a step before the recording, without a profiler; 0 where none was
             timed, or torch compiled in all of them.
         missing: numbers of the ranks that have not answered.
-        predicted: when the plans of ``"auto"`` expect the network to begin and to end with the
-            buckets of each module, by their names, in seconds from the start of the backward.
     """
 
     ranks: tuple[RankSteps, ...]
     buckets: Mapping[str, tuple[str, ...]]
     plain_step_s: float
     missing: tuple[int, ...] = ()
-    predicted: tuple[Mapping[str, tuple[float, float]], ...] = ()
-
-    def predicted_spans(self, item: RankSteps) -> Iterator[Span]:
-        """When the network was expected to be busy with each bucket, in the steps of a rank."""
-        for begin, step in item.steps():
-            sent = {s.name: s.start_s for s in reversed(step.spans) if s.lane == "network"}
-            for name, (start_s, end_s) in self.predicted_times(sent).items():
-                yield Span("network", name, begin + start_s, begin + end_s)
-
-    def predicted_times(self, started_s: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-        """When the network was expected to begin and to end with each bucket, by the clock of a
-        step: the first one of each plan is put where the network began with it.
-
-        Args:
-            started_s: when the network began with each bucket, by its name.
-        """
-        found: dict[str, tuple[float, float]] = {}
-        for times in self.predicted:
-            sent = [name for name in times if name in started_s]
-            if sent:
-                first = min(sent, key=started_s.__getitem__)
-                shift = started_s[first] - times[first][0]
-                found |= {
-                    name: (shift + begin, shift + end) for name, (begin, end) in times.items()
-                }
-        return found
 
 
 def exposed_of(step: RankTimeline) -> list[tuple[Span, list[tuple[float, float]]]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-import weakref
 from collections.abc import Iterable
 from types import FrameType
 from typing import Final
@@ -23,39 +22,19 @@ class FusionWarning(UserWarning):
 _OURS: Final = ("fusion_passes", "torch")
 
 _warned: Final = process_state.keep(
-    set[str](), "topics that the user was warned about", Lifetime.PROCESS, reset=set.clear
-)
-
-_warned_of: Final = process_state.keep(
-    weakref.WeakKeyDictionary[object, set[str]](),
-    "topics that the user was warned about, of one DDP module",
-    Lifetime.MODULE,
-    reset=weakref.WeakKeyDictionary.clear,
-)
-
-_texts: Final = process_state.keep(
-    list[str](), "what the user was warned of, in order", Lifetime.PROCESS, reset=list.clear
+    dict[str, str](), "what the user was warned of, by topic", Lifetime.PROCESS, reset=dict.clear
 )
 
 
 def warnings_so_far() -> tuple[str, ...]:
     """What this process has warned of, in order; each text once."""
-    return tuple(dict.fromkeys(_texts))
+    return tuple(dict.fromkeys(_warned.values()))
 
 
-def warn_once(topic: str, text: str, about: object | None = None) -> None:
-    """Warn, unless this process was already warned about ``topic``.
-
-    Args:
-        topic: what the warning is about.
-        text: the warning.
-        about: the object that it is about, where others are to be warned of by themselves. It can
-            be freed, and what has its address then is another.
-    """
-    topics = _warned if about is None else _warned_of.setdefault(about, set())
-    if topic not in topics:
-        topics.add(topic)
-        _texts.append(text)
+def warn_once(topic: str, text: str) -> None:
+    """Warn, unless this process was already warned about the topic."""
+    if topic not in _warned:
+        _warned[topic] = text
         warnings.warn(text, FusionWarning, stacklevel=_users_level())
 
 
@@ -75,11 +54,11 @@ _SHOWN_NAMES: Final = 4
 """Names that a warning has."""
 
 
-def warn_stays_local(label: str) -> None:
+def warn_stays_local(name: str) -> None:
     """Warn that gradients of a module were not averaged, though nothing asked for that."""
     warn_once(
-        f"local gradients of {label}",
-        f"The gradients of a backward of {label} stay on their rank, as with eager DDP: its "
+        f"local gradients of {name}",
+        f"The gradients of a backward of {name} stay on their rank, as with eager DDP: its "
         "forward has had its backward before, or did not run through the DDP module. Call the "
         "module anew before each backward that is to be averaged.",
     )
@@ -115,8 +94,8 @@ def warn_not_reduced(unmanaged: Iterable[Tensor]) -> None:
             more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
             shown = f"{len(names)}: {', '.join(names[:_SHOWN_NAMES])}{more}"
             warn_once(
-                f"not reduced {reducer.label}",
-                f"Gradients of {reducer.label} ({shown}) "
+                f"not reduced {reducer.name}",
+                f"Gradients of {reducer.name} ({shown}) "
                 "stay on their rank, as with eager DDP: DistributedDataParallel was constructed "
                 "before these parameters were made, or required a gradient. Construct it after the "
                 "last change of the model.",

@@ -34,11 +34,6 @@ def trace_rules() -> Any:
     return torch._dynamo.trace_rules
 
 
-def ddp_graph_log() -> Any:
-    """The log in which DDPOptimizer writes its table of buckets: ``TORCH_LOGS=ddp_graphs``."""
-    return torch._logging.getArtifactLogger("torch._dynamo.backends.distributed", "ddp_graphs")
-
-
 def is_compiling_graph() -> bool:
     """Whether a graph is being compiled in this thread."""
     from torch._guards import CompileContext

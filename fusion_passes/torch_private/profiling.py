@@ -15,7 +15,7 @@ PREFIX: Final = "ddp_fusion: "
 
 
 def is_profiling() -> bool:
-    """Whether a profiler of torch records this thread; 50 ns."""
+    """Whether a profiler of torch records this thread."""
     return bool(torch.autograd._profiler_enabled())
 
 

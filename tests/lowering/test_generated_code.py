@@ -58,7 +58,7 @@ def compile_backwards(
     """The backward of a model, else of three blocks, that makes fresh gradients; with two steps,
     the one behind it too, that writes into existing ones."""
     torch._dynamo.reset()
-    compile_log.clear()
+    compile_log.reset()
     # The code of a graph that comes from the cache cannot be caught.
     flag = FusionConfig(mode=mode, backward_graph="compiled_autograd")
     with fake_world(), inductor_config.patch(ddp_fusion=flag, fx_graph_cache=False):

@@ -75,7 +75,7 @@ def generate(
     traced by compiled autograd: the second step does not compile anew. Gradients are new, unless
     they are kept."""
     torch._dynamo.reset()
-    compile_log.clear()
+    compile_log.reset()
     with fake_world(world_size), inductor_config.patch(ddp_fusion=flag, fx_graph_cache=False):
         ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
         compiled = torch.compile(ddp)

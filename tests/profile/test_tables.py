@@ -49,11 +49,6 @@ def test_what_is_no_table_is_refused(sizes, times, rule) -> None:
         CostTable(sizes, times)
 
 
-def test_a_table_is_shown_by_its_ends() -> None:
-    table = CostTable((1024, 2048, 64 * MIB), (150_000, 200_000, 3_000_000))
-    assert str(table) == "1 KiB in 0.15 ms, 65536 KiB in 3.00 ms"
-
-
 def test_what_is_taken_is_a_line_that_neither_begins_below_0_nor_falls() -> None:
     assert Taken.of((MIB, 3 * MIB), (0.002, 0.004)) == Taken(1_000_000, 1_000_000)
     assert Taken.of((MIB, 4 * MIB), (0.0, 0.004)) == Taken(0, 1_000_000), "as for the large one"

@@ -12,7 +12,7 @@ STEPS = StepTimes(step_s=1.0, compute_s=0.8, network_s=0.5, hidden_s=0.3, expose
 
 
 def bucket(number: int, exposed_s: float, *parameters: str, **changes: object) -> BucketReport:
-    report = BucketReport("DDP 0 (Net)", "0", "float32", 2**20, 2**20, 0, "collective", parameters)
+    report = BucketReport("DDP 0 (Net)", "0", "float32", 2**20, 2**20, "collective", parameters)
     times = BucketTimes(0.0, 0.0, 0.0, exposed_s)
     name = f"DDP 0 (Net) bucket {number}"
     return dataclasses.replace(report, name=name, times=times, **changes)  # type: ignore[arg-type]

@@ -90,7 +90,6 @@ def test_what_is_known_is_shown_where_the_script_ends_too_soon(tmp_path: Path) -
     [
         (["--steps=many"], "invalid int value: 'many'"),
         (["--json=/not/there/report.json"], "in a folder that is there, but is '/not/there/rep"),
-        (["--timeline=a.svg"], "must end with .html, but is 'a.svg'"),
     ],
 )
 def test_wrong_options_are_refused_in_words(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -49,28 +48,8 @@ def test_the_page_is_one_file_that_loads_nothing(tmp_path: Path) -> None:
     assert shown["parameters"]["DDP 0 (Net) bucket 1"] == [f"{MARKUP}1", "bias"]
 
 
-def test_what_was_predicted_is_beside_what_was_measured(tmp_path: Path) -> None:
-    """From where the network began with the first bucket, on each rank."""
-    first, second = timeline().buckets
-    predicted = {first: (0.5, 0.501), second: (0.504, 0.507)}
-    for item in (one := dataclasses.replace(timeline(), predicted=(predicted,))).ranks:
-        shown = [
-            (s.name, round(s.start_s, 6), round(s.end_s, 6)) for s in one.predicted_spans(item)
-        ]
-        assert shown == [(first, 0.0, 0.001), (second, 0.004, 0.007)]
-    write_page(one, tmp_path / "page.html")
-    (data,) = re.findall(r"const data = (\{.*\});\n", (tmp_path / "page.html").read_text())
-    lane = json.loads(data)["ranks"][1]["lanes"]["predicted"]
-    assert [row[:2] for row in lane] == [[1000.0, 1000.0], [5000.0, 3000.0]], "by rank 0's clock"
-
-
 @pytest.mark.timeout(20)
 def test_a_thousand_buckets_are_written_at_once(tmp_path: Path) -> None:
     """And linearly: a quadratic search would take minutes."""
     write_page(timeline(buckets=1000, ranks=4), tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size < 2**20
-
-
-def test_a_name_of_another_form_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"must end with \.html, but is 'a\.svg'"):
-        write_page(timeline(), "a.svg")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import itertools
 import json
+import math
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,8 +26,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import fusion_passes
+from fusion_passes import BucketReport
 from fusion_passes.config import ReduceMode
+from fusion_passes.reporting import recording
 from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.report import _with_predictions
+from fusion_passes.reporting.timeline import BucketTimes, RankSteps
 from testing.fake_world import fake_world, two_layers
 
 RUN = Callable[..., list[Any]]
@@ -107,8 +116,10 @@ def test_steps_of_all_ranks_are_recorded(run_on_ranks: RUN, mode: str) -> None:
             times = item["times"]
             assert times["launched_s"] < times["started_s"] < times["ended_s"]
             assert times["ended_s"] < found["report"]["totals"]["steps"]["step_s"]
-            rounded = times["ended_s"] - times["started_s"] + 1e-9
-            assert 0 <= times["exposed_s"] <= rounded
+            sent_s = times["ended_s"] - times["started_s"]
+            assert times["exposed_s"] >= 0
+            # Both are differences of times, rounded each in its own way.
+            assert times["exposed_s"] <= sent_s or math.isclose(times["exposed_s"], sent_s)
         assert found["profiled"] == {
             f"ddp_fusion: {name} bucket {n} {what}" for n in range(3) for what in ("launch", "wait")
         }
@@ -134,9 +145,6 @@ def test_a_report_without_a_flag_says_that_nothing_was_done() -> None:
     assert found.advice == ""
     assert (found.timeline, found.totals.steps) == (None, None)
     jsonschema.validate(json.loads(found.to_json()), SCHEMA)
-    wrong = json.loads(found.to_json()) | {"unheard of": 1}
-    with pytest.raises(jsonschema.ValidationError, match="unheard of"):
-        jsonschema.validate(wrong, SCHEMA)
 
 
 def test_modules_that_were_freed_are_reported_until_another_one_is_constructed() -> None:
@@ -161,6 +169,29 @@ def test_modules_that_were_freed_are_reported_until_another_one_is_constructed()
         del anew
 
 
+def test_times_are_known_when_the_process_group_is_destroyed() -> None:
+    with fake_world(), inductor_config.patch(ddp_fusion="concat"):
+        ddp = DistributedDataParallel(two_layers())
+        fusion_passes.record_steps(1, plain_steps=0, gather=False)
+        for _ in range(4):
+            ddp(torch.ones(2, 4)).sum().backward()
+    found = fusion_passes.report()
+    assert found.rank is None
+    assert found.totals.steps is not None
+    del ddp
+
+
+def test_a_plan_is_put_where_the_network_began_with_its_first_bucket() -> None:
+    def bucket(planned_s: tuple[float, float] | None, started_s: float | None) -> BucketReport:
+        times = None if started_s is None else BucketTimes(0.0, started_s, 20.0, 0.0)
+        report = BucketReport("", "0", "float32", 4, 4, "none", ("w",), planned_s=planned_s)
+        return dataclasses.replace(report, times=times)
+
+    planned = [bucket((4.0, 7.0), 13.0), bucket((0.5, 1.0), 10.0), bucket((8.0, 9.0), None)]
+    found = [item.predicted_s for item in _with_predictions([bucket(None, 1.0), *planned])]
+    assert found == [None, (13.5, 16.5), (10.0, 10.5), (17.5, 18.5)]
+
+
 def test_a_profile_of_the_users_own_is_left_alone() -> None:
     with fake_world(), inductor_config.patch(ddp_fusion="concat"):
         torch._dynamo.reset()
@@ -175,6 +206,21 @@ def test_a_profile_of_the_users_own_is_left_alone() -> None:
         assert backwards.after is None
 
 
+def test_ranks_that_are_silent_keep_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor rank 0 for longer than its patience, however many they are."""
+    store = dist.HashStore()
+    group = mock.Mock(size=lambda: 5, get_group_store=lambda: store)
+    monkeypatch.setattr(dist, "group", mock.Mock(WORLD=group))
+    monkeypatch.setattr(recording, "_numbers", [itertools.repeat(0)])
+    monkeypatch.setattr(recording, "PATIENCE_SECONDS", 3.0)
+    mine = [RankSteps(rank, "", float(rank), 0.0, (1.0,), ()) for rank in (0, 3)]
+    begin = time.monotonic()
+    with ThreadPoolExecutor(2) as threads:
+        (ranks, missing), *_ = threads.map(recording._gather, mine)
+    assert time.monotonic() - begin < 2 * 3.0
+    assert ([item.rank for item in ranks], missing) == ([0, 3], (1, 2, 4))
+
+
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": -1}, {"plain_steps": -1}])
 def test_wrong_numbers_are_refused(wrong: dict[str, Any]) -> None:
     ((name, value),) = wrong.items()
@@ -183,7 +229,11 @@ def test_wrong_numbers_are_refused(wrong: dict[str, Any]) -> None:
     assert backwards.after is None
 
 
-def test_a_recording_must_end_before_the_next() -> None:
-    fusion_passes.record_steps(1)
-    with pytest.raises(ValueError, match="still on their way"):
-        fusion_passes.record_steps(1)
+def test_a_recording_that_is_on_its_way_goes_on() -> None:
+    """Such as that of the command, around a script that records itself."""
+    begun = fusion_passes.record_steps(1)
+    after = backwards.after
+    assert fusion_passes.record_steps(2) is begun
+    assert backwards.after == after
+    begun.abandon()
+    assert fusion_passes.record_steps(1) is not begun

@@ -27,7 +27,6 @@ REPORT = FusionReport(
             dtype="float32",
             num_bytes=1536,
             sent_bytes=768,
-            cap_bytes=0,
             scaling="result",
             parameters=("head.bias", "head.weight"),
             waited="at the end",
@@ -40,7 +39,6 @@ REPORT = FusionReport(
             dtype="bfloat16",
             num_bytes=30 * MIB,
             sent_bytes=30 * MIB,
-            cap_bytes=0,
             scaling="bucket",
             parameters=tuple(f"layers.{index}.weight" for index in range(5)),
             copied=(
@@ -48,7 +46,6 @@ REPORT = FusionReport(
                 ("layers.1.weight", "another reason"),
                 ("layers.3.weight", "a reason"),
             ),
-            note="what the backend does",
             waited="early, because x reads it",
             overlapped=1,
             following=2,
@@ -106,7 +103,6 @@ bucket        size  what was done
                     layers.3.weight and 1 more
                     bfloat16, scaled in the bucket, 3 copied
                     waited for early, because x reads it
-                    what the backend does
 copied: 2: layers.0.weight, layers.3.weight: a reason
 copied: 1: layers.1.weight: another reason
 left alone: all_reduce_7 (_c10d_functional.all_reduce.default): its own reason""",
@@ -130,7 +126,6 @@ bucket        size  what was done
                     layers.3.weight and 1 more
                     bfloat16, scaled in the bucket, 3 copied
                     waited for early, because x reads it
-                    what the backend does
 copied: 2: layers.0.weight, layers.3.weight: a reason
 copied: 1: layers.1.weight: another reason
 left alone: all_reduce_7
