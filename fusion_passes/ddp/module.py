@@ -24,10 +24,12 @@ from fusion_passes.ddp.forward import (
     sends_buffers,
 )
 from fusion_passes.ddp.learned_layout import learn_layout
+from fusion_passes.ddp.own_reducer import warn_own_reducer
 from fusion_passes.ddp.tensor_parallel import make_dtensors_when_read
 from fusion_passes.ddp.traced import name_in_graphs, reduce_in_graph
 from fusion_passes.flag import active_config
 from fusion_passes.plan.caps import BucketCaps, bucket_caps, default_caps, given_caps
+from fusion_passes.plan.layout import GradientKind
 from fusion_passes.plan.scaling import REDUCE_DTYPE_OF
 from fusion_passes.reducer.backward import reducers, why_failed
 from fusion_passes.reducer.communication import SENT_AS, AllReduce, HookCall, name_of_hook
@@ -40,7 +42,6 @@ from fusion_passes.reducer.reducer import (
     UNFINISHED,
     Parameters,
     Reducer,
-    kinds_of,
     reducer_of,
 )
 from fusion_passes.reductions.hook_pattern import is_dense
@@ -290,7 +291,11 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> None:
             parameters,
             [names.get(id(parameter), "?") for parameter in parameters],
             [strides_to_send(parameter) for parameter in parameters],
-            kinds_of(parameters, sparse),
+            {
+                n: GradientKind(p.numel(), p.dtype, p.device, n in sparse)
+                for n, p in enumerate(parameters)
+                if p.requires_grad
+            },
         ),
         group=group,
         label=label,
@@ -299,7 +304,7 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> None:
         communication=communication,
     )
     if config.memory == "registered":
-        reducer.bucket_memory = RegisteredBuckets(group)
+        reducer.registered = RegisteredBuckets(group)
     reducer.is_to_be_traced = config.backward_graph == "compiled_autograd"
     ref = weakref.ref(reducer)
     for n in reducer.numbers:
@@ -335,7 +340,7 @@ def _remove_hooks(reducer: Reducer) -> None:
     reducers.discard(reducer)
     if reducer.when_freed is not None:
         reducer.when_freed.detach()
-    reducer.bucket_memory.release()
+    reducer.release_memory()
     _remove_handles(reducer.hooks)
 
 
@@ -352,8 +357,6 @@ def hand_over(ddp: DistributedDataParallel, reason: str) -> None:
         ddp: the module; all ranks of its group must hand it over between the same two steps.
         reason: for the user.
     """
-    from fusion_passes.ddp.own_reducer import warn_own_reducer
-
     ddp.__class__ = _users_class(ddp)
     for name in _REPLACED:
         ddp.__dict__.pop(name, None)

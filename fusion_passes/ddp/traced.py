@@ -179,27 +179,23 @@ class TracedBackwards:
         if is_asked and not run.why_untraced:
             for reducer in modules:
                 traced_modules.note(name_in_graphs(reducer), reducer)
-            try:
-                with self._capturing, self._entering(run), tracing_backwards(self._compile):
-                    return engine()
-            except Exception as error:
-                if run.has_entered_graph:
-                    raise
-                # Compiled autograd cannot trace it: nothing of it has run.
-                _give_up(run, error)
+            with self._capturing:
+                self._run = run
+                try:
+                    with tracing_backwards(self._compile):
+                        return engine()
+                except Exception as error:
+                    if run.has_entered_graph:
+                        raise
+                    # Compiled autograd cannot trace it: nothing of it has run.
+                    _give_up(run, error)
+                finally:
+                    self._run = None
         with self._capturing:  # While another thread's backward is traced, this one would be.
             pass
         must_be_off = is_on and (modules or _reaches_managed(outputs))
         with tracing_none() if must_be_off else contextlib.nullcontext():
             return engine()
-
-    @contextlib.contextmanager
-    def _entering(self, run: RunningBackward) -> Iterator[None]:
-        self._run = run
-        try:
-            yield
-        finally:
-            self._run = None
 
     def _why_not(self, run: RunningBackward) -> str:
         """Why a backward is not traced; empty if it is."""

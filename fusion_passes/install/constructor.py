@@ -15,8 +15,6 @@ from fusion_passes.ddp.module import manage_by_reducer
 from fusion_passes.ddp.own_reducer import (
     check_supported,
     own_reducers,
-    reason_for_own_reducer,
-    wait_for_delayed,
     warn_own_reducer,
     warn_without_effect,
 )
@@ -56,12 +54,14 @@ def construct(
     _check_conflicts()
     _check_tracing(config)
     check_supported(given)
-    reason = reason_for_own_reducer(given)
-    if reason is not None:
+    if given.get("delay_all_reduce_named_params"):
         with dynamo_config().patch(optimize_ddp=True):
             original(ddp, *args, **kwargs)
-        wait_for_delayed(ddp, given.get("param_to_hook_all_reduce"))
-        warn_own_reducer(ddp, reason)
+        warn_own_reducer(
+            ddp,
+            "it was given delay_all_reduce_named_params=.... To fuse, leave it out: reductions "
+            "overlap the backward anyway",
+        )
         return
     # DDP takes no list with the Python reducer, which has no buckets of its own.
     caps_mb = bound.arguments.pop("bucket_cap_mb_list", None) or ()

@@ -47,11 +47,9 @@ replaced: Final = process_state.keep(
 
 def install_flag() -> None:
     """Add the flag to torch's configuration, and follow it from now on."""
-    reducers.set_listeners(
-        on_local=warn_stays_local,
-        on_unowned=warn_not_reduced,
-        on_averaged=_note_averaged,
-    )
+    reducers.on_local = warn_stays_local
+    reducers.on_unowned = warn_not_reduced
+    reducers.on_averaged = _note_averaged
     reducers.run_engine = traced_backwards.run_engine
     add_flag(lambda: _installation.follow(active_config()), _warn_of_option)
 

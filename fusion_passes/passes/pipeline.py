@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import fx
@@ -45,37 +42,23 @@ def run_pipeline(
         CannotLaunchError: the graph cannot launch what its modules launch.
         BrokenInvariantError: a bug of a pass.
     """
-    with _collector_paused():
-        groups = DdpGroups.of(graph, owner_of)
-        if not groups.owners:
-            return BucketPlan((), find_gradient_reductions(graph, groups).rejections)
-        runner = _Runner(graph, groups)
-        # What nothing reads would pass for a reader of a gradient.
-        runner.run(EraseDeadCode(groups))
-        plan = plan_buckets(graph, find_gradient_reductions(graph, groups), buckets_of)
-        if not plan.buckets:
-            return plan
-        concat = FuseByConcat(plan.buckets, plan.digest())
-        if not runner.run(concat if mode == "concat" else FuseByCoalescing(plan.buckets)):
-            raise CannotLaunchError("the pass that fuses them is switched off")
-        placement = plan_placement(graph, groups)  # Needs the final launches.
-        is_placed = runner.run(PlaceReductions(placement))  # It moves, but adds nothing.
-        runner.run(PinOrder(groups))  # Last: it binds the order that it finds.
-        log.info("plan %s:\n%s", plan.digest(), plan.describe())
-        return replace(plan, placements=placement.placements) if is_placed else plan
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """The passes make many objects and no cycles of them: without this, a third of the time on a
-    graph of 10,000 gradients goes into looking for garbage."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    groups = DdpGroups.of(graph, owner_of)
+    if not groups.owners:
+        return BucketPlan((), find_gradient_reductions(graph, groups).rejections)
+    runner = _Runner(graph, groups)
+    # What nothing reads would pass for a reader of a gradient.
+    runner.run(EraseDeadCode(groups))
+    plan = plan_buckets(graph, find_gradient_reductions(graph, groups), buckets_of)
+    if not plan.buckets:
+        return plan
+    concat = FuseByConcat(plan.buckets, plan.digest())
+    if not runner.run(concat if mode == "concat" else FuseByCoalescing(plan.buckets)):
+        raise CannotLaunchError("the pass that fuses them is switched off")
+    placement = plan_placement(graph, groups)  # Needs the final launches.
+    is_placed = runner.run(PlaceReductions(placement))  # It moves, but adds nothing.
+    runner.run(PinOrder(groups))  # Last: it binds the order that it finds.
+    log.info("plan %s:\n%s", plan.digest(), plan.describe())
+    return replace(plan, placements=placement.placements) if is_placed else plan
 
 
 class _Runner:

@@ -462,16 +462,6 @@ class Reducers:
             names = [reducer.name for reducer in averaged]
             self.on_averaged(run, names, sum(reducer.num_copied for reducer in averaged))
 
-    def set_listeners(
-        self,
-        *,
-        on_local: Callable[[str], None],
-        on_unowned: Callable[[Sequence[Tensor]], None],
-        on_averaged: OnAveraged,
-    ) -> None:
-        """Have these called from now on; see the attributes."""
-        self.on_local, self.on_unowned, self.on_averaged = on_local, on_unowned, on_averaged
-
     def reset(self) -> None:
         """Forget all reducers."""
         for reducer in self.alive():

@@ -1,10 +1,10 @@
-"""Where the memory of buckets comes from."""
+"""Buckets in memory that NCCL has registered."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,48 +14,6 @@ from fusion_passes.torch_private.registered_memory import RegisteredMemory
 
 _BEGINS_AT: Final = 512
 """Bytes. Where memory is shared, a bucket begins at a multiple of it, as torch's allocations do."""
-
-
-class BucketMemory(Protocol):
-    """Gives buckets their memory.
-
-    Attributes:
-        is_lasting: whether a bucket has the same memory in each round.
-    """
-
-    is_lasting: bool
-
-    def prepare(self, layout: Layout) -> None:
-        """The buckets have been rebuilt: all ranks call this, with the same layout."""
-
-    def take(self, bucket: Bucket) -> Tensor:
-        """Memory of a bucket for one round: ``[bucket.numel]``."""
-
-    def in_words(self) -> str:
-        """What it is, for the report."""
-
-    def release(self) -> None:
-        """No bucket is launched any more."""
-
-
-class PlainMemory:
-    """Memory that is allocated for each round, and freed with the last gradient in it."""
-
-    is_lasting = False
-
-    def prepare(self, layout: Layout) -> None:
-        """See :class:`BucketMemory`."""
-
-    def take(self, bucket: Bucket) -> Tensor:
-        """See :class:`BucketMemory`."""
-        return torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-
-    def in_words(self) -> str:
-        """See :class:`BucketMemory`."""
-        return "plain"
-
-    def release(self) -> None:
-        """See :class:`BucketMemory`."""
 
 
 @dataclass
@@ -71,12 +29,11 @@ class RegisteredBuckets:
     """
 
     group: Any
-    is_lasting = True
     _memory: RegisteredMemory | None = None
     _buckets: dict[int, Tensor] = field(default_factory=dict)
 
     def prepare(self, layout: Layout) -> None:
-        """See :class:`BucketMemory`."""
+        """The buckets have been rebuilt: all ranks call this, with the same layout."""
         buckets = [bucket for bucket in layout.buckets if bucket.numel and not bucket.is_sparse]
         sizes = [bucket.numel * bucket.dtype.itemsize for bucket in buckets]
         ends = [*itertools.accumulate(-(-size // _BEGINS_AT) * _BEGINS_AT for size in sizes)]
@@ -91,13 +48,13 @@ class RegisteredBuckets:
             memory.set_(storage, start // bucket.dtype.itemsize, (bucket.numel,), (1,))
             self._buckets[bucket.index] = memory
 
-    def take(self, bucket: Bucket) -> Tensor:
-        """See :class:`BucketMemory`. Buckets that are rebuilt later lie in plain memory."""
-        known = self._buckets.get(bucket.index)
-        return known if known is not None else PlainMemory().take(bucket)
+    def of(self, bucket: Bucket) -> Tensor | None:
+        """Memory of a bucket, ``[bucket.numel]``, the same in each round; ``None`` before buckets
+        have been rebuilt."""
+        return self._buckets.get(bucket.index)
 
     def in_words(self) -> str:
-        """See :class:`BucketMemory`. Which kernels NCCL picks then, it tells nobody but its log."""
+        """What it is, for the report. Which kernels NCCL picks then, only its log says."""
         if self._memory is None:
             return "registered with NCCL when the buckets are rebuilt"
         return (
@@ -106,6 +63,6 @@ class RegisteredBuckets:
         )
 
     def release(self) -> None:
-        """See :class:`BucketMemory`."""
+        """No bucket is launched any more."""
         if self._memory is not None:
             self._memory.deregister()

@@ -35,7 +35,7 @@ from fusion_passes.plan.layout import (
 from fusion_passes.profile.ready_clock import ReadyClock
 from fusion_passes.reducer.communication import Communication, Wait, average_sparse
 from fusion_passes.reducer.copies import CONVERTED, ELSEWHERE, NODE_HOOKED, UNALIGNED, Copies
-from fusion_passes.reducer.memory import BucketMemory, PlainMemory
+from fusion_passes.reducer.memory import RegisteredBuckets
 from fusion_passes.reducer.rank_errors import FailureNotes
 from fusion_passes.torch_private.autograd import after_backward, backward_id, tensor_in
 from fusion_passes.torch_private.ddp import raise_as_ddp
@@ -156,7 +156,8 @@ class Reducer:
         steps: how many rounds have ended; ``steps_told``: of how many the report knows.
         on_unseen: called when a gradient comes, and no backward is known that reaches the module.
         copies: how gradients have come into their buckets in the last one.
-        bucket_memory: where the memory of its buckets comes from.
+        registered: the memory of its buckets that NCCL has registered; ``None``: each round has its
+            own, which is freed with the last gradient in it.
         name: of the module in reports and profiles: its label, with the group where others have
             that label too.
         is_to_be_traced: whether its backwards are to be traced, where they can be.
@@ -187,7 +188,7 @@ class Reducer:
         self.config = config
         self.caps = self.piece_caps = caps
         self.communication = communication
-        self.bucket_memory: BucketMemory = PlainMemory()
+        self.registered: RegisteredBuckets | None = None
         self.find_unused: bool = ddp.find_unused_parameters
         self.is_static = bool(ddp.static_graph)
         # DDP's own first order is that of the parameters, in reverse.
@@ -318,7 +319,7 @@ class Reducer:
     def forget(self) -> None:
         """Let the module train no further: no backward would be averaged any more."""
         self._is_forgotten = True
-        self.bucket_memory.release()
+        self.release_memory()
         if self.ddp is not None:
             setattr(self.ddp, UNFINISHED, FORGOTTEN)
 
@@ -401,7 +402,7 @@ class Reducer:
             self._round.copies.refuse(numbers, UNALIGNED if lies_so else ELSEWHERE)
             return None
         with self._lock:
-            memory = self._bucket_memory(self._round, bucket)
+            memory = self._memory_of(self._round, bucket)
             self.join_streams()  # The graph may store on another stream than it was allocated on.
         return memory[start : start + numel]
 
@@ -448,7 +449,7 @@ class Reducer:
         places = []
         for number in numbers:
             index, offset = self.layout.places[number]
-            memory = self._bucket_memory(now, self.layout.buckets[index])
+            memory = self._memory_of(now, self.layout.buckets[index])
             places.append(memory[offset : offset + self.parameters.kinds[number].numel])
         with torch.no_grad():
             torch._foreach_copy_(places, list(gradients))
@@ -586,13 +587,21 @@ class Reducer:
 
     # --- Buckets ---------------------------------------------------------------------------------
 
-    def _bucket_memory(self, now: Round, bucket: Bucket) -> Tensor:
+    def _memory_of(self, now: Round, bucket: Bucket) -> Tensor:
         memory = now.memory.get(bucket.index)
         if memory is None:
-            memory = now.memory[bucket.index] = self.bucket_memory.take(bucket)
-            if self.bucket_memory.is_lasting:
+            memory = self.registered.of(bucket) if self.registered is not None else None
+            if memory is None:
+                memory = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            else:
                 self._move_out(bucket, memory)
+            now.memory[bucket.index] = memory
         return memory
+
+    def release_memory(self) -> None:
+        """No bucket is launched any more."""
+        if self.registered is not None:
+            self.registered.release()
 
     def _move_out(self, bucket: Bucket, memory: Tensor) -> None:
         """Give gradients of earlier rounds, which are to be accumulated further, memory of their
@@ -609,7 +618,7 @@ class Reducer:
         """A gradient's place in its bucket, in the parameter's shape. It is no view to autograd:
         programs that call ``.grad.detach_()`` before ``.grad.zero_()`` could not with one."""
         index, offset = self.layout.places[number]
-        memory = self._bucket_memory(now, self.layout.buckets[index])
+        memory = self._memory_of(now, self.layout.buckets[index])
         shape, strides = self.parameters.all[number].shape, self.parameters.strides[number]
         return tensor_in(memory, shape, strides, offset)
 
@@ -707,7 +716,7 @@ class Reducer:
             return self._launch_sparse(now, bucket.numbers[0], name)
         if not bucket.numel:
             return lambda: None
-        memory = self._bucket_memory(now, bucket)
+        memory = self._memory_of(now, bucket)
         with torch.no_grad():
             wait = self.communication.launch(bucket, memory, name)
         return named_in_profile(wait, f"{name} wait") if name else wait
@@ -756,7 +765,8 @@ class Reducer:
         """Take this layout, the same on all ranks, for good."""
         self.layout = layout
         self.has_rebuilt_buckets = True
-        self.bucket_memory.prepare(layout)
+        if self.registered is not None:
+            self.registered.prepare(layout)
 
     # --- Its end ---------------------------------------------------------------------------------
 
@@ -840,7 +850,7 @@ class Reducer:
         now.unused = set(self.numbers)
         for bucket in self.layout.buckets:
             if not bucket.is_sparse:
-                self._bucket_memory(now, bucket).zero_()
+                self._memory_of(now, bucket).zero_()
             now.waits.append(self._launch(now, bucket))
         with torch.no_grad():
             for wait in now.waits:
@@ -925,17 +935,6 @@ class Reducer:
             f"{', '.join(names[n] for n in missing)}\nParameter indices which did not receive grad "
             f"for rank {rank}: {' '.join(map(str, missing))}"
         )
-
-
-def kinds_of(
-    parameters: Sequence[nn.Parameter], sparse: Collection[int]
-) -> dict[int, GradientKind]:
-    """What the layout must know of the trained ones of some parameters, by number."""
-    return {
-        number: GradientKind(p.numel(), p.dtype, p.device, number in sparse)
-        for number, p in enumerate(parameters)
-        if p.requires_grad
-    }
 
 
 def reducer_of(ddp: Any) -> Reducer:

@@ -63,7 +63,7 @@ def _module(reducer: Reducer) -> ModuleReport:
         len(reducer.numbers),
         reducer.num_stored,
         reducer.decision,
-        reducer.bucket_memory.in_words(),
+        "plain" if reducer.registered is None else reducer.registered.in_words(),
         _buckets(reducer),
     )
 

@@ -57,12 +57,6 @@ def is_tensor_subclass(value: Any) -> bool:
     return bool(is_traceable_wrapper_subclass(value))
 
 
-def hooks_on_gradient(parameter: Tensor) -> dict[int, Any]:
-    """The hooks that get the parameter's gradient before it is accumulated, in their order."""
-    hooks: Any = parameter._backward_hooks
-    return {} if hooks is None else hooks
-
-
 def accumulates_plainly(tensor: Tensor) -> bool:
     """Whether nobody looks at a tensor's gradient before it is accumulated, or right after: there
     are no hooks of either kind."""

@@ -7,7 +7,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 # What register_comm_hook does beside noting the hook; its reducer can come later here.
 from torch.distributed import _register_builtin_comm_hook, _register_comm_hook
@@ -76,17 +76,6 @@ def has_optimizer_in_backward(parameter: nn.Parameter) -> bool:
     """Whether an optimizer steps the parameter in the backward, by torch's
     ``_apply_optimizer_in_backward``."""
     return hasattr(parameter, "_in_backward_optimizers")
-
-
-def delayed_hook(ddp: DistributedDataParallel) -> Any:
-    """The hook that launches the reduction of delayed gradients."""
-    return ddp._delayed_all_reduce_hook
-
-
-def delayed_gradients(ddp: DistributedDataParallel) -> Tensor | None:
-    """The delayed gradients, in one buffer."""
-    buffer: Tensor | None = ddp._delay_grad_buffer
-    return buffer
 
 
 # --- What DDP does -------------------------------------------------------------------------------

@@ -83,8 +83,9 @@ def _identity_of_traced(*, is_transposed: bool = False, **options: Any) -> str:
     with one_rank(), inductor_config.patch(ddp_fusion=flag):
         traced_modules.reset()
         model = two_layers()
-        for layer in model if is_transposed else ():
-            layer.weight.data = layer.weight.data.t().contiguous().t()
+        if is_transposed:
+            weight = model[0].weight
+            weight.data = weight.data.t().contiguous().t()
         ddp = DistributedDataParallel(model, **options)
         ddp(torch.ones(2, 4)).sum().backward()
         reducer = reducer_of(ddp)

@@ -249,7 +249,7 @@ def test_memory_is_deregistered_when_nothing_is_launched_from_it(run_on_ranks: R
 
 def two_dtypes() -> tuple[list[int], int, bool]:
     """Sizes of what was registered, where the second bucket begins in it, and whether an empty
-    gradient is right too."""
+    one is left out."""
     with registered_by_nobody() as registry, flag(memory="registered"):
         model = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1).double()])
         model.register_parameter("empty", nn.Parameter(torch.ones(0, dtype=torch.bfloat16)))
@@ -257,9 +257,12 @@ def two_dtypes() -> tuple[list[int], int, bool]:
         reducer = reducer_of(ddp)
         reducer.rebuild_buckets()
         buckets = [b for b in reducer.layout.buckets if b.numel]
-        first, second = (reducer.bucket_memory.take(bucket) for bucket in buckets)
+        memory = reducer.registered
+        assert memory is not None
+        first, second = (memory.of(bucket) for bucket in buckets)
+        assert first is not None and second is not None
         (empty,) = (b for b in reducer.layout.buckets if not b.numel)
-        is_empty = reducer.bucket_memory.take(empty).shape == (0,)
+        is_empty = memory.of(empty) is None
     return registry.sizes, second.data_ptr() - first.data_ptr(), is_empty
 
 

@@ -43,11 +43,8 @@ def _reduce_now(ddp: Any, gradient: Tensor) -> Tensor:
 
 
 def delayed_all_reduce(run: Run) -> None:
-    """``delay_all_reduce_named_params``: the last layer's, until the first layer's is there. Eager
-    DDP does not wait for their collective: here it does, and ours has to."""
-    if run.is_fused:
-        _train_delayed(run)
-        return
+    """``delay_all_reduce_named_params``: the last layer's, until the first layer's is there. DDP
+    does not wait for their collective: here it does."""
     with mock.patch.object(DistributedDataParallel, "_delayed_all_reduce_hook", _reduce_now):
         _train_delayed(run)
 
