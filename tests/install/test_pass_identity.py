@@ -84,7 +84,7 @@ def _identity_of_traced(*, is_transposed: bool = False, **options: Any) -> str:
         traced_modules.reset()
         model = two_layers()
         if is_transposed:
-            weight = model[0].weight
+            weight = model.get_parameter("0.weight")
             weight.data = weight.data.t().contiguous().t()
         ddp = DistributedDataParallel(model, **options)
         ddp(torch.ones(2, 4)).sum().backward()

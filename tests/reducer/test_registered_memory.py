@@ -260,7 +260,8 @@ def two_dtypes() -> tuple[list[int], int, bool]:
         memory = reducer.registered
         assert memory is not None
         first, second = (memory.of(bucket) for bucket in buckets)
-        assert first is not None and second is not None
+        assert first is not None
+        assert second is not None
         (empty,) = (b for b in reducer.layout.buckets if not b.numel)
         is_empty = memory.of(empty) is None
     return registry.sizes, second.data_ptr() - first.data_ptr(), is_empty
