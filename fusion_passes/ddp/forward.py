@@ -54,7 +54,10 @@ class ManagedForward(DistributedDataParallel):
             _begin_step(self)
         elif sends_buffers(self):
             broadcast_buffers(self)
-        if self.device_ids:
+        if self.device_ids and not torch.compiler.is_dynamo_compiling():
+            moved, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+            return moved[0], moved_kwargs[0]
+        if self.device_ids:  # Dynamo cannot trace DDP's own.
             device = torch.device(self.device_type, self.device_ids[0])
             return tree_map_only(Tensor, lambda tensor: tensor.to(device), (inputs, kwargs))
         return inputs, kwargs

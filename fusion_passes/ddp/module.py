@@ -55,6 +55,7 @@ from fusion_passes.torch_private.ddp import (
     comm_hooks,
     common_rank,
     ddp_logging_data,
+    divides_by_initial_size,
     give_own_reducer,
     hooks_of_reducer,
     log_comm_hook,
@@ -111,6 +112,9 @@ class ManagedDDP(ManagedForward):
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         reducer = reducer_of(self)
+        communication = reducer.communication
+        if isinstance(communication, AllReduce) and not divides_by_initial_size(self):
+            communication.count_ranks = lambda: 1.0  # The others sum too, and these are zeros.
         try:
             reducer.reduce_zeros()
         except Exception as error:

@@ -68,21 +68,20 @@ class AllReduce:
     is_coalesced: bool = False
     dtype: torch.dtype | None = None
     divides_first: bool = False
-    count_ranks: Callable[[], float | None] | None = None
+    count_ranks: Callable[[], float] | None = None
 
     def launch(self, bucket: Bucket, memory: Tensor, name: str = "") -> Wait:
         """See :class:`Communication`."""
-        size = self.group.size()
-        divisor = self.count_ranks() if self.count_ranks is not None else None
+        size, divisor = self.group.size(), self.divisor()
         is_sent_smaller = self.sent_dtype(memory.dtype) != memory.dtype.to_real()
         if size == 1 and not is_sent_smaller:
             return _nothing
         if is_sent_smaller:
-            return self._launch_smaller(memory, divisor or size, name)
+            return self._launch_smaller(memory, divisor, name)
         real = torch.view_as_real(memory) if memory.is_complex() else memory
-        is_averaged = divisor is None and self.averages(memory.dtype)
+        is_averaged = self.count_ranks is None and self.averages(memory.dtype)
         if not is_averaged:
-            real.div_(divisor or size)
+            real.div_(divisor)
         operation = dist.ReduceOp.AVG if is_averaged else dist.ReduceOp.SUM
         # A GPU shows the range for as long as what was launched in it runs: the collective alone.
         with range_in_profile(f"{name} launch"):
@@ -92,6 +91,10 @@ class AllReduce:
                 parts = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
                 return begin_all_reduce_coalesced(self.group, parts, operation)
             return begin_all_reduce(self.group, real, operation)
+
+    def divisor(self) -> float:
+        """What the gradients of this backward are divided by."""
+        return self.group.size() if self.count_ranks is None else self.count_ranks()
 
     def scaling(self, dtype: torch.dtype) -> str:
         """See :class:`Communication`."""

@@ -33,7 +33,7 @@ from fusion_passes.plan.layout import (
     plan_layout,
 )
 from fusion_passes.profile.ready_clock import ReadyClock
-from fusion_passes.reducer.communication import Communication, Wait, average_sparse
+from fusion_passes.reducer.communication import AllReduce, Communication, Wait, average_sparse
 from fusion_passes.reducer.copies import CONVERTED, ELSEWHERE, NODE_HOOKED, UNALIGNED, Copies
 from fusion_passes.reducer.memory import RegisteredBuckets
 from fusion_passes.reducer.rank_errors import FailureNotes
@@ -729,7 +729,8 @@ class Reducer:
             indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
             values = torch.empty((0, *size[1:]), dtype=parameter.dtype, device=parameter.device)
             gradient = torch.sparse_coo_tensor(indices, values, size)
-        divisor = self.group.size()
+        assert isinstance(self.communication, AllReduce), "no hook is given sparse gradients"
+        divisor = self.communication.divisor()
         with torch.no_grad():
             now.sparse[number] = average_sparse(self.group, gradient.detach(), divisor, name)
         return lambda: None

@@ -59,10 +59,12 @@ def test_inputs_go_to_the_device_of_device_ids() -> None:
     ddp = DistributedDataParallel(two_layers())
     ddp.device_type, ddp.device_ids = "meta", [0]
     x = torch.ones(2)
-    args, kwargs = ddp._pre_forward(x, [x, 3], mask={"of": x})
+    packed = nn.utils.rnn.pack_sequence([x, x])
+    args, kwargs = ddp._pre_forward(x, [x, 3], packed, mask={"of": x})
     moved = [args[0], args[1][0], kwargs["mask"]["of"]]
     assert [tensor.device.type for tensor in moved] == ["meta"] * 3
     assert args[1][1] == 3
+    assert (args[2].data.device.type, args[2].batch_sizes.device.type) == ("meta", "cpu")
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes
 from fusion_passes import FusionWarning
 from fusion_passes.config import FusionMode
+from fusion_passes.reducer.communication import AllReduce
+from fusion_passes.reducer.reducer import reducer_of
 from testing import fake_world
 
 WIDTH = 4
@@ -68,7 +70,6 @@ def test_a_table_that_a_dense_layer_uses_too_keeps_its_dense_gradient() -> None:
         for _ in range(2):
             ddp.zero_grad()
             ddp(ids).sum().backward()
-    gradient = ddp.module.table.weight.grad
     gradient, wanted = ddp.module.table.weight.grad, alone.table.weight.grad
     assert isinstance(gradient, Tensor)
     assert isinstance(wanted, Tensor)
@@ -94,6 +95,20 @@ def test_a_communication_hook_is_given_sparse_gradients_by_ddps_own_reducer() ->
         ddp(torch.arange(3)).sum().backward()
     assert seen.count(torch.sparse_coo) == 2
     assert torch.strided in seen
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_join_divides_sparse_gradients_by_the_ranks_with_inputs_too() -> None:
+    with inductor_config.patch(ddp_fusion="concat"):
+        ddp = DistributedDataParallel(nn.Embedding(4, 4, sparse=True))
+        loss = ddp(torch.arange(3)).sum()
+        communication = reducer_of(ddp).communication
+        assert isinstance(communication, AllReduce)
+        communication.count_ranks = lambda: 4.0
+        loss.backward()
+    (parameter,) = ddp.parameters()
+    assert isinstance(parameter.grad, Tensor)
+    assert set(parameter.grad.coalesce().values().flatten().tolist()) == {0.25}
 
 
 class _Towers(nn.Module):
