@@ -210,7 +210,8 @@ def test_the_steps_are_what_no_name_means(capsys: pytest.CaptureFixture[str]) ->
     ("arguments", "words"),
     [
         (["--model", "gpt3"], "model must be one of"),
-        (["--rate", "fast"], "--rate must be a number of mbit or gbit"),
+        (["--rate", "1mbit"], "--rate: must be a number of gbit, but is '1mbit'"),
+        (["--rate", "1gbit", "--ranks", "3"], "--rate needs --ranks 2"),
         (["--rounds", "0"], "--rounds must be at least 1"),
         (["--forwards", "0"], "--forwards must be at least 1"),
         (["--round-seconds", "0"], "--round-seconds must be more than 0"),

@@ -351,7 +351,7 @@ def _network(monkeypatch: pytest.MonkeyPatch, *devices: tuple[str, str]) -> list
         return ""
 
     network = Network("a network", ((), ()), devices=devices, run=run)
-    monkeypatch.setattr(net, "best_network", lambda _: contextlib.nullcontext(network))
+    monkeypatch.setattr(net, "best_network", lambda: contextlib.nullcontext(network))
     return commands
 
 

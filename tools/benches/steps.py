@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import functools
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -38,11 +39,10 @@ from benches.network import (
     DEVICE,
     PREFIX,
     SOCKETS_ALONE,
+    UNIT,
     UNSHAPED,
     Network,
-    check_allowed,
     local_network,
-    parse_rate,
     shaped_network,
     words_of,
 )
@@ -152,7 +152,8 @@ def _parser() -> argparse.ArgumentParser:
     ways = f"beside {PLAIN} and {EAGER}: {', '.join(others)} ({', '.join(DEFAULT_WAYS)})"
     add("--ways", nargs="+", choices=[EAGER, *others], metavar="WAY", help=ways)
     add("--ranks", type=int, default=2, help="processes (2)")
-    add("--rate", nargs="+", default=[], metavar="RATE", help="of the network: 1gbit; needs root")
+    rates = "of the network, such as 2.5gbit; needs root, iproute2 and two ranks"
+    add("--rate", nargs="+", default=[], type=_rate, metavar="RATE", help=rates)
     caps = "also each way that has one with these caps, in MiB"
     add("--caps", nargs="+", type=float, default=[], metavar="MB", help=caps)
     add("--forwards", type=int, default=1, help="of a step, before one backward (1)")
@@ -163,6 +164,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--timeout", type=float, default=TIMEOUT_S, help=f"s, of a way's turn ({TIMEOUT_S:g})")
     add("--quick", action="store_true", help="a tiny model, few ways, few rounds")
     return parser
+
+
+def _rate(text: str) -> str:
+    if not re.fullmatch(rf"\d+(\.\d+)?{UNIT}", text):
+        raise argparse.ArgumentTypeError(f"must be a number of {UNIT}, but is {text!r}")
+    return text
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -178,7 +185,6 @@ def _check(options: argparse.Namespace) -> None:
     options.rounds = (2 if quick else ROUNDS) if options.rounds is None else options.rounds
     if options.round_seconds is None:
         options.round_seconds = 0.1 if quick else ROUND_S
-    options.rate = [parse_rate(rate) for rate in options.rate]
     for name in options.model:
         subject(name, SIZES[options.size])
     least = {"ranks": 2, "rounds": 1, "forwards": 1, "first": 0}
@@ -193,8 +199,8 @@ def _check(options: argparse.Namespace) -> None:
     if any(not cap > 0 for cap in options.caps):
         raise ValueError(f"--caps must be more than 0 MB, but are {options.caps}. Give others.")
     options.backend = _backend(options.ranks)
-    if options.rate:
-        check_allowed()
+    if options.rate and options.ranks != 2:
+        raise ValueError(f"--rate needs --ranks 2, but they are {options.ranks}.")
 
 
 def _measure(run: Run, options: argparse.Namespace, output: Path) -> None:
@@ -202,7 +208,7 @@ def _measure(run: Run, options: argparse.Namespace, output: Path) -> None:
     with contextlib.ExitStack() as stack:
         network = local_network(options.ranks)
         if options.rate:
-            network = stack.enter_context(shaped_network(options.ranks))
+            network = stack.enter_context(shaped_network())
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{PREFIX}-")))
         (directory / "logs").mkdir()
         # A process that is killed can leave its logs for who reads the results.

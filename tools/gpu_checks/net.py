@@ -69,7 +69,7 @@ def add_up(site: Site, note: Note) -> None:
     Raises:
         RanksFailed: a result is wrong; or NCCL's own error.
     """
-    with best_network(RANKS) as network:
+    with best_network() as network:
         ranks = RankProcesses(PLAIN, place_of(site, "tiny_gpt", network))
         try:
             ranks.ask("add_up", timeout_s=ANSWER_S)
@@ -93,7 +93,7 @@ def compare(site: Site, note: Note, kind: str, model: str) -> None:
         # In torch, all_reduce_coalesced of Gloo refuses tensors of a GPU.
         if (name, site.backend, site.device) != ("coalesced", "gloo", "cuda")
     ]
-    with best_network(RANKS) as network:
+    with best_network() as network:
         rates = (RATES_IF_SMALL if site.is_small else RATES) if network.devices else (UNSHAPED,)
         compared = Comparison(kind, [Method(name, answer_s=TURN_S) for name in names], rates)
 
