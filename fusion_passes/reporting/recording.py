@@ -253,7 +253,7 @@ def _gather(mine: RankSteps) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
     assert world is not None, "its gradients were averaged"
     place, found = f"fusion_passes/steps/{next(_numbers[0])}", {mine.rank: mine}
     missing: list[int] = []
-    if world.size() > 1 and world.name() != "fake":
+    if world.size() > 1 and dist.get_backend(world) != "fake":
         # A connection of its own: others in this process use the group's.
         store: Any = world.get_group_store().clone()  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=PATIENCE_SECONDS))

@@ -172,7 +172,7 @@ def test_modules_that_were_freed_are_reported_until_another_one_is_constructed()
 def test_times_are_known_when_the_process_group_is_destroyed() -> None:
     with fake_world(), inductor_config.patch(ddp_fusion="concat"):
         ddp = DistributedDataParallel(two_layers())
-        fusion_passes.record_steps(1, plain_steps=0, gather=False)
+        fusion_passes.record_steps(1, plain_steps=0)
         for _ in range(4):
             ddp(torch.ones(2, 4)).sum().backward()
     found = fusion_passes.report()
@@ -211,6 +211,7 @@ def test_ranks_that_are_silent_keep_no_other_waiting(monkeypatch: pytest.MonkeyP
     store = dist.HashStore()
     group = mock.Mock(size=lambda: 5, get_group_store=lambda: store)
     monkeypatch.setattr(dist, "group", mock.Mock(WORLD=group))
+    monkeypatch.setattr(dist, "get_backend", lambda _: "gloo")
     monkeypatch.setattr(recording, "_numbers", [itertools.repeat(0)])
     monkeypatch.setattr(recording, "PATIENCE_SECONDS", 3.0)
     mine = [RankSteps(rank, "", float(rank), 0.0, (1.0,), ()) for rank in (0, 3)]
