@@ -268,7 +268,7 @@ def test_ranks_without_inputs_take_part(run_on_ranks: RUN, tmp_path: Path) -> No
 
 
 def test_of_the_rounds_the_one_in_the_middle_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ready_clock, "all_reduce", lambda *_: lambda: None)
+    monkeypatch.setattr(ready_clock, "begin_all_reduce", lambda *_: lambda: None)
     now = 0
     monkeypatch.setattr(time, "perf_counter_ns", lambda: now)
     measured: list[dict[int, int]] = []
@@ -311,7 +311,7 @@ def test_a_gpu_is_asked_by_events_which_are_read_at_the_end(
     captured = False
     waited: list[Any] = []
     make = torch.tensor
-    monkeypatch.setattr(ready_clock, "all_reduce", lambda *_: lambda: None)
+    monkeypatch.setattr(ready_clock, "begin_all_reduce", lambda *_: lambda: None)
     monkeypatch.setattr(torch, "tensor", lambda values, *, dtype, device: make(values, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
