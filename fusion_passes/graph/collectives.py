@@ -25,13 +25,10 @@ ALL_REDUCE_COALESCED_IN_PLACE: Final = _c10d.all_reduce_coalesced_.default
 WAIT: Final = _c10d.wait_tensor.default
 
 _COLLECTIVE_NAMESPACES: Final = frozenset(
-    ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem", "_dtensor")
+    ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")
 )
 _NOT_A_LAUNCH: Final = frozenset(
-    ("wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group", "shard_dim_alltoall")
-)
-_ALL_REDUCES: Final = frozenset(
-    (ALL_REDUCE, ALL_REDUCE_IN_PLACE, ALL_REDUCE_COALESCED, ALL_REDUCE_COALESCED_IN_PLACE)
+    ("wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group")
 )
 
 
@@ -71,11 +68,6 @@ def is_launch(node: fx.Node) -> bool:
         and target.namespace in _COLLECTIVE_NAMESPACES
         and schema(target).name.partition("::")[2] not in _NOT_A_LAUNCH
     )
-
-
-def is_all_reduce(node: fx.Node) -> bool:
-    """Whether the node launches an all-reduce, of one tensor or of many."""
-    return node.target in _ALL_REDUCES
 
 
 def is_wait(node: fx.Node) -> bool:

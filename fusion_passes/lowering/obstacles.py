@@ -66,21 +66,25 @@ def written_by_a_library(gradient: Any) -> bool:
     """Whether no generated kernel has written the gradient's memory. A copy from there is a kernel
     of its own; one from elsewhere becomes part of the kernel that writes there."""
     ir = inductor_ir()
+    return not isinstance(_box(gradient).data, ir.Loops | ir.ComputedBuffer)
+
+
+def _box(gradient: Any) -> Any:
+    """What a gradient lies in, or what it is a view of."""
     box = gradient.data
-    if not isinstance(box, ir.StorageBox):
-        box = box.unwrap_view()
-    return not isinstance(box.data, ir.Loops | ir.ComputedBuffer)
+    return box if isinstance(box, inductor_ir().StorageBox) else box.unwrap_view()
+
+
+def _loops(box: Any) -> Any:
+    """What computes it, realized or not."""
+    return box.data.data if isinstance(box.data, inductor_ir().ComputedBuffer) else box.data
 
 
 def computed_from_a_library(gradient: Any) -> bool:
     """Whether a pointwise kernel makes the gradient of what a library has written, such as a cast
     of a matrix product. There is no generated kernel that it could become part of."""
-    ir, graph = inductor_ir(), graph_lowering()
-    box = gradient.data
-    if not isinstance(box, ir.StorageBox):
-        box = box.unwrap_view()
-    loops = box.data.data if isinstance(box.data, ir.ComputedBuffer) else box.data
-    if not isinstance(loops, ir.Pointwise):
+    ir, graph, box = inductor_ir(), graph_lowering(), _box(gradient)
+    if not isinstance(_loops(box), ir.Pointwise):
         return False
     names = box.data.get_read_names()
     written = [graph.try_get_buffer(name) for name in names if name not in graph.graph_inputs]
@@ -93,11 +97,8 @@ def may_be_bound_anew(gradient: Any) -> bool:
     those are is decided later, by sizes that other versions of torch change."""
     if not mixes_orders(gradient.get_device()):
         return False
-    ir, graph = inductor_ir(), graph_lowering()
-    box = gradient.data
-    if not isinstance(box, ir.StorageBox):
-        box = box.unwrap_view()
-    loops = box.data.data if isinstance(box.data, ir.ComputedBuffer) else box.data
+    ir, graph, box = inductor_ir(), graph_lowering(), _box(gradient)
+    loops = _loops(box)
     if isinstance(loops, ir.Reduction):
         return True
     # The second half of a sum of a few parts is no Reduction: it adds them one by one.

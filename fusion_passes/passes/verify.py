@@ -15,7 +15,6 @@ from fusion_passes.graph.collectives import (
     data_users,
     decode_all_reduce,
     group_name_of,
-    is_all_reduce,
     is_launch,
     is_wait,
     results_of,
@@ -93,7 +92,7 @@ def graph_facts(graph: fx.Graph, groups: DdpGroups) -> GraphFacts:
             outputs = tuple(value_text(item.meta.get("val")) for item in node.all_input_nodes)
         if not is_launch(node):
             continue
-        owner = groups.owner_of(node) if is_all_reduce(node) else None
+        owner = groups.owner_of(node)
         if owner is None:
             foreign.setdefault(str(group_name_of(node)), []).append(f"{node.name}: {node.target}")
             continue
