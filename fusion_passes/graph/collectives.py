@@ -27,9 +27,7 @@ WAIT: Final = _c10d.wait_tensor.default
 _COLLECTIVE_NAMESPACES: Final = frozenset(
     ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")
 )
-_NOT_A_LAUNCH: Final = frozenset(
-    ("wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group")
-)
+_NOT_A_LAUNCH: Final = frozenset(("wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group"))
 
 
 @dataclass(frozen=True)
