@@ -274,7 +274,5 @@ def test_a_users_factory_is_trained(name: str) -> None:
 
 
 def test_a_factory_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot be imported"):
-        users_subject("no_such_module:factory")
     with pytest.raises(ValueError, match=r"must return \(model, batch\)"):
         users_subject(f"{__name__}:broken_factory").build()
