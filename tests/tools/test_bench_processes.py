@@ -11,7 +11,7 @@ import pytest
 from benches import steps
 from benches.methods import Comparison
 from benches.network import local_network
-from benches.processes import Place, RankProcesses, RanksFailed, cores_of
+from benches.processes import Place, cores_of
 from benches.results import Row
 from tests.support import bench_ranks
 
@@ -101,15 +101,6 @@ def test_nothing_is_measured_without_no_ddp(place: Place, monkeypatch: pytest.Mo
     assert rates == ["unshaped"]
     assert "No module named no_such_module" in cell.methods[0].wrong
     assert not rows["mlp, 1 Gbit/s: no DDP"].is_right
-
-
-def test_ranks_that_hang_are_killed(place: Place) -> None:
-    ranks = RankProcesses(bench_ranks.HANGS, place)
-    ranks.ask("start")
-    with pytest.raises(RanksFailed, match=r"has not answered for 0\.5 s"):
-        ranks.ask("steps", 1, timeout_s=0.5)
-    with pytest.raises(RanksFailed, match="no processes"):
-        ranks.ask("steps", 1)
 
 
 def test_cores_are_shared() -> None:
