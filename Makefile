@@ -8,7 +8,6 @@
 #   make test ARGS=--nightly                all tests
 #   make test ARGS="-n 0 tests/passes"      some of them, in one process
 #   make bench ARGS="--model mlp"           training steps beside torch's own methods; ARGS=--quick
-#   make bench ARGS=starts                  another part; tools/bench.py --help names them
 #   make fuzz ARGS="--seeds 0:100"          random trainings beside eager DDP; --case N for one
 #   make faults ARGS=--quick                trainings with a rank that dies, stops or fails
 #   make torch-tests                        torch's own DDP tests, without and under the flag

@@ -102,7 +102,16 @@ def fork_server_pid() -> int | None:
 
 
 class RankError(RuntimeError):
-    """A job failed; the text holds what is known of every rank."""
+    """A job failed.
+
+    Attributes:
+        failures: what is known of each rank that has no result, by its number.
+    """
+
+    def __init__(self, failures: dict[int, str]) -> None:
+        texts = [f"rank {number}: {failures[number]}" for number in sorted(failures)]
+        super().__init__("\n\n".join(["no result of these ranks", *texts]))
+        self.failures = failures
 
 
 class RankPool:
@@ -202,8 +211,7 @@ class RankPool:
             failures |= news
         failures |= {rank.number: f"{fate}; its stack:\n{rank.dump_stack()}" for rank in running}
         if failures:
-            texts = [f"rank {number}: {failures[number]}" for number in sorted(failures)]
-            raise RankError("\n\n".join(["no result of these ranks", *texts]))
+            raise RankError(failures)
 
     def _kill(self) -> None:
         for rank in self._ranks:
@@ -238,7 +246,7 @@ class _Rank:
             self.connection.send_bytes(job)
         except OSError as error:
             self.process.join(1)
-            raise RankError(f"rank {self.number} {self._death('between two jobs')}") from error
+            raise RankError({self.number: self._death("between two jobs")}) from error
 
     def receive(self) -> str | None:
         """``None`` if the job went well, else what went wrong."""

@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from command_line import exit_on_signals, parser_of
-from fault_runs.judging import exit_words
-from fault_runs.records import RankRecord
-from fault_runs.runs import Runner, Verdict
-from fault_runs.scenarios import MODES, PEERS, SCENARIOS, Scenario, select
+from fault_runs.judging import exit_words, violations
+from fault_runs.records import RankRecord, RunRecord
+from fault_runs.runs import Runner
+from fault_runs.scenarios import MODES, PEERS, QUICK, SCENARIOS, Scenario, Way
 
 QUICK_REPEATS = 3
 
@@ -35,10 +37,15 @@ def main(arguments: Sequence[str] | None = None, scenarios: Sequence[Scenario] =
     """Run scenarios; 1 if one broke a rule."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    try:
-        chosen = select(scenarios, options.select, quick=options.quick)
-    except ValueError as error:
-        parser.error(str(error))
+    patterns = options.select or ["*"]
+    chosen = [
+        scenario
+        for scenario in scenarios
+        if any(fnmatchcase(scenario.name, pattern) for pattern in patterns)
+        if scenario.name in QUICK or not options.quick
+    ]
+    if not chosen:
+        parser.error(f"no scenario has a name like {' or '.join(patterns)}; see --list")
     if options.list:
         print("\n".join(scenario.name for scenario in chosen))
         return 0
@@ -47,20 +54,47 @@ def main(arguments: Sequence[str] | None = None, scenarios: Sequence[Scenario] =
         chosen = [dataclasses.replace(s, repeats=repeats if s.repeats > 1 else 1) for s in chosen]
     output = options.output or Path(time.strftime("faults-%Y%m%d-%H%M%S"))
     output.mkdir(parents=True, exist_ok=True)
-    broken = list(_run(chosen, options, output))
+    broken = list[str]()
+    with tempfile.TemporaryDirectory(prefix="faults-") as directory:
+        runner = Runner(Path(directory))
+        for number, scenario in enumerate(chosen, 1):
+            print(f"[{number}/{len(chosen)}] {scenario.name}", flush=True)
+            for way, runs, found in _run(runner, scenario, options):
+                _keep(output, scenario, way, runs, found)
+                broken += [f"{scenario.name}, {way}: {text}" for text in found]
     print("\n".join(broken or ["No rule was broken."]))
     return int(bool(broken))
 
 
-def _run(chosen: Sequence[Scenario], options: argparse.Namespace, output: Path) -> Iterator[str]:
-    """Run scenarios; what is broken, in words."""
-    with tempfile.TemporaryDirectory(prefix="faults-") as directory:
-        runner = Runner(Path(directory), output, [options.peer] if options.peer else PEERS)
-        for number, scenario in enumerate(chosen, 1):
-            print(f"[{number}/{len(chosen)}] {scenario.name}", flush=True)
-            for verdict in runner.verdicts(scenario, [options.mode] if options.mode else MODES):
-                print(*lines_of(verdict), sep="\n", flush=True)
-                yield from (f"{scenario.name}, {verdict.way}: {t}" for t in verdict.violations)
+def _run(
+    runner: Runner, scenario: Scenario, options: argparse.Namespace
+) -> Iterator[tuple[Way, list[RunRecord], list[str]]]:
+    """What became of a scenario with each peer, then in each mode; and in what a mode is wrong."""
+    peers: list[RunRecord] = []
+    for way in [options.peer] if options.peer else PEERS:
+        if way in scenario.peers:
+            runs = runner.runs(scenario, way)
+            peers += runs
+            yield way, runs, []
+    for way in [options.mode] if options.mode else MODES:
+        runs = runner.runs(scenario, way)
+        found = [text for run in runs for text in violations(scenario, run, peers)]
+        yield way, runs, list(dict.fromkeys(found))
+
+
+def _keep(
+    output: Path, scenario: Scenario, way: Way, runs: list[RunRecord], found: list[str]
+) -> None:
+    """Write all that is known of runs, and print what became of each rank."""
+    recorded = [dataclasses.asdict(run) for run in runs]
+    line = {"scenario": scenario.name, "way": way, "violations": found, "runs": recorded}
+    with (output / "results.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    ranks = Counter(_words(rank) for run in runs for rank in run.ranks)
+    for words, count in ranks.items():
+        print(f"  {way}, {words}{f' ({count} times)' if count > 1 else ''}", flush=True)
+    for text in found:
+        print(f"  VIOLATION, {way}: {text}", flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,33 +110,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def lines_of(verdict: Verdict) -> Iterator[str]:
-    """A line for each rank, and one for each violation."""
-    if len(verdict.runs) > 1:
-        ranks = [rank for run in verdict.runs for rank in run.ranks]
-        codes = Counter(exit_words(rank.exit_code) for rank in ranks)
-        counts = ", ".join(f"{count} with {words}" for words, count in codes.items())
-        yield f"  {verdict.way}: {len(verdict.runs)} runs: {counts}"
-    else:
-        for rank in verdict.runs[-1].ranks:
-            yield f"  {verdict.way}, rank {rank.rank}: {_words(rank)}"
-            for failure in rank.failures[:2]:
-                yield f"      {failure.brief()}"
-    for text in verdict.violations:
-        yield f"  VIOLATION, {verdict.way}: {text}"
-
-
 def _words(rank: RankRecord) -> str:
-    if rank.exit_code is None:
-        return "hung"
+    """What became of a rank."""
     if rank.is_right:
         growth = rank.value_of("growth", None)
-        return f"right, {rank.end_s:.1f} s" + (f", {growth}" if growth else "")
-    end = f"{exit_words(rank.exit_code)} at {rank.end_s:.1f} s"
-    if not rank.failures:
-        return end
-    done = f", {rank.steps} steps" if rank.exit_code == 0 else ""
-    return f"{rank.failures[0].kinds[0]} at {rank.failures[0].after_s:.1f} s, {end}{done}"
+        return f"rank {rank.rank}: right" + (f", {growth}" if growth else "")
+    end = f"{exit_words(rank.exit_code)} at {rank.end_s:.1f} s, {rank.steps} steps"
+    errors = [f"{f.brief()} at {f.after_s:.1f} s" for f in rank.failures[:2]]
+    return f"rank {rank.rank}: " + "; ".join([end, *errors])
 
 
 if __name__ == "__main__":

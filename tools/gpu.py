@@ -1,16 +1,16 @@
-"""Runs all that needs a GPU, in minutes, with the torch that is installed, and writes a page of it.
+"""Runs all that needs a GPU, in minutes, with the torch that is installed.
 
 Compares gradients of norms in sizes that people train; sets steps, peak memory and starts beside no
 DDP and torch's own methods, on two ranks of one GPU and a network of several rates (over NCCL where
 it allows that, else over Gloo); has NCCL register memory; counts CUDA graphs; times kernels that
 move gradients; and trains with every option beside eager DDP. Each part runs in processes of its
-own with a time limit, and its result is kept as soon as it ends: a second call goes on where the
-first has stopped, and runs again what was wrong.
+own with a time limit, and its result is kept as soon as it ends. In the end all figures are
+printed, and which parts are wrong or were not run: ``--only`` runs those.
 
 The exit status is 1 if anything differs, failed, or was not run.
 
     python tools/gpu.py                              # all parts, at most 8 minutes
-    python tools/gpu.py --only net-gpt2 --again      # one of them, anew
+    python tools/gpu.py --only net-gpt2              # one of them
     python tools/gpu.py --list                       # their names
     python tools/gpu.py --device cpu --only copies   # to try a part out, tiny, without a GPU
 """
@@ -18,12 +18,10 @@ The exit status is 1 if anything differs, failed, or was not run.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
 import itertools
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -34,11 +32,11 @@ from pathlib import Path
 from typing import Final
 
 from benches.processes import environment
-from command_line import ROOT, exit_on_signals, parser_of
-from gpu_checks import pages
+from benches.results import figures_table
+from command_line import exit_on_signals, parser_of
 from gpu_checks.machine import Machine
 from gpu_checks.parts import Part, choose
-from gpu_checks.processes import Result, kill_parts, read_result, run_part
+from gpu_checks.processes import Result, kill_parts, run_part
 from gpu_checks.sites import Sharing, Site, control_mps
 
 CATALOG: Final = "gpu_checks.parts"
@@ -49,13 +47,11 @@ ANSWER_S: Final = 120.0
 
 def main(arguments: Sequence[str] | None = None, catalog: str = CATALOG) -> int:
     """Run parts; 1 if something is wrong, or there is no GPU."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     options = parser.parse_args(arguments)
     parts = importlib.import_module(catalog).PARTS
     try:
         chosen = choose(parts, options.only)
-        _check(options)
     except ValueError as error:
         parser.error(str(error))
     if options.list:
@@ -71,35 +67,20 @@ def main(arguments: Sequence[str] | None = None, catalog: str = CATALOG) -> int:
         if not machine.device:
             print(f"No GPU: {machine.why_none}. Nothing is run; --device cpu tries parts, tiny.")
             return 1
-        return Session(options, catalog, machine, work, arguments).run(chosen)
+        return Session(options, catalog, machine, work).run(chosen)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--only", action="append", default=[], metavar="PART", help="this part; can be repeated")
-    add("--again", action="store_true", help="also what has ended well before")
     add("--list", action="store_true", help="print the names of the parts, run nothing")
     add("--seconds", type=float, default=SECONDS, help=f"for all parts ({SECONDS:g})")
-    add("--jobs", type=int, help="trainings at a time (half of the cores, at most 8)")
+    jobs = max(1, min(8, _cores() // 2))
+    add("--jobs", type=int, default=jobs, help="trainings at a time (half of the cores, at most 8)")
     add("--results", type=Path, default=Path("gpu-results"), help="directory (gpu-results)")
-    add("--out", type=Path, help="file of the page (docs/gpu/DATE.md; of a CPU, in --results)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny, to try parts out")
     return parser
-
-
-def _check(options: argparse.Namespace) -> None:
-    """Complete the options.
-
-    Raises:
-        ValueError: one is off; it names the option, the rule, the value and the remedy.
-    """
-    if not options.seconds > 0:
-        raise ValueError(f"--seconds must be more than 0, but is {options.seconds:g}. Give more.")
-    if options.jobs is None:
-        options.jobs = max(1, min(8, _cores() // 2))
-    if options.jobs < 1:
-        raise ValueError(f"--jobs must be at least 1, but is {options.jobs}. Give more.")
 
 
 def _cores() -> int:
@@ -128,40 +109,31 @@ class Session:
         catalog: module whose ``PARTS`` there are.
         machine: what they run on.
         work: directory of parts and of compiled kernels.
-        arguments: for the page.
     """
 
     def __init__(
-        self,
-        options: argparse.Namespace,
-        catalog: str,
-        machine: Machine,
-        work: Path,
-        arguments: Sequence[str],
+        self, options: argparse.Namespace, catalog: str, machine: Machine, work: Path
     ) -> None:
         self._options, self._machine, self._work = options, machine, work
         self._module = importlib.import_module(catalog)
-        self._command = shlex.join(["python", "tools/gpu.py", *arguments])
         self._deadline = time.monotonic() + options.seconds
         self._results: dict[str, Result] = {}
         self._backend_of_two = "gloo"
         self._sharing = Sharing()
 
     def run(self, parts: Sequence[Part]) -> int:
-        """Run what has no good result yet, and write the page; the exit status."""
+        """Run them, and print what there is to know; the exit status."""
         (self._options.results / "logs").mkdir(parents=True, exist_ok=True)
         try:
             parts = self._able(parts)
             for is_timed, group in itertools.groupby(parts, lambda part: bool(part.measure)):
-                rest = [part for part in group if not self._is_done(part)]
                 # What is timed runs alone; on the CPU no time says anything.
                 is_alone = is_timed and self._machine.device == "cuda"
-                self._run_all(rest, 1 if is_alone else self._options.jobs)
+                self._run_all(list(group), 1 if is_alone else self._options.jobs)
         finally:
             if self._sharing.mps:
                 control_mps(Path(self._sharing.mps), words="quit\n")
-            self._write_page(parts)
-            print(pages.summary(parts, self._results))
+            self._say(parts)
         done = (self._results.get(part.name) for part in parts)
         are_right = all(result is not None and result.is_right for result in done)
         return int(not are_right)
@@ -209,16 +181,6 @@ class Session:
             return self._backend_of_two
         return "nccl" if self._machine.device == "cuda" else "gloo"
 
-    def _is_done(self, part: Part) -> bool:
-        """Whether an earlier call has left a good result, which counts then."""
-        kept = read_result(self._options.results, part.name, self._machine.key)
-        if kept is None or not kept.is_right or kept.backend != self._backend(part):
-            return False
-        if not self._options.again:
-            self._results[part.name] = kept
-            print(f"{part.name}: done before")
-        return not self._options.again
-
     def _run_all(self, parts: Sequence[Part], jobs: int) -> None:
         """Run parts in their order, some at a time; keep each result as it comes."""
         with ThreadPoolExecutor(jobs) as pool:
@@ -250,7 +212,7 @@ class Session:
         # Who gives more time has a slow machine.
         limit_s = min(part.limit_s * max(1.0, self._options.seconds / SECONDS), left_s)
         logs = self._options.results / "logs"
-        return run_part(part, site, self._machine.key, work=self._work, logs=logs, limit_s=limit_s)
+        return run_part(part, site, work=self._work, logs=logs, limit_s=limit_s)
 
     def _keep(self, result: Result) -> None:
         result.write(self._options.results)
@@ -263,23 +225,20 @@ class Session:
             if not row.is_right:
                 print(f"  {row.title}: {row.words}", flush=True)
 
-    def _write_page(self, chosen: Sequence[Part]) -> None:
-        """Write all results there are, also those of earlier calls for other parts."""
-        results, key = dict(self._results), self._machine.key
-        for part in self._module.PARTS:
-            kept = read_result(self._options.results, part.name, key)
-            if kept is not None:
-                results.setdefault(part.name, kept)
-        parts = [part for part in self._module.PARTS if part in chosen or part.name in results]
-        date = str(datetime.date.today())
-        on_cpu = self._machine.device == "cpu"
-        folder = self._options.results if on_cpu else ROOT / "docs" / "gpu"
-        page = self._options.out or folder / f"{date}.md"
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(
-            pages.as_markdown(self._machine, parts, results, date=date, command=self._command)
-        )
-        print(f"Written to {page}; logs are in {self._options.results / 'logs'}")
+    def _say(self, parts: Sequence[Part]) -> None:
+        """Print the figures of all parts that measure, and how many parts are right."""
+        print(f"\n{self._machine}")
+        for part in parts:
+            if part.measure and (result := self._results.get(part.name)):
+                print(f"\n{part.name}, {result.backend}\n\n{figures_table(result.rows)}")
+        right = sum(result.is_right for result in self._results.values())
+        wrong = [name for name, result in self._results.items() if not result.is_right]
+        missing = [part.name for part in parts if part.name not in self._results]
+        print(f"\n{right} of {len(parts)} parts are as they must be.")
+        for words, names in (("Wrong", wrong), ("Not run", missing)):
+            if names:
+                print(f"{words}: {', '.join(names)}.")
+        print(f"Results and logs are in {self._options.results}.")
 
 
 if __name__ == "__main__":

@@ -115,16 +115,14 @@ def _run(
 def _show(outcomes: dict[Run, Outcome], known: Sequence[Known]) -> bool:
     """Print what differs; whether any of it is not known."""
     comparisons = compare(outcomes, known)
-    for verdict in ("known", "new"):
-        for comparison in comparisons:
-            if comparison.verdict == verdict:
-                print(f"{verdict}: {comparison}")
-                if comparison.reason:
-                    print(f"    {comparison.reason}")
+    for it in sorted(comparisons, key=lambda it: it.verdict):
+        if it.verdict in ("known", "new"):
+            print(f"{it.verdict}: {it}" + (f"\n    {it.reason}" if it.reason else ""))
     for entry in no_longer(comparisons, known):
         print(f"no longer differs: {entry.test} [{entry.models}, {entry.mode}]: {entry.reason}")
     print("\ntorch's own DDP tests under the flag beside those without:\n")
-    print(summary(comparisons))
+    for words, count in sorted(summary(comparisons).items()):
+        print(f"{words}: {count}")
     return any(comparison.verdict == "new" for comparison in comparisons)
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import bench
 from benches import steps
 from benches.methods import Comparison
 from benches.network import local_network
-from benches.processes import Place, RankProcesses, RanksFailed, cores_of
+from benches.processes import Place, cores_of
 from benches.results import Row
 from tests.support import bench_ranks
 
@@ -32,9 +31,7 @@ def measured(
     monkeypatch.setattr(steps, "Place", lambda **given: dataclasses.replace(
         place, **{name: given[name] for name in ("variables", "timeout_s", "forwards")}
     ))  # fmt: skip
-    options = steps._parser().parse_args([*common, "--quick", *arguments])
-    options.model = ["mlp"]
-    steps._check(options)
+    options = steps._options(["--quick", *common, *arguments])
     network, rates = local_network(2), list[str]()
     monkeypatch.setattr(network, "set_rate", rates.append)
     cell = Comparison("mlp", steps.methods_of(options), tuple(options.rate))
@@ -87,21 +84,23 @@ def test_the_first_averaged_step_is_measured_in_processes_of_its_own(
     assert rows["mlp, 1 Gbit/s: concat"].figures["first over eager DDP's"] == pytest.approx(0.75)
 
 
+def test_starts_are_measured_in_processes_of_their_own(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, rates, cell = measured(place, monkeypatch, "--ways", "concat", "--starts", "2")
+    assert [method.start_cpu_s for method in cell.methods] == [[0.2] * 3, [0.4] * 3, [0.3] * 3]
+    assert rates[0] == "unshaped"
+    assert rows["mlp, 1 Gbit/s: concat"].figures["warm start, CPU over no DDP"] == pytest.approx(
+        1.5
+    )
+
+
 def test_nothing_is_measured_without_no_ddp(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = dataclasses.replace(place, worker="no_such_module")
     rows, rates, cell = measured(missing, monkeypatch, "--ways", "concat")
     assert rates == ["unshaped"]
     assert "No module named no_such_module" in cell.methods[0].wrong
     assert not rows["mlp, 1 Gbit/s: no DDP"].is_right
-
-
-def test_ranks_that_hang_are_killed(place: Place) -> None:
-    ranks = RankProcesses(bench_ranks.HANGS, place)
-    ranks.ask("start")
-    with pytest.raises(RanksFailed, match=r"has not answered for 0\.5 s"):
-        ranks.ask("steps", 1, timeout_s=0.5)
-    with pytest.raises(RanksFailed, match="no processes"):
-        ranks.ask("steps", 1)
 
 
 def test_cores_are_shared() -> None:
@@ -112,14 +111,23 @@ def test_cores_are_shared() -> None:
 @pytest.mark.nightly  # A check runs the quick form as a stage of its own.
 def test_the_quick_form_measures_and_writes(tmp_path: Path) -> None:
     """Real ranks: eager DDP and ours, on the network as it is. Judges no time."""
-    options = ["--quick", "--ways", "concat", "concat, traced", "--forwards", "2", "--first", "1"]
-    assert bench.main([*options, "--output", str(tmp_path), "--timeout", "120"]) == 0
-    kept = json.loads((tmp_path / "steps.json").read_text())
-    assert kept["failures"] == {}
+    options = [
+        "--quick",
+        "--ways",
+        "concat",
+        "concat, traced",
+        "--forwards",
+        "2",
+        "--first",
+        "1",
+        "--starts",
+        "1",
+    ]
+    assert steps.main([*options, "--output", str(tmp_path), "--timeout", "120"]) == 0
+    kept = json.loads((tmp_path / steps.FILE).read_text())
     rows = {row["title"].partition(": ")[2]: row for row in kept["rows"]}
     names = ["all-reduce alone", "no DDP", "eager DDP", "concat", "concat, traced"]
     assert [*rows] == names
     assert all(row["is_right"] for row in rows.values())
     assert all(rows[name]["figures"][RATIO] > 0 for name in names[1:])
     assert rows["concat"]["figures"]["first step, ms"] > 0
-    assert "mlp, unshaped: concat" in (tmp_path / "steps.md").read_text()

@@ -13,7 +13,7 @@ import pytest
 
 from fault_runs.records import RankRecord, add_events, failure_of
 from fault_runs.runs import MARK
-from fault_runs.scenarios import QUICK, SCENARIOS, Fault, Scenario, select
+from fault_runs.scenarios import QUICK, SCENARIOS, Fault, Scenario
 
 PROGRAMS = "tests.support.fault_programs"
 
@@ -165,10 +165,14 @@ def test_what_failed_before_a_restart_does_not_count() -> None:
     assert not rank.is_right
 
 
-def test_scenarios_have_names_of_their_own_and_some_are_quick() -> None:
+def test_scenarios_have_names_of_their_own_and_some_are_quick(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     names = [item.name for item in SCENARIOS]
     assert len(set(names)) == len(names)
     assert set(names) >= QUICK
-    assert [item.name for item in select(SCENARIOS, ["kill-*"], quick=True)] == ["kill-1-backward"]
-    with pytest.raises(ValueError, match="'nothing' matches none"):
-        select(SCENARIOS, ["nothing"], quick=False)
+    assert faults.main(["--list", "--quick", "--select", "kill-*"]) == 0
+    assert capsys.readouterr().out == "kill-1-backward\n"
+    with pytest.raises(SystemExit):
+        faults.main(["--select", "nothing"])
+    assert "no scenario has a name like nothing" in capsys.readouterr().err

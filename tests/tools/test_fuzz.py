@@ -138,11 +138,11 @@ class FakeRunner(Runner):
 
     def _train(self, case: Case, kind: Any) -> Any:
         result = self.answer(case, kind)
-        return running._failure(result) if isinstance(result, str) else [result] * case.ranks
+        return running._failure({0: result}) if isinstance(result, str) else [result] * case.ranks
 
 
 def raised(stage: int, line: str) -> str:
-    return f"ranks:\n{line}\n\nfuzzing.training.StageError: fuzz stage [{stage}]\n"
+    return f"a traceback\n{line}\n\nfuzzing.training.StageError: fuzz stage [{stage}]\n"
 
 
 NO = raised(1, "RuntimeError: no")
@@ -163,7 +163,7 @@ RIGHT, WRONG = record(torch.ones(3)), record(torch.zeros(3))
         (RIGHT, raised(1, "KeyError: 3"), RIGHT, "crashed"),
         (NO, RIGHT, raised(1, "AssertionError: caps"), "torch"),
         (RIGHT, "no stage", None, "hung"),
-        (RIGHT, "rank 0: died with exit code -11", RIGHT, "crashed"),
+        (RIGHT, "died with exit code -11", RIGHT, "crashed"),
         (RIGHT, raised(1, "KeyError: 3"), raised(1, "KeyError: 3"), "torch"),
         (RIGHT, raised(1, "KeyError: 3"), raised(1, "TypeError: other"), "crashed"),
         (NO, RIGHT, NO, "silent"),

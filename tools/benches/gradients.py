@@ -28,7 +28,7 @@ def compare_with(reference: str, model: nn.Module, *, write: bool) -> Checked:
         model: after a backward.
         write: write them into the file instead.
     """
-    gradients = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = gradients_of(model)
     buffers = {name: buffer.cpu() for name, buffer in model.named_buffers()}
     path = Path(reference)
     if write:
@@ -37,6 +37,11 @@ def compare_with(reference: str, model: nn.Module, *, write: bool) -> Checked:
         return Checked(compared=False)
     expected, expected_buffers = torch.load(path, weights_only=True)
     return compare(gradients, expected, buffers, expected_buffers)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients that there are, by name, on the CPU."""
+    return {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def compare(

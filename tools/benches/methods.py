@@ -33,6 +33,7 @@ class Method:
         cpu_s: CPU seconds of a step, of all ranks together, likewise.
         first_s: seconds of the first averaged step of a process beyond compiling, by rate, one for
             each process.
+        start_cpu_s: CPU seconds of a cold start, of all ranks together, then of each warm one.
         plans: by rate, its buckets and why they are these; empty where it measures nothing.
         peak_bytes: most memory of a step beyond parameters, buckets of DDP's reducer included.
         error: largest difference of its gradients from eager DDP's, over the largest element.
@@ -48,6 +49,7 @@ class Method:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     cpu_s: dict[str, list[float]] = field(default_factory=dict)
     first_s: dict[str, list[float]] = field(default_factory=dict)
+    start_cpu_s: list[float] = field(default_factory=list)
     plans: dict[str, str] = field(default_factory=dict)
     peak_bytes: int | None = None
     error: float | None = None
@@ -218,6 +220,27 @@ class Comparison:
                 else:
                     method.first_s.setdefault(rate, []).append(max(seconds))
 
+    def measure_starts(self, place: Place, timeout_s: float, count: int) -> None:
+        """Measure the CPU seconds of a cold start of each method at its default, then of ``count``
+        warm ones: from the wrapping in DDP to the end of the first step of a new process.
+
+        Args:
+            place: where; without a compiler cache of its methods yet, and with one for each.
+            timeout_s: for each of the model, its wrapping, and the step.
+            count: how many warm ones.
+        """
+        for method in self.methods:
+            if method.cap_mb is not None or method.wrong:
+                continue
+            for _ in range(1 + count):
+                one = Method(method.name, answer_s=method.answer_s)
+                started = one.start(place, timeout_s)
+                one.end()
+                if started is None:
+                    method.fail(f"its start: {one.wrong}")
+                    break
+                method.start_cpu_s.append(sum(rank.cpu_s for rank in started))
+
     def rows(self) -> Iterator[Row]:
         """What there is so far."""
         for rate in self.rates:
@@ -241,6 +264,7 @@ class Comparison:
         low, middle, high = spread(over)
         own, base = _median(method.seconds.get(rate)), _median(plain.seconds.get(rate))
         first = _median(method.first_s.get(rate))
+        starts, base_starts = method.start_cpu_s, plain.start_cpu_s
         figures = {
             "ms": own and 1000 * own,
             RATIO: middle,
@@ -249,6 +273,11 @@ class Comparison:
             "exposed ms": 1000 * (own - base) if own and base else None,
             "over torch's fastest": self._over_theirs(method, rate),
             "CPU over both alone": self._cpu(method, rate),
+            "CPU over no DDP": _median(
+                ratios(method.cpu_s.get(rate, ()), plain.cpu_s.get(rate, ()))
+            ),
+            "cold start, CPU over no DDP": _ratio(_median(starts[:1]), _median(base_starts[:1])),
+            "warm start, CPU over no DDP": _ratio(_median(starts[1:]), _median(base_starts[1:])),
             PEAK: _ratio(method.peak_bytes, plain.peak_bytes),
             "first step, ms": first and 1000 * first,
             "first over eager DDP's": _median(

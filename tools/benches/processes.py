@@ -35,7 +35,7 @@ class Place:
     """Where ranks run, and what they train.
 
     Attributes:
-        directory: for logs and caches.
+        directory: for caches.
         timeout_s: for anything that ranks are asked.
         cores: of each rank.
         model: its name.
@@ -49,6 +49,7 @@ class Place:
         shares_kernels: whether all methods have one compiler cache. None then starts as on a new
             machine, and none takes a compiled graph from it.
         worker: the module that ranks run.
+        logs: directory; by default in ``directory``.
     """
 
     directory: Path
@@ -63,6 +64,7 @@ class Place:
     forwards: int = 1
     shares_kernels: bool = False
     worker: str = "benches.rank"
+    logs: Path | None = None
 
     @property
     def ranks(self) -> int:
@@ -98,10 +100,12 @@ class Started:
     Attributes:
         seconds: of the wrapping in DDP and the first step.
         gradient_bytes: of all gradients.
+        cpu_s: seconds of the process on CPUs in that, of all threads.
     """
 
     seconds: float
     gradient_bytes: int = 0
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -262,8 +266,8 @@ class RankProcesses:
         place = self.place
         cap = "" if self.cap_mb is None else f"-{self.cap_mb:g}"
         name = f"{place.model}-{self.way}{cap}-{rank}.log".replace(" ", "-").replace(":", ".")
-        log = place.directory / "logs" / name
-        log.parent.mkdir(exist_ok=True)
+        log = (place.logs or place.directory / "logs") / name
+        log.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         descriptor = str(theirs.fileno())
         prefix = place.prefixes[rank] if place.prefixes else ()

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch._dynamo.utils import calculate_time_spent, compile_times, counters
+from torch._dynamo.utils import calculate_time_spent
 from torch.profiler import ProfilerActivity, profile
 
 from benches.gradients import compare_with
@@ -123,7 +123,7 @@ class Rank:
         """Wrap what was built in DDP; ``"auto"`` measures the network in that."""
         mine = self._assignment
         self._barrier()
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         self._training = prepare(
             mine.way,
             self._made,
@@ -135,6 +135,7 @@ class Rank:
         )
         self._run = self._training.run
         self._wrapped_s = time.perf_counter() - begin
+        self._wrapped_cpu_s = time.process_time() - cpu
 
     def start(self, averages: bool = True) -> Started:
         """Make the first step.
@@ -144,25 +145,18 @@ class Rank:
         """
         ddp = self._training.ddp
         self._barrier()
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         with contextlib.nullcontext() if averages or ddp is None else ddp.no_sync():
             self._run()
         self._synchronize()
-        seconds = time.perf_counter() - begin
-        self._log_phases(seconds)
+        seconds = self._wrapped_s + time.perf_counter() - begin
+        cpu_s = self._wrapped_cpu_s + time.process_time() - cpu
         # What compilation took is given back: many processes wait for their turn.
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         sizes = [p.grad.nbytes for p in self._model.parameters() if p.grad is not None]
         self._give_back()
-        return Started(self._wrapped_s + seconds, sum(sizes))
-
-    def _log_phases(self, seconds: float) -> None:
-        """Say in the log what a start was spent on, and what caches gave."""
-        print(f"wrapped in {self._wrapped_s:.3f} s, first step in {seconds:.3f} s")
-        for kind in ("aot_autograd", "inductor", "compiled_autograd"):
-            print(f"{kind}: {dict(counters[kind])}")
-        print(compile_times(repr="str"), flush=True)
+        return Started(seconds, sum(sizes), cpu_s)
 
     def first_average(self) -> float:
         """Seconds of the first step whose gradients are averaged, where :meth:`start` has compiled

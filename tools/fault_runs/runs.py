@@ -14,14 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from benches.processes import environment
-from fault_runs.judging import violations
 from fault_runs.records import RankRecord, RunRecord, add_events, events_path, read_events
-from fault_runs.scenarios import MODES, PEERS, Scenario, Way
+from fault_runs.scenarios import MODES, Scenario, Way
 from testing.sessions import kill_marked, marked, start_session
 
 MARK = "FAULT_RUN"
@@ -45,52 +44,18 @@ FILLING: Mapping[str, object] = {"steps": 2, "modules": 1, "goes_on": None, "pau
 
 
 @dataclass
-class Verdict:
-    """What became of a scenario one way.
-
-    Attributes:
-        scenario: its name.
-        way: eager, compiled, or a mode.
-        runs: each repetition; the last one is shown.
-        violations: what is wrong; never anything for a peer.
-    """
-
-    scenario: str
-    way: Way
-    runs: list[RunRecord] = field(default_factory=list)
-    violations: list[str] = field(default_factory=list)
-
-
-@dataclass
 class Runner:
     """Runs scenarios.
 
     Attributes:
         directory: for what ranks write, and caches; removed by the caller.
-        output: where results are appended.
-        peers: what the flag is compared with.
     """
 
     directory: Path
-    output: Path
-    peers: Sequence[Way] = PEERS
 
-    def verdicts(self, scenario: Scenario, modes: Sequence[Way]) -> Iterator[Verdict]:
-        """One for each peer, then for each mode."""
-        peers: list[RunRecord] = []
-        for way in (*(peer for peer in self.peers if peer in scenario.peers), *modes):
-            verdict = Verdict(scenario.name, way)
-            for _ in range(scenario.repeats):
-                run = self._run(scenario, way)
-                verdict.runs.append(run)
-                if way not in PEERS:
-                    new = violations(scenario, run, peers)
-                    verdict.violations += [t for t in new if t not in verdict.violations]
-            if way in PEERS:
-                peers += verdict.runs
-            with (self.output / "results.jsonl").open("a") as file:
-                file.write(json.dumps(dataclasses.asdict(verdict)) + "\n")
-            yield verdict
+    def runs(self, scenario: Scenario, way: Way) -> list[RunRecord]:
+        """What became of a scenario one way, each time that it is repeated."""
+        return [self._run(scenario, way) for _ in range(scenario.repeats)]
 
     def _run(self, scenario: Scenario, way: Way) -> RunRecord:
         directory = Path(tempfile.mkdtemp(prefix=f"{scenario.name}-", dir=self.directory))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -260,21 +259,3 @@ def _lifetimes() -> Iterator[Scenario]:
 
 
 SCENARIOS: Final = [*_signals(), *_exceptions(), *_caches(), *_lifetimes()]
-
-
-def select(
-    scenarios: Sequence[Scenario], patterns: Sequence[str], *, quick: bool
-) -> list[Scenario]:
-    """The scenarios that one of the patterns matches, in their order.
-
-    Raises:
-        ValueError: a pattern matches none.
-    """
-    names = [scenario.name for scenario in scenarios]
-    chosen = set[str]()
-    for pattern in patterns or ["*"]:
-        matching = fnmatch.filter(names, pattern)
-        if not matching:
-            raise ValueError(f"{pattern!r} matches none of the {len(names)} scenarios; see --list")
-        chosen.update(matching)
-    return [s for s in scenarios if s.name in chosen and (s.name in QUICK or not quick)]

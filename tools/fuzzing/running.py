@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fuzzing.case import Case, smaller
@@ -154,7 +155,7 @@ class Runner:
         try:
             return pool.run(train, timeout_s=self._timeout_s, case=case, kind=kind)
         except RankError as error:
-            return _failure(str(error))
+            return _failure(error.failures)
 
     def _judge(
         self, case: Case, actual: list[Record] | Failure, expected: list[Record] | Failure
@@ -204,10 +205,11 @@ def _kind_without_stage(failure: Failure) -> str:
     return "slow" if failure.is_compiling else "hung"
 
 
-def _failure(text: str) -> Failure:
-    """What a pool's error says; ranks that raised come first, those that waited for them last."""
-    sections = re.split(r"^(?=rank \d+: )", text, flags=re.MULTILINE)[1:] or [text]
+def _failure(failures: Mapping[int, str]) -> Failure:
+    """What became of ranks; those that raised come first, those that waited for them last."""
+    sections = [f"rank {number}: {failure}" for number, failure in sorted(failures.items())]
     sections.sort(key=lambda section: STAGE.search(section) is None)
+    text = "\n\n".join(sections)
     stages = [tuple(map(int, match[1].split(","))) for match in STAGE.finditer(text)]
     errors = [line for line in ERROR.findall(text) if "StageError" not in line]
     shown = "\n".join(section[-4000:] for section in sections)

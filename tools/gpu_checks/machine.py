@@ -5,8 +5,6 @@ A process of its own, so that the tool itself takes no memory of the GPU.
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -14,8 +12,6 @@ import platform
 import sys
 from dataclasses import asdict, dataclass
 from typing import Final
-
-from command_line import ROOT
 
 OLDEST: Final = (2, 11)
 """The oldest torch that is supported."""
@@ -33,9 +29,8 @@ class Machine:
         memory_gib: of the GPU.
         torch: version.
         python: version.
-        nccl: version of the one that runs; empty in a build without it.
+        nccl: version that torch was built with; empty in a build without it.
         triton: version; empty where it is not installed.
-        code: hash of the package and of the checks.
     """
 
     device: str
@@ -47,12 +42,12 @@ class Machine:
     python: str = ""
     nccl: str = ""
     triton: str = ""
-    code: str = ""
 
-    @property
-    def key(self) -> str:
-        """What the results of one table have in common."""
-        return f"{self.name}, torch {self.torch}, code {self.code}"
+    def __str__(self) -> str:
+        memory = f", {self.memory_gib:g} GiB" if self.memory_gib else ""
+        versions = {"torch": self.torch, "NCCL": self.nccl, "Triton": self.triton}
+        named = "".join(f", {name} {text}" for name, text in versions.items() if text)
+        return f"{self.name}{memory}{named}, Python {self.python}"
 
 
 def main(arguments: list[str]) -> int:
@@ -82,29 +77,9 @@ def machine(asked: str) -> Machine:
         memory_gib=round(properties.total_memory / 2**30, 1) if properties else 0.0,
         torch=version,
         python=platform.python_version(),
-        nccl=".".join(map(str, nccl_version())),
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "",
         triton=_triton(),
-        code=_code(),
     )
-
-
-def nccl_version() -> tuple[int, ...]:
-    """Of the NCCL that runs: ``torch.cuda.nccl.version`` says with which torch was built, and
-    another one can be installed beside it. Empty in a build without CUDA."""
-    import torch
-
-    if torch.version.cuda is None:
-        return ()
-    found = ctypes.c_int()
-    try:
-        # Torch has loaded it: its name stands for that one. Else it is a part of torch's library.
-        answer = ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(found))
-    except (OSError, AttributeError):
-        answer = -1
-    if answer:
-        return tuple(torch.cuda.nccl.version())
-    # NCCL's own form since 2.9: 10000 major + 100 minor + patch.
-    return found.value // 10000, found.value // 100 % 100, found.value % 100
 
 
 def _why_no_gpu(asked: str, version: str) -> str:
@@ -126,13 +101,6 @@ def _why_no_gpu(asked: str, version: str) -> str:
 def _triton() -> str:
     found = importlib.util.find_spec("triton")
     return importlib.metadata.version("triton") if found else ""
-
-
-def _code() -> str:
-    """A hash of what a result can depend on: the package and the checks."""
-    folders = ("fusion_passes", "testing", "tools/benches", "tools/gpu_checks", "tools/workloads")
-    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
 
 if __name__ == "__main__":

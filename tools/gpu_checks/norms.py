@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benches.gradients import compare
+from benches.gradients import compare, gradients_of
 from benches.results import Row
 from fusion_passes.reporting.backwards import backwards
 from gpu_checks.sites import Note, Site
@@ -175,7 +175,7 @@ def train(case: Case) -> list[Row]:
     batch = case.batch()
     eager = DistributedDataParallel(case.build())
     eager(*batch).backward()
-    expected = _gradients(eager.module)
+    expected = gradients_of(eager.module)
     rows = []
     for mode in MODES:
         torch._dynamo.reset()
@@ -188,15 +188,11 @@ def train(case: Case) -> list[Row]:
             _fill_with_nan(case.device)
             model.zero_grad()
             forward(*batch).backward()
-            wrong = wrong or compare(_gradients(model), expected).in_words(case.tolerance)
+            wrong = wrong or compare(gradients_of(model), expected).in_words(case.tolerance)
         if {one.reduced_in for one in backwards.reports()} != {"reducer"}:
             wrong = wrong or "nothing is fused"
         rows.append(Row(f"{case.name}, {case.dtype}, `{mode}`", not wrong, wrong))
     return rows
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _fill_with_nan(device: str) -> None:

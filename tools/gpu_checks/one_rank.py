@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
-from benches.gradients import compare
+from benches.gradients import compare, gradients_of
 from benches.results import Row
 from fusion_passes.config import MemoryOption
 from fusion_passes.reducer import memory
@@ -64,8 +64,8 @@ def graphs(site: Site, note: Note) -> None:
         before, skips = recorded_graphs(device), counters["inductor"]["cudagraph_skips"]
         for _ in range(WARM_UP):
             step()
-        expected = expected or _gradients(model)
-        checked = compare(_gradients(model), expected)
+        expected = expected or gradients_of(model)
+        checked = compare(gradients_of(model), expected)
         wrong = checked.in_words(TOLERANCE)
         ms = _milliseconds(device, step, STEPS, ROUNDS)
         base_ms = ms if name == PLAIN else base_ms
@@ -87,7 +87,7 @@ def registered(site: Site, note: Note) -> None:
     device = _join(site)
     model, step = _training(site, device, None, DistributedDataParallel)
     step()
-    expected = _gradients(model)
+    expected = gradients_of(model)
     note(Row(f"gpt: {EAGER}", figures={"ms": _milliseconds(device, step, STEPS, ROUNDS)}))
     base: list[float] = []
     with _noting(site) as registry:
@@ -95,7 +95,7 @@ def registered(site: Site, note: Note) -> None:
             flag = fusion_passes.FusionConfig(mode="concat", memory=kind)
             model, step = _training(site, device, flag, torch.compile)
             times = [_milliseconds(device, step) for _ in range(WARM_UP)][:2]
-            checked = compare(_gradients(model), expected)
+            checked = compare(gradients_of(model), expected)
             wrong = checked.in_words(TOLERANCE)
             times.append(_milliseconds(device, step, STEPS, ROUNDS))
             base = times if kind == "plain" else base
@@ -175,10 +175,6 @@ def _training(
         forward(*batch).backward()
 
     return model, step
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _milliseconds(

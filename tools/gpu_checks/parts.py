@@ -107,7 +107,6 @@ class Part:
         name: for ``--only``.
         measure: ``module:function``; it takes a :class:`gpu_checks.sites.Site` and a function that
             notes a row. Empty: its checks are trained.
-        words: what is to be said of its table.
         ranks: that reduce together.
         checks: trainings beside eager DDP.
         limit_s: at most.
@@ -116,7 +115,6 @@ class Part:
 
     name: str
     measure: str = ""
-    words: str = ""
     ranks: int = 1
     checks: tuple[Check, ...] = field(default=())
     limit_s: float = 200.0
@@ -192,62 +190,15 @@ PROBE: Final = Part("nccl-on-one-gpu", "gpu_checks.net:add_up", ranks=2, limit_s
 """Whether NCCL takes two ranks on one GPU."""
 
 PARTS: Final = (
-    Part(
-        "norms",
-        "gpu_checks.norms:measure",
-        "One rank, 8192 x 768, beside eager DDP.",
-        limit_s=110,
-    ),
-    Part(
-        "net-gpt2",
-        "gpu_checks.net:gpt2",
-        "Two ranks, 124 million parameters, 8 x 1024 tokens a rank, bf16 autocast, forward and "
-        "backward, in rounds. NCCL sends through sockets; both ranks of one GPU compute on it, DDP "
-        "or not. *Exposed ms* is what a step takes beyond no DDP; *25 %* and *75 %* are "
-        "quartiles of rounds. `DDP, one graph` is DDP's own reducer without DDPOptimizer. `auto` "
-        "plans for the network on which it starts, and is timed there alone.",
-        ranks=2,
-        limit_s=230,
-        least_s=90,
-    ),
+    Part("norms", "gpu_checks.norms:measure", limit_s=110),
+    Part("net-gpt2", "gpu_checks.net:gpt2", ranks=2, limit_s=230, least_s=90),
     # Short ones first: on an H200 what is before them took 270 s, and not all starts end in 85.
-    Part(
-        "registered",
-        "gpu_checks.one_rank:registered",
-        "One rank, a small GPT. Nothing is sent: this shows what registering the buckets' memory "
-        "costs, in the second step, and no gain.",
-        limit_s=60,
-    ),
-    Part(
-        "graphs",
-        "gpu_checks.one_rank:graphs",
-        'One rank, a small GPT with `mode="reduce-overhead"`: CUDA graphs of a forward and its '
-        "backward.",
-        limit_s=70,
-    ),
-    Part(
-        "copies",
-        "gpu_checks.copies:measure",
-        "Read and written bytes a second, over those of a plain copy of a large tensor in the same "
-        "rounds.",
-        limit_s=60,
-    ),
-    Part(
-        "starts",
-        "gpu_checks.starts:measure",
-        "One rank, a small GPT, from the wrapping in DDP to the end of the first step, in a new "
-        "process: with an empty compiler cache, and with what that has left. *Host* is the time "
-        "until a step is launched.",
-        limit_s=120,
-    ),
-    Part(
-        "net-resnet",
-        "gpu_checks.net:resnet",
-        "As `net-gpt2`, of ResNet-50 with 64 images a rank, channels last.",
-        ranks=2,
-        limit_s=170,
-        least_s=90,
-    ),
+    # Nothing is sent: what registering the buckets' memory costs, and no gain.
+    Part("registered", "gpu_checks.one_rank:registered", limit_s=60),
+    Part("graphs", "gpu_checks.one_rank:graphs", limit_s=70),
+    Part("copies", "gpu_checks.copies:measure", limit_s=60),
+    Part("starts", "gpu_checks.starts:measure", limit_s=120),
+    Part("net-resnet", "gpu_checks.net:resnet", ranks=2, limit_s=170, least_s=90),
     *(_options(mode, 1) for mode in MODES),
     *(_loops(mode, 1) for mode in MODES),
     *(_options(mode, 2) for mode in MODES),

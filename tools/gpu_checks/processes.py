@@ -19,7 +19,7 @@ import time
 import traceback
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from benches.processes import environment, last_words
 from benches.results import Row
@@ -47,7 +47,6 @@ class Result:
 
     Attributes:
         part: its name.
-        key: of the machine and the code; see :attr:`gpu_checks.machine.Machine.key`.
         backend: of its process group.
         seconds: how long it took.
         rows: its table.
@@ -55,7 +54,6 @@ class Result:
     """
 
     part: str
-    key: str
     backend: str
     seconds: float
     rows: tuple[Row, ...] = ()
@@ -66,30 +64,16 @@ class Result:
         return not self.failure and bool(self.rows) and all(row.is_right for row in self.rows)
 
     def write(self, directory: Path) -> None:
-        """Put the result where :func:`read_result` finds it; it appears whole or not at all."""
-        path = directory / f"{self.part}.json"
-        begun = path.with_suffix(".part")
-        begun.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        begun.replace(path)
+        """Keep it there."""
+        (directory / f"{self.part}.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
-def read_result(directory: Path, part: str, key: str) -> Result | None:
-    """A part's result; ``None`` if there is none, or one of another machine or other code."""
-    path = directory / f"{part}.json"
-    data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    if data.get("key") != key:
-        return None
-    rows = tuple(Row(**row) for row in data.pop("rows"))
-    return Result(**data, rows=rows)
-
-
-def run_part(part: Part, site: Site, key: str, *, work: Path, logs: Path, limit_s: float) -> Result:
+def run_part(part: Part, site: Site, *, work: Path, logs: Path, limit_s: float) -> Result:
     """Run a part, and end all that it has started, whatever happens.
 
     Args:
         part: what runs.
         site: where it runs, but for its directory and deadline.
-        key: of its result.
         work: directory of this and other parts, in which they have their kernels together.
         logs: directory for what the processes print.
         limit_s: for the part.
@@ -122,7 +106,7 @@ def run_part(part: Part, site: Site, key: str, *, work: Path, logs: Path, limit_
     if (started := directory / "logs").exists():
         shutil.copytree(started, log.with_suffix(""), dirs_exist_ok=True)
     shutil.rmtree(directory, ignore_errors=True)
-    return Result(part.name, key, site.backend, round(seconds, 1), rows, failure)
+    return Result(part.name, site.backend, round(seconds, 1), rows, failure)
 
 
 def kill_parts(work: Path) -> None:

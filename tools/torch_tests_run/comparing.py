@@ -20,7 +20,6 @@ Verdict = Literal["alike", "no reference", "known", "new"]
 MODELS: tuple[Models, ...] = get_args(Models)
 MODES: tuple[Mode, ...] = get_args(Mode)
 OFF: Mode = "off"
-VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 MAX_WORDS = 300
 """Characters."""
@@ -163,17 +162,14 @@ def no_longer(comparisons: Iterable[Comparison], known: Sequence[Known]) -> list
     ]
 
 
-def summary(comparisons: Sequence[Comparison]) -> str:
-    """Return a table: a line for each variant, a column for each verdict."""
-    columns = [*VERDICTS, "fused"]
-    lines = [f"{'models':10}{'flag':11}" + "".join(f"{name:>14}" for name in columns)]
-    for models, mode in sorted({(it.run.models, it.run.mode) for it in comparisons}):
-        of_variant = [it for it in comparisons if (it.run.models, it.run.mode) == (models, mode)]
-        counts = Counter[str](it.verdict for it in of_variant)
-        counts["fused"] = sum(it.outcome.buckets > 0 for it in of_variant)
-        numbers = "".join(f"{counts[name]:14}" for name in columns)
-        lines.append(f"{models:10}{mode:11}{numbers}")
-    return "\n".join(lines)
+def summary(comparisons: Sequence[Comparison]) -> Counter[str]:
+    """How many there are of each variant and verdict, and how many of each variant were fused."""
+    counts = Counter[str]()
+    for it in comparisons:
+        variant = f"{it.run.models}, {it.run.mode}"
+        counts[f"{variant}: {it.verdict}"] += 1
+        counts[f"{variant}: fused"] += it.outcome.buckets > 0
+    return counts
 
 
 def as_json(outcomes: Mapping[Run, Outcome], known: Sequence[Known]) -> str:

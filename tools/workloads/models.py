@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -302,16 +302,11 @@ def users_subject(name: str) -> Subject:
             and give their rank as the seed of their batch.
 
     Raises:
-        ValueError: the module or the function is not there, or it returns something else.
+        ImportError: the module is not there: its directory belongs into ``PYTHONPATH``.
+        AttributeError: it has no such function.
+        ValueError: the function returns something else.
     """
-    module, _, function = name.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"model {name!r} must be module:factory, but cannot be imported: {error}. Put the "
-            "module's directory into PYTHONPATH."
-        ) from error
+    factory = pkgutil.resolve_name(name)
 
     @functools.cache
     def made() -> tuple[nn.Module, Callable[[int], Batch]]:
