@@ -210,15 +210,6 @@ def _joining() -> Any:
     return ddp
 
 
-def _unfused() -> Any:
-    model = two_layers()
-    return DistributedDataParallel(
-        model,
-        delay_all_reduce_named_params=[("0.weight", model[0].weight)],
-        param_to_hook_all_reduce=model[1].weight,
-    )
-
-
 def _late() -> Any:
     with inductor_config.patch(ddp_fusion=None):
         ddp = DistributedDataParallel(two_layers())
@@ -280,7 +271,6 @@ KINDS = (
     _hooked,
     _handed_over,
     _joining,
-    _unfused,
     _late,
     _of_another_backend,
     _failing,

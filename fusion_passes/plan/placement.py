@@ -10,7 +10,7 @@ from typing import Final
 
 from torch import fx
 
-from fusion_passes.graph.collectives import is_launch, is_wait, issue_order
+from fusion_passes.graph.collectives import is_launch, is_wait
 from fusion_passes.graph.dependencies import SortKey
 from fusion_passes.graph.families import (
     CASTS,
@@ -97,7 +97,7 @@ def plan_placement(graph: fx.Graph, groups: DdpGroups) -> PlacementPlan:
     for launch in launches:
         _launch_early(launch, keys, index)
     readers = _wait_late(nodes, set(launches), keys)
-    queues = issue_order(filter(is_launch, nodes))
+    queues = _queues(nodes, groups)
     kernels = [*accumulate((is_library_kernel(node) for node in nodes), initial=0)]
     launched_at = _launched_at(queues, keys)
     placements = []
@@ -183,6 +183,16 @@ def _settled(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values are brought into place; a copy reads no more than the layout of what
     it replaces."""
     return node.all_input_nodes[-1:] if node.target is COPY else node.all_input_nodes
+
+
+def _queues(nodes: Sequence[fx.Node], groups: DdpGroups) -> list[list[fx.Node]]:
+    """The launches of each process group in their order: a group has one queue, and its ranks must
+    fill it alike."""
+    queues: dict[str, list[fx.Node]] = {}
+    for node in nodes:
+        if is_launch(node):
+            queues.setdefault(groups.queue_of(node), []).append(node)
+    return list(queues.values())
 
 
 def _launched_at(

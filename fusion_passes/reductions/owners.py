@@ -69,3 +69,9 @@ class DdpGroups:
         not DDP's, and for any other node."""
         name = group_name_of(node) if is_launch(node) else None
         return self.owners.get(name) if name is not None else None
+
+    def queue_of(self, launch: fx.Node) -> str:
+        """The process group on whose queue a collective is put, DDP's or not; the name in the
+        graph where nobody knows better."""
+        owner = self.owner_of(launch)
+        return owner.process_group if owner else group_name_of(launch) or ""
