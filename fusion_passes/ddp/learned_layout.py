@@ -66,7 +66,7 @@ def learn_layout(reducer: Reducer) -> None:
             hold for.
     """
     group = reducer.group
-    if group.size() == 1 or group.name() == "fake" or not _dtypes(reducer):
+    if group.size() == 1 or not _dtypes(reducer):
         _say(reducer, "nothing is sent in buckets, so they are filled up to caps")
         return
     ranks = Ranks.of(group, next(iter(reducer.parameters.kinds.values())).device)

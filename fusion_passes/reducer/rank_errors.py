@@ -73,7 +73,7 @@ class FailureNotes:
             round_: how many rounds have ended, which is the same on all ranks.
             text: for people.
         """
-        if self._left_in == round_ or self.group.size() == 1 or self.group.name() == "fake":
+        if self._left_in == round_ or self.group.size() == 1:
             return
         self._left_in = round_
         text = f"{self.group.rank()} {text[:_SHOWN_CHARACTERS]}"
@@ -153,7 +153,7 @@ def compare_settings(
     Raises:
         SettingsDifferError: on every rank; it names each setting that differs, and its values.
     """
-    if group.size() == 1 or group.name() == "fake":
+    if group.size() == 1:
         return
     text = json.dumps(settings, sort_keys=True)
     # As a signed number of 64 bits.
