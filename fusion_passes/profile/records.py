@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from fusion_passes.profile.tables import NOTHING_TAKEN, CostTable, Taken
+from fusion_passes.profile.tables import MOST_NS, NOTHING_TAKEN, CostTable, Taken
 
 FORMAT: Final = 6
 """Of the file of a profile. Another one is measured anew."""
@@ -111,7 +111,9 @@ class Profile:
             tables = [
                 (
                     CollectiveKind(**kind),
-                    CostTable(tuple(table["num_bytes"]), tuple(table["times_ns"])),
+                    CostTable(
+                        tuple(map(int, table["num_bytes"])), tuple(map(int, table["times_ns"]))
+                    ),
                 )
                 for kind, table in data["tables"]
             ]
@@ -151,6 +153,8 @@ class ReadyTimes:
             raise ValueError("a parameter has two times")
         if list(self.ready_ns) != sorted(self.ready_ns) or self.ready_ns[0] < 0:
             raise ValueError("a gradient is ready before the one before it")
+        if self.ready_ns[-1] > MOST_NS:
+            raise ValueError("a gradient is ready after more than a day")
 
     def to_json(self) -> str:
         """As text; :meth:`from_json` reads it."""
@@ -198,7 +202,7 @@ def _read_format(text: str, wanted: int) -> Iterator[dict[str, Any]]:
         if data["format"] != wanted:
             raise ValueError(f"its format is {data['format']}, not {wanted}")
         yield data
-    except (LookupError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"it is none: {type(error).__name__} {error}") from error
 
 

@@ -15,6 +15,10 @@ from torch import Tensor
 MIB: Final = 2**20
 
 
+MOST_NS: Final = 24 * 60 * 60 * 10**9
+"""A day. What is longer was not measured, and sums of it would not fit in 64 bits."""
+
+
 @dataclass(frozen=True)
 class CostTable:
     """Nanoseconds of one collective by its size.
@@ -41,6 +45,8 @@ class CostTable:
             raise ValueError(f"sizes do not grow from above 0: {sizes}")
         if times[0] < 0 or any(b < a for a, b in pairwise(times)):
             raise ValueError(f"times fall, or are below 0: {times}")
+        if times[-1] > MOST_NS:
+            raise ValueError(f"a collective takes more than a day: {times}")
 
     @classmethod
     def of(cls, num_bytes: Sequence[int], seconds: Sequence[float]) -> CostTable:

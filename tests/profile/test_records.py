@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fusion_passes.profile import files
-from fusion_passes.profile.records import CollectiveKind, Place, Profile
+from fusion_passes.profile.records import CollectiveKind, Place, Profile, ReadyTimes
 from fusion_passes.profile.tables import CostTable
 
 PLACE = Place(2, ("a", "b"), "gloo", "cpu", "", "2.13.0")
@@ -77,12 +77,22 @@ def damaged(edit) -> str:
         damaged(lambda data: data["taken"].update(each_ns=-1)),
         damaged(lambda data: data.pop("taken")),
         damaged(lambda data: data["place"].pop("hosts")),
+        damaged(lambda data: data["tables"][0][1].update(times_ns=[10, float("inf")])),
+        damaged(lambda data: data["tables"][0][1].update(times_ns=[10, 2**62])),
+        "[" * 100_000,
     ],
 )
 def test_what_is_not_whole_cannot_be_used(text) -> None:
     store(PROFILE).write_text(text)
     with pytest.raises(ValueError, match=r".+"):
         files.look_up(PLACE)
+
+
+@pytest.mark.parametrize("ready_ns", ["10, Infinity", "10, 4611686018427387904", "10, 5"])
+def test_ready_times_that_nobody_can_have_measured(ready_ns) -> None:
+    text = ReadyTimes(5, (1, 0), (10, 20), "today").to_json().replace("10, 20", ready_ns)
+    with pytest.raises(ValueError, match=r".+"):
+        ReadyTimes.from_json(text)
 
 
 def test_two_writers_leave_one_whole_profile() -> None:
