@@ -197,8 +197,16 @@ class IdleCppReducer:
 # --- Management ----------------------------------------------------------------------------------
 
 
-def manage_by_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> None:
-    """From now on, averages the gradients of a module by a reducer of the package."""
+def manage_by_reducer(
+    ddp: DistributedDataParallel, config: FusionConfig, *, is_copy: bool = False
+) -> None:
+    """Average the gradients of a module by a reducer of the package from now on. For a copy,
+    nothing is sent, as with DDP: one rank may make it alone.
+
+    Raises:
+        RanksDisagreeError: ranks have been given other settings, unless it is a copy.
+        ValueError: the options cannot be had.
+    """
     make_dtensors_when_read(ddp.module)
     for handle in hooks_of_reducer(ddp):
         handle.remove()
@@ -208,13 +216,15 @@ def manage_by_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> Non
     setattr(ddp, UNFINISHED, None)
     ddp.reducer = IdleCppReducer(ddp)  # type: ignore[assignment]
     prepare_buffers(ddp, ddp.process_group.group_name)
-    attach_reducer(ddp, config)
+    attach_reducer(ddp, config, is_copy=is_copy)
     reducer = reducer_of(ddp)
-    compare_settings(
-        reducer.group, reducer.label, _settings_of(ddp, config), torch.device(ddp.device_type)
-    )
+    if not is_copy:
+        settings = _settings_of(ddp, config)
+        compare_settings(reducer.group, reducer.label, settings, torch.device(ddp.device_type))
     _refuse_memory(reducer, ddp.process_group)
-    if config.mode == "auto":
+    if config.mode == "auto" and is_copy:
+        reducer.decision = ("the buckets of a copy are filled up to caps",)
+    elif config.mode == "auto":
         learn_layout(reducer)
     _attach(ddp)
 
@@ -254,14 +264,17 @@ def _refuse_memory(reducer: Reducer, group: Any) -> None:
 
 
 _count: Final = process_state.keep(
-    weakref.WeakKeyDictionary[Any, int](),
-    "the number of the last module on each process group; kept, since the group's store knows it",
+    weakref.WeakKeyDictionary[Any, dict[str, int]](),
+    "the numbers of the last module and of the last copy on each process group; kept, since the "
+    "group's store knows them",
     Lifetime.GROUP,
     reset=lambda _: None,
 )
 
 
-def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> None:
+def attach_reducer(
+    ddp: DistributedDataParallel, config: FusionConfig, *, is_copy: bool = False
+) -> None:
     """Give a module a new reducer, in the place of one that it may have."""
     old: Reducer | None = ddp.__dict__.get(REDUCER)
     group = ddp.process_group
@@ -276,8 +289,10 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig) -> None:
         if isinstance(communication, AllReduce):
             communication.group, communication.backend = group, backend
     else:
-        number = _count[group] = _count.get(group, -1) + 1
-        label = f"DDP {number} ({type(ddp.module).__name__})"
+        # Copies apart: a rank that makes one alone counts its modules as the others do.
+        kind, numbers = "DDP copy" if is_copy else "DDP", _count.setdefault(group, {})
+        number = numbers[kind] = numbers.get(kind, -1) + 1
+        label = f"{kind} {number} ({type(ddp.module).__name__})"
         communication = AllReduce(
             group,
             backend,
@@ -559,7 +574,7 @@ class _Restoring:
         state = state | {USES_PYTHON_REDUCER: config is not None}
         type(ddp).__setstate__(ddp, state)
         if config is not None:
-            manage_by_reducer(ddp, config)
+            manage_by_reducer(ddp, config, is_copy=True)
             comm_hooks(ddp).clear()  # As in DDP: a copy has none.
 
 

@@ -388,7 +388,8 @@ class Reducers:
             if owners:
                 not_final = why or self._why_not_final(leaf, count, found, len(owners))
                 for reducer, number in owners:
-                    run.reached.setdefault(reducer, {})[number] = not_final
+                    once = reducer.is_accumulated_once(number)
+                    run.reached.setdefault(reducer, {})[number] = not_final if once else SEVERAL
             if len(owners) == 1:
                 owner_of[id(leaf)] = owners[0]
             else:

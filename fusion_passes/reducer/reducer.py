@@ -269,6 +269,11 @@ class Reducer:
         before how often each is accumulated in a static graph."""
         return self.is_static and self._static_counts is None
 
+    def is_accumulated_once(self, number: int) -> bool:
+        """Whether a static graph accumulates a gradient once in a round, as far as is known: the
+        walk sees nothing of what reentrant checkpointing adds."""
+        return self._static_counts is None or self._static_counts.get(number) == 1
+
     @property
     def gives_memory(self) -> bool:
         """Whether compiled backwards store into the buckets now."""
@@ -334,17 +339,16 @@ class Reducer:
         """
         now = self._round or self._begin_round(reached)
         now.copies.reached.append(reached)
-        self._note_existing(now)
-
-    def _note_existing(self, now: Round) -> None:
         for number in self.numbers:
-            gradient = self.parameters.all[number].grad
-            if number in now.received:
-                continue
-            if gradient is None:  # It may have been there before an earlier backward of the round.
-                now.existing.pop(number, None)
-            else:
-                now.existing[number] = gradient
+            if number not in now.received:
+                self._note_existing(now, number)
+
+    def _note_existing(self, now: Round, number: int) -> None:
+        gradient = self.parameters.all[number].grad
+        if gradient is not None:
+            now.existing[number] = gradient
+        else:  # It may have been there before an earlier backward of the round.
+            now.existing.pop(number, None)
 
     def _begin_round(self, reached: Collection[int]) -> Round:
         now = self._round = Round([len(bucket.numbers) for bucket in self.layout.buckets])
@@ -438,6 +442,7 @@ class Reducer:
             if is_sum or stored_apart is not None:
                 now.accumulated_apart.update(numbers)
             for number in numbers:
+                self._note_existing(now, number)  # A hook may have changed it meanwhile.
                 gradient = now.existing.get(number)
                 if gradient is not None:  # What was there is averaged too.
                     self._place(now, number).add_(gradient.detach())
@@ -502,7 +507,8 @@ class Reducer:
             if now is None:
                 now = self._begin_round(self.numbers)
                 # Which gradients are new, nobody has seen: none is exchanged for a view.
-                self._note_existing(now)
+                for each in self.numbers:
+                    self._note_existing(now, each)
             self._add_accumulated(now, number)
 
     def _add_accumulated(self, now: Round, number: int) -> None:
@@ -593,7 +599,7 @@ class Reducer:
             memory = self.registered.of(bucket) if self.registered is not None else None
             if memory is None:
                 memory = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-            else:
+            else:  # Gradients of earlier rounds, which accumulate further, may lie there.
                 self._move_out(bucket, memory)
             now.memory[bucket.index] = memory
         return memory
@@ -604,8 +610,7 @@ class Reducer:
             self.registered.release()
 
     def _move_out(self, bucket: Bucket, memory: Tensor) -> None:
-        """Give gradients of earlier rounds, which are to be accumulated further, memory of their
-        own: this round writes where they lie."""
+        """Give gradients that lie in a bucket's memory some of their own."""
         addresses = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
         for number in bucket.numbers:
             gradient = self.parameters.all[number].grad
@@ -905,6 +910,9 @@ class Reducer:
         if not (has_begun or self.has_begun):
             self._round = None  # Nothing has come yet: as if it had not begun.
             return
+        # What is done to gradients before the next backward of the round is not to be sent.
+        for index, memory in now.memory.items():
+            self._move_out(self.layout.buckets[index], memory)
         setattr(ddp, UNFINISHED, self._unfinished(ddp, sorted(self._missing(now))))
 
     def leave_note_of_missing(self) -> None:

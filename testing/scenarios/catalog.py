@@ -244,6 +244,7 @@ SCENARIOS = (
     on_two("flag-unset", "backwards:flag_unset", CONCAT),
     on_two("another-flag", "backwards:another_flag", COALESCED),
     on_two("kept-tensors", "backwards:kept_gradients", COALESCED, EACH_TORCH),
+    on_two("set-meanwhile", "backwards:set_meanwhile", CONCAT),
     on_two("kept-unused", "backwards:kept_unused", CONCAT),
     on_two("kept-in-graph", "backwards:kept_in_a_graph", CONCAT),
     on_two("several-outputs", "backwards:several_outputs", CONCAT),
@@ -387,6 +388,7 @@ SCENARIOS = (
     plain("shared-storage", model="shared storage"),
     # --- What DDP offers
     on_two("static-graph", "reducer:static_graph", COALESCED),
+    on_two("static-graph-reentrant", "reducer:static_graph_of_a_checkpoint", CONCAT),
     branches("static-graph-unused", CONCAT, takes="ab ab ab", **STATIC_GRAPH),
     plain("bucket-view", ddp={"gradient_as_bucket_view": True}, **KEPT, warns=NO_EFFECT),
     plain("batched-copy", ddp={"batched_grad_copy": True}, warns=NO_EFFECT),
@@ -412,6 +414,7 @@ SCENARIOS = (
     on_two("state-dict", "reducer:state_dict", CONCAT),
     on_two("saved-module", "reducer:saved_module", CONCAT),
     on_two("deepcopy", "reducer:deepcopy", CONCAT, EACH_TORCH),
+    on_two("deepcopy-on-one-rank", "reducer:deepcopy_on_one_rank", CONCAT),
     on_two("ema", "reducer:deepcopy_of_the_model"),
     on_two("second-ddp", "reducer:second_ddp", CONCAT),
     on_two("two-ddps", "reducer:two_ddps"),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fusion_passes import FusionConfig
-from testing.models import OUTPUTS, WIDTH, Branching, Exact, linear_loss
+from testing.models import OUTPUTS, WIDTH, Branching, fill_whole, linear_loss
 from testing.scenarios.loop import backwards, sgd, steps_of
 from testing.scenarios.run import Run
 
@@ -245,11 +245,15 @@ def backwards_of_one_round(run: Run) -> None:
         assert store.num_keys() == before
 
 
-class _Head(Exact, first=WIDTH, last=OUTPUTS):
-    """Exact. Compiled alone."""
+class Head(nn.Linear):
+    """Exact. A layer of a class whose frames Dynamo compiles alone."""
+
+    def __init__(self, outputs: int = OUTPUTS) -> None:
+        super().__init__(WIDTH, outputs)
+        fill_whole(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).relu())
+        return nn.functional.linear(x, self.weight, self.bias).relu()
 
 
 class _Compiled(nn.Module):
@@ -257,7 +261,7 @@ class _Compiled(nn.Module):
 
     def __init__(self, run: Run) -> None:
         super().__init__()
-        self.heads = nn.ModuleList([_Head(), _Head()])
+        self.heads = nn.ModuleList([Head(), Head()])
         self.run = [run.compile(head.forward) for head in self.heads]
 
     def forward(self, x: Tensor) -> list[Tensor]:
@@ -266,13 +270,33 @@ class _Compiled(nn.Module):
 
 def cleared_between(run: Run) -> None:
     """Each part has a backward, and clears its gradients right before it, as with an optimizer
-    each: those of the second are there when the first backward begins."""
+    each: those of the second are there when the first backward begins. Or all gradients are zeroed
+    between them."""
     ddp = run.ddp(_Compiled(run))
-    for step in range(4):
+    for step in range(6):
         inputs, factors = run.rows(step)
         for head, output in zip(ddp.module.heads, ddp(inputs), strict=True):
-            head.zero_grad()
+            if step < 3:
+                head.zero_grad()
+            else:
+                ddp.zero_grad(set_to_none=False)
             (output * factors).sum().backward()
+        run.note_backward(ddp)
+
+
+def set_meanwhile(run: Run) -> None:
+    """A hook sets or clears the gradients in the backward, before they are accumulated."""
+    ddp, forward = run.compiled(run.mlp(2))
+
+    def set_all(value: float | None) -> None:
+        for parameter in ddp.parameters():
+            parameter.grad = None if value is None else torch.full_like(parameter, value)
+
+    for step, value in enumerate((1.0, None, 2.0, None)):
+        inputs, factors = run.rows(step)
+        output = forward(inputs)
+        output.register_hook(lambda _, value=value: set_all(value))
+        (output * factors).sum().backward()
         run.note_backward(ddp)
 
 

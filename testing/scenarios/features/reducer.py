@@ -11,14 +11,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from testing import models
-from testing.models import linear_loss
-from testing.scenarios.features.backwards import must_raise
+from testing.models import OUTPUTS, WIDTH, linear_loss
+from testing.scenarios.features.backwards import Head, must_raise
 from testing.scenarios.features.comm_hooks import summing_over
 from testing.scenarios.features.instances import PAIRS
 from testing.scenarios.features.loops import Counting
@@ -34,6 +35,36 @@ def static_graph(run: Run) -> None:
     with ddp.no_sync():
         linear_loss(forward, run.rows(4)).backward()
     backwards(run, ddp, forward, 1, first=5, zero="never")
+
+
+class _UsedTwice(nn.Module):
+    """Exact. A layer that is compiled alone, and is used in reentrant checkpointing too, before
+    that or after it."""
+
+    def __init__(self, run: Run, *, is_first: bool) -> None:
+        super().__init__()
+        self.layer, self.last = Head(WIDTH), Head(OUTPUTS)
+        self.calls = [run.compile(layer.forward) for layer in (self.layer, self.last)]
+        self.is_first = is_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_first:
+            x = self.calls[0](checkpoint(self.layer.forward, x, use_reentrant=True))
+        else:
+            x = checkpoint(self.layer.forward, self.calls[0](x), use_reentrant=True)
+        result: Tensor = self.calls[1](x)
+        return result
+
+
+def static_graph_of_a_checkpoint(run: Run) -> None:
+    """``static_graph=True``, where the backward's graph does not show all that accumulates."""
+    for is_first in (False, True):
+        ddp = run.ddp(_UsedTwice(run, is_first=is_first), static_graph=True)
+        for step in range(3):
+            ddp.zero_grad()
+            inputs, factors = run.rows(step)
+            (ddp(inputs.requires_grad_()) * factors).sum().backward()
+            run.note_backward(ddp)
 
 
 def _reduce_now(ddp: Any, gradient: Tensor) -> Tensor:
@@ -165,6 +196,16 @@ def deepcopy(run: Run) -> None:
     run.manage(duplicate)
     train(run, duplicate, steps=2)
     train(run, original, steps=2)
+
+
+def deepcopy_on_one_rank(run: Run) -> None:
+    """Rank 0 keeps a copy of the DDP module, as for an evaluation; then another is constructed."""
+    original = run.ddp(run.mlp())
+    train(run, original, steps=1)
+    kept = copy.deepcopy(original) if dist.get_rank() == 0 else None
+    train(run, original, steps=1)
+    train(run, run.ddp(run.mlp(2)), steps=2)
+    del kept
 
 
 def deepcopy_of_the_model(run: Run) -> None:
