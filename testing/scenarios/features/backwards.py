@@ -275,11 +275,11 @@ def cleared_between(run: Run) -> None:
     ddp = run.ddp(_Compiled(run))
     for step in range(6):
         inputs, factors = run.rows(step)
-        for head, output in zip(ddp.module.heads, ddp(inputs), strict=True):
+        for number, output in enumerate(ddp(inputs)):
             if step < 3:
-                head.zero_grad()
+                ddp.module.heads[number].zero_grad()
             else:
-                ddp.zero_grad(set_to_none=False)
+                ddp.zero_grad(set_to_none=number == 0)
             (output * factors).sum().backward()
         run.note_backward(ddp)
 
