@@ -228,9 +228,11 @@ class TracedBackwards:
                         result = compiled(inputs, *arguments)
                 except Exception as error:
                     raised = _raised_in(traced, error)
+                    is_of_compile = raised is None and is_error_of_a_compile(error)
+                    running.has_failed_in_graph = not is_of_compile
                     if raised is not None:
                         raise raised from None
-                    if not is_error_of_a_compile(error):
+                    if not is_of_compile:
                         raise
                     why = _give_up(running, error)
                 else:

@@ -193,6 +193,8 @@ class RunningBackward:
         is_traced: whether a graph that was traced of it has averaged all gradients.
         why_untraced: why it was not, where that was asked for.
         has_entered_graph: whether the graph that was traced of it runs, or has run.
+        has_failed_in_graph: whether that was compiled, and has failed as it ran: it may have
+            launched some of its buckets.
     """
 
     taking_part: list[Reducer] = field(default_factory=list)
@@ -204,6 +206,7 @@ class RunningBackward:
     is_traced: bool = False
     why_untraced: str = ""
     has_entered_graph: bool = False
+    has_failed_in_graph: bool = False
 
 
 OnAveraged: TypeAlias = Callable[[RunningBackward, Sequence[str], int], None]
@@ -299,7 +302,7 @@ class Reducers:
             said = why_failed(run.taking_part, error)
             for reducer in run.taking_part:
                 reducer.backward = None
-                reducer.fail_backward(said or error, has_begun=run.has_entered_graph)
+                reducer.fail_backward(said or error, has_begun=run.has_failed_in_graph)
             if said is not None:
                 raise said from error
             raise

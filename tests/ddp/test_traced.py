@@ -248,6 +248,57 @@ def test_a_users_error_in_a_traced_backward_is_theirs() -> None:
             train(ddp, 1)
 
 
+@torch.library.custom_op("fusion_passes_tests::fails", mutates_args=())
+def fails(x: Tensor) -> Tensor:
+    """A copy; an error once ``_FAILING`` says so."""
+    if _FAILING:
+        raise RuntimeError("it fails as the graph runs")
+    return x.clone()
+
+
+@fails.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+_FAILING: list[bool] = []
+
+
+class _FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return fails(gradient)
+
+
+class _Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(_FailsInBackward.apply(self.first(x)))
+        return result
+
+
+def test_after_a_graph_that_fails_as_it_runs_the_next_forward_raises() -> None:
+    """It may have launched some of its buckets; other ranks have launched all."""
+    with inductor_config.patch(ddp_fusion=traced()), one_rank():
+        ddp = DistributedDataParallel(_Failing())
+        train(ddp, 2)
+        _FAILING.append(True)
+        try:
+            with pytest.raises(RuntimeError, match="it fails as the graph runs"):
+                train(ddp, 1)
+        finally:
+            _FAILING.clear()
+        with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+            ddp(torch.ones(2, 4))
+
+
 def test_sizes_that_are_marked_dynamic_may_be_fixed_by_a_traced_backward() -> None:
     with inductor_config.patch(ddp_fusion=traced()), one_rank():
         ddp = DistributedDataParallel(two_layers())
