@@ -68,8 +68,6 @@ def compile_graph(
     if traced_backwards.is_in_graph and config is not None:
         _check_passes_run(options)
         compiler = _with_pass(compiler, options, FusePass(config))
-    elif is_backward:
-        compiler = _without_reinplacing(compiler, options)
     is_forward = config is not None and not is_backward and torch.is_grad_enabled()
     if is_forward and compiles_usually(options):
         stores = stores_of_forward(model.graph, inputs)
@@ -128,22 +126,6 @@ def _value_of(name: str, options: Mapping[str, Any]) -> Any:
     for part in name.split("."):
         owner = getattr(owner, part)
     return owner
-
-
-_REINPLACING: Final = "reinplace_inplaceable_ops"
-"""Inductor's pass that writes in place what a graph has as a new tensor."""
-
-
-def _without_reinplacing(compiler: Any, options: Mapping[str, Any]) -> Any:
-    """The backend as it is, but where operators are called that it lowers otherwise, as in lite
-    mode: of views, which are calls as well, Inductor loses there that what one of them reads was
-    written through another, if that is done in place (torch 2.11 to 2.15). A read comes before the
-    write, and gradients of a traced backward are wrong (``tests/tools/test_fuzz.py`` has a case).
-    """
-    if not _value_of("fallback_by_default", options):
-        return compiler
-    switched_off = ",".join(filter(None, (_value_of("disabled_passes", options), _REINPLACING)))
-    return _with_options(compiler, {"disabled_passes": switched_off})
 
 
 def _with_options(compiler: Any, options: Mapping[str, Any]) -> Any:

@@ -47,7 +47,7 @@ def run_pipeline(
         return BucketPlan((), find_gradient_reductions(graph, groups).rejections)
     runner = _Runner(graph, groups)
     # What nothing reads would pass for a reader of a gradient.
-    runner.run(EraseDeadCode(groups))
+    runner.run(EraseDeadCode())
     plan = plan_buckets(graph, find_gradient_reductions(graph, groups), buckets_of)
     if not plan.buckets:
         return plan
