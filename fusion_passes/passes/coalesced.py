@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fusion_passes.graph.collectives import all_reduce_coalesced
 from fusion_passes.graph.operators import AS_COMPLEX
 from fusion_passes.graph.scaling import scaled_together
-from fusion_passes.passes.rewrite import Replacement, cast, replace_buckets, settle
+from fusion_passes.passes.rewrite import Replacement, cast, replace_buckets
 from fusion_passes.passes.verify import GraphFacts, GraphPass
 from fusion_passes.plan.buckets import TracedBucket
 from fusion_passes.reductions.find import GradientReduction
@@ -38,7 +38,8 @@ class FuseByCoalescing(GraphPass):
     sent as they lie in memory, whatever the order of their dimensions; where they are sent in a
     smaller dtype, each is cast before and back after its wait.
 
-    Each result has the shape, dtype and strides of the reduction that it replaces.
+    Each result has the shape and dtype of the reduction that it replaces, and the strides of the
+    parameter: Inductor gives a graph's outputs those that were traced.
 
     Attributes:
         buckets: which reductions to fuse; from :func:`fusion_passes.plan.buckets.plan_buckets` for
@@ -81,7 +82,7 @@ def _in_place(member: GradientReduction, reduced: Tensor) -> Tensor:
     shape = member.result.meta["val"].shape
     if reduced.shape != shape or reduced.stride() != member.strides:
         reduced = reduced.as_strided(shape, member.strides)
-    return settle(member, reduced)
+    return reduced
 
 
 def _as_it_lies(tensor: Tensor, strides: Sequence[int]) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.graph.operators import AS_COMPLEX, PACK, WIDEN
-from fusion_passes.passes.rewrite import Replacement, replace_buckets, settle
+from fusion_passes.passes.rewrite import Replacement, replace_buckets
 from fusion_passes.passes.verify import GraphFacts, GraphPass
 from fusion_passes.plan.buckets import TracedBucket
 from fusion_passes.reductions.find import GradientReduction
@@ -38,7 +38,8 @@ class FuseByConcat(GraphPass):
     the plan's decision; where it is sent in a smaller dtype, ``pack`` casts too, and ``widen``
     after the wait casts it back.
 
-    Each result has the shape, dtype and strides of the reduction that it replaces. A complex
+    Each result has the shape and dtype of the reduction that it replaces, and the strides of the
+    parameter: Inductor gives a graph's outputs those that were traced. A complex
     gradient is packed as its real and imaginary parts, which is how c10d reduces it.
 
     Attributes:
@@ -104,10 +105,10 @@ def _reduce(
 def _view(member: GradientReduction, reduced: Tensor, offset: int) -> Tensor:
     shape = member.result.meta["val"].shape
     if not member.key.dtype.is_complex:
-        return settle(member, reduced.as_strided(shape, member.strides, offset))
+        return reduced.as_strided(shape, member.strides, offset)
     strides = (*(2 * stride for stride in member.strides), 1)
-    view = AS_COMPLEX(reduced.as_strided((*shape, 2), strides, offset))
-    return settle(member, view)
+    view: Tensor = AS_COMPLEX(reduced.as_strided((*shape, 2), strides, offset))
+    return view
 
 
 def _empty(gradient: Tensor) -> Tensor:

@@ -11,10 +11,9 @@ from torch import Tensor, fx
 from fusion_passes.graph.collectives import is_launch, issue_order
 from fusion_passes.graph.dependencies import reorder
 from fusion_passes.graph.edits import erase, record, replace_uses
-from fusion_passes.graph.families import CAST, COPY
+from fusion_passes.graph.families import CAST
 from fusion_passes.plan.buckets import TracedBucket
 from fusion_passes.reductions.find import GradientReduction
-from fusion_passes.reductions.hook_pattern import is_laid_out, is_only_copied
 
 
 @dataclass(frozen=True)
@@ -70,19 +69,6 @@ def _erase_reduction(member: GradientReduction) -> None:
         source = node.all_input_nodes[0]
         erase([node])
         node = source
-
-
-def settle(member: GradientReduction, reduced: Tensor) -> Tensor:
-    """A reduced gradient in the layout that is wanted in the graph. It is sent in that of its
-    parameter, which is the same on all ranks."""
-    value = member.result.meta["val"]
-    if is_laid_out(reduced, value.stride()) or is_only_copied(member.result):
-        return reduced
-    wanted = torch.empty_strided(
-        value.shape, value.stride(), dtype=value.dtype, device=value.device
-    )
-    relaid: Tensor = COPY(wanted, reduced)
-    return relaid
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -35,7 +35,6 @@ from fusion_passes.graph.operators import PACK
 from fusion_passes.graph.scaling import Scaling
 from fusion_passes.reductions.hook_pattern import (
     layout_template,
-    result_strides,
     settled_result,
     source_of_launch,
 )
@@ -200,7 +199,7 @@ def _reduction(
         start=node,
         wait=wait,
         result=settled,
-        strides=owner.strides if owner.strides is not None else result_strides(settled),
+        strides=owner.strides if owner.strides is not None else tuple(value.stride()),
         key=ReductionKey(
             owner.group_name,
             call.reduce_op or "",

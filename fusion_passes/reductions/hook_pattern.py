@@ -4,7 +4,7 @@ the wait, a cast back or a change of layout."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -14,7 +14,6 @@ from torch import Tensor, fx
 from fusion_passes.graph.families import CAST, COPY, DIVISIONS, MULTIPLICATIONS
 from fusion_passes.graph.scaling import NO_SCALING, Scaling, ScalingKind
 
-_COPY_IN_PLACE: Final = torch.ops.aten.copy_.default
 _EMPTY: Final = (torch.ops.aten.new_empty_strided.default, torch.ops.aten.empty_strided.default)
 _SCALES: Final[Mapping[object, ScalingKind]] = MappingProxyType(
     {**dict.fromkeys(DIVISIONS, "div"), **dict.fromkeys(MULTIPLICATIONS, "mul")}
@@ -76,35 +75,6 @@ def layout_template(settled: fx.Node) -> tuple[fx.Node, ...]:
     return (target,) if target.target in _EMPTY else ()
 
 
-def result_strides(result: fx.Node) -> tuple[int, ...]:
-    """The strides in which the result is wanted: those of the existing gradient that it is copied
-    to in the end, else its own."""
-    targets = [_target(user).stride() for user in result.users if user.target is _COPY_IN_PLACE]
-    dense = [strides for strides in targets if _is_fixed(strides)]
-    if len(set(dense)) == 1 and is_only_copied(result) and is_dense(_first_target(result)):
-        return tuple(dense[0])
-    return tuple(result.meta["val"].stride())
-
-
-def _is_fixed(strides: Sequence[object]) -> bool:
-    return all(isinstance(stride, int) for stride in strides)
-
-
-def is_only_copied(result: fx.Node) -> bool:
-    """Whether the result is copied to existing gradients, which have a layout of their own, and
-    nothing else reads it."""
-    return all(user.target is _COPY_IN_PLACE and user.args[1] is result for user in result.users)
-
-
-def _first_target(result: fx.Node) -> Tensor:
-    return _target(next(iter(result.users)))
-
-
-def _target(copy: fx.Node) -> Tensor:
-    value: Tensor = copy.args[0].meta["val"]  # type: ignore[union-attr]
-    return value
-
-
 def is_dense(value: Tensor) -> bool:
     """Whether the tensor's elements fill a stretch of memory, each once, in whatever order."""
     expected = 1
@@ -114,11 +84,3 @@ def is_dense(value: Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-def is_laid_out(value: Tensor, strides: Sequence[int]) -> bool:
-    """Whether the tensor has these strides, as far as they matter to where elements lie."""
-    return all(
-        size == 1 or have == want
-        for size, have, want in zip(value.shape, value.stride(), strides, strict=True)
-    )

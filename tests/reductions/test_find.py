@@ -104,10 +104,6 @@ def _laid_out_with_gaps(x):
     return _aten.copy.default(layout, reduce(torch.neg(x), "w"))
 
 
-def _into_a_transposed_grad(grad, x):
-    grad.copy_(reduce(torch.add(grad, x), "w"))
-
-
 def _unused(x):
     reduce(x, "w")
     return torch.neg(x)
@@ -120,13 +116,6 @@ FORMS: list[tuple[str, Backward, list[TensorSpec], str, str]] = [
         SQUARE,
         "neg -> div -> all_reduce -> wait_tensor -> [output]",
         "sum(gradient / 2) float32 cpu on ddp0, 24 bytes, strides [3, 1]",
-    ),
-    (
-        "an existing grad is copied into, and says how the result lies",
-        _into_a_transposed_grad,
-        [tensor(2, 3, stride=(1, 2)), tensor(2, 3)],
-        "add -> div -> all_reduce -> wait_tensor -> [copy_]",
-        "sum(gradient / 2) float32 cpu on ddp0, 24 bytes, strides [1, 2]",
     ),
     (
         "avg needs no scaling",
