@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -25,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from torch_tests_run.known import Models, Outcome
-from torch_tests_run.source import COMPILED, MODULE, TorchTest, rewritten
+from torch_tests_run.source import COMPILED, MODULE, TorchTest, rewritten, source_path
 
 FLAG = "FUSION_PASSES_DDP_FUSION"
 PACKAGE = "fusion_passes"
@@ -172,15 +171,14 @@ def last_error(text: str) -> str:
 
 def _load(*, compiled: bool) -> ModuleType:
     """Import torch's tests, rewritten."""
-    spec = importlib.util.find_spec(MODULE)
-    assert spec is not None, "it comes with torch"
-    assert spec.origin is not None, "it is a file"
-    module = importlib.util.module_from_spec(spec)
+    path = source_path()
+    module = ModuleType(MODULE)
+    module.__file__ = str(path)
     sys.modules[MODULE] = module
-    tree = rewritten(Path(spec.origin).read_text(), compiled=compiled)
+    tree = rewritten(path.read_text(), compiled=compiled)
     module.__dict__[COMPILED] = _compile
     # Without this file's annotations from the future: torch looks at those of hooks.
-    code = compile(tree, spec.origin, "exec", dont_inherit=True)
+    code = compile(tree, path, "exec", dont_inherit=True)
     exec(code, module.__dict__)
     module.__dict__["init_multigpu_helper"] = _one_device_for_each_rank
     return module
