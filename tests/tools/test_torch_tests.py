@@ -13,11 +13,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch_tests
 
-from torch_tests_run import running
+from torch_tests_run import conftest, running
 from torch_tests_run.known import Known, Outcome, judge, read_known
 from torch_tests_run.running import last_error
 from torch_tests_run.source import TorchTest, ddp_tests, rewritten, source_path
@@ -141,6 +143,22 @@ def test_the_list_of_known_differences_is_sound(tmp_path: Path) -> None:
     file.write_text('[{"test": "test_ddp", "words": "no", "reason": ""}]')
     with pytest.raises(ValueError, match="reason"):
         read_known(file)
+
+
+def test_what_was_averaged_and_what_differs_no_longer_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = [Known("test_ddp", "no", "gone"), Known("test_other", "no", "not run")]
+    known.append(Known("test_*", "no", "left"))
+    monkeypatch.setattr(conftest, "read_known", lambda: known)
+    properties = [("test", "test_ddp"), ("models", "as-is"), ("averaged", 2)]
+    report = SimpleNamespace(user_properties=properties, wasxfail=f"reason: {known[2]}")
+    said = list[str]()
+    stats = {"passed": [report], "xfailed": [report]}
+    reporter: Any = SimpleNamespace(stats=stats, write_line=said.append)
+    conftest.pytest_terminal_summary(reporter)
+    averaged = "1 of 1 that passed were averaged by us"
+    assert said == [averaged, "no longer differs: test_ddp [*]: gone"]
 
 
 def test_the_error_of_the_first_rank_without_what_changes() -> None:
