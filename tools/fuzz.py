@@ -5,7 +5,7 @@ differs, crashes or hangs is run again on new ones, made as small as it gets, an
 output directory.
 
     python tools/fuzz.py --seeds 0:100
-    python tools/fuzz.py --seeds 0:1000 --slice 3/10 --seconds 1800 --output fuzz
+    python tools/fuzz.py --seeds 200:300 --seconds 1800 --output fuzz
     python tools/fuzz.py --case 17                  # one case, in full
     python tools/fuzz.py --seeds 17:18              # the same, made small if it fails
     python tools/fuzz.py --replay fuzz/17.small.json
@@ -47,7 +47,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--seeds", type=_seeds, default=range(100), metavar="FIRST:END", help="(0:100)")
-    add("--slice", type=_slice, default=(1, 1), metavar="N/M", help="the Nth of M parts of them")
     add("--seconds", type=float, default=float("inf"), help="start no case after so many")
     add("--only", default="", metavar="REGEX", help="only cases whose JSON has it")
     add("--case", type=int, metavar="SEED", help="one case, with all that is known of it")
@@ -64,13 +63,6 @@ def _seeds(text: str) -> range:
     return range(int(first or 0), int(end))
 
 
-def _slice(text: str) -> tuple[int, int]:
-    number, _, parts = text.partition("/")
-    if not 1 <= int(number) <= int(parts):
-        raise argparse.ArgumentTypeError(f"must be N/M with N from 1 to M, but is {text}")
-    return int(number), int(parts)
-
-
 def _prepare(cache: Path | None) -> None:
     """Set the environment of the ranks: where kernels are kept, by default in a directory that this
     user's runs share, and that a rank compiles where it needs a kernel. Pools of compilers beside
@@ -85,9 +77,7 @@ def _prepare(cache: Path | None) -> None:
 def _run_all(runner: Runner, options: argparse.Namespace) -> int:
     start, counts, findings = time.monotonic(), Counter[str](), 0
     past: list[int] = []
-    number, parts = options.slice
-    size = -(-len(options.seeds) // parts)
-    for seed in options.seeds[(number - 1) * size : number * size]:
+    for seed in options.seeds:
         if time.monotonic() - start > options.seconds:
             break
         case = draw(seed)

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Final
@@ -35,7 +35,7 @@ from benches.processes import environment
 from benches.results import figures_table
 from command_line import exit_on_signals, parser_of
 from gpu_checks.machine import Machine
-from gpu_checks.parts import Part, choose
+from gpu_checks.parts import Part
 from gpu_checks.processes import Result, kill_parts, run_part
 from gpu_checks.sites import Sharing, Site, control_mps
 
@@ -47,13 +47,9 @@ ANSWER_S: Final = 120.0
 
 def main(arguments: Sequence[str] | None = None, catalog: str = CATALOG) -> int:
     """Run parts; 1 if something is wrong, or there is no GPU."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    parts = importlib.import_module(catalog).PARTS
-    try:
-        chosen = choose(parts, options.only)
-    except ValueError as error:
-        parser.error(str(error))
+    parts = {part.name: part for part in importlib.import_module(catalog).PARTS}
+    options = _parser(parts).parse_args(arguments)
+    chosen = [part for name, part in parts.items() if name in (options.only or parts)]
     if options.list:
         print("\n".join(part.name for part in chosen))
         return 0
@@ -65,15 +61,16 @@ def main(arguments: Sequence[str] | None = None, catalog: str = CATALOG) -> int:
             print(error, file=sys.stderr)
             return 1
         if not machine.device:
-            print(f"No GPU: {machine.why_none}. Nothing is run; --device cpu tries parts, tiny.")
+            print(f"No GPU: {machine.words}. Nothing is run; --device cpu tries parts, tiny.")
             return 1
         return Session(options, catalog, machine, work).run(chosen)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(names: Iterable[str]) -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--only", action="append", default=[], metavar="PART", help="this part; can be repeated")
+    only = "this part; can be repeated"
+    add("--only", action="append", choices=list(names), metavar="PART", help=only)
     add("--list", action="store_true", help="print the names of the parts, run nothing")
     add("--seconds", type=float, default=SECONDS, help=f"for all parts ({SECONDS:g})")
     jobs = max(1, min(8, _cores() // 2))
@@ -227,7 +224,7 @@ class Session:
 
     def _say(self, parts: Sequence[Part]) -> None:
         """Print the figures of all parts that measure, and how many parts are right."""
-        print(f"\n{self._machine}")
+        print(f"\n{self._machine.words}")
         for part in parts:
             if part.measure and (result := self._results.get(part.name)):
                 print(f"\n{part.name}, {result.backend}\n\n{figures_table(result.rows)}")

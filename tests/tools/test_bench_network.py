@@ -117,31 +117,18 @@ def test_the_best_network_that_the_system_has_is_used(
     assert not system.namespaces, "nothing is left"
 
 
-def test_nothing_is_left() -> None:
-    system = FakeSystem()
+@pytest.mark.parametrize("fails_at", ["", "netns add fusion-bench-1", "veth", "lo up"])
+def test_nothing_is_left(fails_at: str) -> None:
+    """Nor of a setup that fails, and of what a killed bench has left; what is another's stays."""
+    system = FakeSystem(("mine", NAMES[1]), fails_at)
 
     def interrupted() -> None:
         with shaped_network(system):
-            assert len(system.namespaces) == 2
+            assert system.namespaces == ["mine", *NAMES]
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(subprocess.CalledProcessError if fails_at else KeyboardInterrupt):
         interrupted()
-    assert system.namespaces == []
-
-
-@pytest.mark.parametrize("word", ["netns add fusion-bench-1", "veth", "lo up"])
-def test_nothing_is_left_of_a_setup_that_failed(word: str) -> None:
-    system = FakeSystem(fails_at=word)
-    with pytest.raises(subprocess.CalledProcessError), shaped_network(system):
-        pytest.fail("it was not set up")
-    assert system.namespaces == []
-
-
-def test_what_a_killed_bench_left_is_removed_and_nothing_else() -> None:
-    system = FakeSystem(("mine", NAMES[1]))
-    with shaped_network(system):
-        assert system.namespaces == ["mine", *NAMES]
     assert system.namespaces == ["mine"]
 
 

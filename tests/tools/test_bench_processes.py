@@ -71,28 +71,22 @@ def test_auto_is_measured_with_the_buckets_that_a_run_before_has_planned(
         assert row.figures[RATIO] == pytest.approx(1.2)
 
 
-def test_the_first_averaged_step_is_measured_in_processes_of_its_own(
+def test_first_averaged_steps_and_starts_are_measured_in_processes_of_their_own(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where what is compiled without averaging is what runs with it."""
+    """First steps where what is compiled without averaging is what runs with it."""
     ways = ["concat", "concat, traced", "Python reducer"]
-    rows, _, cell = measured(place, monkeypatch, "--ways", *ways, "--first", "2", "--forwards", "2")
-    found = {method.name: method.first_s.get("10gbit") for method in cell.methods}
-    assert found == {"no DDP": None, "eager DDP": [0.8, 0.8], "concat": [0.6, 0.6]} | dict.fromkeys(
-        ways[1:]
-    )
-    assert rows["mlp, 1 Gbit/s: concat"].figures["first over eager DDP's"] == pytest.approx(0.75)
-
-
-def test_starts_are_measured_in_processes_of_their_own(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows, rates, cell = measured(place, monkeypatch, "--ways", "concat", "--starts", "2")
-    assert [method.start_cpu_s for method in cell.methods] == [[0.2] * 3, [0.4] * 3, [0.3] * 3]
+    more = ["--first", "2", "--starts", "2", "--forwards", "2"]
+    rows, rates, cell = measured(place, monkeypatch, "--ways", *ways, *more)
     assert rates[0] == "unshaped"
-    assert rows["mlp, 1 Gbit/s: concat"].figures["warm start, CPU over no DDP"] == pytest.approx(
-        1.5
-    )
+    firsts = {method.name: method.first_s.get("10gbit") for method in cell.methods}
+    known = {"no DDP": None, "eager DDP": [0.8, 0.8], "concat": [0.6, 0.6]}
+    assert firsts == known | dict.fromkeys(ways[1:])
+    starts = [method.start_cpu_s for method in cell.methods[:3]]
+    assert starts == [[0.4] * 3, [0.8] * 3, [0.6] * 3]
+    figures = rows["mlp, 1 Gbit/s: concat"].figures
+    assert figures["first over eager DDP's"] == pytest.approx(0.75)
+    assert figures["warm start, CPU over no DDP"] == pytest.approx(1.5)
 
 
 def test_nothing_is_measured_without_no_ddp(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,18 +105,8 @@ def test_cores_are_shared() -> None:
 @pytest.mark.nightly  # A check runs the quick form as a stage of its own.
 def test_the_quick_form_measures_and_writes(tmp_path: Path) -> None:
     """Real ranks: eager DDP and ours, on the network as it is. Judges no time."""
-    options = [
-        "--quick",
-        "--ways",
-        "concat",
-        "concat, traced",
-        "--forwards",
-        "2",
-        "--first",
-        "1",
-        "--starts",
-        "1",
-    ]
+    options = ["--quick", "--ways", "concat", "concat, traced", "--forwards", "2"]
+    options += ["--first", "1", "--starts", "1"]
     assert steps.main([*options, "--output", str(tmp_path), "--timeout", "120"]) == 0
     kept = json.loads((tmp_path / steps.FILE).read_text())
     rows = {row["title"].partition(": ")[2]: row for row in kept["rows"]}

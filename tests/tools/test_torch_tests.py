@@ -7,35 +7,26 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch_tests
 
-from torch_tests_run import running
-from torch_tests_run.comparing import (
-    Known,
-    Outcome,
-    Run,
-    as_json,
-    compare,
-    last_error,
-    no_longer,
-    read_known,
-    summary,
-)
+from torch_tests_run import conftest, running
+from torch_tests_run.known import Known, Outcome, judge, read_known
+from torch_tests_run.running import last_error
 from torch_tests_run.source import TorchTest, ddp_tests, rewritten, source_path
 
-TOOL = Path(torch_tests.__file__)
+TOOL = torch_tests.__file__
 PASSED = Outcome("passed")
 FAILED = Outcome("failed", "AssertionError: Scalars are not equal!")
-FLAGGED = Run("test_ddp", "as-is", "concat")
 
 
 # Which tests
@@ -112,84 +103,62 @@ def test_each_new_module_is_compiled() -> None:
     assert cpu(source, compiled=True) == wanted
 
 
-# Comparing
+# Judging
 
 
 @pytest.mark.parametrize(
     ("reference", "outcome", "verdict"),
     [
-        (PASSED, PASSED, "alike"),
-        (PASSED, FAILED, "new"),
-        (PASSED, Outcome("timed out"), "new"),
-        (PASSED, Outcome("skipped"), "new"),
-        (FAILED, Outcome("not run"), "no reference"),
-        (Outcome("skipped"), PASSED, "no reference"),
+        (PASSED, PASSED, "passed"),
+        (PASSED, FAILED, "test_ddp [*]: why"),
+        (PASSED, Outcome("failed", "AssertionError: 1 is not 2"), "failed"),
+        (PASSED, Outcome("timed out", FAILED.words), "failed"),
+        (PASSED, Outcome("skipped"), "failed"),
+        (FAILED, FAILED, "skipped"),
+        (Outcome("timed out"), PASSED, "skipped"),
+        (Outcome("skipped"), PASSED, "skipped"),
     ],
 )
 def test_verdict(reference: Outcome, outcome: Outcome, verdict: str) -> None:
-    (comparison,) = compare({FLAGGED.reference: reference, FLAGGED: outcome}, [])
-    assert comparison.verdict == verdict
-
-
-def test_models_are_compared_with_the_same_models() -> None:
-    compiled = Run("test_ddp", "compiled", "concat")
-    assert compare({FLAGGED.reference: PASSED, compiled: FAILED}, []) == []
-
-
-@pytest.mark.parametrize(
-    ("known", "verdict"),
-    [
-        (Known("test_d*", "failed", "why", "not equal"), "known"),
-        (Known("test_ddp", "failed", "why", "not close"), "new"),
-        (Known("test_ddp", "timed out", "why"), "new"),
-        (Known("test_ddp", "failed", "why", models="compiled"), "new"),
-        (Known("test_ddp", "failed", "why", mode="coalesced"), "new"),
-        (Known("test_other", "failed", "why"), "new"),
-    ],
-)
-def test_a_known_difference_is_one_that_fails_in_the_same_words(known: Known, verdict: str) -> None:
-    outcomes = {FLAGGED.reference: PASSED, FLAGGED: FAILED}
-    (comparison,) = compare(outcomes, [known])
-    assert (comparison.verdict, comparison.reason) == (verdict, "why" * (verdict == "known"))
-
-
-def test_known_differences_that_are_gone() -> None:
-    known = [
-        Known("test_ddp", "failed", "gone"),
-        Known("test_other", "failed", "not run"),
-        Known("test_*", "failed", "left"),
-    ]
-    other = Run("test_third", "as-is", "concat")
-    outcomes = {FLAGGED.reference: PASSED, FLAGGED: PASSED}
-    outcomes |= {other.reference: PASSED, other: FAILED}
-    assert no_longer(compare(outcomes, known), known) == known[:1]
+    """A known difference is one that fails in the same words."""
+    known = [Known("test_ddp", "not close", "another"), Known("test_ddp", "not equal", "why")]
+    try:
+        judge(reference, outcome, known)
+        found = "passed"
+    except pytest.skip.Exception:
+        found = "skipped"
+    except pytest.xfail.Exception as error:
+        found = str(error)
+    except pytest.fail.Exception:
+        found = "failed"
+    assert found == verdict
 
 
 def test_the_list_of_known_differences_is_sound(tmp_path: Path) -> None:
-    known = read_known(torch_tests.KNOWN)
     names = [test.name for test in ddp_tests(source_path().read_text())]
-    for entry in known:
-        runs = [Run(name, "as-is", "concat") for name in names]
-        runs += [Run(name, "compiled", "coalesced") for name in names]
-        assert any(entry.concerns(run) for run in runs), entry
+    for entry in read_known():
+        assert any(entry.concerns(name, "compiled") for name in names), entry
+    assert not Known("test_*", "no", "why", models="compiled").concerns("test_ddp", "as-is")
     file = tmp_path / "known.json"
-    file.write_text('[{"test": "test_ddp", "kind": "failed", "reason": ""}]')
+    file.write_text('[{"test": "test_ddp", "words": "no", "reason": ""}]')
     with pytest.raises(ValueError, match="reason"):
         read_known(file)
 
 
-def test_what_is_written_has_the_verdicts() -> None:
-    outcomes = {FLAGGED: Outcome("failed", "E", 2, 1.5), FLAGGED.reference: PASSED}
-    flagged, reference = json.loads(as_json(outcomes, []))["runs"]
-    assert (flagged["mode"], flagged["verdict"], flagged["words"]) == ("concat", "new", "E")
-    assert reference["mode"] == "off"
-    assert "verdict" not in reference
-
-
-def test_summary_counts_by_variant() -> None:
-    outcomes = {FLAGGED.reference: PASSED, FLAGGED: Outcome("passed", buckets=3)}
-    counts = {"as-is, concat: alike": 1, "as-is, concat: fused": 1}
-    assert summary(compare(outcomes, [])) == counts
+def test_what_was_averaged_and_what_differs_no_longer_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = [Known("test_ddp", "no", "gone"), Known("test_other", "no", "not run")]
+    known.append(Known("test_*", "no", "left"))
+    monkeypatch.setattr(conftest, "read_known", lambda: known)
+    properties = [("test", "test_ddp"), ("models", "as-is"), ("averaged", 2)]
+    report = SimpleNamespace(user_properties=properties, wasxfail=f"reason: {known[2]}")
+    said = list[str]()
+    stats = {"passed": [report], "xfailed": [report]}
+    reporter: Any = SimpleNamespace(stats=stats, write_line=said.append)
+    conftest.pytest_terminal_summary(reporter)
+    averaged = "1 of 1 that passed were averaged by us"
+    assert said == [averaged, "no longer differs: test_ddp [*]: gone"]
 
 
 def test_the_error_of_the_first_rank_without_what_changes() -> None:
@@ -221,21 +190,22 @@ def _die(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("test", "timeout_s", "outcome"),
+    ("test", "limit_s", "outcome"),
     [
-        (_hang, 1.0, ("timed out", "not done after 1 s")),
-        (_die, 60.0, ("failed", "ended without a result: MemoryError: of a test")),
+        (_hang, "1", ("timed out", "not done after 1 s")),
+        (_die, "60", ("failed", "ended without a result: MemoryError: of a test")),
     ],
 )
 def test_a_run_that_hangs_or_dies_leaves_nothing(
     test: Callable[..., None],
-    timeout_s: float,
+    limit_s: str,
     outcome: tuple[str, str],
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(running, "run_test", test)
-    found = running.run_one(FLAGGED, 2, logs=tmp_path, timeout_s=timeout_s)
+    monkeypatch.setattr(running, "KILLED_S", 0.0)
+    monkeypatch.setenv(running.LIMIT, limit_s)
+    found = running.run_one(TorchTest("test_ddp", 2), "as-is", "concat")
     assert (found.kind, found.words) == outcome
     deadline = time.monotonic() + 60
     while _sleeping():  # Until init has taken note of a killed child of a killed child.
@@ -252,24 +222,25 @@ def _sleeping() -> list[str]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_torch_s_tests_run(tmp_path: Path) -> None:
-    """One without DDP's backward and one that trains, which is fused."""
-    output = tmp_path / "results.json"
-    command = [sys.executable, str(TOOL), "--models", "as-is", "--mode", "coalesced"]
-    command += ["--output", str(output)]
-    command += ["--select", "test_grads_same_across_ranks_with_no_sync"]
-    command += ["--select", "test_DistributedDataParallel_requires_grad"]
+def _run(*arguments: str) -> str:
+    command = [sys.executable, TOOL, "-q", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    runs = {row["test"]: row for row in json.loads(output.read_text())["runs"] if "verdict" in row}
-    assert [row["verdict"] for row in runs.values()] == ["alike", "alike"]
+    return done.stdout
 
 
-def test_a_pattern_that_fits_no_test(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        torch_tests.main(["--select", "test_nothing"])
-    assert "no test has a name like test_nothing" in capsys.readouterr().err
-    assert torch_tests.main(["--select", "*CPU", "--list"]) == 0
-    assert capsys.readouterr().out == "test_DistributedDataParallelCPU (2 ranks)\n"
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_torch_s_tests_run() -> None:
+    """One that trains, which is averaged, one that differs, and two that do not pass here."""
+    names = "across_ranks_with_no_sync or static_graph_api_cpu or mixed_precision_grad_as_bucket"
+    said = _run("-k", f"({names}) and as-is and coalesced")
+    assert "1 passed, 2 skipped, " in said
+    assert ", 1 xfailed" in said
+    assert "1 of 1 that passed were averaged by us" in said
+
+
+def test_tests_are_chosen_by_name_and_variant() -> None:
+    said = _run("-k", "static_graph_api_cpu and compiled and concat", "--collect-only")
+    assert "::test_passes_as_without_the_flag[test_static_graph_api_cpu-compiled-concat]" in said
+    assert said.count("::") == 1

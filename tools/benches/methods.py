@@ -100,8 +100,12 @@ class Method:
             return None
 
     def fail(self, words: str) -> None:
-        """Kill its processes."""
+        """Note why it cannot go on, and kill its processes."""
         self.wrong = self.wrong or words
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill its processes."""
         if self.processes:
             self.processes.kill()
             self.processes = None

@@ -35,10 +35,10 @@ class Plain(nn.Module):
 
 
 class Computed(nn.Module):
-    """Modules and parameters, and a function of them, the rows and the tokens."""
+    """Modules, parameters, buffers and numbers, and a function of them, the rows and the tokens."""
 
     def __init__(
-        self, compute: Callable[[Computed, Tensor, Tensor], Any], **parts: nn.Module | Tensor
+        self, compute: Callable[[Computed, Tensor, Tensor], Any], **parts: nn.Module | Tensor | int
     ) -> None:
         super().__init__()
         self.compute = compute
@@ -65,6 +65,17 @@ def _linear(width: int = WIDTH, out: int = WIDTH) -> nn.Linear:
 def _around(compute: Callable[[Computed, Tensor, Tensor], Any]) -> Callable[[], nn.Module]:
     """What makes a function of a linear layer ``m.inner``, the rows and the tokens."""
     return lambda: Computed(compute, inner=_linear())
+
+
+def _changed(change: Callable[[Any], object]) -> Callable[[], nn.Module]:
+    """What makes a linear layer to which something was done."""
+
+    def make() -> nn.Module:
+        inner = _linear()
+        change(inner)
+        return Plain(inner)
+
+    return make
 
 
 # --- Layers: linear, convolution, normalisation, recurrent, attention ---------------------------
@@ -237,23 +248,9 @@ def _one_storage() -> nn.Module:
     )
 
 
-def _swapped_before() -> nn.Module:
-    """A layer whose weight was replaced."""
-    inner = _linear()
-    inner.weight = nn.Parameter(inner.weight.detach() * 0.5)
-    inner.bias.data = torch.ones(WIDTH)
-    return Plain(inner)
-
-
 def _frozen() -> nn.Module:
     middle = _linear().requires_grad_(False)
     return Plain(nn.Sequential(_linear(), middle, nn.Tanh(), _linear()))
-
-
-def _frozen_bias() -> nn.Module:
-    inner = _linear()
-    inner.bias.requires_grad_(False)
-    return Plain(inner)
 
 
 def _tied() -> nn.Module:
@@ -269,27 +266,14 @@ class _Symmetric(nn.Module):
         return matrix.triu() + matrix.triu(1).transpose(-1, -2)
 
 
-def _symmetric() -> nn.Module:
-    inner = _linear()
-    parametrize.register_parametrization(inner, "weight", _Symmetric())
-    return Plain(inner)
-
-
 class _Marked(nn.Parameter):
     """A parameter of a class of its own."""
 
 
-def _parameter_subclass() -> nn.Module:
-    inner = _linear()
-    inner.weight = _Marked(inner.weight.detach())
-    return Plain(inner)
-
-
-def _ignored() -> nn.Module:
-    """A layer that DDP is to ignore; see :class:`fuzzing.models.Model`."""
-    inner = _linear()
-    setattr(inner, "ddp_ignores", True)  # noqa: B010  Modules know no bool by a name.
-    return Plain(inner)
+def _swap(layer: nn.Linear) -> None:
+    """Replace a layer's weight."""
+    layer.weight = nn.Parameter(layer.weight.detach() * 0.5)
+    layer.bias.data = torch.ones(WIDTH)
 
 
 _PARAMETERS: Final[dict[str, Callable[[], nn.Module]]] = {
@@ -323,9 +307,9 @@ _PARAMETERS: Final[dict[str, Callable[[], nn.Module]]] = {
         lambda m, x, _: x @ m.matrix, matrix=nn.Parameter(_weight(8, 16).detach()[:, ::2])
     ),
     "one_storage": _one_storage,
-    "swapped_before": _swapped_before,
+    "swapped_before": _changed(_swap),
     "frozen": _frozen,
-    "frozen_bias": _frozen_bias,
+    "frozen_bias": _changed(lambda layer: layer.bias.requires_grad_(False)),
     "tied": _tied,
     # An autoencoder with one weight.
     "tied_transposed": lambda: Computed(
@@ -337,8 +321,12 @@ _PARAMETERS: Final[dict[str, Callable[[], nn.Module]]] = {
     # Its buffers change in each forward.
     "spectral_norm": lambda: Plain(parametrizations.spectral_norm(_linear())),
     "orthogonal": lambda: Plain(parametrizations.orthogonal(_linear(), orthogonal_map="cayley")),
-    "symmetric": _symmetric,
-    "parameter_subclass": _parameter_subclass,
+    "symmetric": _changed(
+        lambda layer: parametrize.register_parametrization(layer, "weight", _Symmetric())
+    ),
+    "parameter_subclass": _changed(
+        lambda layer: setattr(layer, "weight", _Marked(layer.weight.detach()))
+    ),
     "parameter_list": lambda: Computed(
         lambda m, x, _: torch.tanh(x @ m.many[0] + m.named["b"]) @ m.many[1],
         many=nn.ParameterList([_weight(8, 8), _weight(8, 8)]),
@@ -361,7 +349,8 @@ _PARAMETERS: Final[dict[str, Callable[[], nn.Module]]] = {
     ),
     # A parameter that is used once with and once without a gradient.
     "detached": _around(lambda m, x, _: m.inner(x) - 0.5 * m.inner.weight.detach()[0]),
-    "ignored": _ignored,
+    # DDP is to ignore it: see :class:`fuzzing.models.Model`.
+    "ignored": _changed(lambda layer: setattr(layer, "ddp_ignores", True)),
 }
 
 
@@ -410,18 +399,6 @@ def _checkpoint_again(m: Computed, x: Tensor) -> Any:
     return m.outer(checkpoint(m.inner, x, use_reentrant=False))
 
 
-class _Disabled(nn.Module):
-    """A layer that is never compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = _linear()
-
-    @torch.compiler.disable
-    def forward(self, x: Tensor) -> Any:
-        return torch.tanh(self.inner(x))
-
-
 def _break_graph(m: Computed, x: Tensor, _: Tensor) -> Any:
     x = m.a(x)
     torch._dynamo.graph_break()
@@ -441,9 +418,7 @@ def _clamp(gradient: Tensor) -> Tensor:
     return gradient.clamp(-0.01, 0.01)
 
 
-@torch.compiler.disable
-def _double_disabled(gradient: Tensor) -> Tensor:
-    return gradient * 2
+_double_disabled: Final = torch.compiler.disable(_double)
 
 
 def _hook_activation(x: Tensor, hook: Any) -> Tensor:
@@ -452,30 +427,15 @@ def _hook_activation(x: Tensor, hook: Any) -> Tensor:
     return x
 
 
-def _hooked_weight(hook: Any) -> nn.Module:
-    inner = _linear()
-    inner.weight.register_hook(hook)
-    return Plain(inner)
-
-
-def _hook_after_accumulation() -> nn.Module:
-    """A hook on a parameter's accumulated gradient, before DDP has one."""
-    inner = _linear()
-    inner.weight.register_post_accumulate_grad_hook(_halve)
-    return Plain(inner)
-
-
 def _halve(parameter: Tensor) -> None:
     if parameter.grad is not None:
         parameter.grad.mul_(0.5)
 
 
-def _hook_on_layer() -> nn.Module:
-    inner = _linear()
-    inner.register_full_backward_hook(lambda *a: (a[1][0] * 0.5,))
-    inner.register_forward_pre_hook(lambda *a: (torch.tanh(a[1][0]),))
-    inner.register_forward_hook(lambda *a: a[2] * 1.5)
-    return Plain(inner)
+def _hook_layer(layer: nn.Linear) -> None:
+    layer.register_full_backward_hook(lambda *a: (a[1][0] * 0.5,))
+    layer.register_forward_pre_hook(lambda *a: (torch.tanh(a[1][0]),))
+    layer.register_forward_hook(lambda *a: a[2] * 1.5)
 
 
 def _shared_child() -> nn.Module:
@@ -485,56 +445,28 @@ def _shared_child() -> nn.Module:
     return Computed(lambda m, x, _: m.first(x) + m.second(x), first=first, second=second)
 
 
-class _Running(nn.Module):
+def _take_mean(m: Computed, x: Tensor, _: Tensor) -> Any:
     """A mean of what passed, and a counter of integers, as buffers."""
-
-    mean: Tensor
-    count: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = _linear()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))
-        self.register_buffer("unsaved", torch.ones(WIDTH), persistent=False)
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.inner(x)
-        with torch.no_grad():
-            self.mean.lerp_(y.detach().mean(0).to(self.mean.dtype), 0.1)
-            self.count += 1
-        return y - self.mean
+    y = m.inner(x)
+    with torch.no_grad():
+        m.mean.lerp_(y.detach().mean(0).to(m.mean.dtype), 0.1)
+        m.count += 1
+    return y - m.mean
 
 
-class _Replaced(nn.Module):
+def _replace_buffer(m: Computed, x: Tensor, _: Tensor) -> Any:
     """A buffer that is a new tensor after each forward."""
-
-    scale: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = _linear()
-        self.register_buffer("scale", torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.inner(x) * self.scale
-        if self.training:
-            self.scale = self.scale * 0.9 + 0.1 * y.detach().float().abs().mean(0)
-        return y
+    y = m.inner(x) * m.scale
+    if m.training:
+        m.scale = m.scale * 0.9 + 0.1 * y.detach().float().abs().mean(0)
+    return y
 
 
-class _Counting(nn.Module):
+def _count_calls(m: Computed, x: Tensor, _: Tensor) -> Any:
     """A number of Python's that changes what is computed, so that Dynamo compiles anew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = _linear()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Any:
-        if self.training:
-            self.calls += 1
-        return self.inner(x) if self.calls < 2 else torch.tanh(self.inner(x))
+    if m.training:
+        m.calls += 1
+    return m.inner(x) if m.calls < 2 else torch.tanh(m.inner(x))
 
 
 def _gather(m: Computed, x: Tensor, t: Tensor) -> Any:
@@ -597,7 +529,7 @@ _PROGRAM: Final[dict[str, Callable[[], nn.Module]]] = {
         inner=_mlp(),
         outer=_linear(),
     ),
-    "disabled": lambda: Plain(_Disabled()),
+    "disabled": _around(torch.compiler.disable(lambda m, x, _: torch.tanh(m.inner(x)))),
     "graph_break": lambda: Computed(_break_graph, a=_linear(), b=_linear()),
     "read_value": _around(_read_value),
     "hook_on_activation": _around(lambda m, x, _: _hook_activation(m.inner(x), _double) * 0.5),
@@ -605,16 +537,29 @@ _PROGRAM: Final[dict[str, Callable[[], nn.Module]]] = {
     "hook_on_activation_disabled": _around(
         lambda m, x, _: _hook_activation(m.inner(x), _double_disabled)
     ),
-    "hook_on_parameter": lambda: _hooked_weight(_double),
-    "hook_on_parameter_clamping": lambda: _hooked_weight(_clamp),
-    "hook_on_parameter_disabled": lambda: _hooked_weight(_double_disabled),
-    "hook_after_accumulation": _hook_after_accumulation,
-    "hook_on_layer": _hook_on_layer,
+    "hook_on_parameter": _changed(lambda layer: layer.weight.register_hook(_double)),
+    "hook_on_parameter_clamping": _changed(lambda layer: layer.weight.register_hook(_clamp)),
+    "hook_on_parameter_disabled": _changed(
+        lambda layer: layer.weight.register_hook(_double_disabled)
+    ),
+    # On the accumulated gradient, before DDP has a hook there.
+    "hook_after_accumulation": _changed(
+        lambda layer: layer.weight.register_post_accumulate_grad_hook(_halve)
+    ),
+    "hook_on_layer": _changed(_hook_layer),
     "used_twice": _around(lambda m, x, _: m.inner(torch.tanh(m.inner(x)))),
     "shared_child": _shared_child,
-    "running_mean": lambda: Plain(_Running()),
-    "replaced_buffer": lambda: Plain(_Replaced()),
-    "recompiled": lambda: Plain(_Counting()),
+    "running_mean": lambda: Computed(
+        _take_mean,
+        inner=_linear(),
+        mean=nn.Buffer(torch.zeros(WIDTH)),
+        count=nn.Buffer(torch.zeros((), dtype=torch.long)),
+        unsaved=nn.Buffer(torch.ones(WIDTH), persistent=False),
+    ),
+    "replaced_buffer": lambda: Computed(
+        _replace_buffer, inner=_linear(), scale=nn.Buffer(torch.ones(WIDTH))
+    ),
+    "recompiled": lambda: Computed(_count_calls, inner=_linear(), calls=0),
     "gather": lambda: Computed(_gather, table=_weight(TOKENS, WIDTH)),
     "einsum": lambda: Computed(
         lambda m, x, _: torch.einsum("bi,ijk,jl->bl", x, m.a, m.b),

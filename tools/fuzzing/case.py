@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 Style = Literal["outside", "inside", "loss", "in place", "inner", "part", "backward"]
 Pattern = Literal["plain", "joint", "delayed", "twice", "heads", "together", "named"]
 Zero = Literal["none", "kept", "never"]
@@ -124,12 +126,7 @@ def to_json(case: Case, indent: int | None = None) -> str:
 
 def from_json(text: str) -> Case:
     """Read what :func:`to_json` wrote."""
-    values = json.loads(text)
-    loop, parts = values.pop("loop"), values.pop("parts")
-    loop["batches"] = tuple(tuple(tuple(sizes) for sizes in step) for step in loop["batches"])
-    for part in parts:
-        part["blocks"], part["traits"] = tuple(part["blocks"]), tuple(part["traits"])
-    return Case(loop=Loop(**loop), parts=tuple(Part(**part) for part in parts), **values)
+    return TypeAdapter(Case).validate_json(text)
 
 
 def smaller(case: Case) -> Iterator[Case]:

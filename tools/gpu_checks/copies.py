@@ -10,13 +10,13 @@ import functools
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from benches.results import Row
 from fusion_passes.graph.operators import PACK, WIDEN
@@ -117,9 +117,9 @@ def measure(site: Site, note: Note) -> None:
     plain = 2 * source.nbytes
     rates: list[list[float]] = [[] for _ in range(len(calls) + 1)]
     for _ in range(2 if site.is_small else ROUNDS):
-        rates[-1].append(plain / _seconds(device, lambda: target.copy_(source)))
+        rates[-1].append(plain / _seconds(lambda: target.copy_(source)))
         for call, own in zip(calls, rates, strict=False):
-            own.append(call.moved_bytes / _seconds(device, call.run))
+            own.append(call.moved_bytes / _seconds(call.run))
     copy = rates.pop()
     note(Row("plain copy", figures=_figures(plain, copy, copy)))
     for call, own, words in zip(calls, rates, wrong, strict=True):
@@ -175,18 +175,7 @@ def shapes_of(elements: int) -> list[tuple[int, ...]]:
     return shapes * max(1, round(elements / sum(map(math.prod, shapes))))
 
 
-def _seconds(device: torch.device, run: Callable[[], Any]) -> float:
-    """Of one of some calls in a row: by CUDA events on a GPU."""
-    run()
-    if device.type == "cpu":
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(REPEATS):
-        run()
-    end.record()
-    torch.cuda.synchronize()
-    milliseconds: float = start.elapsed_time(end)
-    return milliseconds / 1000 / REPEATS
+def _seconds(run: Callable[[], Any]) -> float:
+    """Of one of some calls in a row, which are waited for."""
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return timer.timeit(REPEATS).mean

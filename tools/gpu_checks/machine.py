@@ -23,31 +23,15 @@ class Machine:
 
     Attributes:
         device: ``"cuda"``, ``"cpu"``, or empty where a GPU was asked for and there is none.
-        why_none: why there is none.
-        name: of the GPU, or of the machine's processor.
+        words: the GPU or the processor, and versions, for people; or why there is no GPU.
         count: of GPUs.
         memory_gib: of the GPU.
-        torch: version.
-        python: version.
-        nccl: version that torch was built with; empty in a build without it.
-        triton: version; empty where it is not installed.
     """
 
     device: str
-    why_none: str = ""
-    name: str = ""
+    words: str
     count: int = 0
     memory_gib: float = 0.0
-    torch: str = ""
-    python: str = ""
-    nccl: str = ""
-    triton: str = ""
-
-    def __str__(self) -> str:
-        memory = f", {self.memory_gib:g} GiB" if self.memory_gib else ""
-        versions = {"torch": self.torch, "NCCL": self.nccl, "Triton": self.triton}
-        named = "".join(f", {name} {text}" for name, text in versions.items() if text)
-        return f"{self.name}{memory}{named}, Python {self.python}"
 
 
 def main(arguments: list[str]) -> int:
@@ -65,21 +49,18 @@ def machine(asked: str) -> Machine:
     import torch
 
     version = str(torch.__version__)
-    why = _why_no_gpu(asked, version)
-    device = "" if why else asked
-    on_gpu = device == "cuda"
-    properties = torch.cuda.get_device_properties(0) if on_gpu else None
-    return Machine(
-        device,
-        why,
-        name=properties.name if properties else f"the CPU ({platform.machine()})",
-        count=torch.cuda.device_count() if on_gpu else 0,
-        memory_gib=round(properties.total_memory / 2**30, 1) if properties else 0.0,
-        torch=version,
-        python=platform.python_version(),
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "",
-        triton=_triton(),
-    )
+    if why := _why_no_gpu(asked, version):
+        return Machine("", why)
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else ""
+    versions = {"torch": version, "NCCL": nccl, "Triton": _triton()}
+    named = [f"{name} {text}" for name, text in versions.items() if text]
+    named.append(f"Python {platform.python_version()}")
+    if asked == "cpu":
+        return Machine("cpu", ", ".join([f"the CPU ({platform.machine()})", *named]))
+    properties = torch.cuda.get_device_properties(0)
+    memory_gib = round(properties.total_memory / 2**30, 1)
+    words = ", ".join([properties.name, f"{memory_gib:g} GiB", *named])
+    return Machine("cuda", words, torch.cuda.device_count(), memory_gib)
 
 
 def _why_no_gpu(asked: str, version: str) -> str:

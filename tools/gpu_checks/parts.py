@@ -207,17 +207,3 @@ PARTS: Final = (
     *(_features(mode, number) for mode in MODES for number in range(FEATURE_PARTS[mode])),
 )
 """In the order in which they matter, should time run out."""
-
-
-def choose(parts: Iterable[Part], names: Iterable[str]) -> list[Part]:
-    """The parts with these names, all if there are none.
-
-    Raises:
-        ValueError: there is no part of a name.
-    """
-    parts, names = list(parts), list(names)
-    known = [part.name for part in parts]
-    for name in names:
-        if name not in known:
-            raise ValueError(f"--only must be one of {', '.join(known)}, but is {name!r}.")
-    return [part for part in parts if not names or part.name in names]

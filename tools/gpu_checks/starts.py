@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -44,7 +43,8 @@ def measure(site: Site, note: Note) -> None:
     base: dict[str, float | None] = {}
     # Ranks end with the thread that started them: it has to live as long as they.
     with ThreadPoolExecutor(max(2, site.cores // 2)) as pool, contextlib.ExitStack() as stack:
-        stack.callback(_kill, launched)
+        for method in launched:
+            stack.callback(method.kill)
         list(pool.map(lambda method: method.launch(place, answer_s), launched))
         for cold, warm in zip(launched[::2], launched[1::2], strict=True):
             found = _start(cold, warm)
@@ -72,12 +72,5 @@ def _start(cold: Method, warm: Method) -> dict[str, float | None]:
         found[f"{kind} s"] = started[0].seconds
         if method is warm and (host := method.ask("host")):
             found["host s"] = host[0]
-        _kill([method])
+        method.kill()
     return found
-
-
-def _kill(methods: Iterable[Method]) -> None:
-    for method in methods:
-        if method.processes:
-            method.processes.kill()
-            method.processes = None

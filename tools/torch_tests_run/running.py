@@ -8,11 +8,12 @@ not even imported.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
-import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -22,19 +23,28 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch_tests_run.comparing import OFF, Outcome, Run, last_error
-from torch_tests_run.source import COMPILED, MODULE, rewritten
+from torch_tests_run.known import Models, Outcome
+from torch_tests_run.source import COMPILED, MODULE, TorchTest, rewritten, source_path
 
 FLAG = "FUSION_PASSES_DDP_FUSION"
 PACKAGE = "fusion_passes"
 
-RESULT = "result.json"
+LOG, RESULT = "log.txt", "result.json"
 
-STACKS_S = 10.0
-"""How long before a run is killed torch's own time limit prints where the ranks hang."""
+LIMIT = "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"
+"""Variable with torch's own time limit, in seconds: it then prints where the ranks hang."""
+
+LIMIT_S = 290
+KILLED_S = 10.0
+"""How long after that time limit a run is killed."""
 
 TAIL = 4000
 """Characters of the log that an error is looked for in, if a test died without a word."""
+
+MAX_WORDS = 300
+"""Characters."""
+
+_ERROR = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Warning|Interrupt|Exit|Failure)\b")
 
 _ENVIRONMENT = {
     "BACKEND": "gloo",
@@ -55,90 +65,77 @@ _PRELOADED = (
 )
 
 
-def prepare(cache: Path, timeout_s: float) -> None:
+def prepare() -> None:
     """Set the environment of all runs, and import what each needs, once: a test takes less than its
-    imports do.
-
-    Args:
-        cache: Inductor's, unless the environment names one.
-        timeout_s: for each run.
-    """
+    imports do."""
     assert PACKAGE not in sys.modules, "runs without the flag are without the package"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     os.environ |= _ENVIRONMENT
-    os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(int(max(1, timeout_s - STACKS_S)))
+    os.environ.setdefault(LIMIT, str(LIMIT_S))
     os.environ.pop(FLAG, None)
     for name in _PRELOADED:
         importlib.import_module(name)
 
 
-def run_one(run: Run, ranks: int, *, logs: Path, timeout_s: float) -> Outcome:
-    """Run a test, and kill what it leaves running.
+def run_one(test: TorchTest, models: Models, mode: str = "") -> Outcome:
+    """Run a test, print what it prints, and kill what it leaves running.
 
     Args:
-        run: the test and its variant.
-        ranks: how many processes the test needs.
-        logs: directory for what they print.
-        timeout_s: for the run.
+        test: which.
+        models: as the test has them, or compiled.
+        mode: of the flag; empty without it.
     """
-    log = logs / f"{run.test}-{run.models}-{run.mode}.log"
+    limit_s = float(os.environ.get(LIMIT, LIMIT_S))
     with tempfile.TemporaryDirectory(prefix="torch-tests-") as name:
         directory = Path(name)
         process = multiprocessing.get_context("fork").Process(
-            target=_run_in_session, args=(run, ranks, directory, log)
+            target=_run_in_session, args=(test, models, mode, directory)
         )
         start = time.monotonic()
         process.start()
         try:
-            process.join(timeout_s)
+            process.join(limit_s + KILLED_S)
         finally:
             assert process.pid is not None, "it was started"
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()  # It may not have got to its own session yet.
             process.join()
-        return _outcome(directory, log, round(time.monotonic() - start, 1), timeout_s)
+        log = (directory / LOG).read_text(errors="replace")
+        print(log)
+        if time.monotonic() - start >= limit_s:
+            return Outcome("timed out", f"not done after {limit_s:g} s")
+        result = directory / RESULT
+        if not result.exists():
+            return Outcome("failed", f"ended without a result: {last_error(log[-TAIL:])}")
+        return Outcome(**json.loads(result.read_text()))
 
 
-def _run_in_session(run: Run, ranks: int, directory: Path, log: Path) -> None:
+def _run_in_session(test: TorchTest, models: Models, mode: str, directory: Path) -> None:
     """What the forked process does; its ranks stay in its session, so that killing that reaches all
     of them."""
     os.setsid()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(output, stream.fileno())
+    output = os.open(directory / LOG, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ |= {"WORLD_SIZE": str(ranks), "TMPDIR": str(directory)}
-    os.environ |= {} if run.mode == OFF else {FLAG: run.mode}
+    os.environ |= {"WORLD_SIZE": str(test.ranks), "TMPDIR": str(directory)}
+    os.environ |= {FLAG: mode} if mode else {}
     tempfile.tempdir = None
-    run_test(run.test, compiled=run.models == "compiled", directory=directory)
+    outcome = run_test(test.name, compiled=models == "compiled", directory=directory)
+    (directory / RESULT).write_text(json.dumps(dataclasses.asdict(outcome)))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)  # A thread that is left could keep it from ending.
 
 
-def _outcome(directory: Path, log: Path, seconds: float, timeout_s: float) -> Outcome:
-    buckets = directory / "buckets-0"
-    fused = int(buckets.read_text() or 0) if buckets.exists() else 0
-    if seconds >= timeout_s - STACKS_S:
-        return Outcome("timed out", f"not done after {timeout_s:g} s", fused, seconds)
-    result = directory / RESULT
-    if not result.exists():
-        tail = log.read_text(errors="replace")[-TAIL:]
-        return Outcome("failed", f"ended without a result: {last_error(tail)}", fused, seconds)
-    data = json.loads(result.read_text())
-    with log.open("a") as file:
-        file.write(f"\n{data['kind']}\n{data['text']}\n")
-    return Outcome(data["kind"], last_error(data["text"]), fused, seconds)
-
-
-def run_test(test: str, *, compiled: bool, directory: Path) -> None:
+def run_test(test: str, *, compiled: bool, directory: Path) -> Outcome:
     """Run a test, in a process where it may leave anything behind.
 
     Args:
         test: name of the method.
         compiled: whether DDP's modules are compiled.
-        directory: for the result, and for the number of buckets of each rank.
+        directory: for what each rank has averaged.
     """
     is_flagged = FLAG in os.environ
     if is_flagged:
@@ -150,32 +147,38 @@ def run_test(test: str, *, compiled: bool, directory: Path) -> None:
     result = unittest.TestResult()
     # A suite, not a case alone: it calls setUpClass.
     unittest.TestSuite([case(test)]).run(result)
-    kind, text = _judge(result)
-    directory.joinpath(RESULT).write_text(json.dumps({"kind": kind, "text": text}))
-
-
-def _judge(result: unittest.TestResult) -> tuple[str, str]:
+    counted = directory / "averaged-0"
+    averaged = int(counted.read_text() or 0) if counted.exists() else 0
     bad = [text for _, text in (*result.errors, *result.failures)]
     if bad:
-        return "failed", bad[0]
+        print(bad[0])
+        return Outcome("failed", last_error(bad[0]), averaged)
     if result.skipped:
-        return "skipped", result.skipped[0][1]
+        return Outcome("skipped", result.skipped[0][1])
     if result.testsRun != 1:
-        return "failed", f"RuntimeError: {result.testsRun} tests ran instead of 1"
-    return "passed", ""
+        return Outcome("failed", f"RuntimeError: {result.testsRun} tests ran instead of 1")
+    return Outcome("passed", averaged=averaged)
+
+
+def last_error(text: str) -> str:
+    """The line of a traceback that names its error: of several ranks' that of the first."""
+    first = text.partition("\nProcess 1 exited with")[0]
+    lines = [line.strip() for line in first.splitlines() if line.strip()]
+    named = [line for line in lines if _ERROR.match(line)]
+    words = re.sub(r"0x[0-9a-f]+", "0x...", (named or lines or [""])[-1])
+    return words[:MAX_WORDS]
 
 
 def _load(*, compiled: bool) -> ModuleType:
     """Import torch's tests, rewritten."""
-    spec = importlib.util.find_spec(MODULE)
-    assert spec is not None, "it comes with torch"
-    assert spec.origin is not None, "it is a file"
-    module = importlib.util.module_from_spec(spec)
+    path = source_path()
+    module = ModuleType(MODULE)
+    module.__file__ = str(path)
     sys.modules[MODULE] = module
-    tree = rewritten(Path(spec.origin).read_text(), compiled=compiled)
+    tree = rewritten(path.read_text(), compiled=compiled)
     module.__dict__[COMPILED] = _compile
     # Without this file's annotations from the future: torch looks at those of hooks.
-    code = compile(tree, spec.origin, "exec", dont_inherit=True)
+    code = compile(tree, path, "exec", dont_inherit=True)
     exec(code, module.__dict__)
     module.__dict__["init_multigpu_helper"] = _one_device_for_each_rank
     return module
@@ -196,7 +199,7 @@ def _case(module: Any, directory: Path | None) -> type[unittest.TestCase]:
 
     Args:
         module: torch's tests.
-        directory: where each rank says how many buckets it has fused; ``None``: nowhere.
+        directory: where each rank says how many backwards it has averaged; ``None``: nowhere.
     """
 
     class DdpTests(module.TestDistBackend, module.DistributedTest._DistTestBase):
@@ -211,11 +214,11 @@ def _case(module: Any, directory: Path | None) -> type[unittest.TestCase]:
                 super()._run(rank, *args, **kwargs)
             finally:
                 if directory is not None:
-                    directory.joinpath(f"buckets-{rank}").write_text(str(_backwards()))
+                    directory.joinpath(f"averaged-{rank}").write_text(str(_averaged()))
 
     return DdpTests
 
 
-def _backwards() -> int:
+def _averaged() -> int:
     """How many backwards the package has averaged."""
     return sum(item.count for item in sys.modules[PACKAGE].report().backwards)

@@ -96,54 +96,42 @@ def _language_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch[0].flatten())
 
 
-def _gpt2(size: Size) -> nn.Module:
+def _language_model(kind: str, size: Size, **options: Any) -> nn.Module:
+    """A model of transformers' without dropout: its random numbers would cost the same everywhere,
+    and make runs differ.
+
+    Args:
+        kind: as its configuration names it.
+        size: of it.
+        options: of the configuration.
+    """
     import transformers
 
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=size.tokens,
-        n_embd=size.width,
-        n_layer=size.layers,
-        n_head=size.width // 64,
-        use_cache=False,
+    options |= {"vocab_size": VOCABULARY, "num_attention_heads": size.width // 64}
+    options |= {"hidden_size": size.width, "num_hidden_layers": size.layers}
+    config = transformers.AutoConfig.for_model(kind, **options)
+    of_kind = (
+        transformers.AutoModelForMaskedLM if kind == "bert" else transformers.AutoModelForCausalLM
     )
-    return _language_model(transformers.GPT2LMHeadModel(config))
-
-
-def _bert(size: Size) -> nn.Module:
-    import transformers
-
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=size.width,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.width // 64,
-        intermediate_size=4 * size.width,
-    )
-    return _language_model(transformers.BertForMaskedLM(config))
-
-
-def _llama(size: Size) -> nn.Module:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=size.width,
-        intermediate_size=size.width * 43 // 16,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.width // 64,
-        num_key_value_heads=max(1, size.width // 128),
-        use_cache=False,
-    )
-    return _language_model(transformers.LlamaForCausalLM(config))
-
-
-def _language_model(model: Any) -> nn.Module:
-    """Without dropout: its random numbers would cost the same everywhere, and make runs differ."""
+    model = of_kind.from_config(config)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return WithLoss(model, _language_loss)
+
+
+def _gpt2(size: Size) -> nn.Module:
+    return _language_model("gpt2", size, n_positions=size.tokens, use_cache=False)
+
+
+def _bert(size: Size) -> nn.Module:
+    return _language_model("bert", size, intermediate_size=4 * size.width)
+
+
+def _llama(size: Size) -> nn.Module:
+    inner, heads = size.width * 43 // 16, max(1, size.width // 128)
+    options: dict[str, Any] = {"intermediate_size": inner, "num_key_value_heads": heads}
+    return _language_model("llama", size, **options, use_cache=False)
 
 
 class Bottleneck(nn.Module):

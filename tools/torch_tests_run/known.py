@@ -1,0 +1,87 @@
+"""Which of torch's tests end otherwise under the flag, and whether that is known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+Kind = Literal["passed", "failed", "skipped", "timed out"]
+Models = Literal["as-is", "compiled"]
+
+KNOWN = Path(__file__).with_name("known.json")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a test.
+
+    Attributes:
+        kind: how it ended.
+        words: the last line of the error, or why it was skipped.
+        averaged: backwards that the package has averaged on rank 0.
+    """
+
+    kind: Kind
+    words: str = ""
+    averaged: int = 0
+
+
+@dataclass(frozen=True)
+class Known:
+    """A difference that is known.
+
+    Attributes:
+        test: its name, or a pattern.
+        words: part of the error; a test that fails with another has a new difference.
+        reason: why that is right, or which fault it is.
+        models: pattern.
+    """
+
+    test: str
+    words: str
+    reason: str
+    models: str = "*"
+
+    def __str__(self) -> str:
+        return f"{self.test} [{self.models}]: {self.reason}"
+
+    def concerns(self, test: str, models: Models) -> bool:
+        return fnmatchcase(test, self.test) and fnmatchcase(models, self.models)
+
+
+def read_known(path: Path = KNOWN) -> tuple[Known, ...]:
+    """Read the list of known differences.
+
+    Raises:
+        ValueError: for an entry without a reason, or without words.
+    """
+    known = tuple(Known(**entry) for entry in json.loads(path.read_text()))
+    for entry in known:
+        if not entry.reason or not entry.words:
+            raise ValueError(f"{path}: {entry} needs a reason, and words of the error")
+    return known
+
+
+def judge(reference: Outcome, outcome: Outcome, known: Iterable[Known]) -> None:
+    """Fail where a test that passes without the flag does not pass under it. Skip one that does not
+    pass without; ``xfail`` where the difference is known.
+
+    Args:
+        reference: what became of it without the flag.
+        outcome: what became of it under the flag.
+        known: differences of this test.
+    """
+    if reference.kind != "passed":
+        pytest.skip(f"{reference.kind} without the flag: {reference.words}")
+    if outcome.kind == "passed":
+        return
+    for entry in known:
+        if outcome.kind == "failed" and entry.words in outcome.words:
+            pytest.xfail(str(entry))
+    pytest.fail(f"{outcome.kind}, passed without the flag: {outcome.words}", pytrace=False)
