@@ -1,120 +1,351 @@
-"""Reads generated wrapper code: the calls that a compiled graph makes, in order, and the memory
-that each of them reads and writes."""
+"""Reads generated wrappers, for the CPU and for CUDA: the calls that a compiled graph makes, in
+order, and the places in memory that each of them reads and writes.
+
+A kernel is taken to read and to write all of the place that it is given, if it does so at all.
+"""
 
 from __future__ import annotations
 
+import ast
+import itertools
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-Kind = Literal["kernel", "fused", "launch", "wait", "return"]
+Kind = Literal[
+    "allocate", "reuse", "kernel", "fused", "copy", "launch", "wait", "operator", "return"
+]
 
-_NAME: Final = re.compile(r"\b(?:buf|arg|primals_|tangents_)\d\w*")
-_SIGNATURE: Final = re.compile(r"^(\w+) = async_compile\.cpp_pybinding\(\[(.*?)\]", re.MULTILINE)
-_ASSIGNED: Final = re.compile(r"^(\w+) = (.*)$")
-_CALLS: Final[tuple[tuple[Kind, re.Pattern[str]], ...]] = (
-    (
-        "launch",
-        re.compile(r"_c10d_functional\.all_reduce(?:_coalesced)?_\.default\((.*?), '(?:sum|avg)'"),
-    ),
-    ("wait", re.compile(r"_c10d_functional\.wait_tensor\.default\((.*)\)")),
-    ("kernel", re.compile(r"(?:extern_kernels\.\w+|torch\.ops\.(?:aten|mkldnn|mkl)\S+?)\((.*)\)")),
-    ("fused", re.compile(r"^(?:cpp_fused\w*)\((.*)\)")),
-    ("return", re.compile(r"^return \((.*)\)")),
+_KIND_OF: Final[dict[str, Kind]] = {
+    "_c10d_functional.all_reduce_": "launch",
+    "_c10d_functional.all_reduce_coalesced_": "launch",
+    "_c10d_functional.wait_tensor": "wait",
+    "fusion_passes.mark_ready_": "launch",  # Behind it, a reducer launches what it is given.
+    "fusion_passes.store_": "copy",
+    "fusion_passes.bucket": "allocate",
+}
+"""Of operators; those of libraries are kernels."""
+
+_LIBRARIES: Final = ("extern_kernels.", "torch.ops.aten.", "torch.ops.mkldnn.", "torch.ops.mkl.")
+
+_TRITON: Final = re.compile(
+    r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)'''", re.MULTILINE | re.DOTALL
+)
+_TRITON_SIGNATURE: Final = re.compile(r"'signature': \{(.*?)\}")
+_CPP_SIGNATURE: Final = re.compile(
+    r"^(\w+) = async_compile\.cpp_pybinding\(\[(.*?)\]", re.MULTILINE
 )
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call of the generated code.
+class Place:
+    """Where a value lies.
 
     Attributes:
-        kind: a library kernel (a matrix product, attention), a generated kernel (``fused``), a
-            collective's ``launch``, a ``wait``, or the graph's ``return``.
-        reads: the memory that it reads: buffers that share memory have one name.
-        writes: the memory that it writes.
-        after: indices of the calls that it depends on, directly or through others. One too many
-            where memory is used again, never one too few.
-        text: its line.
+        memory: the name of what was allocated, or of what the graph or a library was given.
+        size: in elements, by dimension; none where the wrapper does not allocate it.
+        stride: in elements.
+        offset: of the first element.
+        item: which of a library's results it is: ``[1]``.
+        is_view: whether it is said where in the memory it lies.
+    """
+
+    memory: str
+    size: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    item: str = ""
+    is_view: bool = field(default=False, compare=False)
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The elements, as ranges without their ends."""
+        if 0 in self.size:
+            return
+        dims = sorted((s, n) for n, s in zip(self.size, self.stride, strict=True) if n > 1 and s)
+        length = 1
+        while dims and dims[0][0] == length:
+            length *= dims.pop(0)[1]
+        steps = [range(0, stride * size, stride) for stride, size in dims]
+        for start in itertools.product(*steps):
+            yield self.offset + sum(start), self.offset + sum(start) + length
+
+
+@dataclass(frozen=True)
+class Call:
+    """One statement of the generated code.
+
+    Attributes:
+        kind: memory that is allocated, or that had another name before (``reuse``); a library's
+            ``kernel`` (a matrix product, attention) or a generated one (``fused``); a ``copy``, as
+            the package's own of several gradients; a collective's ``launch``, a ``wait``; another
+            ``operator``; the graph's ``return``.
+        name: of the kernel or operator, as ``extern_kernels.mm`` or ``aten.convolution_backward``.
+        reads: what it reads, sends or waits for.
+        writes: what it fills or allocates.
+        texts: arguments that are texts, such as a group's name; the dtype of what is allocated.
+        line: as it was written.
     """
 
     kind: Kind
-    reads: frozenset[str]
-    writes: frozenset[str]
-    after: frozenset[int]
-    text: str
+    name: str
+    reads: tuple[Place, ...]
+    writes: tuple[Place, ...]
+    texts: tuple[str, ...]
+    line: str
 
 
 def read_calls(code: str) -> list[Call]:
-    """The calls of the last graph in ``code``."""
-    signatures = read_signatures(code)
-    memory: dict[str, str] = {}
-    writers: dict[str, set[int]] = {}
-    calls: list[Call] = []
+    """The calls of the last graph in a generated code.
+
+    Raises:
+        AssertionError: a name that stands for a place in another's memory is bound anew, or the
+            graph has no end.
+    """
+    reader = _Reader(code)
     for raw in code[code.rindex("def call(") :].splitlines():
         line = raw.strip()
-        found = _match(line)
-        if found is None:
-            _follow_alias(line, memory)
+        try:
+            # Where there is a second statement, it deletes a name.
+            statement = next(iter(ast.parse(line).body), None)
+        except SyntaxError:
+            continue  # The head of a block.
+        reader.read(statement, line)
+        if isinstance(statement, ast.Return):
+            return reader.calls
+    raise AssertionError("the code has no end")
+
+
+def read_kernels(code: str) -> dict[str, str]:
+    """The sources of the Triton kernels in a generated code, by name."""
+    return dict(_TRITON.findall(code))
+
+
+def launched_kernels(code: str) -> list[str]:
+    """The names of the Triton kernels in the order in which the last graph launches them."""
+    return re.findall(r"(\w+)\.run\(", code[code.rindex("def call(") :])
+
+
+def _read_signatures(code: str) -> dict[str, list[str]]:
+    """The types that the C++ kernels in a generated code take, by the kernels' names."""
+    return {name: types.split(", ") for name, types in _CPP_SIGNATURE.findall(code)}
+
+
+class _Reader:
+    """Follows the statements of a wrapper."""
+
+    def __init__(self, code: str) -> None:
+        self.calls: list[Call] = []
+        self._accesses = _accesses(code)
+        self._places: dict[str, Place] = {}
+
+    def read(self, statement: ast.stmt | None, line: str) -> None:
+        if isinstance(statement, ast.Return):
+            assert isinstance(statement.value, ast.Tuple)
+            reads = tuple(map(self._place, statement.value.elts))
+            self.calls.append(Call("return", "", reads, (), (), line))
+        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+            self._call(None, statement.value, line)
+        elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            target, value = statement.targets[0].id, statement.value
+            if _is_view(value):
+                self._bind(target, value, line)
+            elif not (isinstance(value, ast.Call) and self._call(target, value, line)):
+                self._let(target, Place(target), line)
+
+    def _let(self, name: str, place: Place, line: str) -> None:
+        """Let a name stand for a place."""
+        before = self._places.get(name)
+        anew = f"{name} is {before}, and bound anew: {line.partition(' = ')[2]}"
+        assert before is None or before.memory == name, anew
+        self._places[name] = place
+
+    def _bind(self, name: str, value: ast.expr, line: str) -> None:
+        place = self._place(value)
+        if line.endswith("# reuse"):
+            new = replace(place, memory=name, offset=0, is_view=False)
+            self.calls.append(Call("reuse", "", (place,), (new,), (), line))
+            place = new
+        self._let(name, place, line)
+
+    def _place(self, value: ast.expr) -> Place:
+        if isinstance(value, ast.Name):
+            return self._places.get(value.id, Place(value.id))
+        if isinstance(value, ast.Subscript):
+            return replace(self._place(value.value), item=f"[{ast.unparse(value.slice)}]")
+        if isinstance(value, ast.Call) and _is_view(value):
+            base, size, stride, offset = value.args
+            place = self._place(base)
+            start = place.offset + ast.literal_eval(offset)
+            return replace(
+                place, size=_numbers(size), stride=_numbers(stride), offset=start, is_view=True
+            )
+        return Place(ast.unparse(value))
+
+    def _call(self, target: str | None, call: ast.Call, line: str) -> bool:
+        """Note a call, and whether it is one that is followed."""
+        called = ast.unparse(call.func)
+        name = called.removesuffix(".run").removesuffix(".default").removeprefix("torch.ops.")
+        kind = self._kind_of(called, name)
+        if kind is None:
+            return False
+        reads = [self._place(item) for item in _flat(call.args) if _is_tensor(item)]
+        writes = [self._place(item.value) for item in call.keywords if item.arg == "out"]
+        texts = [
+            item.value
+            for item in call.args
+            if isinstance(item, ast.Constant) and isinstance(item.value, str)
+        ]
+        if kind == "allocate":
+            reads, texts = [], [ast.unparse(call.args[2])]
+        elif kind == "fused":
+            accesses = self._accesses[name]
+            # What follows the pointers are sizes.
+            pairs = list(zip(accesses, call.args[: len(accesses)], strict=True))
+            reads = [self._place(item) for access, item in pairs if "in" in access]
+            writes = [self._place(item) for access, item in pairs if "out" in access]
+        elif kind == "copy":
+            writes = self._copied_to(call)
+        if target is not None:
+            place = _allocated(target, name, call) if kind == "allocate" else Place(target)
+            self._let(target, place, line)
+            writes.append(place)
+        self.calls.append(Call(kind, name, tuple(reads), tuple(writes), tuple(texts), line))
+        return True
+
+    def _kind_of(self, called: str, name: str) -> Kind | None:
+        if name in self._accesses:
+            return "fused"
+        if called.startswith("empty_strided_"):
+            return "allocate"
+        if called.startswith(_LIBRARIES):
+            return "kernel"
+        if called.startswith("torch.ops."):
+            return _KIND_OF.get(name, "operator")
+        return "copy" if called.endswith(".copy_") else None
+
+    def _copied_to(self, call: ast.Call) -> list[Place]:
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "copy_":
+            return [self._place(call.func.value)]
+        bucket, gradients, offsets, strides = call.args[:4]
+        whole, left, places = self._place(bucket), list(_numbers(strides)), []
+        assert isinstance(gradients, ast.List)
+        for gradient, offset in zip(gradients.elts, _numbers(offsets), strict=True):
+            size = self._place(gradient).size
+            stride = tuple(left.pop(0) for _ in size)
+            places.append(Place(whole.memory, size, stride, whole.offset + offset))
+        return places
+
+
+def _allocated(target: str, name: str, call: ast.Call) -> Place:
+    if name == "fusion_passes.bucket":
+        return Place(target, (ast.literal_eval(call.args[2]),), (1,))
+    return Place(target, _numbers(call.args[0]), _numbers(call.args[1]))
+
+
+def _is_view(value: ast.expr) -> bool:
+    is_call = isinstance(value, ast.Call) and ast.unparse(value.func) == "reinterpret_tensor"
+    return is_call or isinstance(value, ast.Name | ast.Subscript)
+
+
+def _is_tensor(value: ast.expr) -> bool:
+    return isinstance(value, ast.Name | ast.Call | ast.Subscript)
+
+
+def _flat(values: Sequence[ast.expr]) -> Iterator[ast.expr]:
+    for value in values:
+        yield from value.elts if isinstance(value, ast.List) else [value]
+
+
+def _numbers(value: ast.expr) -> tuple[int, ...]:
+    return tuple(ast.literal_eval(value))
+
+
+# --- What kernels do with their pointers ---------------------------------------------------------
+
+
+def _accesses(code: str) -> dict[str, list[str]]:
+    """For each kernel what it does with its pointers, in their order: ``in``, ``out``, or both."""
+    on_card = {name: _accesses_of(source) for name, source in read_kernels(code).items()}
+    on_cpu = {
+        name: ["in" if "const" in kind else "out" for kind in types]
+        for name, types in _read_signatures(code).items()
+    }
+    return on_card | on_cpu
+
+
+def _accesses_of(source: str) -> list[str]:
+    """Of a Triton kernel, whose pointers have such names; a template's ``arg_A`` is read."""
+    signature = _TRITON_SIGNATURE.search(source)
+    assert signature is not None, "a kernel without a signature"
+    pointers = re.findall(r"'(\w+)': '\*", signature.group(1))
+    reads = ["in" if "in" in name or name.startswith("arg") else "" for name in pointers]
+    writes = ["out" if _stores_to(name, source) else "" for name in pointers]
+    return [read + write for read, write in zip(reads, writes, strict=True)]
+
+
+def _stores_to(pointer: str, source: str) -> bool:
+    # A kernel for tensors of several sizes calls what it stores to by one name for all of them.
+    names = [pointer, *re.findall(rf"(\w+) = {pointer}$", source, re.MULTILINE)]
+    # A block of memory is made of the pointer, and stored to by a name of its own.
+    called = r"(?:store|atomic_\w+|make_block_ptr|make_tensor_descriptor)"
+    pattern = rf"{called}\((?:{'|'.join(names)})\b"
+    return "out" in pointer and re.search(pattern, source) is not None
+
+
+# --- What depends on what ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call, and those before it that it depends on.
+
+    Attributes:
+        call: as it was read.
+        reads: the memory that it reads: buffers that share memory have one name.
+        writes: the memory that it writes.
+        after: indices of the steps that it depends on, directly or through others. One too many
+            where memory is used again, never one too few.
+    """
+
+    call: Call
+    reads: frozenset[str]
+    writes: frozenset[str]
+    after: frozenset[int]
+
+    @property
+    def kind(self) -> Kind:
+        return self.call.kind
+
+
+def read_steps(code: str) -> list[Step]:
+    """What the last graph in a generated code computes, launches, waits for and returns."""
+    same: dict[str, str] = {}
+    writers: dict[str, set[int]] = {}
+    steps: list[Step] = []
+    for call in read_calls(code):
+        reads, writes = (
+            frozenset(same.get(place.memory, place.memory) for place in places)
+            for places in (call.reads, call.writes)
+        )
+        if call.kind == "reuse":
+            (same[call.writes[0].memory],) = reads
+        if call.kind not in ("kernel", "fused", "launch", "wait", "return"):
             continue
-        kind, arguments = found
-        reads, writes = _access(kind, line, arguments, signatures)
-        reads, writes = ({memory.get(name, name) for name in names} for names in (reads, writes))
+        if call.kind in ("kernel", "fused"):
+            reads |= writes  # Memory that is used again is taken for read.
+        elif call.kind in ("launch", "wait"):
+            writes = reads
         after: set[int] = set()
         for name in reads:
             for writer in writers.get(name, ()):
-                after |= {writer, *calls[writer].after}
+                after |= {writer, *steps[writer].after}
         for name in writes:
-            writers.setdefault(name, set()).add(len(calls))
-        calls.append(Call(kind, frozenset(reads), frozenset(writes), frozenset(after), line))
-        if kind == "return":
-            break
-    return calls
+            writers.setdefault(name, set()).add(len(steps))
+        steps.append(Step(call, reads, writes, frozenset(after)))
+    return steps
 
 
-def read_signatures(code: str) -> dict[str, list[str]]:
-    """The types that the C++ kernels in a generated code take, by the kernels' names."""
-    return {name: types.split(", ") for name, types in _SIGNATURE.findall(code)}
-
-
-def indices(calls: Sequence[Call], kind: Kind) -> list[int]:
-    """Where the calls of a kind are."""
-    return [index for index, call in enumerate(calls) if call.kind == kind]
-
-
-def _match(line: str) -> tuple[Kind, str] | None:
-    for kind, pattern in _CALLS:
-        match = pattern.search(line)
-        if match and not line.startswith(("#", "assert")):
-            return kind, match.group(1)
-    return None
-
-
-def _follow_alias(line: str, memory: dict[str, str]) -> None:
-    """``buf1 = buf0``, ``buf1 = buf0[2]``, ``buf1 = reinterpret_tensor(buf0, ...)``."""
-    assigned = _ASSIGNED.match(line)
-    if assigned and not line.startswith("arg"):
-        names = _NAME.findall(assigned.group(2).partition(";")[0])
-        if names:
-            memory[assigned.group(1)] = memory.get(names[0], names[0])
-
-
-def _access(
-    kind: Kind, line: str, arguments: str, signatures: dict[str, list[str]]
-) -> tuple[set[str], set[str]]:
-    """The names that a call reads and writes."""
-    names = _NAME.findall(arguments)
-    if kind == "fused":
-        types = signatures[line.partition("(")[0]]
-        assert len(types) == len(names), f"{line}: its signature is {types}"
-        # What is not constant is written, and may be read before.
-        written = {name for name, kind in zip(names, types, strict=True) if "const" not in kind}
-        return set(names), written
-    if kind in ("launch", "wait"):
-        return set(names), set(names)
-    assigned = _ASSIGNED.match(line)
-    out = _NAME.findall(arguments.rpartition("out=")[2]) if "out=" in arguments else []
-    if assigned:
-        out.append(assigned.group(1))
-    return set(names), set(out)
+def indices(steps: Sequence[Step], kind: Kind) -> list[int]:
+    """Where the steps of a kind are."""
+    return [index for index, step in enumerate(steps) if step.kind == kind]

@@ -35,7 +35,7 @@ from fusion_passes.plan.pieces import StoredInput
 from fusion_passes.plan.scaling import REDUCE_DTYPE_OF
 from fusion_passes.reductions.owners import Owner
 from fusion_passes.torch_private import FakeTensorMode
-from testing.cuda_calls import read_kernels
+from testing.codegen import read_kernels
 from testing.fake_world import fake_world
 from testing.graphs import TensorSpec, buckets_of, number_of
 

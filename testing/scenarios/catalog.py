@@ -30,20 +30,16 @@ measured."""
 BY_HAND: Options = {**ROUNDS, "by_hand": True}
 
 AUTOCAST: Options = {"dtypes": ("bf16",), "tolerance_eps": 2.0**16}
+AUTOCAST_FP16: Options = {"dtypes": ("fp16",), "tolerance_eps": 2.0**13}
 """Eps of bf16 in eps of fp32. A compiled kernel sums the gradient of a bias in fp32, where eager
 rounds each step to bf16: half a rounding in the gradient, and as much again in the bf16 copies of
-the trained weights."""
-
-FP16_EPS = 2.0**13
-"""The same for fp16."""
+the trained weights. For fp16 it is the same."""
 
 THIRDS_EPS = 4.0
 """For averages over three ranks. Each rank's share is rounded once by a division and twice by a
 multiplication with the rounded reciprocal, and two sums are rounded in another order: at most half
 an eps each, of values that are at most the largest, is 3; a cancelled sum makes it a little more.
 0.83 was measured."""
-
-THREE: Options = {"ranks": 3, "tolerance_eps": THIRDS_EPS}
 
 PRODUCTS_EPS = 64.0
 """For PowerSGD: products that are summed in another order, twice what rounds otherwise."""
@@ -65,7 +61,7 @@ ADDED: Options = {"zero": "never"}
 TWO_BY_TWO: Options = {"steps": 2, "micro_batches": 2, "no_sync": True}
 TWO_BY_THREE: Options = {"steps": 2, "micro_batches": 3, "no_sync": True}
 SIZES: Options = {"steps": 4, "sizes": (2, 4, 3, 5)}
-CALLED = {"options": {"fallback_by_default": True}}
+CALLED: Options = {"compiling": {"options": {"fallback_by_default": True}}}
 """Loops of several scenarios; see :class:`testing.scenarios.loop.Loop`."""
 
 COUNTING: Options = {"model": "counting"}
@@ -89,12 +85,12 @@ STATIC_GRAPH: Options = {"find_unused_parameters": False, "static_graph": True}
 JOINED_UNUSED: Options = {"steps": ((2, 5), (4, 2)), "model": "branches", "ddp": FIND_UNUSED}
 SMALL_MB = 300 / 2**20
 SMALL_BUCKETS: Options = {"ddp": {"bucket_cap_mb": SMALL_MB}}
+CAP_LIST: Options = {"ddp": {"bucket_cap_mb_list": [SMALL_MB, 2 * SMALL_MB]}}
 """What several of them train; a cap that gives small models several buckets."""
 
 COLLECTIVE: Options = {"options": {"scaling": "collective"}}
 BUCKET: Options = {"options": {"scaling": "bucket"}, "modes": ("concat",)}
-IN_BF16: Options = {"dtype": "bf16", "options": {"reduce_dtype": "bf16"}}
-IN_FP16: Options = {"dtype": "fp16", "options": {"reduce_dtype": "fp16"}}
+FLAG_CAP: Options = {"options": {"bucket_cap_mb": SMALL_MB, "first_bucket_cap_mb": SMALL_MB}}
 """Options of the flag."""
 
 STAYS_LOCAL = ("stay on their rank, as with eager DDP: its forward has had its",)
@@ -155,6 +151,24 @@ def branches(feature: str, *checked: str, **options: Any) -> Scenario:
     return on_two(feature, "unused:branching", *checked, **options)
 
 
+def tensor_parallel(feature: str, *checked: str, **options: Any) -> Scenario:
+    """A scenario of DDP around a tensor-parallel model, on a mesh of 2 x 2 ranks."""
+    return on_ranks("tp", feature, "tensor:uneven", *checked, **options)
+
+
+def in_thirds(feature: str, *checked: str, **options: Any) -> Scenario:
+    """A scenario of averages over three ranks."""
+    defaults: Options = {"ranks": 3, "tolerance_eps": THIRDS_EPS, "launches": 1}
+    return on_ranks("ddp-3", feature, "precision:in_thirds", *checked, **defaults, **options)
+
+
+def smaller(feature: str, dtype: str, *checked: str, **options: Any) -> Scenario:
+    """A scenario whose fp32 gradients are sent in a smaller dtype, on two ranks."""
+    flag = {"reduce_dtype": dtype, **options.pop("options", {})}
+    options = {"launches": 1, "dtype": dtype, **options, "options": flag}
+    return on_two(feature, "precision:sent_in", *checked, **options)
+
+
 _FIELDS = {field.name for field in dataclasses.fields(Scenario)}
 
 
@@ -169,34 +183,17 @@ SCENARIOS = (
     ),
     on_ranks("ddp-4", "update-group", "reducer:another_group"),
     on_ranks("ddp-4", "update-group-hook", "reducer:another_group_for_all", CONCAT),
-    on_ranks(
-        "tp",
-        "plain",
-        "tensor:uneven",
-        dtypes=("fp32", "bf16"),
-        steps=2,
-        sizes=(3, 5),
-        launches=1,
-    ),
-    on_ranks(
-        "tp",
-        "backward-inside",
-        "tensor:uneven",
-        COALESCED,
-        NEWEST_TORCH,
-        steps=2,
-        **INSIDE,
-        launches=1,
-    ),
-    on_ranks("tp", "eager-forward", "tensor:uneven", CONCAT, recomputed=True, **AS_IT_IS),
+    tensor_parallel("plain", dtypes=("fp32", "bf16"), steps=2, sizes=(3, 5), launches=1),
+    tensor_parallel("backward-inside", COALESCED, NEWEST_TORCH, steps=2, **INSIDE, launches=1),
+    tensor_parallel("eager-forward", CONCAT, recomputed=True, **AS_IT_IS),
     on_ranks("tp", "compiled-before", "tensor:compiled_before"),
-    on_ranks("tp", "no-sync", "tensor:uneven", **TWO_BY_TWO),
+    tensor_parallel("no-sync", **TWO_BY_TWO),
     on_ranks("tp", "sequence", "tensor:sequence", **ROUNDS, launches=1),
     on_ranks("tp", "returns-dtensors", "tensor:returning_dtensors", CONCAT),
-    on_ranks("pp", "gpipe", "pipeline:by_hand", schedule="GPipe", launches=1),
-    on_ranks("pp", "1f1b", "pipeline:by_hand", schedule="1F1B"),
-    on_ranks("pp", "traced-gpipe", "pipeline:traced", schedule="GPipe"),
-    on_ranks("pp", "traced-1f1b", "pipeline:traced", schedule="1F1B"),
+    on_ranks("pp", "gpipe", "pipeline:two_stages", schedule="GPipe", launches=1),
+    on_ranks("pp", "1f1b", "pipeline:two_stages", schedule="1F1B"),
+    on_ranks("pp", "traced-gpipe", "pipeline:two_stages", schedule="GPipe", is_traced=True),
+    on_ranks("pp", "traced-1f1b", "pipeline:two_stages", schedule="1F1B", is_traced=True),
     on_ranks("fsdp", "beside", "sharded:beside", CONCAT, ranks=2),
     on_ranks("fsdp", "beside-inside", "sharded:beside", ranks=2, **INSIDE),
     on_ranks("fsdp", "within", "sharded:within", ranks=2),
@@ -275,8 +272,8 @@ SCENARIOS = (
     on_two("instances-in-one-backward", "instances:instances_in_one_backward", COALESCED),
     on_two("same-weights", "instances:over_the_same_weights", COALESCED),
     on_two("same-weights-at-once", "instances:over_the_same_weights_at_once", CONCAT),
-    on_two("one-thread", "instances:one_thread", CONCAT),
-    on_two("another-thread", "instances:another_thread", COALESCED),
+    on_two("one-thread", "instances:in_a_thread", CONCAT, constructed_there=True),
+    on_two("another-thread", "instances:in_a_thread", COALESCED),
     on_two("threads", "instances:threads", COALESCED, fails_on_oldest=TORCH_CRASHES),
     on_two("bare-threads", "instances:bare_threads", CONCAT, fails_on_oldest=TORCH_CRASHES),
     on_two("subclass", "instances:subclass", CONCAT, EACH_TORCH),
@@ -284,34 +281,14 @@ SCENARIOS = (
     on_two("replicate", "instances:replicated", CONCAT),
     on_two("two-reducers", "instances:two_reducers", CONCAT, warns=ONE_OWN_REDUCER),
     on_two(
-        "two-reducers-apart",
-        "instances:two_reducers_apart",
-        CONCAT,
-        EACH_TORCH,
-        warns=ONE_OWN_REDUCER,
+        "two-reducers-apart", "instances:reducers_apart", CONCAT, EACH_TORCH, warns=ONE_OWN_REDUCER
     ),
     # --- Ranks that do not do the same
     on_two("batch-sizes", "ranks:batch_sizes", CONCAT),
     on_two("hooks-on-one-rank", "ranks:hooks_on_one_rank", CONCAT),
     on_two("other-orders", "ranks:other_orders", CONCAT),
-    on_two(
-        "other-orders-of-two",
-        "ranks:other_orders_of_two",
-        CONCAT,
-        cases=((False, 1, 0), (True, 0, 2)),
-    ),
-    on_two(
-        "other-orders-of-another",
-        "ranks:other_orders_of_two",
-        cases=(
-            (False, 0, 0),
-            (True, 1, 0),
-            (False, 0, 2),
-            (True, 1, 2),
-            (False, 1, 2),
-            (True, 0, 0),
-        ),
-    ),
+    on_two("other-orders-of-two", "ranks:other_orders_of_two", CONCAT),
+    on_two("other-orders-of-another", "ranks:other_orders_of_two", are_others=True),
     on_two("other-orders-of-instances", "ranks:other_orders_of_instances", COALESCED),
     on_two("other-orders-of-blocks", "ranks:other_orders_of_blocks", CONCAT),
     on_two("foreign", "foreign:in_graphs", COALESCED),
@@ -350,11 +327,7 @@ SCENARIOS = (
     branches("unused-static-graph", takes="a/b a/b a/b a/b", static_graph=True),
     on_two("unused-static-graph-later", "unused:in_a_static_graph_later", takes="a/b a/b a/b a/b"),
     branches(
-        "unused-several-graphs",
-        CONCAT,
-        takes=f"{TURNS} abc/a",
-        model="backward in parts",
-        **AS_IT_IS,
+        "unused-several-graphs", CONCAT, takes=f"{TURNS} abc/a", model="broken backward", **AS_IT_IS
     ),
     branches("unused-in-parts", CONCAT, NEWEST_TORCH, takes="a a a a", model="parts"),
     branches("unused-other-parts", COALESCED, takes="a a / a a/ / a a", model="parts"),
@@ -393,21 +366,8 @@ SCENARIOS = (
     plain("bucket-view", ddp={"gradient_as_bucket_view": True}, **KEPT, warns=NO_EFFECT),
     plain("batched-copy", ddp={"batched_grad_copy": True}, warns=NO_EFFECT),
     plain("bucket-cap", COALESCED, **DEEP, **SMALL_BUCKETS, launches=3),
-    plain(
-        "flag-cap",
-        CONCAT,
-        **DEEP,
-        **INSIDE,
-        options={"bucket_cap_mb": SMALL_MB, "first_bucket_cap_mb": SMALL_MB},
-        launches=3,
-    ),
-    plain(
-        "bucket-cap-list",
-        CONCAT,
-        **DEEP,
-        ddp={"bucket_cap_mb_list": [SMALL_MB, 2 * SMALL_MB]},
-        launches=2,
-    ),
+    plain("flag-cap", CONCAT, **DEEP, **INSIDE, **FLAG_CAP, launches=3),
+    plain("bucket-cap-list", CONCAT, **DEEP, **CAP_LIST, launches=2),
     on_two("delay", "reducer:delayed_all_reduce", CONCAT, becomes=UNFUSED, warns=DELAYED),
     on_two("update-group", "reducer:update_process_group"),
     on_two("update-group-after-error", "reducer:after_an_error", CONCAT, leaves_unwaited=True),
@@ -460,15 +420,7 @@ SCENARIOS = (
     ),
     plain("no-forward-sync", ddp={"forward_sync_buffers": False}, **COUNTING),
     plain("no-broadcast", ddp={"broadcast_buffers": False}, **COUNTING),
-    plain(
-        "buffers-called",
-        CONCAT,
-        EACH_TORCH,
-        model="shifting",
-        compiling=CALLED,
-        **INSIDE,
-        launches=2,
-    ),
+    plain("buffers-called", CONCAT, EACH_TORCH, model="shifting", **CALLED, **INSIDE, launches=2),
     on_two("buffer-hook", "comm_hooks:buffer_hook", CONCAT, becomes=UNFUSED, warns=ON_BUFFERS),
     # One for the floating-point buffers, and one for the counters.
     on_two("batch-norm", "loops:batch_norm", **BY_HAND, launches=3),
@@ -482,15 +434,7 @@ SCENARIOS = (
     on_two("autocast-inside", "precision:autocast", **INSIDE, **AUTOCAST, by_hand=True, launches=1),
     on_two("grad-scaler", "precision:grad_scaler"),
     on_two("grad-scaler-inf", "precision:grad_scaler", infinite_in=1),
-    on_two(
-        "grad-scaler-autocast",
-        "precision:grad_scaler",
-        CONCAT,
-        dtypes=("fp16",),
-        infinite_in=1,
-        has_autocast=True,
-        tolerance_eps=FP16_EPS,
-    ),
+    on_two("grad-scaler-autocast", "precision:grad_scaler", CONCAT, infinite_in=1, **AUTOCAST_FP16),
     plain("two-dtypes", COALESCED, model="two dtypes", launches=2),
     on_two("fp64", "precision:double_precision", launches=1),
     # --- Where gradients are scaled, and in which dtype they are sent
@@ -498,53 +442,19 @@ SCENARIOS = (
     plain("scaling-bucket", CONCAT, **BUCKET, launches=1),
     plain("scaling-collective-kept", COALESCED, **COLLECTIVE, **KEPT, launches=1),
     plain("scaling-bucket-kept", CONCAT, **BUCKET, **KEPT, launches=1),
-    on_ranks(
-        "ddp-3",
-        "scaling-auto",
-        "precision:in_thirds",
-        options={"scaling": "auto"},
-        **THREE,
-        launches=1,
-    ),
-    on_ranks(
-        "ddp-3",
-        "scaling-collective",
-        "precision:in_thirds",
-        COALESCED,
-        **COLLECTIVE,
-        **THREE,
-        launches=1,
-    ),
-    on_ranks("ddp-3", "scaling-bucket", "precision:in_thirds", **BUCKET, **THREE, launches=1),
+    in_thirds("scaling-auto", options={"scaling": "auto"}),
+    in_thirds("scaling-collective", COALESCED, **COLLECTIVE),
+    in_thirds("scaling-bucket", **BUCKET),
     on_two(
         "near-overflow", "precision:near_overflow", CONCAT, COALESCED, dtypes=("fp16",), launches=1
     ),
-    on_two("reduce-bf16", "precision:sent_in", **IN_BF16, launches=1),
-    on_two("reduce-bf16-kept", "precision:sent_in", **IN_BF16, **KEPT, launches=1),
-    on_two("reduce-fp16", "precision:sent_in", **IN_FP16, launches=1),
-    on_two("reduce-fp16-kept", "precision:sent_in", CONCAT, **IN_FP16, **KEPT, launches=1),
-    on_two(
-        "reduce-bf16-collective",
-        "precision:sent_in",
-        dtype="bf16",
-        options={"reduce_dtype": "bf16", "scaling": "collective"},
-        launches=1,
-    ),
-    on_two(
-        "reduce-bf16-bucket",
-        "precision:sent_in",
-        modes=("concat",),
-        dtype="bf16",
-        options={"reduce_dtype": "bf16", "scaling": "bucket"},
-        launches=1,
-    ),
-    on_two(
-        "reduce-small",
-        "precision:small_already",
-        CONCAT,
-        options={"reduce_dtype": "fp16"},
-        launches=2,
-    ),
+    smaller("reduce-bf16", "bf16"),
+    smaller("reduce-bf16-kept", "bf16", **KEPT),
+    smaller("reduce-bf16-collective", "bf16", **COLLECTIVE),
+    smaller("reduce-bf16-bucket", "bf16", **BUCKET),
+    smaller("reduce-fp16", "fp16"),
+    smaller("reduce-fp16-kept", "fp16", CONCAT, **KEPT),
+    smaller("reduce-small", "fp16", CONCAT, two_dtypes=True, launches=2),
     # --- Hooks of users, and the communication hooks that only average
     plain("tensor-hook", loss="hooked"),
     on_two("parameter-hook", "hooks:parameter_hook"),

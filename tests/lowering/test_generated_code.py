@@ -19,7 +19,7 @@ import fusion_passes
 from fusion_passes import FusionConfig
 from fusion_passes.config import FusionMode
 from fusion_passes.reporting.graphs import compile_log
-from testing.codegen import Call, indices, read_calls
+from testing.codegen import Step, indices, read_steps
 from testing.fake_world import fake_world
 
 # Some compiles serve many tests: in one process.
@@ -48,8 +48,8 @@ class Backwards:
     """A module's backwards as they were compiled: calls in order, and what the package says."""
 
     report: fusion_passes.FusionReport
-    fresh: list[Call]
-    existing: list[Call]
+    fresh: list[Step]
+    existing: list[Step]
 
 
 def compile_backwards(
@@ -71,7 +71,7 @@ def compile_backwards(
 
         step()  # The first one is not traced.
         ddp.zero_grad()
-        graphs = [read_calls(run_and_get_code(step)[1][-1]) for _ in range(steps)]
+        graphs = [read_steps(run_and_get_code(step)[1][-1]) for _ in range(steps)]
         reports = fusion_passes.reports()
     torch._dynamo.reset()
     assert len(reports) == steps
@@ -102,12 +102,12 @@ def _unplaced(report: fusion_passes.FusionReport) -> list[fusion_passes.BucketRe
 
 
 @pytest.fixture(params=["fresh", "existing"])
-def calls(request: pytest.FixtureRequest, backwards: Backwards) -> list[Call]:
+def calls(request: pytest.FixtureRequest, backwards: Backwards) -> list[Step]:
     """With fresh gradients, then with existing ones."""
     return getattr(backwards, request.param)
 
 
-def kernels_not_needed(calls: Sequence[Call]) -> list[list[int]]:
+def kernels_not_needed(calls: Sequence[Step]) -> list[list[int]]:
     """For each launch, the library kernels in front of it that its gradients do not need, nor those
     of a launch before it: those behind the last one that they do."""
     kernels = indices(calls, "kernel")
@@ -119,7 +119,7 @@ def kernels_not_needed(calls: Sequence[Call]) -> list[list[int]]:
 
 
 def test_launched_as_soon_as_the_last_gradient_exists(
-    backwards: Backwards, calls: list[Call]
+    backwards: Backwards, calls: list[Step]
 ) -> None:
     buckets = len(backwards.report.buckets)
     assert kernels_not_needed(calls) == [[]] * buckets
@@ -130,7 +130,7 @@ def test_launched_as_soon_as_the_last_gradient_exists(
     assert before[0] == 1, "the first weight's gradient fills the first bucket"
 
 
-def test_one_launch_for_each_bucket(backwards: Backwards, calls: list[Call]) -> None:
+def test_one_launch_for_each_bucket(backwards: Backwards, calls: list[Step]) -> None:
     launches = [calls[index] for index in indices(calls, "launch")]
     report = backwards.report
     assert len(launches) == len(report.buckets) == report.collectives_after
@@ -141,12 +141,12 @@ def test_one_launch_for_each_bucket(backwards: Backwards, calls: list[Call]) -> 
     assert [len(launch.reads) for launch in launches] == tensors
 
 
-def test_waited_for_behind_the_last_launch_and_kernel(calls: list[Call]) -> None:
+def test_waited_for_behind_the_last_launch_and_kernel(calls: list[Step]) -> None:
     busy = max(indices(calls, "launch") + indices(calls, "kernel"))
     assert min(indices(calls, "wait")) > busy
 
 
-def assert_buckets_are_left_alone(calls: Sequence[Call]) -> None:
+def assert_buckets_are_left_alone(calls: Sequence[Step]) -> None:
     """Each launch is waited for, and nothing touches what it sends before."""
     on_the_way: set[str] = set()
     arrived: set[str] = set()
@@ -158,13 +158,13 @@ def assert_buckets_are_left_alone(calls: Sequence[Call]) -> None:
             on_the_way -= call.reads
             arrived |= call.reads
         else:
-            assert not on_the_way & (call.reads | call.writes), call.text
+            assert not on_the_way & (call.reads | call.writes), call.call.line
     assert calls[-1].kind == "return"
     assert not on_the_way
     assert arrived
 
 
-def test_nothing_touches_a_bucket_before_it_was_waited_for(calls: list[Call]) -> None:
+def test_nothing_touches_a_bucket_before_it_was_waited_for(calls: list[Step]) -> None:
     assert_buckets_are_left_alone(calls)
 
 
@@ -266,7 +266,7 @@ cpp_fused_copy_1 = async_compile.cpp_pybinding(['const float*', 'float*'], '''..
 
 
 def test_what_is_wrong_in_a_code_is_found() -> None:
-    calls = read_calls(WRONG)
+    calls = read_steps(WRONG)
     kinds = ["kernel", "fused", "kernel", "launch", "fused", "wait", "return"]
     assert [call.kind for call in calls] == kinds
     assert kernels_not_needed(calls) == [[2]], "the second product was not to be waited for"

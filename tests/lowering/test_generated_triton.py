@@ -14,6 +14,7 @@ from expecttest import assert_expected_inline
 from torch._inductor.codegen import cpp_wrapper_gpu
 
 from fusion_passes import FusionConfig
+from testing.codegen import launched_kernels, read_kernels
 from testing.cuda_backwards import (
     NAMES,
     autocast_step,
@@ -25,7 +26,7 @@ from testing.cuda_backwards import (
     pointwise,
     step_on_cards,
 )
-from testing.cuda_calls import launched_kernels, read_calls, read_kernels
+from testing.cuda_calls import call_lines
 from testing.cuda_codegen import CardCompiler, Generated
 from testing.graphs import tensor
 
@@ -45,7 +46,7 @@ def text(calls: list[str]) -> str:
 def test_products_and_reductions_are_stored_in_the_bucket(step: Generated) -> None:
     assert step.copies == ({},)
     assert_expected_inline(
-        text(read_calls(step.code, NAMES)),
+        text(call_lines(step.code, NAMES)),
         """\
 triton_per(x, gain, shift) -> t0, t1, t2
 mm(t2, up.T) -> t3
@@ -75,14 +76,14 @@ def reading_buckets(calls: list[str]) -> list[str]:
 
 def test_without_the_passes_there_is_a_kernel_for_each_gradient(compiler: CardCompiler) -> None:
     """The twin of the tests above."""
-    calls = read_calls(compiler.generate(step_on_cards, block_inputs(), fused=False).code)
+    calls = call_lines(compiler.generate(step_on_cards, block_inputs(), fused=False).code)
     assert sum(call.startswith("all_reduce_") for call in calls) == len(NAMES) - 1
     assert not any("[" in call for call in calls), "nothing is stored in a place"
 
 
 def test_scaled_by_one_kernel_where_the_collective_does_not_average(compiler: CardCompiler) -> None:
     generated = compiler.generate(step_on_cards, block_inputs(torch.float16))
-    scaling, launch, wait, _ = reading_buckets(read_calls(generated.code))
+    scaling, launch, wait, _ = reading_buckets(call_lines(generated.code))
     assert scaling == "triton_poi(bucket) -> bucket"
     assert launch == "all_reduce_(bucket, 'sum', 'cards')"
     assert wait == "wait_tensor(bucket)"
@@ -95,7 +96,7 @@ def test_scaled_by_the_kernels_that_store(compiler: CardCompiler) -> None:
     divided = FusionConfig(scaling="bucket")
     inputs = [tensor(64, 128), tensor(64, 96)]
     generated = compiler.generate(biases_on_hosts, inputs, config=divided)
-    launch, wait, _ = reading_buckets(read_calls(generated.code))
+    launch, wait, _ = reading_buckets(call_lines(generated.code))
     assert launch == "all_reduce_(bucket, 'sum', 'hosts')"
     assert wait == "wait_tensor(bucket)"
     assert all("tl.full([1, 1], 0.25," in body for body in read_kernels(generated.code).values())
@@ -105,7 +106,7 @@ def test_a_bias_gradient_is_stored_by_the_kernel_that_sums_it(compiler: CardComp
     generated = compiler.generate(biases, [tensor(64, 128), tensor(64, 96)])
     first, _ = read_kernels(generated.code).values()
     assert_expected_inline(
-        text(read_calls(generated.code)),
+        text(call_lines(generated.code)),
         """\
 bucket = empty(224, torch.float32)
 triton_per(arg0) -> bucket[0: 128]
@@ -134,7 +135,7 @@ def test_stores_into_aligned_places_are_as_wide_as_others(compiler: CardCompiler
     fused = compiler.generate(pointwise, inputs)
     unfused = compiler.generate(pointwise, inputs, fused=False)
     assert_expected_inline(
-        text(read_calls(fused.code)),
+        text(call_lines(fused.code)),
         """\
 bucket = empty(20452, torch.float32)
 triton_poi(arg0) -> bucket[0: 64, 128]
@@ -163,7 +164,7 @@ def test_what_libraries_allocate_is_copied_by_one_kernel(compiler: CardCompiler)
     generated = compiler.generate(convolution_step, [tensor(2, 3, 16, 16), *weights])
     assert {*generated.copies[0]} == {0, 1, 2}
     assert_expected_inline(
-        text(read_calls(generated.code)),
+        text(call_lines(generated.code)),
         """\
 convolution(arg0, arg1) -> t0
 convolution(t0, arg2) -> t1
@@ -185,7 +186,7 @@ def test_what_inductor_lays_out_anew_is_copied_by_one_kernel_too(compiler: CardC
     """Inductor computes such convolutions with channels last; gradients are contiguous."""
     weights = [tensor(128, 64, 3, 3), tensor(128, 128, 3, 3), tensor(64, 128, 1, 1)]
     generated = compiler.generate(convolution_step, [tensor(2, 64, 16, 16), *weights])
-    (store,) = (call for call in read_calls(generated.code) if "-> bucket[" in call)
+    (store,) = (call for call in call_lines(generated.code) if "-> bucket[" in call)
     assert store.startswith("triton_for(")
     assert widest_stores(generated)[-1] == 4
 
@@ -193,7 +194,7 @@ def test_what_inductor_lays_out_anew_is_copied_by_one_kernel_too(compiler: CardC
 def test_inputs_of_several_sizes_are_copied_by_one_kernel(compiler: CardCompiler) -> None:
     inputs = [tensor(64, 64), tensor(7), tensor(33, 5), tensor(64, 64, dtype=torch.bfloat16)]
     generated = compiler.generate(given, inputs)
-    stores = [call for call in read_calls(generated.code) if " -> " in call]
+    stores = [call for call in call_lines(generated.code) if " -> " in call]
     assert_expected_inline(
         text(stores),
         """\
@@ -221,7 +222,7 @@ def test_large_copies_move_16_bytes_a_thread_and_small_ones_share_a_kernel(
     """Shapes of half of a transformer's block, as the GPU's part ``copies`` times them."""
     shapes = [(1024, 1024), (1024,), (4096, 1024), (4096,)]
     generated = compiler.generate(given, [tensor(*shape, dtype=dtype) for shape in shapes])
-    stores = [call for call in read_calls(generated.code) if "-> bucket[" in call]
+    stores = [call for call in call_lines(generated.code) if "-> bucket[" in call]
     assert_expected_inline(
         text(stores),
         """\
@@ -239,7 +240,7 @@ def test_large_products_are_cast_by_kernels_of_their_own(compiler: CardCompiler)
     """The twin of the test above: a gradient of one row less is cast with others."""
     weights = [tensor(1024, 64), tensor(1024, 1024), tensor(1023, 1024)]
     generated = compiler.generate(autocast_step, [tensor(32, 64), *weights])
-    stores = [call for call in read_calls(generated.code) if "-> bucket[" in call]
+    stores = [call for call in call_lines(generated.code) if "-> bucket[" in call]
     assert_expected_inline(
         text(stores),
         """\
@@ -264,7 +265,7 @@ def test_max_autotune_stores_in_the_bucket(
     }
     generated = compiler.generate(step_on_cards, block_inputs(), fastest=fastest, **settings)
     assert generated.copies == ({},)
-    calls = read_calls(generated.code, NAMES)
+    calls = call_lines(generated.code, NAMES)
     stored_by = {
         place: call.partition("(")[0]
         for call in calls

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from testing.codegen import read_kernels
 from testing.cuda_backwards import (
     multiplied_before,
     multiplied_behind,
 )
-from testing.cuda_calls import read_calls, read_kernels
+from testing.cuda_calls import call_lines
 from testing.cuda_codegen import CardCompiler, Generated
 from testing.graphs import tensor
 from testing.stores import check_stores
@@ -60,7 +61,7 @@ def test_templates_read_each_place_by_its_own_strides(
     a fixed layout, as a bucket has; and what a template reads before is never stored in one."""
     inputs = [tensor(256, 512), tensor(128, 1024)]
     generated = compiler.generate(step, inputs, fastest="Triton", has_kernels=False, **TEMPLATES)
-    calls = read_calls(generated.code)
+    calls = call_lines(generated.code)
     products = [call.partition(" -> ")[0] for call in calls if call.startswith("triton_tem(")]
     assert sorted(products) == sorted(reading)
     assert sorted(product_strides(generated)) == [(512, 512), (1024, 1024)]

@@ -15,6 +15,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.config import FusionConfig
+from testing.codegen import launched_kernels
 from testing.cuda_backwards import (
     MODELS,
     NORM_ROWS,
@@ -26,7 +27,6 @@ from testing.cuda_backwards import (
     norm_step,
     train_into,
 )
-from testing.cuda_calls import launched_kernels
 from testing.cuda_codegen import CardCompiler, Generated, store_gradients
 from testing.fake_world import fake_world
 from testing.graphs import TensorSpec

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fusion_passes import FusionConfig
-from testing.models import OUTPUTS, WIDTH, Branching, fill_whole, linear_loss
+from testing.models import OUTPUTS, WIDTH, Branching, linear_loss
 from testing.scenarios.loop import backwards, sgd, steps_of
 from testing.scenarios.run import Run
 
@@ -206,20 +206,21 @@ def kept_in_a_graph(run: Run) -> None:
 # --- Several outputs -----------------------------------------------------------------------------
 
 
-class Heads(nn.Module):
-    """Exact. Two outputs, each of layers of its own."""
+class _Heads(nn.Module):
+    """Exact. Two outputs, each of layers of its own, which may be compiled alone."""
 
-    def __init__(self, run: Run, depth: int) -> None:
+    def __init__(self, run: Run, depth: int = 1, *, are_compiled: bool = False) -> None:
         super().__init__()
-        self.left, self.right = run.mlp(depth), run.mlp(depth)
+        self.heads = nn.ModuleList(run.mlp(depth) for _ in range(2))
+        self.calls = [run.compile(head) if are_compiled else head for head in self.heads]
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.left(x), self.right(x)
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [call(x) for call in self.calls]
 
 
 def several_outputs(run: Run) -> None:
     """A backward from each output."""
-    ddp, forward = run.compiled(Heads(run, 1))
+    ddp, forward = run.compiled(_Heads(run))
     for step in range(3):
         ddp.zero_grad()
         inputs, factors = run.rows(step)
@@ -232,7 +233,7 @@ def several_outputs(run: Run) -> None:
 def backwards_of_one_round(run: Run) -> None:
     """Nothing but the backward is compiled. Each reaches its part of the parameters, and on one
     rank with another plan. Nothing is left in the group's store."""
-    ddp = run.ddp(Heads(run, 2))
+    ddp = run.ddp(_Heads(run, 2))
     store: Any = ddp.process_group.get_group_store()
     for step in range(4):
         ddp.zero_grad()
@@ -245,34 +246,11 @@ def backwards_of_one_round(run: Run) -> None:
         assert store.num_keys() == before
 
 
-class Head(nn.Linear):
-    """Exact. A layer of a class whose frames Dynamo compiles alone."""
-
-    def __init__(self, outputs: int = OUTPUTS) -> None:
-        super().__init__(WIDTH, outputs)
-        fill_whole(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight, self.bias).relu()
-
-
-class _Compiled(nn.Module):
-    """Two of them, with an output each."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList([Head(), Head()])
-        self.run = [run.compile(head.forward) for head in self.heads]
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [run(x) for run in self.run]
-
-
 def cleared_between(run: Run) -> None:
     """Each part has a backward, and clears its gradients right before it, as with an optimizer
     each: those of the second are there when the first backward begins. Or all gradients are zeroed
     between them."""
-    ddp = run.ddp(_Compiled(run))
+    ddp = run.ddp(_Heads(run, are_compiled=True))
     for step in range(6):
         inputs, factors = run.rows(step)
         for number, output in enumerate(ddp(inputs)):

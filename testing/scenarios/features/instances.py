@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -196,16 +195,15 @@ def over_the_same_weights_at_once(run: Run) -> None:
         run.note_backward(modules[0])
 
 
-def one_thread(run: Run) -> None:
-    """All of a training, from the constructor on, in one thread that is not the main one."""
+def in_a_thread(run: Run, *, constructed_there: bool = False) -> None:
+    """A training in a thread that is not the main one, from the constructor on or behind it."""
+    ddp = None if constructed_there else run.ddp(run.mlp(2))
 
-    run_at_once([lambda: backwards(run, *run.compiled(run.mlp(2)))])
+    def train() -> None:
+        there = ddp or run.ddp(run.mlp(2))
+        backwards(run, there, run.compile(there))
 
-
-def another_thread(run: Run) -> None:
-    """A training in a thread, of a module that the main one has constructed."""
-    ddp = run.ddp(run.mlp(2))
-    run_at_once([lambda: backwards(run, ddp, run.compile(ddp))])
+    run_at_once([train])
 
 
 def threads(run: Run) -> None:
@@ -247,13 +245,8 @@ def _train_in_threads(run: Run, run_all: Callable[[Sequence[Callable[[], None]]]
 def _of_own_reducer(run: Run) -> DistributedDataParallel:
     """A module that DDP's own reducer trains; buckets are not for its gradients."""
     ddp = DistributedDataParallel(models.mlp().to(run.device))
-    ddp._register_buffer_comm_hook(None, _nothing)
+    ddp._register_buffer_comm_hook(None, lambda _, __: [])  # There are no buffers.
     return ddp
-
-
-def _nothing(_: object, buffers: dict[str, Tensor]) -> list[torch.futures.Future[Any]]:
-    assert not buffers
-    return []
 
 
 def two_reducers(run: Run) -> None:
@@ -264,7 +257,7 @@ def two_reducers(run: Run) -> None:
     backwards(run, both, lambda x: calls[1](calls[0](x)))
 
 
-def two_reducers_apart(run: Run) -> None:
+def reducers_apart(run: Run) -> None:
     """The same, one after the other."""
     for ddp in (_of_own_reducer(run), run.ddp(models.mlp())):
         backwards(run, ddp, run.compile(ddp))

@@ -111,20 +111,10 @@ class _Broken(nn.Module):
         return self.layers[middle:](x)
 
 
-class _Disabled(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    @torch.compiler.disable
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
 def _disabled(run: Run) -> nn.Module:
     """``torch.compiler.disable`` on the forward of one layer."""
     model = run.mlp()
-    model[2] = _Disabled(model[2])
+    model[2].forward = torch.compiler.disable(model[2].forward)
     return model
 
 
@@ -226,8 +216,7 @@ def autocast_of(run: Run) -> Loss:
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         with torch.autocast(run.device.type, dtype=run.dtype):
-            outputs: Tensor = model(batch[0])
-        return (outputs.float() * batch[1]).sum()
+            return linear_loss(model, batch)
 
     return loss
 
@@ -285,21 +274,11 @@ def reentrant_checkpointing(run: Run) -> None:
             backwards(run, ddp, forward, 1, first=step, size=3 + step, zero="kept")
 
 
-class _Upsampled(nn.Module):
-    """Exact. The backward of its middle takes no symbolic sizes."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self.first, self.last = run.mlp(1, WIDTH // 2), run.mlp(1)
-        self.middle = nn.Upsample(scale_factor=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self.first(x).unsqueeze(1)).squeeze(1))
-
-
 def upsampled(run: Run) -> None:
-    """An eager forward with several batch sizes: from the second on, the trace has symbols."""
-    ddp = run.ddp(_Upsampled(run))
+    """An eager forward with several batch sizes: from the second on, the trace has symbols, which
+    the backward of the upsampling does not take."""
+    upsample = (nn.Unflatten(1, (1, -1)), nn.Upsample(scale_factor=2), nn.Flatten())
+    ddp = run.ddp(nn.Sequential(run.mlp(1, WIDTH // 2), *upsample, run.mlp(1)))
     for step in range(4):
         backwards(run, ddp, ddp, 1, first=step, size=3 + step + dist.get_rank())
 

@@ -88,29 +88,20 @@ def _traced(run: Run, mesh: DeviceMesh) -> tuple[Any, nn.Module]:
     return build_stage(ddp, index, pipe.info(), run.device, group), ddp
 
 
-def by_hand(run: Run, schedule: str) -> None:
-    """Stages made by hand."""
-    _train(run, _by_hand, schedule)
-
-
-def traced(run: Run, schedule: str) -> None:
-    """Stages cut by ``pipeline()``."""
-    _train(run, _traced, schedule)
-
-
-def _train(run: Run, make: Any, schedule_name: str) -> None:
-    """The first stage gets the inputs and the last one the factors of its column's batch."""
+def two_stages(run: Run, schedule: str, *, is_traced: bool = False) -> None:
+    """Stages made by hand, or cut by ``pipeline()``. The first one gets the inputs and the last one
+    the factors of its column's batch."""
     mesh = run.mesh((STAGES, 2), ("pp", "dp"))
-    stage, ddp = make(run, mesh)
-    schedule: Any = SCHEDULES[schedule_name](stage, n_microbatches=MICRO_BATCHES, loss_fn=_loss)
+    stage, ddp = (_traced if is_traced else _by_hand)(run, mesh)
+    runner: Any = SCHEDULES[schedule](stage, n_microbatches=MICRO_BATCHES, loss_fn=_loss)
     optimizer = BySign(ddp.parameters())
     for step in range(3):
         optimizer.zero_grad()
         inputs, factors = run.rows(step, seat=mesh["dp"].get_local_rank(), size=SIZE)
         if stage.is_first:
-            schedule.step(inputs)
+            runner.step(inputs)
         else:
-            schedule.step(target=factors)
+            runner.step(target=factors)
         run.note_backward(ddp)
         optimizer.step()
     run.note_end(ddp)

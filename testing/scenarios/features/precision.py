@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from testing import models
-from testing.models import WIDTH, Batch, Exact, linear_loss
+from testing.models import WIDTH, Exact, linear_loss
 from testing.scenarios.features.comm_hooks import HOOKS, renamed
 from testing.scenarios.features.loops import autocast_of
 from testing.scenarios.loop import BySign, backwards, train
@@ -23,11 +23,7 @@ def mixed_precision(run: Run) -> None:
     low = run.dtype
     precision = _MixedPrecision(param_dtype=low, reduce_dtype=low, buffer_dtype=low)
     ddp = run.ddp(models.mlp(2), mixed_precision=precision)
-    train(run, ddp, draw=models.whole_rows, loss=_loss_in_single)
-
-
-def _loss_in_single(model: nn.Module, batch: Batch) -> Tensor:
-    return (model(batch[0]).float() * batch[1]).sum()
+    train(run, ddp, draw=models.whole_rows)
 
 
 def autocast(run: Run, **loop: Any) -> None:
@@ -35,11 +31,11 @@ def autocast(run: Run, **loop: Any) -> None:
     train(run, run.ddp(models.mlp()), draw=models.whole_rows, loss=autocast_of(run), **loop)
 
 
-def grad_scaler(run: Run, *, infinite_in: int | None = None, has_autocast: bool = False) -> None:
-    """``GradScaler``, in fp32 or under autocast in the run's dtype; in one step rank 0's gradients
+def grad_scaler(run: Run, *, infinite_in: int | None = None) -> None:
+    """``GradScaler``, in fp32 or under autocast in another dtype; in one step rank 0's gradients
     may be infinite, which makes all ranks skip it."""
     ddp, forward = run.compiled(models.mlp(2))
-    loss = autocast_of(run) if has_autocast else linear_loss
+    loss = linear_loss if run.dtype == torch.float32 else autocast_of(run)
     scaler = torch.amp.GradScaler(run.device.type, init_scale=8.0, growth_interval=2)
     optimizer = BySign(ddp.parameters())
     for step in range(4):
@@ -94,24 +90,15 @@ def near_overflow(run: Run) -> None:
         assert (parameter.grad == 40000).all()
 
 
-def _compress_single(state: Any, bucket: dist.GradBucket) -> Any:
-    is_single = bucket.buffer().dtype == torch.float32
-    return HOOKS["fp16" if is_single else "allreduce"](state, bucket)
-
-
-def sent_in(run: Run, dtype: str, **loop: Any) -> None:
+def sent_in(run: Run, dtype: str, *, two_dtypes: bool = False, **loop: Any) -> None:
     """``reduce_dtype``, which the flag has: eager DDP has a hook. bf16 has fp32's range, and what
-    is sent needs no scaling before; fp16 has a smaller one."""
-    _train_sending(run, HOOKS[dtype], models.mlp(), **loop)
+    is sent needs no scaling before; fp16 has a smaller one. What is small is sent as it is."""
 
+    def hook(state: Any, bucket: dist.GradBucket) -> Any:
+        is_single = bucket.buffer().dtype == torch.float32
+        return HOOKS[dtype if is_single else "allreduce"](state, bucket)
 
-def small_already(run: Run) -> None:
-    """``reduce_dtype`` for fp32 and bf16 parameters: what is small is sent as it is."""
-    _train_sending(run, _compress_single, models.TwoDtypes())
-
-
-def _train_sending(run: Run, hook: Any, model: nn.Module, **loop: Any) -> None:
-    ddp = run.ddp(model)
+    ddp = run.ddp(models.TwoDtypes() if two_dtypes else models.mlp())
     if not run.is_fused:
         ddp.register_comm_hook(None, renamed(hook))
     train(run, ddp, draw=models.whole_rows, **loop)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,15 +72,15 @@ class _Both(nn.Module):
         return self.second(self.first(x, first), second)
 
 
-def other_orders_of_two(run: Run, cases: Sequence[tuple[bool, int, int]]) -> None:
-    """Two modules over the same group in one backward, of which one has its parameters in another
-    order on each rank.
+FIRST_CASES = ((False, 1, 0), (True, 0, 2))
 
-    Args:
-        run: where it is noted.
-        cases: whether both are compiled apart, which of them it is, and in which step that begins.
-    """
-    for apart, swapped, begin in cases:
+
+def other_orders_of_two(run: Run, *, are_others: bool = False) -> None:
+    """Two modules over the same group in one backward, of which one has its parameters in another
+    order on each rank: in two cases, or in all others. A case is whether both are compiled apart,
+    which of them it is, and in which step that begins."""
+    cases = itertools.product((False, True), (0, 1), (0, 2))
+    for apart, swapped, begin in (c for c in cases if (c not in FIRST_CASES) == are_others):
         modules = [run.ddp(_Orders(n), bucket_cap_mb=1e-4) for n in (WIDTH, OUTPUTS)]
         both = _Both(*(map(run.compile, modules) if apart else modules))
         forward: Any = both if apart else run.compile(both)
@@ -217,18 +218,13 @@ def static_graph_that_changes(run: Run) -> None:
                 _note_first_error(run, f"{sides}, {stance}", step)
 
 
-class _Unused(Exact, used=WIDTH, unused=WIDTH):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x)
-
-
 def unreached(run: Run, *, is_inside: bool = False) -> None:
-    """A layer without a gradient on all ranks, and no option allows it."""
-    ddp = run.ddp(_Unused())
+    """Layers without a gradient on all ranks, and no option allows it."""
+    ddp = run.ddp(_Sides())
     forward = ddp if is_inside else run.compile(ddp)
 
     def step(x: Tensor) -> None:
-        forward(x).sum().backward()
+        forward(x, 0).sum().backward()
 
     compiled = run.compile(step) if is_inside else step
     _note_first_error(run, "error", lambda _: compiled(run.rows(0)[0]))

@@ -11,15 +11,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from testing import models
-from testing.models import OUTPUTS, WIDTH, linear_loss
-from testing.scenarios.features.backwards import Head, must_raise
+from testing.models import OUTPUTS, WIDTH, Exact, linear_loss
+from testing.scenarios.features.backwards import must_raise
 from testing.scenarios.features.comm_hooks import summing_over
 from testing.scenarios.features.instances import PAIRS
 from testing.scenarios.features.loops import Counting
@@ -37,21 +37,20 @@ def static_graph(run: Run) -> None:
     backwards(run, ddp, forward, 1, first=5, zero="never")
 
 
-class _UsedTwice(nn.Module):
+class _UsedTwice(Exact, layer=WIDTH, last=OUTPUTS):
     """Exact. A layer that is compiled alone, and is used in reentrant checkpointing too, before
     that or after it."""
 
     def __init__(self, run: Run, *, is_first: bool) -> None:
         super().__init__()
-        self.layer, self.last = Head(WIDTH), Head(OUTPUTS)
-        self.calls = [run.compile(layer.forward) for layer in (self.layer, self.last)]
+        self.calls = [run.compile(layer) for layer in (self.layer, self.last)]
         self.is_first = is_first
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_first:
-            x = self.calls[0](checkpoint(self.layer.forward, x, use_reentrant=True))
+            x = self.calls[0](checkpoint(self.layer, x, use_reentrant=True))
         else:
-            x = checkpoint(self.layer.forward, self.calls[0](x), use_reentrant=True)
+            x = checkpoint(self.layer, self.calls[0](x), use_reentrant=True)
         result: Tensor = self.calls[1](x)
         return result
 
@@ -76,21 +75,17 @@ def _reduce_now(ddp: Any, gradient: Tensor) -> Tensor:
 def delayed_all_reduce(run: Run) -> None:
     """``delay_all_reduce_named_params``: the last layer's, until the first layer's is there. DDP
     does not wait for their collective: here it does."""
-    with mock.patch.object(DistributedDataParallel, "_delayed_all_reduce_hook", _reduce_now):
-        _train_delayed(run)
-
-
-def _train_delayed(run: Run) -> None:
     model = run.mlp().to(run.device)  # DDP keeps the parameters that it is given here.
     # Without them, torch has the buffer for their gradients on the CPU.
     devices = None if run.device.type == "cpu" else [run.device]
     named = [(f"4.{name}", parameter) for name, parameter in model[4].named_parameters()]
-    ddp = run.ddp(
-        model,
-        delay_all_reduce_named_params=named,
-        param_to_hook_all_reduce=model[0].weight,
-        device_ids=devices,
-    )
+    with mock.patch.object(DistributedDataParallel, "_delayed_all_reduce_hook", _reduce_now):
+        ddp = run.ddp(
+            model,
+            delay_all_reduce_named_params=named,
+            param_to_hook_all_reduce=model[0].weight,
+            device_ids=devices,
+        )
     train(run, ddp)
 
 

@@ -78,7 +78,7 @@ class _Heads(Exact, first=WIDTH, a=OUTPUTS, b=OUTPUTS, c=OUTPUTS):
 MODELS: Final[Mapping[str, Callable[[Run], nn.Module]]] = {
     "branches": lambda _: Branching(outputs=OUTPUTS),
     "dtypes": lambda _: Branching({"b": torch.bfloat16, "c": torch.float64}, OUTPUTS),
-    "backward in parts": lambda _: _BrokenBackward(),
+    "broken backward": lambda _: _BrokenBackward(),
     "parts": lambda _: _BrokenForward(),
     "blocks": _Dropping,
     "a loop": lambda run: _Dropping(run, has_hooks=True),
