@@ -20,8 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes import FusionConfig, FusionReport
+from fusion_passes.config import FusionMode
 from fusion_passes.reporting.graphs import compile_log
 from testing.fake_world import fake_world
+from testing.stores import check_stores
 from tests.support.call_sequence import call_sequence
 
 pytestmark = pytest.mark.xdist_group("generated code")  # Some compiles serve many tests.
@@ -265,6 +267,27 @@ wait for A
 return what was given
 """,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("concat", marks=pytest.mark.each_torch),
+        pytest.param("coalesced", marks=pytest.mark.newest_torch),
+    ],
+)
+def test_nothing_is_copied_and_every_element_is_stored(mode: FusionMode) -> None:
+    generated = generate(Block, replace(TRACED, mode=mode))
+    for report in generated.reports:
+        assert len(report.buckets) > 1
+        assert all(bucket.copied == () for bucket in report.buckets)
+    parameters = sum(parameter.numel() for parameter in Block().parameters())
+    for code in (generated.first, generated.fresh, generated.existing):
+        assert not re.search(r"fusion_passes\.store_\.", code)
+        # Where there is no bucket, sums are sent from where they are.
+        sent = check_stores(code)
+        assert sent == parameters if mode == "concat" else 0 < sent <= parameters
 
 
 def test_what_a_pinned_kernel_gives_is_reported() -> None:

@@ -165,7 +165,7 @@ def test_gradients_of_models_are_stored(compiler: CardCompiler, name: str, autoc
 
 
 @pytest.mark.slow
-@pytest.mark.nightly  # test_generated_code.py has a transformer's.
+@pytest.mark.nightly  # test_storage.py has a transformer's.
 @pytest.mark.parametrize("mode", ["concat", "coalesced"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_gradients_are_stored_on_the_cpu_too(name: str, mode: str) -> None:
