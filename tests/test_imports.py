@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Final
 
@@ -11,28 +13,13 @@ from tests.support.imports import imported_names, is_private, names_of_torch
 PACKAGE: Final = Path(__file__).parent.parent / "fusion_passes"
 FILES: Final = sorted(PACKAGE.rglob("*.py"))
 
-ROOMS: Final = {
-    "version": "the one number",
-    "state": "what the process remembers: each piece declared, all put back at once",
-    "config": "the flag's options",
-    "torch_private": "the one door to torch's private names",
-    "flag": "the flag in torch's configuration",
-    "profile": "what collectives cost here: tables, their file, how it is measured",
-    "graph": "what a graph is made of: operators, dependencies, edits, text",
-    "reductions": "find gradient reductions, and who produces the gradients",
-    "plan": "decide: buckets, caps, scaling, the layout of a module and of a bucket",
-    "reducer": "averages a module's gradients in buckets: what a backward marks ready, launches",
-    "lowering": "the package's operators in Inductor's IR",
-    "passes": "do it: one file a pass, the invariants, their order",
-    "reporting": "what was done, for people: recorded, measured, shown",
-    "ddp": "DDP's side: its modules, what falls back, backwards that are traced",
-    "install": "what is patched and set in torch",
-    "explain": "the command that shows it around a script",
-    "__init__": "the public names",
-}
-"""The way of a gradient. Each room imports from those above it."""
-
-ORDER: Final = list(ROOMS)
+TABLE: Final = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+ROOMS: Final = [
+    "version",
+    *re.findall(r"^\| `fusion_passes/(\w+)", TABLE, re.MULTILINE),
+    "__init__",
+]
+"""Each room imports from those before it."""
 
 NEVER: Final = {
     ("ddp", "passes"): "DDP's side rewrites no graphs",
@@ -62,14 +49,14 @@ def _imported_rooms(path: Path) -> set[str]:
 
 
 def test_every_room_has_its_place() -> None:
-    assert {_room_of(path) for path in FILES} <= set(ORDER)
+    assert {_room_of(path) for path in FILES} == set(ROOMS)
 
 
 def test_imports_point_one_way() -> None:
     for path in FILES:
         room = _room_of(path)
         for other in _imported_rooms(path):
-            is_above = ORDER.index(other) <= ORDER.index(room)
+            is_above = ROOMS.index(other) <= ROOMS.index(room)
             assert is_above, f"{_label(path)} imports {other}"
             assert (room, other) not in NEVER, f"{_label(path)}: {NEVER[room, other]}"
 
@@ -97,10 +84,7 @@ def test_no_file_comes_to_import_itself() -> None:
         & modules.keys()
         for module, path in modules.items()
     }
-    done: set[str] = set()
-    while ready := [module for module in edges if module not in done and edges[module] <= done]:
-        done.update(ready)
-    assert done == edges.keys(), f"a circle among {sorted(edges.keys() - done)}"
+    TopologicalSorter(edges).prepare()  # An error that names the circle, if there is one.
 
 
 # --- torch's private names ---------------------------------------------------------------------
@@ -127,7 +111,3 @@ def test_c10d_operators_are_named_in_one_place() -> None:
         if _room_of(path) != "torch_private":
             names = [name.split(".")[-1] for name in imported_names(path)]
             assert "functional_collectives" not in names, _label(path)
-
-
-def test_the_package_says_that_it_is_typed() -> None:
-    assert (PACKAGE / "py.typed").is_file(), "setup.py names it"

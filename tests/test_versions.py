@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 import fusion_passes
 from fusion_passes import torch_private
 
@@ -24,11 +22,6 @@ def _range() -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def superfluous(needed_up_to: dict[str, str], oldest: int) -> list[str]:
-    """Names that no supported torch needs any more."""
-    return [name for name, last in needed_up_to.items() if int(last.split(".")[1]) < oldest]
-
-
 def test_five_releases_are_supported() -> None:
     oldest, end = _range()
     assert end - oldest == SUPPORTED, "raise the lower bound in setup.py with the upper one"
@@ -43,14 +36,10 @@ def test_what_only_older_torch_needed_is_gone() -> None:
         return
     from fusion_passes.torch_private.older_torch import NEEDED_UP_TO
 
-    gone = superfluous(dict(NEEDED_UP_TO), _range()[0])
+    oldest = _range()[0]
+    gone = [name for name, last in NEEDED_UP_TO.items() if int(last.split(".")[1]) < oldest]
     assert not gone, f"no supported torch needs {', '.join(gone)} of {path.name}: delete them"
     assert NEEDED_UP_TO, f"nothing is left in {path.name}: delete it"
-
-
-@pytest.mark.parametrize(("oldest", "found"), [(11, []), (12, ["a"]), (13, ["a", "b"])])
-def test_what_is_superfluous(oldest: int, found: list[str]) -> None:
-    assert superfluous({"a": "2.11", "b": "2.12"}, oldest) == found
 
 
 def test_each_name_for_older_torch_says_how_long_it_stays() -> None:

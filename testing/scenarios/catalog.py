@@ -283,6 +283,11 @@ SCENARIOS = (
     on_two(
         "two-reducers-apart", "instances:reducers_apart", CONCAT, EACH_TORCH, warns=ONE_OWN_REDUCER
     ),
+    # --- What random trainings have led to
+    on_two("lacking-beside-another", "found:one_may_lack_gradients", CONCAT, **ROUNDS),
+    on_two("no-sync-twice", "found:kept_under_no_sync", CONCAT, **ROUNDS),
+    on_two("buffers-change-between", "found:changing_buffers", CONCAT, **ROUNDS),
+    on_two("incomplete-twice", "found:incomplete_twice", CONCAT, averages=False),
     # --- Ranks that do not do the same
     on_two("batch-sizes", "ranks:batch_sizes", CONCAT),
     on_two("hooks-on-one-rank", "ranks:hooks_on_one_rank", CONCAT),
@@ -352,6 +357,40 @@ SCENARIOS = (
     on_two("sparse", "loops:sparse"),
     on_two("sparse-accumulated", "loops:sparse", micro_batches=2, no_sync=True),
     on_two("sparse-bag", "loops:sparse", has_bag=True),
+    on_two("sparse-tables-inside", "sparse:tables", is_inside=True),
+    on_two("sparse-tables-kept", "sparse:tables", CONCAT, local=(0, 2), zero="never", launches=3),
+    on_two("sparse-tables-zeroed", "sparse:tables", zero="kept"),
+    on_two("sparse-padding", "sparse:tables", of_first={"padding_idx": 1}),
+    on_two("sparse-all-used", "sparse:tables", ddp=FIND_UNUSED),
+    on_two("sparse-static-graph", "sparse:tables", ddp={"static_graph": True}),
+    on_two(
+        "sparse-unused",
+        "sparse:tables",
+        CONCAT,
+        takes="b b/ / /b b",
+        is_dense=True,
+        ddp=FIND_UNUSED,
+    ),
+    # Torch makes dense gradients of it, if the forward is compiled.
+    on_two(
+        "sparse-max-norm",
+        "sparse:tables",
+        CONCAT,
+        is_dense=True,
+        of_first={"max_norm": 0.5},
+        launches=3,
+    ),
+    # The last layer fills a bucket, the other one another, and each table is one.
+    on_ranks(
+        "ddp-3",
+        "sparse-tables",
+        "sparse:tables",
+        CONCAT,
+        ddp={"bucket_cap_mb": 144 / 2**20},
+        **THREE,
+        launches=4,
+    ),
+    on_ranks("ddp-3", "sparse-join", "sparse:tables", CONCAT, is_joined=True, **THREE),
     plain("tied", CONCAT, model="tied", launches=1),
     plain("layouts", model="layouts", launches=1),
     plain("layouts-kept", CONCAT, NEWEST_TORCH, model="layouts", **KEPT, launches=1),

@@ -3,10 +3,9 @@ that are not."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -29,10 +28,7 @@ from testing.fake_world import one_rank, two_layers
 from tests.reducer.test_reducer import CAP_MB, flag, pair, rows, run_steps
 
 RUN = Callable[..., list[Any]]
-
-
-def traced(**options: Any) -> FusionConfig:
-    return FusionConfig(backward_graph="compiled_autograd", **options)
+TRACED = FusionConfig(backward_graph="compiled_autograd")
 
 
 def reasons() -> list[tuple[str, str, int]]:
@@ -51,9 +47,11 @@ def train(ddp: Any, steps: int = 3, **backward: Any) -> list[Tensor | None]:
 
 
 @pytest.fixture(autouse=True)
-def _forgotten() -> None:
+def _traced_on_one_rank() -> Iterator[None]:
     torch._dynamo.reset()
     backwards.reset()
+    with inductor_config.patch(ddp_fusion=TRACED), one_rank():
+        yield
 
 
 # --- On one rank ---------------------------------------------------------------------------------
@@ -63,18 +61,17 @@ def _forgotten() -> None:
 def test_the_first_backward_is_not_traced() -> None:
     """It shows in which order gradients come. What follows launches the layout's buckets."""
     expected = train(two_layers())
-    with inductor_config.patch(ddp_fusion=traced()), one_rank():
-        ddp = DistributedDataParallel(two_layers())
-        torch.testing.assert_close(train(torch.compile(ddp, dynamic=False)), expected)
-        assert reasons() == [("reducer", FIRST, 1), ("compiled_autograd", "", 2)]
-        (report, *_) = fusion_passes.reports()
+    ddp = DistributedDataParallel(two_layers())
+    torch.testing.assert_close(train(torch.compile(ddp, dynamic=False)), expected)
+    assert reasons() == [("reducer", FIRST, 1), ("compiled_autograd", "", 2)]
+    (report, *_) = fusion_passes.reports()
     assert (report.collectives_before, report.collectives_after) == (4, 1)
 
 
 @pytest.mark.each_torch
 def test_compiled_autograd_of_the_users_traces_too() -> None:
     expected = train(two_layers())
-    with inductor_config.patch(ddp_fusion="concat"), one_rank():
+    with inductor_config.patch(ddp_fusion="concat"):
         ddp = DistributedDataParallel(two_layers())
 
         def step(x: Tensor) -> None:
@@ -150,10 +147,9 @@ def _sparse() -> tuple[nn.Module, dict[str, Any]]:
 def test_what_a_graph_could_not_launch_alike_is_left_to_reducers(
     make: Callable[[], tuple[nn.Module, dict[str, Any]]], because: str
 ) -> None:
-    with inductor_config.patch(ddp_fusion=traced()), one_rank():
-        model, backward = make()
-        train(model, **backward)
-        reduced_in, said, count = reasons()[-1]
+    model, backward = make()
+    train(model, **backward)
+    reduced_in, said, count = reasons()[-1]
     assert reduced_in == "reducer"
     assert count >= 2
     assert said.startswith(because)
@@ -167,12 +163,11 @@ def test_a_graph_that_breaks_runs_as_it_is_once_and_is_then_left_to_the_reducer(
         return train(model), sorted(norms)
 
     expected = gradients(two_layers())
-    with inductor_config.patch(ddp_fusion=traced()), one_rank():
-        ddp = DistributedDataParallel(two_layers())
-        with pytest.warns(FusionWarning, match="cannot make one graph of them") as said:
-            torch.testing.assert_close(gradients(ddp), expected)
-        assert [item[0] for item in reasons()] == ["reducer", "reducer"]
-        assert reasons()[-1][1].startswith("torch cannot make one graph of it")
+    ddp = DistributedDataParallel(two_layers())
+    with pytest.warns(FusionWarning, match="cannot make one graph of them") as said:
+        torch.testing.assert_close(gradients(ddp), expected)
+    assert [item[0] for item in reasons()] == ["reducer", "reducer"]
+    assert reasons()[-1][1].startswith("torch cannot make one graph of it")
     assert len([w for w in said if issubclass(w.category, FusionWarning)]) == 1
 
 
@@ -184,7 +179,7 @@ def test_a_graph_that_breaks_runs_as_it_is_once_and_is_then_left_to_the_reducer(
 def test_a_graph_that_no_pass_would_see_is_left_to_the_reducer(settings: dict[str, Any]) -> None:
     """Its gradients would be reduced one by one, where other ranks launch buckets."""
     expected = train(two_layers())
-    with inductor_config.patch(ddp_fusion=traced(), **settings), one_rank():
+    with inductor_config.patch(settings):
         ddp = DistributedDataParallel(two_layers())
         with pytest.warns(FusionWarning, match="passes on post-grad graphs are switched off"):
             torch.testing.assert_close(train(ddp), expected)
@@ -195,17 +190,16 @@ def test_a_graph_that_no_pass_would_see_is_left_to_the_reducer(settings: dict[st
 def test_what_dynamo_runs_as_it_is_is_averaged_by_the_reducer(how: str) -> None:
     """Hooks run one by one then, in what was to be a graph."""
     expected = train(two_layers())
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(inductor_config.patch(ddp_fusion=traced()))
-        stack.enter_context(one_rank())
-        ddp = DistributedDataParallel(two_layers())
-        first = train(ddp, 1)
-        if how == "force_eager":
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        else:
-            stack.enter_context(torch._dynamo.config.patch({how: True}))
+    ddp = DistributedDataParallel(two_layers())
+    first = train(ddp, 1)
+    set_stance: Any = torch.compiler.set_stance
+    with (
+        set_stance("force_eager")
+        if how == "force_eager"
+        else torch._dynamo.config.patch(disable=True)
+    ):
         torch.testing.assert_close([*first, *train(ddp)[len(first) :]], expected)
-        assert {item[0] for item in reasons()} == {"reducer"}
+    assert {item[0] for item in reasons()} == {"reducer"}
     assert reducer_of(ddp).steps == 4
 
 
@@ -233,19 +227,17 @@ def test_what_compiled_autograd_cannot_trace_is_left_to_the_reducer() -> None:
         return found
 
     expected = gradients(_Jagged())
-    with inductor_config.patch(ddp_fusion=traced()), one_rank():
-        ddp = DistributedDataParallel(_Jagged())
-        with pytest.warns(FusionWarning, match="cannot make one graph of them"):
-            torch.testing.assert_close(gradients(ddp), expected)
+    ddp = DistributedDataParallel(_Jagged())
+    with pytest.warns(FusionWarning, match="cannot make one graph of them"):
+        torch.testing.assert_close(gradients(ddp), expected)
 
 
 def test_a_users_error_in_a_traced_backward_is_theirs() -> None:
-    with inductor_config.patch(ddp_fusion=traced()), one_rank():
-        ddp = DistributedDataParallel(two_layers())
+    ddp = DistributedDataParallel(two_layers())
+    train(ddp, 1)
+    next(ddp.parameters()).register_hook(lambda _: 1 / 0)
+    with pytest.warns(FusionWarning), pytest.raises(ZeroDivisionError):
         train(ddp, 1)
-        next(ddp.parameters()).register_hook(lambda _: 1 / 0)
-        with pytest.warns(FusionWarning), pytest.raises(ZeroDivisionError):
-            train(ddp, 1)
 
 
 @torch.library.custom_op("fusion_passes_tests::fails", mutates_args=())
@@ -286,41 +278,38 @@ class _Failing(nn.Module):
 
 def test_after_a_graph_that_fails_as_it_runs_the_next_forward_raises() -> None:
     """It may have launched some of its buckets; other ranks have launched all."""
-    with inductor_config.patch(ddp_fusion=traced()), one_rank():
-        ddp = DistributedDataParallel(_Failing())
-        train(ddp, 2)
-        _FAILING.append(True)
-        try:
-            with pytest.raises(RuntimeError, match="it fails as the graph runs"):
-                train(ddp, 1)
-        finally:
-            _FAILING.clear()
-        with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
-            ddp(torch.ones(2, 4))
+    ddp = DistributedDataParallel(_Failing())
+    train(ddp, 2)
+    _FAILING.append(True)
+    try:
+        with pytest.raises(RuntimeError, match="it fails as the graph runs"):
+            train(ddp, 1)
+    finally:
+        _FAILING.clear()
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+        ddp(torch.ones(2, 4))
 
 
 def test_sizes_that_are_marked_dynamic_may_be_fixed_by_a_traced_backward() -> None:
-    with inductor_config.patch(ddp_fusion=traced()), one_rank():
-        ddp = DistributedDataParallel(two_layers())
-        model = torch.compile(ddp)
-        for size in (3, 5, 5):
-            x = torch.arange(4.0 * size).view(size, 4) / 8
-            torch._dynamo.mark_dynamic(x, 0)
-            ddp.zero_grad()
-            model(x).square().mean().backward()
-            assert x._dynamo_dynamic_indices == {0}  # type: ignore[attr-defined]
-        assert [item[0] for item in reasons()] == ["reducer", "compiled_autograd"]
+    ddp = DistributedDataParallel(two_layers())
+    model = torch.compile(ddp)
+    for size in (3, 5, 5):
+        x = torch.arange(4.0 * size).view(size, 4) / 8
+        torch._dynamo.mark_dynamic(x, 0)
+        ddp.zero_grad()
+        model(x).square().mean().backward()
+        assert x._dynamo_dynamic_indices == {0}  # type: ignore[attr-defined]
+    assert [item[0] for item in reasons()] == ["reducer", "compiled_autograd"]
 
 
 def test_backwards_of_several_threads_are_not_traced() -> None:
-    with inductor_config.patch(ddp_fusion=traced()), one_rank():
-        ddp = DistributedDataParallel(two_layers())
-        train(ddp)
-        thread = threading.Thread(target=lambda: torch.ones(2, requires_grad=True).sum().backward())
-        thread.start()
-        thread.join()
-        train(ddp, 1)
-        assert reasons()[-1] == ("reducer", "backwards run in several threads", 1)
+    ddp = DistributedDataParallel(two_layers())
+    train(ddp)
+    thread = threading.Thread(target=lambda: torch.ones(2, requires_grad=True).sum().backward())
+    thread.start()
+    thread.join()
+    train(ddp, 1)
+    assert reasons()[-1] == ("reducer", "backwards run in several threads", 1)
 
 
 # --- On two ranks --------------------------------------------------------------------------------

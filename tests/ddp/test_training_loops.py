@@ -8,7 +8,6 @@ was said. The numbers are looked at by the catalogue of scenarios.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -24,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fusion_passes
-from fusion_passes import FusionWarning
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import reducer_of
 from testing.fake_world import fake_world, two_layers
+from testing.scenarios.both_ways import noted_warnings
 
 pytestmark = pytest.mark.each_torch
 
@@ -52,21 +51,15 @@ def _inputs() -> Tensor:
     return torch.ones(2, 4)
 
 
-def _said(run: Callable[[], object]) -> list[str]:
-    """The warnings of the package while ``run`` runs."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run()
-    return [str(item.message) for item in caught if issubclass(item.category, FusionWarning)]
-
-
 def _steps(ddp: DistributedDataParallel, step: Callable[[], object]) -> list[int]:
     """How many gradients compiled backwards store in their buckets, in each of two steps. Nothing
     is said, each is averaged, and none traced."""
     stored = []
     for number in range(2):
         ddp.zero_grad()
-        assert _said(step) == []
+        with noted_warnings() as said:
+            step()
+        assert said == []
         assert reducer_of(ddp).steps == number + 1
         stored.append(reducer_of(ddp).num_stored)
     assert torch._dynamo.utils.counters["compiled_autograd"]["captures"] == 0
@@ -223,7 +216,9 @@ def test_module_constructed_before_the_flag_is_warned_about_once(tmp_path: Path)
     ddp = DistributedDataParallel(two_layers())
     inductor_config.ddp_fusion = "concat"
     step = _compiled(ddp)
-    said = _said(lambda: [step() for _ in range(2)])
+    with noted_warnings() as said:
+        for _ in range(2):
+            step()
     assert len(said) == 1
     assert "constructed before torch._inductor.config.ddp_fusion was set" in said[0]
     assert "Set ddp_fusion before you construct it" in said[0]
@@ -267,7 +262,8 @@ def test_a_backward_in_threads_of_autograds_is_not_ended_by_that_of_another_thre
     inductor_config.ddp_fusion = "concat"
     deep = DistributedDataParallel(_Deep(train_another))
     short = DistributedDataParallel(nn.Linear(4, 4, bias=False))
-    _said(lambda: deep(_inputs()).sum().backward())
+    with noted_warnings():
+        deep(_inputs()).sum().backward()
     assert threading.get_ident() not in deep.module.threads
     assert seen == [(1, 0)]
     assert reducer_of(deep).steps == 1

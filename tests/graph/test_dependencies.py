@@ -14,7 +14,6 @@ from fusion_passes.graph.collectives import ALL_REDUCE, WAIT
 from fusion_passes.graph.dependencies import dependents, reorder, written_arguments
 from testing.graphs import (
     Backward,
-    TensorSpec,
     assert_same_numbers,
     execute,
     tensor,
@@ -53,10 +52,6 @@ def test_what_is_read_after_a_write_depends_on_what_was_written() -> None:
 # --- Reordering --------------------------------------------------------------------------------
 
 
-def _graph(function: Backward, *inputs: TensorSpec) -> fx.GraphModule:
-    return trace(function, inputs)
-
-
 def _order(module: fx.GraphModule) -> list[str]:
     return [node.name for node in module.graph.nodes if node.op == "call_function"]
 
@@ -72,31 +67,27 @@ def _three(x, y):
     return torch.neg(x), torch.abs(y), torch.sin(x)
 
 
-def test_no_node_moves_without_reason() -> None:
-    module = _graph(_three, tensor(4), tensor(4))
+def test_no_node_moves_without_reason_and_ties_keep_the_order_that_was() -> None:
+    module = trace(_three, [tensor(4)] * 2)
     before = list(module.graph.nodes)
     assert not reorder(module.graph, _keys(module))
+    assert not reorder(module.graph, dict.fromkeys(module.graph.nodes, (0,)))
     assert list(module.graph.nodes) == before
 
 
-def test_ties_keep_the_order_that_was() -> None:
-    module = _graph(_three, tensor(4), tensor(4))
-    assert not reorder(module.graph, dict.fromkeys(module.graph.nodes, (0,)))
-
-
 def test_a_node_moves_to_its_key() -> None:
-    module = _graph(_three, tensor(4), tensor(4))
+    module = trace(_three, [tensor(4)] * 2)
     assert reorder(module.graph, _keys(module, neg=3.5))
     assert _order(module) == ["abs_1", "neg", "sin"]
 
 
 def test_a_node_moves_no_farther_than_what_it_reads() -> None:
-    module = _graph(lambda x: torch.sin(torch.abs(torch.neg(x))), tensor(4))
+    module = trace(lambda x: torch.sin(torch.abs(torch.neg(x))), [tensor(4)])
     assert not reorder(module.graph, _keys(module, sin=-5))
 
 
 def test_a_graph_that_is_out_of_order_is_put_into_order() -> None:
-    module = _graph(lambda x: torch.sin(torch.neg(x)), tensor(4))
+    module = trace(lambda x: torch.sin(torch.neg(x)), [tensor(4)])
     (sin,) = module.graph.find_nodes(op="call_function", target=_aten.sin.default)
     (neg,) = module.graph.find_nodes(op="call_function", target=_aten.neg.default)
     neg.prepend(sin)
@@ -105,7 +96,7 @@ def test_a_graph_that_is_out_of_order_is_put_into_order() -> None:
 
 
 def test_chains_keep_their_order() -> None:
-    module = _graph(_three, tensor(4), tensor(4))
+    module = trace(_three, [tensor(4)] * 2)
     neg, absolute, sin = [node for node in module.graph.nodes if node.op == "call_function"]
     assert reorder(module.graph, _keys(module, sin=-1), [[sin, neg]])
     assert _order(module) == ["sin", "neg", "abs_1"]
@@ -114,7 +105,7 @@ def test_chains_keep_their_order() -> None:
 
 
 def test_a_circle_is_an_error_that_names_a_node() -> None:
-    module = _graph(lambda x: torch.sin(torch.neg(x)), tensor(4))
+    module = trace(lambda x: torch.sin(torch.neg(x)), [tensor(4)])
     neg, sin = [node for node in module.graph.nodes if node.op == "call_function"]
     with pytest.raises(ValueError, match="circle, neg among them"):
         reorder(module.graph, _keys(module), [[sin, neg]])
@@ -130,14 +121,14 @@ def _write_between_reads(x, y):
 
 
 def test_a_read_does_not_move_behind_a_later_write() -> None:
-    module = _graph(_write_between_reads, tensor(4), tensor(4))
+    module = trace(_write_between_reads, [tensor(4)] * 2)
     reorder(module.graph, _keys(module, neg=3.5))
     assert _order(module) == ["neg", "copy_", "sin"]
 
 
 def test_what_reads_something_else_does() -> None:
     """The twin: the same move past a write of other memory."""
-    module = _graph(_write_between_reads, tensor(4), tensor(4))
+    module = trace(_write_between_reads, [tensor(4)] * 2)
     (neg,) = module.graph.find_nodes(op="call_function", target=_aten.neg.default)
     x, y = module.graph.find_nodes(op="placeholder")
     neg.replace_input_with(x, y)
@@ -150,7 +141,7 @@ def test_writes_of_the_same_memory_keep_their_order() -> None:
         x.copy_(y)
         x.copy_(z)
 
-    module = _graph(function, tensor(4), tensor(4), tensor(4))
+    module = trace(function, [tensor(4)] * 3)
     first, second = [node for node in module.graph.nodes if node.op == "call_function"]
     second.replace_input_with(first, first.args[0])
     assert not reorder(module.graph, _keys(module, copy__1=-1))
@@ -162,7 +153,7 @@ def test_which_arguments_are_written() -> None:
         torch._foreach_add_([y, z], 1)
         return torch.neg(z)
 
-    module = _graph(function, tensor(4), tensor(4), tensor(4))
+    module = trace(function, [tensor(4)] * 3)
     written = {
         node.name: [argument.name for argument in written_arguments(node)]
         for node in module.graph.nodes

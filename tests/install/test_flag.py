@@ -124,17 +124,6 @@ def test_is_part_of_the_config_hash() -> None:
     assert len({off, concat, inductor_config.get_hash()}) == 3
 
 
-def test_unsetting_leaves_torch_as_it_was() -> None:
-    before = _torch_state()
-    with fake_world():
-        for value in ("concat", FusionConfig(mode="coalesced"), "coalesced"):
-            inductor_config.ddp_fusion = value
-            assert _torch_state() != before
-            DistributedDataParallel(two_layers())
-        inductor_config.ddp_fusion = None
-    assert _torch_state() == before
-
-
 def test_what_others_have_put_around_a_replacement_stays() -> None:
     inductor: Any = torch._TorchCompileInductorWrapper
     before = inductor.__call__

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,16 +18,16 @@ from fusion_passes.ddp.module import hand_over
 from fusion_passes.torch_private import owner_of_name
 from testing import fake_world
 from testing.fake_world import two_layers
+from testing.processes import RankPool
 from tests.install.torch_state import (
     changed,
+    changed_for_good,
     different,
     everything,
     hook_modules,
     listed,
     value_of,
 )
-
-ROOT = Path(__file__).parent.parent.parent
 
 UNTIL_HANDED_OVER = "In a managed module, until DDP's own reducer takes it over"
 
@@ -183,11 +179,8 @@ BEFORE_2_13 = {"torch._inductor.lowering._maybe_layout_constraints"}
 @pytest.mark.slow
 @pytest.mark.each_torch
 def test_what_changes_for_good_is_what_is_listed() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.install.torch_state"]
-    result = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    found = {TORCHS_OWN.get(name, name) for name in json.loads(result.stdout)} - {None}
+    with RankPool(1) as pool:
+        (names,) = pool.run(changed_for_good)
+    found = {TORCHS_OWN.get(name, name) for name in names} - {None}
     is_older = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
     assert found == listed("Until the process ends") - (set() if is_older else BEFORE_2_13)

@@ -1,16 +1,9 @@
-"""Looks at all of torch that is imported: what changes between two looks, nobody has to foresee.
-
-    python -m tests.install.torch_state
-
-prints, as JSON, what a process has changed for good once it has imported the package, constructed
-a module, taught Inductor its operators, recorded a graph, and unset the flag again.
-"""
+"""Looks at all of torch that is imported: what changes between two looks, nobody has to foresee."""
 
 from __future__ import annotations
 
 import atexit
 import importlib
-import json
 import pkgutil
 import re
 import sys
@@ -154,12 +147,12 @@ def _differences(before: Values, after: Values, known: Collection[str]) -> list[
     return sorted(names.values())
 
 
-def main() -> None:
-    """Print what is changed for good."""
+def changed_for_good() -> list[str]:
+    """What a process has changed once it has imported the package, constructed a module, taught
+    Inductor its operators, recorded a graph, and unset the flag again; a job for a process that has
+    not imported the package."""
     for name in IMPORTED_FIRST:
         importlib.import_module(name)
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
     before, callbacks = contents(), atexit._ncallbacks()
 
     from fusion_passes import FusionReport
@@ -177,10 +170,4 @@ def main() -> None:
     compile_log.add(FusionReport("concat", 1, 1, (), (), "digest"))
     torch._inductor.config.ddp_fusion = None
     names = _differences(before, contents(), listed("Until the process ends"))
-    at_exit = ["atexit.register"] * (atexit._ncallbacks() > callbacks)
-    print(json.dumps([*names, *at_exit]))
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return [*names, *["atexit.register"] * (atexit._ncallbacks() > callbacks)]

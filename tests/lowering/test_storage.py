@@ -4,8 +4,10 @@ under Inductor's default settings."""
 
 from __future__ import annotations
 
+import functools
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -17,11 +19,14 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
-from fusion_passes import FusionConfig
+from fusion_passes import FusionConfig, FusionReport
 from fusion_passes.config import FusionMode
 from fusion_passes.reporting.graphs import compile_log
 from testing.fake_world import fake_world
+from testing.stores import check_stores
 from tests.support.call_sequence import call_sequence
+
+pytestmark = pytest.mark.xdist_group("generated code")  # Some compiles serve many tests.
 
 WIDTH = 16
 CAP_MB = 0.004
@@ -62,47 +67,61 @@ class Convolutions(nn.Module):
         return self.layers(images)
 
 
-def generate(
-    model: nn.Module,
-    batch: Tensor,
-    flag: object,
-    *,
-    keeps_gradients: bool = False,
-    cap_mb: float = CAP_MB,
-    world_size: int = 1,
-) -> str:
-    """The generated code of the second step's backward, or of the first one where that is not
-    traced by compiled autograd: the second step does not compile anew. Gradients are new, unless
-    they are kept."""
-    torch._dynamo.reset()
-    compile_log.reset()
-    with fake_world(world_size), inductor_config.patch(ddp_fusion=flag, fx_graph_cache=False):
-        ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
-        compiled = torch.compile(ddp)
+@dataclass(frozen=True)
+class Generated:
+    """The code of a module's backwards, and what the package says of those that were traced.
 
-        def step() -> None:
-            if not keeps_gradients:
-                ddp.zero_grad()
-            compiled(batch).square().mean().backward()
+    Attributes:
+        first: compiled with the forward; a reducer launches its buckets.
+        fresh: traced, and makes gradients.
+        existing: traced, and adds to the gradients that there are.
+        reports: of the traced ones, in this order.
+    """
 
-        codes = [code for _ in range(2) for code in run_and_get_code(step)[1]]
-        fusion_passes.reports()
-    torch._dynamo.reset()
-    return codes[-1]
+    first: str
+    fresh: str
+    existing: str
+    reports: tuple[FusionReport, ...]
 
 
 TRACED = FusionConfig(backward_graph="compiled_autograd")
-TOKENS = torch.arange(16).view(2, 8)
-IMAGES = torch.ones(2, 3, 8, 8)
+BATCHES: dict[object, Tensor] = {Convolutions: torch.ones(2, 3, 8, 8)}
+
+
+@functools.cache  # Tests share what is compiled: they run in one process.
+def generate(
+    make: Callable[[], nn.Module],
+    config: FusionConfig,
+    *,
+    cap_mb: float = CAP_MB,
+    world_size: int = 1,
+) -> Generated:
+    """Compile all backwards of a module."""
+    torch._dynamo.reset()
+    compile_log.reset()
+    batch = BATCHES.get(make, torch.arange(16).view(2, 8))
+    # The code of a graph that comes from the cache cannot be caught.
+    with fake_world(world_size), inductor_config.patch(ddp_fusion=config, fx_graph_cache=False):
+        ddp = DistributedDataParallel(make(), bucket_cap_mb=cap_mb)
+        compiled = torch.compile(ddp)
+
+        def step() -> None:
+            compiled(batch).square().mean().backward()
+
+        codes = [run_and_get_code(step)[1][-1]]
+        ddp.zero_grad()
+        codes += [run_and_get_code(step)[1][-1] for _ in range(2)]
+        found = Generated(*codes, reports=fusion_passes.reports())
+    torch._dynamo.reset()
+    return found
 
 
 @pytest.mark.slow
 def test_the_calls_of_a_transformers_backward() -> None:
     """Each gradient is stored where it is sent by the kernel that computes it. Nothing is behind
     the waits."""
-    code = generate(Block(), TOKENS, TRACED)
     assert_expected_inline(
-        call_sequence(code),
+        call_sequence(generate(Block, TRACED).fresh),
         """\
 mm -> A[0:1024]
 generated -> A[1024:1040]
@@ -134,9 +153,8 @@ return B[1088:1104], B[272:1040], B[0:256], A[1040:2064], A[0:1024], A[1024:1040
 def test_the_calls_of_the_backward_that_is_compiled_with_the_forward() -> None:
     """Each gradient is stored where it is sent; a reducer is told of each bucket when its last one
     is there, and launches it."""
-    code = generate(Block(), TOKENS, "concat")
     assert_expected_inline(
-        call_sequence(code),
+        call_sequence(generate(Block, TRACED).first),
         """\
 mm
 fusion_passes.bucket
@@ -164,45 +182,21 @@ return C[0:512], B[1088:1104], B[1104:1120], B[272:1040], B[1040:1088], B[0:256]
 
 
 @pytest.mark.slow
-def test_the_calls_with_existing_gradients() -> None:
-    """They are added to as they are stored, and written by one kernel for each bucket."""
-    code = generate(Block(), TOKENS, TRACED, keeps_gradients=True)
-    assert_expected_inline(
-        call_sequence(code),
-        """\
-addmm -> A[0:1024]
-generated -> A[1024:1040]
-mm
-addmm -> A[1040:2064]
-generated -> A[2064:2128]
-launch A, sum
-mm
-addmm -> B[0:256]
-generated -> B[256:272]
-mm
-aten._scaled_dot_product_flash_attention_for_cpu_backward
-addmm -> B[272:1040]
-generated -> B[1040:1088]
-mm
-generated -> B[1088:1104], B[1104:1120]
-launch B, sum
-generated -> C[0:512]
-launch C, sum
-wait for A
-wait for B
-wait for C
-return what was given
-""",
-    )
+def test_existing_gradients_are_added_to_as_they_are_stored() -> None:
+    """By the same calls, and written by one kernel for each bucket."""
+    generated = generate(Block, TRACED)
+    *fresh, _ = call_sequence(generated.fresh).splitlines()
+    added = [line.replace("mm ->", "addmm ->") for line in fresh]
+    assert call_sequence(generated.existing).splitlines() == [*added, "return what was given"]
 
 
 @pytest.mark.each_torch
 def test_the_calls_of_convolutions() -> None:
     """One call copies what the library allocates; all that is stored by generated kernels is
     scaled there. What was copied is reported."""
-    code = generate(Convolutions(), IMAGES, TRACED, cap_mb=25, world_size=2)
+    generated = generate(Convolutions, TRACED, cap_mb=25, world_size=2)
     assert_expected_inline(
-        call_sequence(code),
+        call_sequence(generated.fresh),
         """\
 aten.convolution_backward
 generated -> A[288:296], A[296:304]
@@ -214,7 +208,7 @@ wait for A
 return A[296:304], A[528:532], A[0:288], A[288:296], A[520:528], A[304:520]
 """,
     )
-    (report,) = fusion_passes.reports()
+    report = generated.reports[0]
     (bucket,) = report.buckets
     reasons = dict(bucket.copied)
     library = "aten.convolution_backward neither casts nor scales its result"
@@ -232,9 +226,8 @@ return A[296:304], A[528:532], A[0:288], A[288:296], A[520:528], A[304:520]
 def test_averages_of_convolutions_come_back_as_they_were_sent() -> None:
     """In the layouts of the parameters: the library gives gradients channels last, and a copy into
     that layout would be copied once more on the way to ``.grad``."""
-    code = generate(Convolutions(), IMAGES, "concat", cap_mb=25)
     assert_expected_inline(
-        call_sequence(code),
+        call_sequence(generate(Convolutions, TRACED, cap_mb=25, world_size=2).first),
         """\
 aten.convolution_backward
 fusion_passes.bucket
@@ -250,9 +243,9 @@ return A[304:520], A[520:528], A[296:304], A[288:296], A[0:288], A[528:532]
 @pytest.mark.slow
 def test_the_calls_in_a_smaller_dtype() -> None:
     """One call casts what matrix products give, and one kernel casts and scales what comes back."""
-    code = generate(Block(), TOKENS, replace(TRACED, reduce_dtype="bf16"), cap_mb=25)
+    generated = generate(Block, replace(TRACED, reduce_dtype="bf16"), cap_mb=25)
     assert_expected_inline(
-        call_sequence(code),
+        call_sequence(generated.fresh),
         """\
 mm
 generated -> A[1024:1040]
@@ -284,18 +277,22 @@ return what was given
         pytest.param("coalesced", marks=pytest.mark.newest_torch),
     ],
 )
-def test_nothing_is_copied_into_a_bucket(mode: FusionMode) -> None:
-    code = generate(Block(), TOKENS, replace(TRACED, mode=mode))
-    (report,) = fusion_passes.reports()
-    assert len(report.buckets) > 1
-    assert all(bucket.copied == () for bucket in report.buckets)
-    assert not re.search(r"fusion_passes\.store_\.", code)
+def test_nothing_is_copied_and_every_element_is_stored(mode: FusionMode) -> None:
+    generated = generate(Block, replace(TRACED, mode=mode))
+    for report in generated.reports:
+        assert len(report.buckets) > 1
+        assert all(bucket.copied == () for bucket in report.buckets)
+    parameters = sum(parameter.numel() for parameter in Block().parameters())
+    for code in (generated.first, generated.fresh, generated.existing):
+        assert not re.search(r"fusion_passes\.store_\.", code)
+        # Where there is no bucket, sums are sent from where they are.
+        sent = check_stores(code)
+        assert sent == parameters if mode == "concat" else 0 < sent <= parameters
 
 
 def test_what_a_pinned_kernel_gives_is_reported() -> None:
     """In small buckets, the first convolution is pinned behind the launch of the others."""
-    generate(Convolutions(), IMAGES, TRACED, cap_mb=1e-4)
-    (report,) = fusion_passes.reports()
+    report = generate(Convolutions, TRACED, cap_mb=1e-4).reports[0]
     assert len(report.buckets) > 1
     reasons = dict(item for bucket in report.buckets for item in bucket.copied)
     relaid = "aten.convolution_backward gives it in another layout"

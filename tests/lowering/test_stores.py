@@ -165,11 +165,9 @@ def test_gradients_of_models_are_stored(compiler: CardCompiler, name: str, autoc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["concat", pytest.param("coalesced", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize(
-    "name",
-    ["mlp", *(pytest.param(name, marks=pytest.mark.nightly) for name in MAKERS if name != "mlp")],
-)
+@pytest.mark.nightly  # test_storage.py has a transformer's.
+@pytest.mark.parametrize("mode", ["concat", "coalesced"])
+@pytest.mark.parametrize("name", MAKERS)
 def test_gradients_are_stored_on_the_cpu_too(name: str, mode: str) -> None:
     if name in ("gpt2", "bert", "llama"):
         pytest.importorskip("transformers")

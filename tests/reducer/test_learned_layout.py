@@ -62,24 +62,19 @@ def files_in(directory: Path) -> Iterator[list[CollectiveKind]]:
     """A folder for this rank's files, and costs that are given; counts what is measured."""
     calls: list[CollectiveKind] = []
     original = measure._table
-    before = os.environ.get(files.DIRECTORY_VARIABLE)
-    os.environ[files.DIRECTORY_VARIABLE] = str(directory / str(dist.get_rank()))
+    folder = str(directory / str(dist.get_rank()))
 
     def quick(ranks, kind, seconds):
         calls.append(kind)
         original(ranks, kind, seconds / 50)
         return COSTS
 
-    try:
-        with (
-            mock.patch.object(measure, "_table", quick),
-            mock.patch.object(measure, "measure_taken", return_value=Taken()),
-        ):
-            yield calls
-    finally:
-        os.environ.pop(files.DIRECTORY_VARIABLE)
-        if before is not None:
-            os.environ[files.DIRECTORY_VARIABLE] = before
+    with (
+        mock.patch.dict(os.environ, {files.DIRECTORY_VARIABLE: folder}),
+        mock.patch.object(measure, "_table", quick),
+        mock.patch.object(measure, "measure_taken", return_value=Taken()),
+    ):
+        yield calls
 
 
 def start(directory: Path, count: int = 2, torch_version: str = "", **options: Any) -> Start:

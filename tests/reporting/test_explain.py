@@ -37,15 +37,19 @@ dist.destroy_process_group()
 """
 
 
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
 def explain(folder: Path, *options: str, steps: int = 12, ranks: int = 1) -> tuple[str, str]:
-    """What the first rank has written to its output and its errors; under torchrun."""
+    """What the first rank has written to its output and its errors; several are under torchrun."""
     (folder / "script.py").write_text(SCRIPT)
     (folder / "helper.py").write_text(f"STEPS = {steps}")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-ranks-filter=0"]
-    launcher += [f"--nproc-per-node={ranks}", "-m", "fusion_passes.explain"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-ranks-filter=0"]
+    launcher = [*torchrun, f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    command = ["-m", "fusion_passes.explain", *options, str(folder / "script.py"), "--its-own"]
     done = subprocess.run(
-        [sys.executable, *launcher, *options, str(folder / "script.py"), "--its-own"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
+        [sys.executable, *launcher, *command],
+        env={**os.environ, **ALONE, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
         timeout=200,

