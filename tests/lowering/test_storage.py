@@ -108,10 +108,10 @@ def generate(
         def step() -> None:
             compiled(batch).square().mean().backward()
 
-        codes = [run_and_get_code(step)[1][-1]]
+        first = run_and_get_code(step)[1][-1]
         ddp.zero_grad()
-        codes += [run_and_get_code(step)[1][-1] for _ in range(2)]
-        found = Generated(*codes, reports=fusion_passes.reports())
+        fresh, existing = (run_and_get_code(step)[1][-1] for _ in range(2))
+        found = Generated(first, fresh, existing, fusion_passes.reports())
     torch._dynamo.reset()
     return found
 
