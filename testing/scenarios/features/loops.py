@@ -111,11 +111,16 @@ class _Broken(nn.Module):
         return self.layers[middle:](x)
 
 
-def _disabled(run: Run) -> nn.Module:
-    """``torch.compiler.disable`` on the forward of one layer."""
-    model = run.mlp()
-    model[2].forward = torch.compiler.disable(model[2].forward)
-    return model
+class _Disabled(Exact, first=WIDTH, middle=WIDTH, last=OUTPUTS):
+    """Exact. ``torch.compiler.disable`` on the forward of one layer: those before it and behind it
+    are compiled. In a ``Sequential``, whose loop it would break, nothing is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle.forward = torch.compiler.disable(self.middle.forward)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x).relu()).relu())
 
 
 def _partly_compiled(run: Run) -> nn.Module:
@@ -174,7 +179,7 @@ MODELS: Final[Mapping[str, Callable[[Run], nn.Module]]] = {
     "counting": lambda run: Counting(run.mlp()),
     "shifting": lambda run: _Shifting(run.mlp()),
     "broken": lambda run: _Broken(run.mlp()),
-    "disabled": _disabled,
+    "disabled": lambda _: _Disabled(),
     "partly compiled": _partly_compiled,
     "compiled": lambda run: run.compile(run.mlp()),
 }
