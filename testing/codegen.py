@@ -151,6 +151,8 @@ class _Reader:
             if _is_view(value):
                 self._bind(target, value, line)
             elif not (isinstance(value, ast.Call) and self._call(target, value, line)):
+                if target in self._places:  # What was allocated under this name is not used.
+                    self.calls.append(Call("operator", "", (), (Place(target),), (), line))
                 self._let(target, Place(target), line)
 
     def _let(self, name: str, place: Place, line: str) -> None:

@@ -71,6 +71,9 @@ def check_stores(code: str) -> int:
         if call.kind in ("allocate", "reuse"):
             known[call.writes[0].memory] = _Memory(is_reused=call.kind == "reuse")
             continue
+        if call.kind == "operator":  # What it gives it has allocated itself.
+            for place in call.writes:
+                known.pop(place.memory, None)
         reads, writes = (
             [place for place in places if place.memory in known]
             for places in (call.reads, call.writes)
