@@ -80,7 +80,8 @@ class Call:
             ``kernel`` (a matrix product, attention) or a generated one (``fused``); a ``copy``, as
             the package's own of several gradients; a collective's ``launch``, a ``wait``; another
             ``operator``; the graph's ``return``.
-        name: of the kernel or operator, as ``extern_kernels.mm`` or ``aten.convolution_backward``.
+        name: of the kernel or operator, as ``extern_kernels.mm`` or ``aten.convolution_backward``;
+            empty where something else gives a name that was allocated other memory.
         reads: what it reads, sends or waits for.
         writes: what it fills or allocates.
         texts: arguments that are texts, such as a group's name; the dtype of what is allocated.

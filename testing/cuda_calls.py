@@ -72,7 +72,7 @@ def _line(call: Call, names: _Names) -> str:
         return f"{names.of(place)} = empty({sizes}, {call.texts[0]})"
     if call.kind == "return":
         return f"return {', '.join(map(names.of, call.reads))}"
-    if call.kind in ("allocate", "reuse", "copy"):
+    if call.kind in ("allocate", "reuse", "copy") or not call.name:
         return ""
     kernel = call.name.rpartition(".")[2]
     if call.kind == "fused":
