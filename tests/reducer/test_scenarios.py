@@ -33,8 +33,9 @@ GROUPS: Final = {3: "three ranks", 4: "four ranks"}
 
 OTHERWISE_TRACED: Final = {
     "ddp-4/update-group": "over the other pairs, one graph is compiled anew",
+    "ddp-2/set-meanwhile": "compiled autograd looks at gradients before hooks run, also without DDP",
 }
-"""Entries that note what is otherwise where backwards are traced; gradients are eager DDP's."""
+"""Entries of which something is otherwise where backwards are traced, and what."""
 
 NAMED_IN: Final = {"model": "MODELS", "loss": "LOSSES", "hook": "HOOKS"}
 """Where a target's module has what an argument is the name of."""
