@@ -33,7 +33,7 @@ GROUPS: Final = {3: "three ranks", 4: "four ranks"}
 
 OTHERWISE_TRACED: Final = {
     "ddp-4/update-group": "over the other pairs, one graph is compiled anew",
-    "ddp-2/set-meanwhile": "compiled autograd looks at gradients before hooks run, also without DDP",
+    "ddp-2/set-meanwhile": "compiled autograd looks at gradients before any hook runs",
 }
 """Entries of which something is otherwise where backwards are traced, and what."""
 
