@@ -165,7 +165,7 @@ def _plan(reducer: Reducer, profile: Profile, times: ReadyTimes, path: str) -> N
         kind = _kind_of(reducer, dtype)
         sent[dtype] = Sent(getattr(torch, kind.dtype).itemsize, profile.table(kind))
     kinds = reducer.parameters.kinds
-    planned = plan_timetable(times, kinds, sent, reducer.caps, profile.taken)
+    planned = plan_timetable(times, kinds, sent, reducer.caps)
     reducer.fix_layout(lay_out([[(n,) for n in numbers] for numbers in planned.buckets], kinds))
     reducer.predicted = planned.sent_ns
     source = (

@@ -1,15 +1,13 @@
 """The buckets with which the last collective ends earliest. Pure, and exact.
 
 Collectives run one at a time, in the order of the gradients, and neighbours may share one. One of
-``s`` bytes takes ``C(s)``, and makes all gradients after it later by what it takes from compute: so
-much each, and so much for each byte. So how late a gradient is follows from the bytes before it,
-and from how many collectives these were. With ``r[j]`` when gradient ``j`` is ready where nothing
-is sent, and ``X[n, i]`` what ``n`` collectives of the first ``i`` gradients take, the earliest end
-of the first ``j`` in ``n`` buckets is ``f[0][0] = 0`` and::
+``s`` bytes takes ``C(s)``. With ``r[j]`` when gradient ``j`` is ready where nothing is sent, the
+earliest end of the first ``j`` in ``n`` buckets is ``f[0][0] = 0`` and::
 
-    f[n][j] = min over allowed i < j of  max(f[n - 1][i], r[j - 1] + X[n - 1, i]) + C(i..j)
+    f[n][j] = min over allowed i < j of  max(f[n - 1][i], r[j - 1]) + C(i..j)
 
-Numbers of buckets are tried from 1 on, as long as one more ends anything earlier.
+Numbers of buckets are tried from 1 on, as long as one more ends anything earlier: of buckets that
+end equally early, the fewest take the least from the compute beside them.
 
 Whole nanoseconds and bytes, no floating-point number: each rank gets the same.
 """
@@ -26,7 +24,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fusion_passes.profile.tables import MIB, NOTHING_TAKEN, CostTable, Taken
+from fusion_passes.profile.tables import CostTable
 
 _CUTS: Final = 512
 """Of more gradients than these, small neighbours are never cut apart."""
@@ -47,7 +45,6 @@ class Queue:
             before.
         num_bytes: what is sent of each.
         costs: of a collective.
-        taken: what a collective takes from the compute beside it.
         cap_bytes: most bytes of a bucket of more than one gradient.
         first_cap_bytes: the same for the first bucket; ``None``: as for the others.
     """
@@ -55,7 +52,6 @@ class Queue:
     ready_ns: tuple[int, ...]
     num_bytes: tuple[int, ...]
     costs: CostTable
-    taken: Taken = NOTHING_TAKEN
     cap_bytes: int = sys.maxsize
     first_cap_bytes: int | None = None
 
@@ -95,14 +91,12 @@ def times_of(buckets: Iterable[tuple[Queue, int, int]]) -> Iterator[tuple[int, i
 
     Args:
         buckets: in the order in which they are launched: of which queue, from which gradient on,
-            and before which. What is taken from compute is the same in all queues.
+            and before which.
     """
-    free = num_bytes = 0
-    for count, (queue, begin, end) in enumerate(buckets):
-        size = queue.sums[end] - queue.sums[begin]
-        start = max(free, queue.ready_ns[end - 1] + queue.taken.of_bytes(num_bytes, count))
-        free = start + queue.costs.cost_ns(size)
-        num_bytes += size
+    free = 0
+    for queue, begin, end in buckets:
+        start = max(free, queue.ready_ns[end - 1])
+        free = start + queue.costs.cost_ns(queue.sums[end] - queue.sums[begin])
         yield start, free
 
 
@@ -138,8 +132,7 @@ class _Search:
         is_allowed[0] = size[0] <= queue.most_of_first
         is_allowed = (is_allowed | (count == 1)) & (count > 0)
         self._costs = queue.costs.costs_ns(size.clamp(min=0)).where(is_allowed, _NEVER)
-        self._ready = ready[None, :] + (queue.taken.mib_ns * sums[:-1] // MIB)[:, None]
-        self._each_ns = queue.taken.each_ns
+        self._ready = ready
 
     def best(self) -> list[int]:
         """The numbers of the best marks, the first and the last too."""
@@ -150,7 +143,7 @@ class _Search:
         while len(ends) <= len(self._costs) and (not best or len(ends) <= _BUCKETS):
             # As early in fewer buckets is better, whatever follows.
             found = never.clone()
-            found[1:] = self._ends(ends[-1], len(ends)).min(0).values
+            found[1:] = self._ends(ends[-1]).min(0).values
             found = found.where(found < least, _NEVER)
             if not (found < _NEVER).any():
                 break
@@ -159,21 +152,19 @@ class _Search:
             best = len(ends) - 1 if found[-1] < _NEVER else best
         return self._marks_of(ends[: best + 1])
 
-    def _ends(self, ends: Tensor, number: int) -> Tensor:
-        """When the last of so many buckets ends, wherever it begins and ends.
+    def _ends(self, ends: Tensor) -> Tensor:
+        """When a bucket ends, wherever it begins and ends.
 
         Args:
             ends: when the buckets before it end, by how many gradients they have.
-            number: of buckets, with it.
         """
-        ready = self._ready + (number - 1) * self._each_ns
-        return ready.maximum(ends[:-1, None]) + self._costs
+        return self._ready.maximum(ends[:-1, None]) + self._costs
 
     def _marks_of(self, ends: list[Tensor]) -> list[int]:
         """Where buckets that end at the last of these times begin: each as large as it may be."""
         marks = [len(self._costs)]
         for number in range(len(ends) - 1, 0, -1):
             end = marks[-1]
-            candidates = self._ends(ends[number - 1], number)[:, end - 1]
+            candidates = self._ends(ends[number - 1])[:, end - 1]
             marks.append(int((candidates == ends[number][end]).nonzero()[0]))
         return marks[::-1]

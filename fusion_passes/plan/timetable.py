@@ -20,7 +20,7 @@ from fusion_passes.plan.caps import BucketCaps, most_kept_bytes
 from fusion_passes.plan.layout import GradientKind, Piece
 from fusion_passes.plan.optimum import Queue, best_cuts, times_of
 from fusion_passes.profile.records import ReadyTimes
-from fusion_passes.profile.tables import NOTHING_TAKEN, CostTable, Taken
+from fusion_passes.profile.tables import CostTable
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,6 @@ def plan_timetable(
     kinds: Mapping[int, GradientKind],
     sent: Mapping[torch.dtype, Sent],
     caps: BucketCaps,
-    taken: Taken = NOTHING_TAKEN,
 ) -> Timetable:
     """Plan the buckets with which the last collective ends earliest.
 
@@ -106,7 +105,6 @@ def plan_timetable(
         sent: by dtype, of all that are not sparse.
         caps: those that the user has set bound a bucket of several gradients; all of them say what
             filled buckets would be.
-        taken: what each collective takes from the compute beside it.
     """
     ready = _in_order(times, kinds)
     of_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -118,7 +116,7 @@ def plan_timetable(
         _Slot(
             tuple(numbers),
             tuple(position[number] for number in numbers),
-            _queue(numbers, ready, kinds, sent[dtype], caps, taken),
+            _queue(numbers, ready, kinds, sent[dtype], caps),
         )
         for (dtype, _), numbers in of_kind.items()
     ]
@@ -156,7 +154,6 @@ def _queue(
     kinds: Mapping[int, GradientKind],
     sent: Sent,
     caps: BucketCaps,
-    taken: Taken,
 ) -> Queue:
     """What decides about the buckets of one dtype and device."""
     kind = kinds[numbers[0]]
@@ -173,7 +170,6 @@ def _queue(
         tuple(ready[number] for number in numbers),
         tuple(kinds[number].numel * narrow for number in numbers),
         sent.table,
-        taken,
         min(kept, as_sent(most)),
         min(kept, as_sent(most if first is None else first)),
     )

@@ -3,7 +3,6 @@ process group, which each rank must call at the same point."""
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import statistics
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fusion_passes.profile.records import CollectiveKind, Place, Profile
-from fusion_passes.profile.tables import MIB, CostTable, Taken
+from fusion_passes.profile.tables import MIB, CostTable
 from fusion_passes.torch_private import ProcessGroup
 from fusion_passes.torch_private.process_groups import (
     backend_name,
@@ -42,18 +41,6 @@ IN_FLIGHT: Final = 8
 
 IN_FLIGHT_BYTES: Final = 4 * MIB
 """Their bytes, at most; larger ones are measured alone."""
-
-_PRODUCT: Final = 768
-"""Rows and columns of the matrices that are multiplied: a layer of a small transformer."""
-
-_BESIDE_S: Final = 0.02
-"""All-reduces beside which compute is measured take at most about this, if one does."""
-
-_MANY: Final = 32
-"""Of them, at most."""
-
-_SMALL_BYTES: Final = 64 * 2**10
-"""The size of small ones."""
 
 _INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE")
 
@@ -119,28 +106,14 @@ class Ranks:
         Raises:
             RuntimeError: a rank has not come in time, or the backend says why it cannot be done.
         """
-        for work in self.launch(tensors, operation):
+        works = [dist.all_reduce(item, operation, self.group, async_op=True) for item in tensors]
+        for work in works:
             work.wait(self.timeout)
-
-    def launch(
-        self, tensors: Sequence[torch.Tensor], operation: dist.ReduceOp.RedOpType
-    ) -> list[dist.Work]:
-        """Begin to reduce tensors in place, all at the same time."""
-        return [dist.all_reduce(tensor, operation, self.group, async_op=True) for tensor in tensors]
 
     def meet(self) -> None:
         """Wait for all ranks, and for what their devices have to do."""
         self.reduce_all([torch.zeros(1, device=self.device)], dist.ReduceOp.SUM)
         self._finish()
-
-    def computing(self, factor: torch.Tensor, count: int) -> float:
-        """Seconds of some matrix products, on this rank."""
-        begin = time.perf_counter()
-        for _ in range(count):
-            factor @ factor
-        if self.device.type != "cpu":  # And not for a collective, which has a stream of its own.
-            torch.accelerator.current_stream(self.device).synchronize()
-        return time.perf_counter() - begin
 
     def _finish(self) -> None:
         if self.device.type != "cpu":
@@ -170,7 +143,6 @@ def measure(
     try:
         share = seconds / len(kinds)
         tables = tuple((kind, _table(ranks, kind, share)) for kind in kinds)
-        taken = measure_taken(ranks, *tables[0])
     except RuntimeError as error:
         raise RuntimeError(
             "torch._inductor.config.ddp_fusion = 'auto' measures the network while "
@@ -181,57 +153,7 @@ def measure(
     if ranks.is_first:
         for kind, table in tables:
             print(f"fusion_passes: {kind}: {table}", file=sys.stderr, flush=True)
-    return Profile(place, tables, taken)
-
-
-def measure_taken(ranks: Ranks, kind: CollectiveKind, costs: CostTable) -> Taken:
-    """Measure what all-reduces take from the compute beside them: of a small and of a large one.
-
-    Args:
-        ranks: all of a process group; each must call this.
-        kind: of collectives.
-        costs: of these; the same on all ranks.
-    """
-    short = [size for size in costs.num_bytes if costs.cost_ns(size) <= _BESIDE_S * 1e9]
-    large = short[-1] if short else costs.num_bytes[0]
-    small = next(size for size in costs.num_bytes if size >= min(_SMALL_BYTES, large))
-    return Taken.of(
-        (small, large), (_taken(ranks, kind, costs, small), _taken(ranks, kind, costs, large))
-    )
-
-
-def _taken(ranks: Ranks, kind: CollectiveKind, costs: CostTable, size: int) -> float:
-    """Seconds of compute that an all-reduce of a size takes, at most what it costs.
-
-    Matrix products are timed alone and beside all-reduces, which are launched first: as many as
-    take about as long as the longest one that is measured, of no more bytes than are measured
-    together, and end before the products do even if they share a core.
-    """
-    dtype: torch.dtype = getattr(torch, kind.dtype)
-    cost_s = max(costs.cost_ns(size), 1) / 1e9
-    many = min(round(_BESIDE_S / cost_s), IN_FLIGHT_BYTES // size, _MANY)
-    shape = max(many, 1), size // dtype.itemsize
-    buffers = torch.zeros(shape, dtype=dtype, device=ranks.device).unbind()
-    factor = torch.ones(_PRODUCT, _PRODUCT, dtype=dtype, device=ranks.device)
-    product_s = max(statistics.median(ranks.times(lambda: factor @ factor)), 1e-9)
-    count = math.ceil(2 * min(len(buffers) * cost_s, 2 * _BESIDE_S) / product_s)
-    alone, beside = [], []
-    for _ in range(2 * ROUNDS + 1):
-        ranks.meet()
-        alone.append(ranks.computing(factor, count))
-        ranks.meet()
-        begin = time.perf_counter()
-        works = ranks.launch(buffers, _operation(kind))
-        # A GPU computes meanwhile what it was given before.
-        launching = time.perf_counter() - begin if ranks.device.type == "cpu" else 0.0
-        beside.append(launching + ranks.computing(factor, count))
-        for work in works:
-            work.wait(ranks.timeout)
-    # The first round warms up. Of each round the slowest rank counts, with both and without.
-    alone_s, beside_s = (
-        statistics.median(ranks.slowest(seconds[1:])) for seconds in (alone, beside)
-    )
-    return min(max(beside_s - alone_s, 0.0) / len(buffers), cost_s)
+    return Profile(place, tables)
 
 
 def _table(ranks: Ranks, kind: CollectiveKind, seconds: float) -> CostTable:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from fusion_passes.profile.tables import MOST_NS, NOTHING_TAKEN, CostTable, Taken
+from fusion_passes.profile.tables import MOST_NS, CostTable
 
-FORMAT: Final = 6
+FORMAT: Final = 7
 """Of the file of a profile. Another one is measured anew."""
 
 READY_FORMAT: Final = 1
@@ -74,12 +74,10 @@ class Profile:
     Attributes:
         place: where.
         tables: by kind of collective.
-        taken: what an all-reduce takes from the compute beside it.
     """
 
     place: Place
     tables: tuple[tuple[CollectiveKind, CostTable], ...]
-    taken: Taken = NOTHING_TAKEN
 
     def table(self, kind: CollectiveKind) -> CostTable:
         """The costs of a kind of collective that was measured."""
@@ -117,7 +115,7 @@ class Profile:
                 )
                 for kind, table in data["tables"]
             ]
-            profile = Profile(Place(**place), tuple(tables), Taken(**data["taken"]))
+            profile = Profile(Place(**place), tuple(tables))
         if not tables:
             raise ValueError("it has no table")
         return profile

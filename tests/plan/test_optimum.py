@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion_passes.plan.optimum import Queue, best_cuts, times_of
-from fusion_passes.profile.tables import MIB, CostTable, Taken
+from fusion_passes.profile.tables import MIB, CostTable
 
 
 def last_end(queue: Queue, cuts: list[int]) -> int:
@@ -27,21 +27,17 @@ def is_allowed(queue: Queue, begin: int, end: int) -> bool:
 
 
 def ends(queue: Queue) -> list[int]:
-    """The last ends of all ways to cut the gradients into neighbours, where compute stands still
-    for a part of each collective: by two clocks, of the wall and of the compute."""
+    """The last ends of all ways to cut the gradients into neighbours."""
     count, found = len(queue.num_bytes), []
     for cuts in itertools.product([False, True], repeat=count - 1):
         edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), count]
         if not all(is_allowed(queue, *edge) for edge in pairwise(edges)):
             continue
-        wall = computed = 0
+        free = 0
         for begin, stop in pairwise(edges):
-            idle = max(queue.ready_ns[stop - 1] - computed, 0)
             size = sum(queue.num_bytes[begin:stop])
-            cost = queue.costs.cost_ns(size)
-            wall += idle + cost
-            computed += idle + cost - queue.taken.of_bytes(size)
-        found.append(wall)
+            free = max(free, queue.ready_ns[stop - 1]) + queue.costs.cost_ns(size)
+        found.append(free)
     return found
 
 
@@ -80,17 +76,6 @@ def test_no_buckets_end_earlier(queue: Queue) -> None:
     assert last_end(queue, cuts) == min(ends(queue))
 
 
-@settings(max_examples=200, deadline=None)
-@given(queues(), st.builds(Taken, st.integers(0, 40), st.integers(0, 2 * MIB)))
-def test_no_buckets_end_earlier_where_they_take_compute(queue: Queue, taken: Taken) -> None:
-    queue = replace(queue, taken=taken)
-    cuts = best_cuts(queue)
-    check(queue, cuts)
-    # What is taken is rounded down, here for each bucket.
-    found, count = last_end(queue, cuts), len(queue.num_bytes)
-    assert min(ends(queue)) - count <= found <= min(ends(queue)) + count
-
-
 def test_without_overlap_there_is_one_bucket_and_with_free_launches_one_a_gradient() -> None:
     latency_only = CostTable((1, 100), (100, 100))
     assert best_cuts(Queue((0, 100, 200), (10, 10, 10), latency_only)) == [0, 3]
@@ -102,24 +87,14 @@ def test_without_overlap_there_is_one_bucket_and_with_free_launches_one_a_gradie
     assert best_cuts(Queue((), (), by_size)) == [0]
 
 
-def test_what_takes_compute_is_sent_in_fewer_buckets() -> None:
-    # Beside free compute, the first bucket should leave early; beside compute that stops meanwhile,
-    # its latency only makes the rest later.
-    costs = CostTable((100, 1000), (60, 150))
-    queue = Queue((0, 100, 200, 300), (100, 100, 100, 100), costs)
-    assert len(best_cuts(queue)) > 2
-    assert best_cuts(replace(queue, taken=Taken(50, MIB // 10))) == [0, 4]
-
-
 @pytest.mark.parametrize("latency", [pytest.param(0, marks=pytest.mark.nightly), 50_000])
 @pytest.mark.parametrize("rise", [pytest.param(0, marks=pytest.mark.nightly), 400])
-@pytest.mark.parametrize("taken", [Taken(), Taken(1_000, 300)])
-def test_ten_thousand_gradients_take_seconds_at_most(latency: int, rise: int, taken: Taken) -> None:
+def test_ten_thousand_gradients_take_seconds_at_most(latency: int, rise: int) -> None:
     count = 10_000
     sizes = tuple(4096 if i % 3 else 1_000_000 for i in range(count))
     steps = [4**n for n in range(5, 17)]
     table = CostTable(tuple(steps), tuple(latency + size // 2 for size in steps))
-    queue = Queue(tuple(rise * i for i in range(count)), sizes, table, taken)
+    queue = Queue(tuple(rise * i for i in range(count)), sizes, table)
     begin = time.process_time()
     cuts = best_cuts(queue)
     assert time.process_time() - begin < 5
@@ -132,8 +107,8 @@ def test_ten_thousand_gradients_take_seconds_at_most(latency: int, rise: int, ta
 def test_of_thousands_of_gradients_nearly_the_best_buckets_are_found() -> None:
     """So many that small neighbours stay together: here the best buckets are known."""
     count = 2_000
-    costs, taken = CostTable((MIB, 2 * MIB), (10**6, 2 * 10**6 - 10)), Taken(10**5, 10**5)
-    queue = Queue((0,) * (count - 1) + (10**9,), (MIB,) * count, costs, taken)
+    costs = CostTable((MIB, 2 * MIB), (10**6, 2 * 10**6 - 10))
+    queue = Queue((0,) * (count - 1) + (10**9,), (MIB,) * count, costs)
     of_equal = (last_end(queue, [*range(0, count, size), count]) for size in range(1, count + 1, 7))
     assert last_end(queue, best_cuts(queue)) < 1.01 * min(of_equal)
 

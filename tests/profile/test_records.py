@@ -74,8 +74,6 @@ def damaged(edit) -> str:
         damaged(lambda data: data.update(format=1)),
         damaged(lambda data: data.update(tables=[])),
         damaged(lambda data: data["tables"][0][1].update(times_ns=[20, 10])),
-        damaged(lambda data: data["taken"].update(each_ns=-1)),
-        damaged(lambda data: data.pop("taken")),
         damaged(lambda data: data["place"].pop("hosts")),
         damaged(lambda data: data["tables"][0][1].update(times_ns=[10, float("inf")])),
         damaged(lambda data: data["tables"][0][1].update(times_ns=[10, 2**62])),

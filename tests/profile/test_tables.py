@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_passes.profile.tables import MIB, CostTable, Taken
+from fusion_passes.profile.tables import MIB, CostTable
 
 costs = st.lists(st.floats(0, 10), min_size=1, max_size=6)
 
@@ -47,20 +47,3 @@ def test_sizes_that_nobody_has_measured_cost_what_a_line_says_to_a_nanosecond() 
 def test_what_is_no_table_is_refused(sizes, times, rule) -> None:
     with pytest.raises(ValueError, match=rule):
         CostTable(sizes, times)
-
-
-def test_what_is_taken_is_a_line_that_neither_begins_below_0_nor_falls() -> None:
-    assert Taken.of((MIB, 3 * MIB), (0.002, 0.004)) == Taken(1_000_000, 1_000_000)
-    assert Taken.of((MIB, 4 * MIB), (0.0, 0.004)) == Taken(0, 1_000_000), "as for the large one"
-    assert Taken.of((MIB, 4 * MIB), (0.004, 0.002)) == Taken(2_000_000, 0)
-    assert Taken.of((MIB, MIB), (0.003, 0.003)) == Taken(0, 3_000_000)
-    assert Taken.of((MIB, 2 * MIB), (-1.0, -1.0)) == Taken()
-    with pytest.raises(ValueError, match="is below 0"):
-        Taken(-1, 2)
-
-
-def test_several_collectives_take_no_more_than_each() -> None:
-    taken = Taken(10, MIB // 2)
-    assert taken.of_bytes(3) == 10 + 1
-    assert taken.of_bytes(6, 2) == 2 * 10 + 3
-    assert taken.of_bytes(0, 0) == 0

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes.profile import files, measure, ready_clock
 from fusion_passes.profile.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
 from fusion_passes.profile.records import CollectiveKind, ReadyTimes
-from fusion_passes.profile.tables import CostTable, Taken
+from fusion_passes.profile.tables import CostTable
 from fusion_passes.reducer.reducer import reducer_of
 from testing import models
 from tests.reducer.test_reducer import Steps, flag, pair, rows, run_steps
@@ -72,7 +72,6 @@ def files_in(directory: Path) -> Iterator[list[CollectiveKind]]:
     with (
         mock.patch.dict(os.environ, {files.DIRECTORY_VARIABLE: folder}),
         mock.patch.object(measure, "_table", quick),
-        mock.patch.object(measure, "measure_taken", return_value=Taken()),
     ):
         yield calls
 
