@@ -86,11 +86,11 @@ class Ranks:
         self.reduce_all([values], dist.ReduceOp.MAX)
         return [float(value) for value in values.tolist()]
 
-    def times(self, run: Callable[[], object], rounds: int = ROUNDS) -> list[float]:
-        """Seconds of some rounds, each of its slowest rank. A round before them does not count."""
+    def times(self, run: Callable[[], object]) -> list[float]:
+        """Seconds of each of :data:`ROUNDS`, of its slowest rank. One before them does not count."""
         run()
         measured = []
-        for _ in range(rounds):
+        for _ in range(ROUNDS):
             self.meet()
             begin = time.perf_counter()
             run()
