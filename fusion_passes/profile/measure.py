@@ -87,7 +87,7 @@ class Ranks:
         return [float(value) for value in values.tolist()]
 
     def times(self, run: Callable[[], object]) -> list[float]:
-        """Seconds of each of :data:`ROUNDS`, of its slowest rank. One before them does not count."""
+        """Seconds of some rounds, each of its slowest rank. A round before them does not count."""
         run()
         measured = []
         for _ in range(ROUNDS):
