@@ -62,7 +62,11 @@ def train(case: Case, kind: Kind) -> Record:
     record = Record()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        kernels = torch._inductor.config.patch(fallback_by_default=not case.loop.kernels)
+        # As mode="lite", which compiles faster. Reordered, collectives of such graphs would come in
+        # other orders on ranks with other graphs.
+        kernels = torch._inductor.config.patch(
+            fallback_by_default=not case.loop.kernels, reorder_for_peak_memory=case.loop.kernels
+        )
         divided = kind != "undivided" and torch._dynamo.config.optimize_ddp
         graphs = torch._dynamo.config.patch(optimize_ddp=divided)
         with _flag(case, kind), kernels, graphs:
