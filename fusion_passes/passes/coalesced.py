@@ -39,7 +39,7 @@ class FuseByCoalescing(GraphPass):
     smaller dtype, each is cast before and back after its wait.
 
     Each result has the shape and dtype of the reduction that it replaces, and the strides of the
-    parameter: Inductor gives a graph's outputs those that were traced.
+    parameter, in which compiled autograd accumulates.
 
     Attributes:
         buckets: which reductions to fuse; from :func:`fusion_passes.plan.buckets.plan_buckets` for

@@ -39,8 +39,8 @@ class FuseByConcat(GraphPass):
     after the wait casts it back.
 
     Each result has the shape and dtype of the reduction that it replaces, and the strides of the
-    parameter: Inductor gives a graph's outputs those that were traced. A complex
-    gradient is packed as its real and imaginary parts, which is how c10d reduces it.
+    parameter, in which compiled autograd accumulates. A complex gradient is packed as its real and
+    imaginary parts, which is how c10d reduces it.
 
     Attributes:
         buckets: which reductions to fuse; from :func:`fusion_passes.plan.buckets.plan_buckets` for

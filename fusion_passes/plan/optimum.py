@@ -124,7 +124,6 @@ class _Search:
 
     def __init__(self, queue: Queue, marks: list[int]) -> None:
         sums = torch.tensor([queue.sums[mark] for mark in marks], device="cpu")
-        ready = torch.tensor([queue.ready_ns[mark - 1] for mark in marks[1:]], device="cpu")
         places = torch.tensor(marks, device="cpu")
         count = places[None, 1:] - places[:-1, None]
         size = sums[None, 1:] - sums[:-1, None]
@@ -132,7 +131,7 @@ class _Search:
         is_allowed[0] = size[0] <= queue.most_of_first
         is_allowed = (is_allowed | (count == 1)) & (count > 0)
         self._costs = queue.costs.costs_ns(size.clamp(min=0)).where(is_allowed, _NEVER)
-        self._ready = ready
+        self._ready = torch.tensor([queue.ready_ns[mark - 1] for mark in marks[1:]], device="cpu")
 
     def best(self) -> list[int]:
         """The numbers of the best marks, the first and the last too."""
