@@ -18,17 +18,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
-import torch
+import torch.distributed as dist
 
 from fusion_passes.plan.layout import lay_out
-from fusion_passes.plan.timetable import Sent, plan_timetable
+from fusion_passes.plan.timetable import plan_timetable
 from fusion_passes.profile.files import keep, look_up, path_of, ready_path
 from fusion_passes.profile.measure import Ranks, agree_on_place, measure, of_first_rank
 from fusion_passes.profile.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
-from fusion_passes.profile.records import CollectiveKind, Place, Profile, ReadyTimes, parameters_key
+from fusion_passes.profile.records import Place, Profile, ReadyTimes, parameters_key
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reductions.find import dtype_name
+from fusion_passes.reporting.warnings import warn_once
 
 log = logging.getLogger(__name__)
 
@@ -65,41 +66,57 @@ def learn_layout(reducer: Reducer) -> None:
         RuntimeError: a rank has failed or not come in time, or they differ in what no profile can
             hold for.
     """
-    group = reducer.group
-    if group.size() == 1 or not _dtypes(reducer):
+    kinds, communication = reducer.parameters.kinds.values(), reducer.communication
+    assert isinstance(communication, AllReduce), "a hook comes after the constructor"
+    in_buckets = {(kind.dtype, kind.device) for kind in kinds if not kind.is_sparse}
+    if reducer.group.size() == 1 or not in_buckets:
         _say(reducer, "nothing is sent in buckets, so they are filled up to caps")
         return
-    ranks = Ranks.of(group, next(iter(reducer.parameters.kinds.values())).device)
-    place = agree_on_place(ranks)
+    (dtype, device), *others = in_buckets
+    if others:
+        _say(
+            reducer, "it has gradients of several dtypes or devices: buckets are filled up to caps"
+        )
+        warn_once(
+            f"auto {reducer.label}",
+            f"ddp_fusion = 'auto' fills the buckets of {reducer.label} up to caps, as 'concat' "
+            "does: it has gradients of several dtypes or devices, and plans buckets for those of "
+            "one. Set ddp_fusion = 'concat', or train all parameters in one dtype.",
+        )
+        return
+    sent, averages = communication.sent_dtype(dtype), communication.averages(dtype)
+    ranks = Ranks.of(reducer.group, device)
+    place = agree_on_place(ranks, f"{'avg' if averages else 'sum'} of {dtype_name(sent)}")
     kept = of_first_rank(ranks, _find(reducer, place) if ranks.is_first else None)
     assert kept is not None, "rank 0 has looked"
     for sentence in kept.said:
         log.warning("%s: %s", reducer.label, sentence)
     reducer.decision = kept.said
-    profile = _profile(ranks, place, kept.profile, _wanted(reducer))
+    profile = kept.profile
+    if profile is None:
+        operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        profile, path = measure(ranks, place, sent, operation), path_of(place)
+        if ranks.is_first and keep(path, profile.to_json(), "The profile"):
+            print(f"fusion_passes: kept in {path}", file=sys.stderr, flush=True)
     if kept.times is None:
         _measure(reducer, ranks, kept.path)
     else:
-        _plan(reducer, profile, kept.times, kept.path)
+        _plan(reducer, profile, kept.times, sent.itemsize, kept.path)
 
 
 # --- What is kept --------------------------------------------------------------------------------
 
 
-def _key(reducer: Reducer) -> str:
-    """Equal for modules of equal parameters."""
+def _find(reducer: Reducer, place: Place) -> Kept:
+    """What this rank has kept."""
     known = reducer.parameters
-    return parameters_key(
+    key = parameters_key(
         [
             (n, known.names[n], tuple(known.all[n].shape), dtype_name(known.all[n].dtype))
             for n in reducer.numbers
         ]
     )
-
-
-def _find(reducer: Reducer, place: Place) -> Kept:
-    """What this rank has kept."""
-    path = ready_path(place, _key(reducer))
+    path = ready_path(place, key)
     said: list[str] = []
 
     def read(file: Path, read_it: Callable[[], _T]) -> _T | None:
@@ -123,56 +140,20 @@ def _times_of(path: Path, reducer: Reducer) -> ReadyTimes:
     return times
 
 
-def _profile(
-    ranks: Ranks, place: Place, kept: Profile | None, kinds: tuple[CollectiveKind, ...]
-) -> Profile:
-    """What collectives cost: what is kept, and what is measured beside it."""
-    missing = kinds if kept is None else kept.missing(kinds)
-    if kept is None or missing:
-        measured = measure(ranks, place, missing)
-        kept = measured if kept is None else measured.with_tables_of(kept)
-        path = path_of(place)
-        if ranks.is_first and keep(path, kept.to_json(), "The profile"):
-            print(f"fusion_passes: kept in {path}", file=sys.stderr, flush=True)
-    return kept
-
-
-def _wanted(reducer: Reducer) -> tuple[CollectiveKind, ...]:
-    """The kinds of collectives that average the gradients, in the same order on all ranks."""
-    kinds = {_kind_of(reducer, dtype) for dtype in _dtypes(reducer)}
-    return tuple(sorted(kinds, key=str))
-
-
-def _dtypes(reducer: Reducer) -> list[torch.dtype]:
-    kinds = reducer.parameters.kinds.values()
-    return list(dict.fromkeys(kind.dtype for kind in kinds if not kind.is_sparse))
-
-
-def _kind_of(reducer: Reducer, dtype: torch.dtype) -> CollectiveKind:
-    communication = reducer.communication
-    assert isinstance(communication, AllReduce), "a hook comes after the constructor"
-    operation = "avg" if communication.averages(dtype) else "sum"
-    return CollectiveKind(dtype_name(communication.sent_dtype(dtype)), operation)
-
-
 # --- With kept times -----------------------------------------------------------------------------
 
 
-def _plan(reducer: Reducer, profile: Profile, times: ReadyTimes, path: str) -> None:
+def _plan(reducer: Reducer, profile: Profile, times: ReadyTimes, itemsize: int, path: str) -> None:
     """Give a reducer its layout, before its first backward."""
-    sent = {}
-    for dtype in _dtypes(reducer):
-        kind = _kind_of(reducer, dtype)
-        sent[dtype] = Sent(getattr(torch, kind.dtype).itemsize, profile.table(kind))
     kinds = reducer.parameters.kinds
-    planned = plan_timetable(times, kinds, sent, reducer.caps)
+    planned = plan_timetable(times, kinds, itemsize, profile.table, reducer.caps)
     reducer.fix_layout(lay_out([[(n,) for n in numbers] for numbers in planned.buckets], kinds))
     reducer.predicted = planned.sent_ns
     source = (
         f"buckets are planned from the profile of {profile.place}, and from ready times of "
         f"{times.rounds} steps, measured {times.measured} ({path} of rank 0)"
     )
-    _say(reducer, source, *planned.lines())
+    _say(reducer, source, str(planned))
 
 
 # --- Without -------------------------------------------------------------------------------------

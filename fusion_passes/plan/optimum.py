@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Final
 
 import torch
@@ -86,18 +86,19 @@ def best_cuts(queue: Queue) -> list[int]:
     return [marks[index] for index in search.best()]
 
 
-def times_of(buckets: Iterable[tuple[Queue, int, int]]) -> Iterator[tuple[int, int]]:
-    """When buckets that share a network are sent: start and end of each, in nanoseconds.
+def times_of(queue: Queue, cuts: Iterable[int]) -> list[tuple[int, int]]:
+    """When buckets are sent: start and end of each, in nanoseconds.
 
     Args:
-        buckets: in the order in which they are launched: of which queue, from which gradient on,
-            and before which.
+        queue: their gradients.
+        cuts: as of :func:`best_cuts`.
     """
-    free = 0
-    for queue, begin, end in buckets:
+    times, free = [], 0
+    for begin, end in pairwise(cuts):
         start = max(free, queue.ready_ns[end - 1])
         free = start + queue.costs.cost_ns(queue.sums[end] - queue.sums[begin])
-        yield start, free
+        times.append((start, free))
+    return times
 
 
 def _marks(queue: Queue) -> list[int]:

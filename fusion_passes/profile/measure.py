@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 import torch
 import torch.distributed as dist
 
-from fusion_passes.profile.records import CollectiveKind, Place, Profile
+from fusion_passes.profile.records import Place, Profile
 from fusion_passes.profile.tables import MIB, CostTable
 from fusion_passes.torch_private import ProcessGroup
 from fusion_passes.torch_private.process_groups import (
@@ -29,7 +29,7 @@ WAIT_SECONDS: Final = 60.0
 shorter."""
 
 SECONDS: Final = 3.0
-"""For all tables together. Where the network is slow, the largest sizes are left out."""
+"""For a table. Where the network is slow, the largest sizes are left out."""
 
 SIZES: Final = tuple(2**power for power in range(10, 27))
 """Bytes that are measured. Smaller ones cost their latency, larger ones by their bytes."""
@@ -45,10 +45,6 @@ IN_FLIGHT_BYTES: Final = 4 * MIB
 _INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE")
 
 _T = TypeVar("_T")
-
-
-def _operation(kind: CollectiveKind) -> dist.ReduceOp.RedOpType:
-    return dist.ReduceOp.AVG if kind.reduce_op == "avg" else dist.ReduceOp.SUM
 
 
 # --- Ranks ---------------------------------------------------------------------------------------
@@ -124,25 +120,29 @@ class Ranks:
 
 
 def measure(
-    ranks: Ranks, place: Place, kinds: Sequence[CollectiveKind], seconds: float = SECONDS
+    ranks: Ranks,
+    place: Place,
+    dtype: torch.dtype,
+    operation: dist.ReduceOp.RedOpType,
+    seconds: float = SECONDS,
 ) -> Profile:
     """Measure a profile, the same on all ranks, to the last nanosecond; rank 0 says so.
 
     Args:
         ranks: all of a process group; each must call this.
         place: where they are.
-        kinds: of collectives, in the same order on all ranks; at least one.
-        seconds: at most, for all tables together, if a single collective of 1 KiB is fast.
+        dtype: of what is sent.
+        operation: of the collective.
+        seconds: at most, if a single collective of 1 KiB is fast.
 
     Raises:
         RuntimeError: a rank has failed, or has not come in time.
     """
     if ranks.is_first:
-        line = f"fusion_passes: measuring all-reduces of {place}, for at most about {seconds:g} s"
+        line = f"fusion_passes: measuring {place}, for at most about {seconds:g} s"
         print(line, file=sys.stderr, flush=True)
     try:
-        share = seconds / len(kinds)
-        tables = tuple((kind, _table(ranks, kind, share)) for kind in kinds)
+        table = _table(ranks, dtype, operation, seconds)
     except RuntimeError as error:
         raise RuntimeError(
             "torch._inductor.config.ddp_fusion = 'auto' measures the network while "
@@ -151,26 +151,26 @@ def measure(
             "has probably died or stalled: look at its output."
         ) from error
     if ranks.is_first:
-        for kind, table in tables:
-            print(f"fusion_passes: {kind}: {table}", file=sys.stderr, flush=True)
-    return Profile(place, tables)
+        print(f"fusion_passes: {place.collective}: {table}", file=sys.stderr, flush=True)
+    return Profile(place, table)
 
 
-def _table(ranks: Ranks, kind: CollectiveKind, seconds: float) -> CostTable:
-    """The costs of one kind of collective, sizes growing until the time is over.
+def _table(
+    ranks: Ranks, dtype: torch.dtype, operation: dist.ReduceOp.RedOpType, seconds: float
+) -> CostTable:
+    """The costs of a collective, sizes growing until the time is over.
 
     A cost is a share of the time that several take which are in flight together, as those of a
     backward are. One alone says little about it: over Gloo, with a core for each rank, one of 64
     KiB takes a tenth of that, and one of 1 MiB nearly twice as long (docs/decisions.md).
     """
-    dtype: torch.dtype = getattr(torch, kind.dtype)
     sizes, medians, spent = [], [], 0.0
     for size in SIZES:
         count = min(max(IN_FLIGHT_BYTES // size, 1), IN_FLIGHT)
         shape = count, size // dtype.itemsize
         buffers = torch.zeros(shape, dtype=dtype, device=ranks.device).unbind()
         times = ranks.times(
-            lambda b=buffers: ranks.reduce_all(b, _operation(kind))  # type: ignore[misc]
+            lambda b=buffers: ranks.reduce_all(b, operation)  # type: ignore[misc]
         )
         sizes.append(size)
         medians.append(statistics.median(times) / count)
@@ -184,8 +184,8 @@ def _table(ranks: Ranks, kind: CollectiveKind, seconds: float) -> CostTable:
 # --- What all ranks know -------------------------------------------------------------------------
 
 
-def agree_on_place(ranks: Ranks) -> Place:
-    """The place of all ranks: an all-gather."""
+def agree_on_place(ranks: Ranks, collective: str) -> Place:
+    """The place of all ranks, which send by a collective: an all-gather."""
     device = ranks.device
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     said = (f"{name}={os.environ[name]}" for name in _INTERFACES if name in os.environ)
@@ -203,6 +203,7 @@ def agree_on_place(ranks: Ranks) -> Place:
         ", ".join(devices),
         ", ".join(interfaces),
         ", ".join(torches),
+        collective,
     )
 
 

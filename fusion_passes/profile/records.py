@@ -6,13 +6,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from fusion_passes.profile.tables import MOST_NS, CostTable
 
-FORMAT: Final = 7
+FORMAT: Final = 8
 """Of the file of a profile. Another one is measured anew."""
 
 READY_FORMAT: Final = 1
@@ -21,7 +21,7 @@ READY_FORMAT: Final = 1
 
 @dataclass(frozen=True)
 class Place:
-    """The ranks, hosts, device, backend and torch for which a profile holds.
+    """The ranks, hosts, device, backend, torch and collective for which a profile holds.
 
     Attributes:
         world_size: ranks of the process group.
@@ -30,6 +30,7 @@ class Place:
         device: ``"cpu"``, or the card's name; of several, each once.
         interfaces: what the environment says about the network's interfaces; of several, each.
         torch: its version.
+        collective: what sends a bucket: ``"avg of float32"``.
     """
 
     world_size: int
@@ -38,6 +39,7 @@ class Place:
     device: str
     interfaces: str
     torch: str
+    collective: str
 
     def digest(self) -> str:
         """Equal for equal places; 16 hexadecimal digits."""
@@ -45,53 +47,16 @@ class Place:
 
     def __str__(self) -> str:
         hosts = self.hosts[0] if len(self.hosts) == 1 else f"{len(self.hosts)} hosts"
-        return f"{self.world_size} ranks on {hosts}, {self.backend} on {self.device}"
-
-
-# --- Costs ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CollectiveKind:
-    """A kind of collective.
-
-    Attributes:
-        dtype: in which gradients are sent, without ``torch.``.
-        reduce_op: ``"sum"`` or ``"avg"``.
-    """
-
-    dtype: str
-    reduce_op: str
-
-    def __str__(self) -> str:
-        return f"{self.reduce_op} of {self.dtype}"
+        ranks = f"{self.world_size} ranks on {hosts}"
+        return f"{self.collective} over {ranks}, {self.backend} on {self.device}"
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What collectives cost in a place.
-
-    Attributes:
-        place: where.
-        tables: by kind of collective.
-    """
+    """What the collective of a place costs there."""
 
     place: Place
-    tables: tuple[tuple[CollectiveKind, CostTable], ...]
-
-    def table(self, kind: CollectiveKind) -> CostTable:
-        """The costs of a kind of collective that was measured."""
-        return dict(self.tables)[kind]
-
-    def missing(self, kinds: Iterable[CollectiveKind]) -> tuple[CollectiveKind, ...]:
-        """Those of some kinds that were not measured, sorted."""
-        measured = {kind for kind, _ in self.tables}
-        return tuple(sorted(set(kinds) - measured, key=str))
-
-    def with_tables_of(self, other: Profile) -> Profile:
-        """This profile with what another one of the place has measured beside it."""
-        tables = dict(other.tables) | dict(self.tables)
-        return replace(self, tables=tuple(tables.items()))
+    table: CostTable
 
     def to_json(self) -> str:
         """The profile as text; :meth:`from_json` reads it."""
@@ -106,19 +71,8 @@ class Profile:
         """
         with _read_format(text, FORMAT) as data:
             place = {**data["place"], "hosts": tuple(data["place"]["hosts"])}
-            tables = [
-                (
-                    CollectiveKind(**kind),
-                    CostTable(
-                        tuple(map(int, table["num_bytes"])), tuple(map(int, table["times_ns"]))
-                    ),
-                )
-                for kind, table in data["tables"]
-            ]
-            profile = Profile(Place(**place), tuple(tables))
-        if not tables:
-            raise ValueError("it has no table")
-        return profile
+            sizes, times = (map(int, data["table"][name]) for name in ("num_bytes", "times_ns"))
+            return Profile(Place(**place), CostTable(tuple(sizes), tuple(times)))
 
 
 # --- Ready times ---------------------------------------------------------------------------------

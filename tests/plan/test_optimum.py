@@ -16,7 +16,7 @@ from fusion_passes.profile.tables import MIB, CostTable
 
 
 def last_end(queue: Queue, cuts: list[int]) -> int:
-    return max((end for _, end in times_of((queue, *edge) for edge in pairwise(cuts))), default=0)
+    return max((end for _, end in times_of(queue, cuts)), default=0)
 
 
 def is_allowed(queue: Queue, begin: int, end: int) -> bool:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fusion_passes.plan.caps import KEPT_ON_CPU_BYTES, BucketCaps
 from fusion_passes.plan.layout import GradientKind
-from fusion_passes.plan.timetable import Sent, Timetable, plan_timetable
+from fusion_passes.plan.timetable import Timetable, plan_timetable
 from fusion_passes.profile.records import ReadyTimes, parameters_key
 from fusion_passes.profile.tables import CostTable
 
@@ -32,8 +30,7 @@ def plan(
     known = kinds or {n: GradientKind(sizes[n] // 4, FP32, CUDA) for n in sorted(ready)}
     numbers = sorted(ready, key=lambda n: ready[n])
     times = ReadyTimes(5, tuple(numbers), tuple(ready[n] for n in numbers), "now")
-    sent = {dtype: Sent(dtype.itemsize, table) for dtype in (FP32, BF16)}
-    return plan_timetable(times, known, sent, caps)
+    return plan_timetable(times, known, FP32.itemsize, table, caps)
 
 
 def test_gradients_that_come_slowly_are_sent_alone() -> None:
@@ -64,9 +61,8 @@ def test_what_a_wider_dtype_is_sent_as_counts() -> None:
     kinds = {n: GradientKind(250, FP32, CUDA) for n in range(4)}
     times = ReadyTimes(5, (3, 2, 1, 0), (1, 1, 1, 1), "now")
     latency = CostTable((1000, 4000), (1000, 1000))
-    sent = {FP32: Sent(2, latency)}
     capped = BucketCaps(2000, 2000, most_bytes=2000)
-    planned = plan_timetable(times, kinds, sent, capped)
+    planned = plan_timetable(times, kinds, BF16.itemsize, latency, capped)
     # The cap is of gradients as they are: two of 1000 bytes, whatever is sent of them.
     assert [len(bucket) for bucket in planned.buckets] == [2, 2]
 
@@ -86,51 +82,20 @@ def test_no_bucket_is_larger_than_what_was_measured() -> None:
     assert sorted(map(len, plan({0: 1, 1: 1, 2: 1}, table=table).buckets)) == [1, 2]
 
 
-def test_sparse_gradients_and_dtypes_have_buckets_of_their_own_in_the_order_of_last_ones() -> None:
-    kinds = {
-        0: GradientKind(250, FP32, CUDA),
-        1: GradientKind(250, BF16, CUDA),
-        2: GradientKind(250, FP32, CUDA, is_sparse=True),
-        3: GradientKind(250, FP32, CUDA),
-    }
+def test_sparse_gradients_have_buckets_of_their_own_in_the_order_of_last_ones() -> None:
+    kinds = {n: GradientKind(250, FP32, CUDA, is_sparse=n == 2) for n in range(4)}
     planned = plan({3: 10, 2: 5000, 1: 6000, 0: 7000}, kinds=kinds)
-    assert planned.buckets == ((3,), (2,), (1,), (0,))
-    assert sorted(planned.sent_ns) == [0, 2, 3]
-    assert planned.num_kinds == 2
+    assert planned.buckets == ((2,), (3, 1), (0,))
+    assert planned.sent_ns == {1: (6000, 6200), 2: (7000, 7100)}
 
 
 def test_gradients_without_a_time_come_last() -> None:
     kinds = {n: GradientKind(250, FP32, CUDA) for n in range(4)}
     times = ReadyTimes(5, (2, 1), (1000, 2000), "now")
     table = CostTable((1000, 4000), (1, 4))
-    planned = plan_timetable(times, kinds, {FP32: Sent(4, table)}, CAPS)
+    planned = plan_timetable(times, kinds, FP32.itemsize, table, CAPS)
     assert planned.buckets[0] == (2,)
     assert [n for bucket in planned.buckets for n in bucket] == [2, 1, 3, 0]
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 2000), st.booleans()), min_size=2, max_size=7),
-    st.integers(0, 900),
-)
-def test_of_several_kinds_none_end_later_than_those_of_caps(
-    gradients: list[tuple[int, bool]], latency: int
-) -> None:
-    ready = {number: moment for number, (moment, _) in enumerate(gradients)}
-    kinds = {
-        number: GradientKind(500 if is_half else 250, BF16 if is_half else FP32, CUDA)
-        for number, (_, is_half) in enumerate(gradients)
-    }
-    table = CostTable((1000, 8000), (latency + 100, latency + 800))
-    planned = plan(ready, kinds=kinds, table=table)
-    assert planned.end_ns <= planned.fixed_end_ns
-    # One after the other, in the order of their last gradients.
-    free = 0
-    for index, bucket in enumerate(planned.buckets):
-        begin_ns, end_ns = planned.sent_ns[index]
-        assert begin_ns == max(free, *(ready[n] for n in bucket))
-        assert end_ns - begin_ns == table.cost_ns(1000 * len(bucket))
-        assert len({kinds[n].dtype for n in bucket}) == 1
-        free = end_ns
 
 
 @pytest.mark.parametrize(

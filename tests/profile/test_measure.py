@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from fusion_passes.profile import measure
 from fusion_passes.profile.measure import IN_FLIGHT, IN_FLIGHT_BYTES, Ranks
-from fusion_passes.profile.records import CollectiveKind
 from fusion_passes.profile.tables import MIB
 
 
@@ -33,7 +32,7 @@ def test_a_cost_is_a_share_of_what_several_take_together() -> None:
         mock.patch.object(Ranks, "reduce_all", reduce_all),
         mock.patch.object(Ranks, "times", times),
     ):
-        table = measure._table(ranks, CollectiveKind("float32", "avg"), seconds=60.0)
+        table = measure._table(ranks, torch.float32, dist.ReduceOp.AVG, seconds=60.0)
     assert set(table.times_ns) == {1_000_000}
     assert table.num_bytes == tuple(together)
     assert (min(together), max(together)) == (1024, 64 * MIB)

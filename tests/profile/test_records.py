@@ -14,13 +14,11 @@ from typing import Any
 import pytest
 
 from fusion_passes.profile import files
-from fusion_passes.profile.records import CollectiveKind, Place, Profile, ReadyTimes
+from fusion_passes.profile.records import Place, Profile, ReadyTimes
 from fusion_passes.profile.tables import CostTable
 
-PLACE = Place(2, ("a", "b"), "gloo", "cpu", "", "2.13.0")
-FLOAT, HALF = CollectiveKind("float32", "avg"), CollectiveKind("float16", "sum")
-TABLE = CostTable((1024, 2048), (10, 20))
-PROFILE = Profile(PLACE, ((FLOAT, TABLE),))
+PLACE = Place(2, ("a", "b"), "gloo", "cpu", "", "2.13.0", "avg of float32")
+PROFILE = Profile(PLACE, CostTable((1024, 2048), (10, 20)))
 
 
 def store(profile: Profile) -> Path:
@@ -41,7 +39,7 @@ def test_a_profile_comes_back_as_it_was_stored() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["world_size", "hosts", "backend", "device", "interfaces", "torch"]
+    "field", ["world_size", "hosts", "backend", "device", "interfaces", "torch", "collective"]
 )
 def test_what_holds_elsewhere_is_another_file(field) -> None:
     store(PROFILE)
@@ -54,7 +52,7 @@ def test_a_file_of_another_place_is_not_used() -> None:
     store(PROFILE)
     other = replace(PLACE, hosts=("c",))
     files.path_of(PLACE).rename(files.path_of(other))
-    with pytest.raises(ValueError, match="it is one of 2 ranks on 2 hosts, gloo on cpu"):
+    with pytest.raises(ValueError, match="it is one of avg of float32 over 2 ranks"):
         files.look_up(other)
 
 
@@ -72,11 +70,11 @@ def damaged(edit) -> str:
         "[]",
         PROFILE.to_json()[:-20],
         damaged(lambda data: data.update(format=1)),
-        damaged(lambda data: data.update(tables=[])),
-        damaged(lambda data: data["tables"][0][1].update(times_ns=[20, 10])),
+        damaged(lambda data: data.update(table=[])),
+        damaged(lambda data: data["table"].update(times_ns=[20, 10])),
         damaged(lambda data: data["place"].pop("hosts")),
-        damaged(lambda data: data["tables"][0][1].update(times_ns=[10, float("inf")])),
-        damaged(lambda data: data["tables"][0][1].update(times_ns=[10, 2**62])),
+        damaged(lambda data: data["table"].update(times_ns=[10, float("inf")])),
+        damaged(lambda data: data["table"].update(times_ns=[10, 2**62])),
         "[" * 100_000,
     ],
 )
@@ -94,9 +92,7 @@ def test_ready_times_that_nobody_can_have_measured(ready_ns) -> None:
 
 
 def test_two_writers_leave_one_whole_profile() -> None:
-    big = replace(
-        PROFILE, tables=tuple((CollectiveKind(f"d{n}", "sum"), TABLE) for n in range(200))
-    )
+    big = replace(PROFILE, table=CostTable(tuple(range(1, 2001)), tuple(range(2000))))
     both = [PROFILE, big]
 
     def write(profile: Profile) -> None:
@@ -135,12 +131,3 @@ def test_a_user_without_a_home_has_profiles_beside_temporary_files(tmp_path, mon
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert files.directory() == tmp_path / "fusion_passes"
-
-
-def test_what_was_not_measured_is_measured_beside_the_rest() -> None:
-    profile = replace(PROFILE, tables=((FLOAT, TABLE), (HALF, CostTable((1,), (1,)))))
-    assert profile.table(FLOAT) is TABLE
-    assert profile.table(HALF).times_ns == (1,)
-    other = CollectiveKind("float32", "sum")
-    assert profile.missing([FLOAT, other]) == (other,)
-    assert PROFILE.with_tables_of(profile).missing([FLOAT, HALF]) == ()

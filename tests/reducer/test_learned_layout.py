@@ -20,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.profile import files, measure, ready_clock
 from fusion_passes.profile.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
-from fusion_passes.profile.records import CollectiveKind, ReadyTimes
+from fusion_passes.profile.records import ReadyTimes
 from fusion_passes.profile.tables import CostTable
 from fusion_passes.reducer.reducer import reducer_of
 from testing import models
+from testing.scenarios.both_ways import noted_warnings
 from tests.reducer.test_reducer import Steps, flag, pair, rows, run_steps
 
 RUN = Callable[..., list[Any]]
@@ -58,15 +59,15 @@ class Start:
 
 
 @contextlib.contextmanager
-def files_in(directory: Path) -> Iterator[list[CollectiveKind]]:
+def files_in(directory: Path) -> Iterator[list[torch.dtype]]:
     """A folder for this rank's files, and costs that are given; counts what is measured."""
-    calls: list[CollectiveKind] = []
+    calls: list[torch.dtype] = []
     original = measure._table
     folder = str(directory / str(dist.get_rank()))
 
-    def quick(ranks, kind, seconds):
-        calls.append(kind)
-        original(ranks, kind, seconds / 50)
+    def quick(ranks, dtype, operation, seconds):
+        calls.append(dtype)
+        original(ranks, dtype, operation, seconds / 50)
         return COSTS
 
     with (
@@ -333,3 +334,17 @@ def test_one_rank_fills_caps_and_says_so(run_on_ranks: RUN, tmp_path: Path) -> N
     (alone,) = run_on_ranks(1, start, directory=tmp_path)
     assert said([alone], "nothing is sent in buckets")
     assert (alone.kept, alone.measured, alone.clock) == ([], 0, False)
+
+
+def two_dtypes(directory: Path) -> tuple[tuple[str, ...], list[str], int]:
+    with files_in(directory) as calls, flag(mode="auto"), noted_warnings() as warned:
+        ddp = DistributedDataParallel(models.TwoDtypes())
+        return reducer_of(ddp).decision, warned, len(calls)
+
+
+def test_several_dtypes_fill_caps_and_that_is_warned_of(run_on_ranks: RUN, tmp_path: Path) -> None:
+    for decision, warned, measured in run_on_ranks(2, two_dtypes, directory=tmp_path):
+        assert "several dtypes or devices: buckets are filled up to caps" in decision[0]
+        assert len(warned) == 1
+        assert "fills the buckets of DDP 0 (TwoDtypes) up to caps" in warned[0]
+        assert measured == 0
