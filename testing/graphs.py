@@ -128,32 +128,15 @@ def reduce(
     module: str = "ddp0",
     op: str = "sum",
     divide: float | None = 2,
-    multiply: float | None = None,
 ) -> Tensor:
     """What DDP's hook traces for a gradient, waited for: the new ``.grad`` where there was none."""
-    return all_reduce(scaled(gradient, divide, multiply), op, f"{module}#{parameter}")
+    divided = gradient if divide is None else torch.div(gradient, divide)
+    return all_reduce(divided, op, f"{module}#{parameter}")
 
 
 def reduce_into(grad: Tensor, gradient: Tensor, parameter: str, **options: Any) -> Tensor:
     """The same with an existing ``.grad``, which is an input of the graph."""
     return grad.copy_(reduce(torch.add(grad, gradient), parameter, **options))
-
-
-def reduce_as(gradient: Tensor, parameter: str, dtype: torch.dtype) -> Tensor:
-    """The same with a hook that sends another dtype: a cast before and one after."""
-    small = cast(gradient, dtype)
-    return cast(reduce(small, parameter), gradient.dtype)
-
-
-def reduce_relaid(gradient: Tensor, parameter: str) -> Tensor:
-    """The same for a gradient that is not contiguous: a change of layout follows the wait."""
-    return torch.ops.aten.copy.default(gradient, reduce(gradient, parameter))
-
-
-def scaled(gradient: Tensor, divide: float | None, multiply: float | None = None) -> Tensor:
-    if multiply is not None:
-        return torch.mul(gradient, multiply)
-    return gradient if divide is None else torch.div(gradient, divide)
 
 
 def cast(value: Tensor, dtype: torch.dtype) -> Tensor:

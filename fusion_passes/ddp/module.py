@@ -44,7 +44,6 @@ from fusion_passes.reducer.reducer import (
     Reducer,
     reducer_of,
 )
-from fusion_passes.reductions.hook_pattern import is_dense
 from fusion_passes.reporting.modules import logging_data, report_when_freed
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.autograd import hook_behind_accumulation
@@ -466,9 +465,20 @@ def caps_of_ddp(ddp: DistributedDataParallel) -> BucketCaps:
 
 def strides_to_send(parameter: Tensor) -> tuple[int, ...]:
     """The strides in which a gradient is sent: the parameter's, or contiguous if not dense."""
-    if is_dense(parameter):
+    if _is_dense(parameter):
         return tuple(parameter.stride())
     return tuple(torch.empty(parameter.shape, device="meta").stride())
+
+
+def _is_dense(value: Tensor) -> bool:
+    """Whether the tensor's elements fill a stretch of memory, each once, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 # --- Communication hooks -------------------------------------------------------------------------

@@ -12,11 +12,11 @@ family              elements  their order     their memory
 ``PLACES``          some      as given        same
 ``RELAYOUTS``       same      same            another
 ``CASTS``           rounded   same            another
-``SCALINGS``        scaled    same            another
+``DIVISIONS``       divided   same            another
 ``ITEMS``           of one value of several   same
 ==================  ========  ==============  ===============
 
-"Order" is the logical one, row by row, whatever the strides. ``SCALINGS_OF_LISTS`` scale several
+"Order" is the logical one, row by row, whatever the strides. ``DIVISIONS_OF_LISTS`` divide several
 tensors at once. Code that asks what stands between two nodes composes its set of these families,
 and says which promise it needs.
 
@@ -73,13 +73,10 @@ RELAYOUTS: Final[Family] = frozenset((_aten.clone.default, COPY))
 CASTS: Final[Family] = frozenset((CAST,))
 
 DIVISIONS: Final[Family] = frozenset((_aten.div.Tensor, _aten.div.Scalar))
-MULTIPLICATIONS: Final[Family] = frozenset((_aten.mul.Tensor, _aten.mul.Scalar))
+"""By a number: a node with two tensors is none of them, whatever its operator."""
 
-SCALINGS: Final[Family] = DIVISIONS | MULTIPLICATIONS
-"""By a number: a node with two tensors is no scaling, whatever its operator."""
-
-SCALINGS_OF_LISTS: Final[Family] = frozenset((_aten._foreach_div.Scalar, _aten._foreach_mul.Scalar))
-"""``SCALINGS`` of several tensors by one number, which :data:`ITEMS` takes apart again."""
+DIVISIONS_OF_LISTS: Final[Family] = frozenset((_aten._foreach_div.Scalar,))
+"""``DIVISIONS`` of several tensors by one number, which :data:`ITEMS` takes apart again."""
 
 ITEMS: Final[Family] = frozenset((operator.getitem,))
 

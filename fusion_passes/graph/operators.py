@@ -10,12 +10,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, fx
 
-from fusion_passes.graph.scaling import scaled, store_scaled
 from fusion_passes.torch_private import OpOverload
 from fusion_passes.torch_private.autograd import (
     makers_of_sparse_gradients,
@@ -23,6 +22,8 @@ from fusion_passes.torch_private.autograd import (
     schema,
     without_view_tracking,
 )
+
+_T = TypeVar("_T")
 
 _library: Final = torch.library.Library("fusion_passes", "FRAGMENT")
 
@@ -60,14 +61,13 @@ def _pack(
     offsets: Sequence[int],
     strides: Sequence[int],
     dtype: torch.dtype,
-    scale: str,
-    factor: float,
+    divisor: float,
     in_bucket: bool,  # noqa: ARG001 - where, not what: the lowering's
     label: str,  # noqa: ARG001 - the lowering's
 ) -> Tensor:
     numel = sum(gradient.numel() for gradient in gradients)
     bucket = torch.empty(numel, dtype=dtype, device=gradients[0].device)
-    store(bucket, gradients, offsets, strides, scale, factor)
+    store(bucket, gradients, offsets, strides, divisor)
     return bucket
 
 
@@ -76,8 +76,7 @@ def store(
     gradients: Sequence[Tensor],
     offsets: Sequence[int],
     strides: Sequence[int],
-    scale: str = "none",
-    factor: float = 1.0,
+    divisor: float = 1.0,
 ) -> None:
     """See :data:`STORE`."""
     places = [
@@ -86,11 +85,11 @@ def store(
             gradients, offsets, split_strides(gradients, strides), strict=True
         )
     ]
-    if scale == "none":
+    if divisor == 1:
         torch._foreach_copy_(places, list(gradients))
         return
     for place, gradient in zip(places, gradients, strict=True):
-        store_scaled(place, gradient, scale, factor)
+        torch.div(gradient, divisor, out=place)
 
 
 def _as_complex(real: Tensor) -> Tensor:
@@ -98,9 +97,22 @@ def _as_complex(real: Tensor) -> Tensor:
         return torch.view_as_complex(real)
 
 
-def _widen(bucket: Tensor, dtype: torch.dtype, scale: str, factor: float) -> Tensor:
-    widened: Tensor = scaled(bucket.to(dtype), scale, factor)
-    return widened
+def _widen(bucket: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
+    return divided(bucket.to(dtype), divisor)
+
+
+def divided(value: _T, divisor: float, operations: Any = torch) -> _T:
+    """``value`` divided by a number, in its own dtype; ``value`` itself for 1.
+
+    Args:
+        value: a tensor, or what stands for one where ``operations`` are.
+        divisor: the number.
+        operations: whose ``div`` it is: torch's, or Inductor's lowerings.
+    """
+    if divisor == 1:
+        return value
+    quotient: _T = operations.div(value, divisor)
+    return quotient
 
 
 def split_strides(tensors: Sequence[Any], strides: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -112,21 +124,19 @@ def split_strides(tensors: Sequence[Any], strides: Sequence[int]) -> Iterator[tu
 
 PACK: Final = define(
     "pack",
-    "(Tensor[] gradients, int[] offsets, int[] strides, ScalarType dtype, str scale, float factor, "
+    "(Tensor[] gradients, int[] offsets, int[] strides, ScalarType dtype, float divisor, "
     "bool in_bucket, str label) -> Tensor",
     _pack,
 )
-"""Gradients in one flat buffer, each in its place, cast and scaled.
+"""Gradients in one flat buffer, each in its place, divided and cast.
 
 Args:
     gradients: of any shapes and strides, on one device.
     offsets: where each one starts in the buffer, in elements. The places cover the buffer.
     strides: of the places, one gradient's after the other's.
     dtype: of the buffer.
-    scale: ``"none"``, ``"div"`` or ``"mul"``.
-    factor: what a gradient is divided or multiplied by. It is scaled in its own dtype, and cast
-        then.
-    in_bucket: whether they are scaled in one pass over the buffer once all is stored, and not by
+    divisor: what a gradient is divided by, in its own dtype.
+    in_bucket: whether they are divided in one pass over the buffer once all is stored, and not by
         the kernels that store the gradients. The values are the same.
     label: which bucket of which plan this is, for the report.
 
@@ -136,17 +146,15 @@ Returns:
 
 STORE: Final = define(
     "store_",
-    "(Tensor(a!) bucket, Tensor[] gradients, int[] offsets, int[] strides, str scale='none', "
-    "float factor=1.0) -> ()",
+    "(Tensor(a!) bucket, Tensor[] gradients, int[] offsets, int[] strides, "
+    "float divisor=1.0) -> ()",
     store,
 )
 """What :data:`PACK` does, for some gradients, to a buffer that is there: one call for all that must
 be copied, where Inductor has no kernel for tensors of several sizes (on the CPU)."""
 
-WIDEN: Final = define(
-    "widen", "(Tensor bucket, ScalarType dtype, str scale, float factor) -> Tensor", _widen
-)
-"""A reduced buffer in its gradients' dtype, scaled there: ``[n]`` to ``[n]``.
+WIDEN: Final = define("widen", "(Tensor bucket, ScalarType dtype, float divisor) -> Tensor", _widen)
+"""A reduced buffer in its gradients' dtype, divided there: ``[n]`` to ``[n]``.
 
 An operator of its own, because its kernel must wait for the collective, and nothing else must come
 to wait with it.

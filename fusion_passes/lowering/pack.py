@@ -17,9 +17,9 @@ from fusion_passes.graph.operators import (
     PACK,
     STORE,
     WIDEN,
+    divided,
     split_strides,
 )
-from fusion_passes.graph.scaling import scaled
 from fusion_passes.lowering.memory import Memory
 from fusion_passes.torch_private.inductor import (
     graph_lowering,
@@ -46,16 +46,15 @@ def register_lowerings(on_packed: OnPacked) -> None:
         offsets: Sequence[int],
         strides: Sequence[int],
         dtype: torch.dtype,
-        scale: str,
-        factor: float,
+        divisor: float,
         in_bucket: bool,
         label: str,
     ) -> Any:
         nodes: list[fx.Node] = graph_lowering().current_node.args[0]
-        bucket = _Bucket(nodes, gradients, dtype, scale, factor, in_bucket)
+        bucket = _Bucket(nodes, gradients, dtype, divisor, in_bucket)
         places = split_strides([node.meta["val"] for node in nodes], strides)
         copied = bucket.fill(list(zip(offsets, places, strict=True)))
-        bucket.scale_in_place()
+        bucket.divide_in_place()
         on_packed(label, copied)
         return bucket.value
 
@@ -73,8 +72,7 @@ class _Bucket(Memory):
         nodes: Sequence[fx.Node],
         gradients: Sequence[Any],
         dtype: torch.dtype,
-        scale: str,
-        factor: float,
+        divisor: float,
         in_bucket: bool,
     ) -> None:
         ir, device = inductor_ir(), gradients[0].get_device()
@@ -83,19 +81,17 @@ class _Bucket(Memory):
         layout = ir.FixedLayout(device, dtype, [numel], [1])
         self._kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
         super().__init__(ir.StorageBox(self._kernel), nodes, gradients, device, dtype)
-        self._factor = factor
-        self._at_store = "none" if in_bucket else scale
-        self._in_bucket = scale if in_bucket else "none"
+        self._at_store, self._in_bucket = (1.0, divisor) if in_bucket else (divisor, 1.0)
         self.value = ir.TensorBox(self.data)
 
     def change_of(self, gradient: Any) -> Callable[[Any], Any] | None:
-        """Scale it, then cast it."""
-        if self._at_store == "none" and gradient.get_dtype() == self.dtype:
+        """Divide it, then cast it."""
+        if self._at_store == 1 and gradient.get_dtype() == self.dtype:
             return None
 
         def change(value: Any) -> Any:
             lowerings = inductor_lowerings()
-            value = scaled(value, self._at_store, self._factor, lowerings)
+            value = divided(value, self._at_store, lowerings)
             return lowerings.to_dtype(value, self.dtype)
 
         return change
@@ -110,21 +106,21 @@ class _Bucket(Memory):
         graph.register_operation(self._kernel)
 
     def copy(self, values: list[Any], offsets: list[int], strides: list[int]) -> None:
-        arguments = (self.value, values, offsets, strides, self._at_store, self._factor)
+        arguments = (self.value, values, offsets, strides, self._at_store)
         inductor_ir().FallbackKernel.create(STORE, *arguments)
 
-    def scale_in_place(self) -> None:
-        """Scale all of it by one pass, if that is how it is scaled."""
-        if self._in_bucket != "none":
-            product = scaled(self.value, self._in_bucket, self._factor, inductor_lowerings())
+    def divide_in_place(self) -> None:
+        """Divide all of it by one pass, if that is how it is divided."""
+        if self._in_bucket != 1:
+            quotient = divided(self.value, self._in_bucket, inductor_lowerings())
             inductor_ir().MutationLayoutSHOULDREMOVE.realize_into(
-                product, self.data, unsafe_alias=True
+                quotient, self.data, unsafe_alias=True
             )
 
 
-def _lower_widen(bucket: Any, dtype: torch.dtype, scale: str, factor: float) -> Any:
+def _lower_widen(bucket: Any, dtype: torch.dtype, divisor: float) -> Any:
     lowerings = inductor_lowerings()
-    value = scaled(lowerings.to_dtype(bucket, dtype), scale, factor, lowerings)
+    value = divided(lowerings.to_dtype(bucket, dtype), divisor, lowerings)
     value.realize()
     # Fused with a kernel that needs no collective, it would make that one wait too.
     graph_lowering().no_fuse_buffer_names.add(value.get_name())

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fusion_passes.graph.collectives import all_reduce_coalesced
-from fusion_passes.graph.operators import AS_COMPLEX
-from fusion_passes.graph.scaling import scaled_together
+from fusion_passes.graph.operators import AS_COMPLEX, divided
 from fusion_passes.passes.rewrite import Replacement, cast, replace_buckets
 from fusion_passes.passes.verify import GraphFacts, GraphPass
 from fusion_passes.plan.buckets import TracedBucket
@@ -63,12 +62,19 @@ def _reduce(bucket: TracedBucket, gradients: list[Tensor]) -> list[Tensor]:
     """The averaged gradients, each a tensor of its own."""
     key, scaling = bucket.key, bucket.scaling
     flat = [_to_send(m, g) for m, g in zip(bucket.members, gradients, strict=True)]
-    to_sum = scaled_together(flat, scaling.before)
-    sent = [cast(tensor, key.reduce_dtype.to_real()) for tensor in to_sum]
+    to_sum = _divided(flat, scaling.before)
+    sent = [cast(tensor, bucket.reduce_dtype.to_real()) for tensor in to_sum]
     reduced = all_reduce_coalesced(sent, scaling.reduce_op, key.group_name)
     wide = [cast(tensor, key.dtype.to_real()) for tensor in reduced]
-    results = scaled_together(wide, scaling.after)
+    results = _divided(wide, scaling.after)
     return [_in_place(m, result) for m, result in zip(bucket.members, results, strict=True)]
+
+
+def _divided(tensors: Sequence[Tensor], divisor: float) -> list[Tensor]:
+    """Each tensor divided by a number, all by one operator."""
+    if divisor == 1 or len(tensors) == 1:
+        return [divided(tensor, divisor) for tensor in tensors]
+    return list(torch._foreach_div(list(tensors), divisor))
 
 
 def _to_send(member: GradientReduction, gradient: Tensor) -> Tensor:
@@ -79,7 +85,7 @@ def _to_send(member: GradientReduction, gradient: Tensor) -> Tensor:
 def _in_place(member: GradientReduction, reduced: Tensor) -> Tensor:
     if member.key.dtype.is_complex:
         reduced = AS_COMPLEX(reduced)
-    shape = member.result.meta["val"].shape
+    shape = member.wait.meta["val"].shape
     if reduced.shape != shape or reduced.stride() != member.strides:
         reduced = reduced.as_strided(shape, member.strides)
     return reduced

@@ -29,7 +29,7 @@ class FuseByConcat(GraphPass):
 
     After::
 
-        bucket: f32[40] = pack([g0, g1], offsets [0, 32], scaled by div(2))
+        bucket: f32[40] = pack([g0, g1], offsets [0, 32], divided by 2)
         bucket -> all_reduce(sum) -> wait -> as_strided [4, 8] at 0  -> user0
                                           -> as_strided [8]    at 32 -> user1
 
@@ -69,8 +69,8 @@ def _input_of(member: GradientReduction, bucket: TracedBucket) -> tuple[fx.Node,
     """What is packed for a member, and the strides of its place."""
     if bucket.key.dtype.is_complex or not member.num_bytes:
         return member.gradient, (*(2 * stride for stride in member.strides), 1)
-    is_cast = bucket.key.reduce_dtype != bucket.key.dtype and bucket.scaling.method != "store"
-    source = source_of(member, sent_as=bucket.key.reduce_dtype if is_cast else None)
+    is_cast = bucket.reduce_dtype != bucket.key.dtype and bucket.scaling.method != "store"
+    source = source_of(member, sent_as=bucket.reduce_dtype if is_cast else None)
     return source.node, source.strides
 
 
@@ -87,15 +87,14 @@ def _reduce(
         [reals[index] for index in filled],
         [offsets[index] for index in filled],
         [stride for index in filled for stride in strides[index]],
-        key.reduce_dtype.to_real(),
-        scaling.before.kind,
-        float(scaling.by.value),
+        bucket.reduce_dtype.to_real(),
+        scaling.before,
         scaling.method == "bucket",
         label,
     )
     reduced = all_reduce(reduced, scaling.reduce_op, key.group_name)
-    if key.reduce_dtype != key.dtype:
-        reduced = WIDEN(reduced, key.dtype, scaling.after.kind, float(scaling.by.value))
+    if bucket.reduce_dtype != key.dtype:
+        reduced = WIDEN(reduced, key.dtype, scaling.after)
     return [
         _view(member, reduced, offset) if member.num_bytes else _empty(gradient)
         for member, offset, gradient in zip(bucket.members, offsets, gradients, strict=True)
@@ -103,7 +102,7 @@ def _reduce(
 
 
 def _view(member: GradientReduction, reduced: Tensor, offset: int) -> Tensor:
-    shape = member.result.meta["val"].shape
+    shape = member.wait.meta["val"].shape
     if not member.key.dtype.is_complex:
         return reduced.as_strided(shape, member.strides, offset)
     strides = (*(2 * stride for stride in member.strides), 1)

@@ -50,7 +50,7 @@ def replace_buckets(
     for index, bucket in enumerate(buckets):
         replacement = replacement_for(index, bucket)
         results = record(bucket.ready.start, replacement.function, replacement.inputs)
-        replacements |= zip((member.result for member in bucket.members), results, strict=True)
+        replacements |= zip((member.wait for member in bucket.members), results, strict=True)
     replace_uses(replacements)
     for bucket in buckets:
         for member in bucket.members:

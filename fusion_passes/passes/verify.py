@@ -50,11 +50,11 @@ class GraphFacts:
         in the dtype that the plan says, and nothing else changes."""
         reduced = Counter(self.reduced)
         for bucket in buckets:
-            group, dtype = bucket.key.group_name, bucket.key.reduce_dtype.to_real()
+            group, dtype = bucket.key.group_name, bucket.reduce_dtype.to_real()
             for member in bucket.members:
                 value = member.start.meta["val"]
                 count = value.numel() * (2 if value.is_complex() else 1)
-                reduced[group, bucket.key.reduce_op, value.dtype.to_real()] -= count
+                reduced[group, "sum", value.dtype.to_real()] -= count
                 reduced[group, bucket.scaling.reduce_op, dtype] += count
         return replace(self, reduced=+reduced)
 

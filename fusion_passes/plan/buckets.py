@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -19,12 +19,13 @@ from fusion_passes.graph.collectives import group_name_of
 from fusion_passes.graph.dependencies import dependents, write_positions
 from fusion_passes.graph.families import stores_unscaled
 from fusion_passes.plan.placement import Placement
-from fusion_passes.plan.scaling import BucketScaling, choose_scaling
+from fusion_passes.plan.scaling import BucketScaling, choose_scaling, sent_dtype
 from fusion_passes.reductions.find import (
     FoundReductions,
     GradientReduction,
     ReductionKey,
     Rejection,
+    dtype_name,
 )
 from fusion_passes.reductions.producers import source_of
 
@@ -61,6 +62,7 @@ class TracedBucket:
     Attributes:
         key: what they have in common.
         members: in the order in which they lie in it.
+        reduce_dtype: in which they are sent.
         scaling: where its gradients are scaled.
         ready: the last reduction that must be ready before the bucket is launched: of a member, or
             of a bucket that is launched before.
@@ -68,6 +70,7 @@ class TracedBucket:
 
     key: ReductionKey
     members: tuple[GradientReduction, ...]
+    reduce_dtype: torch.dtype
     scaling: BucketScaling
     ready: GradientReduction
 
@@ -78,7 +81,7 @@ class TracedBucket:
     @property
     def sent_bytes(self) -> int:
         """Bytes that the collective reduces."""
-        return self.num_bytes // self.key.dtype.itemsize * self.key.reduce_dtype.itemsize
+        return self.num_bytes // self.key.dtype.itemsize * self.reduce_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ class BucketPlan:
         """The plan for people: one line a bucket, one a rejection."""
         lines = [
             f"bucket {index}: {len(bucket.members)} gradients, {bucket.num_bytes} bytes, "
-            f"{bucket.key}, scaled: {bucket.scaling.method}: "
+            f"{bucket.key}, sent as {dtype_name(bucket.reduce_dtype)}, scaled: "
+            f"{bucket.scaling.method}: "
             + ", ".join(member.owner.parameter for member in bucket.members)
             for index, bucket in enumerate(self.buckets)
         ]
@@ -154,10 +158,7 @@ def _check_others(found: FoundReductions) -> None:
 
 def _of_module(reductions: Sequence[GradientReduction], of: ModuleBuckets) -> list[TracedBucket]:
     owner = reductions[0].owner
-    by_number = {
-        reduction.owner.number: _in_reduce_dtype(reduction, of.reduce_dtype)
-        for reduction in reductions
-    }
+    by_number = {reduction.owner.number: reduction for reduction in reductions}
     numbers = {number for bucket in of.numbers for number in bucket}
     if len(by_number) < len(reductions) or by_number.keys() != numbers:
         raise CannotLaunchError(
@@ -175,8 +176,11 @@ def _of_module(reductions: Sequence[GradientReduction], of: ModuleBuckets) -> li
         if any(member.key != key for member in members):
             raise CannotLaunchError(f"gradients of a bucket of {owner.module} are of several kinds")
         folds = not any(stores_unscaled(source_of(member).node) for member in members)
-        scaling = choose_scaling(key, owner, divides_first=of.divides_first, folds=folds)
-        buckets.append(TracedBucket(key, members, scaling, ready))
+        sent_as = sent_dtype(key.dtype, of.reduce_dtype)
+        scaling = choose_scaling(
+            key, owner, reduce_dtype=sent_as, divides_first=of.divides_first, folds=folds
+        )
+        buckets.append(TracedBucket(key, members, sent_as, scaling, ready))
     return buckets
 
 
@@ -190,17 +194,3 @@ def _check_writes(graph: fx.Graph, buckets: Sequence[TracedBucket]) -> None:
                 raise CannotLaunchError(
                     f"the gradient of {member.owner.parameter} is overwritten before it is sent"
                 )
-
-
-def _in_reduce_dtype(
-    reduction: GradientReduction, reduce_dtype: torch.dtype | None
-) -> GradientReduction:
-    key = reduction.key
-    if (
-        reduce_dtype is None
-        or not key.dtype.is_floating_point
-        or key.reduce_dtype != key.dtype
-        or key.dtype.itemsize <= reduce_dtype.itemsize
-    ):
-        return reduction
-    return replace(reduction, key=replace(key, reduce_dtype=reduce_dtype))

@@ -14,11 +14,10 @@ from fusion_passes.graph.collectives import is_launch, is_wait
 from fusion_passes.graph.dependencies import SortKey
 from fusion_passes.graph.families import (
     CASTS,
-    COPY,
+    DIVISIONS,
+    DIVISIONS_OF_LISTS,
     ITEMS,
     RELAYOUTS,
-    SCALINGS,
-    SCALINGS_OF_LISTS,
     VIEWS,
     is_library_kernel,
 )
@@ -27,10 +26,10 @@ from fusion_passes.reductions.owners import DdpGroups
 
 # What stands between a gradient and its launch, and costs less than a launch that is late, whatever
 # it does to the elements: what works on one gradient, and what works on all of a bucket.
-_PACKING: Final = VIEWS | RELAYOUTS | CASTS | SCALINGS
-_PACKING_ALL: Final = SCALINGS_OF_LISTS | {PACK}
+_PACKING: Final = VIEWS | RELAYOUTS | CASTS | DIVISIONS
+_PACKING_ALL: Final = DIVISIONS_OF_LISTS | {PACK}
 # What brings a result into its place, shape, layout and dtype, and is no reason to wait for it.
-_SETTLING: Final = _PACKING | ITEMS | {WIDEN}
+_SETTLING: Final = VIEWS | CASTS | DIVISIONS | ITEMS | {WIDEN}
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +130,7 @@ def _packs(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         # Else it is one of several gradients that a single kernel produces.
         return node.all_input_nodes[0].target in _PACKING_ALL
-    # A product of two tensors is a gradient, a product with a number is a scaling.
+    # A quotient of two tensors is a gradient, one by a number is scaled.
     return node.target in _PACKING_ALL or (
         node.target in _PACKING and len(node.all_input_nodes) == 1
     )
@@ -155,7 +154,7 @@ def _wait_late(
             if launch in launches:
                 late.add(node)
                 launch_of[node] = launch
-        elif _settles(node) and late.issuperset(_settled(node)):
+        elif _settles(node) and late.issuperset(node.all_input_nodes):
             late.add(node)
     reader_of: dict[fx.Node, fx.Node] = {}
     readers: dict[fx.Node, fx.Node] = {}
@@ -174,15 +173,9 @@ def _wait_late(
 
 
 def _settles(node: fx.Node) -> bool:
-    if node.target in SCALINGS_OF_LISTS:
+    if node.target in DIVISIONS_OF_LISTS:
         return True
-    return node.target in _SETTLING and len(_settled(node)) == 1
-
-
-def _settled(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values are brought into place; a copy reads no more than the layout of what
-    it replaces."""
-    return node.all_input_nodes[-1:] if node.target is COPY else node.all_input_nodes
+    return node.target in _SETTLING and len(node.all_input_nodes) == 1
 
 
 def _queues(nodes: Sequence[fx.Node], groups: DdpGroups) -> list[list[fx.Node]]:

@@ -10,7 +10,6 @@ from typing import Final, Literal, TypeAlias
 import torch
 
 from fusion_passes.config import ReduceDtype
-from fusion_passes.graph.scaling import NO_SCALING, Scaling
 from fusion_passes.reductions.find import ReductionKey
 from fusion_passes.reductions.owners import Owner
 
@@ -50,52 +49,60 @@ class BucketScaling:
     Attributes:
         method: see :data:`ScalingMethod`.
         reduce_op: what the collective does.
-        by: what the gradients are divided or multiplied by outside of the collective.
+        divisor: what the gradients are divided by outside of the collective.
     """
 
     method: ScalingMethod
     reduce_op: str
-    by: Scaling
+    divisor: float = 1.0
 
     @property
-    def before(self) -> Scaling:
-        """What the gradients are scaled by before the launch: stored, or in the bucket."""
-        return NO_SCALING if self.method == "result" else self.by
+    def before(self) -> float:
+        """What the gradients are divided by before the launch: stored, or in the bucket."""
+        return 1.0 if self.method == "result" else self.divisor
 
     @property
-    def after(self) -> Scaling:
-        """What the results are scaled by after the wait."""
-        return self.by if self.method == "result" else NO_SCALING
+    def after(self) -> float:
+        """What the results are divided by after the wait."""
+        return self.divisor if self.method == "result" else 1.0
 
 
 def choose_scaling(
-    key: ReductionKey, owner: Owner, *, divides_first: bool, folds: bool
+    key: ReductionKey,
+    owner: Owner,
+    *,
+    reduce_dtype: torch.dtype,
+    divides_first: bool,
+    folds: bool,
 ) -> BucketScaling:
     """Where a bucket of ``key`` is scaled: as a reducer scales it, on which other ranks rely.
 
     Args:
         key: the members' key.
         owner: of one of them.
+        reduce_dtype: in which they are sent.
         divides_first: whether the user asks for that on any backend.
         folds: whether each gradient is stored by a kernel that can scale it.
     """
-    if key.scaling.kind == "none" or key.scaling.value == 1:
-        return BucketScaling("none", key.reduce_op, NO_SCALING)
-    if key.reduce_dtype != key.dtype:
+    if key.divisor == 1:
+        return BucketScaling("none", "sum")
+    if reduce_dtype != key.dtype:
         # A dtype with a small range is scaled before it is summed, the others where it is exact.
-        method: ScalingMethod = "store" if key.reduce_dtype == torch.float16 else "result"
-    elif _is_average(key, owner) and averages(
-        owner.backend, key.reduce_dtype.to_real(), divides_first=divides_first
+        method: ScalingMethod = "store" if reduce_dtype == torch.float16 else "result"
+    elif key.divisor == owner.world_size and averages(
+        owner.backend, reduce_dtype.to_real(), divides_first=divides_first
     ):
-        return BucketScaling("collective", "avg", NO_SCALING)
+        return BucketScaling("collective", "avg")
     else:
         method = "store" if folds else "bucket"
-    return BucketScaling(method, key.reduce_op, key.scaling)
+    return BucketScaling(method, "sum", float(key.divisor))
 
 
-def _is_average(key: ReductionKey, owner: Owner) -> bool:
-    """Whether what was traced is what an averaging collective gives."""
-    return key.reduce_op == "sum" and key.scaling == Scaling("div", owner.world_size)
+def sent_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which gradients of a dtype are sent, where wider ones are sent in another."""
+    if reduce_dtype is None or not dtype.is_floating_point:
+        return dtype
+    return reduce_dtype if dtype.itemsize > reduce_dtype.itemsize else dtype
 
 
 def averages(backend: str, dtype: torch.dtype, *, divides_first: bool) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from fusion_passes.plan.layout import Bucket
-from fusion_passes.plan.scaling import averages
+from fusion_passes.plan.scaling import averages, sent_dtype
 from fusion_passes.torch_private.autograd import version_of_tensor
 from fusion_passes.torch_private.ddp import BuiltinCommHookType
 from fusion_passes.torch_private.process_groups import (
@@ -106,9 +106,7 @@ class AllReduce:
 
     def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """See :class:`Communication`."""
-        if self.dtype is None or not dtype.is_floating_point:
-            return dtype.to_real()
-        return self.dtype if dtype.itemsize > self.dtype.itemsize else dtype
+        return sent_dtype(dtype, self.dtype).to_real()
 
     def averages(self, dtype: torch.dtype) -> bool:
         """Whether the collective of gradients of this dtype averages them, where all ranks have

@@ -1,23 +1,17 @@
-"""Finds the gradient reductions of DDP in a compiled backward and decodes each once into types.
+"""Finds the gradient reductions of DDP in a traced backward and decodes each once into types.
 
-What DDP's hook computes for a gradient arrives in the graph as::
+What :func:`fusion_passes.ddp.traced.reduce_in_graph` does to a gradient stands in the graph as::
 
-    gradient -> [cast] -> [scale] -> all_reduce -> wait -> [settle] -> ...
-
-``scale`` is a division or a multiplication by a number; it is absent where the collective itself
-averages. ``cast`` is there where a communication hook sends a smaller dtype. ``settle`` is the one
-reader of the wait, if all that it does is to cast back or to change the layout: to the strides of a
-channels-last parameter, for instance. What follows is no part of the reduction.
+    gradient -> div(number of ranks) -> all_reduce(sum) -> wait -> ...
 
 A reduction is recognised by this structure and by its group name: a DDP module under the flag
-reduces over names of its own (see :mod:`fusion_passes.ddp.traced`), so a tensor-parallel
-all-reduce or one that a user wrote is never taken for one of DDP's.
+reduces over names of its own, so a tensor-parallel all-reduce or one that a user wrote is never
+taken for one of DDP's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import fx
@@ -30,17 +24,8 @@ from fusion_passes.graph.collectives import (
     is_launch,
     is_wait,
 )
-from fusion_passes.graph.families import CAST
-from fusion_passes.graph.operators import PACK
-from fusion_passes.graph.scaling import Scaling
-from fusion_passes.reductions.hook_pattern import (
-    layout_template,
-    settled_result,
-    source_of_launch,
-)
+from fusion_passes.graph.families import DIVISIONS
 from fusion_passes.reductions.owners import DdpGroups, Owner
-
-REDUCE_OPS: Final = ("sum", "avg")
 
 
 @dataclass(frozen=True)
@@ -48,25 +33,22 @@ class ReductionKey:
     """What reductions must have in common to share a bucket. Only equal keys do.
 
     Attributes:
-        dtype: of the gradients, before and after.
-        reduce_dtype: in which they are sent.
-        scaling: what they are scaled by before they are summed, as it was traced.
+        group_name: that of the module.
+        dtype: of the gradients.
+        device: of the gradients.
+        divisor: what they are divided by before they are summed.
     """
 
     group_name: str
-    reduce_op: str
     dtype: torch.dtype
-    reduce_dtype: torch.dtype
     device: torch.device
-    scaling: Scaling
+    divisor: float
 
     def __str__(self) -> str:
-        dtype = dtype_name(self.dtype)
-        if self.reduce_dtype != self.dtype:
-            dtype += f" as {dtype_name(self.reduce_dtype)}"
+        division = "" if self.divisor == 1 else f" / {self.divisor:g}"
         # Without the device's index: ranks have cards of their own, but must describe alike.
-        where = f"{dtype} {self.device.type} on {self.group_name}"
-        return f"{self.reduce_op}(gradient{self.scaling}) {where}"
+        where = f"{dtype_name(self.dtype)} {self.device.type} on {self.group_name}"
+        return f"sum(gradient{division}) {where}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -79,12 +61,11 @@ class GradientReduction:
     """One gradient reduction of DDP.
 
     Attributes:
-        gradient: the node that is reduced, before it is cast and scaled.
-        nodes: all that the reduction consists of, each before its users: the cast, the
-            scaling, the launch, the wait, and what settles the result, where there are such.
+        gradient: the node that is reduced, before it is divided.
+        nodes: all that the reduction consists of, each before its users: the division, if there is
+            one for it alone, the launch and the wait.
         start: the launch.
-        wait: the only user of ``start``.
-        result: the last of ``nodes``: what others read.
+        wait: the only user of ``start``: what others read.
         strides: in which the gradient lies in a bucket.
         key: what it shares with the reductions that it can be fused with.
         num_bytes: size of the gradient.
@@ -96,7 +77,6 @@ class GradientReduction:
     nodes: tuple[fx.Node, ...]
     start: fx.Node
     wait: fx.Node
-    result: fx.Node
     strides: tuple[int, ...]
     key: ReductionKey
     num_bytes: int
@@ -153,14 +133,8 @@ def find_gradient_reductions(graph: fx.Graph, groups: DdpGroups) -> FoundReducti
 
 def _reduced_for(node: fx.Node, groups: DdpGroups) -> Owner | None:
     """Whose gradient a collective reduces that cannot be fused; ``None`` for any other."""
-    call, owner = decode_all_reduce(node), groups.owner_of(node)
-    is_gradient = (
-        call is not None
-        and call.reduce_op in REDUCE_OPS
-        and call.tensor.target is not PACK
-        and owner is not None
-        and owner.number >= 0
-    )
+    owner = groups.owner_of(node)
+    is_gradient = decode_all_reduce(node) and owner is not None and owner.number >= 0
     return owner if is_gradient else None
 
 
@@ -177,53 +151,51 @@ def _decode(node: fx.Node, position: int, groups: DdpGroups) -> GradientReductio
             f"group {call.group_name!r} belongs to no DistributedDataParallel module that was "
             "constructed under ddp_fusion"
         )
-    return _unsupported(node, call) or _reduction(node, call, owner, position)
+    return _unsupported(node, call, owner) or _reduction(node, call, owner, position)
 
 
 def _reduction(
     node: fx.Node, call: AllReduceNode, owner: Owner, position: int
 ) -> GradientReduction:
     (wait,) = node.users
-    gradient, before, scaling = source_of_launch(call.tensor, node)
-    settled = settled_result(wait)
-    if gradient.meta["val"].dtype != settled.meta["val"].dtype:
-        # Cast on one side only: no communication in another dtype, but the gradient's own.
-        cast = before and before[0].target is CAST
-        gradient, before = (before[0], before[1:]) if cast else (gradient, before)
-        settled = wait
-    value = settled.meta["val"]
-    after = (wait,) if settled is wait else (wait, settled)
+    value = node.meta["val"]
+    gradient, divisor, division = call.tensor, 1.0, list[fx.Node]()
+    if _divides_for(node, gradient):
+        division = [gradient]
+        gradient, divisor = gradient.args  # type: ignore[assignment]
     return GradientReduction(
         gradient=gradient,
-        nodes=(*layout_template(settled), *before, node, *after),
+        nodes=(*division, node, wait),
         start=node,
         wait=wait,
-        result=settled,
         strides=owner.strides if owner.strides is not None else tuple(value.stride()),
-        key=ReductionKey(
-            owner.group_name,
-            call.reduce_op or "",
-            value.dtype,
-            node.meta["val"].dtype,
-            value.device,
-            scaling,
-        ),
+        key=ReductionKey(owner.group_name, value.dtype, value.device, divisor),
         num_bytes=value.numel() * value.element_size(),
         position=position,
         owner=owner,
     )
 
 
-def _unsupported(node: fx.Node, call: AllReduceNode) -> str | None:
+def _divides_for(launch: fx.Node, node: fx.Node) -> bool:
+    """Whether a node divides a gradient by a number, for this launch alone."""
+    return (
+        node.target in DIVISIONS
+        and isinstance(node.args[1], int | float)
+        and not node.kwargs
+        and list(node.users) == [launch]
+    )
+
+
+def _unsupported(node: fx.Node, call: AllReduceNode, owner: Owner) -> str | None:
     value = node.meta.get("val")
     users = list(node.users)
     reason = None
-    if call.tensor.target is PACK:
+    if owner.number < 0:
         reason = "it reduces a bucket already"
     elif node.target is not ALL_REDUCE:
         reason = "an in-place all-reduce"
-    elif call.reduce_op not in REDUCE_OPS:
-        reason = f"reduces by {call.reduce_op or 'an operation with a factor'}, not by sum or avg"
+    elif call.reduce_op != "sum":
+        reason = f"reduces by {call.reduce_op or 'an operation with a factor'}, not by sum"
     elif len(users) != 1 or not is_wait(users[0]):
         names = ", ".join(user.name for user in users) or "nothing"
         reason = f"its result is read by {names}, not by one wait alone"

@@ -44,7 +44,7 @@ def reduced(
     *gradients: Tensor,
     strides: Sequence[tuple[int, ...]] | None = None,
     dtype: torch.dtype = torch.float32,
-    scale: str = "none",
+    divisor: float = 1.0,
     in_bucket: bool = False,
     op: str = "sum",
 ) -> list[Tensor]:
@@ -59,14 +59,13 @@ def reduced(
         offsets,
         [number for numbers in strides for number in numbers],
         dtype,
-        scale,
-        2.0,
+        divisor,
         in_bucket,
         "test:0",
     )
     bucket = all_reduce(bucket, op, "0")
     if dtype != torch.float32:
-        bucket = WIDEN(bucket, torch.float32, "div", 2.0)
+        bucket = WIDEN(bucket, torch.float32, 2.0)
     return [
         bucket.as_strided(gradient.shape, numbers, offset)
         for gradient, numbers, offset in zip(gradients, strides, offsets, strict=True)
@@ -206,16 +205,15 @@ CASES: dict[str, Case] = {
     ),
     "a sum that is read after": Case(_computed_and_read_after, ((4, 4),), ({0: ELSEWHERE},)),
     "what comes from a bucket": Case(_from_a_bucket, SQUARE, ({}, {1: VIEW}), stores=1),
-    "divided where stored": Case(lambda x, y: reduced(x.sum(0), torch.sin(y), scale="div"), SQUARE),
-    "multiplied where stored": Case(lambda x: reduced(x.sum(0), scale="mul"), ((4, 4),)),
+    "divided where stored": Case(lambda x, y: reduced(x.sum(0), torch.sin(y), divisor=2.0), SQUARE),
     "a product divided where stored": Case(
-        lambda x, y: reduced(x @ y, x.sum(0), scale="div"),
+        lambda x, y: reduced(x @ y, x.sum(0), divisor=2.0),
         SQUARE,
         ({0: "aten.mm neither casts nor scales its result"},),
         stores=1,
     ),
     "divided in the bucket": Case(
-        lambda x, y: reduced(x @ y, x.sum(0), scale="div", in_bucket=True), SQUARE
+        lambda x, y: reduced(x @ y, x.sum(0), divisor=2.0, in_bucket=True), SQUARE
     ),
     "averaged by the collective": Case(lambda x, y: reduced(x @ y, op="avg"), SQUARE),
     "sent as bf16": Case(
@@ -225,7 +223,7 @@ CASES: dict[str, Case] = {
         stores=1,
     ),
     "sent as fp16, scaled": Case(
-        lambda x, y: reduced(torch.sin(x), y.sum(0), dtype=torch.float16, scale="div"), SQUARE
+        lambda x, y: reduced(torch.sin(x), y.sum(0), dtype=torch.float16, divisor=2.0), SQUARE
     ),
 }
 

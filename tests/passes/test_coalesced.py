@@ -30,18 +30,18 @@ return (wait_tensor_default, wait_tensor_default_1)
     )
 
 
-def test_one_multiplication() -> None:
+def test_one_division() -> None:
     def backward(x, y):
-        return reduce(x, "a", multiply=0.25), reduce(y, "b", multiply=0.25)
+        return reduce(x, "a"), reduce(y, "b")
 
     assert_expected_inline(
-        check(backward, [tensor(4), tensor(4)], coalesced()),
+        check(backward, [tensor(4), tensor(4)], coalesced(divides_first=True)),
         """\
 x_1: f32[4]
 y_1: f32[4]
-_foreach_mul_scalar: (f32[4], f32[4]) = _foreach_mul([x_1, y_1], 0.25)
-getitem: f32[4] = getitem(_foreach_mul_scalar, 0)
-getitem_1: f32[4] = getitem(_foreach_mul_scalar, 1)
+_foreach_div_scalar: (f32[4], f32[4]) = _foreach_div([x_1, y_1], 2.0)
+getitem: f32[4] = getitem(_foreach_div_scalar, 0)
+getitem_1: f32[4] = getitem(_foreach_div_scalar, 1)
 all_reduce_coalesced_default: (f32[4], f32[4]) = all_reduce_coalesced([getitem, getitem_1], 'sum', 'ddp0')
 getitem_2: f32[4] = getitem(all_reduce_coalesced_default, 0)
 getitem_3: f32[4] = getitem(all_reduce_coalesced_default, 1)

@@ -1,4 +1,3 @@
-# ruff: noqa: E501  (a golden has one line for each node)
 """One flat buffer, one scaling, one all-reduce: what the graph looks like then."""
 
 from __future__ import annotations
@@ -7,10 +6,10 @@ import torch
 from expecttest import assert_expected_inline
 
 from testing.graphs import (
+    cast,
     check,
     concat,
     reduce,
-    reduce_as,
     reduce_into,
     tensor,
 )
@@ -27,7 +26,7 @@ x_1: f32[2, 3]
 y_1: f32[4]
 neg: f32[2, 3] = neg(x_1)
 neg_1: f32[4] = neg(y_1)
-pack_default: f32[10] = pack([neg, neg_1], [0, 6], [3, 1, 1], torch.float32, 'none', 1.0, False, 'plan:0')
+pack_default: f32[10] = pack([neg, neg_1], [0, 6], [3, 1, 1], torch.float32, 1.0, False, 'plan:0')
 all_reduce_default: f32[10] = all_reduce(pack_default, 'avg', 'ddp0')
 wait_tensor_default: f32[10] = wait_tensor(all_reduce_default)
 as_strided_default: f32[2, 3] = as_strided(wait_tensor_default, [2, 3], [3, 1], 0)
@@ -53,7 +52,7 @@ neg: f32[2, 3] = neg(x_1)
 add: f32[2, 3] = add(a_1, neg)
 neg_1: f32[4] = neg(y_1)
 add_1: f32[4] = add(b_1, neg_1)
-pack_default: f32[10] = pack([add, add_1], [0, 6], [3, 1, 1], torch.float32, 'none', 1.0, False, 'plan:0')
+pack_default: f32[10] = pack([add, add_1], [0, 6], [3, 1, 1], torch.float32, 1.0, False, 'plan:0')
 all_reduce_default: f32[10] = all_reduce(pack_default, 'avg', 'ddp0')
 wait_tensor_default: f32[10] = wait_tensor(all_reduce_default)
 as_strided_default: f32[2, 3] = as_strided(wait_tensor_default, [2, 3], [3, 1], 0)
@@ -65,19 +64,21 @@ return None
     )
 
 
-def test_a_compressed_bucket_is_sent_in_the_small_dtype() -> None:
+def test_a_bucket_is_sent_in_the_small_dtype() -> None:
     def backward(x, y):
-        return reduce_as(x, "a", torch.bfloat16), reduce_as(y, "b", torch.bfloat16)
+        return reduce(cast(x, torch.float32), "a"), reduce(cast(y, torch.float32), "b")
 
+    # Of numbers that bf16 has, so that nothing is rounded.
+    small = tensor(4, dtype=torch.bfloat16)
     assert_expected_inline(
-        check(backward, [tensor(4), tensor(4)], concat()),
+        check(backward, [small, small], concat(reduce_dtype=torch.bfloat16)),
         """\
-x_1: f32[4]
-y_1: f32[4]
-pack_default: bf16[8] = pack([x_1, y_1], [0, 4], [1, 1], torch.bfloat16, 'none', 2.0, False, 'plan:0')
+x_1: bf16[4]
+y_1: bf16[4]
+pack_default: bf16[8] = pack([x_1, y_1], [0, 4], [1, 1], torch.bfloat16, 1.0, False, 'plan:0')
 all_reduce_default: bf16[8] = all_reduce(pack_default, 'sum', 'ddp0')
 wait_tensor_default: bf16[8] = wait_tensor(all_reduce_default)
-widen_default: f32[8] = widen(wait_tensor_default, torch.float32, 'div', 2.0)
+widen_default: f32[8] = widen(wait_tensor_default, torch.float32, 2.0)
 as_strided_default: f32[4] = as_strided(widen_default, [4], [1], 0)
 as_strided_default_1: f32[4] = as_strided(widen_default, [4], [1], 4)
 return (as_strided_default, as_strided_default_1)
@@ -95,7 +96,7 @@ def test_scalars_and_empty_gradients_have_their_piece() -> None:
 x_1: f32[]
 y_1: f32[0, 4]
 z_1: f32[4]
-pack_default: f32[5] = pack([x_1, z_1], [0, 1], [1], torch.float32, 'none', 1.0, False, 'plan:0')
+pack_default: f32[5] = pack([x_1, z_1], [0, 1], [1], torch.float32, 1.0, False, 'plan:0')
 all_reduce_default: f32[5] = all_reduce(pack_default, 'avg', 'ddp0')
 wait_tensor_default: f32[5] = wait_tensor(all_reduce_default)
 as_strided_default: f32[] = as_strided(wait_tensor_default, [], [], 0)

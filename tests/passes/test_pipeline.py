@@ -67,7 +67,7 @@ w2_1: f32[2, 2]
 mm: f32[2, 2] = mm(x_1, w2_1)
 mm_1: f32[2, 2] = mm(w2_1, x_1)
 mm_2: f32[2, 2] = mm(mm_1, w1_1)
-pack_default: f32[8] = pack([mm, mm_2], [0, 4], [2, 1, 2, 1], torch.float32, 'none', 1.0, False, '4358543927e20de1:0')
+pack_default: f32[8] = pack([mm, mm_2], [0, 4], [2, 1, 2, 1], torch.float32, 1.0, False, '66cc2a3ca81c7404:0')
 all_reduce_default: f32[8] = all_reduce(pack_default, 'avg', 'ddp0')
 pinned_wait_tensor_default: ? = pinned_wait_tensor_default()
 pinned_wait_tensor_default_1: f32[8] = control_deps((all_reduce_default), pinned_wait_tensor_default, all_reduce_default)

@@ -11,7 +11,6 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from fusion_passes.graph.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, WAIT, all_reduce
-from fusion_passes.graph.scaling import Scaling
 from fusion_passes.reductions.find import GradientReduction
 from testing.graphs import (
     Backward,
@@ -19,8 +18,6 @@ from testing.graphs import (
     cast,
     find,
     reduce,
-    reduce_as,
-    reduce_relaid,
     tensor,
     trace,
 )
@@ -32,7 +29,7 @@ _functional = torch.ops._c10d_functional
 def _path(reduction: GradientReduction) -> str:
     """The gradient, what the reduction consists of, and who reads it."""
     path = " -> ".join(node.name for node in (reduction.gradient, *reduction.nodes))
-    text = f"{path} -> [{', '.join(node.name for node in reduction.result.users)}]"
+    text = f"{path} -> [{', '.join(node.name for node in reduction.wait.users)}]"
     return text.replace("convert_element_type", "cast")
 
 
@@ -67,10 +64,6 @@ def test_where_a_reduction_is_and_whose() -> None:
     assert_expected_inline(
         "\n".join(lines),
         """\
-x_1 -> all_reduce -> wait_tensor -> [output]
-    sum(gradient) float32 cpu on ddp0, 16 bytes, strides [1], at 1
-    DDP0 ? in world
-
 neg -> div -> all_reduce_1 -> wait_tensor_1 -> [output]
     sum(gradient / 2) float32 cpu on ddp2, 16 bytes, strides [1], at 5
     DDP2 w in pairs
@@ -81,27 +74,6 @@ neg -> div -> all_reduce_1 -> wait_tensor_1 -> [output]
 # --- What is part of a reduction, and what only stands beside it -------------------------------
 
 ROW, SQUARE = [tensor(4)], [tensor(2, 3)]
-BF16 = torch.bfloat16
-
-
-def _cast_to_another_dtype(x):
-    return cast(reduce(cast(torch.neg(x), BF16), "w"), torch.float64)
-
-
-def _read_uncast(x):
-    sent = reduce(cast(torch.neg(x), BF16), "w")
-    return sent, cast(sent, torch.float32)
-
-
-def _laid_out_by_an_empty_tensor(x):
-    gradient = torch.neg(x)
-    layout = _aten.new_empty_strided.default(gradient, [2, 3], [1, 2])
-    return _aten.copy.default(layout, reduce(gradient, "w"))
-
-
-def _laid_out_with_gaps(x):
-    layout = _aten.new_empty_strided.default(x, [2, 3], [8, 1])
-    return _aten.copy.default(layout, reduce(torch.neg(x), "w"))
 
 
 def _unused(x):
@@ -118,67 +90,18 @@ FORMS: list[tuple[str, Backward, list[TensorSpec], str, str]] = [
         "sum(gradient / 2) float32 cpu on ddp0, 24 bytes, strides [3, 1]",
     ),
     (
-        "avg needs no scaling",
-        lambda x: reduce(torch.neg(x), "w", op="avg", divide=None),
-        ROW,
-        "neg -> all_reduce -> wait_tensor -> [output]",
-        "avg(gradient) float32 cpu on ddp0, 16 bytes, strides [1]",
-    ),
-    (
-        "the casts of a compress hook",
-        lambda x: reduce_as(torch.neg(x), "w", BF16),
-        ROW,
-        "neg -> cast -> div -> all_reduce -> wait_tensor -> cast_1 -> [output]",
-        "sum(gradient / 2) float32 as bfloat16 cpu on ddp0, 16 bytes, strides [1]",
-    ),
-    (
-        "a cast before that is not undone after is the gradient's own",
-        lambda x: reduce(cast(torch.neg(x), BF16), "w"),
+        "a cast before is the gradient's own",
+        lambda x: reduce(cast(torch.neg(x), torch.bfloat16), "w"),
         ROW,
         "cast -> div -> all_reduce -> wait_tensor -> [output]",
         "sum(gradient / 2) bfloat16 cpu on ddp0, 8 bytes, strides [1]",
     ),
     (
-        "a cast after that undoes none",
+        "a cast after is none of its",
         lambda x: cast(reduce(torch.neg(x), "w"), torch.float64),
         ROW,
         "neg -> div -> all_reduce -> wait_tensor -> [cast]",
         "sum(gradient / 2) float32 cpu on ddp0, 16 bytes, strides [1]",
-    ),
-    (
-        "a cast that is undone to another dtype",
-        _cast_to_another_dtype,
-        ROW,
-        "cast -> div -> all_reduce -> wait_tensor -> [cast_1]",
-        "sum(gradient / 2) bfloat16 cpu on ddp0, 8 bytes, strides [1]",
-    ),
-    (
-        "a result that others read uncast",
-        _read_uncast,
-        ROW,
-        "cast -> div -> all_reduce -> wait_tensor -> [cast_1, output]",
-        "sum(gradient / 2) bfloat16 cpu on ddp0, 8 bytes, strides [1]",
-    ),
-    (
-        "a change of layout after the wait",
-        lambda x: reduce_relaid(torch.neg(x), "w"),
-        [tensor(2, 3, stride=(1, 2))],
-        "neg -> div -> all_reduce -> wait_tensor -> copy -> [output]",
-        "sum(gradient / 2) float32 cpu on ddp0, 24 bytes, strides [1, 2]",
-    ),
-    (
-        "an empty tensor that only gives the layout",
-        _laid_out_by_an_empty_tensor,
-        SQUARE,
-        "neg -> new_empty_strided -> div -> all_reduce -> wait_tensor -> copy -> [output]",
-        "sum(gradient / 2) float32 cpu on ddp0, 24 bytes, strides [1, 2]",
-    ),
-    (
-        "a layout that is not dense",
-        _laid_out_with_gaps,
-        SQUARE,
-        "neg -> div -> all_reduce -> wait_tensor -> [copy]",
-        "sum(gradient / 2) float32 cpu on ddp0, 24 bytes, strides [3, 1]",
     ),
     (
         "a complex gradient",
@@ -229,42 +152,33 @@ def test_arguments_may_be_given_by_name() -> None:
     assert str(reduction.key) == "sum(gradient) float32 cpu on ddp0"
 
 
-# --- What is a scaling, and what only looks like one -------------------------------------------
+# --- What is a division by the number of ranks, and what only looks like one -------------------
 
 
-def _scaled_by(scale: Backward) -> Backward:
-    return lambda x: reduce(scale(x), "w", divide=None)
-
-
-def _scaled_and_read(x):
+def _read_by_others(x):
     half = torch.div(x, 2)
     return reduce(half, "w", divide=None), half
 
 
 @pytest.mark.parametrize(
-    ("backward", "dtype", "expected"),
+    ("backward", "divisor"),
     [
-        (lambda x: reduce(x, "w", divide=3), torch.float32, Scaling("div", 3.0)),
-        (lambda x: reduce(x, "w", divide=2.5), torch.float32, Scaling("div", 2.5)),
-        (lambda x: reduce(x, "w", multiply=0.25), torch.float32, Scaling("mul", 0.25)),
-        (lambda x: reduce(x, "w", divide=None), torch.float32, Scaling("none")),
-        *(
-            pytest.param(_scaled_by(scale), dtype, Scaling("none"), id=name)
-            for name, scale, dtype in [
-                ("by a tensor", lambda x: torch.div(x, torch.neg(x)), torch.float32),
-                ("with rounding", lambda x: x.div(2, rounding_mode="floor"), torch.float32),
-                ("by infinity", lambda x: torch.mul(x, float("inf")), torch.float32),
-                ("an addition", lambda x: torch.add(x, 2), torch.float32),
-                ("to another dtype", lambda x: torch.div(x, 2), torch.int32),
-            ]
+        (lambda x: reduce(x, "w", divide=3), 3),
+        (lambda x: reduce(x, "w", divide=None), 1),
+        pytest.param(
+            lambda x: reduce(torch.div(x, torch.neg(x)), "w", divide=None), 1, id="by a tensor"
         ),
-        pytest.param(_scaled_and_read, torch.float32, Scaling("none"), id="read by others"),
+        pytest.param(
+            lambda x: reduce(x.div(2, rounding_mode="floor"), "w", divide=None), 1, id="rounded"
+        ),
+        pytest.param(lambda x: reduce(torch.mul(x, 2), "w", divide=None), 1, id="a product"),
+        pytest.param(_read_by_others, 1, id="read by others"),
     ],
 )
-def test_scalings(backward: Backward, dtype: torch.dtype, expected: Scaling) -> None:
-    reduction = _only(backward, [tensor(4, dtype=dtype)])
-    assert reduction.key.scaling == expected
-    assert (reduction.nodes[0] is not reduction.start) == (expected != Scaling("none"))
+def test_divisions(backward: Backward, divisor: float) -> None:
+    reduction = _only(backward, ROW)
+    assert reduction.key.divisor == divisor
+    assert (reduction.nodes[0] is not reduction.start) == (divisor != 1)
 
 
 # --- What is left alone, and the sentence that says why ----------------------------------------
@@ -319,7 +233,7 @@ def _waited_for_twice(x):
         ),
         (
             lambda x: reduce(x, "w", op="max"),
-            ["all_reduce: reduces by max, not by sum or avg"],
+            ["all_reduce: reduces by max, not by sum"],
         ),
         (
             _read_before_its_wait,
