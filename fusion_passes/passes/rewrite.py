@@ -34,14 +34,9 @@ def replace_buckets(
     buckets: Sequence[TracedBucket],
     replacement_for: Callable[[int, TracedBucket], Replacement],
 ) -> bool:
-    """Put a bucket's reduction where its last member was launched, and give its results to the
-    users of the members' results. Users that stood earlier move after the new wait; collectives of
-    one group keep their order all the same.
-
-    Args:
-        graph: changed in place.
-        buckets: of a plan, in order.
-        replacement_for: says what becomes of a bucket, given its number.
+    """Put the reduction of each bucket of a plan where its last member was launched, and give its
+    results to the users of the members' waits. Users that stood earlier move after the new wait;
+    collectives of one group keep their order all the same.
 
     Returns:
         Whether there was a bucket to fuse.

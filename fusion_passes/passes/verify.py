@@ -21,7 +21,7 @@ from fusion_passes.graph.collectives import (
 )
 from fusion_passes.graph.text import value_text
 from fusion_passes.plan.buckets import TracedBucket
-from fusion_passes.reductions.owners import DdpGroups, Owner
+from fusion_passes.reductions.owners import DdpGroups
 
 
 class BrokenInvariantError(AssertionError):
@@ -98,7 +98,9 @@ def graph_facts(graph: fx.Graph, groups: DdpGroups) -> GraphFacts:
             continue
         if not _is_waited_for(node):
             unwaited.add(node.name)
-        reduced += reduced_by(node, owner)
+        for value in _tensors(node.meta["val"]):
+            key = (owner.group_name, str(_reduce_op(node)), value.dtype.to_real())
+            reduced[key] += value.numel() * (2 if value.is_complex() else 1)
     return GraphFacts(
         outputs,
         reduced,
@@ -107,25 +109,9 @@ def graph_facts(graph: fx.Graph, groups: DdpGroups) -> GraphFacts:
     )
 
 
-def reduced_by(launch: fx.Node, owner: Owner) -> Counter[tuple[str, str, torch.dtype]]:
-    """The elements that one collective of DDP's reduces, as :attr:`GraphFacts.reduced`."""
-    reduced: Counter[tuple[str, str, torch.dtype]] = Counter()
-    for value in _tensors(launch.meta["val"]):
-        key = (owner.group_name, str(_reduce_op(launch)), value.dtype.to_real())
-        reduced[key] += value.numel() * (2 if value.is_complex() else 1)
-    return reduced
-
-
 def verify(graph: fx.Graph, before: GraphFacts, groups: DdpGroups) -> GraphFacts:
-    """Check the invariants on a graph that a pass has changed.
-
-    Args:
-        graph: the graph as the pass left it.
-        before: the facts that must be true of it.
-        groups: the graph's names of DDP's groups.
-
-    Returns:
-        The facts of the graph as the pass left it.
+    """Check the invariants on a graph as a pass has left it, of which the facts ``before`` must be
+    true; return its facts.
 
     Raises:
         BrokenInvariantError: it says which invariant, with both sides.

@@ -118,12 +118,7 @@ class BucketPlan:
 
 
 def plan_buckets(graph: fx.Graph, found: FoundReductions, buckets_of: BucketsOf) -> BucketPlan:
-    """Put reductions into buckets.
-
-    Args:
-        graph: a traced backward.
-        found: its reductions.
-        buckets_of: what their modules launch.
+    """Put the reductions of a traced backward into the buckets that their modules launch.
 
     Raises:
         CannotLaunchError: the graph has not all of these reductions, or they cannot be launched in

@@ -11,20 +11,15 @@ from fusion_passes.config import FusionConfig
 from fusion_passes.profile.tables import MIB
 
 DEFAULT_BUCKETS: Final = 8
-"""Into about how many buckets a DDP module's gradients are cut by default: what is sent after the
-backward is an eighth, and nobody pays for more launches than these. docs/decisions.md has what was
-measured."""
+"""By default, what is sent after the backward is an eighth (docs/decisions.md has measurements)."""
 
 ALONG_SHARE: Final = 8
 """A full bucket takes along what is ready together with it, up to this part of its cap."""
 
-
 KEPT_ON_CPU_BYTES: Final = 32 * MIB - 4096
-"""Up to what the C library keeps memory that is freed: glibc's largest ``M_MMAP_THRESHOLD``
-(mallopt(3), on 64 bits), less a page for what it adds to what is asked for. More it maps anew each
-time, and the kernel clears each page when it is first written, in each step: 0.36 ms for a MiB,
-where memory that is kept takes 0.02 (docs/decisions.md). No measured cost of a collective
-has that, since it is measured in memory that stays."""
+"""glibc's largest ``M_MMAP_THRESHOLD`` (mallopt(3)), less a page for what it adds. More is mapped
+anew each time, and the kernel clears each page when it is first written: 0.36 ms for a MiB in each
+step, where memory that is kept takes 0.02 (docs/decisions.md). No measured cost has that."""
 
 
 def most_kept_bytes(device_type: str) -> float:
@@ -72,34 +67,21 @@ def mib_to_bytes(size_mb: float) -> int:
 
 
 def given_caps(cap_bytes: int, listed_bytes: Sequence[int] = ()) -> BucketCaps:
-    """The caps of a module that the user gave some.
-
-    Args:
-        cap_bytes: of each bucket, the first one too.
-        listed_bytes: of its buckets one by one, if it was given a list.
-    """
+    """The caps of a module that the user gave one, or a list for its buckets one by one."""
     # A list bounds each bucket by its own place; the smallest bounds all.
     most = min((cap_bytes, *listed_bytes))
     return BucketCaps(cap_bytes, cap_bytes, tuple(listed_bytes), most)
 
 
 def default_caps(gradient_bytes: int, least: int, most: int) -> BucketCaps:
-    """The caps of a module where the user has set none: the same on all ranks.
-
-    Args:
-        gradient_bytes: of all gradients that the module reduces.
-        least: DDP's own default for its first bucket.
-        most: DDP's own default for further buckets.
-    """
+    """The caps of a module where the user has set none: of its gradients' bytes, and DDP's defaults
+    for a first bucket and for further ones."""
     return BucketCaps(least, max(least, min(gradient_bytes // DEFAULT_BUCKETS, most)))
 
 
 def bucket_caps(config: FusionConfig, module: BucketCaps) -> BucketCaps:
-    """The caps of a module's buckets: the user's options, else the module's own.
-
-    ``bucket_cap_mb`` replaces all of the module's, ``first_bucket_cap_mb`` that of its first
-    bucket.
-    """
+    """The caps of a module's buckets: ``bucket_cap_mb`` replaces all of the module's own,
+    ``first_bucket_cap_mb`` that of its first bucket."""
     caps = module
     if config.bucket_cap_mb is not None:
         caps = given_caps(mib_to_bytes(config.bucket_cap_mb))

@@ -25,9 +25,7 @@ class GradientKind:
     """What the layout must know of a parameter.
 
     Attributes:
-        numel: of its gradient.
-        dtype: of its gradient.
-        device: of its gradient.
+        numel: of its gradient, as are the next two.
         is_sparse: whether its gradient is sparse: it has a bucket of its own, and no memory there.
     """
 
@@ -49,9 +47,7 @@ class Bucket:
         index: in the order in which buckets are launched.
         numbers: of the parameters, in the order in which their gradients lie.
         offsets: where each starts, in elements.
-        numel: of all of them.
-        dtype: of all of them.
-        device: of all of them.
+        numel: of all of them, as are the next two.
         is_sparse: whether it is the sparse gradient of one parameter.
     """
 
@@ -108,13 +104,7 @@ def plan_layout(
 
 
 def lay_out(members: Iterable[Sequence[Piece]], kinds: Mapping[int, GradientKind]) -> Layout:
-    """The layout of some buckets.
-
-    Args:
-        members: pieces of each, in the order in which buckets are launched; of all parameters, and
-            of one kind in each bucket.
-        kinds: by number.
-    """
+    """The layout of buckets of these pieces, in the order in which they are launched."""
     buckets = tuple(_bucket(index, pieces, kinds) for index, pieces in enumerate(members))
     places = {
         number: (bucket.index, offset)

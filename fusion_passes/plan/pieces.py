@@ -31,10 +31,8 @@ class StoredInput:
         index: among the inputs of the forward.
         position: among its tensor inputs: the autograd node of the forward has an edge for each.
         module: which of the modules that are found among the inputs, counted from 0.
-        shape: of the parameter.
+        shape: of the parameter, as are dtype and device.
         strides: in which its gradient is stored.
-        dtype: of the parameter.
-        device: of the parameter.
         place: index of its bucket, and offset there, where the module has a layout.
     """
 
@@ -76,13 +74,8 @@ def plan_pieces(
     gradients: Sequence[tuple[StoredInput, fx.Node]],
     caps: Sequence[BucketCaps],
 ) -> list[StoredPiece]:
-    """Cut the gradients of a graph into pieces.
-
-    Args:
-        graph: a backward.
-        gradients: those that are stored, each with what it is the gradient of.
-        caps: of each module.
-    """
+    """Cut the gradients of a backward that are stored, each after what it is the gradient of, into
+    pieces; with the caps of each module."""
     levels = _levels(graph)
     ordered = sorted(gradients, key=lambda item: (levels[item[1]], item[0].position))
     open_: dict[_Key, list[StoredInput]] = {}

@@ -75,15 +75,8 @@ def choose_scaling(
     divides_first: bool,
     folds: bool,
 ) -> BucketScaling:
-    """Where a bucket of ``key`` is scaled: as a reducer scales it, on which other ranks rely.
-
-    Args:
-        key: the members' key.
-        owner: of one of them.
-        reduce_dtype: in which they are sent.
-        divides_first: whether the user asks for that on any backend.
-        folds: whether each gradient is stored by a kernel that can scale it.
-    """
+    """Where a bucket of ``key`` is scaled: as a reducer scales it, on which other ranks rely. If it
+    ``folds``, each gradient is stored by a kernel that can scale it."""
     if key.divisor == 1:
         return BucketScaling("none", "sum")
     if reduce_dtype != key.dtype:
@@ -106,12 +99,6 @@ def sent_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dt
 
 
 def averages(backend: str, dtype: torch.dtype, *, divides_first: bool) -> bool:
-    """Whether the collective itself averages gradients of this dtype. If not, they are divided
-    before it, or after it where they are sent in a smaller dtype.
-
-    Args:
-        backend: name of the process group's.
-        dtype: in which they are sent; a real one.
-        divides_first: whether the user asks for that on any backend.
-    """
+    """Whether the collective itself averages gradients that are sent in this (real) dtype, unless
+    the user asks for a division before it."""
     return not divides_first and backend in _AVERAGING and dtype in _WIDE_RANGE

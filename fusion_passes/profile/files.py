@@ -38,8 +38,7 @@ def path_of(place: Place) -> Path:
 
 
 def ready_path(place: Place, key: str) -> Path:
-    """The file of a module's ready times; see
-    :func:`fusion_passes.profile.records.parameters_key`."""
+    """The file of the ready times of a module with this ``parameters_key``."""
     return directory() / f"{place.digest()}-{key}.ready.json"
 
 
@@ -57,17 +56,9 @@ def look_up(place: Place) -> Profile:
 
 
 def keep(path: Path, text: str, what: str) -> bool:
-    """Write a file of what was measured; the log says if that cannot be. Others may read or write
-    it at the same time, on other hosts too: it appears whole, or not at all.
-
-    Args:
-        path: of the file.
-        text: all of it.
-        what: is kept, for people.
-
-    Returns:
-        Whether it is written.
-    """
+    """Write a file of what was measured (``what``, for people), and return whether that could be;
+    the log says if not. Others may read or write it at the same time, on other hosts too: it
+    appears whole, or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")

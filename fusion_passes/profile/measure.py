@@ -66,7 +66,6 @@ class Ranks:
 
     @staticmethod
     def of(group: ProcessGroup, device: torch.device) -> Ranks:
-        """The ranks of a process group, which have their gradients on a device."""
         timeout = min(group_timeout(group), timedelta(seconds=WAIT_SECONDS))
         return Ranks(group, device, timeout)
 
@@ -126,14 +125,8 @@ def measure(
     operation: dist.ReduceOp.RedOpType,
     seconds: float = SECONDS,
 ) -> Profile:
-    """Measure a profile, the same on all ranks, to the last nanosecond; rank 0 says so.
-
-    Args:
-        ranks: all of a process group; each must call this.
-        place: where they are.
-        dtype: of what is sent.
-        operation: of the collective.
-        seconds: at most, if a single collective of 1 KiB is fast.
+    """Measure a profile, the same on all ranks to the last nanosecond, in at most so many seconds
+    if a single collective of 1 KiB is fast. Each rank must call this; rank 0 says so on stderr.
 
     Raises:
         RuntimeError: a rank has failed, or has not come in time.

@@ -2,8 +2,7 @@
 buckets from that.
 
 In these rounds a rank launches nothing before it has all gradients, since a collective takes from
-the compute beside it. Of the rounds the one in the middle counts, and of the ranks the
-slowest: a collective begins with the last.
+the compute beside it. The median of the rounds counts, and of the ranks the slowest.
 """
 
 from __future__ import annotations

@@ -129,26 +129,15 @@ class ReadyTimes:
 
 
 def parameters_key(parameters: Sequence[tuple[int, str, Sequence[int], str]]) -> str:
-    """Equal for modules of equal parameters; 16 hexadecimal digits.
-
-    Args:
-        parameters: of each that is trained, its number, name, shape and dtype.
-    """
+    """Equal for modules of equal trained parameters: number, name, shape and dtype of each."""
     listed = [[number, name, list(shape), dtype] for number, name, shape, dtype in parameters]
     return _digest(json.dumps(listed))
 
 
 @contextlib.contextmanager
 def _read_format(text: str, wanted: int) -> Iterator[dict[str, Any]]:
-    """Read the object of a file, and what is in it.
-
-    Args:
-        text: of the file.
-        wanted: the format that it must have.
-
-    Raises:
-        ValueError: the text is none, or not whole, or of another format; it says what is wrong.
-    """
+    """A context with the object in a file of this format; what is wrong with the text, or with what
+    is read of it there, becomes a ``ValueError``."""
     try:
         data: dict[str, Any] = json.loads(text)
         if data["format"] != wanted:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 MIB: Final = 2**20
 
-
 MOST_NS: Final = 24 * 60 * 60 * 10**9
 """A day. What is longer was not measured, and sums of it would not fit in 64 bits."""
 
@@ -50,13 +49,8 @@ class CostTable:
 
     @classmethod
     def of(cls, num_bytes: Sequence[int], seconds: Sequence[float]) -> CostTable:
-        """A table from what was measured. Where more bytes took less time, this is noise, and the
-        lower of both counts.
-
-        Args:
-            num_bytes: sizes, growing.
-            seconds: for each.
-        """
+        """A table from what was measured for growing sizes. Where more bytes took less time, which
+        is noise, the lower of both counts."""
         times = [max(round(value * 1e9), 0) for value in seconds]
         falling = [*accumulate(reversed(times), min)]
         return cls(tuple(num_bytes), tuple(reversed(falling)))
@@ -66,11 +60,7 @@ class CostTable:
         return int(self.costs_ns(torch.tensor(num_bytes, device="cpu")))
 
     def costs_ns(self, num_bytes: Tensor) -> Tensor:
-        """What collectives cost, in nanoseconds.
-
-        Args:
-            num_bytes: of each, int64, of any shape, on the CPU.
-        """
+        """The same for a tensor of sizes: int64, of any shape, on the CPU."""
         sizes, times = self._corners
         index = torch.bucketize(num_bytes, sizes, right=True).clamp(1, len(sizes) - 1)
         run, rise = sizes.diff()[index - 1], times.diff()[index - 1]

@@ -28,12 +28,8 @@ def source_of(reduction: GradientReduction, sent_as: torch.dtype | None = None) 
     """The node whose views, one after another, end in a gradient.
 
     A matrix product that is transposed to become a gradient can store the gradient itself, if it
-    stores transposed. Views that anything else reads too are left alone.
-
-    Args:
-        reduction: of the gradient.
-        sent_as: the dtype in which the gradient is sent; a cast from it to a wider one is looked
-            through like a view.
+    stores transposed. Views that anything else reads too are left alone. A cast from the dtype in
+    which the gradient is sent to a wider one is looked through like a view.
     """
     source = Source(reduction.gradient, reduction.strides)
     if any(user not in reduction.nodes for user in source.node.users):
