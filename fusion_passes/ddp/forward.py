@@ -23,7 +23,7 @@ from fusion_passes.torch_private.ddp import (
     raise_as_ddp,
     tell_joined,
 )
-from fusion_passes.torch_private.dynamo import begin_no_graph, disable_dynamo
+from fusion_passes.torch_private.dynamo import begin_no_graph
 
 BUFFERS_IN: Final = "_ddp_fusion_buffers_in"
 """Attribute of a managed module: the name of its group, if it has buffers; else ``None``."""
@@ -114,13 +114,13 @@ def count_ranks(ddp: DistributedDataParallel, work: Any) -> None:
     communication.count_ranks = count
 
 
-@disable_dynamo
+@torch.compiler.disable
 def _untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-_begin_step = disable_dynamo(_begin)
-_refuse = disable_dynamo(refuse_unfinished)
+_begin_step = torch.compiler.disable(_begin)
+_refuse = torch.compiler.disable(refuse_unfinished)
 
 
 # --- Buffers --------------------------------------------------------------------------------------
