@@ -56,8 +56,8 @@ FORGOTTEN: Final = (
 )
 
 _ALIGNED_BYTES: Final = 16
-"""What generated code asks of the memory that an operator returns. A layout aligns each gradient to
-more: :data:`fusion_passes.plan.layout.ALIGNMENT` elements."""
+"""What generated code asks of the memory that an operator returns. Graphs that know the layout keep
+to more: :data:`fusion_passes.plan.layout.ALIGNMENT` elements."""
 
 
 class RefusedGradientError(RuntimeError):
