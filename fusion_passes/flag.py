@@ -8,12 +8,7 @@ from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import Any, Final
 
-from fusion_passes.config import (
-    ENVIRONMENT_VARIABLE,
-    FusionConfig,
-    parse_environment,
-    parse_flag,
-)
+from fusion_passes.config import ENVIRONMENT_VARIABLE, FusionConfig, parse_environment, parse_flag
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import UNSET, ConfigDefinition, ConfigEntry, inductor_config
 from fusion_passes.torch_private.autograd import backward_id
@@ -38,12 +33,9 @@ class _FlagValue(metaclass=_FlagType):
 
 
 class _FlagVariable:
-    """The value that the user gave the flag, for its config entry; checks it, and acts on it.
-
-    Has the interface of the ``ContextVar`` that it stands in for. A thread in which the flag was
-    not set sees the value that another has set last: backwards and pipeline stages may run in
-    threads of their own.
-    """
+    """The value that the user gave the flag, in the place of its config entry's ``ContextVar``;
+    checks it, and acts on it. A thread in which the flag was not set sees the value that another
+    has set last: backwards and pipeline stages may run in threads of their own."""
 
     def __init__(self) -> None:
         self.on_change: Callable[[], None] = lambda: None
@@ -92,11 +84,9 @@ _flag_variable: Final = process_state.keep(
 
 
 def add_flag(on_change: Callable[[], None], on_option: Callable[[], None]) -> None:
-    """Add ``ddp_fusion`` to ``torch._inductor.config``, with the environment's default.
-
-    Args:
-        on_change: called now, and whenever the flag has been set for the process.
-        on_option: called whenever it has been set for one compile.
+    """Add ``ddp_fusion`` to ``torch._inductor.config``, with the environment's default. Call
+    ``on_change`` now, and whenever the flag has been set for the process; ``on_option`` whenever it
+    has been set for one compile.
 
     Raises:
         ValueError: the environment variable holds no value of the flag.
@@ -105,20 +95,17 @@ def add_flag(on_change: Callable[[], None], on_option: Callable[[], None]) -> No
     if FLAG in entries:
         return
     default = parse_environment(os.environ.get(ENVIRONMENT_VARIABLE))
-    entry = _make_entry(ConfigDefinition(default=None, value_type=_FlagValue))
+    definition = ConfigDefinition[Any](default=None, value_type=_FlagValue)
+    if has_plain_entries():
+        entry: ConfigEntry = PlainEntry(definition, _flag_variable)
+    else:
+        entry = ConfigEntry(definition, FLAG)
+        entry.user_override = _flag_variable  # type: ignore[assignment]
     if default is not None:
         entry.env_value_default = default
     entries[FLAG] = entry
     _flag_variable.on_change, _flag_variable.on_option = on_change, on_option
     on_change()
-
-
-def _make_entry(definition: ConfigDefinition[Any]) -> ConfigEntry:
-    if has_plain_entries():
-        return PlainEntry(definition, _flag_variable)
-    entry = ConfigEntry(definition, FLAG)
-    entry.user_override = _flag_variable  # type: ignore[assignment]
-    return entry
 
 
 def active_config() -> FusionConfig | None:

@@ -45,44 +45,23 @@ class Piece(Generic[_T]):
     lives: Lifetime
     reset: Callable[[_T], None]
 
-    def put_back(self) -> None:
-        """Make the value what it was when the package had been imported."""
-        self.reset(self.value)
-
 
 class ProcessState:
-    """All pieces of the package's state."""
+    """All pieces of the package's state, in the order of their declaration: a room's come after
+    those that it imports."""
 
     def __init__(self) -> None:
-        self._pieces: list[Piece[object]] = []
-
-    @property
-    def pieces(self) -> tuple[Piece[object], ...]:
-        """In the order of their declaration: a room's come after those that it imports."""
-        return tuple(self._pieces)
+        self.pieces: list[Piece[object]] = []
 
     def keep(self, value: _T, holds: str, lives: Lifetime, *, reset: Callable[[_T], None]) -> _T:
-        """Declare a piece.
-
-        Args:
-            value: what the room keeps.
-            holds: what that is, for people.
-            lives: how long an entry is kept.
-            reset: makes the value what it is now.
-
-        Returns:
-            ``value``, for the room's global.
-        """
+        """Declare a piece, as :class:`Piece` has it. Return ``value``, for the room's global."""
         # A piece takes what it holds itself, and nothing else.
-        self._pieces.append(Piece(value, holds, lives, reset))  # type: ignore[arg-type]
+        self.pieces.append(Piece(value, holds, lives, reset))  # type: ignore[arg-type]
         return value
 
     def once(self, holds: str) -> Callable[[Callable[[], _T]], Callable[[], _T]]:
-        """Declare a function that is called once in a process, and remembers the result.
-
-        Args:
-            holds: what the result is, for people.
-        """
+        """Declare a function that is called once in a process, and remembers what it returns
+        (``holds``: what that is, for people)."""
 
         def declare(function: Callable[[], _T]) -> Callable[[], _T]:
             cached = functools.cache(function)
@@ -105,8 +84,8 @@ class ProcessState:
         """
         # Last come, first gone: the switch imports all others, refuses, and undoes its patches
         # before anything that they call is forgotten.
-        for piece in reversed(self._pieces):
-            piece.put_back()
+        for piece in reversed(self.pieces):
+            piece.reset(piece.value)
 
 
 process_state: Final = ProcessState()

@@ -50,7 +50,7 @@ def test_each_name_for_older_torch_says_how_long_it_stays() -> None:
         for name, value in vars(older_torch).items()
         if getattr(value, "__module__", "") == older_torch.__name__
     }
-    public = {name for name in own if not name.startswith("_")} - {"Variable"}
+    public = {name for name in own if not name.startswith("_")}
     assert public <= older_torch.NEEDED_UP_TO.keys() <= vars(older_torch).keys()
 
 

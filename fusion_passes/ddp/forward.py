@@ -23,7 +23,7 @@ from fusion_passes.torch_private.ddp import (
     raise_as_ddp,
     tell_joined,
 )
-from fusion_passes.torch_private.dynamo import begin_no_graph, disable_dynamo
+from fusion_passes.torch_private.dynamo import begin_no_graph
 
 BUFFERS_IN: Final = "_ddp_fusion_buffers_in"
 """Attribute of a managed module: the name of its group, if it has buffers; else ``None``."""
@@ -49,7 +49,7 @@ class ManagedForward(DistributedDataParallel):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Broadcast buffers, and move inputs to the module's device."""
         if torch.is_grad_enabled() and getattr(self, UNFINISHED) is not None:
-            _refuse(self)
+            refuse_unfinished(self)
         if is_joining(self):
             _begin_step(self)
         elif sends_buffers(self):
@@ -68,11 +68,9 @@ class ManagedForward(DistributedDataParallel):
     def _post_forward(self, output: Any) -> Any:
         """Note whether the next gradients are averaged: ``no_sync`` is decided here."""
         if torch.is_grad_enabled():
+            setattr(self, LOCAL, not self.require_backward_grad_sync)
             if self.require_backward_grad_sync:
                 setattr(self, EXPECTED, True)
-                setattr(self, LOCAL, False)
-            else:
-                setattr(self, LOCAL, True)
         if getattr(self, BUFFERS_IN):
             # DDP's rule: buffers are broadcast if the forward before was to be synchronised.
             is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -80,6 +78,7 @@ class ManagedForward(DistributedDataParallel):
         return output
 
 
+@torch.compiler.disable
 def refuse_unfinished(ddp: DistributedDataParallel) -> None:
     """Raise the error of a backward before, if the next forward is to be averaged too."""
     error = getattr(ddp, UNFINISHED)
@@ -88,16 +87,17 @@ def refuse_unfinished(ddp: DistributedDataParallel) -> None:
         raise_as_ddp(ddp, RuntimeError, error)
 
 
-def _begin(ddp: DistributedDataParallel) -> None:
+@torch.compiler.disable
+def _begin_step(ddp: DistributedDataParallel) -> None:
     """With ``join``: tell ranks without inputs that this one has some, and what comes."""
     work: Any = Join.notify_join_context(ddp)
-    count_ranks(ddp, work)
+    _count_ranks(ddp, work)
     if sends_buffers(ddp):
         broadcast_buffers(ddp, common_rank(ddp, is_candidate=True))
     tell_joined(ddp)
 
 
-def count_ranks(ddp: DistributedDataParallel, work: Any) -> None:
+def _count_ranks(ddp: DistributedDataParallel, work: Any) -> None:
     """Divide gradients as ``join`` was asked to: by the number of all ranks, or of those that have
     inputs for the step. A communication hook divides as it likes."""
     communication = reducer_of(ddp).communication
@@ -114,24 +114,18 @@ def count_ranks(ddp: DistributedDataParallel, work: Any) -> None:
     communication.count_ranks = count
 
 
-@disable_dynamo
+@torch.compiler.disable
 def _untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
-
-
-_begin_step = disable_dynamo(_begin)
-_refuse = disable_dynamo(refuse_unfinished)
 
 
 # --- Buffers --------------------------------------------------------------------------------------
 
 
-def prepare_buffers(ddp: DistributedDataParallel, group_name: str) -> None:
+def prepare_buffers(ddp: DistributedDataParallel) -> None:
     """Let the forwards of a managed module broadcast its buffers, if it has some."""
-    has_buffers = any(
-        name not in ddp.parameters_to_ignore for name, _ in ddp.module.named_buffers()
-    )
-    setattr(ddp, BUFFERS_IN, group_name if has_buffers else None)
+    names = {name for name, _ in ddp.module.named_buffers()}.difference(ddp.parameters_to_ignore)
+    setattr(ddp, BUFFERS_IN, ddp.process_group.group_name if names else None)
 
 
 def sends_buffers(ddp: DistributedDataParallel) -> bool:

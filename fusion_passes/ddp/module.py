@@ -6,7 +6,7 @@ import atexit
 import functools
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -33,7 +33,6 @@ from fusion_passes.plan.layout import GradientKind
 from fusion_passes.plan.scaling import REDUCE_DTYPE_OF
 from fusion_passes.reducer.backward import reducers, why_failed
 from fusion_passes.reducer.communication import SENT_AS, AllReduce, HookCall, name_of_hook
-from fusion_passes.reducer.memory import RegisteredBuckets
 from fusion_passes.reducer.rank_errors import compare_settings
 from fusion_passes.reducer.reducer import (
     EXPECTED,
@@ -68,9 +67,6 @@ from fusion_passes.torch_private.dynamo import begin_no_graph
 from fusion_passes.torch_private.process_groups import backend_name
 from fusion_passes.torch_private.registered_memory import why_not_registered
 
-_STEPS_OPTIMIZER: Final = "_hook_then_optimizer."
-"""How the name of the hook of ``_register_fused_optim`` begins."""
-
 
 class ManagedDDP(ManagedForward):
     """Takes DDP's place among the bases of a managed module's class."""
@@ -78,12 +74,13 @@ class ManagedDDP(ManagedForward):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Average as a known hook would, or call the hook with the module's buckets."""
         group = dist.group.WORLD if state is None else state
-        if _is_known(hook) and group is self.process_group:
+        is_known = hook in tuple(SENT_AS)  # A hook may have no hash.
+        if is_known and group is self.process_group:
             _accept_comm_hook(self, hook, state)
             return
         self._check_comm_hook(hook)
         _check_first_hook(self)
-        check_reduce_dtype(reducer_of(self).config, hook)
+        _check_reduce_dtype(reducer_of(self).config, hook)
         reason = _reason_against_hook(self, name_of_hook(hook))
         if reason is not None:
             hand_over(self, reason)
@@ -128,10 +125,7 @@ class ManagedDDP(ManagedForward):
     def _update_process_group(self, new_process_group: Any) -> None:
         _refuse_memory(reducer_of(self), new_process_group)
         update_process_group(self, new_process_group)
-        prepare_buffers(self, new_process_group.group_name)
         attach_reducer(self, reducer_of(self).config)
-        setattr(self, EXPECTED, False)
-        setattr(self, UNFINISHED, None)
 
     def _set_static_graph(self) -> None:
         """As DDP, where this promise replaces ``find_unused_parameters``."""
@@ -140,11 +134,13 @@ class ManagedDDP(ManagedForward):
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """DDP's, with what its reducer would have counted."""
-        return ddp_logging_data(self) | logging_data(reducer_of(self))
+        return {**ddp_logging_data(self), **logging_data(reducer_of(self))}
 
     def __reduce_ex__(self, _: object) -> Any:
-        """A copy of a managed module is managed too."""
-        return _blank, (_users_class(self),), _portable(self.__getstate__())
+        """A copy of a managed module is managed too, and gets what belongs to one alone anew."""
+        left_out = {*_REPLACED, REDUCER}
+        state = {name: value for name, value in self.__getstate__().items() if name not in left_out}
+        return _blank, (_users_class(self),), state | {HOOKS_OF_REDUCER: []}
 
 
 _REPLACED: Final = tuple(
@@ -203,18 +199,13 @@ def manage_by_reducer(
     nothing is sent, as with DDP: one rank may make it alone.
 
     Raises:
-        RanksDisagreeError: ranks have been given other settings, unless it is a copy.
+        RanksDisagreeError: ranks have been given other settings.
         ValueError: the options cannot be had.
     """
     make_dtensors_when_read(ddp.module)
-    for handle in hooks_of_reducer(ddp):
-        handle.remove()
-    hooks_of_reducer(ddp).clear()
-    setattr(ddp, EXPECTED, False)
+    _remove_handles(hooks_of_reducer(ddp))
     setattr(ddp, LOCAL, False)
-    setattr(ddp, UNFINISHED, None)
     ddp.reducer = IdleCppReducer(ddp)  # type: ignore[assignment]
-    prepare_buffers(ddp, ddp.process_group.group_name)
     attach_reducer(ddp, config, is_copy=is_copy)
     reducer = reducer_of(ddp)
     if not is_copy:
@@ -231,10 +222,10 @@ def manage_by_reducer(
 def _settings_of(ddp: DistributedDataParallel, config: FusionConfig) -> dict[str, Any]:
     """What must be the same on all ranks."""
     reducer = reducer_of(ddp)
-    names, caps = reducer.parameters.names, caps_of_ddp(ddp)
+    names = reducer.parameters.names
     return {
         OPTION: asdict(config),
-        "bucket_cap_mb of DistributedDataParallel": caps.in_mib(),
+        "bucket_cap_mb of DistributedDataParallel": _caps_of_ddp(ddp).in_mib(),
         "find_unused_parameters of DistributedDataParallel": ddp.find_unused_parameters,
         "static_graph of DistributedDataParallel": bool(ddp.static_graph),
         "parameters that require a gradient": [names[n] for n in reducer.numbers],
@@ -246,7 +237,7 @@ def _settings_of(ddp: DistributedDataParallel, config: FusionConfig) -> dict[str
 
 
 def _why_no_memory(reducer: Reducer, group: Any) -> str:
-    """Why a module's buckets cannot have the memory that is asked for; empty if they can."""
+    """Why buckets cannot have the memory that is asked for; empty if they can."""
     if reducer.config.memory == "plain":
         return ""
     return why_not_registered(group, [kind.device for kind in reducer.parameters.kinds.values()])
@@ -275,13 +266,16 @@ def attach_reducer(
     ddp: DistributedDataParallel, config: FusionConfig, *, is_copy: bool = False
 ) -> None:
     """Give a module a new reducer, in the place of one that it may have."""
+    setattr(ddp, EXPECTED, False)
+    setattr(ddp, UNFINISHED, None)
+    prepare_buffers(ddp)
     old: Reducer | None = ddp.__dict__.get(REDUCER)
     group = ddp.process_group
     backend = backend_name(group, torch.device(ddp.device_type))
     if backend == "gloo":
         pause_at_exit()
         if old is None:
-            weakref.finalize(ddp, pause_without_groups).atexit = False
+            weakref.finalize(ddp, _pause_without_groups).atexit = False
     if old is not None:
         label, communication = old.label, old.communication
         _remove_hooks(old)
@@ -301,8 +295,7 @@ def attach_reducer(
         )
     parameters = parameters_of(ddp)
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
-    rows = sparse_ids(ddp.module)
-    sparse = {n for n, parameter in enumerate(parameters) if id(parameter) in rows}
+    sparse = _sparse_ids(ddp.module)
     reducer = Reducer(
         ddp,
         Parameters(
@@ -310,7 +303,7 @@ def attach_reducer(
             [names.get(id(parameter), "?") for parameter in parameters],
             [strides_to_send(parameter) for parameter in parameters],
             {
-                n: GradientKind(p.numel(), p.dtype, p.device, n in sparse)
+                n: GradientKind(p.numel(), p.dtype, p.device, id(p) in sparse)
                 for n, p in enumerate(parameters)
                 if p.requires_grad
             },
@@ -318,12 +311,9 @@ def attach_reducer(
         group=group,
         label=label,
         config=config,
-        caps=bucket_caps(config, caps_of_ddp(ddp)),
+        caps=bucket_caps(config, _caps_of_ddp(ddp)),
         communication=communication,
     )
-    if config.memory == "registered":
-        reducer.registered = RegisteredBuckets(group)
-    reducer.is_to_be_traced = config.backward_graph == "compiled_autograd"
     ref = weakref.ref(reducer)
     for n in reducer.numbers:
         name = f"{name_in_graphs(reducer)}#{n}"
@@ -369,12 +359,8 @@ def _remove_handles(handles: list[Any]) -> None:
 
 
 def hand_over(ddp: DistributedDataParallel, reason: str) -> None:
-    """From now on, lets DDP's own reducer train a managed module.
-
-    Args:
-        ddp: the module; all ranks of its group must hand it over between the same two steps.
-        reason: for the user.
-    """
+    """Have DDP's own reducer train a managed module from now on; tell the user for which reason.
+    All ranks of its group must do this between the same two steps."""
     ddp.__class__ = _users_class(ddp)
     for name in _REPLACED:
         ddp.__dict__.pop(name, None)
@@ -392,8 +378,7 @@ def _attach(ddp: DistributedDataParallel) -> None:
     the module's class becomes one with ours between the user's and DDP's. Otherwise they are
     attributes of the module, whose class stays what it is: programs compare ``type(model)``.
     """
-    kind = type(ddp)
-    ddps = DistributedDataParallel
+    kind, ddps = type(ddp), DistributedDataParallel
     if any(getattr(kind, name) is not getattr(ddps, name) for name in _OVERRIDDEN):
         ddp.__class__ = _with_managed_methods(kind)
     else:
@@ -442,9 +427,8 @@ def _users_class(ddp: DistributedDataParallel) -> type[DistributedDataParallel]:
 # --- Parameters -----------------------------------------------------------------------------------
 
 
-def sparse_ids(model: nn.Module) -> set[int]:
-    """The ids of the parameters whose gradients are sparse: those of layers that DDP expects it
-    of."""
+def _sparse_ids(model: nn.Module) -> set[int]:
+    """The ids of the parameters of layers from which DDP expects sparse gradients."""
     return {
         id(parameter)
         for layer in model.modules()
@@ -453,13 +437,12 @@ def sparse_ids(model: nn.Module) -> set[int]:
     }
 
 
-def caps_of_ddp(ddp: DistributedDataParallel) -> BucketCaps:
+def _caps_of_ddp(ddp: DistributedDataParallel) -> BucketCaps:
     """The caps of a module's buckets, before any option."""
     if not ddp.bucket_bytes_cap_default:
         return given_caps(int(ddp.bucket_bytes_cap), ddp.bucket_bytes_cap_list)
-    sparse = sparse_ids(ddp.module)
-    dense = [parameter for parameter in parameters_of(ddp) if id(parameter) not in sparse]
-    gradient_bytes = sum(parameter.nbytes for parameter in dense)
+    sparse = _sparse_ids(ddp.module)
+    gradient_bytes = sum(p.nbytes for p in parameters_of(ddp) if id(p) not in sparse)
     return default_caps(gradient_bytes, DEFAULT_FIRST_BUCKET_BYTES, ddp.bucket_bytes_cap)
 
 
@@ -484,26 +467,13 @@ def _is_dense(value: Tensor) -> bool:
 # --- Communication hooks -------------------------------------------------------------------------
 
 
-def _is_known(hook: object) -> bool:
-    """Whether the hook averages gradients, in their own or a smaller dtype."""
-    try:
-        return hook in SENT_AS
-    except TypeError:  # Not hashable.
-        return False
-
-
 def _check_first_hook(ddp: DistributedDataParallel) -> None:
     if comm_hooks(ddp):
         raise RuntimeError("register_comm_hook can only be called once.")
 
 
 def _accept_comm_hook(ddp: DistributedDataParallel, hook: Any, state: object = None) -> None:
-    """Let a managed module's gradients be sent as a known hook would send them.
-
-    Raises:
-        RuntimeError: the module has a hook already, as in DDP.
-        ValueError: the hook contradicts the option ``memory``.
-    """
+    """Let a managed module's gradients be sent as a known hook would send them."""
     _check_first_hook(ddp)
     if SENT_AS[hook] is not None and reducer_of(ddp).config.memory == "registered":
         raise ValueError(
@@ -519,7 +489,7 @@ def _accept_comm_hook(ddp: DistributedDataParallel, hook: Any, state: object = N
 
 def _reason_against_hook(ddp: DistributedDataParallel, name: str) -> str | None:
     """Why DDP's own reducer is to call a hook; ``None`` if the package's does."""
-    if name.startswith(_STEPS_OPTIMIZER):
+    if name.startswith("_hook_then_optimizer."):  # That of ``_register_fused_optim``.
         return (
             f"its communication hook {name} steps an optimizer while a compiled backward may still "
             "read the parameters. To fuse, step the optimizer after the backward"
@@ -538,13 +508,9 @@ def _note_comm_hook(ddp: DistributedDataParallel, hook: Any, state: object) -> N
     log_comm_hook(ddp, name_of_hook(hook))
 
 
-def check_reduce_dtype(config: FusionConfig | None, hook: Any) -> None:
-    """Refuse an option that contradicts a communication hook.
-
-    Raises:
-        ValueError: it names both.
-    """
-    if config is not None and config.reduce_dtype is not None:
+def _check_reduce_dtype(config: FusionConfig, hook: Any) -> None:
+    """Refuse an option that contradicts a communication hook."""
+    if config.reduce_dtype is not None:
         raise ValueError(
             f"reduce_dtype={config.reduce_dtype!r} of ddp_fusion contradicts communication hook "
             f"{name_of_hook(hook)}, which says itself in which dtype gradients are sent. Leave the "
@@ -555,44 +521,27 @@ def check_reduce_dtype(config: FusionConfig | None, hook: Any) -> None:
 # --- Copies --------------------------------------------------------------------------------------
 
 
-def _portable(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A managed module's attributes without what belongs to this one alone."""
-    left_out = {*_REPLACED, REDUCER}
-    portable = {name: value for name, value in state.items() if name not in left_out}
-    portable[HOOKS_OF_REDUCER] = []
-    return portable
-
-
 def _blank(kind: type[DistributedDataParallel]) -> DistributedDataParallel:
     """An object that becomes a copy of a managed module when it is given its state."""
     ddp = kind.__new__(kind)
-    ddp.__dict__["__setstate__"] = _Restoring(ddp)
+    ddp.__dict__["__setstate__"] = functools.partial(_restore, ddp)
     return ddp
 
 
-class _Restoring:
-    """What ``__setstate__`` of such an object does. Where the flag is not set, it becomes a module
-    with DDP's own reducer."""
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = ddp
-
-    def __call__(self, state: dict[str, Any]) -> None:
-        ddp = self._ddp
-        del ddp.__dict__["__setstate__"]
-        config = active_config()
-        state = state | {USES_PYTHON_REDUCER: config is not None}
-        type(ddp).__setstate__(ddp, state)
-        if config is not None:
-            manage_by_reducer(ddp, config, is_copy=True)
-            comm_hooks(ddp).clear()  # As in DDP: a copy has none.
+def _restore(ddp: DistributedDataParallel, state: dict[str, Any]) -> None:
+    """Give such an object its state. Where the flag is not set, DDP's own reducer trains it."""
+    del ddp.__dict__["__setstate__"]
+    config = active_config()
+    type(ddp).__setstate__(ddp, state | {USES_PYTHON_REDUCER: config is not None})
+    if config is not None:
+        manage_by_reducer(ddp, config, is_copy=True)
+        comm_hooks(ddp).clear()  # As in DDP: a copy has none.
 
 
 # --- The end of a process -------------------------------------------------------------------------
 
-# A bucket is memory that a collective is given, and views of it become the gradients. So the last
-# reference to it can be that of a thread of Gloo, which drops it right after the collective has
-# ended, and needs Python for that. Once the interpreter is ending, it ends threads that ask for it,
+# The last reference to a bucket can be that of a thread of Gloo, which drops it right after its
+# collective, and needs Python for that. An interpreter that is ending ends threads that ask for it,
 # and with Gloo's the whole process aborts ("terminate called without an active exception", torch
 # 2.11 to 2.15, before Python 3.14): seen in one of 56 runs of two ranks on a busy machine that
 # ended right after their last step.
@@ -600,9 +549,6 @@ class _Restoring:
 # Likewise, a group of Gloo that ends waits for its threads and keeps Python to itself meanwhile:
 # for ever, if one of them drops its last collective. Seen with eager DDP alone, too, in 1 of 7 runs
 # on a busy machine where a function that had destroyed the groups returned.
-
-_PAUSE_SECONDS: Final = 0.05
-"""Thousands of times as long as a thread needs that is running, and nothing beside a start."""
 
 
 @process_state.once("whether a pause at the program's end is registered")
@@ -612,7 +558,7 @@ def pause_at_exit() -> None:
     atexit.register(_pause)
 
 
-def pause_without_groups() -> None:
+def _pause_without_groups() -> None:
     """The same before a module goes, where all groups are destroyed: the last reference to its own
     may go with it."""
     if not dist.is_initialized():
@@ -620,4 +566,5 @@ def pause_without_groups() -> None:
 
 
 def _pause() -> None:
-    time.sleep(_PAUSE_SECONDS)
+    """Wait thousands of times as long as a running thread needs: nothing beside a start."""
+    time.sleep(0.05)

@@ -1,8 +1,6 @@
-"""What DDP offers and a managed module would leave out without a word.
-
-A module that uses it is trained by DDP's own reducer, as without the flag, and the user is warned;
-or it is refused, where that cannot be known to work with a compiled forward.
-"""
+"""What DDP offers and a managed module would leave out without a word: a module that uses it is
+trained by DDP's own reducer, and the user is warned; or it is refused, where that cannot be known
+to work with a compiled forward."""
 
 from __future__ import annotations
 
@@ -24,14 +22,9 @@ own_reducers: Final = process_state.keep(
     reset=weakref.WeakSet.clear,
 )
 
-_WITHOUT_EFFECT: Final = ("gradient_as_bucket_view", "batched_grad_copy", "lazy_bucket_allocation")
-
 
 def check_supported(arguments: Mapping[str, Any]) -> None:
-    """Refuse what works with neither reducer under the flag.
-
-    Args:
-        arguments: what DDP is to be constructed with, by name; the wrapped ``module`` among them.
+    """Refuse arguments of DDP that work with neither reducer under the flag.
 
     Raises:
         ValueError: it names the argument and the remedy.
@@ -61,7 +54,8 @@ def warn_own_reducer(ddp: DistributedDataParallel, reason: str) -> None:
 
 def warn_without_effect(arguments: Mapping[str, Any]) -> None:
     """Warn of arguments that have no effect, because they tune the C++ reducer."""
-    given = [name for name in _WITHOUT_EFFECT if arguments.get(name)]
+    names = ("gradient_as_bucket_view", "batched_grad_copy", "lazy_bucket_allocation")
+    given = [name for name in names if arguments.get(name)]
     if given:
         warn_once(
             f"no effect {given}",

@@ -1,11 +1,10 @@
 """Tensor parallelism inside a DDP module, in a form that can be traced.
 
 DDP's reducers take no DTensors. Given one dimension of a larger mesh as its ``device_mesh``, DDP
-makes a parameter of each DTensor's local shard, and two forward hooks of torch are to put DTensors
-in their places and to take them out again. These hooks can't be compiled: Dynamo breaks the graph
-at them and compiles what makes a DTensor as a function of its strides. As soon as those differ, it
-takes them for symbolic, and a DTensor with symbolic strides can't be hashed (``unhashable type:
-non-nested SymInt``). The hooks take nothing out either: after one forward, the module has lost its
+makes a parameter of each DTensor's local shard, and two forward hooks are to put DTensors in their
+places and to take them out again. These can't be compiled: Dynamo breaks the graph at them, and
+takes strides that differ for symbolic, with which a DTensor can't be hashed (``unhashable type:
+non-nested SymInt``). Nor do they take anything out: after one forward, the module has lost its
 parameters, and keeps DTensors that hang on the autograd graph of that forward.
 
 Here, a module keeps its local parameters, and a DTensor is made whenever its forward reads one.
@@ -37,14 +36,8 @@ those that differ for symbolic."""
 
 @dataclass(frozen=True)
 class Layout:
-    """What the local shard of a DTensor does not say of it.
-
-    Attributes:
-        mesh: the tensor-parallel device mesh.
-        placements: one for each dimension of the mesh.
-        shape: of the whole tensor.
-        stride: of the whole tensor.
-    """
+    """What the local shard of a DTensor does not say of it: the tensor-parallel mesh, a placement
+    for each of its dimensions, and the shape and stride of the whole tensor."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -57,10 +50,7 @@ class Layout:
 
 def check_dtensors(model: nn.Module, device_mesh: DeviceMesh | None) -> None:
     """Refuse DTensors that DDP would take for parameters, which none of its reducers can reduce.
-
-    Args:
-        model: what DDP is to wrap.
-        device_mesh: what DDP is given. If it is a part of a larger mesh, DDP handles the DTensors.
+    Given a part of a larger mesh, DDP handles them.
 
     Raises:
         ValueError: it names a parameter and the remedy.
@@ -78,11 +68,8 @@ def check_dtensors(model: nn.Module, device_mesh: DeviceMesh | None) -> None:
 
 
 def make_dtensors_when_read(model: nn.Module) -> None:
-    """Let the modules of ``model`` make DTensors of the local shards that DDP has given them.
-
-    Args:
-        model: what DDP has wrapped. Without such shards, it stays as it is.
-    """
+    """Let the modules of a model make DTensors of the local shards that DDP has given them, if it
+    has, and remove the two hooks that it has registered for that."""
     kinds: dict[tuple[type, tuple[str, ...]], type] = {}
     for module in model.modules():
         layouts = module.__dict__.get(_LAYOUTS) or _find_layouts(module)
@@ -94,30 +81,26 @@ def make_dtensors_when_read(model: nn.Module) -> None:
             key = type(module), tuple(layouts)
             kinds[key] = kinds.get(key) or _reading_dtensors(*key)
             module.__class__ = kinds[key]
-    if kinds:
-        _remove_hooks(model)
+    if not kinds:
+        return
+    theirs = data_parallel_hooks()
+    for table in (table for module in model.modules() for table in forward_hooks(module)):
+        for number in [number for number, hook in table.items() if hook in theirs]:
+            del table[number]
 
 
 def _find_layouts(module: nn.Module) -> dict[str, Layout]:
-    specs = {
-        name: spec
-        for name, parameter in own_parameters(module).items()
-        if parameter is not None and (spec := dtensor_spec(parameter)) is not None
-    }
     return {
         name: Layout(spec.mesh, tuple(spec.placements), spec.shape, tuple(spec.stride))
-        for name, spec in specs.items()
+        for name, parameter in own_parameters(module).items()
+        if parameter is not None and (spec := dtensor_spec(parameter)) is not None
     }
 
 
 def _reading_dtensors(kind: type, names: tuple[str, ...]) -> type:
     """A class like ``kind``, whose instances give DTensors for the parameters ``names``."""
-    same = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__doc__": kind.__doc__,
-    }
-    return type(kind.__name__, (kind,), {**same, **{name: _property(name) for name in names}})
+    same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (kind,), same | {name: _property(name) for name in names})
 
 
 def _property(name: str) -> property:
@@ -136,12 +119,3 @@ def _property(name: str) -> property:
         )
 
     return property(read)
-
-
-def _remove_hooks(model: nn.Module) -> None:
-    """Remove the two hooks that DDP has registered."""
-    theirs = data_parallel_hooks()
-    for module in model.modules():
-        for table in forward_hooks(module):
-            for key in [key for key, hook in table.items() if hook in theirs]:
-                del table[key]

@@ -18,7 +18,6 @@ import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -47,10 +46,6 @@ from fusion_passes.torch_private.process_groups import (
 
 FIRST: Final = "it is the first one, which shows in which order gradients come"
 
-_MARK: Final = "#"
-"""In a name, between the module's and the number of the parameter."""
-
-
 # --- Names ---------------------------------------------------------------------------------------
 
 
@@ -67,7 +62,7 @@ class TracedModules:
         known = self._reducers.get(name)
         if known is not None and known() is reducer:
             return
-        names = [name, *(f"{name}{_MARK}{number}" for number in reducer.numbers)]
+        names = [name, *(f"{name}#{number}" for number in reducer.numbers)]
         if known is not None:
             self._forget(name, known, names)
         reference = self._reducers[name] = weakref.ref(reducer)
@@ -83,15 +78,11 @@ class TracedModules:
             for each in names:
                 unregister_process_group(each)
 
-    def reducer_of(self, name: str) -> Reducer | None:
-        """The reducer of a module's name."""
-        reference = self._reducers.get(name)
-        return reference() if reference is not None else None
-
     def owner_of(self, name: str) -> Owner | None:
         """As :data:`fusion_passes.reductions.owners.OwnerOf`."""
-        base, _, number = name.partition(_MARK)
-        reducer = self.reducer_of(base)
+        base, _, number = name.partition("#")
+        reference = self._reducers.get(base)
+        reducer = reference() if reference is not None else None
         if reducer is None:
             return None
         index = int(number) if number else -1
@@ -110,7 +101,7 @@ class TracedModules:
 
     def buckets_of(self, name: str) -> ModuleBuckets:
         """What a graph has to launch for a module."""
-        reducer = self.reducer_of(name)
+        reducer = self._reducers[name]()
         assert reducer is not None, "its graph is being compiled"
         communication = reducer.communication
         assert isinstance(communication, AllReduce), "likewise"
@@ -124,7 +115,7 @@ class TracedModules:
         """What a cached graph depends on: of each gradient, its strides and its name in the report
         too."""
         known = [(name, r) for name, ref in sorted(self._reducers.items()) if (r := ref())]
-        numbers = [f"{name}{_MARK}{number}" for name, r in known for number in r.numbers]
+        numbers = [f"{name}#{number}" for name, r in known for number in r.numbers]
         return repr([*map(self.owner_of, numbers), *(self.buckets_of(name) for name, _ in known)])
 
     def reset(self) -> None:
@@ -137,9 +128,6 @@ traced_modules: Final = process_state.keep(
     Lifetime.MODULE,
     reset=TracedModules.reset,
 )
-
-
-# --- The hook ------------------------------------------------------------------------------------
 
 
 def reduce_in_graph(parameter: nn.Parameter, name: str, world_size: int) -> None:
@@ -174,7 +162,8 @@ class TracedBackwards:
         self._threads.add(threading.get_ident())
         is_on = traces_backwards()
         modules = run.taking_part
-        is_asked = bool(modules) and (is_on or any(r.is_to_be_traced for r in modules))
+        is_to_be = (r.config.backward_graph == "compiled_autograd" for r in modules)
+        is_asked = bool(modules) and (is_on or any(is_to_be))
         run.why_untraced = self._why_not(run) if is_asked else ""
         if is_asked and not run.why_untraced:
             for reducer in modules:
@@ -214,7 +203,9 @@ class TracedBackwards:
 
     def _compile(self, traced: fx.GraphModule) -> Callable[..., Any]:
         """Compile the graph of a traced backward, or run it as it is: then hooks run one by one."""
-        compiled = torch.compile(traced, options={**self.options, **_OPTIONS}, dynamic=False)
+        # With these two, a graph with collectives is not compiled.
+        off = {"triton.cudagraphs": False, "fallback_by_default": False}
+        compiled = torch.compile(traced, options={**self.options, **off}, dynamic=False)
         why = ""  # It was not compiled.
 
         def run(inputs: list[Tensor], *arguments: Any) -> Any:
@@ -265,10 +256,6 @@ def name_in_graphs(reducer: Reducer) -> str:
     return f"{reducer.group.group_name}/{reducer.label.partition(' (')[0].replace(' ', '').lower()}"
 
 
-_OPTIONS: Final = MappingProxyType({"triton.cudagraphs": False, "fallback_by_default": False})
-"""Options of Inductor under which a graph with collectives is not compiled."""
-
-
 def _give_up(run: RunningBackward, error: Exception) -> str:
     """Trace no backward of these modules any more. Return why, in a line."""
     run.why_untraced = f"torch cannot make one graph of it: {_in_a_line(error)}"
@@ -314,8 +301,7 @@ def _raised_in(traced: fx.GraphModule, error: BaseException) -> BaseException | 
     """The error that a part of a traced backward has raised as it ran; ``None`` where none has run:
     what it has done must not be done twice. Dynamo compiles the first part before anything of it
     runs. An error of Dynamo's can hide the first one: it breaks the graph where ``GraphModule``
-    looks at the first one's traceback (torch 2.11 to 2.14).
-    """
+    looks at the first one's traceback (torch 2.11 to 2.14)."""
     code = traced.forward.__code__
     found: BaseException | None = error
     while found is not None:
@@ -332,11 +318,8 @@ def _in_a_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     explained = [line for line in lines if line.startswith("Explanation:")]
     text = (explained or lines or [type(error).__name__])[0]
-    return f"{type(error).__name__}: {text.removeprefix('Explanation: ')[:_SHOWN]}"
+    return f"{type(error).__name__}: {text.removeprefix('Explanation: ')[:240]}"
 
-
-_SHOWN: Final = 240
-"""Characters of an error that a report has."""
 
 traced_backwards: Final = process_state.keep(
     TracedBackwards(),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -31,11 +32,7 @@ from fusion_passes.state import process_state
 from fusion_passes.torch_private import CustomGraphPass, inductor_config
 from fusion_passes.torch_private.autograd import is_tensor_subclass
 from fusion_passes.torch_private.dynamo import is_compiling_backward
-from fusion_passes.torch_private.inductor import (
-    donates_buffers,
-    run_observed,
-    trace_artifact,
-)
+from fusion_passes.torch_private.inductor import donates_buffers, run_observed, trace_artifact
 from fusion_passes.torch_private.older_torch import PassChain, takes_one_pass
 from fusion_passes.version import __version__
 
@@ -53,16 +50,7 @@ def compile_graph(
 ) -> Any:
     """Compile a graph of Dynamo's as Inductor's backend of ``torch.compile`` does: a traced
     backward with :class:`FusePass`, a forward that reads parameters of managed modules with
-    :class:`StorePass`.
-
-    Args:
-        original: the backend's ``__call__``.
-        compiler: the backend.
-        model: the graph.
-        inputs: what it was traced with: parameters are the module's own.
-        args: for the backend.
-        kwargs: for the backend.
-    """
+    :class:`StorePass`. The parameters among the inputs are the module's own."""
     options = {**compiler.config, **(kwargs.get("config_patches") or {})}
     config, is_backward = active_config(), is_compiling_backward()
     if traced_backwards.is_in_graph and config is not None:
@@ -84,66 +72,44 @@ def _with_pass(compiler: Any, options: Mapping[str, Any], added: CustomGraphPass
     """The backend as it is, but with a pass behind those that users have given it."""
     given = _value_of(SLOT, options)
     if isinstance(given, PassChain):
-        passes = list(given.passes)
+        passes = [*given.passes, added]
     elif isinstance(given, list | tuple):
-        passes = list(given)
+        passes = [*given, added]
     else:
-        passes = [] if given is None else [given]
-    passes.append(added)
-    if len(passes) == 1:
-        return _with_options(compiler, {SLOT: added})
-    return _with_options(compiler, {SLOT: PassChain(passes) if takes_one_pass() else passes})
+        passes = [added] if given is None else [given, added]
+    several = PassChain(passes) if takes_one_pass() else passes
+    changed = copy.copy(compiler)
+    changed.config = {**compiler.config, SLOT: several if len(passes) > 1 else added}
+    return changed
 
 
 def _check_passes_run(options: Mapping[str, Any]) -> None:
     """Refuse to compile a traced backward whose gradients would be reduced one by one: other ranks
-    launch buckets.
-
-    Raises:
-        CannotLaunchError: Inductor's passes on post-grad graphs, or those of others, are switched
-            off.
-    """
+    launch buckets."""
     switched_off = str(_value_of("disabled_passes", options) or "").split(",")
     if not _value_of("use_post_grad_passes", options) or SLOT in switched_off:
         raise CannotLaunchError("Inductor's passes on post-grad graphs are switched off")
 
 
 def compiles_usually(options: Mapping[str, Any]) -> bool:
-    """Whether what is compiled with these options can tell a reducer of its gradients.
-
-    A replayed CUDA graph writes to the memory that it has recorded, and calls no operator: there,
-    and where operators are not lowered, hooks bring the gradients.
-    """
+    """Whether what is compiled with these options can tell a reducer of its gradients. A replayed
+    CUDA graph writes to the memory that it has recorded, and calls no operator: there, and where
+    operators are not lowered, hooks bring the gradients."""
     unusual = ("triton.cudagraphs", "fallback_by_default")
     return not any(_value_of(name, options) for name in unusual)
 
 
 def _value_of(name: str, options: Mapping[str, Any]) -> Any:
     """What an option of Inductor is in a compile with these options."""
-    if name in options:
-        return options[name]
-    owner: Any = inductor_config
-    for part in name.split("."):
-        owner = getattr(owner, part)
-    return owner
-
-
-def _with_options(compiler: Any, options: Mapping[str, Any]) -> Any:
-    """The backend as it is, but with some options of Inductor."""
-    changed = copy.copy(compiler)
-    changed.config = {**compiler.config, **options}
-    return changed
+    return options[name] if name in options else operator.attrgetter(name)(inductor_config)
 
 
 # --- Passes --------------------------------------------------------------------------------------
 
 
 class FusePass(CustomGraphPass):
-    """Runs the pipeline on a backward that compiled autograd has traced, and records what was done.
-
-    Args:
-        config: the options.
-    """
+    """Runs the pipeline on a backward that compiled autograd has traced, and records what was
+    done."""
 
     def __init__(self, config: FusionConfig) -> None:
         self._config = config
@@ -159,9 +125,9 @@ class FusePass(CustomGraphPass):
             compile_log.expect(report_plan(plan, self._config.mode), plan.digest(), tuple(packed))
 
     def uuid(self) -> str:
-        """Identity of what this pass does to a graph: the FX graph cache's key holds it. Another
-        version of the package, option, or layout of a module is another identity; so is whether
-        buffers are donated, which the key does not hold otherwise."""
+        """Identity of what this pass does to a graph, for the key of the FX graph cache. That does
+        not hold whether a backward may overwrite what its forward has saved (torch 2.11 to 2.14),
+        so this does."""
         state = [__version__, source_hash(), self._config, donates_buffers(), self._modules]
         return hashlib.sha256(repr(state).encode()).hexdigest()
 
@@ -182,22 +148,16 @@ class StorePass(CustomGraphPass):
             trace_artifact("ddp_fusion_stored", lambda: graph_text(graph))
 
     def uuid(self) -> str:
-        """Identity of what this pass does to a graph: the FX graph cache's key holds it."""
-        # A backward that may overwrite what its forward has saved must not come back for one that
-        # may not: the key of torch's own cache does not hold this setting (torch 2.11 to 2.14).
+        """As :meth:`FusePass.uuid`."""
         return f"{__version__} {source_hash()} {donates_buffers()} {self._stores.identity()}"
 
 
 def stores_of_forward(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients | None:
-    """Make the pass that stores the gradients of a forward's parameters in buckets.
-
-    Returns:
-        ``None`` if none of its inputs is a parameter of a managed module, or AOTAutograd would
-        number the inputs otherwise.
-    """
-    if len(graph.find_nodes(op="placeholder")) != len(inputs) or any(
-        map(is_tensor_subclass, inputs)
-    ):
+    """Make the pass that stores the gradients of a forward's parameters in buckets; ``None`` if
+    none of its inputs is one of a managed module, or AOTAutograd would number the inputs
+    otherwise."""
+    num_placeholders = len(graph.find_nodes(op="placeholder"))
+    if num_placeholders != len(inputs) or any(map(is_tensor_subclass, inputs)):
         return None
     modules: dict[Reducer, int] = {}
     found: dict[int, StoredInput] = {}

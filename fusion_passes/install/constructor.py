@@ -27,19 +27,9 @@ from fusion_passes.torch_private.inductor import torch_fuses_ddp, without_torchs
 
 
 def construct(
-    original: Callable[..., None],
-    ddp: DistributedDataParallel,
-    /,
-    *args: Any,
-    **kwargs: Any,
+    original: Callable[..., None], ddp: DistributedDataParallel, /, *args: Any, **kwargs: Any
 ) -> None:
     """Do what ``DistributedDataParallel.__init__`` does, and manage the module.
-
-    Args:
-        original: DDP's constructor.
-        ddp: the module.
-        args: for DDP's constructor.
-        kwargs: for DDP's constructor.
 
     Raises:
         ValueError: settings or arguments contradict the flag; the text names the remedy.
@@ -110,11 +100,7 @@ def enter_forward(original: Callable[..., Any], ddp: DistributedDataParallel) ->
 
 
 def _check_conflicts() -> None:
-    """Refuse settings that would undo or repeat what the passes do.
-
-    Raises:
-        ValueError: it names the setting, its value and the remedy.
-    """
+    """Refuse settings that would undo or repeat what the passes do."""
     overlap = inductor_config.aten_distributed_optimizations
     settings = {
         "bucket_all_reduces_fx": (inductor_config.bucket_all_reduces_fx, "none"),
@@ -134,11 +120,7 @@ def _check_conflicts() -> None:
 
 
 def _check_reducer_mode() -> None:
-    """Refuse a reducer that the fusion cannot use.
-
-    Raises:
-        ValueError: as :func:`_check_conflicts`.
-    """
+    """Refuse a reducer that the fusion cannot use."""
     mode = dynamo_config().optimize_ddp
     if mode not in (True, "python_reducer"):
         raise ValueError(
@@ -150,11 +132,7 @@ def _check_reducer_mode() -> None:
 
 
 def _check_tracing(config: FusionConfig) -> None:
-    """Refuse to trace the backwards of a module with a reducer, whose calls no graph can hold.
-
-    Raises:
-        ValueError: as :func:`_check_conflicts`.
-    """
+    """Refuse to trace the backwards of a module with a reducer, whose calls no graph can hold."""
     if config.backward_graph == "aot_autograd" and dynamo_config().compiled_autograd:
         raise ValueError(
             "torch._dynamo.config.compiled_autograd = True cannot be combined with "

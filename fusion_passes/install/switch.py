@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
+import torch
+
 from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.traced import traced_backwards
 from fusion_passes.flag import active_config, add_flag
@@ -20,19 +22,9 @@ from fusion_passes.reducer.backward import RunningBackward, reducers, register_o
 from fusion_passes.reporting.backwards import backwards
 from fusion_passes.reporting.warnings import warn_not_reduced, warn_once, warn_stays_local
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private import owner_of_name
+from fusion_passes.torch_private import inductor_config, owner_of_name
 from fusion_passes.torch_private.autograd import backward_id
-from fusion_passes.torch_private.dynamo import (
-    clear_backward_cache,
-    disable_dynamo,
-    is_compiling_graph,
-)
-
-_OPTION_OF_ONE_COMPILE: Final = (
-    "torch.compile(options={'ddp_fusion': ...}) has no effect: a module has the options that it "
-    "was constructed with. Set torch._inductor.config.ddp_fusion before you construct "
-    "DistributedDataParallel, and leave the option out."
-)
+from fusion_passes.torch_private.dynamo import clear_backward_cache, is_compiling_graph
 
 _DDP: Final = "torch.nn.parallel.DistributedDataParallel"
 
@@ -63,8 +55,12 @@ def _note_averaged(run: RunningBackward, names: Sequence[str], copied: int) -> N
 
 
 def _warn_of_option() -> None:
-    """Warn that one compile was given the flag as its option."""
-    warn_once("an option of one compile", _OPTION_OF_ONE_COMPILE)
+    warn_once(
+        "an option of one compile",
+        "torch.compile(options={'ddp_fusion': ...}) has no effect: a module has the options that "
+        "it was constructed with. Set torch._inductor.config.ddp_fusion before you construct "
+        "DistributedDataParallel, and leave the option out.",
+    )
 
 
 class _Installation:
@@ -89,11 +85,7 @@ class _Installation:
         clear_backward_cache()
 
     def reset(self) -> None:
-        """Undo all. This comes before anything else is forgotten.
-
-        Raises:
-            RuntimeError: something runs that needs what would be undone.
-        """
+        """Undo all, before anything else is forgotten, unless something runs that needs it."""
         if reducers.running or backward_id() >= 0 or is_compiling_graph():
             raise RuntimeError(
                 "fusion_passes cannot be reset while a backward runs or a graph is being compiled: "
@@ -119,19 +111,15 @@ class _Installation:
             reducers.forget_hooks()
             _wrap(undo, "torch.autograd.function._HookMixin._register_hook", register_on_node)
             # Torch's own fusion would fuse the same gradients.
-            _set_to(undo, "torch._inductor.config._fuse_ddp_communication", False)
+            undo.enter_context(inductor_config.patch(_fuse_ddp_communication=False))
             self._undo = undo.pop_all()
 
 
 def _wrap(undo: contextlib.ExitStack, what: str, replacement: Callable[..., Any]) -> None:
-    """Replace a function of torch, which a compiled region that calls it runs as it is.
-
-    Args:
-        undo: puts the function back, unless somebody has put something else there since: that
-            stays, and where it calls what has been here, that calls torch's function again.
-        what: dotted name of the function.
-        replacement: called with torch's function first.
-    """
+    """Replace a function of torch, by its dotted name, with one that is called with torch's first,
+    and that a compiled region runs as it is. ``undo`` puts torch's back, unless somebody has put
+    something else there since: that stays, and where it calls what has been here, that calls
+    torch's function again."""
     owner, name = owner_of_name(what)
     original = getattr(owner, name)
     is_undone = threading.Event()
@@ -144,7 +132,7 @@ def _wrap(undo: contextlib.ExitStack, what: str, replacement: Callable[..., Any]
 
     replaced[what] = original
     before = inspect.getattr_static(owner, name)
-    value = disable_dynamo(patched)
+    value = torch.compiler.disable(patched)
     if isinstance(before, staticmethod):
         value = staticmethod(cast("Callable[..., Any]", value))
     setattr(owner, name, value)
@@ -155,13 +143,6 @@ def _wrap(undo: contextlib.ExitStack, what: str, replacement: Callable[..., Any]
             setattr(owner, name, before)
 
     undo.callback(restore)
-
-
-def _set_to(undo: contextlib.ExitStack, what: str, value: object) -> None:
-    """Give a setting a value; ``undo`` gives it the one that it has now."""
-    owner, name = owner_of_name(what)
-    undo.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
 
 
 _installation: Final = process_state.keep(

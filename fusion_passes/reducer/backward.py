@@ -43,8 +43,6 @@ from fusion_passes.torch_private.autograd import (
 from fusion_passes.torch_private.ddp import has_optimizer_in_backward
 from fusion_passes.torch_private.dynamo import is_compiled_forward, is_compiling_graph
 
-_ACCUMULATES: Final = "accumulate_grad"
-
 _Gradient: TypeAlias = tuple[Reducer, int]
 """Whose gradient it is: the reducer, and the parameter's number there."""
 
@@ -54,15 +52,9 @@ _ReachedNumbers: TypeAlias = dict[Reducer, dict[int, str]]
 
 @dataclass(frozen=True)
 class _Begun:
-    """Memory that a compiled backward was given, in which gradients are not stored yet.
-
-    Attributes:
-        reducer: of the gradients.
-        numbers: of the parameters.
-        offsets: of each gradient in the memory, in elements.
-        is_sum: whether other compiled forwards give a part of each.
-        is_bucket: whether the memory is a bucket's.
-    """
+    """Memory that a compiled backward was given, in which gradients are not stored yet: at which
+    offsets in elements, whether each is a sum, of which other compiled forwards give parts, and
+    whether the memory is a bucket's."""
 
     reducer: Reducer
     numbers: Piece
@@ -82,8 +74,7 @@ class CompiledForward:
     0: the autograd node of the forward has an edge for each.
 
     Attributes:
-        owners: whose gradient the one of an input is, by its position: the reducer, and the
-            parameter's number there.
+        owners: whose gradient the one of an input is, by its position.
         final: positions of the inputs whose gradients compiled forwards give, and nothing else.
         contributions: how many compiled forwards give a part of an input's gradient, by position:
             with several of them, it is a sum.
@@ -160,9 +151,8 @@ class CompiledForward:
             # then launch what collectives of the model's own follow.
             reducer.mark_stored(numbers, stored_apart=begun.gradients(memory))
             return
-        if copied:
-            reducer.note_copied([self.owners[position][1] for position in copied], why)
-        reducer.mark_stored(numbers, is_sum=begun.is_sum)
+        copied = [self.owners[position][1] for position in copied]
+        reducer.mark_stored(numbers, is_sum=begun.is_sum, copied=copied, why=why)
 
 
 def _add(gradients: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
@@ -180,15 +170,13 @@ def _add(gradients: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None
 
 @dataclass(eq=False)
 class RunningBackward:
-    """A backward that runs, with all that run inside of it.
+    """A backward that runs, with all that run inside of it, and how it was called
+    (``retain_graph=True``, ``create_graph=True``, ``inputs``).
 
     Attributes:
         taking_part: the reducers that average in it, in the order in which they launch.
         reached: numbers of the parameters that it reaches, by reducer, each with the reason why its
             gradient is not final where a compiled backward gives it; empty if it is.
-        keeps_graph: ``retain_graph=True``.
-        creates_graph: ``create_graph=True``.
-        only_some: whether it was called with ``inputs``.
         has_others: whether it reaches leaves that not just one of these reducers has.
         is_traced: whether a graph that was traced of it has averaged all gradients.
         why_untraced: why it was not, where that was asked for.
@@ -224,11 +212,10 @@ class Reducers:
     Attributes:
         compiled: the compiled forwards of the backwards that run, by autograd node.
         running: the backwards that run, but for those inside of others.
-        run_engine: calls the engine, which may be traced by compiled autograd.
         on_local: called with a module's name when a gradient has stayed on its rank.
         on_averaged: called with each backward that has averaged modules.
         on_unowned: called with the tensors that such a backward reaches, and no reducer has.
-        version: how often one was added.
+        version: how often a reducer was added.
     """
 
     compiled: dict[Any, CompiledForward] = field(default_factory=dict)
@@ -238,7 +225,9 @@ class Reducers:
     on_averaged: OnAveraged = lambda _, __, ___: None
     on_unowned: Callable[[Sequence[Tensor]], None] = lambda _: None
     version: int = 0
-    _all: list[weakref.ref[Reducer]] = field(default_factory=list)
+    _all: weakref.WeakValueDictionary[int, Reducer] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
     _hooked: frozenset[int] | None = None
 
     def __len__(self) -> int:
@@ -246,7 +235,7 @@ class Reducers:
 
     def add(self, reducer: Reducer) -> None:
         """Have a reducer take part in backwards, until it is freed."""
-        self._all.append(weakref.ref(reducer, self._forget))
+        self._all[id(reducer)] = reducer
         reducer.on_unseen = self.take
         self.version += 1
         self._name_all()
@@ -257,20 +246,16 @@ class Reducers:
         alive = self.alive()
         labels = [reducer.label for reducer in alive]
         for reducer in alive:
-            is_alone = labels.count(reducer.label) == 1
-            group = "" if is_alone else f" on group {reducer.group.group_name}"
-            reducer.name = f"{reducer.label}{group}"
+            reducer.name = reducer.label
+            if labels.count(reducer.label) > 1:
+                reducer.name += f" on group {reducer.group.group_name}"
 
     def discard(self, reducer: Reducer) -> None:
-        self._all = [ref for ref in self._all if ref() is not reducer]
-
-    def _forget(self, gone: weakref.ref[Reducer]) -> None:
-        self._all = [ref for ref in self._all if ref is not gone]
-        self.forget_hooks()
+        self._all.pop(id(reducer), None)
 
     def alive(self) -> list[Reducer]:
         """In the order of their construction."""
-        return [reducer for ref in self._all if (reducer := ref()) is not None]
+        return list(self._all.values())
 
     def owners(self) -> dict[int, list[_Gradient]]:
         """Whose gradients those of the trained parameters are, by the parameters' ids."""
@@ -282,15 +267,10 @@ class Reducers:
         return found
 
     def run(self, engine: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kw: Any) -> Any:
-        """Call ``engine`` as ``torch.autograd.graph._engine_run_backward`` would be called.
-
-        Args:
-            engine: runs the backward.
-            outputs: tensors or gradient edges to start from.
-            args: gradients, retain_graph, create_graph, inputs.
-            kw: allow_unreachable, accumulate_grad.
-        """
-        if not kw.get(_ACCUMULATES) or backward_id() >= 0 or is_compiling_graph():
+        """Take the place of ``torch.autograd.graph._engine_run_backward``, called with itself: from
+        these outputs (tensors or gradient edges), and with gradients, retain_graph, create_graph,
+        inputs; allow_unreachable, accumulate_grad."""
+        if not kw.get("accumulate_grad") or backward_id() >= 0 or is_compiling_graph():
             return engine(outputs, *args, **kw)
         run = RunningBackward()
         self.running.append(run)
@@ -371,15 +351,9 @@ class Reducers:
     def _reached(
         self, run: RunningBackward, found: Reached, expecting: Collection[Reducer], why: str
     ) -> dict[int, _Gradient]:
-        """Note which parameters a backward reaches; the reducers and numbers of those that one
-        reducer has, by id.
-
-        Args:
-            run: the backward.
-            found: by the walk.
-            expecting: the reducers that average.
-            why: the reason, if there is one for all of them.
-        """
+        """Note which parameters of the reducers that average a backward reaches, each with why its
+        gradient is not final (``why``: of all). Return whose gradients those are that one reducer
+        has, by the parameters' ids."""
         owner_of: dict[int, _Gradient] = {}
         nobodys: list[Tensor] = []
         all_owners = self.owners()
@@ -460,7 +434,8 @@ class Reducers:
             if reducer.stays_local:
                 reducer.stays_local = False
                 # Of modules over the same weights, one averages for all.
-                if not any(reducer.shares_weights(other) for other in averaged):
+                weights = {id(each.parameters.all[n]) for each in averaged for n in each.numbers}
+                if weights.isdisjoint(id(reducer.parameters.all[n]) for n in reducer.numbers):
                     self.on_local(reducer.name)
         if averaged:
             names = [reducer.name for reducer in averaged]
@@ -522,14 +497,8 @@ def memory_of_bucket(
 def mark_ready(
     memory: Tensor, positions: Sequence[int], copied: Sequence[int] = (), why: str = ""
 ) -> None:
-    """A compiled backward has stored gradients in the memory that it was given.
-
-    Args:
-        memory: that it was given.
-        positions: of the parameters among the tensor inputs of its forward.
-        copied: those of the positions whose gradients it has copied there.
-        why: a reason for each of these, with ``|`` between them.
-    """
+    """A compiled backward has stored gradients in the memory that it was given; those of ``copied``
+    by a copy, for reasons with ``|`` between them."""
     forward = reducers.compiled.get(running_node())
     if forward is not None:
         forward.mark_stored(memory, positions, copied, why)
@@ -581,12 +550,7 @@ class Reached:
 
 def walk(outputs: Sequence[Any], *, with_entries: bool = False) -> Reached:
     """Find where the graph behind these tensors or gradient edges ends; about a microsecond a
-    node.
-
-    Args:
-        outputs: tensors or gradient edges.
-        with_entries: whether it is noted where compiled forwards are entered.
-    """
+    node."""
     pending = [getattr(o, "grad_fn", None) or getattr(o, "node", None) for o in outputs]
     edges: dict[int, tuple[Tensor, int]] = {}
     compiled: dict[Any, list[tuple[int, Tensor]]] = {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,38 +29,16 @@ Wait: TypeAlias = Callable[[], None]
 """Waits for a bucket. When it has returned, the bucket's memory holds the average."""
 
 
-class Communication(Protocol):
-    """How a module's buckets are sent."""
-
-    def launch(self, bucket: Bucket, memory: Tensor, name: str = "") -> Wait:
-        """Begin to average a bucket.
-
-        Args:
-            bucket: which.
-            memory: its gradients, one behind the other: ``[bucket.numel]``.
-            name: what the launch is called in a profile.
-        """
-
-    def scaling(self, dtype: torch.dtype) -> str:
-        """Where gradients of a dtype are divided by the number of ranks: a key of
-        :data:`fusion_passes.reporting.table.SCALED`."""
-
-    def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of a dtype are sent."""
-
-
 @dataclass
 class AllReduce:
     """Averages by an all-reduce of each bucket.
 
     Attributes:
-        group: the ranks.
-        backend: name of the group's backend.
         is_coalesced: whether a bucket is sent as a list of its gradients.
         dtype: in which gradients of wider floating-point dtypes are sent; ``None``: in their own.
         divides_first: whether gradients are divided before they are summed, on any backend.
         count_ranks: of ``join``: what gradients are divided by in this backward, where that is not
-            the number of all ranks; ``None`` where it is.
+            the number of all ranks.
     """
 
     group: Any
@@ -71,13 +49,13 @@ class AllReduce:
     count_ranks: Callable[[], float] | None = None
 
     def launch(self, bucket: Bucket, memory: Tensor, name: str = "") -> Wait:
-        """See :class:`Communication`."""
-        size, divisor = self.group.size(), self.divisor()
-        is_sent_smaller = self.sent_dtype(memory.dtype) != memory.dtype.to_real()
-        if size == 1 and not is_sent_smaller:
-            return _nothing
-        if is_sent_smaller:
+        """Begin to average a bucket, whose gradients lie in this memory one behind the other:
+        ``[bucket.numel]``. In a profile, the launch has the name."""
+        divisor = self.divisor()
+        if self.sent_dtype(memory.dtype) != memory.dtype.to_real():
             return self._launch_smaller(memory, divisor, name)
+        if self.group.size() == 1:
+            return _nothing
         real = torch.view_as_real(memory) if memory.is_complex() else memory
         is_averaged = self.count_ranks is None and self.averages(memory.dtype)
         if not is_averaged:
@@ -97,7 +75,8 @@ class AllReduce:
         return self.group.size() if self.count_ranks is None else self.count_ranks()
 
     def scaling(self, dtype: torch.dtype) -> str:
-        """See :class:`Communication`."""
+        """Where gradients of a dtype are divided by the number of ranks: a key of
+        :data:`fusion_passes.reporting.table.SCALED`."""
         if self.group.size() == 1:
             return "none"
         if self.sent_dtype(dtype) != dtype.to_real():
@@ -105,7 +84,7 @@ class AllReduce:
         return "collective" if self.averages(dtype) else "bucket"
 
     def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """See :class:`Communication`."""
+        """The dtype in which gradients of a dtype are sent."""
         return sent_dtype(dtype, self.dtype).to_real()
 
     def averages(self, dtype: torch.dtype) -> bool:
@@ -143,18 +122,9 @@ def _nothing() -> None:
 
 
 def average_sparse(group: Any, gradient: Tensor, divisor: float, name: str = "") -> Tensor:
-    """Average the sparse gradients of all ranks, as DDP does: one all-reduce of rows.
-
-    Args:
-        group: the ranks.
-        gradient: of this rank: ``[rows, ...]``; dense where a compiled forward gives it so, or
-            another layer reads the table too.
-        divisor: the number of ranks.
-        name: what the launch is called in a profile.
-
-    Returns:
-        The average, of this rank's layout.
-    """
+    """Average the sparse gradients of all ranks, ``[rows, ...]``, as DDP does: one all-reduce of
+    rows. This rank's may be dense, where a compiled forward gives it so, or another layer reads the
+    table too; the average has its layout."""
     is_dense = gradient.layout is torch.strided
     # Divided first, as in eager DDP, to the last bit.
     rows = ((gradient.to_sparse(1) if is_dense else gradient) / divisor).coalesce()
@@ -166,7 +136,6 @@ def average_sparse(group: Any, gradient: Tensor, divisor: float, name: str = "")
 
 
 # --- Communication hooks -------------------------------------------------------------------------
-
 
 SENT_AS: Final[Mapping[object, torch.dtype | None]] = MappingProxyType(
     {
@@ -182,14 +151,8 @@ SENT_AS: Final[Mapping[object, torch.dtype | None]] = MappingProxyType(
 
 class GradBucket:
     """What a communication hook is given: DDP's ``GradBucket``, which cannot be made from Python.
-
-    Args:
-        index: of the bucket in its step, in the order in which the hook is called.
-        buffer: ``[n]``, the gradients of this rank, not divided, one behind the other; of complex
-            ones their real and imaginary parts, as in DDP.
-        parameters: whose gradients they are.
-        is_last: whether no other bucket of the step comes.
-    """
+    Its index counts the calls of the hook in a step. Its buffer, ``[n]``, has the gradients of this
+    rank, not divided, one behind the other; of complex ones their real and imaginary parts."""
 
     def __init__(
         self, index: int, buffer: Tensor, parameters: Sequence[nn.Parameter], is_last: bool
@@ -227,7 +190,8 @@ class GradBucket:
 
     def gradients(self) -> list[Tensor]:
         """Split the buffer into views of it, of the parameters' shapes, in their order."""
-        parts = self.buffer().split([numel_in_bucket(parameter) for parameter in self._parameters])
+        sizes = [p.numel() * (2 if p.is_complex() else 1) for p in self._parameters]
+        parts = self.buffer().split(sizes)
         return [_shaped(*pair) for pair in zip(parts, self._parameters, strict=True)]
 
     def take_back(self) -> None:
@@ -237,14 +201,8 @@ class GradBucket:
 
 @dataclass
 class HookCall:
-    """Calls a communication hook with each bucket.
-
-    Attributes:
-        hook: as it was registered.
-        state: with which it is called.
-        parameters: of the module.
-        order: gives the indices of the buckets that the hook is called with, in their order.
-    """
+    """Calls a communication hook with its state and each bucket. ``order`` gives the indices of the
+    buckets that it is called with, in their order."""
 
     hook: Callable[..., Any]
     state: object
@@ -253,12 +211,8 @@ class HookCall:
     _previous: Any = None
 
     def launch(self, bucket: Bucket, memory: Tensor, name: str = "") -> Wait:
-        """Call the hook; its future gives what the gradients become.
-
-        Raises:
-            RuntimeError: what the hook returned is no future.
-        """
-        refuse_capture(memory)
+        """Call the hook; its future gives what the gradients become."""
+        _refuse_capture(memory)
         parameters = [self.parameters[number] for number in bucket.numbers]
         buffer = torch.view_as_real(memory).flatten() if memory.is_complex() else memory
         order = self.order()
@@ -290,12 +244,11 @@ class HookCall:
         return wait
 
     def scaling(self, dtype: torch.dtype) -> str:
-        """See :class:`Communication`."""
         del dtype
         return "hook"
 
     def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """See :class:`Communication`: what a hook sends, only it knows."""
+        """What a hook sends, only it knows."""
         return dtype
 
     def _check(
@@ -322,14 +275,13 @@ class HookCall:
             )
 
 
+Communication: TypeAlias = AllReduce | HookCall
+"""How a module's buckets are sent."""
+
+
 def name_of_hook(hook: object) -> str:
     """A hook's name, for people."""
     return str(getattr(hook, "__qualname__", hook))
-
-
-def numel_in_bucket(parameter: nn.Parameter) -> int:
-    """Count the elements of its gradient in a bucket."""
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
 def _shaped(part: Tensor, parameter: nn.Parameter) -> Tensor:
@@ -338,12 +290,7 @@ def _shaped(part: Tensor, parameter: nn.Parameter) -> Tensor:
     return part.view(parameter.shape)
 
 
-def refuse_capture(tensor: Tensor) -> None:
-    """Refuse to call a hook while a CUDA graph is captured.
-
-    Raises:
-        RuntimeError: it is.
-    """
+def _refuse_capture(tensor: Tensor) -> None:
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "A communication hook cannot run in a CUDA graph, which would call it once and replay "

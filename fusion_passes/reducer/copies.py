@@ -39,17 +39,17 @@ NOT_STORED: Final = (
 
 @dataclass
 class Copies:
-    """What a round knows of how its gradients have come into their buckets. It keeps no gradients
-    and no graph, so it outlives the round.
+    """What a round knows of how its gradients have come into their buckets, by the parameters'
+    numbers. It keeps no gradients and no graph, so it outlives the round.
 
     Attributes:
-        stored: numbers of the parameters whose gradients a compiled backward has stored.
-        reached: for each of its backwards, the numbers of the parameters that it has reached, each
-            with the reason why no graph may store its gradient; empty if one may.
-        refused: why a graph that would store them was given no memory, by number.
-        unused: numbers of the parameters that get no gradient.
-        in_graphs: numbers of gradients that a compiled backward copies to their places, and a
-            reason for each, with ``|`` between them.
+        stored: those that a compiled backward has stored.
+        reached: for each of its backwards, what it has reached, with the reason why no graph may
+            store a gradient; empty if one may.
+        refused: why a graph that would store them was given no memory.
+        unused: those of parameters that get none.
+        in_graphs: those that a compiled backward copies to their places, and a reason for each,
+            with ``|`` between them.
         is_first: whether the buckets were not rebuilt yet.
     """
 
@@ -65,11 +65,7 @@ class Copies:
         self.refused.update(dict.fromkeys(numbers, why))
 
     def reasons(self, kinds: Mapping[int, GradientKind]) -> dict[int, str]:
-        """Why a gradient was copied, by number, for those that were.
-
-        Args:
-            kinds: of the parameters that are trained, by number.
-        """
+        """Why a gradient of a trained parameter was copied, by number, for those that were."""
         in_graph: dict[int, str] = {}
         for copied, reasons in self.in_graphs:
             in_graph |= zip(copied, reasons.split("|"), strict=True)

@@ -13,19 +13,17 @@ from fusion_passes.plan.layout import Bucket, Layout
 from fusion_passes.torch_private.registered_memory import RegisteredMemory
 
 _BEGINS_AT: Final = 512
-"""Bytes. Where memory is shared, a bucket begins at a multiple of it, as torch's allocations do."""
+"""Bytes: each bucket begins at a multiple of it, as torch's allocations do."""
 
 
 @dataclass
 class RegisteredBuckets:
-    """Memory that NCCL has registered: one piece, in which all buckets lie in their order.
+    """Memory that NCCL has registered with a group: one piece, in which all buckets lie in their
+    order.
 
     NCCL must find a bucket at the same offset on all ranks, in memory that all have registered.
     What a rank frees, and when, depends on who else keeps a gradient there. So memory is allocated
     once, where buckets are rebuilt, and every round has the same.
-
-    Attributes:
-        group: with which it is registered.
     """
 
     group: Any
@@ -49,8 +47,7 @@ class RegisteredBuckets:
             self._buckets[bucket.index] = memory
 
     def of(self, bucket: Bucket) -> Tensor | None:
-        """Memory of a bucket, ``[bucket.numel]``, the same in each round; ``None`` before buckets
-        have been rebuilt."""
+        """Memory of a bucket, ``[bucket.numel]``; ``None`` before buckets have been rebuilt."""
         return self._buckets.get(bucket.index)
 
     def in_words(self) -> str:

@@ -16,14 +16,7 @@ _TAGS: Final = (torch.Tag.cudagraph_unsafe,)
 """Replayed, they would say nothing: Inductor cuts a CUDA graph in two around them."""
 
 
-def _empty(
-    positions: Sequence[int],
-    offsets: Sequence[int],
-    numel: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    del positions, offsets
+def _empty(_: object, __: object, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(numel, dtype=dtype, device=device)
 
 
@@ -55,9 +48,7 @@ Args:
     positions: of the parameters among the tensor inputs of the forward, in the order in which their
         gradients lie. The autograd node that runs says whose they are.
     offsets: of each gradient, in elements.
-    numel: of all of them.
-    dtype: of all of them.
-    device: of all of them.
+    numel: of all of them, as are dtype and device.
 
 Returns:
     ``[numel]``, a part of a bucket, or memory of the graph's own.

@@ -8,30 +8,19 @@ timeout, can say why. Nothing is sent in a backward that goes well.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fusion_passes.torch_private.process_groups import all_gather
 
-_SHOWN_CHARACTERS: Final = 500
-"""Of another rank's error."""
-
-_GLOO_TEXTS: Final = ("gloo", "pair closure", "timed out", "Timed out")
-"""What errors of Gloo's have in their texts; they have no class of their own."""
-
-
 _T = TypeVar("_T")
-
-ASKING_SECONDS: Final = 1.0
-"""How long the store may take to answer while an error is handled: its host may be what failed."""
 
 
 class RanksDisagreeError(RuntimeError):
@@ -52,12 +41,7 @@ class SettingsDifferError(RanksDisagreeError):
 
 @dataclass
 class FailureNotes:
-    """What the ranks of a module leave in the store when they cannot finish a backward.
-
-    Args:
-        group: the ranks.
-        label: of the module; the same on all ranks.
-    """
+    """What the ranks of a module leave in the store when they cannot finish a backward."""
 
     group: Any
     label: str
@@ -67,27 +51,23 @@ class FailureNotes:
     so that an error comes no later than it must."""
 
     def leave(self, round_: int, text: str) -> None:
-        """Note why this rank cannot finish a round; the first note of a round stays.
-
-        Args:
-            round_: how many rounds have ended, which is the same on all ranks.
-            text: for people.
-        """
+        """Note why this rank cannot finish a round, by its number, which is the same on all ranks;
+        the first note of a round stays."""
         if self._left_in == round_ or self.group.size() == 1:
             return
         self._left_in = round_
-        text = f"{self.group.rank()} {text[:_SHOWN_CHARACTERS]}"
-        key = self._key(round_)
-        self._ask(lambda: self.group.get_group_store().compare_set(key, "", text))
+        key, text = self._key(round_), f"{self.group.rank()} {text[:500]}"
+        self._ask(lambda store: store.compare_set(key, "", text))
 
     def why_failed(self, round_: int, error: Exception) -> RanksDisagreeError | None:
         """What another rank has noted, where a collective of this one has failed."""
         if self.group.size() == 1 or not _may_be_a_collectives(error):
             return None
-        note = self._ask(functools.partial(self._read, self._key(round_)))
+        key = self._key(round_)
+        note = self._ask(lambda store: store.get(key) if store.check([key]) else b"")
         if not note:
             return None
-        rank, _, text = note.partition(" ")
+        rank, _, text = note.decode().partition(" ")
         if int(rank) == self.group.rank():
             return None
         return RanksDisagreeError(
@@ -96,43 +76,33 @@ class FailureNotes:
             f"cannot finish its backward: {text}",
         )
 
-    def _ask(self, ask: Callable[[], Any]) -> Any:
-        answer = None if self._is_silent else asked(ask)
+    def _ask(self, ask: Callable[[Any], _T]) -> _T | None:
+        """What ``ask`` returns of the store; ``None`` where that does not answer within a second,
+        or at all. It is asked in a thread: a request to it has no timeout of its own."""
+        answers: list[_T] = []
+
+        def run() -> None:
+            with contextlib.suppress(RuntimeError, TimeoutError, OSError):
+                answers.append(ask(self.group.get_group_store()))
+
+        if not self._is_silent:
+            thread = threading.Thread(target=run, name="fusion_passes store", daemon=True)
+            thread.start()
+            thread.join(1.0)
+        answer = answers[0] if answers else None
         self._is_silent = answer is None
         return answer
 
     def _key(self, round_: int) -> str:
         return f"ddp_fusion/failure/{self.label}/{round_}"
 
-    def _read(self, key: str) -> str:
-        store = self.group.get_group_store()
-        return store.get(key).decode() if store.check([key]) else ""
-
 
 def _may_be_a_collectives(error: Exception) -> bool:
-    """Whether a collective has raised an error, as far as can be told. A user's own goes on as it
-    is, whatever the other ranks do."""
-    texts = _GLOO_TEXTS if type(error) is RuntimeError else ()
-    return isinstance(error, dist.DistError) or any(text in str(error) for text in texts)
-
-
-def asked(ask: Callable[[], _T]) -> _T | None:
-    """What ``ask`` returns; ``None`` where the store does not answer, in time or at all: a request
-    to it has no timeout of its own.
-
-    Args:
-        ask: is called in a thread.
-    """
-    results: list[_T] = []
-
-    def run() -> None:
-        with contextlib.suppress(RuntimeError, TimeoutError, OSError):
-            results.append(ask())
-
-    thread = threading.Thread(target=run, name="fusion_passes store", daemon=True)
-    thread.start()
-    thread.join(ASKING_SECONDS)
-    return results[0] if results else None
+    """Whether a collective has raised an error, as far as can be told: Gloo's errors have no class
+    of their own. A user's own goes on as it is, whatever the other ranks do."""
+    if type(error) is not RuntimeError:
+        return isinstance(error, dist.DistError)
+    return any(text in str(error) for text in ("gloo", "pair closure", "timed out", "Timed out"))
 
 
 # --- Settings ------------------------------------------------------------------------------------
@@ -141,14 +111,9 @@ def asked(ask: Callable[[], _T]) -> _T | None:
 def compare_settings(
     group: Any, label: str, settings: Mapping[str, Any], device: torch.device
 ) -> None:
-    """Compare settings over the ranks of a process group: one all-gather of a digest. Where they
-    differ, what they are comes over the group's store.
-
-    Args:
-        group: the ranks; all of them must call this.
-        label: of the module, for people; the same on all ranks.
-        settings: by name; what JSON can hold.
-        device: of what the group sends.
+    """Compare settings (by name; what JSON can hold) over the ranks of a process group, which all
+    call this: one all-gather of a digest. Where they differ, what they are comes over the group's
+    store.
 
     Raises:
         SettingsDifferError: on every rank; it names each setting that differs, and its values.

@@ -42,28 +42,22 @@ from fusion_passes.torch_private.ddp import raise_as_ddp
 from fusion_passes.torch_private.process_groups import begin_all_reduce, broadcast_first
 from fusion_passes.torch_private.profiling import is_profiling, named_in_profile
 
+# Attributes of a managed module: its reducer; whether the next gradients are averaged; whether the
+# last forward ran under ``no_sync``; and the error of the next forward, if a backward has left
+# parameters without a gradient, else ``None``.
 REDUCER: Final = "_ddp_fusion_reducer"
-"""Attribute of a managed module: its reducer."""
-
 EXPECTED: Final = "_ddp_fusion_expected"
-"""Attribute of a managed module: whether the next gradients are averaged."""
-
 LOCAL: Final = "_ddp_fusion_local"
-"""Attribute: whether the last forward ran under ``no_sync``."""
-
 UNFINISHED: Final = "_ddp_fusion_unfinished"
-"""Attribute: the error of the next forward, if a backward has left parameters without a gradient;
-else ``None``."""
-
 
 FORGOTTEN: Final = (
     "This DistributedDataParallel module was constructed before fusion_passes was reset, which has "
     "forgotten it, and with it how its gradients are reduced. Construct it anew."
 )
 
-ALIGNED_BYTES: Final = 16
-"""What generated code asks of the memory that an operator returns. Layouts keep to more, so that it
-holds for each gradient: :data:`fusion_passes.plan.layout.ALIGNMENT` elements."""
+_ALIGNED_BYTES: Final = 16
+"""What generated code asks of the memory that an operator returns. Graphs that know the layout keep
+to more: :data:`fusion_passes.plan.layout.ALIGNMENT` elements."""
 
 
 class RefusedGradientError(RuntimeError):
@@ -72,14 +66,8 @@ class RefusedGradientError(RuntimeError):
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a module.
-
-    Attributes:
-        all: in the order in which DDP numbers them.
-        names: of each.
-        strides: of each, in which its gradient is sent: dense.
-        kinds: of those that are trained, by number.
-    """
+    """The parameters of a module, as DDP numbers them, their names, and the dense strides in which
+    their gradients are sent; the kinds of those that are trained, by number."""
 
     all: Sequence[nn.Parameter]
     names: Sequence[str]
@@ -98,14 +86,13 @@ class Round:
         received: numbers of the parameters whose gradients are there.
         unused: numbers of those that get none, as this rank knows.
         existing: gradients that had been there before the backward, by number.
-        awaiting_hook: numbers of those that a graph has stored and marked ready, and whose hook,
-            behind autograd's accumulation, has not been called yet.
+        awaiting_hook: numbers of those that a graph has marked ready, and whose hook has not been
+            called yet.
         accumulated_apart: numbers of those of which autograd accumulates other memory than the
             bucket's: sums of what several graphs have given, and what is copied there.
         sparse: gradients of the sparse buckets, by number.
         sends_used: whether ranks tell each other which parameters they have used.
-        counts: with a static graph, how often a gradient was accumulated.
-        copies: how its gradients have come into their buckets.
+        counts: with a static graph, how often a gradient was accumulated, by number.
         marked_unused: whether those that get no gradient are marked ready.
         streams: on each accelerator, the stream that has marked a gradient ready last.
     """
@@ -127,44 +114,31 @@ class Round:
 
 
 class Reducer:
-    """The buckets of one DDP module, and the round that is running.
-
-    Args:
-        ddp: the module. Its attributes :data:`EXPECTED` and :data:`UNFINISHED` are set.
-        parameters: of the module.
-        group: the ranks.
-        label: of the module, for people.
-        config: the options that the module was constructed with.
-        caps: of its buckets.
-        communication: how they are sent.
+    """The buckets of one DDP module, and the round that is running. The module has its attributes
+    :data:`EXPECTED` and :data:`UNFINISHED` already.
 
     Attributes:
-        find_unused: whether parameters may go unused.
-        is_static: whether each backward uses the same parameters as the first one.
-        layout: of its buckets.
+        label: of the module, for people; the same on all ranks.
+        name: the same in reports and profiles, with the group where others have that label too.
+        caps: of the buckets.
+        piece_caps: of what graphs store together where the layout is not fixed.
         has_rebuilt_buckets: whether the layout is fixed, and compiled backwards store into it.
         follows: of the modules that share the group and this backward, the one whose buckets are
-            launched before.
-        leads: the one whose buckets are launched after.
+            launched before; ``leads``: after.
         backward: that in which it takes part; ``None`` if there is none.
         stays_local: whether a gradient has stayed on its rank since the last backward had ended.
         entered: with ``retain_graph=True``, where compiled forwards were entered since the last
             forward: the number of an autograd node, and that of an output.
         nodes: that accumulate gradients, by number; they keep the hooks on them.
-        hooks: handles of the hooks behind these, by which autograd tells it of each gradient.
+        hooks: handles of these, by which autograd tells the reducer of each gradient.
         when_freed: what is called when the module is freed; ``None``: nothing.
         steps: how many rounds have ended; ``steps_told``: of how many the report knows.
         on_unseen: called when a gradient comes, and no backward is known that reaches the module.
-        copies: how gradients have come into their buckets in the last one.
+        copies: how gradients have come into their buckets in the last round.
         registered: the memory of its buckets that NCCL has registered; ``None``: each round has its
             own, which is freed with the last gradient in it.
-        name: of the module in reports and profiles: its label, with the group where others have
-            that label too.
-        is_to_be_traced: whether its backwards are to be traced, where they can be.
-        why_untraced: why none of them is any more; empty if they are.
-        piece_caps: of what graphs store together where the layout is not fixed.
-        clock: measures when gradients are marked ready, in the mode ``"auto"``; ``None`` where that
-            is known, or not asked for.
+        why_untraced: why its backwards are not traced any more; empty if they are.
+        clock: in the mode ``"auto"``, measures when gradients are marked ready, if nobody knows.
         decision: in the mode ``"auto"``, from what the buckets were chosen, and what is expected of
             them; one sentence each.
         predicted: when each bucket is expected to be sent: its start and end, in nanoseconds from
@@ -188,7 +162,8 @@ class Reducer:
         self.config = config
         self.caps = self.piece_caps = caps
         self.communication = communication
-        self.registered: RegisteredBuckets | None = None
+        is_registered = config.memory == "registered"
+        self.registered = RegisteredBuckets(group) if is_registered else None
         self.find_unused: bool = ddp.find_unused_parameters
         self.is_static = bool(ddp.static_graph)
         # DDP's own first order is that of the parameters, in reverse.
@@ -208,7 +183,6 @@ class Reducer:
         self.on_unseen: Callable[[Reducer], None] = lambda _: None
         self.copies = Copies()
         self.name = label
-        self.is_to_be_traced = False
         self.why_untraced = ""
         self.clock: ReadyClock | None = None
         self.decision: tuple[str, ...] = ()
@@ -226,11 +200,8 @@ class Reducer:
         devices = {kind.device for kind in parameters.kinds.values()}
         self._accelerators = [device for device in devices if device.type != "cpu"]
 
-    def __deepcopy__(self, _: Any) -> None:
-        """Of a copy of the module, none: it gets a reducer of its own."""
-        return
-
     def __reduce__(self) -> Any:
+        """A copy of the module gets a reducer of its own."""
         return type(None), ()
 
     # --- The module's state ----------------------------------------------------------------------
@@ -247,14 +218,10 @@ class Reducer:
         return ddp is not None and getattr(ddp, EXPECTED)
 
     def expect_more(self, entries: Collection[tuple[int, int]]) -> bool:
-        """Average once more in a backward that goes on with a forward that has had one, from other
-        outputs of it; return whether it does. Eager DDP has not got the gradients yet that these
-        give. A compiled forward has given zeros for them: averaged again, with what there is, they
-        are right.
-
-        Args:
-            entries: where the backward enters compiled forwards.
-        """
+        """Average once more in a backward that enters compiled forwards of an earlier one, by other
+        outputs; return whether it does. Eager DDP has not got the gradients yet that these give. A
+        compiled forward has given zeros for them: averaged again, with what there is, they are
+        right."""
         ddp = self._ddp()
         known = {node for node, _ in self.entered}
         goes_on = bool(entries) and {node for node, _ in entries} <= known
@@ -283,13 +250,6 @@ class Reducer:
     def numbers(self) -> Collection[int]:
         """Of the parameters that are trained."""
         return self.parameters.kinds.keys()
-
-    def shares_weights(self, other: Reducer) -> bool:
-        """Whether another reducer has some of the trained parameters too."""
-        mine, its = (
-            {id(reducer.parameters.all[n]) for n in reducer.numbers} for reducer in (self, other)
-        )
-        return not mine.isdisjoint(its)
 
     @property
     def num_stored(self) -> int:
@@ -331,12 +291,9 @@ class Reducer:
     # --- A backward ------------------------------------------------------------------------------
 
     def begin_backward(self, reached: Mapping[int, str]) -> None:
-        """Prepare for a backward, before the engine runs.
-
-        Args:
-            reached: numbers of the parameters that it reaches, as far as its graph shows, each with
-                the reason why no graph may mark its gradient ready; empty if one may.
-        """
+        """Prepare for a backward, before the engine runs. It reaches parameters of these numbers,
+        as far as its graph shows, each with the reason why no graph may mark its gradient ready;
+        empty if one may."""
         now = self._round or self._begin_round(reached)
         now.copies.reached.append(reached)
         for number in self.numbers:
@@ -378,18 +335,10 @@ class Reducer:
     def memory_for_graph(
         self, numbers: Piece, offsets: Sequence[int], numel: int, dtype: torch.dtype
     ) -> Tensor | None:
-        """Where a graph stores the gradients of these parameters.
-
-        Args:
-            numbers: of the parameters.
-            offsets: of each in the memory, in elements.
-            numel: of all.
-            dtype: of all. A module may have been converted since its buckets were laid out.
-
-        Returns:
-            A part of a bucket; ``None`` where they lie otherwise in theirs, or are not averaged, or
-            generated code could not take the part for aligned memory.
-        """
+        """Where a graph stores the gradients of these parameters: a part of a bucket, ``[numel]``,
+        in which each has its offset in elements. ``None`` where they lie otherwise in theirs, have
+        another dtype (a module may have been converted), or are not averaged, or where generated
+        code could not take the part for aligned memory."""
         if not self.gives_memory or self._round is None:
             return None
         places = self.layout.places
@@ -402,7 +351,7 @@ class Reducer:
         if bucket.dtype != dtype:
             self._round.copies.refuse(numbers, CONVERTED)
             return None
-        if not lies_so or start * dtype.itemsize % ALIGNED_BYTES:
+        if not lies_so or start * dtype.itemsize % _ALIGNED_BYTES:
             self._round.copies.refuse(numbers, UNALIGNED if lies_so else ELSEWHERE)
             return None
         with self._lock:
@@ -416,20 +365,23 @@ class Reducer:
         *,
         is_sum: bool = False,
         stored_apart: Sequence[Tensor] | None = None,
+        copied: Sequence[int] = (),
+        why: str = "",
     ) -> None:
         """A graph has stored these gradients, in the memory that it was given.
 
         Args:
             numbers: of the parameters.
             is_sum: whether other graphs have given parts of them, which are added already.
-            stored_apart: each gradient, ``[numel]``, if it was given no part of the bucket: they
-                are copied there.
-
-        Raises:
-            RefusedGradientError: one of them is there already.
+            stored_apart: each gradient, ``[numel]``, to be copied to the bucket, if it was given no
+                part of that.
+            copied: numbers of those that the graph has copied to where it stores them.
+            why: a reason for each of these, with ``|`` between them.
         """
         now = self._round
         assert now is not None, "it was given memory in this round"
+        if copied:
+            now.copies.in_graphs.append((copied, why))
         with self._lock:
             self._refuse_repeated(now, numbers)
             if self.is_static:
@@ -459,12 +411,6 @@ class Reducer:
         with torch.no_grad():
             torch._foreach_copy_(places, list(gradients))
 
-    def note_copied(self, numbers: Sequence[int], why: str) -> None:
-        """Note why a graph copies gradients to where it stores them: a reason for each, with ``|``
-        between them."""
-        if self._round is not None:
-            self._round.copies.in_graphs.append((numbers, why))
-
     def note_no_memory(self, numbers: Collection[int], why: str) -> None:
         """Note why a graph is given no memory for these gradients."""
         if self._round is not None:
@@ -478,16 +424,9 @@ class Reducer:
                 self._observed.append(tuple(numbers))
 
     def accumulated(self, number: int, *, is_defined: bool = True) -> None:
-        """Autograd has accumulated a gradient in ``.grad``: called by a hook behind that.
-
-        Args:
-            number: of the parameter.
-            is_defined: whether there was one. A compiled forward can have a parameter among its
-                inputs that it does not use.
-
-        Raises:
-            RefusedGradientError: the gradient is there already, or must not come.
-        """
+        """Autograd has accumulated a gradient in ``.grad``: called by a hook behind that. There may
+        be none (``is_defined``) of a parameter that a compiled forward has as its input, and does
+        not use."""
         if self._is_forgotten:
             raise RefusedGradientError(FORGOTTEN)
         if is_defined and (self.find_unused or self.is_static):
@@ -498,7 +437,10 @@ class Reducer:
                 self.stays_local = True
             return
         now = self._round
-        if now is not None and self._take_stored(now, number):
+        if now is not None and number in now.awaiting_hook:  # A graph has stored it.
+            now.awaiting_hook.discard(number)
+            if number in now.accumulated_apart:
+                self._replace_new(now, number)
             return
         with self._lock:
             if self.backward is None:
@@ -523,19 +465,22 @@ class Reducer:
         self._copy_in(now, number)
         self._mark_ready(now, (number,))
 
-    def _take_stored(self, now: Round, number: int) -> bool:
-        """Note that autograd has accumulated what a graph has stored; ``False``: no graph has."""
-        if number not in now.awaiting_hook:
-            return False
-        now.awaiting_hook.discard(number)
-        if number in now.accumulated_apart:
-            self._replace_new(now, number)
-        return True
-
     def end_backward(self) -> None:
         """After the engine has run: finalize, if all gradients are there, and rebuild the buckets
         if that was the first round."""
-        self._end_backward()
+        self.follows = self.leads = None
+        now = self._round
+        if now is not None:
+            now.awaiting_hook.clear()
+            if self.reduces_at_end:
+                self._end_first_static(now)
+            else:
+                self.launch_ready()
+        if now is not None and now is self._round:
+            if self.has_launched_all:
+                self.finalize()
+            else:
+                self._leave_unfinished(now)
         # Here and not in finalize: modules that share a group come here in one order on all ranks.
         if self.steps and not self.has_rebuilt_buckets:
             self.rebuild_buckets()
@@ -548,23 +493,6 @@ class Reducer:
             now.unused, now.marked_unused = self._missing(now), False
             self._mark_unused(now)
         self.end_backward()
-
-    def _end_backward(self) -> None:
-        self.follows = self.leads = None
-        now = self._round
-        if now is None:
-            return
-        now.awaiting_hook.clear()
-        if self.reduces_at_end:
-            self._end_first_static(now)
-        else:
-            self.launch_ready()
-        if self._round is not now:
-            return
-        if self.has_launched_all:
-            self.finalize()
-        else:
-            self._leave_unfinished(now)
 
     def _missing(self, now: Round) -> set[int]:
         return set(self.numbers) - now.received - now.unused
@@ -810,12 +738,10 @@ class Reducer:
         return used
 
     def _give_back(self, now: Round, bucket: Bucket, used: set[int] | None) -> None:
-        """Leave ``.grad`` as eager DDP does.
-
-        A new gradient lies in the bucket already: autograd has kept what the graph gave it, or
-        :meth:`_replace_new` has exchanged it. One that was there before gets a copy of the average.
-        Where this rank has none, it becomes the place in the bucket. What no rank has used stays.
-        """
+        """Leave ``.grad`` as eager DDP does. A new gradient lies in the bucket already: autograd
+        has kept what the graph gave it, or :meth:`_replace_new` has exchanged it. One that was
+        there before gets a copy of the average. Where this rank has none, it becomes the place in
+        the bucket. What no rank has used stays."""
         memory = now.memory.get(bucket.index)
         for number, offset in zip(bucket.numbers, bucket.offsets, strict=True):
             if used is not None and number not in used:
@@ -844,8 +770,7 @@ class Reducer:
         ddp = self._ddp()
         if ddp is not None:
             setattr(ddp, EXPECTED, False)
-            if getattr(ddp, UNFINISHED) is not None:
-                setattr(ddp, UNFINISHED, None)
+            setattr(ddp, UNFINISHED, None)
 
     # --- Ranks without inputs --------------------------------------------------------------------
 

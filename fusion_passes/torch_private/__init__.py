@@ -1,7 +1,8 @@
 """The one place that imports private names of torch: a file for each part of it, and here what
 several rooms need.
 
-Each name says why it is needed. All of them were checked on torch 2.11.0, 2.13.0 and 2.15.0.
+Each name says why it is needed. Where nothing else is said, it was checked on torch 2.11.0, 2.13.0
+and 2.15.0.
 """
 
 from __future__ import annotations
@@ -28,15 +29,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import ProcessGroup
 
 # The entries of a torch config module, and the mark of a value that the user has not set.
-from torch.utils._config_module import (
-    _UNSET_SENTINEL as UNSET,
-)
-from torch.utils._config_module import (
-    _Config as ConfigDefinition,
-)
-from torch.utils._config_module import (
-    _ConfigEntry as ConfigEntry,
-)
+from torch.utils._config_module import _UNSET_SENTINEL as UNSET
+from torch.utils._config_module import _Config as ConfigDefinition
+from torch.utils._config_module import _ConfigEntry as ConfigEntry
 
 # Tensor code is written into graphs by a dispatch mode.
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,5 +1,4 @@
-"""Private parts of tensors, autograd nodes, modules and graphs, and of operators.
-Checked on torch 2.11.0, 2.13.0 and 2.15.0."""
+"""Private parts of tensors, autograd nodes, modules and graphs, and of operators."""
 
 from __future__ import annotations
 
@@ -15,46 +14,33 @@ from fusion_passes.torch_private import OpOverload
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Put tensors of one dtype and device into one, one after the other: ``[all elements]``.
-
-    A single one is not copied.
-    """
-    flat: Tensor = torch._utils._flatten_dense_tensors(tensors)
-    return flat
+    """Put tensors of one dtype and device into one, one after the other: ``[all elements]``. A
+    single one is not copied."""
+    return torch._utils._flatten_dense_tensors(tensors)
 
 
 def unflattened(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Give the parts of what :func:`flattened` has made, as views in the tensors' shapes."""
-    pieces: tuple[Tensor, ...] = torch._utils._unflatten_dense_tensors(flat, tensors)
-    return pieces
+    return torch._utils._unflatten_dense_tensors(flat, tensors)
 
 
 def tensor_in(memory: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
-    """A tensor in the memory of another one, which autograd does not take for a view of it.
-
-    Args:
-        memory: in which it lies.
-        shape: of the tensor.
-        strides: of it, in elements.
-        offset: from where the memory's own elements begin, in elements.
-    """
-    found: Tensor = torch._C._dynamo.guards._reinterpret_tensor(  # type: ignore[attr-defined]
-        memory, shape, strides, offset
-    )
-    return found
+    """A tensor in the memory of another one, which autograd does not take for a view of it. Strides
+    and offset, which counts from where the memory's own elements begin, are in elements."""
+    guards: Any = torch._C._dynamo.guards
+    return guards._reinterpret_tensor(memory, shape, strides, offset)
 
 
 def version_of_tensor(tensor: Tensor) -> int:
     """How often the tensor's memory has been written to."""
-    version: int = tensor._version
-    return version
+    return tensor._version
 
 
 def is_tensor_subclass(value: Any) -> bool:
     """Whether a value is a tensor that is made of others, which AOTAutograd takes apart."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-    return bool(is_traceable_wrapper_subclass(value))
+    return is_traceable_wrapper_subclass(value)
 
 
 def accumulates_plainly(tensor: Tensor) -> bool:
@@ -64,16 +50,9 @@ def accumulates_plainly(tensor: Tensor) -> bool:
 
 
 def hook_behind_accumulation(tensor: Tensor, hook: Callable[..., None]) -> tuple[Any, Any]:
-    """Have a function called whenever a gradient has been accumulated in a tensor, behind all other
-    hooks on it, as DDP's reducer does.
-
-    Args:
-        tensor: a leaf that requires a gradient.
-        hook: called with what the engine gives hooks of nodes.
-
-    Returns:
-        The node, which must be kept, or the hook is gone with it; and the hook's handle.
-    """
+    """Have a function called whenever a gradient has been accumulated in a leaf, behind all other
+    hooks on it, as DDP's reducer does. Return the node, which must be kept, or the hook is gone
+    with it; and the hook's handle."""
     node = torch.autograd.graph.get_gradient_edge(tensor).node
     return node, node.register_hook(hook)
 
@@ -101,7 +80,7 @@ def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
 
 def sequence_number(node: Any) -> int:
     """The number of an autograd node, which no other has in its thread."""
-    return int(node._sequence_nr())
+    return node._sequence_nr()
 
 
 class _Asked(Exception):  # noqa: N818 - it is an answer
@@ -114,14 +93,8 @@ def _question() -> None:
 
 def register_unless_asked(register: Callable[..., Any], hooks: Any, hook: Any) -> Any:
     """Take the place of ``torch.autograd.function._HookMixin._register_hook``, which nodes of C++
-    call with their hooks, and with the one to be added to them: it is the one door to them, since
-    torch tells nobody which nodes have hooks.
-
-    Args:
-        register: the original.
-        hooks: those that the node has, by the ids of their handles, or ``None``.
-        hook: to be added.
-    """
+    call with their hooks, or ``None``, and with the one to be added to them: it is the one door to
+    them, since torch tells nobody which nodes have hooks."""
     if hook is _question:
         raise _Asked(len(hooks or ()))
     return register(hooks, hook)
@@ -160,10 +133,8 @@ def makers_of_sparse_gradients() -> tuple[OpOverload, OpOverload]:
 
 def register_fake(library: torch.library.Library, name: str, function: Callable[..., Any]) -> None:
     """Have an operator give on fake tensors what a function, or another operator, gives.
-
     ``torch.library.register_fake`` looks for its caller's source first, among the files of all
-    modules that are imported: 10 to 25 ms at each start.
-    """
+    modules that are imported: 10 to 25 ms at each start."""
     operator = torch._library.simple_registry.singleton.find(f"{library.ns}::{name}")
     operator.fake_impl.register(function, __file__, lib=library)
 
@@ -201,4 +172,4 @@ def after_backward(function: Any) -> None:
 
 def backward_id() -> int:
     """Number of the backward that autograd's engine runs in this thread; -1 if none."""
-    return int(torch._C._current_graph_task_id())
+    return torch._C._current_graph_task_id()

@@ -1,5 +1,4 @@
-"""Private parts of DDP: of modules that are managed, and of those that its own reducer trains.
-Checked on torch 2.11.0, 2.13.0 and 2.15.0."""
+"""Private parts of DDP: of modules that are managed, and of those that its own reducer trains."""
 
 from __future__ import annotations
 
@@ -14,12 +13,10 @@ from torch.distributed import _register_builtin_comm_hook, _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+# Attributes that are part of a copy's state: whether the Python reducer trains the module, and what
+# :func:`hooks_of_reducer` returns.
 USES_PYTHON_REDUCER: Final = "_use_python_reducer"
-"""Attribute: whether the Python reducer trains the module. It is part of a copy's state."""
-
 HOOKS_OF_REDUCER: Final = "_accum_grad_hooks"
-"""Attribute: what :func:`hooks_of_reducer` returns. It is part of a copy's state."""
-
 
 BuiltinCommHookType: Any = torch.distributed.BuiltinCommHookType
 """The communication hooks that DDP's reducer has built in; it has no documented name."""
@@ -33,20 +30,17 @@ DEFAULT_FIRST_BUCKET_BYTES: int = torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
 
 def parameters_of(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     """The parameters that DDP reduces, in the order in which it numbers them."""
-    parameters: list[nn.Parameter] = ddp._module_parameters
-    return parameters
+    return ddp._module_parameters
 
 
 def hooks_of_reducer(ddp: DistributedDataParallel) -> list[RemovableHandle]:
     """The handles of the hooks of DDP's Python reducer on the parameters."""
-    handles: list[RemovableHandle] = ddp._accum_grad_hooks
-    return handles
+    return ddp._accum_grad_hooks
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
     """The communication hooks that were registered, each with its state."""
-    hooks: list[tuple[Any, Any]] = ddp._comm_hooks
-    return hooks
+    return ddp._comm_hooks
 
 
 def ignored_by_ddp(model: nn.Module) -> tuple[str, ...]:
@@ -69,7 +63,7 @@ def data_parallel_hooks() -> tuple[Any, ...]:
 
 def is_in_part_of_mesh(mesh: Any) -> bool:
     """Whether a device mesh is a part of a larger one: DDP makes local tensors of DTensors then."""
-    return bool(mesh._get_root_mesh() != mesh)
+    return mesh._get_root_mesh() != mesh
 
 
 def has_optimizer_in_backward(parameter: nn.Parameter) -> bool:
@@ -81,25 +75,11 @@ def has_optimizer_in_backward(parameter: nn.Parameter) -> bool:
 # --- What DDP does -------------------------------------------------------------------------------
 
 
-def ddp_logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """What DDP itself says in ``_get_ddp_logging_data``, whatever took the method's place."""
-    data: dict[str, Any] = DistributedDataParallel._get_ddp_logging_data(ddp)
-    return data
-
-
-def update_process_group(ddp: DistributedDataParallel, group: Any) -> None:
-    """What DDP itself does in ``_update_process_group``."""
-    DistributedDataParallel._update_process_group(ddp, group)
-
-
-def set_static_graph(ddp: DistributedDataParallel) -> None:
-    """What DDP itself does in ``_set_static_graph``."""
-    DistributedDataParallel._set_static_graph(ddp)
-
-
-def register_buffer_comm_hook(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-    """What DDP itself does in ``_register_buffer_comm_hook``."""
-    DistributedDataParallel._register_buffer_comm_hook(ddp, *args, **kwargs)
+# DDP's own methods, whatever takes their places in a module.
+ddp_logging_data: Final = DistributedDataParallel._get_ddp_logging_data
+update_process_group: Final = DistributedDataParallel._update_process_group
+set_static_graph: Final = DistributedDataParallel._set_static_graph
+register_buffer_comm_hook: Final = DistributedDataParallel._register_buffer_comm_hook
 
 
 def log_comm_hook(ddp: DistributedDataParallel, name: str) -> None:
@@ -128,12 +108,12 @@ def tell_joined(ddp: DistributedDataParallel) -> None:
 
 def is_joining(ddp: DistributedDataParallel) -> bool:
     """Whether ranks may run out of inputs: from the first ``join`` on, as in DDP."""
-    return bool(ddp._join_config.enable)
+    return ddp._join_config.enable
 
 
 def divides_by_initial_size(ddp: DistributedDataParallel) -> bool:
     """Whether gradients are divided by the number of all ranks, also of those without inputs."""
-    return bool(getattr(ddp, "_divide_by_initial_world_size", True))
+    return getattr(ddp, "_divide_by_initial_world_size", True)
 
 
 def raise_as_ddp(ddp: DistributedDataParallel, kind: type[Exception], text: str) -> NoReturn:

@@ -1,15 +1,12 @@
 """Private names of Dynamo, and of compiled autograd, which has backwards traced and compiled as one
-graph. Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-
-Dynamo takes about a second to import: its modules are imported inside functions.
-"""
+graph. They take about a second to import, and are imported inside functions."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -41,19 +38,10 @@ def is_compiling_graph() -> bool:
     return CompileContext.try_get() is not None
 
 
-def disable_dynamo(function: Any) -> Any:
-    """Dynamo traces neither the function nor what it calls, until a compiled function is called."""
-    import torch._dynamo
-
-    return torch._dynamo.disable(function)
-
-
 def begin_no_graph(function: _Function) -> _Function:
     """Dynamo begins no graph in the function, but traces what it calls; where a graph that began
-    elsewhere calls the function, it is a part of that graph.
-
-    ``torch._dynamo.decorators.skip`` would break that graph.
-    """
+    elsewhere calls the function, it is a part of that graph, which
+    ``torch._dynamo.decorators.skip`` would break."""
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)
@@ -68,9 +56,7 @@ def is_compiled_forward(node: Any) -> bool:
 # --- Compiled autograd ---------------------------------------------------------------------------
 
 
-def compiled_autograd() -> Any:
-    """``torch._dynamo.compiled_autograd``: its ``_enable`` and ``_disable`` choose, a backward at
-    a time, whether hooks are traced into one graph."""
+def _compiled_autograd() -> Any:
     import torch._dynamo.compiled_autograd
 
     return torch._dynamo.compiled_autograd
@@ -89,33 +75,25 @@ def clear_backward_cache() -> None:
 
 def traces_backwards() -> bool:
     """Whether the backwards that begin now are traced."""
-    return bool(compiled_autograd().compiled_autograd_enabled)
+    return _compiled_autograd().compiled_autograd_enabled
 
 
 def tracing_backwards(
     compiler: Callable[[fx.GraphModule], Any],
 ) -> contextlib.AbstractContextManager[None]:
-    """A context in which compiled autograd traces backwards, with sizes as they are.
-
-    Args:
-        compiler: compiles their graphs.
-    """
-    context: contextlib.AbstractContextManager[None] = compiled_autograd()._enable(
-        compiler, dynamic=False
-    )
-    return context
+    """A context in which compiled autograd traces backwards, with sizes as they are, for this
+    compiler of graphs."""
+    return _compiled_autograd()._enable(compiler, dynamic=False)
 
 
 def tracing_none() -> contextlib.AbstractContextManager[None]:
     """A context in which no backward is traced."""
-    context: contextlib.AbstractContextManager[None] = compiled_autograd()._disable()
-    return context
+    return _compiled_autograd()._disable()
 
 
 def in_one_graph() -> contextlib.AbstractContextManager[None]:
     """A context in which Dynamo raises an error where it would break a graph."""
-    context: contextlib.AbstractContextManager[None] = torch._dynamo.error_on_graph_break(True)
-    return context
+    return torch._dynamo.error_on_graph_break(True)
 
 
 def is_error_of_a_compile(error: Exception) -> bool:
@@ -128,24 +106,16 @@ def is_error_of_a_compile(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def weak_marks(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """A context in which ``torch._dynamo.mark_dynamic`` means what ``maybe_mark_dynamic`` does.
-
-    Args:
-        tensors: that may be marked.
-    """
-    marked = {id(tensor): vars(tensor) for tensor in tensors if _STRICT_MARKS in vars(tensor)}
+    """A context in which ``torch._dynamo.mark_dynamic`` means what ``maybe_mark_dynamic`` does on
+    these tensors. Both keep a set of dimensions as an attribute (torch 2.11 to 2.15)."""
+    strict, weak = "_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices"
+    marked = {id(tensor): vars(tensor) for tensor in tensors if strict in vars(tensor)}
     before = {number: dict(attributes) for number, attributes in marked.items()}
     for attributes in marked.values():
-        strict = attributes.pop(_STRICT_MARKS)
-        attributes[_WEAK_MARKS] = strict | attributes.get(_WEAK_MARKS, set())
+        attributes[weak] = attributes.pop(strict) | attributes.get(weak, set())
     try:
         yield
     finally:
         for number, attributes in marked.items():
-            attributes.pop(_WEAK_MARKS, None)
+            attributes.pop(weak, None)
             attributes.update(before[number])
-
-
-_STRICT_MARKS: Final = "_dynamo_dynamic_indices"
-_WEAK_MARKS: Final = "_dynamo_weak_dynamic_indices"
-"""Attributes of tensors: sets of dimensions (torch 2.11 to 2.15)."""

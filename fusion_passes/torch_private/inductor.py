@@ -1,7 +1,5 @@
-"""Private names of Inductor, and of what it is given. Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-
-They are slow to import, and are imported inside functions.
-"""
+"""Private names of Inductor, and of what it is given. They are slow to import, and are imported
+inside functions."""
 
 from __future__ import annotations
 
@@ -16,22 +14,18 @@ from fusion_passes.torch_private import ConfigEntry, OpOverload, inductor_config
 
 def inductor_entries() -> dict[str, ConfigEntry]:
     """The entries of ``torch._inductor.config``, by name."""
-    entries: dict[str, ConfigEntry] = inductor_config._config
-    return entries
+    return inductor_config._config
 
 
 def torch_fuses_ddp() -> bool:
     """Whether torch's own fusion of DDP's all-reduces is on."""
-    return bool(inductor_config._fuse_ddp_communication)
+    return inductor_config._fuse_ddp_communication
 
 
 def without_torchs_ddp_fusion() -> contextlib.AbstractContextManager[None]:
     """A context in which that is off; what is set of it meanwhile is undone at the end."""
     size = inductor_config._fuse_ddp_bucket_size
-    patch: contextlib.AbstractContextManager[None] = inductor_config.patch(
-        _fuse_ddp_communication=False, _fuse_ddp_bucket_size=size
-    )
-    return patch
+    return inductor_config.patch(_fuse_ddp_communication=False, _fuse_ddp_bucket_size=size)
 
 
 def inductor_counters() -> Any:
@@ -43,21 +37,11 @@ def inductor_counters() -> Any:
 
 
 def run_observed(
-    graph_module: torch.fx.GraphModule,
-    name: str,
-    run: Callable[[torch.fx.Graph], Any],
+    graph_module: torch.fx.GraphModule, name: str, run: Callable[[torch.fx.Graph], Any]
 ) -> Any:
-    """Call a pass as Inductor calls its own: ``TORCHINDUCTOR_DISABLED_PASSES`` and torch's
-    bisector can switch it off by name, and its time stands under it.
-
-    Args:
-        graph_module: whose graph the pass is called with.
-        name: of the pass.
-        run: the pass.
-
-    Returns:
-        What the pass returns; ``None`` if it is switched off.
-    """
+    """Call a pass with the module's graph as Inductor calls its own: its time stands under its
+    name, by which ``TORCHINDUCTOR_DISABLED_PASSES`` and torch's bisector can switch it off. Return
+    what it returns; ``None`` if it is switched off."""
     from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
     observer = GraphTransformObserver(graph_module, name, subsystem="post_grad_passes")
@@ -65,12 +49,7 @@ def run_observed(
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Leave a text for ``tlparse``, if a trace is being written (``TORCH_TRACE``).
-
-    Args:
-        name: of the text, in the trace.
-        text: called only if there is a trace.
-    """
+    """Leave a text for ``tlparse``, if a trace is being written (``TORCH_TRACE``)."""
     from torch._logging import trace_structured
 
     trace_structured(
@@ -94,13 +73,8 @@ def make_subgraph(owner: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.Gra
 
 
 def set_output_strides(output: torch.fx.Node, strides: Mapping[int, tuple[int, ...]]) -> None:
-    """Give outputs of a graph other strides than they had before its passes. Inductor has written
-    those down, and copies an output that it finds in others.
-
-    Args:
-        output: the graph's output node.
-        strides: in elements, by the number of an output.
-    """
+    """Give outputs of a graph, by their numbers, other strides (in elements) than they had before
+    its passes. Inductor has written those down, and copies an output that it finds in others."""
     noted = output.meta.get("original_output_strides")  # None in graphs that Inductor has not seen.
     if noted is not None:
         wanted = [strides.get(index, before) for index, before in enumerate(noted)]
@@ -143,12 +117,7 @@ def register_lowering(target: OpOverload, function: Any) -> None:
 
 def run_behind(operation: str, *, buffer: str) -> None:
     """Have Inductor's scheduler run an operation after the one that makes a buffer, whatever reads
-    what.
-
-    Args:
-        operation: its name.
-        buffer: its name.
-    """
+    what. Both are names."""
     graph_lowering().additional_star_deps[operation].add(buffer)
 
 
@@ -163,7 +132,7 @@ def supports_foreach(device: torch.device) -> bool:
     """Whether Inductor generates one kernel for tensors of several sizes on that device."""
     from torch._inductor.codegen.common import BackendFeature
 
-    return bool(graph_lowering().has_feature(device, BackendFeature.FOREACH))
+    return graph_lowering().has_feature(device, BackendFeature.FOREACH)
 
 
 def digit(position: Any, stride: Any, size: Any) -> Any:
@@ -175,15 +144,12 @@ def digit(position: Any, stride: Any, size: Any) -> Any:
 
 def mixes_orders(device: torch.device) -> bool:
     """Whether Inductor may sum over rows and over columns of one tensor by one kernel there: its
-    *mix-order reduction*, with Triton, since torch 2.10.
-
-    That ends with ``buf = workspace.sum(dim=0)``, a new tensor under the buffer's name: where the
-    buffer is a part of another, nothing writes that part (pytorch #193061; mended by #193103, after
-    2.14.1, by a copy into it).
-    """
+    *mix-order reduction*, with Triton, since torch 2.10. That ends with a new tensor under the
+    buffer's name, ``buf = workspace.sum(dim=0)``: where the buffer is a part of another, nothing
+    writes that part (pytorch #193061; mended by #193103, after 2.14.1, by a copy into it)."""
     if device.type == "cpu" or graph_lowering().cpp_wrapper:
         return False
-    return bool(inductor_config.triton.mix_order_reduction)
+    return inductor_config.triton.mix_order_reduction
 
 
 def is_split_sum(buffer: Any) -> bool:

@@ -1,10 +1,9 @@
 """What only torch before 2.13 needs: all of it stands here, and goes from here.
 
-The package supports the five newest minor releases of torch. Torch makes one every eight weeks:
-2.11 came on 23 March 2026, 2.12 on 13 May, 2.13 on 8 July, 2.14 on 2 September, 2.15 on 28 October.
-So 2.11 goes when 2.16 comes, about 23 December 2026, and 2.12 with this file when 2.17 comes, about
-17 February 2027. ``tests/test_versions.py`` says when something here is no longer needed. What is
-said of 2.12 was read in its code; the tests run on 2.11.
+The package supports the five newest minor releases of torch, which makes one every eight weeks:
+2.15 came on 28 October 2026. So 2.11 goes when 2.16 comes, about 23 December, and 2.12 with this
+file when 2.17 comes, about 17 February 2027. ``tests/test_versions.py`` says when something here is
+no longer needed. What is said of 2.12 was read in its code; the tests run on 2.11.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import inspect
 import operator
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -38,14 +37,6 @@ NEEDED_UP_TO: Final[Mapping[str, str]] = MappingProxyType(
 # --- The flag ------------------------------------------------------------------------------------
 
 
-class Variable(Protocol):
-    """What keeps a setting's value: has these methods of a ``ContextVar``."""
-
-    def get(self) -> Any: ...
-
-    def set(self, value: Any) -> Any: ...
-
-
 def has_plain_entries() -> bool:
     """Whether an entry of a config module keeps the user's value as a plain attribute. Later, it is
     a context variable."""
@@ -53,14 +44,10 @@ def has_plain_entries() -> bool:
 
 
 class PlainEntry(ConfigEntry):
-    """An entry of a config module whose user's value is a variable's all the same.
+    """An entry of a config module whose user's value is kept by a variable all the same, with the
+    methods ``get`` and ``set`` of a ``ContextVar``."""
 
-    Args:
-        definition: of the setting.
-        variable: what keeps the value.
-    """
-
-    def __init__(self, definition: ConfigDefinition[Any], variable: Variable) -> None:
+    def __init__(self, definition: ConfigDefinition[Any], variable: Any) -> None:
         self._variable = variable
         super().__init__(definition)  # type: ignore[call-arg]
 
@@ -105,14 +92,9 @@ LAYOUT_CONSTRAINTS: Final = "torch._inductor.lowering._maybe_layout_constraints"
 
 
 def fix_strides_of_lists(target: OpOverload) -> None:
-    """Give an operator on a list of tensors these with the graph's strides.
-
-    Inductor did so for tensors by themselves only. It reduced a coalesced gradient in another
-    layout, and then waited for a copy that it had made of it under way.
-
-    Args:
-        target: the operator; its first argument is a list of tensors.
-    """
+    """Give an operator whose first argument is a list of tensors these with the graph's strides.
+    Inductor did so for tensors by themselves only: it reduced a coalesced gradient in another
+    layout, and then waited for a copy that it had made of it under way."""
     if torch.__version__ >= "2.13":
         return
 
@@ -128,10 +110,8 @@ def fix_strides_of_lists(target: OpOverload) -> None:
 
 
 def first_of_list(node: fx.Node) -> fx.Node:
-    """Return the node, or the first item of its list: Inductor ordered nothing after a list.
-
-    That is done on any torch, so that graphs are the same on all; goldens change when it goes.
-    """
+    """Return the node, or the first item of its list: Inductor ordered nothing after a list. That
+    is done on any torch, so that graphs are the same on all; goldens change when it goes."""
     if not isinstance(node.meta["val"], tuple | list):
         return node
     item = next(user for user in node.users if user.target is operator.getitem)

@@ -1,28 +1,21 @@
 """Private names of process groups, and their collectives, called as DDP's own reducer calls them:
 without the checks and records of ``torch.distributed``'s functions, which take longer than the
-call. Checked on torch 2.11.0, 2.13.0 and 2.15.0."""
+call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# What a work's future is: torch.futures.Future, the public one, is derived from it.
-from torch._C import Future
-
-# A second name for a group says in the graph to which DDP module, and to which of its
-# parameters, a reduction belongs. Groups are resolved by name when the graph runs.
-from torch.distributed.distributed_c10d import _register_process_group, _unregister_process_group
-
 from fusion_passes.torch_private import ProcessGroup
 
-AnyFuture: TypeAlias = Future
-"""The class of all futures of torch."""
+AnyFuture: Final = torch._C.Future
+"""What a work's future is: torch.futures.Future, the public class, is derived from it."""
 
 
 # --- Groups --------------------------------------------------------------------------------------
@@ -39,14 +32,10 @@ def backend_name(group: ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(device).name())
 
 
-def register_process_group(name: str, group: ProcessGroup) -> None:
-    """Give ``group`` one more name, by which compiled graphs can call it."""
-    _register_process_group(name, group)  # type: ignore[arg-type]
-
-
-def unregister_process_group(name: str) -> None:
-    """Take a name away again."""
-    _unregister_process_group(name)  # type: ignore[arg-type]
+# A second name for a group says in a graph to which DDP module, and to which of its parameters, a
+# reduction belongs. Groups are resolved by name when the graph runs.
+register_process_group: Final[Any] = dist.distributed_c10d._register_process_group
+unregister_process_group: Final[Any] = dist.distributed_c10d._unregister_process_group
 
 
 # --- Collectives ---------------------------------------------------------------------------------
@@ -56,8 +45,7 @@ def begin_all_reduce(group: Any, tensor: Tensor, operation: Any) -> Callable[[],
     """Begin an all-reduce, in place; what is returned waits for it."""
     options = dist.AllreduceOptions()
     options.reduceOp = operation
-    wait: Callable[[], Any] = group.allreduce([tensor], options).wait
-    return wait
+    return group.allreduce([tensor], options).wait
 
 
 def begin_all_reduce_coalesced(
@@ -66,8 +54,7 @@ def begin_all_reduce_coalesced(
     """As :func:`begin_all_reduce`, for several tensors by one collective."""
     options = dist.AllreduceCoalescedOptions()
     options.reduceOp = operation
-    wait: Callable[[], Any] = group.allreduce_coalesced(list(tensors), options).wait
-    return wait
+    return group.allreduce_coalesced(list(tensors), options).wait
 
 
 def all_gather(group: ProcessGroup, tensor: Tensor) -> Tensor:

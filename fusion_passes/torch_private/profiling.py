@@ -1,5 +1,4 @@
-"""Private names of torch's profiler, and what torch has counted of its own compiling. Checked on
-torch 2.11.0, 2.13.0 and 2.15.0."""
+"""Private names of torch's profiler, and what torch has counted of its own compiling."""
 
 from __future__ import annotations
 

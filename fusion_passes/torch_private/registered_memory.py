@@ -15,15 +15,13 @@ import torch
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import ProcessGroup
 
-NCCL: Final = "nccl"
-
 
 def why_not_registered(group: ProcessGroup, devices: Collection[torch.device]) -> str:
     """Why memory on these devices cannot be registered with a group's backend, and what to do: the
     rest of a sentence that begins with what the user has asked for. Empty if it can."""
     device, *others = sorted(set(devices), key=str)
     backend: Any = group._get_backend(device)
-    if backend.name() != NCCL:
+    if backend.name() != "nccl":
         return (
             f"needs a process group of NCCL, and this one sends tensors on {device.type} over "
             f"{backend.name()}. Give init_process_group backend='nccl'"
@@ -47,19 +45,12 @@ def why_not_registered(group: ProcessGroup, devices: Collection[torch.device]) -
 
 
 class RegisteredMemory:
-    """One piece of memory of NCCL, alone in a pool of its own, registered as symmetric.
+    """One piece of memory of NCCL (``data``: bytes), alone in a pool of its own, registered as
+    symmetric on the device to which the group is bound.
 
     All ranks of the group must make it at the same time, of the same size: to register is a
     collective, and NCCL wants each bucket at the same offset on all ranks. It is deregistered when
     it is freed, or its group destroyed.
-
-    Args:
-        group: with which it is registered.
-        device: where it is; the group is bound to it.
-        nbytes: its size.
-
-    Attributes:
-        data: the memory, of bytes.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, nbytes: int) -> None:
