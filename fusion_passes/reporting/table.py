@@ -117,11 +117,10 @@ def _of_module(module: ModuleReport) -> Iterator[_Line]:
 
 
 def _of_graph(graph: FusionReport) -> Iterator[_Line]:
-    source = "from the FX graph cache" if graph.from_cache else "compiled here"
-    times = f", {graph.compiled} times" if graph.compiled > 1 else ""
+    times = f", compiled {graph.compiled} times" if graph.compiled > 1 else ""
     title = (
         f"ddp_fusion {graph.mode}: {graph.collectives_before} collectives traced, "
-        f"{graph.collectives_after} launched a step ({source}{times}, plan {graph.digest})"
+        f"{graph.collectives_after} launched a step (plan {graph.digest}{times})"
     )
     yield "", title
     if graph.buckets:
