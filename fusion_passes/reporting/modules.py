@@ -101,30 +101,15 @@ def _buckets(reducer: Reducer) -> tuple[BucketReport, ...]:
     return tuple(reports)
 
 
-# --- DDP's logging data ---------------------------------------------------------------------------
-
-
-_TIMED: Final = ("backward_comm_time", "backward_compute_time")
-_MORE_TIMES: Final = (
-    "forward_compute_time",
-    "forward_compute_time_start",
-    "avg_forward_compute_time",
-    "backward_compute_comm_overlap_time",
-    "avg_backward_compute_comm_overlap_time",
-)
-
-
 def logging_data(reducer: Reducer) -> dict[str, Any]:
-    """What DDP's C++ reducer would have written into its logging data, as far as it is known here.
-
-    Times are not measured: 0, as DDP says where it has none yet. Sparse gradients lie in no bucket.
-    """
+    """What DDP's C++ reducer would have written into its logging data, but for times, which are not
+    measured. Sparse gradients lie in no bucket."""
     layout, parameters = reducer.layout, reducer.parameters.all
     is_final = reducer.has_rebuilt_buckets
     buckets = [b.numbers for b in layout.buckets if not b.is_sparse] if is_final else []
     sizes = [sum(parameters[number].nbytes for number in bucket) for bucket in buckets]
     order = [number for bucket in buckets for number in bucket]
-    fields = {
+    return {
         "iteration": reducer.steps,
         "unused_parameter_size": 0,
         "has_rebuilt_buckets": int(is_final),
@@ -133,6 +118,3 @@ def logging_data(reducer: Reducer) -> dict[str, Any]:
         "rebuilt_per_bucket_param_indices": ", ".join(" ".join(map(str, b)) for b in buckets),
         "prev_iteration_grad_ready_order_indices": ", ".join(map(str, order)),
     }
-    times = [f"{name}_{end}" for name in _TIMED for end in ("start", "end")]
-    times += [f"{prefix}{name}" for name in _TIMED for prefix in ("", "avg_")]
-    return dict.fromkeys((*times, *_MORE_TIMES), 0) | fields

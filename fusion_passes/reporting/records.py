@@ -183,8 +183,6 @@ class Totals:
         plain_step_s: seconds of a step before the recording, without a profiler; ``None`` likewise.
         peak_memory_bytes: the largest memory so far: allocated on the GPU, or the process's.
         peak_memory_of: which of the two: ``"cuda"`` or ``"process"``.
-        first_backward_s: seconds from the import of the package to the end of the first backward
-            whose gradients were reduced; ``None`` if there was none.
     """
 
     gradients: int
@@ -197,7 +195,6 @@ class Totals:
     plain_step_s: float | None
     peak_memory_bytes: int
     peak_memory_of: str
-    first_backward_s: float | None
 
 
 @dataclass(frozen=True)

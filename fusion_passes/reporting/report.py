@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import resource
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Final
@@ -18,18 +17,10 @@ from fusion_passes.reporting.backwards import backwards
 from fusion_passes.reporting.graphs import compile_log, one_for_each_plan
 from fusion_passes.reporting.modules import module_reports
 from fusion_passes.reporting.recording import last_recording
-from fusion_passes.reporting.records import (
-    SCHEMA,
-    BucketReport,
-    ModuleReport,
-    Report,
-    Totals,
-)
+from fusion_passes.reporting.records import SCHEMA, BucketReport, ModuleReport, Report, Totals
 from fusion_passes.reporting.timeline import BucketTimes, StepTimes, Timeline
 from fusion_passes.reporting.warnings import warnings_so_far
 from fusion_passes.version import __version__
-
-_IMPORTED_S: Final = time.monotonic()
 
 
 def report() -> Report:
@@ -100,13 +91,10 @@ def _with_predictions(buckets: Sequence[BucketReport]) -> Iterator[BucketReport]
 
 
 def _totals(
-    modules: Sequence[ModuleReport],
-    steps: StepTimes | None,
-    timeline: Timeline | None,
+    modules: Sequence[ModuleReport], steps: StepTimes | None, timeline: Timeline | None
 ) -> Totals:
     buckets = [bucket for module in modules for bucket in module.buckets]
     peak, of = _peak_memory()
-    first = backwards.first_ended_s
     return Totals(
         sum(len(bucket.parameters) for bucket in buckets),
         len(buckets),
@@ -118,7 +106,6 @@ def _totals(
         timeline.plain_step_s if timeline is not None else None,
         peak,
         of,
-        None if first is None else first - _IMPORTED_S,
     )
 
 
@@ -145,12 +132,8 @@ def advice(
     steps: StepTimes | None, buckets: Sequence[BucketReport], traced: Sequence[BucketReport] = ()
 ) -> str:
     """The most useful thing to try; empty where nothing was measured, or nothing is to be gained.
-
-    Args:
-        steps: times of recorded steps.
-        buckets: of the modules, in the order of their launches.
-        traced: as graphs launch them that compiled autograd has traced.
-    """
+    ``buckets`` are those of the modules, in the order of their launches, ``traced`` those of graphs
+    that compiled autograd has traced."""
     if steps is None or steps.exposed_s < NEGLIGIBLE * steps.step_s:
         return ""
     share = steps.exposed_s / steps.step_s
