@@ -27,14 +27,8 @@ class CompileLog:
         self._pending: dict[str, tuple[FusionReport, Collection[int]]] = {}
 
     def expect(self, report: FusionReport, label: str, buckets: Collection[int]) -> None:
-        """Record a graph once it is known how its gradients are stored, which only its lowering
-        knows.
-
-        Args:
-            report: all that is known so far.
-            label: by which :meth:`packed` will name the graph.
-            buckets: numbers of the buckets that will be lowered.
-        """
+        """Record a graph once its lowering has told :meth:`packed`, by this label, how it stores
+        the gradients of these buckets."""
         if buckets:
             self._pending[label] = report, buckets
         else:
@@ -42,12 +36,8 @@ class CompileLog:
             trace_artifact("ddp_fusion_report", lambda: format_report(report))
 
     def packed(self, label: str, copied: Mapping[int, str]) -> None:
-        """Note how a bucket's gradients are stored.
-
-        Args:
-            label: the graph's, a colon, and the bucket's number.
-            copied: why a gradient is copied, by its number in the bucket.
-        """
+        """Note how a bucket's gradients are stored: ``label`` is the graph's, a colon and the
+        bucket's number, ``copied`` has the reason for each that is copied, by its number there."""
         name, _, number = label.rpartition(":")
         if name not in self._pending:
             return

@@ -11,16 +11,6 @@ from typing import Any, Final
 from fusion_passes.reporting.spans import LANES, Span
 from fusion_passes.reporting.timeline import RankSteps, Timeline, exposed_of
 
-EXPOSED: Final = "exposed"
-
-COLORS: Final = (
-    ("compute", "#2e7d32"),
-    ("launch", "#1f6fb4"),
-    ("wait", "#c0392b"),
-    ("network", "#b8860b"),
-    (EXPOSED, "#d81b60"),
-)
-
 _DATA: Final = "/*TIMELINE*/null"
 """Where the page has its data."""
 
@@ -65,7 +55,6 @@ def _page_data(timeline: Timeline) -> dict[str, Any]:
         "parameters": {name: list(items) for name, items in timeline.buckets.items()},
         "plainStepS": timeline.plain_step_s,
         "missing": list(timeline.missing),
-        "colors": dict(COLORS),
     }
 
 
@@ -74,7 +63,7 @@ def _lanes(item: RankSteps) -> dict[str, list[Span]]:
     lanes: dict[str, list[Span]] = {
         lane: [span for span in item.spans if span.lane == lane] for lane in LANES
     }
-    lanes[EXPOSED] = [
+    lanes["exposed"] = [
         Span("network", span.name, begin + low, begin + high)
         for begin, step in item.steps()
         for span, times in exposed_of(step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 
 from fusion_passes.reporting.spans import RankTimeline, Span, without
@@ -98,7 +98,10 @@ class RankSteps:
         for _, step in self.steps():
             for name, times in _buckets_of(step, wanted):
                 seen.setdefault(name, []).append(times)
-        found = {name: _median(times) for name, times in seen.items()}
+        found = {
+            name: BucketTimes(*map(statistics.median, zip(*map(astuple, times), strict=True)))
+            for name, times in seen.items()
+        }
         return dict(sorted(found.items(), key=lambda item: item[1].launched_s))
 
 
@@ -153,7 +156,3 @@ def _buckets_of(step: RankTimeline, wanted: frozenset[str]) -> Iterator[tuple[st
             launched_s = launched.get(span.name, span.start_s)
             exposed_s = sum(end - start for start, end in exposed)
             yield span.name, BucketTimes(launched_s, span.start_s, span.end_s, exposed_s)
-
-
-def _median(times: Sequence[BucketTimes]) -> BucketTimes:
-    return BucketTimes(*map(statistics.median, zip(*map(astuple, times), strict=True)))
