@@ -13,12 +13,7 @@ import torch
 from torch import fx
 
 from fusion_passes.graph.collectives import ALL_REDUCE_COALESCED, ALL_REDUCE_COALESCED_IN_PLACE
-from fusion_passes.graph.operators import (
-    PACK,
-    STORE,
-    WIDEN,
-    split_strides,
-)
+from fusion_passes.graph.operators import PACK, STORE, WIDEN, split_strides
 from fusion_passes.graph.scaling import scaled
 from fusion_passes.lowering.memory import Memory
 from fusion_passes.torch_private.inductor import (
@@ -34,12 +29,8 @@ OnPacked = Callable[[str, Mapping[int, str]], None]
 
 
 def register_lowerings(on_packed: OnPacked) -> None:
-    """Teach Inductor the package's operators, and an older torch the strides of
-    coalesced gradients.
-
-    Args:
-        on_packed: called for each bucket that is lowered.
-    """
+    """Teach Inductor the package's operators, and an older torch the strides of coalesced
+    gradients. ``on_packed`` is called for each bucket that is lowered."""
 
     def pack(
         gradients: Sequence[Any],
@@ -66,8 +57,6 @@ def register_lowerings(on_packed: OnPacked) -> None:
 
 
 class _Bucket(Memory):
-    """A bucket that is being lowered."""
-
     def __init__(
         self,
         nodes: Sequence[fx.Node],
