@@ -18,18 +18,13 @@ SortKey = tuple[float, ...]
 
 
 def dependents(graph: fx.Graph, sources: Collection[fx.Node]) -> set[fx.Node]:
-    """The nodes whose values depend on those of some nodes, which are among them. A read after a
-    write depends on what was written, though no edge of the graph says so.
-
-    Args:
-        graph: in topological order.
-        sources: nodes of it.
-    """
+    """The nodes of a graph in topological order whose values depend on those of some nodes, which
+    are among them. A read after a write depends on what was written, though no edge of the graph
+    says so."""
+    base_of, _ = write_positions(graph.nodes)
     found: set[fx.Node] = set()
     written: set[fx.Node] = set()
-    base_of: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        base_of[node] = _base(node, base_of)
         inputs = node.all_input_nodes
         if (
             node in sources
