@@ -106,11 +106,11 @@ class Memory(ABC):
         """Take a buffer that stands for a gradient's place."""
 
     def end_stores(self) -> None:  # noqa: B027 - for most, nothing is left to do
-        """End what kernels store; what a call copies is lowered after that."""
+        """Finish what kernels store; what a call copies is lowered after that."""
 
     @abstractmethod
     def copy(self, values: list[Any], offsets: list[int], strides: list[int]) -> None:
-        """Copy gradients by one call of :data:`STORE`, which is given their places so."""
+        """Copy gradients by one call of ``STORE``, which takes their places in this form."""
 
     def _view(self, gradient: Any, place: tuple[int, Sequence[int]]) -> Any:
         ir = inductor_ir()

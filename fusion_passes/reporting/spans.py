@@ -60,14 +60,15 @@ class RankTimeline:
 
     def busy_s(self, lane: Lane) -> float:
         """Seconds in which something of a lane goes on."""
-        return length(self._intervals(lane))
+        return length(self.intervals(lane))
 
     def hidden_s(self) -> float:
         """Seconds in which the network is busy while the rank computes."""
-        computing, sending = self._intervals("compute"), self._intervals("network")
+        computing, sending = self.intervals("compute"), self.intervals("network")
         return length(sending) - length(without(sending, computing))
 
-    def _intervals(self, lane: Lane) -> list[tuple[float, float]]:
+    def intervals(self, lane: Lane) -> list[tuple[float, float]]:
+        """Start and end of each span in a lane."""
         return [(span.start_s, span.end_s) for span in self.spans if span.lane == lane]
 
 
