@@ -36,18 +36,15 @@ class _Explained:
 
     options: argparse.Namespace
     recording: Recording
-    is_shown: bool = False
 
     def after_backward(self) -> None:
         self.recording.after_backward()
         if self.recording.is_done:
+            atexit.unregister(self.show)
             self.show()
 
     def show(self) -> None:
         """Show the report on rank 0, and write what was asked for."""
-        if self.is_shown:
-            return
-        self.is_shown = True
         found, options = report(), self.options
         # The script may have left its process group.
         rank = int(os.environ.get("RANK", "0")) if found.rank is None else found.rank

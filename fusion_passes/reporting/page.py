@@ -6,13 +6,10 @@ import json
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from fusion_passes.reporting.spans import LANES, Span
 from fusion_passes.reporting.timeline import RankSteps, Timeline, exposed_of
-
-_DATA: Final = "/*TIMELINE*/null"
-"""Where the page has its data."""
 
 
 def write_page(timeline: Timeline, path: str | Path) -> None:
@@ -20,7 +17,7 @@ def write_page(timeline: Timeline, path: str | Path) -> None:
     template = (resources.files("fusion_passes.reporting") / "timeline.html").read_text("utf-8")
     # Text of the user's stands in it: nothing in it may end the script.
     data = json.dumps(_page_data(timeline), separators=(",", ":")).replace("</", "<\\/")
-    Path(path).write_text(template.replace(_DATA, data, 1), encoding="utf-8")
+    Path(path).write_text(template.replace("/*TIMELINE*/null", data, 1), encoding="utf-8")
 
 
 def _page_data(timeline: Timeline) -> dict[str, Any]:

@@ -181,8 +181,6 @@ class Totals:
         overlap: share of the time of the network that is hidden by compute; ``None`` likewise, and
             where nothing was sent.
         plain_step_s: seconds of a step before the recording, without a profiler; ``None`` likewise.
-        peak_memory_bytes: the largest memory so far: allocated on the GPU, or the process's.
-        peak_memory_of: which of the two: ``"cuda"`` or ``"process"``.
     """
 
     gradients: int
@@ -193,8 +191,6 @@ class Totals:
     steps: StepTimes | None
     overlap: float | None
     plain_step_s: float | None
-    peak_memory_bytes: int
-    peak_memory_of: str
 
 
 @dataclass(frozen=True)
@@ -259,7 +255,6 @@ class Report:
             "launches": totals.launches,
             "sent_mib": totals.sent_bytes / 2**20,
             "copied_gradients": totals.copied_gradients,
-            "peak_memory_mib": totals.peak_memory_bytes / 2**20,
             "overlap": totals.overlap,
             "warnings": len(self.warnings),
         }

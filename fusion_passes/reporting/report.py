@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import platform
-import resource
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Final
@@ -94,7 +92,6 @@ def _totals(
     modules: Sequence[ModuleReport], steps: StepTimes | None, timeline: Timeline | None
 ) -> Totals:
     buckets = [bucket for module in modules for bucket in module.buckets]
-    peak, of = _peak_memory()
     return Totals(
         sum(len(bucket.parameters) for bucket in buckets),
         len(buckets),
@@ -104,16 +101,7 @@ def _totals(
         steps,
         steps.hidden_s / steps.network_s if steps is not None and steps.network_s else None,
         timeline.plain_step_s if timeline is not None else None,
-        peak,
-        of,
     )
-
-
-def _peak_memory() -> tuple[int, str]:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated(), "cuda"
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process"
 
 
 # --- What is worth trying ------------------------------------------------------------------------

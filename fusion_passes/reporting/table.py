@@ -233,5 +233,3 @@ def _of_totals(totals: Totals) -> Iterator[_Line]:
             f"sent, {totals.copied_gradients} gradients copied"
         )
         yield "", text
-    of = "allocated on the GPU" if totals.peak_memory_of == "cuda" else "of the process"
-    yield "", f"peak memory {of}: {format_bytes(totals.peak_memory_bytes)}"

@@ -160,7 +160,7 @@ def format_modules(module: ModuleReport) -> str:
     )
     first, *lines, last = format_report(report, width=120).splitlines()
     assert (first, last) == ("warning: look here", "advice: try this")
-    return "\n".join(line for line in lines if not line.startswith("peak memory"))
+    return "\n".join(lines)
 
 
 def test_without_recorded_steps_there_are_no_times() -> None:
