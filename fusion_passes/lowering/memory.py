@@ -36,8 +36,8 @@ its bandwidth (docs/gpu.md). From about this size on, a kernel of one copy is wo
 
 
 class Memory(ABC):
-    """Memory that gradients are being stored in. ``data`` and ``gradients`` are Inductor's values
-    of it and of their ``nodes``."""
+    """Memory that gradients are being stored in. ``data`` is Inductor's value of it, ``gradients``
+    are those of ``nodes``."""
 
     def __init__(
         self,

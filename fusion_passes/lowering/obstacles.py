@@ -22,7 +22,7 @@ def obstacle_to_storing(
     node: fx.Node, gradient: Any, place: Any, *, is_changed: bool
 ) -> str | None:
     """Why the gradient's kernel cannot store it in its place; ``None`` if it can. ``gradient`` and
-    ``place`` are Inductor's values; a gradient that is cast or scaled there ``is_changed``."""
+    ``place`` are Inductor's values; ``is_changed`` where it is cast or scaled as it is stored."""
     ir = inductor_ir()
     if not isinstance(gradient.data, ir.StorageBox):
         base = gradient.data.unwrap_view()
