@@ -55,9 +55,7 @@ def write_positions(
 
 
 def reorder(
-    graph: fx.Graph,
-    keys: Mapping[fx.Node, SortKey],
-    chains: Sequence[Sequence[fx.Node]] = (),
+    graph: fx.Graph, keys: Mapping[fx.Node, SortKey], chains: Sequence[Sequence[fx.Node]] = ()
 ) -> bool:
     """Put the nodes into the topological order that follows ``keys`` as closely as it can.
 
