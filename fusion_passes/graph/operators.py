@@ -36,15 +36,10 @@ def define(
     fake: Callable[..., Any] | None = None,
     tags: Sequence[torch.Tag] = (),
 ) -> Any:
-    """Define one of the package's operators.
+    """Define one of the package's operators, with a signature and tags as torch has them.
 
-    Args:
-        name: of the operator.
-        signature: as in torch's schemas.
-        function: what it does.
-        meta: the same for tensors without data; by default ``function``.
-        fake: the same for fake ones, in the place of ``meta``, of an operator that takes no tensor.
-        tags: of torch's.
+    ``meta`` does what ``function`` does for tensors without data, and by default is ``function``;
+    ``fake`` does it for fake ones, in the place of ``meta``, where the operator takes no tensor.
     """
     _library.define(f"{name}{signature}", tags=tags)
     _library.impl(name, function, "CompositeExplicitAutograd")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -35,23 +36,16 @@ copies blocks of 1,024 elements, of which an H200 runs 0.45 in a nanosecond: in 
 its bandwidth (docs/gpu.md). From about this size on, a kernel of one copy is worth its launch."""
 
 
+@dataclass(eq=False)
 class Memory(ABC):
     """Memory that gradients are being stored in. ``data`` is Inductor's value of it, ``gradients``
     are those of ``nodes``."""
 
-    def __init__(
-        self,
-        data: Any,
-        nodes: Sequence[fx.Node],
-        gradients: Sequence[Any],
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self.data = data
-        self.gradients = gradients
-        self.device = device
-        self.dtype = dtype
-        self._nodes = nodes
+    data: Any
+    nodes: Sequence[fx.Node]
+    gradients: Sequence[Any]
+    device: torch.device
+    dtype: torch.dtype
 
     def fill(self, places: Sequence[tuple[int, Sequence[int]]]) -> dict[int, str]:
         """Store the gradients at these offsets and strides, in elements.
@@ -61,7 +55,7 @@ class Memory(ABC):
         """
         views = [self._view(*item) for item in zip(self.gradients, places, strict=True)]
         obstacles, relaid = {}, {}
-        for number, (node, gradient) in enumerate(zip(self._nodes, self.gradients, strict=True)):
+        for number, (node, gradient) in enumerate(zip(self.nodes, self.gradients, strict=True)):
             is_changed = self.change_of(gradient) is not None
             obstacle = obstacle_to_storing(node, gradient, views[number], is_changed=is_changed)
             if obstacle is not None:

@@ -116,13 +116,10 @@ def length(intervals: Iterable[tuple[float, float]]) -> float:
 def timeline_of(
     events: Iterable[Event], seconds: float, *, host_computes: bool = False
 ) -> RankTimeline:
-    """The timeline of a step.
+    """The timeline of a step of some seconds, from events, of which operators hold others.
 
-    Args:
-        events: in seconds from the start of the step. Operators hold others.
-        seconds: of the step.
-        host_computes: whether all that the host does but launch and wait is computing, as on a CPU,
-            where most kernels are none of the profiler's events. Else events say what is.
+    With ``host_computes``, all that the host does but launch and wait is computing, as on a CPU,
+    where most kernels are none of the profiler's events. Else events say what is.
     """
     known = sorted(
         ((lane_of(name), name, start, end) for name, start, end in events),
