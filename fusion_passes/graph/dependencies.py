@@ -107,14 +107,10 @@ def _successors(
     successors: dict[fx.Node, dict[fx.Node, None]] = {
         node: dict.fromkeys(node.users) for node in nodes
     }
-    for before, after in _write_order(nodes):
-        successors[before][after] = None
-    for chain in chains:
-        for before, after in pairwise(chain):
-            successors[before][after] = None
     # Inputs keep their order: it is the calling convention.
-    placeholders = [node for node in nodes if node.op == "placeholder"]
-    for before, after in pairwise(placeholders):
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    in_chains = [pair for chain in (*chains, inputs) for pair in pairwise(chain)]
+    for before, after in _write_order(nodes) + in_chains:
         successors[before][after] = None
     return successors
 

@@ -4,6 +4,7 @@ DDP's own logging data say of them."""
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any, Final
 
 from fusion_passes.reducer.backward import reducers
@@ -64,16 +65,15 @@ def _module(reducer: Reducer) -> ModuleReport:
         reducer.num_stored,
         reducer.decision,
         "plain" if reducer.registered is None else reducer.registered.in_words(),
-        _buckets(reducer),
+        tuple(_buckets(reducer)),
     )
 
 
-def _buckets(reducer: Reducer) -> tuple[BucketReport, ...]:
+def _buckets(reducer: Reducer) -> Iterator[BucketReport]:
     """Those that are sent, in the order of their launches."""
     if not reducer.has_rebuilt_buckets:
-        return ()
+        return
     names, copied = reducer.parameters.names, reducer.why_copied()
-    reports = []
     for bucket in reducer.layout.buckets:
         if not (bucket.numel or bucket.is_sparse):
             continue
@@ -85,7 +85,7 @@ def _buckets(reducer: Reducer) -> tuple[BucketReport, ...]:
         else:
             sent_dtype = reducer.communication.sent_dtype(bucket.dtype)
             scaling = reducer.communication.scaling(bucket.dtype)
-        report = BucketReport(
+        yield BucketReport(
             module=reducer.name,
             group=reducer.group.group_name,
             dtype=dtype_name(bucket.dtype),
@@ -97,8 +97,6 @@ def _buckets(reducer: Reducer) -> tuple[BucketReport, ...]:
             planned_s=planned_ns and (planned_ns[0] / 1e9, planned_ns[1] / 1e9),
             name=reducer.bucket_name(bucket.index),
         )
-        reports.append(report)
-    return tuple(reports)
 
 
 def logging_data(reducer: Reducer) -> dict[str, Any]:

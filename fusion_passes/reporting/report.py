@@ -37,7 +37,7 @@ def report() -> Report:
         # By its place: after destroy_process_group() nobody says which rank this was.
         mine = timeline.ranks[0]
         steps = mine.times()
-        modules = _with_times(modules, mine.bucket_times(timeline.buckets))
+        modules = tuple(_with_times(modules, mine.bucket_times(timeline.buckets)))
     graphs = one_for_each_plan(compile_log.reports())
     sent, traced = ([b for part in parts for b in part.buckets] for parts in (modules, graphs))
     return Report(
@@ -62,13 +62,11 @@ def report() -> Report:
 
 def _with_times(
     modules: Iterable[ModuleReport], times: Mapping[str, BucketTimes]
-) -> tuple[ModuleReport, ...]:
+) -> Iterator[ModuleReport]:
     """The modules with what this rank has recorded of their buckets."""
-    timed = []
     for item in modules:
         buckets = [replace(bucket, times=times.get(bucket.name)) for bucket in item.buckets]
-        timed.append(replace(item, buckets=tuple(_with_predictions(buckets))))
-    return tuple(timed)
+        yield replace(item, buckets=tuple(_with_predictions(buckets)))
 
 
 def _with_predictions(buckets: Sequence[BucketReport]) -> Iterator[BucketReport]:
