@@ -54,9 +54,11 @@ __all__ = [
 
 
 def reports() -> tuple[FusionReport, ...]:
-    """What was done to each compiled graph with gradient reductions in this process, oldest first.
+    """What was done to each graph with gradient reductions that this process has compiled, oldest
+    first.
 
-    A graph that came from Inductor's FX graph cache is there too, marked ``from_cache``.
+    One from Inductor's FX graph cache is not among them: ``TORCHINDUCTOR_FORCE_DISABLE_CACHES=1``
+    has all compiled.
     """
     return compile_log.reports()
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import torch.distributed as dist
-
 from fusion_passes.config import ENVIRONMENT_VARIABLE, FUSION_MODES
 from fusion_passes.reporting.backwards import backwards
 from fusion_passes.reporting.recording import ENDED, Recording, record_steps
@@ -31,9 +29,6 @@ buckets, warnings, times. Under torchrun:
     torchrun --nproc-per-node=2 -m fusion_passes.explain -m MODULE [ARGS...]
 """
 
-LOG_WIDTH: Final = 120
-"""Columns of the tables where there is no terminal."""
-
 
 @dataclass
 class _Explained:
@@ -41,26 +36,21 @@ class _Explained:
 
     options: argparse.Namespace
     recording: Recording
-    is_shown: bool = False
 
     def after_backward(self) -> None:
         self.recording.after_backward()
         if self.recording.is_done:
+            atexit.unregister(self.show)
             self.show()
-            if self.options.stop:
-                self._stop()
 
     def show(self) -> None:
         """Show the report on rank 0, and write what was asked for."""
-        if self.is_shown:
-            return
-        self.is_shown = True
         found, options = report(), self.options
         # The script may have left its process group.
         rank = int(os.environ.get("RANK", "0")) if found.rank is None else found.rank
         if rank != 0:
             return
-        columns = shutil.get_terminal_size((LOG_WIDTH, 0)).columns
+        columns = shutil.get_terminal_size((120, 0)).columns  # 120 where there is no terminal.
         print(format_report(found, width=columns), file=sys.stderr)
         if found.timeline is None:
             why = self.recording.problem or ENDED
@@ -74,15 +64,6 @@ class _Explained:
                 print(f"ddp_fusion: written: {options.timeline}", file=sys.stderr)
         except OSError as error:  # The training goes on.
             print(f"ddp_fusion: not written: {error}", file=sys.stderr)
-
-    def _stop(self) -> None:
-        """End the script here, on all ranks at the same step."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if dist.is_initialized():
-            dist.barrier()
-        # What follows would wait for process groups that other ranks have left.
-        os._exit(0)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -118,7 +99,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--json", type=_output, metavar="FILE", help="write the report as JSON")
     add("--timeline", type=_output, metavar="FILE",
         help="write the steps of all ranks as a page for a browser (.html)")  # fmt: skip
-    add("--stop", action="store_true", help="end the script once the report is there")
     add("-m", "--module", action="store_true",
         help="SCRIPT is the name of a module, as for python -m")  # fmt: skip
     add("script", metavar="SCRIPT")

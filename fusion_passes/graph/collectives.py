@@ -46,7 +46,7 @@ class AllReduceNode:
 
 
 def decode_all_reduce(node: fx.Node) -> AllReduceNode | None:
-    """The all-reduce of one tensor that ``node`` launches, or ``None`` for any other node."""
+    """The all-reduce of one tensor that a node launches; ``None`` for any other node."""
     if node.target not in (ALL_REDUCE, ALL_REDUCE_IN_PLACE):
         return None
     tensor, reduce_op, group = _arguments(node, ("input", "reduce_op", "group_name"))

@@ -18,18 +18,13 @@ SortKey = tuple[float, ...]
 
 
 def dependents(graph: fx.Graph, sources: Collection[fx.Node]) -> set[fx.Node]:
-    """The nodes whose values depend on those of some nodes, which are among them. A read after a
-    write depends on what was written, though no edge of the graph says so.
-
-    Args:
-        graph: in topological order.
-        sources: nodes of it.
-    """
+    """The nodes of a graph in topological order whose values depend on those of some nodes, which
+    are among them. A read after a write depends on what was written, though no edge of the graph
+    says so."""
+    base_of, _ = write_positions(graph.nodes)
     found: set[fx.Node] = set()
     written: set[fx.Node] = set()
-    base_of: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        base_of[node] = _base(node, base_of)
         inputs = node.all_input_nodes
         if (
             node in sources
@@ -60,9 +55,7 @@ def write_positions(
 
 
 def reorder(
-    graph: fx.Graph,
-    keys: Mapping[fx.Node, SortKey],
-    chains: Sequence[Sequence[fx.Node]] = (),
+    graph: fx.Graph, keys: Mapping[fx.Node, SortKey], chains: Sequence[Sequence[fx.Node]] = ()
 ) -> bool:
     """Put the nodes into the topological order that follows ``keys`` as closely as it can.
 
@@ -114,14 +107,10 @@ def _successors(
     successors: dict[fx.Node, dict[fx.Node, None]] = {
         node: dict.fromkeys(node.users) for node in nodes
     }
-    for before, after in _write_order(nodes):
-        successors[before][after] = None
-    for chain in chains:
-        for before, after in pairwise(chain):
-            successors[before][after] = None
     # Inputs keep their order: it is the calling convention.
-    placeholders = [node for node in nodes if node.op == "placeholder"]
-    for before, after in pairwise(placeholders):
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    in_chains = [pair for chain in (*chains, inputs) for pair in pairwise(chain)]
+    for before, after in _write_order(nodes) + in_chains:
         successors[before][after] = None
     return successors
 

@@ -23,15 +23,14 @@ def record(
     """Write the operators that a function calls into a graph, before a node.
 
     Args:
-        before: the node that the new ones stand before, in the order of the calls.
-        function: tensor code; takes a list of tensors and returns a list of tensors. It runs on
-            meta tensors, which are ten times faster than fake ones: a bucket can hold thousands
-            of gradients. The nodes get fake tensors all the same.
-        inputs: the nodes for ``function``'s list, all on one device; each has a fake tensor in
-            ``meta["val"]``.
+        before: the new nodes stand before it, in the order of the calls.
+        function: takes a list of tensors and returns one. It runs on meta tensors, which are ten
+            times faster than fake ones: a bucket can hold thousands of gradients.
+        inputs: the nodes for its list, all on one device, each with a fake tensor in
+            ``meta["val"]``, as the new ones get.
 
     Returns:
-        The nodes of ``function``'s results.
+        The nodes of its results.
     """
     fake = inputs[0].meta["val"]
     assert isinstance(fake, FakeTensor), f"{inputs[0].name} has no fake value"
@@ -121,15 +120,11 @@ def replace_uses(replacements: Mapping[fx.Node, fx.Node]) -> None:
 def pin(nodes: Sequence[fx.Node], after: Sequence[fx.Node]) -> fx.Node:
     """Make Inductor's scheduler run ``nodes`` after ``after``, whatever else it reorders.
 
-    The nodes move into a subgraph that one ``control_deps`` node runs, at the first one's place.
-
-    Args:
-        nodes: neighbours that do not read each other; each gives one tensor.
-        after: nodes before them.
+    The nodes, neighbours that do not read each other and give one tensor each, move into a subgraph
+    that one ``control_deps`` node runs, at the first one's place.
 
     Returns:
-        The node that replaces them: it gives the value of a single node, or a tuple that is
-        unpacked after it.
+        That node: it gives the value of a single node, or a tuple that is unpacked after it.
     """
     graph, owner = nodes[0].graph, nodes[0].graph.owning_module
     assert owner is not None, "a post-grad graph belongs to a module"

@@ -37,15 +37,10 @@ def define(
     fake: Callable[..., Any] | None = None,
     tags: Sequence[torch.Tag] = (),
 ) -> Any:
-    """Define one of the package's operators.
+    """Define one of the package's operators, with a signature and tags as torch has them.
 
-    Args:
-        name: of the operator.
-        signature: as in torch's schemas.
-        function: what it does.
-        meta: the same for tensors without data; ``None``: the function does for these too.
-        fake: in the place of it, for an operator that is given no tensor: the same for fake ones.
-        tags: of torch's.
+    ``meta`` does what ``function`` does for tensors without data, and by default is ``function``;
+    ``fake`` does it for fake ones, in the place of ``meta``, where the operator takes no tensor.
     """
     _library.define(f"{name}{signature}", tags=tags)
     _library.impl(name, function, "CompositeExplicitAutograd")
@@ -102,13 +97,8 @@ def _widen(bucket: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
 
 
 def divided(value: _T, divisor: float, operations: Any = torch) -> _T:
-    """``value`` divided by a number, in its own dtype; ``value`` itself for 1.
-
-    Args:
-        value: a tensor, or what stands for one where ``operations`` are.
-        divisor: the number.
-        operations: whose ``div`` it is: torch's, or Inductor's lowerings.
-    """
+    """A tensor, or what stands for one where ``operations`` are (Inductor's lowerings), divided by
+    a number in its own dtype; ``value`` itself for 1."""
     if divisor == 1:
         return value
     quotient: _T = operations.div(value, divisor)
@@ -185,18 +175,17 @@ def _of_own_memory(maker: OpOverload, name: str) -> Any:
     return getattr(torch.ops.fusion_passes, name).default
 
 
+_NAMES: Final = ("sparse_rows", "sparse_rows_of_bag")
 _MAKERS: Final = MappingProxyType(
     {
         maker: _of_own_memory(maker, name)
-        for maker, name in zip(
-            makers_of_sparse_gradients(), ("sparse_rows", "sparse_rows_of_bag"), strict=True
-        )
+        for maker, name in zip(makers_of_sparse_gradients(), _NAMES, strict=True)
     }
 )
 """What makes sparse gradients, and what takes its place."""
 
 
-def give_own_memory(graph: fx.Graph) -> bool:
+def give_own_memory(graph: fx.Graph) -> None:
     """Have the sparse tensors of a post-grad graph copy what they are made of.
 
     A sparse tensor holds the very tensors that it is made of, its indices and values. Inductor
@@ -212,12 +201,12 @@ def give_own_memory(graph: fx.Graph) -> bool:
     After::
 
         rows: sparse f32[n, d] = fusion_passes.sparse_rows(.., indices, values)
-
-    Returns:
-        Whether there were any.
     """
-    found = [node for node in graph.nodes if node.target in _MAKERS and _is_sparse(node)]
-    for node in found:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        is_sparse = isinstance(value, Tensor) and value.layout is torch.sparse_coo
+        if node.target not in _MAKERS or not is_sparse:
+            continue
         with graph.inserting_before(node):
             copy = graph.call_function(_MAKERS[node.target], node.args, node.kwargs)
         # Inductor finds out what it gives. It would compare it with what is there, by the storage
@@ -225,9 +214,3 @@ def give_own_memory(graph: fx.Graph) -> bool:
         copy.meta = {key: value for key, value in node.meta.items() if key != "val"}
         node.replace_all_uses_with(copy)
         graph.erase_node(node)
-    return bool(found)
-
-
-def _is_sparse(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.layout is torch.sparse_coo

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
-from fusion_passes.torch_private import OpOverload
+from fusion_passes.torch_private import OpOverload, dtype_abbrs
 from fusion_passes.torch_private.autograd import schema
-
-_SHORT = MappingProxyType(
-    {
-        "float32": "f32",
-        "float64": "f64",
-        "float16": "f16",
-        "bfloat16": "bf16",
-        "complex64": "c64",
-        "complex128": "c128",
-        "int64": "i64",
-        "int32": "i32",
-        "bool": "b8",
-    }
-)
 
 
 def graph_text(graph: fx.Graph) -> str:
@@ -49,8 +34,7 @@ def graph_text(graph: fx.Graph) -> str:
 def value_text(value: Any) -> str:
     """``f32[2, 3]``; with strides where they are not contiguous; ``(...)`` for several."""
     if isinstance(value, torch.Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        text = f"{_SHORT.get(dtype, dtype)}{list(value.shape)}"
+        text = f"{dtype_abbrs[value.dtype]}{list(value.shape)}"
         if value.layout is torch.strided and not value.is_contiguous():
             text += f"strides{list(value.stride())}"
         return text

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -31,48 +32,30 @@ from fusion_passes.torch_private.inductor import (
 
 GROUPED_ELEMENTS: Final = 2**20
 """Gradients of fewer elements are copied by one kernel. Inductor gives its kernels of several
-copies blocks of 1,024 elements, of which an H200 runs 0.45 in a nanosecond, however few bytes they
-move: in bf16 that is 0.44 of its bandwidth (docs/gpu.md). A kernel of one copy is as
-fast as any other, and worth a launch of its own from about this size on."""
+copies blocks of 1,024 elements, of which an H200 runs 0.45 in a nanosecond: in bf16 that is 0.44 of
+its bandwidth (docs/gpu.md). From about this size on, a kernel of one copy is worth its launch."""
 
 
+@dataclass(eq=False)
 class Memory(ABC):
-    """Memory that gradients are being stored in.
+    """Memory that gradients are being stored in. ``data`` is Inductor's value of it, ``gradients``
+    are those of ``nodes``."""
 
-    Args:
-        data: Inductor's value of it, which views are made of.
-        nodes: of the gradients.
-        gradients: Inductor's values of them.
-        device: of all.
-        dtype: of the memory.
-    """
-
-    def __init__(
-        self,
-        data: Any,
-        nodes: Sequence[fx.Node],
-        gradients: Sequence[Any],
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self.data = data
-        self.gradients = gradients
-        self.device = device
-        self.dtype = dtype
-        self._nodes = nodes
+    data: Any
+    nodes: Sequence[fx.Node]
+    gradients: Sequence[Any]
+    device: torch.device
+    dtype: torch.dtype
 
     def fill(self, places: Sequence[tuple[int, Sequence[int]]]) -> dict[int, str]:
-        """Store the gradients.
-
-        Args:
-            places: offset and strides of each, in elements.
+        """Store the gradients at these offsets and strides, in elements.
 
         Returns:
             Why a gradient is copied, by its number, for those that are.
         """
         views = [self._view(*item) for item in zip(self.gradients, places, strict=True)]
         obstacles, relaid = {}, {}
-        for number, (node, gradient) in enumerate(zip(self._nodes, self.gradients, strict=True)):
+        for number, (node, gradient) in enumerate(zip(self.nodes, self.gradients, strict=True)):
             is_changed = self.change_of(gradient) is not None
             obstacle = obstacle_to_storing(node, gradient, views[number], is_changed=is_changed)
             if obstacle is not None:
@@ -114,20 +97,14 @@ class Memory(ABC):
 
     @abstractmethod
     def note_writer(self, writer: Any) -> None:
-        """A buffer has been made that stands for a gradient's place."""
+        """Take a buffer that stands for a gradient's place."""
 
     def end_stores(self) -> None:  # noqa: B027 - for most, nothing is left to do
-        """All that kernels store is lowered; what a call copies is not."""
+        """Finish what kernels store; what a call copies is lowered after that."""
 
     @abstractmethod
     def copy(self, values: list[Any], offsets: list[int], strides: list[int]) -> None:
-        """Copy gradients to their places, by one call.
-
-        Args:
-            values: the gradients.
-            offsets: of their places, in elements.
-            strides: of their places, one gradient's after the other's.
-        """
+        """Copy gradients by one call of ``STORE``, which takes their places in this form."""
 
     def _view(self, gradient: Any, place: tuple[int, Sequence[int]]) -> Any:
         ir = inductor_ir()
@@ -149,16 +126,10 @@ def store_at(
     is_grouped: bool,
     change: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Point a gradient's kernel at its place, or where it cannot write there add a kernel that
-    stores it; Inductor may fuse the two, if it generates both. A sum that Inductor may leave in a
-    tensor of its own always gets the second one.
-
-    Args:
-        view: Inductor's view of the place.
-        gradient: Inductor's value of the gradient.
-        is_copied: whether its own kernel cannot store it there.
-        is_grouped: whether one kernel stores several.
-        change: what is stored of it; by default all as it is.
+    """Point a gradient's kernel at a view of its place, or where it cannot write there
+    (``is_copied``) add a kernel that stores it, by itself or with others (``is_grouped``); Inductor
+    may fuse the two, if it generates both. A sum that Inductor may leave in a tensor of its own
+    always gets the second one.
 
     Returns:
         The buffer that stands for the place.

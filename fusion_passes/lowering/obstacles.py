@@ -3,7 +3,7 @@ cannot."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 from torch import fx
 
@@ -17,21 +17,12 @@ from fusion_passes.torch_private.inductor import (
     mixes_orders,
 )
 
-_PASSED_ON: Final = ITEMS | RELAYOUTS
-"""Operators that compute nothing: each passes its last input on."""
-
 
 def obstacle_to_storing(
     node: fx.Node, gradient: Any, place: Any, *, is_changed: bool
 ) -> str | None:
-    """Why the gradient's kernel cannot store it in the bucket; ``None`` if it can.
-
-    Args:
-        node: the gradient's node.
-        gradient: Inductor's value of it.
-        place: Inductor's view of where it is to be stored.
-        is_changed: whether it is cast or scaled when it is stored.
-    """
+    """Why the gradient's kernel cannot store it in its place; ``None`` if it can. ``gradient`` and
+    ``place`` are Inductor's values; ``is_changed`` where it is cast or scaled as it is stored."""
     ir = inductor_ir()
     if not isinstance(gradient.data, ir.StorageBox):
         base = gradient.data.unwrap_view()
@@ -51,9 +42,7 @@ def obstacle_to_storing(
 def reason_for_copy(node: fx.Node, gradient: Any) -> str | None:
     """Why Inductor itself copies the gradient, on its way to the bucket: a library has given it
     another layout than it must have. That one copy stores it in its place."""
-    ir = inductor_ir()
-    source = _source(node)
-    box = gradient.data
+    ir, source, box = inductor_ir(), _source(node), gradient.data
     is_generated = isinstance(box, ir.StorageBox) and isinstance(
         box.data, ir.Loops | ir.ComputedBuffer
     )
@@ -134,8 +123,8 @@ def _fits(layout: Any, place: Any) -> bool:
 
 
 def _is_read_elsewhere(node: fx.Node) -> bool:
-    """Whether anything but the bucket sees the memory in which the node's value lies: the bucket is
-    reduced in place. Some operators give their input's memory on as their own."""
+    """Whether anything but the bucket, which is reduced in place, sees the memory of the node's
+    value. Some operators give their input's memory on as their own."""
     reads = sum(source is node for user in data_users(node) for source in _sources(user))
     if reads > 1:
         return True
@@ -168,7 +157,8 @@ def _operator(node: fx.Node) -> str:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """The node that computes the value, of several or alone; a copy only gives it a layout."""
-    while node.target in _PASSED_ON:
+    """The node that computes the value: those behind it only take it out of several, or give it
+    another layout."""
+    while node.target in ITEMS | RELAYOUTS:
         node = node.all_input_nodes[-1]
     return without_pins(node)

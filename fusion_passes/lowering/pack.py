@@ -13,13 +13,7 @@ import torch
 from torch import fx
 
 from fusion_passes.graph.collectives import ALL_REDUCE_COALESCED, ALL_REDUCE_COALESCED_IN_PLACE
-from fusion_passes.graph.operators import (
-    PACK,
-    STORE,
-    WIDEN,
-    divided,
-    split_strides,
-)
+from fusion_passes.graph.operators import PACK, STORE, WIDEN, divided, split_strides
 from fusion_passes.lowering.memory import Memory
 from fusion_passes.torch_private.inductor import (
     graph_lowering,
@@ -34,12 +28,8 @@ OnPacked = Callable[[str, Mapping[int, str]], None]
 
 
 def register_lowerings(on_packed: OnPacked) -> None:
-    """Teach Inductor the package's operators, and an older torch the strides of
-    coalesced gradients.
-
-    Args:
-        on_packed: called for each bucket that is lowered.
-    """
+    """Teach Inductor the package's operators, and an older torch the strides of coalesced
+    gradients. ``on_packed`` is called for each bucket that is lowered."""
 
     def pack(
         gradients: Sequence[Any],
@@ -65,8 +55,6 @@ def register_lowerings(on_packed: OnPacked) -> None:
 
 
 class _Bucket(Memory):
-    """A bucket that is being lowered."""
-
     def __init__(
         self,
         nodes: Sequence[fx.Node],

@@ -27,11 +27,8 @@ index in the piece, the reason."""
 
 
 def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
-    """Teach Inductor the operators of :mod:`fusion_passes.reducer.operators`.
-
-    Args:
-        on_stored: called for each piece that is lowered.
-    """
+    """Teach Inductor the operators of :mod:`fusion_passes.reducer.operators`. ``on_stored`` is
+    called for each piece that is lowered."""
 
     def store(
         bucket: Any,
@@ -68,13 +65,7 @@ def _lower_bucket(
 
 
 class _ReducersMemory(Memory):
-    """A reducer's memory, into which gradients are being lowered.
-
-    Args:
-        bucket: Inductor's value of it, realized.
-        nodes: of the gradients.
-        gradients: Inductor's values of them.
-    """
+    """A reducer's memory; ``bucket`` is Inductor's value of it, realized."""
 
     def __init__(self, bucket: Any, nodes: Sequence[fx.Node], gradients: Sequence[Any]) -> None:
         super().__init__(bucket.data, nodes, gradients, bucket.get_device(), bucket.get_dtype())

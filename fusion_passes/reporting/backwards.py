@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,28 +13,16 @@ from fusion_passes.state import Lifetime, process_state
 
 @dataclass
 class Backwards:
-    """What is known of the backwards that were to be averaged.
-
-    Attributes:
-        after: called after each. ``None`` if nobody wants to know.
-        first_ended_s: when the first one had ended, as of ``time.monotonic()``.
-    """
+    """What is known of the backwards that were to be averaged; ``after`` is called after each."""
 
     after: Callable[[], None] | None = None
-    first_ended_s: float | None = None
     _counts: Counter[tuple[tuple[str, ...], ReducedIn, str, int]] = field(default_factory=Counter)
 
     def note(
-        self,
-        modules: tuple[str, ...],
-        reduced_in: ReducedIn,
-        because: str = "",
-        copied: int = 0,
+        self, modules: tuple[str, ...], reduced_in: ReducedIn, because: str = "", copied: int = 0
     ) -> None:
         """Note a backward that has ended, its gradients averaged; see :class:`BackwardReport`."""
         self._counts[modules, reduced_in, because, copied] += 1
-        if self.first_ended_s is None:
-            self.first_ended_s = time.monotonic()
         if self.after is not None:
             self.after()
 

@@ -4,6 +4,7 @@ DDP's own logging data say of them."""
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any, Final
 
 from fusion_passes.reducer.backward import reducers
@@ -64,16 +65,15 @@ def _module(reducer: Reducer) -> ModuleReport:
         reducer.num_stored,
         reducer.decision,
         "plain" if reducer.registered is None else reducer.registered.in_words(),
-        _buckets(reducer),
+        tuple(_buckets(reducer)),
     )
 
 
-def _buckets(reducer: Reducer) -> tuple[BucketReport, ...]:
+def _buckets(reducer: Reducer) -> Iterator[BucketReport]:
     """Those that are sent, in the order of their launches."""
     if not reducer.has_rebuilt_buckets:
-        return ()
+        return
     names, copied = reducer.parameters.names, reducer.why_copied()
-    reports = []
     for bucket in reducer.layout.buckets:
         if not (bucket.numel or bucket.is_sparse):
             continue
@@ -85,7 +85,7 @@ def _buckets(reducer: Reducer) -> tuple[BucketReport, ...]:
         else:
             sent_dtype = reducer.communication.sent_dtype(bucket.dtype)
             scaling = reducer.communication.scaling(bucket.dtype)
-        report = BucketReport(
+        yield BucketReport(
             module=reducer.name,
             group=reducer.group.group_name,
             dtype=dtype_name(bucket.dtype),
@@ -97,34 +97,17 @@ def _buckets(reducer: Reducer) -> tuple[BucketReport, ...]:
             planned_s=planned_ns and (planned_ns[0] / 1e9, planned_ns[1] / 1e9),
             name=reducer.bucket_name(bucket.index),
         )
-        reports.append(report)
-    return tuple(reports)
-
-
-# --- DDP's logging data ---------------------------------------------------------------------------
-
-
-_TIMED: Final = ("backward_comm_time", "backward_compute_time")
-_MORE_TIMES: Final = (
-    "forward_compute_time",
-    "forward_compute_time_start",
-    "avg_forward_compute_time",
-    "backward_compute_comm_overlap_time",
-    "avg_backward_compute_comm_overlap_time",
-)
 
 
 def logging_data(reducer: Reducer) -> dict[str, Any]:
-    """What DDP's C++ reducer would have written into its logging data, as far as it is known here.
-
-    Times are not measured: 0, as DDP says where it has none yet. Sparse gradients lie in no bucket.
-    """
+    """What DDP's C++ reducer would have written into its logging data, but for times, which are not
+    measured. Sparse gradients lie in no bucket."""
     layout, parameters = reducer.layout, reducer.parameters.all
     is_final = reducer.has_rebuilt_buckets
     buckets = [b.numbers for b in layout.buckets if not b.is_sparse] if is_final else []
     sizes = [sum(parameters[number].nbytes for number in bucket) for bucket in buckets]
     order = [number for bucket in buckets for number in bucket]
-    fields = {
+    return {
         "iteration": reducer.steps,
         "unused_parameter_size": 0,
         "has_rebuilt_buckets": int(is_final),
@@ -133,6 +116,3 @@ def logging_data(reducer: Reducer) -> dict[str, Any]:
         "rebuilt_per_bucket_param_indices": ", ".join(" ".join(map(str, b)) for b in buckets),
         "prev_iteration_grad_ready_order_indices": ", ".join(map(str, order)),
     }
-    times = [f"{name}_{end}" for name in _TIMED for end in ("start", "end")]
-    times += [f"{prefix}{name}" for name in _TIMED for prefix in ("", "avg_")]
-    return dict.fromkeys((*times, *_MORE_TIMES), 0) | fields

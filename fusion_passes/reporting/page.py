@@ -6,23 +6,10 @@ import json
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from fusion_passes.reporting.spans import LANES, Span
 from fusion_passes.reporting.timeline import RankSteps, Timeline, exposed_of
-
-EXPOSED: Final = "exposed"
-
-COLORS: Final = (
-    ("compute", "#2e7d32"),
-    ("launch", "#1f6fb4"),
-    ("wait", "#c0392b"),
-    ("network", "#b8860b"),
-    (EXPOSED, "#d81b60"),
-)
-
-_DATA: Final = "/*TIMELINE*/null"
-"""Where the page has its data."""
 
 
 def write_page(timeline: Timeline, path: str | Path) -> None:
@@ -30,7 +17,7 @@ def write_page(timeline: Timeline, path: str | Path) -> None:
     template = (resources.files("fusion_passes.reporting") / "timeline.html").read_text("utf-8")
     # Text of the user's stands in it: nothing in it may end the script.
     data = json.dumps(_page_data(timeline), separators=(",", ":")).replace("</", "<\\/")
-    Path(path).write_text(template.replace(_DATA, data, 1), encoding="utf-8")
+    Path(path).write_text(template.replace("/*TIMELINE*/null", data, 1), encoding="utf-8")
 
 
 def _page_data(timeline: Timeline) -> dict[str, Any]:
@@ -65,7 +52,6 @@ def _page_data(timeline: Timeline) -> dict[str, Any]:
         "parameters": {name: list(items) for name, items in timeline.buckets.items()},
         "plainStepS": timeline.plain_step_s,
         "missing": list(timeline.missing),
-        "colors": dict(COLORS),
     }
 
 
@@ -74,7 +60,7 @@ def _lanes(item: RankSteps) -> dict[str, list[Span]]:
     lanes: dict[str, list[Span]] = {
         lane: [span for span in item.spans if span.lane == lane] for lane in LANES
     }
-    lanes[EXPOSED] = [
+    lanes["exposed"] = [
         Span("network", span.name, begin + low, begin + high)
         for begin, step in item.steps()
         for span, times in exposed_of(step)

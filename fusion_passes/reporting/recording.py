@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import logging
 import os
 import pickle
@@ -42,11 +41,11 @@ ENDED: Final = "the script ended before its steps were recorded"
 
 class Recording:
     """Steps that are being recorded: first some that are only timed, then as many under torch's
-    profiler as were asked for.
+    profiler as were asked for. The step in which the recording began, and that in which the
+    profiler starts, are not counted.
 
-    A step ends where a backward has ended that has completed the gradients of a module. That is
-    known on every rank at the same point of its program, without a word from the training loop. The
-    step in which the recording began, and any in which the profiler starts, are not counted.
+    A step ends where a backward has ended that has completed the gradients of a module: every rank
+    knows that at the same point of its program, without a word from the training loop.
 
     Attributes:
         timeline: of all ranks on rank 0, of this rank on others; ``None`` until it is done.
@@ -193,13 +192,7 @@ def record_steps(steps: int = 3, *, plain_steps: int = 3, gather: bool = True) -
 
 
 def read_profile(profiler: profile, begin_ns: int, end_ns: int) -> RankTimeline:
-    """The timeline of what began between two times.
-
-    Args:
-        profiler: stopped.
-        begin_ns: as of ``time.time_ns()``.
-        end_ns: likewise.
-    """
+    """The timeline of what began between two times of ``time.time_ns()``."""
     cuda = torch.cuda.is_available()
     events: list[Event] = []
     for name, start, end, on_host in recorded_events(profiler):
@@ -228,13 +221,6 @@ PATIENCE_SECONDS: Final = 60.0
 POLLING_SECONDS: Final = 0.01
 """How often rank 0 looks who asks."""
 
-_numbers: Final = process_state.keep(
-    [itertools.count()],
-    "the number of the next gathering; a reset keeps it, since the store knows the others",
-    Lifetime.PROCESS,
-    reset=lambda _: None,
-)
-
 
 def _gather(mine: RankSteps) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
     """Bring what all ranks have recorded to rank 0, and their clocks together.
@@ -242,21 +228,19 @@ def _gather(mine: RankSteps) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
     All of it goes over the store of the default process group, so that no collective is added to
     those of the training.
 
-    Args:
-        mine: what this rank has recorded, by its own clock.
-
     Returns:
         On rank 0 the steps of all ranks by its clock, and the ranks that have not answered; on
         others their own.
     """
     world = dist.group.WORLD
     assert world is not None, "its gradients were averaged"
-    place, found = f"fusion_passes/steps/{next(_numbers[0])}", {mine.rank: mine}
-    missing: list[int] = []
+    found, missing = {mine.rank: mine}, list[int]()
     if world.size() > 1 and dist.get_backend(world) != "fake":
         # A connection of its own: others in this process use the group's.
         store: Any = world.get_group_store().clone()  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=PATIENCE_SECONDS))
+        # Each rank counts its gatherings there: all have as many.
+        place = f"fusion_passes/steps/{store.add(f'fusion_passes/gathered/{mine.rank}', 1)}"
         if mine.rank > 0:
             _send(mine, store, place)
             return (replace(mine, start_s=0.0),), ()
@@ -271,10 +255,8 @@ def _gather(mine: RankSteps) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
 
 
 def _receive_all(world_size: int, store: Any, place: str) -> dict[int, RankSteps]:
-    """What the other ranks have recorded, on rank 0, by rank; of those that have answered in time.
-
-    Who has asked is answered first: those that never do would else use up the others' patience.
-    """
+    """What the ranks have recorded that answer in time, by rank. Who has asked is answered first:
+    those that never do would else use up the others' patience."""
     found: dict[int, RankSteps] = {}
     waiting, until = set(range(1, world_size)), time.monotonic() + PATIENCE_SECONDS
     with contextlib.suppress(RuntimeError):  # The store is gone.
@@ -290,11 +272,7 @@ def _receive_all(world_size: int, store: Any, place: str) -> dict[int, RankSteps
 
 
 def _receive(rank: int, store: Any, place: str) -> RankSteps:
-    """What a rank that asks has recorded, on rank 0.
-
-    Raises:
-        RuntimeError: the rank has stopped asking.
-    """
+    """What a rank that asks has recorded; a ``RuntimeError`` if it has stopped asking."""
     for number in range(QUESTIONS):
         store.get(f"{place}/ask/{rank}/{number}")
         store.set(f"{place}/answer/{rank}/{number}", str(time.time_ns()))

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, TypeAlias
 from fusion_passes.reporting.page import write_page
 from fusion_passes.reporting.timeline import BucketTimes, StepTimes, Timeline
 
-SCHEMA: Final = "fusion_passes.report/5"
+SCHEMA: Final = "fusion_passes.report/6"
 """Name and version of the JSON. A field that comes makes no new version; one that goes, or means
 something else, does."""
 
@@ -130,9 +130,8 @@ class FusionReport:
         buckets: in the order of their launches.
         rejections: the launches that are not DDP's, in graph order.
         digest: equal for equal plans, on every rank.
-        from_cache: whether this process took the compiled graph from the FX graph cache.
-        compiled: how many graphs with this plan the process has compiled or loaded, where it stands
-            for all of them.
+        compiled: how many graphs with this plan the process has compiled, where it stands for all
+            of them.
     """
 
     mode: str
@@ -141,7 +140,6 @@ class FusionReport:
     buckets: tuple[BucketReport, ...]
     rejections: tuple[RejectionReport, ...]
     digest: str
-    from_cache: bool = False
     compiled: int = 1
 
 
@@ -183,10 +181,6 @@ class Totals:
         overlap: share of the time of the network that is hidden by compute; ``None`` likewise, and
             where nothing was sent.
         plain_step_s: seconds of a step before the recording, without a profiler; ``None`` likewise.
-        peak_memory_bytes: the largest memory so far: allocated on the GPU, or the process's.
-        peak_memory_of: which of the two: ``"cuda"`` or ``"process"``.
-        first_backward_s: seconds from the import of the package to the end of the first backward
-            whose gradients were reduced; ``None`` if there was none.
     """
 
     gradients: int
@@ -197,9 +191,6 @@ class Totals:
     steps: StepTimes | None
     overlap: float | None
     plain_step_s: float | None
-    peak_memory_bytes: int
-    peak_memory_of: str
-    first_backward_s: float | None
 
 
 @dataclass(frozen=True)
@@ -216,8 +207,8 @@ class Report:
         advice: one line on what is worth trying; empty if there is none.
         modules: the DDP modules that are there now and that reducers average, in the order of their
             construction; where none is left, those that were freed last.
-        graphs: of compiled autograd, one for each plan, in the order in which the first was
-            compiled.
+        graphs: of compiled autograd, as ``fusion_passes.reports()`` has them, but one for each
+            plan, in the order in which the first was compiled.
         backwards: how gradients were reduced, and why so.
         totals: sums, and what was measured.
         timeline: the steps that were recorded last, of all ranks on rank 0; ``None`` if there are
@@ -264,7 +255,6 @@ class Report:
             "launches": totals.launches,
             "sent_mib": totals.sent_bytes / 2**20,
             "copied_gradients": totals.copied_gradients,
-            "peak_memory_mib": totals.peak_memory_bytes / 2**20,
             "overlap": totals.overlap,
             "warnings": len(self.warnings),
         }

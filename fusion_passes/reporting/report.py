@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import platform
-import resource
-import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Final
@@ -18,18 +15,10 @@ from fusion_passes.reporting.backwards import backwards
 from fusion_passes.reporting.graphs import compile_log, one_for_each_plan
 from fusion_passes.reporting.modules import module_reports
 from fusion_passes.reporting.recording import last_recording
-from fusion_passes.reporting.records import (
-    SCHEMA,
-    BucketReport,
-    ModuleReport,
-    Report,
-    Totals,
-)
+from fusion_passes.reporting.records import SCHEMA, BucketReport, ModuleReport, Report, Totals
 from fusion_passes.reporting.timeline import BucketTimes, StepTimes, Timeline
 from fusion_passes.reporting.warnings import warnings_so_far
 from fusion_passes.version import __version__
-
-_IMPORTED_S: Final = time.monotonic()
 
 
 def report() -> Report:
@@ -48,7 +37,7 @@ def report() -> Report:
         # By its place: after destroy_process_group() nobody says which rank this was.
         mine = timeline.ranks[0]
         steps = mine.times()
-        modules = _with_times(modules, mine.bucket_times(timeline.buckets))
+        modules = tuple(_with_times(modules, mine.bucket_times(timeline.buckets)))
     graphs = one_for_each_plan(compile_log.reports())
     sent, traced = ([b for part in parts for b in part.buckets] for parts in (modules, graphs))
     return Report(
@@ -73,13 +62,11 @@ def report() -> Report:
 
 def _with_times(
     modules: Iterable[ModuleReport], times: Mapping[str, BucketTimes]
-) -> tuple[ModuleReport, ...]:
+) -> Iterator[ModuleReport]:
     """The modules with what this rank has recorded of their buckets."""
-    timed = []
     for item in modules:
         buckets = [replace(bucket, times=times.get(bucket.name)) for bucket in item.buckets]
-        timed.append(replace(item, buckets=tuple(_with_predictions(buckets))))
-    return tuple(timed)
+        yield replace(item, buckets=tuple(_with_predictions(buckets)))
 
 
 def _with_predictions(buckets: Sequence[BucketReport]) -> Iterator[BucketReport]:
@@ -100,13 +87,9 @@ def _with_predictions(buckets: Sequence[BucketReport]) -> Iterator[BucketReport]
 
 
 def _totals(
-    modules: Sequence[ModuleReport],
-    steps: StepTimes | None,
-    timeline: Timeline | None,
+    modules: Sequence[ModuleReport], steps: StepTimes | None, timeline: Timeline | None
 ) -> Totals:
     buckets = [bucket for module in modules for bucket in module.buckets]
-    peak, of = _peak_memory()
-    first = backwards.first_ended_s
     return Totals(
         sum(len(bucket.parameters) for bucket in buckets),
         len(buckets),
@@ -116,17 +99,7 @@ def _totals(
         steps,
         steps.hidden_s / steps.network_s if steps is not None and steps.network_s else None,
         timeline.plain_step_s if timeline is not None else None,
-        peak,
-        of,
-        None if first is None else first - _IMPORTED_S,
     )
-
-
-def _peak_memory() -> tuple[int, str]:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated(), "cuda"
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process"
 
 
 # --- What is worth trying ------------------------------------------------------------------------
@@ -145,12 +118,8 @@ def advice(
     steps: StepTimes | None, buckets: Sequence[BucketReport], traced: Sequence[BucketReport] = ()
 ) -> str:
     """The most useful thing to try; empty where nothing was measured, or nothing is to be gained.
-
-    Args:
-        steps: times of recorded steps.
-        buckets: of the modules, in the order of their launches.
-        traced: as graphs launch them that compiled autograd has traced.
-    """
+    ``buckets`` are those of the modules, in the order of their launches, ``traced`` those of graphs
+    that compiled autograd has traced."""
     if steps is None or steps.exposed_s < NEGLIGIBLE * steps.step_s:
         return ""
     share = steps.exposed_s / steps.step_s

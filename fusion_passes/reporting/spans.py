@@ -60,14 +60,15 @@ class RankTimeline:
 
     def busy_s(self, lane: Lane) -> float:
         """Seconds in which something of a lane goes on."""
-        return length(self._intervals(lane))
+        return length(self.intervals(lane))
 
     def hidden_s(self) -> float:
         """Seconds in which the network is busy while the rank computes."""
-        computing, sending = self._intervals("compute"), self._intervals("network")
+        computing, sending = self.intervals("compute"), self.intervals("network")
         return length(sending) - length(without(sending, computing))
 
-    def _intervals(self, lane: Lane) -> list[tuple[float, float]]:
+    def intervals(self, lane: Lane) -> list[tuple[float, float]]:
+        """Start and end of each span in a lane."""
         return [(span.start_s, span.end_s) for span in self.spans if span.lane == lane]
 
 
@@ -115,13 +116,10 @@ def length(intervals: Iterable[tuple[float, float]]) -> float:
 def timeline_of(
     events: Iterable[Event], seconds: float, *, host_computes: bool = False
 ) -> RankTimeline:
-    """The timeline of a step.
+    """The timeline of a step of some seconds, from events, of which operators hold others.
 
-    Args:
-        events: in seconds from the start of the step. Operators hold others.
-        seconds: of the step.
-        host_computes: whether all that the host does but launch and wait is computing, as on a CPU,
-            where most kernels are none of the profiler's events. Else events say what is.
+    With ``host_computes``, all that the host does but launch and wait is computing, as on a CPU,
+    where most kernels are none of the profiler's events. Else events say what is.
     """
     known = sorted(
         ((lane_of(name), name, start, end) for name, start, end in events),

@@ -117,11 +117,10 @@ def _of_module(module: ModuleReport) -> Iterator[_Line]:
 
 
 def _of_graph(graph: FusionReport) -> Iterator[_Line]:
-    source = "from the FX graph cache" if graph.from_cache else "compiled here"
-    times = f", {graph.compiled} times" if graph.compiled > 1 else ""
+    times = f", compiled {graph.compiled} times" if graph.compiled > 1 else ""
     title = (
         f"ddp_fusion {graph.mode}: {graph.collectives_before} collectives traced, "
-        f"{graph.collectives_after} launched a step ({source}{times}, plan {graph.digest})"
+        f"{graph.collectives_after} launched a step (plan {graph.digest}{times})"
     )
     yield "", title
     if graph.buckets:
@@ -175,7 +174,7 @@ def _interval(seconds: tuple[float, float] | None) -> str:
 
 def _done(bucket: BucketReport, shows_module: bool) -> Iterator[str]:
     """The gradients of a bucket, and what was done with them."""
-    yield _named(bucket.parameters, of=f" of {bucket.module}" if shows_module else "")
+    yield named(bucket.parameters, of=f" of {bucket.module}" if shows_module else "")
     is_cast = bucket.sent_bytes != bucket.num_bytes
     sent = f" sent as {format_bytes(bucket.sent_bytes)}" if is_cast else ""
     copied = f"{len(bucket.copied)} copied" if bucket.copied else "stored without a copy"
@@ -191,10 +190,10 @@ def _copies(buckets: Sequence[BucketReport]) -> Iterator[_Line]:
         for name, reason in bucket.copied:
             names.setdefault(reason, []).append(name)
     for reason, copied in names.items():
-        yield "copied: ", f"{_named(copied)}: {reason}"
+        yield "copied: ", f"{named(copied)}: {reason}"
 
 
-def _named(parameters: Sequence[str], of: str = "") -> str:
+def named(parameters: Sequence[str], of: str = "") -> str:
     """``6: a, b, c, d and 2 more``."""
     more = len(parameters) - MOST_NAMES
     names = ", ".join(parameters[:MOST_NAMES])
@@ -234,7 +233,3 @@ def _of_totals(totals: Totals) -> Iterator[_Line]:
             f"sent, {totals.copied_gradients} gradients copied"
         )
         yield "", text
-    of = "allocated on the GPU" if totals.peak_memory_of == "cuda" else "of the process"
-    yield "", f"peak memory {of}: {format_bytes(totals.peak_memory_bytes)}"
-    if totals.first_backward_s is not None:
-        yield "start: ", f"first averaged backward after {totals.first_backward_s:.1f} s"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import bisect
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 
-from fusion_passes.reporting.spans import RankTimeline, Span, without
+from fusion_passes.reporting.spans import RankTimeline, Span, merged, without
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,10 @@ class RankSteps:
         for _, step in self.steps():
             for name, times in _buckets_of(step, wanted):
                 seen.setdefault(name, []).append(times)
-        found = {name: _median(times) for name, times in seen.items()}
+        found = {
+            name: BucketTimes(*map(statistics.median, zip(*map(astuple, times), strict=True)))
+            for name, times in seen.items()
+        }
         return dict(sorted(found.items(), key=lambda item: item[1].launched_s))
 
 
@@ -125,21 +128,13 @@ def exposed_of(step: RankTimeline) -> list[tuple[Span, list[tuple[float, float]]
     """The spans on the network in a step, in order, each with the intervals that it is to blame
     for: it is on the network, none that began earlier is, and the rank does not compute."""
     sent = sorted((s for s in step.spans if s.lane == "network"), key=lambda span: span.start_s)
-    computing = [(span.start_s, span.end_s) for span in step.spans if span.lane == "compute"]
-    begun = 0.0
-    parts = []
+    computing = merged(step.intervals("compute"))
+    starts, ends = [start for start, _ in computing], [end for _, end in computing]
+    begun, found = 0.0, []
     for span in sent:
-        parts.append((max(span.start_s, begun), max(span.end_s, begun)))
-        begun = max(begun, span.end_s)
-    starts = [start for start, _ in parts]
-    found: list[tuple[Span, list[tuple[float, float]]]] = [(span, []) for span in sent]
-    for low, high in without(parts, computing):
-        at = max(bisect.bisect_right(starts, low) - 1, 0)
-        while at < len(parts) and starts[at] < high:  # The times of several can touch.
-            begin, end = max(low, starts[at]), min(high, parts[at][1])
-            if begin < end:
-                found[at][1].append((begin, end))
-            at += 1
+        low, begun = max(span.start_s, begun), max(span.end_s, begun)
+        near = computing[bisect.bisect_right(ends, low) : bisect.bisect_left(starts, begun)]
+        found.append((span, without([(low, begun)], near)))
     return found
 
 
@@ -153,7 +148,3 @@ def _buckets_of(step: RankTimeline, wanted: frozenset[str]) -> Iterator[tuple[st
             launched_s = launched.get(span.name, span.start_s)
             exposed_s = sum(end - start for start, end in exposed)
             yield span.name, BucketTimes(launched_s, span.start_s, span.end_s, exposed_s)
-
-
-def _median(times: Sequence[BucketTimes]) -> BucketTimes:
-    return BucketTimes(*map(statistics.median, zip(*map(astuple, times), strict=True)))

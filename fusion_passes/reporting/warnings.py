@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusion_passes.reducer.backward import reducers
+from fusion_passes.reporting.table import named
 from fusion_passes.state import Lifetime, process_state
 
 
 class FusionWarning(UserWarning):
     """Something that ``ddp_fusion`` was set for is not done; the text says why, and the remedy."""
 
-
-_OURS: Final = ("fusion_passes", "torch")
 
 _warned: Final = process_state.keep(
     dict[str, str](), "what the user was warned of, by topic", Lifetime.PROCESS, reset=dict.clear
@@ -42,16 +41,12 @@ def _users_level() -> int:
     """The ``stacklevel`` of the innermost frame that is neither this package's nor torch's."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
-    while frame and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in ("fusion_passes", "torch"):
         frame, level = frame.f_back, level + 1
     return level
 
 
 # --- Gradients that nobody averages ---------------------------------------------------------------
-
-
-_SHOWN_NAMES: Final = 4
-"""Names that a warning has."""
 
 
 def warn_stays_local(name: str) -> None:
@@ -73,11 +68,8 @@ _looked_at: Final = process_state.keep(
 
 
 def warn_not_reduced(unmanaged: Iterable[Tensor]) -> None:
-    """Warn of parameters of managed modules whose gradients DDP does not know of.
-
-    Args:
-        unmanaged: tensors that a backward reaches, and no reducer has.
-    """
+    """Warn of parameters of managed modules whose gradients DDP does not know of: among these
+    tensors, which a backward reaches, and no reducer has."""
     parameters = [leaf for leaf in unmanaged if isinstance(leaf, nn.Parameter)]
     new = {id(leaf) for leaf in parameters if _looked_at.get(leaf) != reducers.version}
     if not new:
@@ -87,15 +79,15 @@ def warn_not_reduced(unmanaged: Iterable[Tensor]) -> None:
         ddp = reducer.ddp
         if ddp is None:
             continue
-        named = ddp.module.named_parameters()
-        found = [name for name, parameter in named if id(parameter) in new]
-        names = [repr(name) for name in found if name not in ddp.parameters_to_ignore]
+        names = [
+            repr(name)
+            for name, parameter in ddp.module.named_parameters()
+            if id(parameter) in new and name not in ddp.parameters_to_ignore
+        ]
         if names:
-            more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-            shown = f"{len(names)}: {', '.join(names[:_SHOWN_NAMES])}{more}"
             warn_once(
                 f"not reduced {reducer.name}",
-                f"Gradients of {reducer.name} ({shown}) "
+                f"Gradients of {reducer.name} ({named(names)}) "
                 "stay on their rank, as with eager DDP: DistributedDataParallel was constructed "
                 "before these parameters were made, or required a gradient. Construct it after the "
                 "last change of the model.",

@@ -33,6 +33,9 @@ from torch.utils._config_module import _UNSET_SENTINEL as UNSET
 from torch.utils._config_module import _Config as ConfigDefinition
 from torch.utils._config_module import _ConfigEntry as ConfigEntry
 
+# A graph as text names dtypes as torch does: "bf16".
+from torch.utils._dtype_abbrs import dtype_abbrs
+
 # Tensor code is written into graphs by a dispatch mode.
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,6 +52,7 @@ __all__ = [  # Of the names that are imported; those that are defined here follo
     "OpOverload",
     "ProcessGroup",
     "TorchDispatchMode",
+    "dtype_abbrs",
     "inductor_config",
     "tree_map_only",
 ]

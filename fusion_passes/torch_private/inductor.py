@@ -28,14 +28,6 @@ def without_torchs_ddp_fusion() -> contextlib.AbstractContextManager[None]:
     return inductor_config.patch(_fuse_ddp_communication=False, _fuse_ddp_bucket_size=size)
 
 
-def inductor_counters() -> Any:
-    """Inductor's counters: the FX graph cache stores what a compile added to them and adds it
-    again on a hit, which is how a process knows what a cached graph holds."""
-    from torch._dynamo.utils import counters
-
-    return counters["inductor"]
-
-
 def run_observed(
     graph_module: torch.fx.GraphModule, name: str, run: Callable[[torch.fx.Graph], Any]
 ) -> Any:

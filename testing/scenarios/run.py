@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
@@ -16,8 +16,6 @@ from torch import Generator, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-import fusion_passes
-from fusion_passes import FusionReport
 from fusion_passes.reducer.reducer import REDUCER, Reducer, reducer_of
 from testing import models
 from testing.models import Batch
@@ -70,7 +68,6 @@ class Run:
         self.launches: list[Launches] = []
         self._groups: dict[int, Any] = {}
         self._launched = 0
-        self._reports_before = len(fusion_passes.reports())
         self._averaged_by_hand: list[nn.Module] = []
         self._wrapped: list[weakref.ref[DistributedDataParallel]] = []
         self._rebuilt: weakref.WeakSet[Reducer] = weakref.WeakSet()
@@ -160,10 +157,6 @@ class Run:
         self.backwards.append(_detached(gradients))
         launched, rebuilt = self._count_launches(), self._count_rebuilt()
         self.launches.append(Launches(launched - rebuilt, synced, rebuilt > 0))
-
-    def reports(self) -> Sequence[FusionReport]:
-        """Of the graphs that were compiled in this run."""
-        return fusion_passes.reports()[self._reports_before :]
 
     def _count_launches(self) -> int:
         """Collectives since the last call; none can hide, for each backend numbers them."""

@@ -58,6 +58,7 @@ def _traced_on_one_rank() -> Iterator[None]:
 
 
 @pytest.mark.each_torch
+@inductor_config.patch(fx_graph_cache=False)  # A graph that comes from there has no report.
 def test_the_first_backward_is_not_traced() -> None:
     """It shows in which order gradients come. What follows launches the layout's buckets."""
     expected = train(two_layers())

@@ -11,14 +11,7 @@ from fusion_passes.graph.collectives import ALL_REDUCE, WAIT, is_pinned, is_wait
 from fusion_passes.graph.edits import erase, pin, record, replace_uses
 from fusion_passes.graph.text import graph_text
 from fusion_passes.torch_private import FakeTensor
-from testing.graphs import (
-    assert_same_numbers,
-    execute,
-    names_of,
-    reduce,
-    tensor,
-    trace,
-)
+from testing.graphs import assert_same_numbers, execute, names_of, reduce, tensor, trace
 
 
 def _calls(module: fx.GraphModule) -> list[fx.Node]:

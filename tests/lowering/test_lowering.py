@@ -95,19 +95,9 @@ class Case:
 
 def _convolution(x: Tensor, w: Tensor) -> Tensor:
     """A gradient of a convolution's weight."""
-    _, gradient, _ = _aten.convolution_backward(
-        torch.ones_like(F.conv2d(x, w)),
-        x,
-        w,
-        [0],
-        [1, 1],
-        [0, 0],
-        [1, 1],
-        False,
-        [0, 0],
-        1,
-        [False, True, False],
-    )
+    stride, padding, dilation, mask = [1, 1], [0, 0], [1, 1], [False, True, False]
+    arguments = (x, w, [0], stride, padding, dilation, False, [0, 0], 1, mask)
+    _, gradient, _ = _aten.convolution_backward(torch.ones_like(F.conv2d(x, w)), *arguments)
     return gradient
 
 
@@ -229,15 +219,18 @@ CASES: dict[str, Case] = {
 
 EACH_TORCH = frozenset(
     {
-        *("one beside others", "one that is stored transposed", "an embedding", "channels last"),
-        *(
-            "a part",
-            "an input",
-            "convolutions",
-            "one that is read after",
-            "what comes from a bucket",
-        ),
-        *("divided where stored", "divided in the bucket", "sent as bf16"),
+        "one beside others",
+        "one that is stored transposed",
+        "an embedding",
+        "channels last",
+        "a part",
+        "an input",
+        "convolutions",
+        "one that is read after",
+        "what comes from a bucket",
+        "divided where stored",
+        "divided in the bucket",
+        "sent as bf16",
     }
 )
 """Each reason for a copy, each kind of kernel that stores, and each place of a division. A check

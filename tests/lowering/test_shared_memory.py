@@ -10,10 +10,7 @@ import pytest
 import torch
 
 from testing.codegen import read_kernels
-from testing.cuda_backwards import (
-    multiplied_before,
-    multiplied_behind,
-)
+from testing.cuda_backwards import multiplied_before, multiplied_behind
 from testing.cuda_calls import call_lines
 from testing.cuda_codegen import CardCompiler, Generated
 from testing.graphs import tensor
@@ -41,9 +38,7 @@ TEMPLATES: dict[str, Any] = {"max_autotune": True, "max_autotune_gemm_backends":
     ("step", "reading"),
     [
         pytest.param(
-            multiplied_behind,
-            ["triton_tem(bucket)", "triton_tem(bucket)"],
-            id="averages",
+            multiplied_behind, ["triton_tem(bucket)", "triton_tem(bucket)"], id="averages"
         ),
         pytest.param(
             multiplied_before,

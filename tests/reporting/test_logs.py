@@ -20,9 +20,7 @@ def test_torch_logs_takes_the_packages_name() -> None:
     assert state.log_qname_to_level["fusion_passes"] == logging.DEBUG
 
 
-def test_tlparse_gets_the_backward_that_stores_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tlparse_gets_the_backward_that_stores_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", records.append)

@@ -151,9 +151,6 @@ def users_average(run: Run) -> None:
     for name in names:
         model.get_parameter(name).register_post_accumulate_grad_hook(hook)
     train(run, run.ddp(model), style="inside")
-    for report in run.reports():
-        assert [len(bucket.parameters) for bucket in report.buckets] == [4]
-        assert len(report.rejections) == 2
 
 
 def optimizer_in_backward(run: Run) -> None:
