@@ -129,16 +129,8 @@ class Runner:
         return replace(outcome, seconds=round(time.monotonic() - start, 1))
 
     def shrink(self, case: Case, outcome: Outcome, *, seconds: float) -> tuple[Case, Outcome]:
-        """Leave out one thing after the other while the outcome stays of the same kind.
-
-        Args:
-            case: fails.
-            outcome: of ``case``.
-            seconds: after which no more is tried.
-
-        Returns:
-            The smallest case found, and its outcome.
-        """
+        """Leave out one thing after the other while the outcome stays of the same kind, for so many
+        seconds; the smallest case found, and its outcome."""
         end, tried = time.monotonic() + seconds, [case]
         candidates = smaller(case)
         while time.monotonic() < end and (candidate := next(candidates, None)):
