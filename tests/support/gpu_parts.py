@@ -94,5 +94,3 @@ PARTS = (
     _measuring("dies"),
     _measuring("hangs", limit_s=9.0),
 )
-
-PROBE = Part("probe", "gpu_checks.net:add_up", ranks=2)

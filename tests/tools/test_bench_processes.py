@@ -39,7 +39,7 @@ def measured(
         steps.Measuring(cell, options, network, place.directory).run()
     finally:
         for method in cell.methods:
-            method.end()
+            method.kill()
     return {row.title: row for row in cell.rows()}, rates, cell
 
 

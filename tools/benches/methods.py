@@ -37,7 +37,6 @@ class Method:
         plans: by rate, its buckets and why they are these; empty where it measures nothing.
         peak_bytes: most memory of a step beyond parameters, buckets of DDP's reducer included.
         error: largest difference of its gradients from eager DDP's, over the largest element.
-        buffers: how many buffers of the model differ from eager DDP's.
         wrong: why it failed, or what is wrong with its gradients.
     """
 
@@ -53,7 +52,6 @@ class Method:
     plans: dict[str, str] = field(default_factory=dict)
     peak_bytes: int | None = None
     error: float | None = None
-    buffers: int = 0
     wrong: str = ""
 
     @property
@@ -77,13 +75,8 @@ class Method:
     def start(
         self, place: Place, timeout_s: float, *, averages: bool = True
     ) -> list[Started] | None:
-        """Start its processes, up to the first step.
-
-        Args:
-            place: where.
-            timeout_s: for each of the model, its wrapping, and the step.
-            averages: whether the gradients of the step are averaged.
-        """
+        """Start its processes, up to the first step, whose gradients are averaged or not. The
+        model, its wrapping, and the step may each take so long."""
         self.launch(place, timeout_s)
         self.ask("wrap", timeout_s=timeout_s)
         return self.ask("start", averages, timeout_s=timeout_s)
@@ -110,20 +103,9 @@ class Method:
             self.processes.kill()
             self.processes = None
 
-    def end(self) -> None:
-        """Let its processes end."""
-        if self.processes:
-            self.processes.end()
-            self.processes = None
-
     def check(self, reference: str, tolerance: float, *, writes: bool) -> None:
-        """Compare its gradients with the reference's, and measure its peak.
-
-        Args:
-            reference: the file.
-            tolerance: of an element, over the largest of its gradient.
-            writes: whether it is the reference, and writes them.
-        """
+        """Compare its gradients with the reference's in a file, which the reference itself writes,
+        and measure its peak."""
         if self.way.has_ddp:
             self.judge(self.ask("check", reference, writes), tolerance)
         peaks = self.ask("peak")
@@ -135,7 +117,6 @@ class Method:
             return
         worst = max(answers, key=lambda one: one.error)
         self.error = worst.error
-        self.buffers = len({name for one in answers for name in one.buffers})
         found = (one.in_words(tolerance) for one in answers)
         self.wrong = next(filter(None, found), self.wrong)
 
@@ -218,7 +199,7 @@ class Comparison:
                 one = Method(method.name, answer_s=method.answer_s)
                 one.start(place, timeout_s, averages=False)
                 seconds = one.ask("first_average")
-                one.end()
+                one.kill()
                 if seconds is None:
                     method.fail(f"its first averaged step: {one.wrong}")
                 else:
@@ -239,7 +220,7 @@ class Comparison:
             for _ in range(1 + count):
                 one = Method(method.name, answer_s=method.answer_s)
                 started = one.start(place, timeout_s)
-                one.end()
+                one.kill()
                 if started is None:
                     method.fail(f"its start: {one.wrong}")
                     break
@@ -289,12 +270,10 @@ class Comparison:
             ),
             "gradients off by": method.error,
         }
-        buffers = f"{method.buffers} buffers differ" if method.buffers else ""
-        words = "; ".join(filter(None, (method.wrong, buffers)))
         # What is wrong with another of torch's is no fault of ours.
         counts = method.way.is_ours or method in (plain, reference)
         is_right = not counts or (bool(over) and not method.wrong)
-        return Row(f"{case}: {method.label}", is_right, words, figures)
+        return Row(f"{case}: {method.label}", is_right, method.wrong, figures)
 
     def _over_theirs(self, method: Method, rate: str) -> float | None:
         """The median ratio of the step's time to that of torch's fastest method at its default."""

@@ -196,7 +196,7 @@ def _measure(
                 Measuring(cell, options, network, directory).run()
             finally:
                 for method in cell.methods:
-                    method.end()
+                    method.kill()
             keep()
 
 
@@ -209,14 +209,7 @@ def methods_of(options: argparse.Namespace) -> list[Method]:
 
 
 class Measuring:
-    """Measures one model.
-
-    Args:
-        cell: its methods, and the rates.
-        options: of the command line.
-        network: whose rate is set.
-        directory: for logs and caches.
-    """
+    """Measures one model."""
 
     def __init__(
         self, cell: Comparison, options: argparse.Namespace, network: Network, directory: Path
@@ -249,7 +242,7 @@ class Measuring:
         for method in cell.methods:
             # Its buckets follow from what it measures there.
             if method.way.measures_network and not method.wrong:
-                method.end()
+                method.kill()
                 method.planned_for = rate
                 self._start(method, rate)
         cell.measure(
@@ -272,7 +265,7 @@ class Measuring:
             self._say(f"{method.label}, a run that measures")
             method.start(place, START_S)
             method.ask("steps", MEASURING_STEPS)
-            method.end()
+            method.kill()
         self._say(f"{method.label}, start")
         started = method.start(place, START_S) if not method.wrong else None
         if started is None:

@@ -41,7 +41,6 @@ RESERVE_S: Final = 30.0
 """Before the part's end all methods must have started, so that there is time to measure."""
 
 END_S: Final = 8.0
-ANSWER_S: Final = 20.0
 STEP_GIB: Final = 11.0
 """What a rank takes of the GPU in its first step, at most: GPT-2's some 9."""
 
@@ -63,30 +62,20 @@ def resnet(site: Site, note: Note) -> None:
     compare(site, note, "resnet", "tiny_resnet" if site.is_small else "resnet50")
 
 
-def add_up(site: Site, note: Note) -> None:
-    """Average over two ranks, and sum, where those that are timed will run.
+def probe(site: Site, note: Note) -> None:
+    """Have two ranks wait for each other, which is an all-reduce, where those that are timed run.
 
     Raises:
-        RanksFailed: a result is wrong; or NCCL's own error.
+        RanksFailed: NCCL's error.
     """
     with best_network() as network:
-        ranks = RankProcesses(PLAIN, place_of(site, "tiny_gpt", network))
-        try:
-            ranks.ask("add_up", timeout_s=ANSWER_S)
-        finally:
-            ranks.kill()
+        RankProcesses(PLAIN, place_of(site, "tiny_gpt", network)).kill()
     note(Row("two ranks on one GPU", words=f"{site.backend} reduces them"))
 
 
 def compare(site: Site, note: Note, kind: str, model: str) -> None:
-    """Measure all methods on a model.
-
-    Args:
-        site: where.
-        note: called with the rows after each round; the last of a title counts.
-        kind: of the model, for titles.
-        model: its factory in :mod:`gpu_checks.subjects`.
-    """
+    """Measure all methods on a model of :mod:`gpu_checks.subjects`, and note the rows after each
+    round."""
     names = [
         name
         for name in (COMPARED_IF_SMALL if site.is_small else COMPARED)
@@ -100,13 +89,14 @@ def compare(site: Site, note: Note, kind: str, model: str) -> None:
         def note_all(_: int = 0) -> None:
             for row in compared.rows():
                 note(row)
-            words = f"{network.words}; {site.sharing}" if site.sharing.apart else network.words
-            note(Row(f"{kind}: over {site.backend}", words=words))
+            kernels = "; kernels of both ranks side by side (MPS)" if site.mps else ""
+            note(Row(f"{kind}: over {site.backend}", words=f"{network.words}{kernels}"))
 
         network.set_rate(rates[0])
         # Ranks end with the thread that started them: it has to live as long as they.
         with ThreadPoolExecutor(len(names)) as pool, contextlib.ExitStack() as stack:
-            stack.callback(lambda: list(pool.map(Method.end, compared.methods)))
+            for method in compared.methods:
+                stack.callback(method.kill)
             Starting(compared, place_of(site, model, network), pool, site).run()
             note_all()
             for rate in rates:
@@ -140,15 +130,8 @@ def place_of(site: Site, model: str, network: Network) -> Place:
 
 
 class Starting:
-    """Starts methods side by side, compares their gradients with the reference's, and measures
-    their peaks.
-
-    Args:
-        compared: the methods, and the bytes of all gradients, which are noted there.
-        place: where their ranks run.
-        pool: of threads that live as long as the ranks.
-        site: where the part runs.
-    """
+    """Starts methods side by side, in threads that live as long as the ranks, compares their
+    gradients with the reference's, and measures their peaks."""
 
     def __init__(
         self, compared: Comparison, place: Place, pool: ThreadPoolExecutor, site: Site
@@ -206,7 +189,7 @@ class Starting:
         method.planned_for = self._compared.rates[0]
         method.ask("steps", MEASURING_STEPS, timeout_s=self._left_s())
         if method.processes is not None:
-            method.end()
+            method.kill()
             for step in (self._launch, self._wrap, self._start):
                 step(method)
 
