@@ -73,7 +73,7 @@ def _measuring(name: str, **options: Any) -> Part:
 
 
 def _check(title: str, target: str) -> Check:
-    return Check(Scenario("gpu", title, target, 2), "fp32", {"mode": "concat"})
+    return Check(Scenario("gpu", title, target, 2), "concat", "fp32")
 
 
 PARTS = (

@@ -26,7 +26,7 @@ from gpu_checks.machine import Machine
 from gpu_checks.parts import LATE_ON_A_GPU, NORMS, ON_TWO, PARTS, PROBE, Part
 from gpu_checks.processes import Result
 from gpu_checks.sites import Site, control_mps
-from testing.scenarios.both_ways import target_of
+from testing.scenarios.both_ways import flag_of, target_of
 from testing.scenarios.entries import MODES
 from testing.scenarios.run import DTYPES
 from tests.support import bench_ranks, gpu_parts
@@ -42,16 +42,17 @@ ON_CPU = replace(ONE_GPU, device="cpu", count=0)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_option_is_tried_in_every_mode_and_on_two_ranks(mode: str, ranks: int) -> None:
     checks = [c for p in PARTS for c in p.checks if (p.ranks, p.mode) == (ranks, mode)]
-    scalings = {check.flag.get("scaling", "auto") for check in checks}
+    options = [dict(check.scenario.options) for check in checks]
+    scalings = {flag.get("scaling", "auto") for flag in options}
     refused = {"bucket"} if mode == "coalesced" else set()
     assert scalings == {*config.SCALING_OPTIONS} - refused
-    assert {check.flag.get("reduce_dtype") for check in checks} == {None, *config.REDUCE_DTYPES}
+    assert {flag.get("reduce_dtype") for flag in options} == {None, *config.REDUCE_DTYPES}
     assert {check.dtype for check in checks} >= {*DTYPES}
 
 
 def test_features_that_each_check_trains_are_trained_on_a_gpu_too() -> None:
     checks = [check for part in PARTS if part.ranks == 2 for check in part.checks]
-    trained = {(check.scenario.feature, check.flag["mode"]) for check in checks}
+    trained = {(check.scenario.feature, check.mode) for check in checks}
     for feature, scenario in ON_TWO.items():
         if not scenario.tested:
             continue
@@ -76,7 +77,7 @@ def test_what_a_part_names_is_there(part: Part) -> None:
     if part.measure:
         assert callable(pkgutil.resolve_name(part.measure))
     for check in part.checks:
-        config.FusionConfig(**check.flag)
+        flag_of(check.scenario, check.mode)
         assert callable(target_of(check.scenario))
 
 

@@ -173,7 +173,7 @@ class _Processes:
 
     def _start_torchrun(self, directory: Path) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={self.scenario.ranks}", *self.scenario.launcher_options]
+        command += [f"--nproc-per-node={self.scenario.ranks}", "--max-restarts=1"]
         command += ["--module", "fault_runs.rank", *self._arguments(directory)]
         log = directory / "launcher.log"
         self._launcher = start_session(command, log, self._environment(-1))

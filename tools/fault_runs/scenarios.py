@@ -61,9 +61,8 @@ class Scenario:
         prepare: is given the directory of Inductor's cache, filled by a run without a fault.
         warm: whether the cache is filled before.
         trainings: how many run at the same time, on one cache.
-        launcher: ``"torchrun"`` has options of its own, and is sent SIGINT at ``interrupt_step``.
-        launcher_options: for torchrun.
-        interrupt_step: at which step of any rank.
+        launcher: ``"torchrun"`` starts ranks again once.
+        interrupt_step: at which step of any rank the launcher and all ranks are sent SIGINT.
         must_end_right: whether an error is one however the peers end.
         may_grow: by how much more than the peers what must be flat may grow, by its name.
         peers: what it is compared with.
@@ -83,7 +82,6 @@ class Scenario:
     warm: bool = True
     trainings: int = 1
     launcher: Literal["python", "torchrun"] = "python"
-    launcher_options: tuple[str, ...] = ()
     interrupt_step: int | None = None
     must_end_right: bool = False
     may_grow: Mapping[str, float] = field(default_factory=dict)
@@ -218,7 +216,6 @@ def _lifetimes() -> Iterator[Scenario]:
         fault=Fault("kill", 1, "backward"),
         environment=OWN_STORE,
         launcher="torchrun",
-        launcher_options=("--max-restarts=1",),
         limit_s=90.0,
         slack_s=5.0,
         must_end_right=True,

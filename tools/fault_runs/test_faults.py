@@ -38,7 +38,8 @@ def peers(scenario: Scenario, runs: Path) -> list[RunRecord]:
 @pytest.mark.parametrize("mode", MODES)
 def test_breaks_no_rule(scenario: Scenario, peers: list[RunRecord], mode: Way, runs: Path) -> None:
     """Those of :mod:`fault_runs.judging`."""
-    assert not violations(scenario, _run(scenario, mode, runs), peers)
+    found = violations(scenario, _run(scenario, mode, runs), peers)
+    assert not found
 
 
 def _run(scenario: Scenario, way: Way, runs: Path) -> RunRecord:

@@ -99,23 +99,15 @@ class Check:
 
     Attributes:
         scenario: what is trained.
+        mode: of ``FusionConfig``.
         dtype: of its gradients.
-        flag: fields of ``FusionConfig``.
         needs_cuda: whether the CPU cannot do it.
-        also_right: outcomes that are right beside ``"equal"``.
     """
 
     scenario: Scenario
+    mode: str
     dtype: str
-    flag: Mapping[str, Any]
     needs_cuda: bool = False
-    also_right: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, scenario: Scenario, mode: str, dtype: str, **options: Any) -> Check:
-        """An entry of the catalogue, in a mode."""
-        flag = {"mode": mode, **dict(scenario.options)}
-        return cls(scenario, dtype, flag, **{"also_right": (scenario.becomes,), **options})
 
     @property
     def title(self) -> str:
@@ -147,7 +139,7 @@ class Part:
     @property
     def mode(self) -> str:
         """Of its checks."""
-        return str(self.checks[0].flag["mode"]) if self.checks else ""
+        return self.checks[0].mode if self.checks else ""
 
     def checks_on(self, device: str) -> tuple[Check, ...]:
         """Those that a kind of device can do."""
@@ -174,7 +166,7 @@ def _in_dtypes(mode: str, ranks: int, features: Iterable[Scenario]) -> Iterator[
             # On a GPU, BatchNorm's compiled kernels round otherwise in each run, with DDP or not.
             made = replace(made, tolerance_eps=ROUGH_EPS, by_hand=False)
         if mode in scenario.modes:
-            yield from (Check.of(made, mode, dtype) for dtype in scenario.dtypes)
+            yield from (Check(made, mode, dtype) for dtype in scenario.dtypes)
 
 
 def _norms(mode: str) -> Iterator[Part]:
@@ -190,7 +182,7 @@ def _norms(mode: str) -> Iterator[Part]:
                 tolerance_eps=NORM_EPS["autocast" if autocasts else dtype],
                 arguments=tuple(arguments.items()),
             )
-            checks.append(Check.of(scenario, mode, dtype, needs_cuda=name != "layer_norm"))
+            checks.append(Check(scenario, mode, dtype, needs_cuda=name != "layer_norm"))
     yield from _dealt("norms", mode, 1, checks, NORM_PARTS)
 
 
@@ -210,9 +202,9 @@ def _options(mode: str, ranks: int) -> Part:
 def _loops(mode: str, ranks: int) -> Part:
     chosen = [ON_TWO[feature] for feature in (LOOPS if ranks == 1 else LOOPS_ON_TWO)]
     target = "gpu_checks.targets:synced_batch_norm"
-    synced = Scenario("gpu", "sync-batch-norm", target, ranks, tolerance_eps=ROUGH_EPS)
     # Its collectives break the graph, and what is then left unfused is warned of.
-    check = Check.of(synced, mode, "fp32", needs_cuda=True, also_right=("equal, unfused",))
+    options: dict[str, Any] = {"tolerance_eps": ROUGH_EPS, "becomes": "equal, unfused"}
+    check = Check(Scenario("gpu", "sync-batch-norm", target, ranks, **options), mode, "fp32", True)
     return _trained("loops", mode, ranks, [*_in_dtypes(mode, ranks, chosen), check])
 
 
@@ -227,7 +219,7 @@ def _features(mode: str) -> Iterator[Part]:
         if not scenario.feature.startswith(OPTIONS) and not scenario.fails_on_oldest
     ]
     chosen.sort(key=lambda scenario: scenario.feature in FAILING_LAST)
-    checks = [Check.of(scenario, mode, scenario.dtypes[0]) for scenario in chosen]
+    checks = [Check(scenario, mode, scenario.dtypes[0]) for scenario in chosen]
     yield from _dealt("features", mode, 2, checks, FEATURE_PARTS[mode], limit_s=240)
 
 
@@ -235,7 +227,7 @@ def _measured() -> Part:
     """Buckets chosen by what is measured: the network, and then the steps."""
     target = "gpu_checks.targets:measured"
     scenario = Scenario("gpu", "measured", target, 2)
-    return Part("auto-2", ranks=2, checks=(Check.of(scenario, "auto", "fp32"),))
+    return Part("auto-2", ranks=2, checks=(Check(scenario, "auto", "fp32"),))
 
 
 ON_TWO: Final = {

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
-import fusion_passes
 from benches.processes import Assignment
 from benches.rank import Rank, main
 from fusion_passes.state import process_state
 from gpu_checks.parts import Check
 from testing.registered import registered_by_nobody
-from testing.scenarios.both_ways import train_both
+from testing.scenarios.both_ways import flag_of, train_both
 
 
 class TrainingRank(Rank):
@@ -40,7 +39,7 @@ class TrainingRank(Rank):
         # Without NCCL, its memory is the host's.
         is_real = self._device.type == "cuda"
         with contextlib.nullcontext() if is_real else registered_by_nobody():
-            flag = fusion_passes.FusionConfig(**check.flag)
+            flag = flag_of(check.scenario, check.mode)
             return train_both(check.scenario, check.dtype, flag, self._device)
 
 
