@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from benches.network import UNSHAPED, words_of
 from benches.processes import Checked, Place, RankProcesses, RanksFailed, Started, Stepped
-from benches.results import PEAK, RATIO, Row
+from benches.results import Row
 from workloads.ways import PLAIN, WAYS, Way
 
 ALONE: Final = "all-reduce alone"
@@ -252,7 +252,7 @@ class Comparison:
         starts, base_starts = method.start_cpu_s, plain.start_cpu_s
         figures = {
             "ms": own and 1000 * own,
-            RATIO: middle,
+            "time over no DDP": middle,
             "25 %": low,
             "75 %": high,
             "exposed ms": 1000 * (own - base) if own and base else None,
@@ -263,7 +263,7 @@ class Comparison:
             ),
             "cold start, CPU over no DDP": _ratio(_median(starts[:1]), _median(base_starts[:1])),
             "warm start, CPU over no DDP": _ratio(_median(starts[1:]), _median(base_starts[1:])),
-            PEAK: _ratio(method.peak_bytes, plain.peak_bytes),
+            "peak over no DDP": _ratio(method.peak_bytes, plain.peak_bytes),
             "first step, ms": first and 1000 * first,
             "first over eager DDP's": _median(
                 ratios(method.first_s.get(rate, ()), reference.first_s.get(rate, ()))

@@ -30,8 +30,6 @@ from benches.processes import Assignment, Checked, Started, Stepped
 from workloads.models import SIZES, subject
 from workloads.ways import WAYS, built, prepare
 
-PR_SET_PDEATHSIG: Final = 1
-
 SEEDS: Final = 1000
 """Between those of a rank's batches; so many ranks have batches of their own."""
 
@@ -40,9 +38,7 @@ def main(arguments: list[str], kind: type[Rank] | None = None) -> NoReturn:
     """Answer commands until the process is killed, or one has failed, which is reported."""
     connection = Connection(int(arguments[0]))
     assignment: Assignment = connection.recv()
-    # A bench that is killed leaves no ranks behind, not even one that waits in a collective.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # By the command that is terminated when it is.
+    # The command that is interrupted kills its ranks; without it they end by themselves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
     # Before torch starts threads.

@@ -93,11 +93,10 @@ def compare(site: Site, note: Note, kind: str, model: str) -> None:
             note(Row(f"{kind}: over {site.backend}", words=f"{network.words}{kernels}"))
 
         network.set_rate(rates[0])
-        # Ranks end with the thread that started them: it has to live as long as they.
-        with ThreadPoolExecutor(len(names)) as pool, contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             for method in compared.methods:
                 stack.callback(method.kill)
-            Starting(compared, place_of(site, model, network), pool, site).run()
+            Starting(compared, place_of(site, model, network), site).run()
             note_all()
             for rate in rates:
                 network.set_rate(rate)
@@ -130,40 +129,36 @@ def place_of(site: Site, model: str, network: Network) -> Place:
 
 
 class Starting:
-    """Starts methods side by side, in threads that live as long as the ranks, compares their
-    gradients with the reference's, and measures their peaks."""
+    """Starts methods side by side, compares their gradients with the reference's, and measures
+    their peaks."""
 
-    def __init__(
-        self, compared: Comparison, place: Place, pool: ThreadPoolExecutor, site: Site
-    ) -> None:
-        self._compared, self._place, self._pool, self._site = compared, place, pool, site
+    def __init__(self, compared: Comparison, place: Place, site: Site) -> None:
+        self._compared, self._place, self._site = compared, place, site
 
     def run(self) -> None:
         """Start all."""
         methods, site = self._compared.methods, self._site
-        self._all(self._launch, methods, "launched")
-        # While nothing else is on the network, "auto" measures it.
-        ordered = sorted(methods, key=lambda method: method.name != AUTO)
-        self._wrap(ordered[0])
-        self._all(self._wrap, ordered[1:], "wrapped")
+        reference = methods[1]
         # In its first step a method has all in memory for as long as its backward is compiled.
         together = int(site.memory_gib / STEP_GIB / RANKS) if site.memory_gib else len(methods)
+        few = max(1, min(together, len(methods)))
+        self._all(self._launch, methods, "launched")
+        # While nothing else is on the network, "auto" measures it.
+        auto, *others = sorted(methods, key=lambda method: method.name != AUTO)
+        self._wrap(auto)
+        self._all(self._wrap, others, "wrapped")
         slow_first = sorted(methods, key=lambda method: method.name not in SLOW)
-        with ThreadPoolExecutor(max(1, min(together, len(methods)))) as few:
-            self._all(self._start, slow_first, "started", few)
-            self._pool.submit(self._plan, ordered[0]).result()
-            few.submit(self._check, methods[1]).result()
-            others = [method for method in methods if method is not methods[1]]
-            self._all(self._check, others, "checked", few)
+        self._all(self._start, slow_first, "started", few)
+        self._plan(auto)
+        self._check(reference)
+        others = [method for method in methods if method is not reference]
+        self._all(self._check, others, "checked", few)
 
     def _all(
-        self,
-        step: Callable[[Method], None],
-        methods: list[Method],
-        done: str,
-        pool: ThreadPoolExecutor | None = None,
+        self, step: Callable[[Method], None], methods: list[Method], done: str, together: int = 0
     ) -> None:
-        list((pool or self._pool).map(step, methods))
+        with ThreadPoolExecutor(together or len(methods)) as pool:
+            list(pool.map(step, methods))
         print(f"{done}, {self._site.deadline - time.monotonic():.0f} s are left", flush=True)
 
     def _left_s(self) -> float:
@@ -195,5 +190,4 @@ class Starting:
 
     def _check(self, method: Method) -> None:
         reference = str(self._place.directory / "gradients")
-        is_reference = method is self._compared.methods[1]
-        method.check(reference, TOLERANCE, writes=is_reference)
+        method.check(reference, TOLERANCE, writes=method is self._compared.methods[1])

@@ -44,11 +44,11 @@ def measure(site: Site, note: Note) -> None:
     names = COMPARED_IF_SMALL if site.is_small else COMPARED
     launched = [Method(name, answer_s=answer_s) for name in names for _ in KINDS]
     base: dict[str, float | None] = {}
-    # Ranks end with the thread that started them: it has to live as long as they.
-    with ThreadPoolExecutor(max(2, site.cores // 2)) as pool, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         for method in launched:
             stack.callback(method.kill)
-        list(pool.map(lambda method: method.launch(place, answer_s), launched))
+        with ThreadPoolExecutor(max(2, site.cores // 2)) as pool:
+            list(pool.map(lambda method: method.launch(place, answer_s), launched))
         for cold, warm in zip(launched[::2], launched[1::2], strict=True):
             found = _start(cold, warm)
             base = base or found
