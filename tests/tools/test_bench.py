@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo
 
-from benches import steps as bench
+import bench
 from benches.gradients import compare
 from benches.methods import ALONE, Comparison, Method, spread
 from benches.processes import Checked

@@ -12,11 +12,15 @@ from typing import Any, Final
 from benches.network import UNSHAPED, words_of
 from benches.processes import Checked, Place, RankProcesses, RanksFailed, Started, Stepped
 from benches.results import Row
+from fusion_passes.profile.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS
 from workloads.ways import PLAIN, WAYS, Way
 
 ALONE: Final = "all-reduce alone"
 WARM_UP_STEPS: Final = 3
 MAX_STEPS: Final = 50
+
+MEASURING_STEPS: Final = SKIPPED_ROUNDS + MEASURED_ROUNDS
+"""Of a method that plans its buckets from what an earlier run has measured: it has by then."""
 
 
 @dataclass

@@ -14,11 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from benches.methods import Comparison, Method
+from benches.methods import MEASURING_STEPS, Comparison, Method
 from benches.network import SOCKETS_ALONE, UNSHAPED, Network, best_network
 from benches.processes import Place, RankProcesses
 from benches.results import Row
-from benches.steps import MEASURING_STEPS
 from fusion_passes.profile.files import DIRECTORY_VARIABLE
 from gpu_checks import subjects
 from gpu_checks.sites import Note, Site
