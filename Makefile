@@ -9,7 +9,7 @@
 #   make test ARGS="-n 0 tests/passes"      some of them, in one process
 #   make bench ARGS="--model mlp"           training steps beside torch's own methods; ARGS=--quick
 #   make fuzz ARGS="--seeds 0:100"          random trainings beside eager DDP; --case N for one
-#   make faults ARGS=--quick                trainings with a rank that dies, stops or fails
+#   make faults ARGS="-k kill-1-step"       trainings with a rank that dies, stops or fails
 #   make torch-tests                        torch's own DDP tests, without and under the flag
 #   make gpu                                what needs a GPU, in minutes; ARGS=--list names the parts
 #   make docs                               the guide and all other pages, into site/

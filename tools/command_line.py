@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -16,6 +17,8 @@ sys.path.append(str(ROOT))  # Last: what is installed counts.
 
 INTERRUPTED: Final = 130
 """Exit status of a run that was interrupted, as a shell's."""
+
+ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
@@ -32,5 +35,15 @@ def exit_on_signals() -> None:
     def end(_: int, __: FrameType | None) -> None:
         sys.exit(INTERRUPTED)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in ENDING:
         signal.signal(number, end)
+
+
+def run_pytest(file: Path, arguments: Sequence[str]) -> int:
+    """Run the tests of a file, with options for pytest. Where the run is terminated, tests clean up
+    as where it is interrupted."""
+    import pytest
+
+    for number in ENDING:
+        signal.signal(number, signal.default_int_handler)
+    return int(pytest.main([str(file), *arguments]))

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 import tempfile
 import time
@@ -33,7 +32,7 @@ from fuzzing.running import Outcome, Runner
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run cases; 1 if there is a finding."""
     options = _parser().parse_args(arguments)
-    _prepare(options.cache)
+    _prepare()
     options.output.mkdir(parents=True, exist_ok=True)
     with Runner(timeout_s=options.timeout) as runner:
         if options.replay is not None:
@@ -48,13 +47,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--seeds", type=_seeds, default=range(100), metavar="FIRST:END", help="(0:100)")
     add("--seconds", type=float, default=float("inf"), help="start no case after so many")
-    add("--only", default="", metavar="REGEX", help="only cases whose JSON has it")
     add("--case", type=int, metavar="SEED", help="one case, with all that is known of it")
     add("--replay", type=Path, metavar="FILE", help="the same for a case in a file")
     add("--shrink-seconds", type=float, default=900.0, help="at most, for each finding (900)")
     add("--timeout", type=float, default=200.0, help="s for a training (200)")
     add("--output", type=Path, default=Path("fuzz"), help="directory for findings (fuzz)")
-    add("--cache", type=Path, help="directory of compiled kernels, kept from run to run")
     return parser
 
 
@@ -63,12 +60,12 @@ def _seeds(text: str) -> range:
     return range(int(first or 0), int(end))
 
 
-def _prepare(cache: Path | None) -> None:
-    """Set the environment of the ranks: where kernels are kept, by default in a directory that this
-    user's runs share, and that a rank compiles where it needs a kernel. Pools of compilers beside
-    the ranks only compete for the cores."""
-    kept = cache or Path(tempfile.gettempdir()) / f"fusion-passes-fuzz-{os.getuid()}"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
+def _prepare() -> None:
+    """Set the environment of the ranks: kernels are kept in a directory that this user's runs
+    share, and a rank compiles where it needs one. Pools of compilers beside the ranks only compete
+    for the cores."""
+    cache = f"{tempfile.gettempdir()}/fusion-passes-fuzz-{os.getuid()}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.pop("FUSION_PASSES_DDP_FUSION", None)
@@ -81,8 +78,6 @@ def _run_all(runner: Runner, options: argparse.Namespace) -> int:
         if time.monotonic() - start > options.seconds:
             break
         case = draw(seed)
-        if not re.search(options.only, to_json(case)):
-            continue
         past = [*past, seed] if runner.cases else [seed]
         outcome = runner.run(case)
         _say(case, outcome)

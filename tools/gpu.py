@@ -1,9 +1,9 @@
 """Runs all that needs a GPU, in minutes, with the torch that is installed.
 
-Compares gradients of norms in sizes that people train; sets steps, peak memory and starts beside no
-DDP and torch's own methods, on two ranks of one GPU and a network of several rates (over NCCL where
-it allows that, else over Gloo); has NCCL register memory; counts CUDA graphs; times kernels that
-move gradients; and trains with every option beside eager DDP. Each part runs in processes of its
+Trains norms in sizes that people train, all options, and buckets that NCCL has registered beside
+eager DDP; sets steps, peak memory and starts beside no DDP and torch's own methods, on two ranks of
+one GPU and a network of several rates (over NCCL where it allows that, else over Gloo); counts CUDA
+graphs; and times kernels that move gradients. Each part runs in processes of its
 own with a time limit, and its result is kept as soon as it ends. In the end all figures are
 printed, and which parts are wrong or were not run: ``--only`` runs those.
 
@@ -18,59 +18,50 @@ The exit status is 1 if anything differs, failed, or was not run.
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Final
 
-from benches.processes import environment
 from benches.results import figures_table
 from command_line import exit_on_signals, parser_of
-from gpu_checks.machine import Machine
-from gpu_checks.parts import Part
+from gpu_checks.machine import Machine, ask_machine
+from gpu_checks.parts import PARTS, PROBE, Part
 from gpu_checks.processes import Result, kill_parts, run_part
-from gpu_checks.sites import Sharing, Site, control_mps
+from gpu_checks.sites import Site, control_mps
 
-CATALOG: Final = "gpu_checks.parts"
 SECONDS: Final = 480.0
-ANSWER_S: Final = 120.0
-"""At most, until torch says what it runs on."""
 
 
-def main(arguments: Sequence[str] | None = None, catalog: str = CATALOG) -> int:
+def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
     """Run parts; 1 if something is wrong, or there is no GPU."""
-    parts = {part.name: part for part in importlib.import_module(catalog).PARTS}
-    options = _parser(parts).parse_args(arguments)
-    chosen = [part for name, part in parts.items() if name in (options.only or parts)]
+    options = _parser([part.name for part in parts]).parse_args(arguments)
+    chosen = [part for part in parts if not options.only or part.name in options.only]
     if options.list:
         print("\n".join(part.name for part in chosen))
         return 0
-    with tempfile.TemporaryDirectory(prefix="gpu-work-") as directory:
-        work = Path(directory)
-        try:
-            machine = _ask_machine(options.device, work)
-        except RuntimeError as error:
-            print(error, file=sys.stderr)
-            return 1
-        if not machine.device:
-            print(f"No GPU: {machine.words}. Nothing is run; --device cpu tries parts, tiny.")
-            return 1
-        return Session(options, catalog, machine, work).run(chosen)
+    try:
+        machine = ask_machine(options.device)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if not machine.device:
+        print(f"No GPU: {machine.words}. Nothing is run; --device cpu tries parts, tiny.")
+        return 1
+    with tempfile.TemporaryDirectory(prefix="gpu-work-") as work:
+        return Session(options, machine, Path(work)).run(chosen)
 
 
-def _parser(names: Iterable[str]) -> argparse.ArgumentParser:
+def _parser(names: Sequence[str]) -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
     only = "this part; can be repeated"
-    add("--only", action="append", choices=list(names), metavar="PART", help=only)
+    add("--only", action="append", choices=names, metavar="PART", help=only)
     add("--list", action="store_true", help="print the names of the parts, run nothing")
     add("--seconds", type=float, default=SECONDS, help=f"for all parts ({SECONDS:g})")
     jobs = max(1, min(8, _cores() // 2))
@@ -84,39 +75,15 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _ask_machine(device: str, work: Path) -> Machine:
-    """What there is to run on.
-
-    Raises:
-        RuntimeError: torch cannot be imported, or the GPU does not answer.
-    """
-    command = [sys.executable, "-m", "gpu_checks.machine", device]
-    try:
-        text = subprocess.check_output(command, env=environment(work), text=True, timeout=ANSWER_S)
-    except subprocess.SubprocessError as error:
-        raise RuntimeError(f"torch or the GPU does not answer: {error}") from error
-    return Machine(**json.loads(text.splitlines()[-1]))
-
-
 class Session:
-    """One call of the tool.
+    """One call of the tool."""
 
-    Args:
-        options: of the command line.
-        catalog: module whose ``PARTS`` there are.
-        machine: what they run on.
-        work: directory of parts and of compiled kernels.
-    """
-
-    def __init__(
-        self, options: argparse.Namespace, catalog: str, machine: Machine, work: Path
-    ) -> None:
+    def __init__(self, options: argparse.Namespace, machine: Machine, work: Path) -> None:
         self._options, self._machine, self._work = options, machine, work
-        self._module = importlib.import_module(catalog)
         self._deadline = time.monotonic() + options.seconds
         self._results: dict[str, Result] = {}
         self._backend_of_two = "gloo"
-        self._sharing = Sharing()
+        self._mps = ""
 
     def run(self, parts: Sequence[Part]) -> int:
         """Run them, and print what there is to know; the exit status."""
@@ -128,8 +95,8 @@ class Session:
                 is_alone = is_timed and self._machine.device == "cuda"
                 self._run_all(list(group), 1 if is_alone else self._options.jobs)
         finally:
-            if self._sharing.mps:
-                control_mps(Path(self._sharing.mps), words="quit\n")
+            if self._mps:
+                control_mps(Path(self._mps), words="quit\n")
             self._say(parts)
         done = (self._results.get(part.name) for part in parts)
         are_right = all(result is not None and result.is_right for result in done)
@@ -155,23 +122,23 @@ class Session:
         if self._machine.device == "cpu":
             return "gloo", "this is the CPU"
         self._backend_of_two, failure = "nccl", ""
-        for way in self._ways_to_share() if self._machine.count == 1 else ():
-            self._sharing = way
-            probed = self._run_part(self._module.PROBE)
+        for mps in self._services() if self._machine.count == 1 else ():
+            self._mps = mps
+            probed = self._run_part(PROBE)
             failure = "there is no time left" if probed is None else probed.failure
             if not failure:
                 break
-            print(f"Two ranks, {way}: {failure}", flush=True)
+            kernels = "side by side" if mps else "in turns"
+            print(f"Two ranks, kernels {kernels}: {failure}", flush=True)
         return ("gloo", failure) if failure else ("nccl", "")
 
-    def _ways_to_share(self) -> Iterator[Sharing]:
-        """How two ranks may have one GPU, the best first; the last is for NCCL 2.30 and newer."""
+    def _services(self) -> Iterator[str]:
+        """The directory of a Multi-Process Service, where one can be started; then none."""
         directory = self._work / "mps"
         if control_mps(directory, "-d"):
-            yield Sharing(True, str(directory))
+            yield str(directory)
             control_mps(directory, words="quit\n")
-        yield Sharing(True)
-        yield Sharing(False)
+        yield ""
 
     def _backend(self, part: Part) -> str:
         if part.ranks > 1:
@@ -204,7 +171,7 @@ class Session:
             cores=_cores(),
             gpus=self._machine.count,
             memory_gib=self._machine.memory_gib,
-            sharing=self._sharing,
+            mps=self._mps,
         )
         # Who gives more time has a slow machine.
         limit_s = min(part.limit_s * max(1.0, self._options.seconds / SECONDS), left_s)

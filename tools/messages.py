@@ -46,12 +46,8 @@ made from the code (`python tools/messages.py > docs/messages.md`).
 
 
 def text_of(node: ast.AST | None, names: dict[str, str]) -> str:
-    """The text that an expression makes, with an ellipsis for each part that is not known.
-
-    Args:
-        node: an expression.
-        names: texts of the constants that it may name.
-    """
+    """The text that an expression makes, with an ellipsis for each part that is not known; in
+    ``names`` are the texts of constants."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return re.sub(r"%[sdr]", UNKNOWN, node.value)
     if isinstance(node, ast.JoinedStr):

@@ -15,15 +15,12 @@ difference that tools/torch_tests_run/known.json has, with its reason.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
-from command_line import ROOT
+from command_line import ROOT, run_pytest
 
 TESTS = Path(__file__).parent / "torch_tests_run" / "test_ddp.py"
 
@@ -32,15 +29,12 @@ def main(arguments: Sequence[str]) -> int:
     """Run tests, with options for pytest; 0 if none differs that is not known."""
     # What the caller has put in front comes first: it may be another copy of the package.
     sys.path.insert(1 + len(os.environ.get("PYTHONPATH", "").split(os.pathsep)), str(ROOT))
-    # As an interrupt, they let a test kill its processes.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="torch-tests-") as cache:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
         # The filters of warnings in pyproject.toml import the package, which runs without the flag
         # must not have.
-        options = ["--dist", "loadgroup", "-p", "no:warnings", str(TESTS)]
-        return int(pytest.main([*options, *arguments]))
+        options = ["--dist", "loadgroup", "-p", "no:warnings"]
+        return run_pytest(TESTS, [*options, *arguments])
 
 
 if __name__ == "__main__":

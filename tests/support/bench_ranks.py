@@ -48,9 +48,6 @@ class FakeRank:
     def reduce(self, num_bytes, count):
         return Stepped((num_bytes / 1e5,) * count, 0.0)
 
-    def host(self):
-        return 0.002
-
     def check(self, reference, write):
         return Checked(0.5, "layer.weight") if self.way == WRONG else Checked()
 
@@ -82,9 +79,10 @@ def main(arguments):
         assert connection.recv() == 1
     connection.send(("done", None))
     rank = FakeRank(assignment)
-    while (command := connection.recv())[0] != "end":
+    while True:
+        name, *values = connection.recv()
         try:
-            connection.send(("done", getattr(rank, command[0])(*command[1:])))
+            connection.send(("done", getattr(rank, name)(*values)))
         except RuntimeError as error:
             connection.send(("failed", f"{type(error).__name__}: {error}"))
 

@@ -73,7 +73,7 @@ def _measuring(name: str, **options: Any) -> Part:
 
 
 def _check(title: str, target: str) -> Check:
-    return Check(Scenario("gpu", title, target, 2), "fp32", {"mode": "concat"})
+    return Check(Scenario("gpu", title, target, 2), "concat", "fp32")
 
 
 PARTS = (
@@ -94,5 +94,3 @@ PARTS = (
     _measuring("dies"),
     _measuring("hangs", limit_s=9.0),
 )
-
-PROBE = Part("probe", "gpu_checks.net:add_up", ranks=2)

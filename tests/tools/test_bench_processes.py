@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benches import steps
+import bench
 from benches.methods import Comparison
 from benches.network import local_network
 from benches.processes import Place, cores_of
@@ -28,18 +28,18 @@ def measured(
 ) -> tuple[dict[str, Row], list[str], Comparison]:
     """Rows by title, the rates that were set, and all that was measured."""
     common = ["--rate", "1gbit", "10gbit", "--rounds", "2", "--round-seconds", "0.1"]
-    monkeypatch.setattr(steps, "Place", lambda **given: dataclasses.replace(
+    monkeypatch.setattr(bench, "Place", lambda **given: dataclasses.replace(
         place, **{name: given[name] for name in ("variables", "timeout_s", "forwards")}
     ))  # fmt: skip
-    options = steps._options(["--quick", *common, *arguments])
+    options = bench._options(["--quick", *common, *arguments])
     network, rates = local_network(2), list[str]()
     monkeypatch.setattr(network, "set_rate", rates.append)
-    cell = Comparison("mlp", steps.methods_of(options), tuple(options.rate))
+    cell = Comparison("mlp", bench.methods_of(options), tuple(options.rate))
     try:
-        steps.Measuring(cell, options, network, place.directory).run()
+        bench.Measuring(cell, options, network, place.directory).run()
     finally:
         for method in cell.methods:
-            method.end()
+            method.kill()
     return {row.title: row for row in cell.rows()}, rates, cell
 
 
@@ -107,8 +107,8 @@ def test_the_quick_form_measures_and_writes(tmp_path: Path) -> None:
     """Real ranks: eager DDP and ours, on the network as it is. Judges no time."""
     options = ["--quick", "--ways", "concat", "concat, traced", "--forwards", "2"]
     options += ["--first", "1", "--starts", "1"]
-    assert steps.main([*options, "--output", str(tmp_path), "--timeout", "120"]) == 0
-    kept = json.loads((tmp_path / steps.FILE).read_text())
+    assert bench.main([*options, "--output", str(tmp_path), "--timeout", "120"]) == 0
+    kept = json.loads((tmp_path / bench.FILE).read_text())
     rows = {row["title"].partition(": ")[2]: row for row in kept["rows"]}
     names = ["all-reduce alone", "no DDP", "eager DDP", "concat", "concat, traced"]
     assert [*rows] == names

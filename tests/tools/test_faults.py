@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import faults
 import pytest
 
-from fault_runs.records import RankRecord, add_events, failure_of
-from fault_runs.runs import MARK
-from fault_runs.scenarios import QUICK, SCENARIOS, Fault, Scenario
+from fault_runs.judging import violations
+from fault_runs.records import RankRecord, RunRecord, add_events, failure_of
+from fault_runs.runs import MARK, run_scenario
+from fault_runs.scenarios import Fault, Scenario
 
 PROGRAMS = "tests.support.fault_programs"
 
@@ -24,11 +26,10 @@ def scenario(program: str, **values: Any) -> Scenario:
     return Scenario("fake", program=f"{PROGRAMS}:{program}", **values)
 
 
-def run(tmp_path: Path, fake: Scenario) -> tuple[int, list[dict[str, Any]]]:
-    """The exit status, and what was recorded for each way."""
-    output = tmp_path / "output"
-    status = faults.main(["--mode", "concat", "--output", str(output)], [fake])
-    return status, [json.loads(x) for x in (output / "results.jsonl").read_text().splitlines()]
+def run(tmp_path: Path, fake: Scenario) -> tuple[list[str], list[RunRecord]]:
+    """What breaks the rule, and what became of each way."""
+    runs = [run_scenario(fake, way, tmp_path) for way in (*fake.peers, "concat")]
+    return violations(fake, runs[-1], runs[:-1]), runs
 
 
 def running() -> list[int]:
@@ -83,30 +84,20 @@ NEVER = "no rank has come to 'step', where the fault is"
         ),
     ],
 )
-def test_what_breaks_the_rule(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: Scenario, violation: str
-) -> None:
-    status, verdicts = run(tmp_path, fake)
-    assert status == bool(violation)
-    assert [verdict["way"] for verdict in verdicts] == [*fake.peers, "concat"]
-    found = verdicts[-1]["violations"]
+def test_what_breaks_the_rule(tmp_path: Path, fake: Scenario, violation: str) -> None:
+    found, runs = run(tmp_path, fake)
     assert any(violation in text for text in found) if violation else not found
-    codes = [rank["exit_code"] for rank in verdicts[-1]["runs"][0]["ranks"]]
+    codes = [rank.exit_code for rank in runs[-1].ranks]
     if fake.fault and not violation:
         assert codes == [-9, 0], "killed, as one that is stopped for ever is in the end"
-    said = capsys.readouterr().out
-    assert "[1/1] fake" in said
-    assert ("concat, rank 1: right" in said) == (codes[1] == 0)
     assert not running()
 
 
 def test_a_rank_that_hangs_says_where_and_its_processes_are_gone(tmp_path: Path) -> None:
-    status, verdicts = run(tmp_path, scenario("hangs", options={"hangs": ["concat"]}))
-    assert status == 1
-    assert verdicts[2]["violations"] == ["rank 1: hung"]
-    (run_,) = verdicts[2]["runs"]
-    assert [rank["exit_code"] for rank in run_["ranks"]] == [1, None]
-    assert "fault_programs.py" in run_["ranks"][1]["log"], "no stack"
+    found, runs = run(tmp_path, scenario("hangs", options={"hangs": ["concat"]}))
+    assert found == ["rank 1: hung"]
+    assert [rank.exit_code for rank in runs[-1].ranks] == [1, None]
+    assert "fault_programs.py" in runs[-1].ranks[1].log, "no stack"
     assert not running()
 
 
@@ -121,11 +112,11 @@ def test_the_chain_of_an_error_is_kept() -> None:
 
 def test_a_stopped_rank_goes_on(tmp_path: Path) -> None:
     fault = Fault("stop", 0, "step", continue_s=1.0)
-    status, verdicts = run(tmp_path, scenario("stops", fault=fault))
-    assert status == 0
-    for verdict in verdicts:
-        stopped, other = verdict["runs"][0]["ranks"]
-        assert stopped["result"]["seconds"] > 0.9 > other["result"]["seconds"]
+    found, runs = run(tmp_path, scenario("stops", fault=fault))
+    assert not found
+    for one in runs:
+        stopped, other = (rank.value_of("seconds", None) for rank in one.ranks)
+        assert stopped > 0.9 > other
 
 
 def test_what_failed_before_a_restart_does_not_count() -> None:
@@ -139,14 +130,11 @@ def test_what_failed_before_a_restart_does_not_count() -> None:
     assert not rank.is_right
 
 
-def test_scenarios_have_names_of_their_own_and_some_are_quick(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    names = [item.name for item in SCENARIOS]
-    assert len(set(names)) == len(names)
-    assert set(names) >= QUICK
-    assert faults.main(["--list", "--quick", "--select", "kill-*"]) == 0
-    assert capsys.readouterr().out == "kill-1-backward\n"
-    with pytest.raises(SystemExit):
-        faults.main(["--select", "nothing"])
-    assert "no scenario has a name like nothing" in capsys.readouterr().err
+def test_scenarios_are_chosen_by_name_and_mode() -> None:
+    command = [sys.executable, faults.__file__, "--collect-only", "-q", "-k"]
+    said = subprocess.check_output([*command, "kill-1-backward and concat"], text=True)
+    names = [line.partition("::")[2] for line in said.splitlines() if "::" in line]
+    assert names == [
+        f"test_breaks_no_rule[{name}-concat]"
+        for name in ("kill-1-backward", "three-kill-1-backward")
+    ]

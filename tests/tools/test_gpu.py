@@ -7,6 +7,7 @@ import json
 import os
 import pkgutil
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,21 +21,16 @@ from benches.network import Network
 from benches.processes import Place
 from benches.results import Row
 from fusion_passes import config
-from fusion_passes.plan.caps import BucketCaps
-from fusion_passes.plan.layout import GradientKind, plan_layout
-from fusion_passes.reducer.memory import RegisteredBuckets
-from gpu_checks import copies, net, norms, one_rank, sites, starts, subjects
+from gpu_checks import copies, net, sites, starts, subjects, targets
 from gpu_checks.machine import Machine
-from gpu_checks.parts import LATE_ON_A_GPU, ON_TWO, PARTS, PROBE, Part
+from gpu_checks.parts import LATE_ON_A_GPU, NORMS, ON_TWO, PARTS, PROBE, Part
 from gpu_checks.processes import Result
-from gpu_checks.sites import Sharing, Site, control_mps
-from testing.registered import CPU, Backend, Group, on_the_host
-from testing.scenarios.both_ways import target_of
+from gpu_checks.sites import Site, control_mps
+from testing.scenarios.both_ways import flag_of, target_of
 from testing.scenarios.entries import MODES
 from testing.scenarios.run import DTYPES
 from tests.support import bench_ranks, gpu_parts
 
-CATALOG = gpu_parts.__name__
 ONE_GPU = Machine("cuda", "a GPU", count=1)
 ON_CPU = replace(ONE_GPU, device="cpu", count=0)
 
@@ -46,16 +42,17 @@ ON_CPU = replace(ONE_GPU, device="cpu", count=0)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_option_is_tried_in_every_mode_and_on_two_ranks(mode: str, ranks: int) -> None:
     checks = [c for p in PARTS for c in p.checks if (p.ranks, p.mode) == (ranks, mode)]
-    scalings = {check.flag.get("scaling", "auto") for check in checks}
+    options = [dict(check.scenario.options) for check in checks]
+    scalings = {flag.get("scaling", "auto") for flag in options}
     refused = {"bucket"} if mode == "coalesced" else set()
     assert scalings == {*config.SCALING_OPTIONS} - refused
-    assert {check.flag.get("reduce_dtype") for check in checks} == {None, *config.REDUCE_DTYPES}
+    assert {flag.get("reduce_dtype") for flag in options} == {None, *config.REDUCE_DTYPES}
     assert {check.dtype for check in checks} >= {*DTYPES}
 
 
 def test_features_that_each_check_trains_are_trained_on_a_gpu_too() -> None:
     checks = [check for part in PARTS if part.ranks == 2 for check in part.checks]
-    trained = {(check.scenario.feature, check.flag["mode"]) for check in checks}
+    trained = {(check.scenario.feature, check.mode) for check in checks}
     for feature, scenario in ON_TWO.items():
         if not scenario.tested:
             continue
@@ -69,8 +66,9 @@ def test_parts_and_their_rows_have_names_of_their_own() -> None:
         titles = [check.title for check in part.checks]
         assert len(set(titles)) == len(titles), part.name
         assert {check.scenario.ranks for check in part.checks} <= {part.ranks}
-    first = ["norms", "net-gpt2", "registered", "graphs", "copies", "starts", "net-resnet"]
-    assert [part.name for part in PARTS[:7]] == first, "short ones before those that end the time"
+    timed = [part.name for part in PARTS if part.measure]
+    first = ["net-gpt2", "graphs", "copies", "starts", "net-resnet"]
+    assert timed == first, "short ones before those that end the time"
 
 
 @pytest.mark.parametrize("part", [PROBE, *PARTS], ids=lambda part: part.name)
@@ -79,7 +77,7 @@ def test_what_a_part_names_is_there(part: Part) -> None:
     if part.measure:
         assert callable(pkgutil.resolve_name(part.measure))
     for check in part.checks:
-        config.FusionConfig(**check.flag)
+        flag_of(check.scenario, check.mode)
         assert callable(target_of(check.scenario))
 
 
@@ -116,8 +114,8 @@ def test_parts_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
 # --- A run ---------------------------------------------------------------------------------------
 
 
-def _run(directory: Path, *arguments: str, catalog: str = CATALOG) -> int:
-    return gpu.main(["--device", "cpu", "--results", str(directory), *arguments], catalog)
+def _run(directory: Path, *arguments: str, parts: Sequence[Part] = gpu_parts.PARTS) -> int:
+    return gpu.main(["--device", "cpu", "--results", str(directory), *arguments], parts)
 
 
 def _result(directory: Path, part: str) -> dict[str, Any]:
@@ -129,7 +127,7 @@ def test_a_part_that_fails_stops_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(gpu_parts.PID_FILE, str(tmp_path / "pid"))
-    monkeypatch.setattr(gpu, "_ask_machine", lambda *_: ON_CPU)
+    monkeypatch.setattr(gpu, "ask_machine", lambda _: ON_CPU)
     names = ["hangs", "raises", "dies", "is-wrong", "is-right"]
     chosen = [word for name in names for word in ("--only", name)]
     assert _run(tmp_path, *chosen) == 1
@@ -166,7 +164,7 @@ def test_trainings_are_judged_one_by_one(tmp_path: Path) -> None:
 def test_without_time_nothing_is_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu, "_ask_machine", lambda *_: ON_CPU)
+    monkeypatch.setattr(gpu, "ask_machine", lambda _: ON_CPU)
     clock = iter([0.0, *[1000.0] * 100])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     assert _run(tmp_path, "--only", "is-right") == 1
@@ -178,7 +176,7 @@ def test_without_time_nothing_is_begun(
 
 def _session(where: Machine, directory: Path) -> gpu.Session:
     options = gpu._parser([]).parse_args(["--results", str(directory)])
-    return gpu.Session(options, CATALOG, where, directory)
+    return gpu.Session(options, where, directory)
 
 
 @pytest.mark.parametrize("has_service", [False, True])
@@ -186,8 +184,7 @@ def _session(where: Machine, directory: Path) -> gpu.Session:
     ("where", "works", "backend"),
     [
         (ONE_GPU, [True], "nccl"),
-        (ONE_GPU, [False, True], "nccl"),
-        (ONE_GPU, [False, False], "gloo"),
+        (ONE_GPU, [False], "gloo"),
         (ON_CPU, [], "gloo"),
         (replace(ONE_GPU, count=2), [], "nccl"),
     ],
@@ -200,14 +197,13 @@ def test_nccl_is_asked_before_it_is_used(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As two machines, which any version takes on one GPU; then as two ranks of one, which newer
-    ones take."""
-    asked: list[tuple[bool, str]] = []
+    """With the service that runs kernels side by side, where there is one, then without."""
+    asked: list[str] = []
     works = [False] * (has_service and bool(works)) + works
 
     def probe(part: Part) -> Result:
-        assert part is gpu_parts.PROBE, "in the catalog of the tests"
-        asked.append((session._sharing.apart, Path(session._sharing.mps).name))
+        assert part is PROBE
+        asked.append(Path(session._mps).name)
         failure = "" if works[len(asked) - 1] else "refused"
         return Result("probe", "nccl", 1.0, (), failure)
 
@@ -215,8 +211,7 @@ def test_nccl_is_asked_before_it_is_used(
     session = _session(where, tmp_path)
     monkeypatch.setattr(session, "_run_part", probe)
     assert session._choose_backend()[0] == backend
-    ways = [(True, "mps")] * has_service + [(True, ""), (False, "")]
-    assert asked == ways[: len(works)]
+    assert asked == ["mps", ""][-len(works) :] if works else not asked
 
 
 def test_gloo_coalesces_nothing_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,20 +240,18 @@ def test_a_service_is_started_and_ended(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_ranks_know_which_gpu_is_theirs() -> None:
     network = Network("a network", (("ip", "0"), ("ip", "1")))
-    site = Site("cuda", "nccl", cores=2, gpus=1, sharing=Sharing(True, "/mps"))
+    site = Site("cuda", "nccl", cores=2, gpus=1, mps="/mps")
 
     def place(where: Site) -> Place:
         return net.place_of(where, "gpt2", network)
 
     apart = tuple(("ip", f"{rank}", "env", f"NCCL_HOSTID=rank-{rank}") for rank in range(2))
     assert place(site).prefixes == apart
-    assert place(site).variables["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
     assert place(site).variables[sites.MPS] == "/mps"
     assert place(site).variables["NCCL_SHM_DISABLE"] == "1"
-    assert place(replace(site, sharing=Sharing())).prefixes == network.prefixes
     two = place(replace(site, gpus=2))
     assert two.prefixes == network.prefixes
-    assert not {"NCCL_MULTI_RANK_GPU_ENABLE", sites.MPS, "CUDA_VISIBLE_DEVICES"} & {*two.variables}
+    assert not {sites.MPS, "CUDA_VISIBLE_DEVICES"} & {*two.variables}
     assert place(Site("cpu", "gloo", cores=2)).variables["CUDA_VISIBLE_DEVICES"] == ""
 
 
@@ -336,10 +329,10 @@ def test_starts_are_over_those_without_ddp(site: Site, monkeypatch: pytest.Monke
     assert rows[1].figures == {
         "cold s": 1.0,
         "warm s": 1.0,
-        "cold over no DDP": 1.0,
-        "warm over no DDP": 1.0,
-        "host ms a step": 2.0,
-        "host over no DDP": 1.0,
+        "CPU ms a step": pytest.approx(150),
+        "cold s over no DDP": 1.0,
+        "warm s over no DDP": 1.0,
+        "CPU ms a step over no DDP": pytest.approx(1.5),
     }
     failed = rows[starts.COMPARED.index(bench_ranks.RAISES)]
     assert failed.words.endswith("this way does not compile")
@@ -347,31 +340,21 @@ def test_starts_are_over_those_without_ddp(site: Site, monkeypatch: pytest.Monke
     assert set(failed.figures.values()) == {None}
 
 
-def test_every_norm_is_compared_above_the_threshold() -> None:
-    cases = norms.cases_on(Site("cuda", "nccl"))
-    assert {(case.name, case.dtype) for case in cases} >= {
-        (name, dtype) for name in ("layer_norm", "rms_norm", "post-LN block") for dtype in DTYPES
-    }
-    assert all(case.rows * case.width >= 5 * 2**20 for case in cases)
-
-
-def test_what_nccl_registers_and_forgets_is_counted() -> None:
-    backend = Backend()
-    buckets = RegisteredBuckets(Group(backend))
-    layout = plan_layout([(0,)], {0: GradientKind(24, torch.float32, CPU)}, BucketCaps(1, 1))
-    with on_the_host(backend), one_rank._noting(Site("cuda", "nccl")) as registry:
-        buckets.prepare(layout)
-        assert (registry.sizes, registry.ended) == ([512], 0)
-        buckets.release()
-    assert registry.ended == 1
-    assert [call[0] for call in backend.calls[-2:]] == ["register", "deregister"]
+def test_every_norm_is_trained_above_the_threshold() -> None:
+    for mode in MODES:
+        parts = [part for part in PARTS if part.name.startswith("norms") and part.mode == mode]
+        titles = sorted(check.title for part in parts for check in part.checks)
+        dtypes = {name: ["fp32"] if "autocast" in name else [*DTYPES] for name in NORMS}
+        assert titles == sorted(f"{name}, {dtype}" for name in NORMS for dtype in dtypes[name])
+        assert all(part.checks_on("cpu") for part in parts)
+    assert targets.ROWS * targets.WIDTH >= 5 * 2**20
 
 
 @pytest.mark.slow
 @pytest.mark.nightly  # A check runs the shorter ones as a stage of its own.
 @pytest.mark.parametrize("part", ["net-gpt2", "net-resnet", "starts"])
 def test_what_is_measured_runs_on_the_cpu(part: str, tmp_path: Path) -> None:
-    assert _run(tmp_path, "--only", part, "--seconds", "2000", catalog=gpu.CATALOG) == 0
+    assert _run(tmp_path, "--only", part, "--seconds", "2000", parts=PARTS) == 0
 
 
 @pytest.mark.parametrize("kernel", copies.KERNELS, ids=lambda kernel: kernel.title)
@@ -379,7 +362,7 @@ def test_a_kernel_that_differs_is_found(
     kernel: copies.Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    call = copies.Call(kernel, torch.device("cpu"), 2**18)
+    call = copies.Call(kernel, torch.device("cpu"), ((16, 8), (8,), (8, 16)))
     assert call.difference() == ""
     run = call.run
 
@@ -391,9 +374,3 @@ def test_a_kernel_that_differs_is_found(
 
     monkeypatch.setattr(call, "run", off)
     assert call.difference() == "values differ"
-
-
-def test_kernels_move_as_much_as_is_asked() -> None:
-    for mib in (1, 64, 256):
-        elements = sum(torch.Size(shape).numel() for shape in copies.shapes_of(mib * 2**18))
-        assert elements == pytest.approx(mib * 2**18, rel=0.2)

@@ -11,12 +11,16 @@ from typing import Any, Final
 
 from benches.network import UNSHAPED, words_of
 from benches.processes import Checked, Place, RankProcesses, RanksFailed, Started, Stepped
-from benches.results import PEAK, RATIO, Row
+from benches.results import Row
+from fusion_passes.profile.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS
 from workloads.ways import PLAIN, WAYS, Way
 
 ALONE: Final = "all-reduce alone"
 WARM_UP_STEPS: Final = 3
 MAX_STEPS: Final = 50
+
+MEASURING_STEPS: Final = SKIPPED_ROUNDS + MEASURED_ROUNDS
+"""Of a method that plans its buckets from what an earlier run has measured: it has by then."""
 
 
 @dataclass
@@ -37,7 +41,6 @@ class Method:
         plans: by rate, its buckets and why they are these; empty where it measures nothing.
         peak_bytes: most memory of a step beyond parameters, buckets of DDP's reducer included.
         error: largest difference of its gradients from eager DDP's, over the largest element.
-        buffers: how many buffers of the model differ from eager DDP's.
         wrong: why it failed, or what is wrong with its gradients.
     """
 
@@ -53,7 +56,6 @@ class Method:
     plans: dict[str, str] = field(default_factory=dict)
     peak_bytes: int | None = None
     error: float | None = None
-    buffers: int = 0
     wrong: str = ""
 
     @property
@@ -77,13 +79,8 @@ class Method:
     def start(
         self, place: Place, timeout_s: float, *, averages: bool = True
     ) -> list[Started] | None:
-        """Start its processes, up to the first step.
-
-        Args:
-            place: where.
-            timeout_s: for each of the model, its wrapping, and the step.
-            averages: whether the gradients of the step are averaged.
-        """
+        """Start its processes, up to the first step, whose gradients are averaged or not. The
+        model, its wrapping, and the step may each take so long."""
         self.launch(place, timeout_s)
         self.ask("wrap", timeout_s=timeout_s)
         return self.ask("start", averages, timeout_s=timeout_s)
@@ -110,20 +107,9 @@ class Method:
             self.processes.kill()
             self.processes = None
 
-    def end(self) -> None:
-        """Let its processes end."""
-        if self.processes:
-            self.processes.end()
-            self.processes = None
-
     def check(self, reference: str, tolerance: float, *, writes: bool) -> None:
-        """Compare its gradients with the reference's, and measure its peak.
-
-        Args:
-            reference: the file.
-            tolerance: of an element, over the largest of its gradient.
-            writes: whether it is the reference, and writes them.
-        """
+        """Compare its gradients with the reference's in a file, which the reference itself writes,
+        and measure its peak."""
         if self.way.has_ddp:
             self.judge(self.ask("check", reference, writes), tolerance)
         peaks = self.ask("peak")
@@ -135,7 +121,6 @@ class Method:
             return
         worst = max(answers, key=lambda one: one.error)
         self.error = worst.error
-        self.buffers = len({name for one in answers for name in one.buffers})
         found = (one.in_words(tolerance) for one in answers)
         self.wrong = next(filter(None, found), self.wrong)
 
@@ -218,7 +203,7 @@ class Comparison:
                 one = Method(method.name, answer_s=method.answer_s)
                 one.start(place, timeout_s, averages=False)
                 seconds = one.ask("first_average")
-                one.end()
+                one.kill()
                 if seconds is None:
                     method.fail(f"its first averaged step: {one.wrong}")
                 else:
@@ -239,7 +224,7 @@ class Comparison:
             for _ in range(1 + count):
                 one = Method(method.name, answer_s=method.answer_s)
                 started = one.start(place, timeout_s)
-                one.end()
+                one.kill()
                 if started is None:
                     method.fail(f"its start: {one.wrong}")
                     break
@@ -271,7 +256,7 @@ class Comparison:
         starts, base_starts = method.start_cpu_s, plain.start_cpu_s
         figures = {
             "ms": own and 1000 * own,
-            RATIO: middle,
+            "time over no DDP": middle,
             "25 %": low,
             "75 %": high,
             "exposed ms": 1000 * (own - base) if own and base else None,
@@ -282,19 +267,17 @@ class Comparison:
             ),
             "cold start, CPU over no DDP": _ratio(_median(starts[:1]), _median(base_starts[:1])),
             "warm start, CPU over no DDP": _ratio(_median(starts[1:]), _median(base_starts[1:])),
-            PEAK: _ratio(method.peak_bytes, plain.peak_bytes),
+            "peak over no DDP": _ratio(method.peak_bytes, plain.peak_bytes),
             "first step, ms": first and 1000 * first,
             "first over eager DDP's": _median(
                 ratios(method.first_s.get(rate, ()), reference.first_s.get(rate, ()))
             ),
             "gradients off by": method.error,
         }
-        buffers = f"{method.buffers} buffers differ" if method.buffers else ""
-        words = "; ".join(filter(None, (method.wrong, buffers)))
         # What is wrong with another of torch's is no fault of ours.
         counts = method.way.is_ours or method in (plain, reference)
         is_right = not counts or (bool(over) and not method.wrong)
-        return Row(f"{case}: {method.label}", is_right, words, figures)
+        return Row(f"{case}: {method.label}", is_right, method.wrong, figures)
 
     def _over_theirs(self, method: Method, rate: str) -> float | None:
         """The median ratio of the step's time to that of torch's fastest method at its default."""

@@ -106,12 +106,7 @@ class Network:
 
 
 def local_network(ranks: int, why: str = "") -> Network:
-    """This machine's loopback device, unshaped.
-
-    Args:
-        ranks: how many.
-        why: it is not shaped.
-    """
+    """This machine's loopback device, unshaped; and why."""
     return Network(f"network not shaped: {why}" if why else UNSHAPED, ((),) * ranks)
 
 

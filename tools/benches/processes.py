@@ -5,7 +5,6 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import subprocess
@@ -22,8 +21,6 @@ from testing.sessions import kill_session, start_session
 
 JOIN_S: Final = 120.0
 """At most, until torch has been imported on busy cores and the ranks have found each other."""
-
-END_S: Final = 10.0
 
 
 class RanksFailed(Exception):  # noqa: N818
@@ -116,22 +113,17 @@ class Checked:
         error: the largest difference of an element, over the largest element of its gradient.
         worst: the parameter where that is.
         missing: parameters with a gradient on one side only.
-        buffers: buffers that differ.
         compared: whether there was something to compare with.
     """
 
     error: float = 0.0
     worst: str = ""
     missing: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()
     compared: bool = True
 
     def in_words(self, tolerance: float) -> str:
-        """What is wrong; empty if nothing is.
-
-        Args:
-            tolerance: of an element, over the largest of its gradient.
-        """
+        """What is wrong; empty if nothing is. The tolerance is of an element, over the largest of
+        its gradient."""
         if not self.compared:
             return "compared with nothing: eager DDP failed"
         if self.missing:
@@ -163,13 +155,8 @@ def cores_of(ranks: int, cores: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def environment(cache: Path, *, threads: int = 1, keeps_graphs: bool = False) -> dict[str, str]:
-    """The environment of a process that trains.
-
-    Args:
-        cache: directory of compiled kernels.
-        threads: of torch.
-        keeps_graphs: whether compiled graphs are kept there and taken from there.
-    """
+    """The environment of a process that trains, with its compiled kernels in a directory, and its
+    compiled graphs where they are kept."""
     paths = [str(ROOT), str(ROOT / "tools"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     kept = {name: v for name, v in os.environ.items() if name != "FUSION_PASSES_DDP_FUSION"}
     return kept | {
@@ -221,15 +208,7 @@ class RankProcesses:
             raise
 
     def ask(self, command: str, *values: object, timeout_s: float | None = None) -> list[Any]:
-        """Have all ranks do something.
-
-        Args:
-            command: a method of :class:`benches.rank.Rank`.
-            values: its arguments.
-            timeout_s: by default the place's.
-
-        Returns:
-            What each rank answers.
+        """Have all ranks call a method of :class:`benches.rank.Rank`; what each answers.
 
         Raises:
             RanksFailed: a rank failed, ended, or did not answer in time. The others are killed.
@@ -243,17 +222,6 @@ class RankProcesses:
         except (RanksFailed, OSError) as error:
             self.kill()
             raise RanksFailed(str(error)) from error
-
-    def end(self) -> None:
-        """Let the ranks end, and kill those that do not."""
-        for rank in self._ranks:
-            with contextlib.suppress(OSError):
-                rank.connection.send(("end",))
-        deadline = time.monotonic() + END_S
-        for rank in self._ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.process.wait(max(0.0, deadline - time.monotonic()))
-        self.kill()
 
     def kill(self) -> None:
         """Kill the ranks, and what they have started: each is a session of its own."""

@@ -13,13 +13,12 @@ import gc
 import itertools
 import os
 import signal
-import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,47 +30,33 @@ from benches.processes import Assignment, Checked, Started, Stepped
 from workloads.models import SIZES, subject
 from workloads.ways import WAYS, built, prepare
 
-PR_SET_PDEATHSIG: Final = 1
-
-HOST_STEPS: Final = 5
-"""In a row without waiting for the GPU: what they launch fits into its queue."""
-
-HOST_ROUNDS: Final = 9
+SEEDS: Final = 1000
+"""Between those of a rank's batches; so many ranks have batches of their own."""
 
 
-def main(arguments: list[str], kind: type[Rank] | None = None) -> int:
-    """Answer commands until ``end``; 1 after a command that failed, which is reported.
-
-    Args:
-        arguments: of the command line.
-        kind: the commands that there are; by default :class:`Rank`.
-    """
+def main(arguments: list[str], kind: type[Rank] | None = None) -> NoReturn:
+    """Answer commands until the process is killed, or one has failed, which is reported."""
     connection = Connection(int(arguments[0]))
     assignment: Assignment = connection.recv()
-    # A bench that is killed leaves no ranks behind, not even one that waits in a collective.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # By the command that is terminated when it is.
+    # The command that is interrupted kills its ranks; without it they end by themselves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
     # Before torch starts threads.
     os.sched_setaffinity(0, assignment.cores)
-    status = 0
     try:
         rank = (kind or Rank)(assignment, connection)
         connection.send(("done", None))
-        while (command := connection.recv())[0] != "end":
-            name, *values = command
+        while True:
+            name, *values = connection.recv()
             connection.send(("done", getattr(rank, name)(*values)))
-    except EOFError:
-        status = 1
     except Exception as error:  # noqa: BLE001  Whatever it is, it is the method's result.
         traceback.print_exc()
-        connection.send(("failed", f"{type(error).__name__}: {error}"))
-        status = 1
+        with contextlib.suppress(OSError):  # Nobody listens any more.
+            connection.send(("failed", f"{type(error).__name__}: {error}"))
     sys.stdout.flush()
     sys.stderr.flush()
     # What would follow waits for process groups that others may have left.
-    os._exit(status)
+    os._exit(1)
 
 
 class Rank:
@@ -90,9 +75,8 @@ class Rank:
     def _join(self, connection: Connection) -> Any:
         place, rank = self._assignment.place, self._assignment.rank
         timeout = datetime.timedelta(seconds=place.timeout_s)
-        way = WAYS.get(self._assignment.way)
-        # Else NCCL registers no memory.
-        is_bound = way and way.memory == "registered" and self._device.type == "cuda"
+        # Else NCCL registers no memory. What shares a GPU with another rank leaves it unbound.
+        is_bound = self._device.type == "cuda" and place.ranks <= torch.cuda.device_count()
         if rank == 0:
             # The port is free where rank 0 runs, which can be another network namespace.
             store = dist.TCPStore(
@@ -115,34 +99,27 @@ class Rank:
     # --- A start ---------------------------------------------------------------------------------
 
     def build(self) -> None:
-        """Build the model, and import what that needs: no part of a start."""
-        self._made = subject(self._assignment.place.model, SIZES[self._assignment.place.size])
-        self._model = built(self._made, self._device)
+        """Build the model and its batches, and import what that needs: no part of a start."""
+        place, rank = self._assignment.place, self._assignment.rank
+        made = subject(place.model, SIZES[place.size])
+        self._model = built(made, self._device)
+        batches = (made.batch(rank + SEEDS * number) for number in range(place.forwards))
+        self._batches = tuple(
+            tuple(tensor.to(self._device) for tensor in batch) for batch in batches
+        )
 
     def wrap(self) -> None:
         """Wrap what was built in DDP; ``"auto"`` measures the network in that."""
-        mine = self._assignment
         self._barrier()
         begin, cpu = time.perf_counter(), time.process_time()
-        self._training = prepare(
-            mine.way,
-            self._made,
-            self._device,
-            cap_mb=mine.cap_mb,
-            seed=mine.rank,
-            forwards=mine.place.forwards,
-            model=self._model,
-        )
+        mine = self._assignment
+        self._training = prepare(WAYS[mine.way], self._model, self._batches, mine.cap_mb)
         self._run = self._training.run
         self._wrapped_s = time.perf_counter() - begin
         self._wrapped_cpu_s = time.process_time() - cpu
 
     def start(self, averages: bool = True) -> Started:
-        """Make the first step.
-
-        Args:
-            averages: whether its gradients are averaged; else it runs under ``no_sync``.
-        """
+        """Make the first step, whose gradients are averaged, or which runs under ``no_sync``."""
         ddp = self._training.ddp
         self._barrier()
         begin, cpu = time.perf_counter(), time.process_time()
@@ -211,17 +188,6 @@ class Rank:
         torch.cuda.synchronize()
         return tuple(begin.elapsed_time(end) / 1000 for begin, end in itertools.pairwise(events))
 
-    def host(self) -> float:
-        """Seconds until the host has launched a step, its GPU not waited for."""
-        found = []
-        for _ in range(HOST_ROUNDS):
-            self._synchronize()
-            begin = time.perf_counter()
-            for _ in range(HOST_STEPS):
-                self._run()
-            found.append((time.perf_counter() - begin) / HOST_STEPS)
-        return statistics.median(found)
-
     # --- What else there is to know --------------------------------------------------------------
 
     def check(self, reference: str, write: bool) -> Checked:
@@ -269,23 +235,6 @@ class Rank:
         said = [sentence for module in modules for sentence in module.decision]
         return "; ".join([*said, f"{mib} MiB"])
 
-    def add_up(self) -> None:
-        """Average over all ranks, and sum.
-
-        Raises:
-            RuntimeError: a result is wrong.
-        """
-        rank, ranks = self._assignment.rank, self._assignment.place.ranks
-        total = ranks * (ranks + 1) / 2
-        for operation, result in (
-            (dist.ReduceOp.SUM, total),
-            (dist.ReduceOp.AVG, total / ranks),
-        ):
-            values = torch.full([2**20], rank + 1.0, device=self._device)
-            dist.all_reduce(values, operation)
-            if not torch.all(values == result):
-                raise RuntimeError(f"{operation} is {values[0].item()}, not {result}")
-
     def _barrier(self) -> None:
         dist.barrier()
         self._synchronize()
@@ -301,4 +250,4 @@ class Rank:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

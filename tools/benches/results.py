@@ -6,10 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
-
-RATIO: Final = "time over no DDP"
-PEAK: Final = "peak over no DDP"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -78,6 +79,9 @@ class Run:
         if fault.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault.action == "stop":
+            if fault.continue_s is not None:
+                waking = f"sleep {fault.continue_s}; kill -CONT {os.getpid()}"
+                subprocess.Popen(["sh", "-c", waking])
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def init_group(self, file: str | None = None) -> None:

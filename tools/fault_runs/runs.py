@@ -43,59 +43,47 @@ FILLING: Mapping[str, object] = {"steps": 2, "modules": 1, "goes_on": None, "pau
 """Options of a run that fills a cache."""
 
 
-@dataclass
-class Runner:
-    """Runs scenarios.
+def run_scenario(scenario: Scenario, way: Way, runs: Path) -> RunRecord:
+    """What became of a scenario one way. ``runs`` has the files and caches of all."""
+    directory = Path(tempfile.mkdtemp(prefix=f"{scenario.name}-", dir=runs))
+    cache = directory / "cache"
+    if scenario.warm:
+        shutil.copytree(_filled_cache(scenario, way, runs), cache)
+    else:
+        cache.mkdir()
+    if scenario.prepare:
+        scenario.prepare(cache)
+    try:
+        return _Processes(scenario, way, directory, cache).run()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
-    Attributes:
-        directory: for what ranks write, and caches; removed by the caller.
-    """
 
-    directory: Path
-
-    def runs(self, scenario: Scenario, way: Way) -> list[RunRecord]:
-        """What became of a scenario one way, each time that it is repeated."""
-        return [self._run(scenario, way) for _ in range(scenario.repeats)]
-
-    def _run(self, scenario: Scenario, way: Way) -> RunRecord:
-        directory = Path(tempfile.mkdtemp(prefix=f"{scenario.name}-", dir=self.directory))
-        cache = directory / "cache"
-        if scenario.warm:
-            shutil.copytree(self._filled_cache(scenario, way), cache)
-        else:
-            cache.mkdir()
-        if scenario.prepare:
-            scenario.prepare(cache)
-        try:
-            return _Processes(scenario, way, directory, cache).run()
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
-
-    def _filled_cache(self, scenario: Scenario, way: Way) -> Path:
-        """Of a run without a fault, shared by all scenarios with the same program."""
-        program = scenario.program.partition(":")[2]
-        chosen = [str(scenario.options.get(name) or "plain") for name in ("hook", "graph")]
-        cache = self.directory / "-".join(["filled", program, *chosen, str(scenario.ranks), way])
-        if cache.exists() or way == "eager":
-            cache.mkdir(exist_ok=True)
-            return cache
-        calm = Scenario(
-            scenario.name,
-            scenario.program,
-            {**scenario.options, **FILLING},
-            ranks=scenario.ranks,
-            group_timeout_s=START_S,
-            limit_s=600.0,
-        )
-        directory = Path(tempfile.mkdtemp(prefix="filling-", dir=self.directory))
-        filled = directory / "cache"
-        filled.mkdir()
-        run = _Processes(calm, way, directory, filled).run()
-        if not all(rank.is_right for rank in run.ranks):
-            logs = "\n".join(rank.log for rank in run.ranks)
-            raise RuntimeError(f"{scenario.name}, {way}: a run without a fault failed\n{logs}")
-        filled.replace(cache)
+def _filled_cache(scenario: Scenario, way: Way, runs: Path) -> Path:
+    """Of a run without a fault, shared by all scenarios with the same program."""
+    program = scenario.program.partition(":")[2]
+    chosen = [str(scenario.options.get(name) or "plain") for name in ("hook", "graph")]
+    cache = runs / "-".join(["filled", program, *chosen, str(scenario.ranks), way])
+    if cache.exists() or way == "eager":
+        cache.mkdir(exist_ok=True)
         return cache
+    calm = Scenario(
+        scenario.name,
+        scenario.program,
+        {**scenario.options, **FILLING},
+        ranks=scenario.ranks,
+        group_timeout_s=START_S,
+        limit_s=600.0,
+    )
+    directory = Path(tempfile.mkdtemp(prefix="filling-", dir=runs))
+    filled = directory / "cache"
+    filled.mkdir()
+    run = _Processes(calm, way, directory, filled).run()
+    if not all(rank.is_right for rank in run.ranks):
+        logs = "\n".join(rank.log for rank in run.ranks)
+        raise RuntimeError(f"{scenario.name}, {way}: a run without a fault failed\n{logs}")
+    filled.replace(cache)
+    return cache
 
 
 @dataclass
@@ -106,8 +94,6 @@ class _Rank:
     directory: Path
     process: subprocess.Popen[bytes] | None = None
     end: float | None = None
-    is_stopped: bool = False
-    is_continued: bool = False
 
     def times_of(self, kind: str) -> list[float]:
         """When the rank has noted that."""
@@ -116,14 +102,7 @@ class _Rank:
 
 
 class _Processes:
-    """The processes of one scenario, one way.
-
-    Args:
-        scenario: what runs.
-        way: eager, compiled, or a mode.
-        directory: for what the ranks write, in that of all runs.
-        cache: Inductor's.
-    """
+    """The processes of one scenario, one way."""
 
     def __init__(self, scenario: Scenario, way: Way, directory: Path, cache: Path) -> None:
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -194,7 +173,7 @@ class _Processes:
 
     def _start_torchrun(self, directory: Path) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={self.scenario.ranks}", *self.scenario.launcher_options]
+        command += [f"--nproc-per-node={self.scenario.ranks}", "--max-restarts=1"]
         command += ["--module", "fault_runs.rank", *self._arguments(directory)]
         log = directory / "launcher.log"
         self._launcher = start_session(command, log, self._environment(-1))
@@ -222,7 +201,7 @@ class _Processes:
         return variables | dict(self.scenario.environment) | own
 
     def _is_done(self) -> bool:
-        """Look at each process once; continue and end the stopped ones."""
+        """Look at each process once."""
         if self._launcher is not None:
             self._interrupt_launcher()
         for rank in self._ranks:
@@ -231,23 +210,15 @@ class _Processes:
             if rank.end is None and (code := process.poll()) is not None:
                 rank.record.exit_code, rank.end = code, time.time()
         running = [rank for rank in self._ranks if rank.end is None]
-        self._continue_stopped(running)
+        self._kill_stopped(running)
         return not running
 
-    def _continue_stopped(self, running: list[_Rank]) -> None:
-        """Continue ranks whose time has come; kill one that is never to, once it is alone."""
+    def _kill_stopped(self, running: list[_Rank]) -> None:
+        """Kill a rank that is stopped for ever, once it is alone."""
         fault = self.scenario.fault
-        if fault is None or fault.action != "stop":
+        if fault is None or fault.action != "stop" or fault.continue_s is not None:
             return
-        for rank in running:
-            since = rank.times_of("fault")
-            if not since or rank.is_continued or rank.process is None:
-                continue
-            rank.is_stopped = True
-            if fault.continue_s is not None and time.time() - since[0] >= fault.continue_s:
-                os.kill(rank.process.pid, signal.SIGCONT)
-                rank.is_continued, rank.is_stopped = True, False
-        if fault.continue_s is None and all(rank.is_stopped for rank in running):
+        if all(rank.times_of("fault") for rank in running):
             for rank in running:
                 assert rank.process is not None
                 rank.process.kill()

@@ -61,10 +61,8 @@ class Scenario:
         prepare: is given the directory of Inductor's cache, filled by a run without a fault.
         warm: whether the cache is filled before.
         trainings: how many run at the same time, on one cache.
-        repeats: how often it is run.
-        launcher: ``"torchrun"`` has options of its own, and is sent SIGINT at ``interrupt_step``.
-        launcher_options: for torchrun.
-        interrupt_step: at which step of any rank.
+        launcher: ``"torchrun"`` starts ranks again once.
+        interrupt_step: at which step of any rank the launcher and all ranks are sent SIGINT.
         must_end_right: whether an error is one however the peers end.
         may_grow: by how much more than the peers what must be flat may grow, by its name.
         peers: what it is compared with.
@@ -83,9 +81,7 @@ class Scenario:
     prepare: Callable[[Path], None] | None = None
     warm: bool = True
     trainings: int = 1
-    repeats: int = 1
     launcher: Literal["python", "torchrun"] = "python"
-    launcher_options: tuple[str, ...] = ()
     interrupt_step: int | None = None
     must_end_right: bool = False
     may_grow: Mapping[str, float] = field(default_factory=dict)
@@ -100,17 +96,6 @@ LONG_S: Final = 240.0
 OWN_STORE: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """In the launcher's store, restarted ranks find the addresses of those that died, and Gloo cannot
 connect: with eager DDP too (torch 2.13)."""
-
-QUICK: Final = {
-    "kill-1-backward",
-    "stop-0-step-for-20",
-    "raise-1-hook",
-    "raise-1-disabled-hook-together",
-    "corrupt-graphs",
-    "interrupt-torchrun",
-    "starts-and-ends",
-}
-
 
 _ONLY_STEPS: Final[Mapping[Point, int]] = MappingProxyType({"compile": 0, "compile-backward": 1})
 """The only step that comes to a point, of those that not every step comes to: a module's first
@@ -231,7 +216,6 @@ def _lifetimes() -> Iterator[Scenario]:
         fault=Fault("kill", 1, "backward"),
         environment=OWN_STORE,
         launcher="torchrun",
-        launcher_options=("--max-restarts=1",),
         limit_s=90.0,
         slack_s=5.0,
         must_end_right=True,
@@ -255,7 +239,9 @@ def _lifetimes() -> Iterator[Scenario]:
     yield long("thousand-steps", "train_long", may_grow=flat)
     of_several = {"options": {"hook": "disabled"}, "may_grow": flat}
     yield long("thousand-steps-of-several-graphs", "train_long", **of_several)
-    yield Scenario("starts-and-ends", options={"steps": 2}, repeats=100, must_end_right=True)
+    for number in range(100):
+        name = f"starts-and-ends-{number}"
+        yield Scenario(name, options={"steps": 2}, must_end_right=True)
 
 
 SCENARIOS: Final = [*_signals(), *_exceptions(), *_caches(), *_lifetimes()]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from fuzzing.blocks import BLOCKS, WIDTH
 from fuzzing.case import Case, Part
@@ -17,12 +18,7 @@ from testing.models import Average
 
 
 class Model(nn.Module):
-    """Blocks in a row for each head, or one row for all of them.
-
-    Args:
-        part: of the case.
-        group: of its DDP module.
-    """
+    """Blocks in a row for each head, or one row for all of them."""
 
     def __init__(self, part: Part, group: Any = None) -> None:
         super().__init__()
@@ -60,24 +56,11 @@ class Tripled(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Three times what the model returns."""
-        return _map_outputs(super().forward(*inputs, **kwargs), 3.0)
-
-
-def _map_outputs(outputs: Any, factor: float) -> Any:
-    if isinstance(outputs, Tensor):
-        return outputs * factor
-    if isinstance(outputs, dict):
-        return {key: value * factor for key, value in outputs.items()}
-    return tuple(value * factor for value in outputs)
+        return tree_map(lambda output: output * 3.0, super().forward(*inputs, **kwargs))
 
 
 def build(case: Case, *, compiled: bool) -> list[DistributedDataParallel]:
-    """Make a case's DDP modules.
-
-    Args:
-        case: the case.
-        compiled: whether what is compiled before it is wrapped is compiled.
-    """
+    """Make a case's DDP modules; where it is ``compiled``, of models that are compiled before."""
     return [_build_part(case, part, number, compiled) for number, part in enumerate(case.parts)]
 
 

@@ -85,12 +85,13 @@ class Failure:
 
 
 class Runner:
-    """Keeps ranks from case to case. Use it as a context manager."""
+    """Keeps ranks from case to case, and counts the ``cases`` that they have run. Use it as a
+    context manager."""
 
     def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
         self._pools: dict[int, RankPool] = {}
-        self._cases = 0
+        self.cases = 0
 
     def __enter__(self) -> Runner:
         return self
@@ -102,20 +103,15 @@ class Runner:
         """End the ranks: the next case gets new ones."""
         for pool in self._pools.values():
             pool.close()
-        self._pools, self._cases = {}, 0
-
-    @property
-    def cases(self) -> int:
-        """How many the ranks have run."""
-        return self._cases
+        self._pools, self.cases = {}, 0
 
     def run(self, case: Case) -> Outcome:
         """Train a case with eager DDP and under the flag, and compare."""
-        if self._cases >= CASES_A_POOL:
+        if self.cases >= CASES_A_POOL:
             self.renew()
         if case.ranks not in self._pools:
             self._pools[case.ranks] = RankPool(case.ranks)
-        self._cases += 1
+        self.cases += 1
         start = time.monotonic()
         expected = self._train(case, "eager")
         if isinstance(expected, Failure) and expected.stage is None:
@@ -129,16 +125,8 @@ class Runner:
         return replace(outcome, seconds=round(time.monotonic() - start, 1))
 
     def shrink(self, case: Case, outcome: Outcome, *, seconds: float) -> tuple[Case, Outcome]:
-        """Leave out one thing after the other while the outcome stays of the same kind.
-
-        Args:
-            case: fails.
-            outcome: of ``case``.
-            seconds: after which no more is tried.
-
-        Returns:
-            The smallest case found, and its outcome.
-        """
+        """Leave out one thing after the other while the outcome stays of the same kind, for so many
+        seconds; the smallest case found, and its outcome."""
         end, tried = time.monotonic() + seconds, [case]
         candidates = smaller(case)
         while time.monotonic() < end and (candidate := next(candidates, None)):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from fuzzing.blocks import TOKENS, WIDTH
 from fuzzing.case import Case
@@ -287,7 +288,7 @@ class Trainer:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.loop.autocast):
             outputs: list[Tensor] = []
             for model in self.models:
-                made = _as_list(model(rows, tokens))
+                made = tree_leaves(model(rows, tokens))
                 if self.serial and len(self.models) > 1:
                     rows = made[0].float()
                 outputs = [*([] if self.serial else outputs), *made]
@@ -323,12 +324,6 @@ class Trainer:
         self.training.record.losses.append(torch.stack(losses).sum())
         for ddp, mode in zip(self.ddps, modes, strict=True):
             ddp.train(mode)
-
-
-def _as_list(outputs: Any) -> list[Tensor]:
-    if isinstance(outputs, Tensor):
-        return [outputs]
-    return list(outputs.values() if isinstance(outputs, dict) else outputs)
 
 
 def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -25,14 +25,15 @@ from gpu_checks.sites import Note, Site
 from testing.scenarios.run import DTYPES
 
 MIB: Final = 256
-"""Of gradients: several times the largest cache of a GPU."""
+"""Of gradients: several times the largest cache of a GPU. On the CPU, all shapes once."""
 
-SMALL_MIB: Final = 2
 ROUNDS: Final = 9
 REPEATS: Final = 20
 """Of a kernel in a round."""
 
-SHAPES: Final[tuple[tuple[int, ...], ...]] = (
+Shapes = tuple[tuple[int, ...], ...]
+
+SHAPES: Final[Shapes] = (
     (1024, 1024),
     (1024,),
     (4096, 1024),
@@ -109,10 +110,11 @@ def measure(site: Site, note: Note) -> None:
     """Time all kernels in rounds, each beside a plain copy."""
     register_lowerings(lambda _label, _copied: None)
     device = torch.device(site.device)
-    mib = SMALL_MIB if site.is_small else min(MIB, max(16, int(site.memory_gib * 1024 / 32)))
-    source = torch.empty(mib * 2**18, device=device).normal_()
+    once = sum(map(math.prod, SHAPES))
+    times = 1 if site.is_small else round(MIB * 2**18 / once)
+    source = torch.empty(times * once, device=device).normal_()
     target = torch.empty_like(source)
-    calls = [Call(kernel, device, mib * 2**18) for kernel in KERNELS]
+    calls = [Call(kernel, device, SHAPES * times) for kernel in KERNELS]
     wrong = [call.difference() for call in calls]
     plain = 2 * source.nbytes
     rates: list[list[float]] = [[] for _ in range(len(calls) + 1)]
@@ -136,18 +138,12 @@ def _figures(moved: int, rates: Sequence[float], copy: Sequence[float]) -> dict[
 
 
 class Call:
-    """A kernel with its tensors.
+    """A kernel with its tensors: gradients of these shapes."""
 
-    Args:
-        kernel: which.
-        device: where.
-        elements: about how many the gradients have together.
-    """
-
-    def __init__(self, kernel: Kernel, device: torch.device, elements: int) -> None:
+    def __init__(self, kernel: Kernel, device: torch.device, shapes: Shapes) -> None:
         self.kernel = kernel
         options: dict[str, Any] = {"dtype": DTYPES[kernel.dtype], "device": device}
-        gradients = [torch.empty(shape, **options).normal_() for shape in shapes_of(elements)]
+        gradients = [torch.empty(shape, **options).normal_() for shape in shapes]
         count = sum(gradient.numel() for gradient in gradients)
         bucket = torch.empty(count, **options).normal_()
         self.written = gradients if kernel.inputs == "both" else []
@@ -166,13 +162,6 @@ class Call:
             found.append([value.clone() for value in (self.written if made is None else [made])])
         pairs = zip(*found, strict=True)
         return "" if all(torch.equal(one, other) for one, other in pairs) else "values differ"
-
-
-def shapes_of(elements: int) -> list[tuple[int, ...]]:
-    """The shapes of gradients with about so many elements together; no fewer than six of them."""
-    edge = min(1024, max(8, math.isqrt(elements // 9)))
-    shapes = [tuple(edge * size // 1024 for size in shape) for shape in SHAPES]
-    return shapes * max(1, round(elements / sum(map(math.prod, shapes))))
 
 
 def _seconds(run: Callable[[], Any]) -> float:

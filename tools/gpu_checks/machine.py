@@ -1,20 +1,19 @@
-"""Says as JSON what the checks run on: ``python -m gpu_checks.machine cuda``.
-
-A process of its own, so that the tool itself takes no memory of the GPU.
-"""
+"""What the checks run on, as a process of its own says it: the tool takes no memory of the GPU."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
+import multiprocessing
 import platform
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final
 
 OLDEST: Final = (2, 11)
 """The oldest torch that is supported."""
+
+ANSWER_S: Final = 120.0
+"""At most, until torch says what it runs on."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +33,20 @@ class Machine:
     memory_gib: float = 0.0
 
 
-def main(arguments: list[str]) -> int:
-    """Print what the machine is, as JSON."""
-    print(json.dumps(asdict(machine(arguments[0]))))
-    return 0
+def ask_machine(device: str) -> Machine:
+    """What there is to run on: ``"cuda"``, or ``"cpu"``.
 
-
-def machine(asked: str) -> Machine:
-    """What the checks run on.
-
-    Args:
-        asked: ``"cuda"`` or ``"cpu"``.
+    Raises:
+        RuntimeError: torch cannot be imported, or the GPU does not answer.
     """
+    try:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return pool.apply_async(_machine, (device,)).get(ANSWER_S)
+    except (ImportError, RuntimeError, multiprocessing.TimeoutError) as error:
+        raise RuntimeError(f"torch or the GPU does not answer: {error!r}") from error
+
+
+def _machine(asked: str) -> Machine:
     import torch
 
     version = str(torch.__version__)
@@ -82,7 +83,3 @@ def _why_no_gpu(asked: str, version: str) -> str:
 def _triton() -> str:
     found = importlib.util.find_spec("triton")
     return importlib.metadata.version("triton") if found else ""
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -14,11 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from benches.methods import Comparison, Method
+from benches.methods import MEASURING_STEPS, Comparison, Method
 from benches.network import SOCKETS_ALONE, UNSHAPED, Network, best_network
 from benches.processes import Place, RankProcesses
 from benches.results import Row
-from benches.steps import MEASURING_STEPS
 from fusion_passes.profile.files import DIRECTORY_VARIABLE
 from gpu_checks import subjects
 from gpu_checks.sites import Note, Site
@@ -41,7 +40,6 @@ RESERVE_S: Final = 30.0
 """Before the part's end all methods must have started, so that there is time to measure."""
 
 END_S: Final = 8.0
-ANSWER_S: Final = 20.0
 STEP_GIB: Final = 11.0
 """What a rank takes of the GPU in its first step, at most: GPT-2's some 9."""
 
@@ -63,30 +61,20 @@ def resnet(site: Site, note: Note) -> None:
     compare(site, note, "resnet", "tiny_resnet" if site.is_small else "resnet50")
 
 
-def add_up(site: Site, note: Note) -> None:
-    """Average over two ranks, and sum, where those that are timed will run.
+def probe(site: Site, note: Note) -> None:
+    """Have two ranks wait for each other, which is an all-reduce, where those that are timed run.
 
     Raises:
-        RanksFailed: a result is wrong; or NCCL's own error.
+        RanksFailed: NCCL's error.
     """
     with best_network() as network:
-        ranks = RankProcesses(PLAIN, place_of(site, "tiny_gpt", network))
-        try:
-            ranks.ask("add_up", timeout_s=ANSWER_S)
-        finally:
-            ranks.kill()
+        RankProcesses(PLAIN, place_of(site, "tiny_gpt", network)).kill()
     note(Row("two ranks on one GPU", words=f"{site.backend} reduces them"))
 
 
 def compare(site: Site, note: Note, kind: str, model: str) -> None:
-    """Measure all methods on a model.
-
-    Args:
-        site: where.
-        note: called with the rows after each round; the last of a title counts.
-        kind: of the model, for titles.
-        model: its factory in :mod:`gpu_checks.subjects`.
-    """
+    """Measure all methods on a model of :mod:`gpu_checks.subjects`, and note the rows after each
+    round."""
     names = [
         name
         for name in (COMPARED_IF_SMALL if site.is_small else COMPARED)
@@ -100,14 +88,14 @@ def compare(site: Site, note: Note, kind: str, model: str) -> None:
         def note_all(_: int = 0) -> None:
             for row in compared.rows():
                 note(row)
-            words = f"{network.words}; {site.sharing}" if site.sharing.apart else network.words
-            note(Row(f"{kind}: over {site.backend}", words=words))
+            kernels = "; kernels of both ranks side by side (MPS)" if site.mps else ""
+            note(Row(f"{kind}: over {site.backend}", words=f"{network.words}{kernels}"))
 
         network.set_rate(rates[0])
-        # Ranks end with the thread that started them: it has to live as long as they.
-        with ThreadPoolExecutor(len(names)) as pool, contextlib.ExitStack() as stack:
-            stack.callback(lambda: list(pool.map(Method.end, compared.methods)))
-            Starting(compared, place_of(site, model, network), pool, site).run()
+        with contextlib.ExitStack() as stack:
+            for method in compared.methods:
+                stack.callback(method.kill)
+            Starting(compared, place_of(site, model, network), site).run()
             note_all()
             for rate in rates:
                 network.set_rate(rate)
@@ -141,46 +129,35 @@ def place_of(site: Site, model: str, network: Network) -> Place:
 
 class Starting:
     """Starts methods side by side, compares their gradients with the reference's, and measures
-    their peaks.
+    their peaks."""
 
-    Args:
-        compared: the methods, and the bytes of all gradients, which are noted there.
-        place: where their ranks run.
-        pool: of threads that live as long as the ranks.
-        site: where the part runs.
-    """
-
-    def __init__(
-        self, compared: Comparison, place: Place, pool: ThreadPoolExecutor, site: Site
-    ) -> None:
-        self._compared, self._place, self._pool, self._site = compared, place, pool, site
+    def __init__(self, compared: Comparison, place: Place, site: Site) -> None:
+        self._compared, self._place, self._site = compared, place, site
 
     def run(self) -> None:
         """Start all."""
         methods, site = self._compared.methods, self._site
-        self._all(self._launch, methods, "launched")
-        # While nothing else is on the network, "auto" measures it.
-        ordered = sorted(methods, key=lambda method: method.name != AUTO)
-        self._wrap(ordered[0])
-        self._all(self._wrap, ordered[1:], "wrapped")
+        reference = methods[1]
         # In its first step a method has all in memory for as long as its backward is compiled.
         together = int(site.memory_gib / STEP_GIB / RANKS) if site.memory_gib else len(methods)
+        few = max(1, min(together, len(methods)))
+        self._all(self._launch, methods, "launched")
+        # While nothing else is on the network, "auto" measures it.
+        auto, *others = sorted(methods, key=lambda method: method.name != AUTO)
+        self._wrap(auto)
+        self._all(self._wrap, others, "wrapped")
         slow_first = sorted(methods, key=lambda method: method.name not in SLOW)
-        with ThreadPoolExecutor(max(1, min(together, len(methods)))) as few:
-            self._all(self._start, slow_first, "started", few)
-            self._pool.submit(self._plan, ordered[0]).result()
-            few.submit(self._check, methods[1]).result()
-            others = [method for method in methods if method is not methods[1]]
-            self._all(self._check, others, "checked", few)
+        self._all(self._start, slow_first, "started", few)
+        self._plan(auto)
+        self._check(reference)
+        others = [method for method in methods if method is not reference]
+        self._all(self._check, others, "checked", few)
 
     def _all(
-        self,
-        step: Callable[[Method], None],
-        methods: list[Method],
-        done: str,
-        pool: ThreadPoolExecutor | None = None,
+        self, step: Callable[[Method], None], methods: list[Method], done: str, together: int = 0
     ) -> None:
-        list((pool or self._pool).map(step, methods))
+        with ThreadPoolExecutor(together or len(methods)) as pool:
+            list(pool.map(step, methods))
         print(f"{done}, {self._site.deadline - time.monotonic():.0f} s are left", flush=True)
 
     def _left_s(self) -> float:
@@ -206,11 +183,10 @@ class Starting:
         method.planned_for = self._compared.rates[0]
         method.ask("steps", MEASURING_STEPS, timeout_s=self._left_s())
         if method.processes is not None:
-            method.end()
+            method.kill()
             for step in (self._launch, self._wrap, self._start):
                 step(method)
 
     def _check(self, method: Method) -> None:
         reference = str(self._place.directory / "gradients")
-        is_reference = method is self._compared.methods[1]
-        method.check(reference, TOLERANCE, writes=is_reference)
+        method.check(reference, TOLERANCE, writes=method is self._compared.methods[1])

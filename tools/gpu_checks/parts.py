@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -53,6 +53,30 @@ LOOPS_ON_TWO: Final = (
 )
 """Those of them that more than one rank can break."""
 
+REGISTERED: Final = (
+    *("plain", "no-sync", "kept-gradients", "added-gradients", "several-backwards", "static-graph"),
+)
+"""Features that are also trained in buckets that NCCL has registered: in which gradients of one
+round are there in the next."""
+
+NORMS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "layer_norm": {"place": "between", "norm": "layer_norm"},
+    "rms_norm": {"place": "between", "norm": "rms_norm"},
+    "RMSNorm by hand": {"place": "between", "norm": "by hand"},
+    "post-LN block": {"place": "post", "norm": "layer_norm"},
+    "pre-LN block": {"place": "pre", "norm": "layer_norm"},
+    "layer_norm, autocast": {"place": "between", "norm": "layer_norm", "autocasts": True},
+    "pre-LN block, autocast": {"place": "pre", "norm": "layer_norm", "autocasts": True},
+}
+"""Arguments of :func:`gpu_checks.targets.norms`."""
+
+NORM_EPS: Final = {"fp32": 2.0**13, "bf16": 2.0**2, "fp16": 2.0**5, "autocast": 2.0**18}
+"""2 ** -10 of a gradient's largest element in fp32, 2 ** -5 where anything is rounded to 16 bits; a
+gradient that is not written is wrong by far more."""
+
+NORM_PARTS: Final = 3
+"""Over how many parts they are dealt: each compiles on a core."""
+
 ROUGH_EPS: Final = 2.0**10
 """For what rounds on a GPU: convolutions, for which cuDNN chooses a method by itself. What is not
 averaged, or overwritten too early, is wrong by some 2 ** 20 eps of fp32."""
@@ -75,23 +99,15 @@ class Check:
 
     Attributes:
         scenario: what is trained.
+        mode: of ``FusionConfig``.
         dtype: of its gradients.
-        flag: fields of ``FusionConfig``.
         needs_cuda: whether the CPU cannot do it.
-        also_right: outcomes that are right beside ``"equal"``.
     """
 
     scenario: Scenario
+    mode: str
     dtype: str
-    flag: Mapping[str, Any]
     needs_cuda: bool = False
-    also_right: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, scenario: Scenario, mode: str, dtype: str, **options: Any) -> Check:
-        """An entry of the catalogue, in a mode."""
-        flag = {"mode": mode, **dict(scenario.options)}
-        return cls(scenario, dtype, flag, **{"also_right": (scenario.becomes,), **options})
 
     @property
     def title(self) -> str:
@@ -123,7 +139,7 @@ class Part:
     @property
     def mode(self) -> str:
         """Of its checks."""
-        return str(self.checks[0].flag["mode"]) if self.checks else ""
+        return self.checks[0].mode if self.checks else ""
 
     def checks_on(self, device: str) -> tuple[Check, ...]:
         """Those that a kind of device can do."""
@@ -135,6 +151,14 @@ def _trained(what: str, mode: str, ranks: int, checks: Iterable[Check], **limits
     return Part(name, ranks=ranks, checks=tuple(checks), **limits)
 
 
+def _dealt(
+    what: str, mode: str, ranks: int, checks: Sequence[Check], parts: int, **limits: Any
+) -> Iterator[Part]:
+    """Parts that have some checks together."""
+    for number in range(parts):
+        yield _trained(f"{what}-{number + 1}", mode, ranks, checks[number::parts], **limits)
+
+
 def _in_dtypes(mode: str, ranks: int, features: Iterable[Scenario]) -> Iterator[Check]:
     for scenario in features:
         made = replace(scenario, ranks=ranks)
@@ -142,7 +166,32 @@ def _in_dtypes(mode: str, ranks: int, features: Iterable[Scenario]) -> Iterator[
             # On a GPU, BatchNorm's compiled kernels round otherwise in each run, with DDP or not.
             made = replace(made, tolerance_eps=ROUGH_EPS, by_hand=False)
         if mode in scenario.modes:
-            yield from (Check.of(made, mode, dtype) for dtype in scenario.dtypes)
+            yield from (Check(made, mode, dtype) for dtype in scenario.dtypes)
+
+
+def _norms(mode: str) -> Iterator[Part]:
+    checks = []
+    for name, arguments in NORMS.items():
+        autocasts = "autocasts" in arguments
+        for dtype in ("fp32",) if autocasts else ("fp32", "bf16", "fp16"):
+            scenario = Scenario(
+                "gpu",
+                name,
+                "gpu_checks.targets:norms",
+                ranks=1,
+                tolerance_eps=NORM_EPS["autocast" if autocasts else dtype],
+                arguments=tuple(arguments.items()),
+            )
+            checks.append(Check(scenario, mode, dtype, needs_cuda=name != "layer_norm"))
+    yield from _dealt("norms", mode, 1, checks, NORM_PARTS)
+
+
+def _registered() -> Part:
+    """Nothing is sent on one rank; NCCL registers memory all the same."""
+    options = (("memory", "registered"),)
+    chosen = [replace(ON_TWO[feature], options=options) for feature in REGISTERED]
+    checks = [check for check in _in_dtypes("concat", 1, chosen) if check.dtype == "fp32"]
+    return Part("registered", checks=tuple(checks))
 
 
 def _options(mode: str, ranks: int) -> Part:
@@ -153,14 +202,14 @@ def _options(mode: str, ranks: int) -> Part:
 def _loops(mode: str, ranks: int) -> Part:
     chosen = [ON_TWO[feature] for feature in (LOOPS if ranks == 1 else LOOPS_ON_TWO)]
     target = "gpu_checks.targets:synced_batch_norm"
-    synced = Scenario("gpu", "sync-batch-norm", target, ranks, tolerance_eps=ROUGH_EPS)
     # Its collectives break the graph, and what is then left unfused is warned of.
-    check = Check.of(synced, mode, "fp32", needs_cuda=True, also_right=("equal, unfused",))
+    options: dict[str, Any] = {"tolerance_eps": ROUGH_EPS, "becomes": "equal, unfused"}
+    check = Check(Scenario("gpu", "sync-batch-norm", target, ranks, **options), mode, "fp32", True)
     return _trained("loops", mode, ranks, [*_in_dtypes(mode, ranks, chosen), check])
 
 
-def _features(mode: str, number: int) -> Part:
-    """One of the parts that have all features of DDP together, in the mode that a check has."""
+def _features(mode: str) -> Iterator[Part]:
+    """All features of DDP, in the mode that a check has."""
     elsewhere = {*LOOPS_ON_TWO, *LATE_ON_A_GPU}
     chosen = [
         scenario
@@ -170,40 +219,38 @@ def _features(mode: str, number: int) -> Part:
         if not scenario.feature.startswith(OPTIONS) and not scenario.fails_on_oldest
     ]
     chosen.sort(key=lambda scenario: scenario.feature in FAILING_LAST)
-    dealt = chosen[number :: FEATURE_PARTS[mode]]
-    checks = [Check.of(scenario, mode, scenario.dtypes[0]) for scenario in dealt]
-    return _trained(f"features-{number + 1}", mode, 2, checks, limit_s=240)
+    checks = [Check(scenario, mode, scenario.dtypes[0]) for scenario in chosen]
+    yield from _dealt("features", mode, 2, checks, FEATURE_PARTS[mode], limit_s=240)
 
 
 def _measured() -> Part:
     """Buckets chosen by what is measured: the network, and then the steps."""
     target = "gpu_checks.targets:measured"
     scenario = Scenario("gpu", "measured", target, 2)
-    return Part("auto-2", ranks=2, checks=(Check.of(scenario, "auto", "fp32"),))
+    return Part("auto-2", ranks=2, checks=(Check(scenario, "auto", "fp32"),))
 
 
 ON_TWO: Final = {
     scenario.feature: scenario for scenario in SCENARIOS if scenario.parallelism == "ddp-2"
 }
 
-PROBE: Final = Part("nccl-on-one-gpu", "gpu_checks.net:add_up", ranks=2, limit_s=35)
+PROBE: Final = Part("nccl-on-one-gpu", "gpu_checks.net:probe", ranks=2, limit_s=35)
 """Whether NCCL takes two ranks on one GPU."""
 
 PARTS: Final = (
-    Part("norms", "gpu_checks.norms:measure", limit_s=110),
+    *(part for mode in MODES for part in _norms(mode)),
     Part("net-gpt2", "gpu_checks.net:gpt2", ranks=2, limit_s=230, least_s=90),
     # Short ones first: on an H200 what is before them took 270 s, and not all starts end in 85.
-    # Nothing is sent: what registering the buckets' memory costs, and no gain.
-    Part("registered", "gpu_checks.one_rank:registered", limit_s=60),
-    Part("graphs", "gpu_checks.one_rank:graphs", limit_s=70),
+    Part("graphs", "gpu_checks.graphs:measure", limit_s=70),
     Part("copies", "gpu_checks.copies:measure", limit_s=60),
     Part("starts", "gpu_checks.starts:measure", limit_s=120),
     Part("net-resnet", "gpu_checks.net:resnet", ranks=2, limit_s=170, least_s=90),
+    _registered(),
     *(_options(mode, 1) for mode in MODES),
     *(_loops(mode, 1) for mode in MODES),
     *(_options(mode, 2) for mode in MODES),
     *(_loops(mode, 2) for mode in MODES),
     _measured(),
-    *(_features(mode, number) for mode in MODES for number in range(FEATURE_PARTS[mode])),
+    *(part for mode in MODES for part in _features(mode)),
 )
 """In the order in which they matter, should time run out."""

@@ -69,15 +69,8 @@ class Result:
 
 
 def run_part(part: Part, site: Site, *, work: Path, logs: Path, limit_s: float) -> Result:
-    """Run a part, and end all that it has started, whatever happens.
-
-    Args:
-        part: what runs.
-        site: where it runs, but for its directory and deadline.
-        work: directory of this and other parts, in which they have their kernels together.
-        logs: directory for what the processes print.
-        limit_s: for the part.
-    """
+    """Run a part for so long at most, and end all that it has started, whatever happens. In the
+    directory ``work`` all parts have their kernels together."""
     start = time.monotonic()
     directory = Path(tempfile.mkdtemp(prefix="part-", dir=work))
     deadline = start + max(1.0, limit_s - STACKS_S)

@@ -27,24 +27,6 @@ MPS_ANSWER_S: Final = 10.0
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """How two ranks have one GPU.
-
-    Attributes:
-        apart: whether NCCL is told that each is on a machine of its own; it then takes two in any
-            version, and sends through sockets.
-        mps: directory of the service that runs the kernels of both at a time; empty without it.
-    """
-
-    apart: bool = False
-    mps: str = ""
-
-    def __str__(self) -> str:
-        turns = "kernels side by side (MPS)" if self.mps else "kernels in turns"
-        return f"{'as two machines' if self.apart else 'of one GPU'}, {turns}"
-
-
-@dataclass(frozen=True)
 class Site:
     """Where a part runs.
 
@@ -55,7 +37,8 @@ class Site:
         cores: that it may use.
         gpus: how many there are.
         memory_gib: of the device; 0 on the CPU.
-        sharing: how two ranks have one GPU.
+        mps: directory of the service that runs the kernels of two ranks of one GPU at a time; empty
+            without it.
         deadline: by the clock ``time.monotonic``, which all processes of a machine share.
     """
 
@@ -65,7 +48,7 @@ class Site:
     cores: int = 1
     gpus: int = 0
     memory_gib: float = 0.0
-    sharing: Sharing = Sharing()
+    mps: str = ""
     deadline: float = 0.0
 
     @property
@@ -73,12 +56,8 @@ class Site:
         return self.device == "cpu"
 
     def place(self, ranks: int, **options: Any) -> Place:
-        """Where ranks run here.
-
-        Args:
-            ranks: how many; two of them share one GPU where there is but one.
-            options: of :class:`benches.processes.Place`, beside or in the place of these.
-        """
+        """Where ranks run here: two share one GPU where there is but one. ``options`` are those of
+        :class:`benches.processes.Place`, beside or in the place of these."""
         given: dict[str, Any] = {
             "directory": Path(self.directory),
             "cores": cores_of(ranks, range(self.cores)),
@@ -91,13 +70,12 @@ class Site:
         if self.is_small:
             given["variables"] |= {"CUDA_VISIBLE_DEVICES": ""}
         elif ranks > self.gpus:
-            given["variables"] |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-            given["variables"] |= {MPS: self.sharing.mps} if self.sharing.mps else {}
-            if self.sharing.apart:
-                hosts = enumerate(given["prefixes"])
-                given["prefixes"] = tuple(
-                    (*prefix, "env", f"NCCL_HOSTID=rank-{rank}") for rank, prefix in hosts
-                )
+            given["variables"] |= {MPS: self.mps} if self.mps else {}
+            # Told that each is on a machine of its own, NCCL takes them, and sends through sockets.
+            given["prefixes"] = tuple(
+                (*prefix, "env", f"NCCL_HOSTID=rank-{rank}")
+                for rank, prefix in enumerate(given["prefixes"])
+            )
         return Place(**given)
 
 

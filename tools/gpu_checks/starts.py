@@ -1,5 +1,6 @@
 """From the wrapping in DDP to the end of the first step: with an empty compiler cache, and with
-what the first start has left there; and what the host needs to launch a step."""
+what the first start has left there; and CPU seconds of a step, which the host needs to launch
+it."""
 
 from __future__ import annotations
 
@@ -22,6 +23,8 @@ KINDS: Final = ("cold", "warm")
 START_S: Final = 100.0
 """At most, on a GPU."""
 
+STEPS: Final = 20
+
 COMPILE_THREADS: Final = 8
 """At most: where the machine has the cores, torch takes 32 by default."""
 
@@ -41,36 +44,33 @@ def measure(site: Site, note: Note) -> None:
     names = COMPARED_IF_SMALL if site.is_small else COMPARED
     launched = [Method(name, answer_s=answer_s) for name in names for _ in KINDS]
     base: dict[str, float | None] = {}
-    # Ranks end with the thread that started them: it has to live as long as they.
-    with ThreadPoolExecutor(max(2, site.cores // 2)) as pool, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         for method in launched:
             stack.callback(method.kill)
-        list(pool.map(lambda method: method.launch(place, answer_s), launched))
+        with ThreadPoolExecutor(max(2, site.cores // 2)) as pool:
+            list(pool.map(lambda method: method.launch(place, answer_s), launched))
         for cold, warm in zip(launched[::2], launched[1::2], strict=True):
             found = _start(cold, warm)
             base = base or found
-            figures = {name: value for name, value in found.items() if name != "host s"}
-            host = found["host s"]
-            figures["host ms a step"] = host and 1000 * host
+            figures = dict(found)
             for name, value in found.items():
                 other = base[name]
-                over = f"{name.removesuffix(' s')} over no DDP"
-                figures[over] = value / other if value and other else None
+                figures[f"{name} over no DDP"] = value / other if value and other else None
             wrong = cold.wrong or warm.wrong
             is_right = not wrong or not (cold.way.is_ours or cold.name == PLAIN)
             note(Row(f"gpt: {cold.name}", is_right, wrong, figures))
 
 
 def _start(cold: Method, warm: Method) -> dict[str, float | None]:
-    """Make a first step in each, and after a warm one some more; seconds of them."""
-    found: dict[str, float | None] = {"cold s": None, "warm s": None, "host s": None}
+    """Make a first step in each, and after the warm one some more; how long they take."""
+    found: dict[str, float | None] = {"cold s": None, "warm s": None, "CPU ms a step": None}
     for kind, method in zip(KINDS, (cold, warm), strict=True):
         method.ask("wrap")
         started = method.ask("start")
         if started is None:
             return found
         found[f"{kind} s"] = started[0].seconds
-        if method is warm and (host := method.ask("host")):
-            found["host s"] = host[0]
+        if method is warm and (stepped := method.ask("steps", STEPS)):
+            found["CPU ms a step"] = 1000 * stepped[0].cpu_s / STEPS
         method.kill()
     return found

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workloads.models import TINY, VOCABULARY, Batch, Size, subject
+from workloads.models import TINY, VOCABULARY, Batch, Size, WithLoss, subject
 
 Made = tuple[nn.Module, Callable[[int], Batch]]
 
@@ -34,8 +34,17 @@ class Gpt(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, size.width)
         self.places = nn.Embedding(size.tokens, size.width)
-        self.blocks = nn.Sequential(*(Block(size.width) for _ in range(size.layers)))
-        self.norm = nn.LayerNorm(size.width)
+        block = nn.TransformerEncoderLayer(
+            size.width,
+            max(1, size.width // HEAD_WIDTH),
+            4 * size.width,
+            dropout=0.0,
+            activation=F.gelu,
+            batch_first=True,
+            norm_first=True,
+        )
+        norm = nn.LayerNorm(size.width)
+        self.blocks = nn.TransformerEncoder(block, size.layers, norm, enable_nested_tensor=False)
         self.head = nn.Linear(size.width, vocabulary, bias=False)
         # As GPT-2's: the embedding's own start would make logits of hundreds.
         nn.init.normal_(self.tokens.weight, std=0.02)
@@ -43,41 +52,17 @@ class Gpt(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden = self.blocks(self.tokens(tokens) + self.places(places))
-        logits = self.head(self.norm(hidden))
+        hidden = self.tokens(tokens) + self.places(places)
+        mask = nn.Transformer.generate_square_subsequent_mask(len(places), places.device)
+        logits = self.head(self.blocks(hidden, mask, is_causal=True))
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-class Block(nn.Module):
-    """Attention and an MLP, each beside a shortcut."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.heads = max(1, width // HEAD_WIDTH)
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        split = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        query, key, value = split.unbind()
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
-        inner: Tensor = self.down(F.gelu(self.up(self.norms[1](x))))
-        return x + inner
-
-
-class Autocast(nn.Module):
-    """A model under bf16 autocast; its parameters stay fp32."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *batch: Tensor) -> Tensor:
-        with torch.autocast(batch[0].device.type, torch.bfloat16):
-            loss: Tensor = self.model(*batch)
-        return loss
+def _under_autocast(model: nn.Module, batch: Batch) -> Tensor:
+    """The loss under bf16 autocast; parameters stay fp32."""
+    with torch.autocast(batch[0].device.type, torch.bfloat16):
+        loss: Tensor = model(*batch)
+    return loss
 
 
 def _gpt(size: Size, vocabulary: int = VOCABULARY) -> Made:
@@ -85,7 +70,7 @@ def _gpt(size: Size, vocabulary: int = VOCABULARY) -> Made:
         generator = torch.Generator().manual_seed(seed)
         return (torch.randint(vocabulary, (size.rows, size.tokens), generator=generator),)
 
-    return Autocast(Gpt(size, vocabulary)), batch
+    return WithLoss(Gpt(size, vocabulary), _under_autocast), batch
 
 
 def _resnet(size: Size) -> Made:
@@ -96,7 +81,7 @@ def _resnet(size: Size) -> Made:
         (images,) = made.batch(seed)
         return (images.contiguous(memory_format=torch.channels_last),)
 
-    return Autocast(model), batch
+    return WithLoss(model, _under_autocast), batch
 
 
 def gpt2() -> Made:

@@ -5,6 +5,7 @@ python -m gpu_checks.training_rank FILE_DESCRIPTOR
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from multiprocessing.connection import Connection
@@ -12,12 +13,12 @@ from typing import Any
 
 import torch
 
-import fusion_passes
 from benches.processes import Assignment
 from benches.rank import Rank, main
 from fusion_passes.state import process_state
 from gpu_checks.parts import Check
-from testing.scenarios.both_ways import train_both
+from testing.registered import registered_by_nobody
+from testing.scenarios.both_ways import flag_of, train_both
 
 
 class TrainingRank(Rank):
@@ -35,10 +36,12 @@ class TrainingRank(Rank):
         print(f"== {check.title}", flush=True)
         gc.collect()
         process_state.reset()
-        return train_both(
-            check.scenario, check.dtype, fusion_passes.FusionConfig(**check.flag), self._device
-        )
+        # Without NCCL, its memory is the host's.
+        is_real = self._device.type == "cuda"
+        with contextlib.nullcontext() if is_real else registered_by_nobody():
+            flag = flag_of(check.scenario, check.mode)
+            return train_both(check.scenario, check.dtype, flag, self._device)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], TrainingRank))
+    main(sys.argv[1:], TrainingRank)

@@ -51,15 +51,9 @@ def run(part: Part, site: Site, note: Note) -> None:
 
 
 def row_of(check: Check, reports: list[RankReport | None], fate: str) -> Row:
-    """The row of a training.
-
-    Args:
-        check: what was trained.
-        reports: of each rank; ``None`` where there is none.
-        fate: why there is none.
-    """
+    """The row of a training. Where a rank has no report, ``fate`` says why."""
     outcome = judge(check.scenario, reports, fate=fate)
-    is_right = outcome.kind in ("equal", *check.also_right)
+    is_right = outcome.kind in ("equal", check.scenario.becomes)
     words = outcome.words.partition("\n")[0]
     words = f"{outcome.kind}: {words}" if outcome.kind != "equal" else words
     return Row(check.title, is_right, words)

@@ -70,13 +70,7 @@ def read_known(path: Path = KNOWN) -> tuple[Known, ...]:
 
 def judge(reference: Outcome, outcome: Outcome, known: Iterable[Known]) -> None:
     """Fail where a test that passes without the flag does not pass under it. Skip one that does not
-    pass without; ``xfail`` where the difference is known.
-
-    Args:
-        reference: what became of it without the flag.
-        outcome: what became of it under the flag.
-        known: differences of this test.
-    """
+    pass without; ``xfail`` where the difference is known."""
     if reference.kind != "passed":
         pytest.skip(f"{reference.kind} without the flag: {reference.words}")
     if outcome.kind == "passed":

@@ -77,13 +77,8 @@ def prepare() -> None:
 
 
 def run_one(test: TorchTest, models: Models, mode: str = "") -> Outcome:
-    """Run a test, print what it prints, and kill what it leaves running.
-
-    Args:
-        test: which.
-        models: as the test has them, or compiled.
-        mode: of the flag; empty without it.
-    """
+    """Run a test, under the flag where there is a mode, print what it prints, and kill what it
+    leaves running."""
     limit_s = float(os.environ.get(LIMIT, LIMIT_S))
     with tempfile.TemporaryDirectory(prefix="torch-tests-") as name:
         directory = Path(name)
@@ -130,13 +125,8 @@ def _run_in_session(test: TorchTest, models: Models, mode: str, directory: Path)
 
 
 def run_test(test: str, *, compiled: bool, directory: Path) -> Outcome:
-    """Run a test, in a process where it may leave anything behind.
-
-    Args:
-        test: name of the method.
-        compiled: whether DDP's modules are compiled.
-        directory: for what each rank has averaged.
-    """
+    """Run a test, in a process where it may leave anything behind. Each rank says in the directory
+    how much it has averaged."""
     is_flagged = FLAG in os.environ
     if is_flagged:
         importlib.import_module(PACKAGE)
@@ -195,12 +185,8 @@ def _one_device_for_each_rank(world_size: int, _: str) -> dict[int, list[int]]:
 
 
 def _case(module: Any, directory: Path | None) -> type[unittest.TestCase]:
-    """Return the class of torch's tests over real processes.
-
-    Args:
-        module: torch's tests.
-        directory: where each rank says how many backwards it has averaged; ``None``: nowhere.
-    """
+    """Return the class of torch's tests over real processes. Each rank says in the directory, if
+    there is one, how many backwards it has averaged."""
 
     class DdpTests(module.TestDistBackend, module.DistributedTest._DistTestBase):
         def setUp(self) -> None:  # noqa: N802 - unittest's name

@@ -103,12 +103,8 @@ def _last_name(node: ast.AST) -> str:
 
 
 def rewritten(source: str, *, compiled: bool) -> ast.Module:
-    """Return the module for the CPU.
-
-    Args:
-        source: of the module.
-        compiled: whether each DDP module that a test constructs goes through :data:`COMPILED`.
-    """
+    """Return the module for the CPU, in which each new DDP module goes through :data:`COMPILED`
+    where it is to be compiled."""
     tree = _OnCpu(compiled=compiled).visit(ast.parse(source))
     assert isinstance(tree, ast.Module), "the root stays what it is"
     return ast.fix_missing_locations(tree)

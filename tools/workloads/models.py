@@ -32,12 +32,8 @@ class Subject:
 
 
 class WithLoss(nn.Module):
-    """A model whose forward is the loss of a batch, so that DDP and the compiler see all of it.
-
-    Args:
-        model: any.
-        loss: of the model and a batch; a scalar.
-    """
+    """A model whose forward is the loss of a batch, a scalar, so that DDP and the compiler see all
+    of it."""
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor]) -> None:
         super().__init__()
@@ -98,13 +94,7 @@ def _language_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 def _language_model(kind: str, size: Size, **options: Any) -> nn.Module:
     """A model of transformers' without dropout: its random numbers would cost the same everywhere,
-    and make runs differ.
-
-    Args:
-        kind: as its configuration names it.
-        size: of it.
-        options: of the configuration.
-    """
+    and make runs differ."""
     import transformers
 
     options |= {"vocab_size": VOCABULARY, "num_attention_heads": size.width // 64}

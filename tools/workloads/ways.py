@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
@@ -94,9 +95,6 @@ WAYS: Final = {
     AUTO: Way("outside", "none", fusion="auto"),
 }
 
-SEEDS: Final = 1000
-"""Between those of a rank's batches; so many ranks have batches of their own."""
-
 OURS: Final = tuple(name for name, way in WAYS.items() if way.is_ours and way.caps)
 """Ours with buckets of a fixed size."""
 
@@ -125,32 +123,16 @@ class Training:
 
 
 def prepare(
-    name: str,
-    subject: Subject,
-    device: torch.device,
-    *,
-    cap_mb: float | None = None,
-    seed: int = 0,
-    forwards: int = 1,
-    model: nn.Module | None = None,
+    way: Way, model: nn.Module, batches: tuple[Batch, ...], cap_mb: float | None
 ) -> Training:
     """Make a training; the default process group must be there, except without DDP.
 
     Args:
-        name: of the way, in :data:`WAYS`.
-        subject: what is trained.
-        device: where.
-        cap_mb: of a bucket, in MiB; by default the way's own.
-        seed: of the batch, less than :data:`SEEDS`.
-        forwards: of a step, each of a batch of its own, before one backward of their sum.
-        model: as :func:`built` makes it; by default it is made here.
+        way: to train.
+        model: as :func:`built` makes it.
+        batches: of a step, each for a forward; there is one backward, of their sum.
+        cap_mb: of a bucket, in MiB; ``None`` is the way's own.
     """
-    way = WAYS[name]
-    model = built(subject, device) if model is None else model
-    batches = tuple(
-        tuple(tensor.to(device) for tensor in subject.batch(seed + SEEDS * number))
-        for number in range(forwards)
-    )
     configure(way)
     ddp = None
     if way.has_ddp:
@@ -198,7 +180,8 @@ def configure_after_ddp(way: Way, cap_mb: float | None) -> None:
     if way.bucketing:
         inductor_config.bucket_all_reduces_fx = "all"
         if cap_mb is not None:
-            size = ConstantSize(cap_mb)
+            # The FX graph cache pickles it into its key, which it could not do with a lambda.
+            size = functools.partial(_constant, cap_mb)
             inductor_config.bucket_all_reduces_fx_bucket_size_determinator = size
     if way.overlap:
         overlap = inductor_config.aten_distributed_optimizations
@@ -206,15 +189,9 @@ def configure_after_ddp(way: Way, cap_mb: float | None) -> None:
         overlap.collective_bucketing = True
 
 
-@dataclass(frozen=True)
-class ConstantSize:
-    """Size of each bucket for ``bucket_all_reduces_fx``, in MiB; by its number. The FX graph cache
-    pickles it into its key, which it could not do with a lambda."""
-
-    cap_mb: float
-
-    def __call__(self, _: int) -> Any:
-        return self.cap_mb
+def _constant(cap_mb: float, _: int) -> float:
+    """The size of a bucket, whatever its number."""
+    return cap_mb
 
 
 def _step(style: Style, model: nn.Module) -> Callable[..., None]:
