@@ -167,17 +167,6 @@ def test_the_plan_says_where_buckets_were_placed() -> None:
         assert _run(trace(_layers, _INPUTS)).placements == ()
 
 
-@pytest.mark.parametrize("mode", REDUCE_MODES)
-def test_a_second_run_changes_nothing(mode: ReduceMode) -> None:
-    """Two kernels stand behind the first bucket."""
-
-    def backward(x):
-        a, b = reduce(x, "a"), reduce(torch.neg(x), "b")
-        return a, b, torch.mm(x, torch.mm(x, x))
-
-    check(backward, [tensor(2, 2)], pipeline(mode))
-
-
 @pytest.mark.parametrize(
     "backward",
     [

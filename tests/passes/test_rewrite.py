@@ -14,7 +14,6 @@ from testing.graphs import (
     RewriteFor,
     TensorSpec,
     check,
-    check_unchanged,
     coalesced,
     concat,
     names_of,
@@ -162,10 +161,6 @@ def test_near_misses_do_not_share_a_bucket(fuse: RewriteFor, case: str) -> None:
 
 def test_one_alone_is_a_bucket_too(fuse: RewriteFor) -> None:
     assert _launches(check(lambda x: reduce(x, "a"), [tensor(4)], fuse)) == 1
-
-
-def test_what_has_nothing_to_send_stays_as_it_was_traced(fuse: RewriteFor) -> None:
-    check_unchanged(torch.neg, [tensor(4)], fuse)
 
 
 def test_equal_keys_need_not_be_neighbours(fuse: RewriteFor) -> None:

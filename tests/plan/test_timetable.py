@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -131,29 +130,6 @@ def test_of_several_kinds_none_end_later_than_those_of_caps(
         assert end_ns - begin_ns == table.cost_ns(1000 * len(bucket))
         assert len({kinds[n].dtype for n in bucket}) == 1
         free = end_ns
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{}",
-        '{"format": 0}',
-        '{"format": 1, "rounds": 5, "numbers": [0], "ready_ns": [], "measured": ""}',
-        '{"format": 1, "rounds": 5, "numbers": [0, 1], "ready_ns": [2, 1], "measured": ""}',
-        '{"format": 1, "rounds": 5, "numbers": [0, 0], "ready_ns": [1, 2], "measured": ""}',
-        '{"format": 1, "rounds": "x", "numbers": [0], "ready_ns": [1], "measured": ""}',
-    ],
-)
-def test_texts_of_no_ready_times_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r".+"):
-        ReadyTimes.from_json(text)
-
-
-def test_ready_times_come_back_from_their_text() -> None:
-    times = ReadyTimes(5, (2, 0), (1, 7), "today")
-    assert ReadyTimes.from_json(times.to_json()) == times
 
 
 def test_modules_of_other_parameters_have_other_keys() -> None:
