@@ -31,7 +31,6 @@ from testing.graphs import (
     assert_same_numbers,
     buckets_of,
     check,
-    check_unchanged,
     coalesced,
     concat,
     execute,
@@ -165,20 +164,6 @@ def test_the_plan_says_where_buckets_were_placed() -> None:
     assert [placement.why_waited() for placement in plan.placements] == ["at the end"]
     with inductor_config.patch(disabled_passes="PlaceReductions"):
         assert _run(trace(_layers, _INPUTS)).placements == ()
-
-
-@pytest.mark.parametrize(
-    "backward",
-    [
-        pytest.param(lambda x: torch.mm(x, x), id="no collective"),
-        pytest.param(
-            lambda x: (all_reduce(x, "sum", "other"), torch.mm(x, x)), id="nothing of DDP's"
-        ),
-    ],
-)
-@pytest.mark.parametrize("mode", REDUCE_MODES)
-def test_graphs_that_are_none_of_its_business(mode: ReduceMode, backward: Backward) -> None:
-    check_unchanged(backward, [tensor(2, 2)], pipeline(mode))
 
 
 def test_the_plan_of_a_graph_without_reductions_keeps_the_reasons() -> None:

@@ -184,15 +184,6 @@ def test_three_buckets_of_one_key(fuse_under: Callable[..., RewriteFor]) -> None
 # --- The rest of the graph ---------------------------------------------------------------------
 
 
-def test_a_user_that_stood_before_the_fused_launch_moves_behind_it(fuse: RewriteFor) -> None:
-    def backward(x, y):
-        user = torch.abs(reduce(x, "a"))
-        other = torch.neg(y)
-        return user, reduce(other, "b")
-
-    check(backward, [tensor(4), tensor(4)], fuse)
-
-
 def test_a_write_that_moves_stays_behind_the_reads_before_it(fuse: RewriteFor) -> None:
     def backward(x, y, grad):
         before = torch.neg(grad)
@@ -220,14 +211,6 @@ def test_other_collectives_keep_their_order(fuse: RewriteFor) -> None:
         return first, second, reduce(torch.abs(y), "b")
 
     check(backward, [tensor(4)] * 2, fuse)
-
-
-def test_buckets_of_two_modules_between_each_other(fuse: RewriteFor) -> None:
-    def backward(x, y):
-        names = [("a", "ddp0"), ("b", "ddp2"), ("c", "ddp0"), ("d", "ddp2")]
-        return [reduce(torch.mul(x, y), name, module=module) for name, module in names]
-
-    assert _launches(check(backward, [tensor(4)] * 2, fuse)) == 2
 
 
 def test_the_plan_names_what_was_fused() -> None:
