@@ -325,6 +325,7 @@ SCENARIOS = (
     branches("unused-new-branch", takes="a a c c c a a"),
     branches("unused-added", takes="a/b b/a a b a/b", **ADDED),
     on_two("unused-outputs", "unused:outputs_in_turn", CONCAT, takes="b abc a/b b/a c"),
+    on_two("unused-outputs-apart", "unused:outputs_apart", CONCAT, warns=STAYS_LOCAL),
     branches("unused-added-late", takes="a c/b a/b /c", **ADDED),
     branches("unused-zeroed", takes="a/b b/a a c/b a", **KEPT),
     branches("unused-no-sync", CONCAT, takes="a/b b a b a a", local=(0, 1, 3)),
