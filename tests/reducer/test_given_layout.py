@@ -49,13 +49,11 @@ def give_layout(reducer: Any) -> None:
 
 
 def _cases() -> list[Any]:
-    found = []
-    for scenario in SCENARIOS:
-        # The first one waits for a timeout.
-        if scenario.feature in ("missing-one", *BY_BUCKET):
-            continue
-        found.append(case_of(scenario, is_now=scenario.ranks == 2 and scenario.feature in _CHECKED))
-    return found
+    return [
+        case_of(scenario, is_now=scenario.ranks == 2 and scenario.feature in _CHECKED)
+        for scenario in SCENARIOS
+        if scenario.feature not in ("missing-one", *BY_BUCKET)  # The first waits for a timeout.
+    ]
 
 
 def train_given(scenario: Scenario) -> RankReport:
