@@ -91,67 +91,54 @@ def test_compiled_autograd_of_the_users_traces_too() -> None:
         assert reasons() == [("reducer", FIRST, 1), ("compiled_autograd", "", 2)]
 
 
-def _find_unused() -> tuple[nn.Module, dict[str, Any]]:
-    return DistributedDataParallel(two_layers(), find_unused_parameters=True), {}
+def _managed(**options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(two_layers(), **options)
 
 
-def _hooked() -> tuple[nn.Module, dict[str, Any]]:
-    world = dist.group.WORLD
+def _hooked() -> nn.Module:
+    ddp, world = _managed(), dist.group.WORLD
     assert world is not None
-    ddp = DistributedDataParallel(two_layers())
     ddp.register_comm_hook(None, lambda _, bucket: default_hooks.allreduce_hook(world, bucket))
-    return ddp, {}
+    return ddp
 
 
-def _keeps_graph() -> tuple[nn.Module, dict[str, Any]]:
-    return DistributedDataParallel(two_layers()), {"retain_graph": True}
+class _WithTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)
 
-
-def _beside_others() -> tuple[nn.Module, dict[str, Any]]:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ddp, self.other = DistributedDataParallel(two_layers()), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.other(self.ddp(x))
-
-    return Model(), {}
-
-
-def _two_modules() -> tuple[nn.Module, dict[str, Any]]:
-    return nn.Sequential(*(DistributedDataParallel(two_layers()) for _ in range(2))), {}
-
-
-def _sparse() -> tuple[nn.Module, dict[str, Any]]:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.layer = nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x) + self.table(torch.tensor([0, 2]))[0]
-
-    torch.manual_seed(0)
-    return DistributedDataParallel(Model()), {}
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) + self.table(torch.tensor([0, 2]))[0]
+        return out
 
 
 @pytest.mark.parametrize(
-    ("make", "because"),
+    ("run", "because"),
     [
-        (_find_unused, "find_unused_parameters has ranks tell each other"),
-        (_hooked, "a communication hook is called with its buckets"),
-        (_keeps_graph, "it was called with retain_graph, create_graph or inputs"),
-        (_beside_others, "it reaches parameters that are not trained under ddp_fusion"),
-        (_two_modules, "several modules are averaged over the same ranks in it"),
-        (_sparse, "it has sparse gradients"),
+        (
+            lambda: train(_managed(find_unused_parameters=True)),
+            "find_unused_parameters has ranks tell each other",
+        ),
+        (lambda: train(_hooked()), "a communication hook is called with its buckets"),
+        (
+            lambda: train(_managed(), retain_graph=True),
+            "it was called with retain_graph, create_graph or inputs",
+        ),
+        (
+            lambda: train(nn.Sequential(_managed(), nn.Linear(4, 4))),
+            "it reaches parameters that are not trained under ddp_fusion",
+        ),
+        (
+            lambda: train(nn.Sequential(_managed(), _managed())),
+            "several modules are averaged over the same ranks in it",
+        ),
+        (lambda: train(DistributedDataParallel(_WithTable())), "it has sparse gradients"),
     ],
 )
 def test_what_a_graph_could_not_launch_alike_is_left_to_reducers(
-    make: Callable[[], tuple[nn.Module, dict[str, Any]]], because: str
+    run: Callable[[], object], because: str
 ) -> None:
-    model, backward = make()
-    train(model, **backward)
+    run()
     reduced_in, said, count = reasons()[-1]
     assert reduced_in == "reducer"
     assert count >= 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -79,18 +78,6 @@ def test_an_option_of_one_compile_has_no_effect_and_says_so(
         modules = fusion_passes.report().modules
     assert inductor_config.ddp_fusion == flag
     assert [module.mode for module in modules] == ([flag] if flag else [])
-
-
-@pytest.mark.parametrize("flag", [None, "concat"])
-def test_compiles_without_the_option_warn_of_none(flag: str | None) -> None:
-    inductor_config.ddp_fusion = flag
-    with one_rank(), without_kernels(), warnings.catch_warnings():
-        warnings.simplefilter("error", FusionWarning)
-        compiled = torch.compile(
-            DistributedDataParallel(two_layers()), options={"max_autotune": True}
-        )
-        compiled(torch.ones(2, 4)).sum().backward()
-    inductor_config.ddp_fusion = None
 
 
 def test_patch_sets_and_restores() -> None:
@@ -172,15 +159,6 @@ def test_other_peoples_passes_come_first_and_stay(
         compiled(torch.ones(2, 4)).sum().backward()
         assert ran[-2:] == (["theirs", "FusePass"] if graph == "compiled_autograd" else [])
         assert getattr(inductor_config, SLOT) is (theirs if is_global else None)
-
-
-def test_another_thread_sees_the_flag() -> None:
-    inductor_config.ddp_fusion = "concat"
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(inductor_config.ddp_fusion))
-    thread.start()
-    thread.join()
-    assert seen == ["concat"]
 
 
 def _import_with(value: str) -> subprocess.CompletedProcess[str]:
