@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import pkgutil
 import re
@@ -51,6 +52,7 @@ def value_of(what: str) -> Any:
 def contents() -> Values:
     """What each global name, attribute of a class, and setting of torch is, or holds: a container,
     or an object of a class of torch's, is what is in it."""
+    gc.collect()  # Torch's weak tables hold what is there, and no garbage.
     values: Values = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # Some names are deprecated.
