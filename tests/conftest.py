@@ -6,9 +6,7 @@ import contextlib
 import gc
 import multiprocessing.resource_tracker
 import os
-import shlex
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,21 +54,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.path not in slow)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Tests of a group must run in one process: what they share takes long to make.
-
-    What is there by now stays: the collections of tests need not look through all of torch.
-    """
+def pytest_collection_finish() -> None:
+    """What is there by now stays: the collections of tests need not look through all of torch."""
     gc.freeze()
     gc.set_threshold(*COLLECTED_AFTER)
-    config = session.config
-    if hasattr(config, "workerinput") and config.getoption("loadgroup", default=False):
-        for item in session.items:
-            if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
-                raise pytest.UsageError(
-                    f"pytest-xdist does not keep the group of {item.nodeid} together under pytest "
-                    f"{pytest.__version__}. Install what setup.py asks for."
-                )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -94,7 +81,6 @@ def pytest_configure(config: pytest.Config) -> None:
         directory = tempfile.mkdtemp(prefix="fusion-passes-cache-")
         config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory
-        _link_faster(Path(directory, "linker"))
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
     import torch._inductor.config
@@ -104,31 +90,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # Read from the environment when torch was imported, which was before this.
     torch._inductor.config.compile_threads = 1
     torch._inductor.config.cpp.vec_isa_ok = True
-
-
-def _link_faster(folder: Path) -> None:
-    """Have g++ link kernels by gold, where it is, and against empty libraries named as torch's.
-
-    A linker reads all names of the libraries that it is given, for each kernel anew, which is an
-    eighth of what g++ takes for one of a few rows. A kernel needs none of them: torch has loaded
-    its libraries, and the loader finds there what a kernel calls of them.
-    """
-    linker = shutil.which("ld.gold") or shutil.which("ld.bfd")
-    if linker is None or shutil.which("g++") is None or "COMPILER_PATH" in os.environ:
-        return
-    folder.mkdir()
-    for name in ("torch_cpu", "torch_python"):
-        file = f"lib{name}.so"
-        make = ("g++", "-shared", f"-Wl,-soname,{file}", "-x", "c", os.devnull, "-o")
-        subprocess.run([*make, str(folder / file)], check=True)
-    empty = f"-L{shlex.quote(str(folder))} -ltorch_cpu -ltorch_python"
-    script = folder / "ld"
-    # Needed, though nothing of them is used here: they are named in the kernel.
-    script.write_text(
-        f'#!/bin/sh\nexec {linker} --push-state --no-as-needed {empty} --pop-state "$@"\n'
-    )
-    script.chmod(0o755)
-    os.environ["COMPILER_PATH"] = str(folder)
 
 
 @pytest.fixture(scope="session")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Final
 
 import pytest
 import torch
 
-ROOT: Final = Path(__file__).parent.parent
+from tests.support.launch import ROOT, launch
+
 SMALL: Final = ROOT / "examples" / "small"
 TRAINERS: Final = ROOT / "examples" / "trainers"
 RANKS: Final = {"tensor_parallel": 4}
@@ -30,7 +28,7 @@ def test_all_are_listed() -> None:
 def test_an_example_is_fused(name: str, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = ["-m", "fusion_passes.explain", "--steps=2", f"--json={report}"]
-    _run(RANKS.get(name, 2), [*command, str(SMALL / f"{name}.py")])
+    _run(RANKS.get(name, 2), *command, str(SMALL / f"{name}.py"))
     found = json.loads(report.read_text())
     assert found["warnings"] == []
     assert any(module["buckets"] for module in found["modules"])
@@ -46,7 +44,7 @@ def test_a_trainer_needs_nothing_but_the_flag(name: str, tmp_path: Path) -> None
     weights = {}
     for flag in ("", "concat"):
         files = [tmp_path / f"weights{flag}.pt", tmp_path / f"report{flag}.json"]
-        _run(2, [str(TRAINERS / f"{name}.py"), *map(str, files)], FUSION_PASSES_DDP_FUSION=flag)
+        _run(2, str(TRAINERS / f"{name}.py"), *map(str, files), FUSION_PASSES_DDP_FUSION=flag)
         weights[flag] = torch.load(files[0])
         report = json.loads(files[1].read_text())
     assert report["warnings"] == []
@@ -57,25 +55,6 @@ def test_a_trainer_needs_nothing_but_the_flag(name: str, tmp_path: Path) -> None
         torch.testing.assert_close(weights["concat"][parameter], value, rtol=1e-6, atol=1e-7)
 
 
-def _run(ranks: int, command: list[str], **environment: str) -> None:
-    """Run a script, or a module, under torchrun."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    process = subprocess.Popen(
-        [*launcher, f"--nproc-per-node={ranks}", *command],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "CUDA_VISIBLE_DEVICES": "",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-            **environment,
-        },
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        _, errors = process.communicate(timeout=270)
-    finally:
-        process.terminate()  # Not killed: it ends its ranks.
-        process.wait(timeout=30)
-    assert process.returncode == 0, errors
+def _run(ranks: int, *command: str, **variables: str) -> None:
+    done = launch(*command, ranks=ranks, **variables)
+    assert done.returncode == 0, done.stderr

@@ -38,12 +38,9 @@ def _label(path: Path) -> str:
 
 @functools.cache
 def tracked() -> frozenset[str]:
-    """Files that git tracks or would add; all files where there is no git."""
+    """Files that git tracks or would add."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    try:
-        done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        return frozenset(_label(path) for path in ROOT.rglob("*") if path.is_file())
+    done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
     return frozenset(name for name in done.stdout.splitlines() if (ROOT / name).is_file())
 
 

@@ -18,37 +18,11 @@ from byte_gpt import training
 from byte_gpt.gradient_check import TOLERANCE, compare_gradients
 from byte_gpt.options import parse_options
 from testing.sessions import marked
+from tests.support.launch import ROOT, environment, launch
 
-ROOT = Path(__file__).parent.parent
-SCRIPT = ROOT / "examples" / "train_gpt.py"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+SCRIPT = str(ROOT / "examples" / "train_gpt.py")
 SMALL = ("--layers=1", "--width=32", "--batch=2", "--context=16", "--steps=8")
 MARK = "TEST_TRAIN_JOB_MARK"
-
-
-def environment(**extra: str) -> dict[str, str]:
-    """This process's environment, for CPU and one thread a rank."""
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        **extra,
-    }
-
-
-def run_example(
-    *arguments: str, launcher: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), *arguments],
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
 
 
 @pytest.mark.slow
@@ -56,7 +30,7 @@ def run_example(
 def test_trains_fused_under_torchrun(tmp_path):
     timeline = tmp_path / "timeline.html"
     ways = ("--fusion=concat", "--style=inside", f"--timeline={timeline}")
-    result = run_example(*ways, *SMALL, launcher=TORCHRUN)
+    result = launch(SCRIPT, *ways, *SMALL, ranks=2)
 
     assert result.returncode == 0, result.stdout + result.stderr
     parameters = 2 + 4 + 4 + 2 + 1  # embeddings; a block's norms and linears; norm; head
@@ -70,7 +44,7 @@ def test_trains_fused_under_torchrun(tmp_path):
 
 
 def test_wrong_option_is_refused_in_words():
-    result = run_example("--width=33")
+    result = launch(SCRIPT, "--width=33")
 
     assert result.returncode == 2
     assert "--width: must be a multiple of 32" in result.stderr
@@ -80,7 +54,7 @@ def test_wrong_option_is_refused_in_words():
 def test_interrupt_ends_all_processes(tmp_path):
     mark = str(tmp_path)
     job = subprocess.Popen(
-        [sys.executable, str(SCRIPT), "--steps=100000", "--fusion=none"],
+        [sys.executable, SCRIPT, "--steps=100000", "--fusion=none"],
         env=environment(**{MARK: mark}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

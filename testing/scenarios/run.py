@@ -96,7 +96,8 @@ class Run:
         """Count the launches of a module that :meth:`ddp` did not make."""
         self._wrapped.append(weakref.ref(module))
         self._groups[id(module.process_group)] = module.process_group
-        self._count_launches()  # Those of the constructor are no backward's.
+        self._count_launches()  # What the constructor does is no backward's.
+        self._count_rebuilt()
 
     def compile(self, target: T, **options: Any) -> T:
         """``torch.compile``, but for eager DDP."""

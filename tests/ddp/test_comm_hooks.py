@@ -86,13 +86,6 @@ def test_other_hooks_are_given_our_buckets(ddp: DistributedDataParallel, hook: A
     assert ddp._get_ddp_logging_data()["comm_hook"] == hook.__qualname__
 
 
-def test_a_static_graph_is_no_obstacle() -> None:
-    with fake_world(), inductor_config.patch(ddp_fusion="concat"):
-        ddp = DistributedDataParallel(two_layers(), static_graph=True)
-        ddp.register_comm_hook(None, users_hook)
-        assert is_hooked(ddp)
-
-
 def test_an_optimizer_in_a_hook_is_ddps_reducers(ddp: DistributedDataParallel) -> None:
     with pytest.warns(FusionWarning, match=r"_hook_then_optimizer\S+ steps an optimizer while"):
         ddp._register_fused_optim(torch.optim.SGD, lr=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -126,27 +127,19 @@ def test_refuses_settings_that_fuse_the_same_reductions(setting: str, value: obj
 def _caps(config: FusionConfig | str, model: nn.Module | None = None, **options: Any) -> BucketCaps:
     """Of a module that is constructed with these options."""
     with inductor_config.patch(ddp_fusion=config):
-        ddp = DistributedDataParallel(two_layers() if model is None else model, **options)
-        return reducer_of(ddp).caps
+        return reducer_of(DistributedDataParallel(model or two_layers(), **options)).caps
 
 
 def test_caps_are_the_modules_own_unless_set_by_option() -> None:
     assert _caps("concat") == BucketCaps(MIB, MIB)
+    eighth = (1024 + 1) * 4 * 1024 * 4 // 8
+    assert _caps("concat", nn.Linear(1024, 4 * 1024)) == BucketCaps(MIB, eighth)
     own = BucketCaps(2 * MIB, 2 * MIB, most_bytes=2 * MIB)
     assert _caps("concat", bucket_cap_mb=2) == own
     config = FusionConfig(bucket_cap_mb=4, first_bucket_cap_mb=0.5)
     assert _caps(config, bucket_cap_mb=2) == BucketCaps(
-        MIB // 2,
-        4 * MIB,
-        most_bytes=4 * MIB,
-        first_most_bytes=MIB // 2,
+        MIB // 2, 4 * MIB, most_bytes=4 * MIB, first_most_bytes=MIB // 2
     )
-
-
-def test_without_a_cap_of_the_users_it_is_that_of_the_gradients() -> None:
-    model = nn.Linear(1024, 4 * 1024)
-    caps = _caps("concat", model)
-    assert (caps.first_bytes, caps.cap_bytes) == (MIB, (1024 + 1) * 4 * 1024 * 4 // 8)
 
 
 def _hooks_on(model: nn.Module) -> list[int]:
@@ -198,6 +191,19 @@ def test_a_model_is_wrapped_anew_once_its_hooks_are_removed() -> None:
     new(torch.ones(2, 4)).sum().backward()
     assert len(reducers) == 1
     assert reducer_of(new).steps == 1
+
+
+def test_modules_of_equal_names_on_other_groups_are_warned_of_by_themselves() -> None:
+    modules = []
+    for group in (dist.group.WORLD, dist.new_group([0, 1])):
+        model = two_layers()
+        model[0].weight.requires_grad_(False)
+        modules.append(DistributedDataParallel(model, process_group=group))
+        model[0].weight.requires_grad_(True)
+    for ddp in modules:
+        name = f"DDP 0 (Sequential) on group {ddp.process_group.group_name}"
+        with pytest.warns(FusionWarning, match=re.escape(f"of {name} (1: '0.weight') stay")):
+            ddp(torch.ones(2, 4)).sum().backward()
 
 
 def test_a_module_that_outlives_its_group_leaves_the_next_one_alone() -> None:

@@ -83,15 +83,6 @@ def test_settings_of_ddp_compile_nothing_anew() -> None:
     assert counter.frame_count == 1
 
 
-def test_a_compiled_step_is_one_graph() -> None:
-    counter = CompileCounter()
-    with inductor_config.patch(ddp_fusion="concat"):
-        ddp = DistributedDataParallel(nn.Sequential(two_layers(), nn.BatchNorm1d(4)))
-        step = torch.compile(lambda x: ddp(x).sum(), backend=counter, fullgraph=True)
-        step(torch.ones(2, 4))
-    assert counter.frame_count == 1
-
-
 @pytest.mark.parametrize("is_lite", [False, True])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_compiled_step_broadcasts_buffers_in_their_order(batch: int, is_lite: bool) -> None:

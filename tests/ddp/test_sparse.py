@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes
 from fusion_passes import FusionWarning
 from fusion_passes.config import FusionMode
-from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import reducer_of
 from testing import fake_world
 from testing.scenarios.features.sparse import ROWS, Tables
@@ -112,20 +111,6 @@ def test_each_table_is_a_bucket_of_its_own_and_counts_in_no_other() -> None:
     assert logged["num_buckets_reduced"] == 2
     order = logged["prev_iteration_grad_ready_order_indices"]
     assert set(map(int, order.split(", "))) == {2, 3, 4, 5}
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_join_divides_sparse_gradients_by_the_ranks_with_inputs_too() -> None:
-    with inductor_config.patch(ddp_fusion="concat"):
-        ddp = DistributedDataParallel(nn.Embedding(4, 4, sparse=True))
-        loss = ddp(torch.arange(3)).sum()
-        communication = reducer_of(ddp).communication
-        assert isinstance(communication, AllReduce)
-        communication.count_ranks = lambda: 4.0
-        loss.backward()
-    (parameter,) = ddp.parameters()
-    assert isinstance(parameter.grad, Tensor)
-    assert set(parameter.grad.coalesce().values().flatten().tolist()) == {0.25}
 
 
 class _Towers(nn.Module):

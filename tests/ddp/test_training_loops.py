@@ -19,6 +19,7 @@ import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -174,19 +175,24 @@ def test_dynamic_shapes_from_the_cache() -> None:
     assert all(torch.equal(mine, other) for mine, other in zip(cold, warm, strict=True))
 
 
-def test_a_gradient_is_saved_with_its_bucket_and_a_clone_without() -> None:
-    """What docs/buckets.md says of memory that gradients share."""
+def test_gradients_share_the_memory_of_their_bucket_which_is_freed_with_them() -> None:
+    """What docs/buckets.md says of it."""
     ddp = _managed()
-    compiled = torch.compile(ddp)
+    step = _compiled(ddp)
     for _ in range(2):
+        step()
+        memory = {parameter.grad.untyped_storage() for parameter in ddp.parameters()}
+        (bucket,) = {StorageWeakRef(storage) for storage in memory}
+        assert {storage.nbytes() for storage in memory} == {(2 * 4 * 4 + 2 * 4) * 4}
+        del memory
         ddp.zero_grad()
-        compiled(_inputs()).sum().backward()
-        gradients = [parameter.grad for parameter in ddp.parameters()]
-        bucket = sum(gradient.nbytes for gradient in gradients if gradient is not None)
-        for gradient in gradients:
-            assert gradient is not None
-            assert gradient.untyped_storage().nbytes() == bucket
-            assert gradient.clone().untyped_storage().nbytes() == gradient.nbytes
+        assert bucket.expired()
+
+
+def test_instances_share_a_compiled_forward() -> None:
+    for ddp in (_managed(), _managed()):
+        assert _steps(ddp, _compiled(ddp)) == IN_PLACE
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_backward_that_reaches_no_managed_parameter_is_left_alone() -> None:

@@ -7,11 +7,10 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx
 
-from fusion_passes.graph.collectives import ALL_REDUCE, WAIT, is_pinned, is_wait
 from fusion_passes.graph.edits import erase, pin, record, replace_uses
 from fusion_passes.graph.text import graph_text
 from fusion_passes.torch_private import FakeTensor
-from testing.graphs import assert_same_numbers, execute, names_of, reduce, tensor, trace
+from testing.graphs import assert_same_numbers, execute, tensor, trace
 
 
 def _calls(module: fx.GraphModule) -> list[fx.Node]:
@@ -103,38 +102,6 @@ sub: f32[4] = sub(self=x_1, other=y_1)
 return (add, cat, sub, [x_1, (y_1)])
 """,
     )
-
-
-def test_what_is_read_cannot_be_erased() -> None:
-    module = trace(torch.neg, [tensor(4)])
-    with pytest.raises(RuntimeError):
-        erase(_calls(module))
-
-
-def test_a_wait_is_pinned_in_its_place() -> None:
-    module = trace(lambda x: (reduce(x, "a"), torch.mm(x, x)), [tensor(2, 2)])
-    numbers = execute(module)
-    (wait,) = module.graph.find_nodes(op="call_function", target=WAIT)
-    (launch,) = module.graph.find_nodes(op="call_function", target=ALL_REDUCE)
-    pinned = pin([wait], [launch])
-    assert is_pinned(pinned)
-    assert is_wait(pinned)
-    module.graph.lint()
-    assert_same_numbers(numbers, execute(module))
-
-
-def test_several_are_pinned_at_once() -> None:
-    def function(x, y):
-        return torch.mm(x, y), torch.mm(y, y), torch.neg(x)
-
-    module = trace(function, [tensor(2, 2), tensor(2, 2)])
-    numbers = execute(module)
-    one, two, neg = _calls(module)
-    one.prepend(neg)
-    pinned = pin([one, two], [neg])
-    assert not is_wait(pinned)
-    assert names_of(module.graph, torch.ops.aten.mm.default) == []
-    assert_same_numbers(numbers, execute(module))
 
 
 def test_what_is_pinned_behind_a_list_follows_its_first_item() -> None:

@@ -1,4 +1,4 @@
-"""A graph as text."""
+"""A value in the text of a graph; the goldens of passes have the rest."""
 
 from __future__ import annotations
 

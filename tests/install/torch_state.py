@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import pkgutil
 import re
@@ -48,8 +49,10 @@ def value_of(what: str) -> Any:
     return set(value) if isinstance(value, set) else value
 
 
-def everything() -> Values:
-    """What each global name, attribute of a class, and setting of torch stands for."""
+def contents() -> Values:
+    """What each global name, attribute of a class, and setting of torch is, or holds: a container,
+    or an object of a class of torch's, is what is in it."""
+    gc.collect()  # Torch's weak tables hold what is there, and no garbage.
     values: Values = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # Some names are deprecated.
@@ -67,23 +70,35 @@ def _of_module(name: str, module: Any) -> Values:
             values |= {f"{path}.{key}": held for key, held in vars(value).items()}
     if isinstance(module, torch.utils._config_module.ConfigModule):
         values |= {f"{name}.{key}": getattr(module, key) for key in module._config}
-    return values
+    return {name: (id(value), _held(value, 1)) for name, value in values.items()}
 
 
-def changed(before: Values, after: Values) -> set[str]:
-    """Names that stand for something else now. Where a class has been replaced, it is that one, and
-    not its attributes."""
-    names = {
-        name
-        for name, value in before.items()
-        if name not in after or (after[name] is not value and not _equal(value, after[name]))
-    }
-    return {name for name in names if name.rpartition(".")[0] not in names}
+def _held(value: Any, depth: int) -> Any:
+    if isinstance(value, (types.ModuleType, type)):
+        return id(value)
+    if isinstance(value, dict):
+        return {str(key): _held(item, depth - 1) if depth else None for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return {str(item) for item in value}
+    if isinstance(value, list):
+        return [id(item) for item in value]
+    kind = type(value)
+    is_torchs = kind.__module__.split(".")[0] == "torch" and not isinstance(value, torch.Tensor)
+    if is_torchs and depth and kind.__module__ != "torch.utils._config_module":
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            return {name: _held(item, depth - 1) for name, item in list(attributes.items())}
+    return id(value)
 
 
-def _equal(one: object, other: object) -> bool:
-    plain = (int, str, float, tuple, list, dict, set)
-    return isinstance(one, plain) and type(one) is type(other) and bool(one == other)
+def changed(before: Values, after: Values, known: Collection[str] = ()) -> set[str]:
+    """Names of what is something else now, or holds something else. What has several names, as in
+    each module that imports it, has those that are known, or one."""
+    names: dict[int, set[str]] = {}
+    for name, (key, held) in before.items():
+        if held != after.get(name, (0, None))[1]:
+            names.setdefault(key, set()).add(name)
+    return {name for each in names.values() for name in each.intersection(known) or [min(each)]}
 
 
 def different(theirs: DistributedDataParallel, ours: DistributedDataParallel) -> set[str]:
@@ -110,43 +125,6 @@ def hook_modules(ddp: DistributedDataParallel) -> set[str]:
     return {getattr(function, "func", function).__module__ for function in functions}
 
 
-def contents() -> Values:
-    """What containers, and objects of torch's own classes, hold: not only what they are."""
-    return {
-        name: sorted(value) if name.endswith("._config") else _held(value, 1)
-        for name, value in everything().items()
-        if not isinstance(value, (types.ModuleType, type))
-    }
-
-
-def _held(value: Any, depth: int) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _held(item, depth - 1) if depth else None for key, item in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return {str(item) for item in value}
-    if isinstance(value, list):
-        return [id(item) for item in value]
-    kind = type(value)
-    is_torchs = kind.__module__.split(".")[0] == "torch" and not isinstance(value, torch.Tensor)
-    if is_torchs and depth and kind.__module__ != "torch.utils._config_module":
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
-            return {name: _held(item, depth - 1) for name, item in list(attributes.items())}
-    return id(value)
-
-
-def _differences(before: Values, after: Values, known: Collection[str]) -> list[str]:
-    """Names of what holds something else now. A container has a name in each module that imports
-    it: of these, the known one."""
-    objects = everything()
-    names: dict[int, str] = {}
-    for name in before:
-        if before[name] != after.get(name):
-            key = id(objects.get(name))
-            names[key] = name if name in known else names.get(key, name)
-    return sorted(names.values())
-
-
 def changed_for_good() -> list[str]:
     """What a process has changed once it has imported the package, constructed a module, taught
     Inductor its operators, and unset the flag again; a job for a process that has not imported the
@@ -166,5 +144,5 @@ def changed_for_good() -> list[str]:
     with on_the_host(backend):
         RegisteredMemory(Group(backend), torch.device("cpu"), 8)  # type: ignore[arg-type]
     torch._inductor.config.ddp_fusion = None
-    names = _differences(before, contents(), listed("Until the process ends"))
-    return [*names, *["atexit.register"] * (atexit._ncallbacks() > callbacks)]
+    names = changed(before, contents(), listed("Until the process ends"))
+    return [*sorted(names), *["atexit.register"] * (atexit._ncallbacks() > callbacks)]

@@ -7,13 +7,11 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from fusion_passes.graph.collectives import all_reduce
 from testing.graphs import (
     Backward,
     RewriteFor,
     chain,
     check,
-    check_unchanged,
     coalesced,
     concat,
     pin,
@@ -125,17 +123,6 @@ pinned_wait_tensor_default_1: f32[4] = control_deps((all_reduce_default_1, pinne
 pinned_wait_tensor_default_3: f32[4] = control_deps((all_reduce_default_1, pinned_mm_3), pinned_wait_tensor_default_2, all_reduce_default_1)
 """,
     )
-
-
-@pytest.mark.parametrize(
-    "backward",
-    [
-        pytest.param(lambda x: torch.mm(x, x), id="no collective"),
-        pytest.param(lambda x: (all_reduce(x, "sum", "other"), torch.mm(x, x)), id="not DDP's"),
-    ],
-)
-def test_what_is_not_touched(backward: Backward) -> None:
-    check_unchanged(backward, [tensor(2, 2)], pin())
 
 
 KERNELS: dict[str, Backward] = {

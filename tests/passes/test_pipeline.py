@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 from torch._dynamo.utils import compilation_time_metrics
-from torch._logging._internal import trace_log
 
 from fusion_passes.config import REDUCE_MODES, ReduceMode
 from fusion_passes.graph.collectives import ALL_REDUCE, WAIT, all_reduce, is_launch, is_pinned
@@ -31,7 +30,6 @@ from testing.graphs import (
     assert_same_numbers,
     buckets_of,
     check,
-    check_unchanged,
     coalesced,
     concat,
     execute,
@@ -42,6 +40,7 @@ from testing.graphs import (
     tensor,
     trace,
 )
+from tests.support.artifacts import traced_artifacts
 
 
 def _layers(x, w1, w2):
@@ -135,29 +134,12 @@ def test_each_pass_is_timed_under_its_name() -> None:
 def test_each_pass_leaves_its_graph_in_a_trace() -> None:
     """As for ``tlparse``: what is before a pass is after the one before it."""
     module = trace(_layers, _INPUTS)
-    traced, records = graph_text(module.graph), _Records()
-    trace_log.addHandler(records)
-    try:
+    traced = graph_text(module.graph)
+    with traced_artifacts() as texts:
         _run(module)
-    finally:
-        trace_log.removeHandler(records)
-    names = [f"ddp_fusion_{number}_{name}" for number, name in enumerate(("traced", *PASSES))]
-    assert list(records.texts) == names
-    assert records.texts["ddp_fusion_0_traced"] == traced
-    assert records.texts["ddp_fusion_4_PinOrder"] == graph_text(module.graph)
-
-
-class _Records(logging.Handler):
-    """Keeps the texts of a structured trace, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: dict[str, str] = {}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        artifact = record.metadata.get("artifact", {})  # type: ignore[attr-defined]
-        if artifact.get("name", "").startswith("ddp_fusion_"):
-            self.texts[artifact["name"]] = record.payload  # type: ignore[attr-defined]
+    assert list(texts) == [f"ddp_fusion_{n}_{name}" for n, name in enumerate(("traced", *PASSES))]
+    assert texts["ddp_fusion_0_traced"] == traced
+    assert texts["ddp_fusion_4_PinOrder"] == graph_text(module.graph)
 
 
 def test_the_plan_says_where_buckets_were_placed() -> None:
@@ -165,31 +147,6 @@ def test_the_plan_says_where_buckets_were_placed() -> None:
     assert [placement.why_waited() for placement in plan.placements] == ["at the end"]
     with inductor_config.patch(disabled_passes="PlaceReductions"):
         assert _run(trace(_layers, _INPUTS)).placements == ()
-
-
-@pytest.mark.parametrize("mode", REDUCE_MODES)
-def test_a_second_run_changes_nothing(mode: ReduceMode) -> None:
-    """Two kernels stand behind the first bucket."""
-
-    def backward(x):
-        a, b = reduce(x, "a"), reduce(torch.neg(x), "b")
-        return a, b, torch.mm(x, torch.mm(x, x))
-
-    check(backward, [tensor(2, 2)], pipeline(mode))
-
-
-@pytest.mark.parametrize(
-    "backward",
-    [
-        pytest.param(lambda x: torch.mm(x, x), id="no collective"),
-        pytest.param(
-            lambda x: (all_reduce(x, "sum", "other"), torch.mm(x, x)), id="nothing of DDP's"
-        ),
-    ],
-)
-@pytest.mark.parametrize("mode", REDUCE_MODES)
-def test_graphs_that_are_none_of_its_business(mode: ReduceMode, backward: Backward) -> None:
-    check_unchanged(backward, [tensor(2, 2)], pipeline(mode))
 
 
 def test_the_plan_of_a_graph_without_reductions_keeps_the_reasons() -> None:

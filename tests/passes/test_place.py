@@ -14,7 +14,6 @@ from testing.graphs import (
     cast,
     chain,
     check,
-    check_unchanged,
     coalesced,
     concat,
     place,
@@ -198,20 +197,6 @@ def test_a_gradient_that_is_computed_like_a_scaling_stays() -> None:
 
     order = _placed(backward, tensor(2, 2), tensor(2, 2), rewrite=chain(concat(), place()))
     assert order.index("div") < order.index("mm")
-
-
-@pytest.mark.parametrize(
-    "backward",
-    [
-        pytest.param(lambda x: torch.neg(torch.abs(x)), id="no collective"),
-        pytest.param(
-            lambda x: (all_reduce(torch.div(x, 2), "sum", "other"), torch.neg(x)), id="a other's"
-        ),
-        pytest.param(lambda x: torch.neg(reduce(x, "a")), id="placed already"),
-    ],
-)
-def test_nothing_to_do(backward: Backward) -> None:
-    check_unchanged(backward, [tensor(4)], place())
 
 
 def test_a_kernel_with_several_gradients_stays() -> None:

@@ -14,7 +14,6 @@ from testing.graphs import (
     RewriteFor,
     TensorSpec,
     check,
-    check_unchanged,
     coalesced,
     concat,
     names_of,
@@ -140,10 +139,6 @@ def test_one_alone_is_a_bucket_too(fuse: RewriteFor) -> None:
     assert _launches(check(lambda x: reduce(x, "a"), [tensor(4)], fuse)) == 1
 
 
-def test_what_has_nothing_to_send_stays_as_it_was_traced(fuse: RewriteFor) -> None:
-    check_unchanged(torch.neg, [tensor(4)], fuse)
-
-
 def test_equal_keys_need_not_be_neighbours(fuse: RewriteFor) -> None:
     def backward(x, y, z):
         first = reduce(torch.neg(x), "a")
@@ -163,15 +158,6 @@ def test_three_buckets_of_one_key(fuse_under: Callable[..., RewriteFor]) -> None
 
 
 # --- The rest of the graph ---------------------------------------------------------------------
-
-
-def test_a_user_that_stood_before_the_fused_launch_moves_behind_it(fuse: RewriteFor) -> None:
-    def backward(x, y):
-        user = torch.abs(reduce(x, "a"))
-        other = torch.neg(y)
-        return user, reduce(other, "b")
-
-    check(backward, [tensor(4), tensor(4)], fuse)
 
 
 def test_a_write_that_moves_stays_behind_the_reads_before_it(fuse: RewriteFor) -> None:
@@ -201,14 +187,6 @@ def test_other_collectives_keep_their_order(fuse: RewriteFor) -> None:
         return first, second, reduce(torch.abs(y), "b")
 
     check(backward, [tensor(4)] * 2, fuse)
-
-
-def test_buckets_of_two_modules_between_each_other(fuse: RewriteFor) -> None:
-    def backward(x, y):
-        names = [("a", "ddp0"), ("b", "ddp2"), ("c", "ddp0"), ("d", "ddp2")]
-        return [reduce(torch.mul(x, y), name, module=module) for name, module in names]
-
-    assert _launches(check(backward, [tensor(4)] * 2, fuse)) == 2
 
 
 def test_the_plan_names_what_was_fused() -> None:

@@ -108,11 +108,6 @@ def test_a_broken_invariant_is_named(break_it: Callable[[fx.Graph], None]) -> No
         verify(graph, facts, groups_of(graph))
 
 
-def test_an_untouched_graph_keeps_all_invariants() -> None:
-    graph, facts = _traced()
-    assert verify(graph, facts, groups_of(graph)) == facts
-
-
 @pytest.mark.parametrize("fuse", [concat, coalesced])
 def test_facts_are_those_of_the_traced_graph_after_every_pass(fuse) -> None:
     graph, facts = _traced()

@@ -80,6 +80,9 @@ def test_gradients_are_sent_in_the_dtype_that_is_asked_for() -> None:
     assert (bucket.num_bytes, bucket.sent_bytes) == (48, 24)
 
 
+ONE = [tensor(4)]
+
+
 def _some(x):
     return reduce(x, "a"), reduce(torch.neg(x), "b")
 
@@ -111,34 +114,21 @@ def _overwritten(x, grad):
 
 
 @pytest.mark.parametrize(
-    ("function", "layout", "why"),
+    ("function", "inputs", "layout", "why"),
     [
-        (_some, [[0, 1, 2]], "has 2 of the 3 gradients of DDP0"),
-        (_some, [[0]], "has 2 of the 1 gradients"),
-        (_twice, [[0]], "has 2 of the 1 gradients"),
-        (_of_two_kinds, [[0, 1]], "gradients of a bucket of DDP0 are of several kinds"),
-        (_from_an_average, [[0, 1]], "computed from one that is averaged already"),
-        (_beside_a_collective, [[0, 1]], "a collective of the model's on the same ranks"),
-        (
-            _read_before_its_wait,
-            [[0, 1]],
-            "the gradient of b cannot be fused: .* by max, not by sum",
-        ),
+        (_some, ONE, [[0, 1, 2]], "has 2 of the 3 gradients of DDP0"),
+        (_some, ONE, [[0]], "has 2 of the 1 gradients"),
+        (_twice, ONE, [[0]], "has 2 of the 1 gradients"),
+        (_of_two_kinds, ONE, [[0, 1]], "gradients of a bucket of DDP0 are of several kinds"),
+        (_from_an_average, ONE, [[0, 1]], "computed from one that is averaged already"),
+        (_beside_a_collective, ONE, [[0, 1]], "a collective of the model's on the same ranks"),
+        (_read_before_its_wait, ONE, [[0, 1]], "of b cannot be fused: .* by max, not by sum"),
+        (_overwritten, ONE * 2, [[0, 1]], "overwritten before it is sent"),
+        (_some, [tensor(0)], [[0, 1]], "a bucket of DDP0 has no elements"),
     ],
 )
 def test_a_graph_that_cannot_launch_all_of_it_is_refused(
-    function: Backward, layout: list[list[int]], why: str
+    function: Backward, inputs: list[TensorSpec], layout: list[list[int]], why: str
 ) -> None:
     with pytest.raises(CannotLaunchError, match=why):
-        _plan(function, tensor(4), ddp0=layout)
-
-
-def test_a_gradient_that_is_overwritten_before_its_bucket_is_launched_is_refused() -> None:
-    inputs = [tensor(4), tensor(4)]
-    with pytest.raises(CannotLaunchError, match="overwritten before it is sent"):
-        _plan(_overwritten, *inputs, ddp0=[[0, 1]])
-
-
-def test_a_bucket_without_elements_is_refused() -> None:
-    with pytest.raises(CannotLaunchError, match="a bucket of DDP0 has no elements"):
-        _plan(_some, tensor(0), ddp0=[[0, 1]])
+        _plan(function, *inputs, ddp0=layout)

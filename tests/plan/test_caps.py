@@ -53,27 +53,16 @@ LISTED = BucketCaps(3 * MIB, 3 * MIB, (MIB, 3 * MIB, 2 * MIB))
 
 
 @pytest.mark.parametrize(
-    ("options", "module", "first_mb", "cap_mb"),
-    [
-        pytest.param({}, DEFAULT, 1, 3, id="the module's own"),
-        pytest.param({"bucket_cap_mb": 2}, DEFAULT, 2, 2, id="of all buckets"),
-        pytest.param({"first_bucket_cap_mb": 2}, DEFAULT, 2, 3, id="of the first bucket"),
-        pytest.param({"bucket_cap_mb": 5, "first_bucket_cap_mb": 2}, DEFAULT, 2, 5, id="both"),
-        pytest.param({"bucket_cap_mb": 5}, LISTED, 5, 5, id="instead of a list"),
-    ],
-)
-def test_options_go_before_the_module(
-    options: dict[str, Any], module: BucketCaps, first_mb: int, cap_mb: int
-) -> None:
-    caps = bucket_caps(FusionConfig(**options), module)
-    assert (caps.first_bytes, caps.cap_bytes) == (first_mb * MIB, cap_mb * MIB)
-    assert caps.listed_bytes == ()
-
-
-@pytest.mark.parametrize(
     ("options", "module", "sizes_mb"),
     [
+        pytest.param({}, DEFAULT, [1, 3, 3, 3], id="the module's own"),
+        pytest.param({"bucket_cap_mb": 2}, DEFAULT, [2, 2, 2, 2], id="of all buckets"),
+        pytest.param({"first_bucket_cap_mb": 2}, DEFAULT, [2, 3, 3, 3], id="of the first bucket"),
+        pytest.param(
+            {"bucket_cap_mb": 5, "first_bucket_cap_mb": 2}, DEFAULT, [2, 5, 5, 5], id="both"
+        ),
         pytest.param({}, LISTED, [1, 3, 2, 2], id="as listed"),
+        pytest.param({"bucket_cap_mb": 5}, LISTED, [5, 5, 5, 5], id="instead of a list"),
         pytest.param({"first_bucket_cap_mb": 4}, LISTED, [4, 3, 2, 2], id="another first"),
         pytest.param(
             {"first_bucket_cap_mb": 4}, BucketCaps(MIB, MIB, (MIB,)), [4, 1, 1, 1], id="list of one"
@@ -83,7 +72,7 @@ def test_options_go_before_the_module(
         ),
     ],
 )
-def test_each_bucket_of_a_list_has_its_cap(
+def test_options_go_before_the_module(
     options: dict[str, Any], module: BucketCaps, sizes_mb: list[int]
 ) -> None:
     caps = bucket_caps(FusionConfig(**options), module)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import fx
 
 from fusion_passes.graph.text import graph_text
 from fusion_passes.plan.placement import Placement, plan_placement
@@ -70,10 +69,3 @@ def test_a_collective_of_its_group_can_hold_a_launch_back() -> None:
 
     first, second = _placements(backward, tensor(2, 2), tensor(2, 2))
     assert (first.following, second.following) == (0, 0), "behind the product"
-
-
-def test_a_result_that_nothing_waits_for() -> None:
-    graph = fx.Graph()
-    placed = plan_placement(graph, groups_of(graph))
-    assert placed.placements == ()
-    assert Placement(fx.Node.__new__(fx.Node), None, 0, 0).why_waited() == ""

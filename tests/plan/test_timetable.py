@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from fusion_passes.plan.caps import KEPT_ON_CPU_BYTES, BucketCaps
@@ -96,29 +95,6 @@ def test_gradients_without_a_time_come_last() -> None:
     planned = plan_timetable(times, kinds, FP32.itemsize, table, CAPS)
     assert planned.buckets[0] == (2,)
     assert [n for bucket in planned.buckets for n in bucket] == [2, 1, 3, 0]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{}",
-        '{"format": 0}',
-        '{"format": 1, "rounds": 5, "numbers": [0], "ready_ns": [], "measured": ""}',
-        '{"format": 1, "rounds": 5, "numbers": [0, 1], "ready_ns": [2, 1], "measured": ""}',
-        '{"format": 1, "rounds": 5, "numbers": [0, 0], "ready_ns": [1, 2], "measured": ""}',
-        '{"format": 1, "rounds": "x", "numbers": [0], "ready_ns": [1], "measured": ""}',
-    ],
-)
-def test_texts_of_no_ready_times_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r".+"):
-        ReadyTimes.from_json(text)
-
-
-def test_ready_times_come_back_from_their_text() -> None:
-    times = ReadyTimes(5, (2, 0), (1, 7), "today")
-    assert ReadyTimes.from_json(times.to_json()) == times
 
 
 def test_modules_of_other_parameters_have_other_keys() -> None:

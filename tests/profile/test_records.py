@@ -84,11 +84,24 @@ def test_what_is_not_whole_cannot_be_used(text) -> None:
         files.look_up(PLACE)
 
 
-@pytest.mark.parametrize("ready_ns", ["10, Infinity", "10, 4611686018427387904", "10, 5"])
-def test_ready_times_that_nobody_can_have_measured(ready_ns) -> None:
-    text = ReadyTimes(5, (1, 0), (10, 20), "today").to_json().replace("10, 20", ready_ns)
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"format": 0},
+        {"rounds": "x"},
+        {"numbers": [1, 1]},
+        {"ready_ns": []},
+        {"ready_ns": [10, 5]},
+        {"ready_ns": [10, float("inf")]},
+        {"ready_ns": [10, 2**62]},
+    ],
+    ids=str,
+)
+def test_ready_times_that_nobody_can_have_measured(edit) -> None:
+    times = ReadyTimes(5, (1, 0), (10, 20), "today")
+    assert ReadyTimes.from_json(times.to_json()) == times
     with pytest.raises(ValueError, match=r".+"):
-        ReadyTimes.from_json(text)
+        ReadyTimes.from_json(json.dumps({**json.loads(times.to_json()), **edit}))
 
 
 def test_two_writers_leave_one_whole_profile() -> None:

@@ -31,10 +31,11 @@ def _flag() -> Iterator[None]:
         yield
 
 
-def layers(**options: Any) -> Any:
+def layers() -> tuple[Any, Any]:
+    """Three of them in DDP, and compiled."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    return DistributedDataParallel(model, **options)
+    ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
+    return ddp, torch.compile(ddp)
 
 
 class Parts(nn.Module):
@@ -54,27 +55,21 @@ def reasons(ddp: Any, loss: Callable[[], Any], count: int = 2, **backward: Any) 
     return dict(sorted(found.items()))
 
 
-def test_before_the_first_step_nothing_is_said() -> None:
-    assert reasons(layers(), lambda: None, 0) == {}
-
-
 def test_the_first_step_copies_all_and_the_next_ones_nothing() -> None:
-    ddp = layers()
-    compiled = torch.compile(ddp)
-    found = [reasons(ddp, lambda: compiled(X).sum(), 1) for _ in range(2)]
-    assert found == [dict.fromkeys(ALL, copies.FIRST), {}]
+    ddp, compiled = layers()
+    found = [reasons(ddp, lambda: compiled(X).sum(), count) for count in (0, 1, 1)]
+    assert found == [{}, dict.fromkeys(ALL, copies.FIRST), {}]
 
 
 def test_what_is_not_compiled() -> None:
-    ddp = layers()
+    ddp, _ = layers()
     ddp.module[0] = torch.compile(ddp.module[0])
     found = reasons(ddp, lambda: ddp(X).sum())
     assert found == dict.fromkeys(ALL[2:], copies.NOT_COMPILED)
 
 
 def test_a_weight_that_the_loss_reads_too() -> None:
-    ddp = layers()
-    compiled = torch.compile(ddp)
+    ddp, compiled = layers()
     weight = ddp.module[1].weight
     found = reasons(ddp, lambda: compiled(X).sum() + weight.sum())
     assert found.pop("1.weight") == copies.SEVERAL
@@ -84,16 +79,15 @@ def test_a_weight_that_the_loss_reads_too() -> None:
 
 def test_several_forwards_of_one_backward() -> None:
     """The last one stores what all have given."""
-    ddp = layers()
-    compiled = torch.compile(ddp)
+    ddp, compiled = layers()
     found = reasons(ddp, lambda: sum(compiled(n * X).sum() for n in range(3)))
     assert found == {}
 
 
 def test_a_layer_that_is_used_more_often_than_the_others() -> None:
     """Its gradient is another sum than those that its graph stores together with it."""
-    ddp = layers()
-    compiled, last = torch.compile(ddp), torch.compile(ddp.module[2])
+    ddp, compiled = layers()
+    last = torch.compile(ddp.module[2])
     found = reasons(ddp, lambda: compiled(X).sum() + last(X).sum())
     assert {found.pop("2.bias"), found.pop("2.weight")} == {copies.SEVERAL}
     assert found == dict.fromkeys(ALL[:4], copies.BESIDE)
@@ -103,8 +97,7 @@ def test_a_layer_that_is_used_more_often_than_the_others() -> None:
     "register", ["register_hook", "register_post_accumulate_grad_hook", "node"]
 )
 def test_a_hook_of_the_user(register: str) -> None:
-    ddp = layers()
-    compiled = torch.compile(ddp)
+    ddp, compiled = layers()
     weight = ddp.module[2].weight
     if register == "node":
         torch.autograd.graph.get_gradient_edge(weight).node.register_prehook(lambda g: g)
@@ -121,8 +114,7 @@ def test_a_hook_of_the_user(register: str) -> None:
     [({"create_graph": True}, copies.CREATES_GRAPH), ({"inputs": True}, copies.SOME_INPUTS)],
 )
 def test_how_backward_is_called(options: dict[str, Any], why: str) -> None:
-    ddp = layers()
-    compiled = torch.compile(ddp)
+    ddp, compiled = layers()
     if "inputs" in options:
         options = {"inputs": list(ddp.parameters())}
     with functorch_config.patch(donated_buffer=False):  # Torch asks for that with create_graph.
@@ -131,9 +123,8 @@ def test_how_backward_is_called(options: dict[str, Any], why: str) -> None:
 
 
 def test_two_modules_that_average_one_weight() -> None:
-    ddp = layers()
-    other = DistributedDataParallel(nn.Sequential(ddp.module[2]))
-    compiled, others = torch.compile(ddp), torch.compile(other)
+    ddp, compiled = layers()
+    others = torch.compile(DistributedDataParallel(nn.Sequential(ddp.module[2])))
     found = reasons(ddp, lambda: compiled(X).sum() + others(X).sum())
     assert {name for name, why in found.items() if why == copies.SHARED} == {"2.bias", "2.weight"}
 
@@ -160,8 +151,7 @@ def test_a_graph_that_was_compiled_before_the_buckets_were_agreed_on() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_module_that_was_converted(dtype: torch.dtype) -> None:
     """Its buckets are of the dtype that it was constructed in; eager DDP does not average then."""
-    ddp = layers()
-    compiled = torch.compile(ddp)
+    ddp, compiled = layers()
     for _ in range(2):
         compiled(X).sum().backward()
     ddp.to(dtype)
@@ -174,7 +164,7 @@ def test_a_module_that_was_converted(dtype: torch.dtype) -> None:
 
 def test_a_module_that_is_wrapped_anew() -> None:
     """The hooks of its first reducer are gone, though its parameters' nodes are there."""
-    ddp = layers()
+    ddp = layers()[0]
     loss = ddp(X).sum()  # It keeps the nodes.
     model = ddp.module
     del ddp

@@ -8,160 +8,144 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes import FusionConfig
 from fusion_passes.reducer.rank_errors import SettingsDifferError
 from testing import models
 from testing.registered import registered_by_nobody
-from tests.reducer.test_reducer import flag
 
 RUN = Callable[..., list[Any]]
-TIMEOUT = timedelta(seconds=3)
+X = torch.ones(4, models.WIDTH)
 
 
-def _lacks_on_one_rank(good_steps: int) -> str:
-    """After some steps, rank 1 leaves out a branch that rank 0 takes; the error of this rank."""
-    with flag():
-        group = dist.new_group()
-        ddp = DistributedDataParallel(models.Branching(), process_group=group)
-        for step in range(good_steps + 2):
-            is_good = step < good_steps
-            if step == good_steps:
-                dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
-            takes = "abc" if is_good or dist.get_rank() == 0 else "ab"
-            ddp.zero_grad()
-            try:
-                ddp(torch.ones(4, models.WIDTH), takes).sum().backward()
-            except RuntimeError as error:
-                return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("good_steps", [0, 2])
-def test_a_missing_gradient_is_named_on_the_rank_that_waits(
-    run_on_ranks: RUN, good_steps: int
-) -> None:
-    waiting, lacking = run_on_ranks(2, _lacks_on_one_rank, good_steps=good_steps)
-    # Eager DDP's error, in the next forward of the rank that lacks a gradient.
-    assert "Expected to have finished reduction in the prior iteration" in lacking
-    # And why, on the rank that waits for it.
-    assert "under ddp_fusion has failed, since rank 1 cannot finish its backward" in waiting
-    assert "it has no gradient of 'c.weight', 'c.bias'" in waiting
-
-
-def _fails_on_one_rank() -> str:
-    """The third backward of rank 1 raises an error of the user's; the error of this rank."""
-    with flag():
-        group = dist.new_group()
-        ddp = DistributedDataParallel(models.mlp(3), process_group=group)
-        for step in range(3):
-            ddp.zero_grad()
-            output = ddp(torch.ones(4, models.WIDTH))
-            if step == 2:
-                dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
-                if dist.get_rank() == 1:
-                    output.register_hook(_raise)
-            try:
-                output.sum().backward()
-            except (RuntimeError, ZeroDivisionError) as error:
-                return str(error)
-    return ""
+def _time_out_soon(group: dist.ProcessGroup) -> None:
+    """From here on, for nothing is compiled any more."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), group)
 
 
 def _raise(_: Any) -> None:
     raise ZeroDivisionError("a user's error")
 
 
-def test_an_error_of_one_rank_is_named_on_the_other(run_on_ranks: RUN) -> None:
-    waiting, failing = run_on_ranks(2, _fails_on_one_rank)
-    assert failing == "a user's error"
-    assert "rank 1 cannot finish its backward: ZeroDivisionError: a user's error" in waiting
+def lacks_a_gradient(group: dist.ProcessGroup) -> None:
+    """After two steps, rank 1 leaves out a branch that rank 0 takes."""
+    ddp = DistributedDataParallel(models.Branching(), process_group=group)
+    for step in range(4):
+        if step == 2:
+            _time_out_soon(group)
+        ddp.zero_grad()
+        ddp(X, "ab" if step > 1 and dist.get_rank() else "abc").sum().backward()
 
 
-# --- join ----------------------------------------------------------------------------------------
+def fails(group: dist.ProcessGroup) -> None:
+    """The third backward of rank 1 raises an error of the user's."""
+    ddp = DistributedDataParallel(models.mlp(3), process_group=group)
+    for step in range(3):
+        ddp.zero_grad()
+        output = ddp(X)
+        if step == 2:
+            _time_out_soon(group)
+            if dist.get_rank() == 1:
+                output.register_hook(_raise)
+        output.sum().backward()
 
 
-def _runs_out_first() -> str:
-    """Rank 0 has one input, rank 1 three; the error of this rank."""
-    with flag():
-        ddp = DistributedDataParallel(models.mlp())
+def runs_out_first(group: dist.ProcessGroup) -> None:
+    """Rank 0 has one input, rank 1 three."""
+    ddp = DistributedDataParallel(models.mlp(), process_group=group)
+    with ddp.join(throw_on_early_termination=True):
+        for _ in range(1 + 2 * dist.get_rank()):
+            ddp(X).sum().backward()
+
+
+def fails_alone(group: dist.ProcessGroup) -> None:
+    """Rank 0 has no inputs, and the first backward of rank 1 raises an error of the user's."""
+    ddp = DistributedDataParallel(models.mlp(), process_group=group)
+    with ddp.join():
+        if dist.get_rank() == 1:
+            output = ddp(X)
+            output.register_hook(_raise)
+            dist.barrier()
+            output.sum().backward()
+        else:
+            _time_out_soon(group)
+            dist.barrier()
+
+
+def error_of(job: Callable[[dist.ProcessGroup], None]) -> str:
+    """The error of this rank."""
+    with inductor_config.patch(ddp_fusion="concat"):
         try:
-            with ddp.join(throw_on_early_termination=True):
-                for _ in range(1 + 2 * dist.get_rank()):
-                    ddp(torch.ones(4, models.WIDTH)).sum().backward()
-        except RuntimeError as error:
-            return str(error)
-    return ""
-
-
-def test_an_error_where_one_runs_out_first(run_on_ranks: RUN) -> None:
-    ended, warned = run_on_ranks(2, _runs_out_first)
-    assert "Rank 0 exhausted all inputs" in ended
-    assert "at least one rank that exhausted inputs" in warned
-
-
-def _fails_alone() -> str:
-    """Rank 0 has no inputs, and the first backward of rank 1 raises an error of the user's; the
-    error of this rank."""
-    with flag():
-        group = dist.new_group()
-        ddp = DistributedDataParallel(models.mlp(), process_group=group)
-        try:
-            with ddp.join():
-                if dist.get_rank() == 1:
-                    output = ddp(torch.ones(4, models.WIDTH))
-                    output.register_hook(_raise)
-                    dist.barrier()
-                    output.sum().backward()
-                else:
-                    dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
-                    dist.barrier()
+            job(dist.new_group())
         except (RuntimeError, ZeroDivisionError) as error:
             return str(error)
     return ""
 
 
-def test_an_error_reaches_those_without_inputs(run_on_ranks: RUN) -> None:
-    ended, failed = run_on_ranks(2, _fails_alone)
-    assert failed == "a user's error"
-    assert "rank 1 cannot finish its backward: ZeroDivisionError: a user's error" in ended
+FAILING = ("rank 1 cannot finish its backward: ZeroDivisionError: a user's error", "a user's error")
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        # Eager DDP's error, in the next forward of the rank that lacks a gradient; and why, on the
+        # one that waits for it.
+        (
+            lacks_a_gradient,
+            (
+                "has failed, since rank 1 cannot finish its backward: it has no gradient of 'c.we",
+                "Expected to have finished reduction in the prior iteration",
+            ),
+        ),
+        (fails, FAILING),
+        (fails_alone, FAILING),
+        (
+            runs_out_first,
+            ("Rank 0 exhausted all inputs", "at least one rank that exhausted inputs"),
+        ),
+    ],
+)
+def test_each_rank_learns_what_is_wrong(
+    run_on_ranks: RUN, job: Callable[..., None], words: tuple[str, str]
+) -> None:
+    for said, word in zip(run_on_ranks(2, error_of, job=job), words, strict=True):
+        assert word in said
 
 
 # --- Settings ------------------------------------------------------------------------------------
 
 
-def _other_settings(flags: list[dict[str, Any]], options: list[dict[str, Any]]) -> str:
-    """The error of this rank, whose options of the flag and of DDP are those of its number."""
-    rank = dist.get_rank()
+def _other_settings(flag: dict[str, Any], options: dict[str, Any]) -> str:
+    """The error of this rank, where rank 1 has some options of the flag and of DDP."""
+    is_other = dist.get_rank() == 1
     with (
         registered_by_nobody(),
-        flag(**flags[rank]),
+        inductor_config.patch(ddp_fusion=FusionConfig(**(flag if is_other else {}))),
         pytest.raises(SettingsDifferError) as caught,
     ):
-        DistributedDataParallel(models.mlp(2), **options[rank])
+        DistributedDataParallel(models.mlp(2), **(options if is_other else {}))
     return str(caught.value)
 
 
-SAME: list[dict[str, Any]] = [{}, {}]
-
-
 @pytest.mark.parametrize(
-    ("flags", "options", "words"),
+    ("flag", "options", "words"),
     [
         (
-            [{"bucket_cap_mb": 1.0}, {"bucket_cap_mb": 2.0}],
-            SAME,
+            {"bucket_cap_mb": 2.0},
+            {},
             [
                 "torch._inductor.config.ddp_fusion must be the same on all ranks",
-                '"bucket_cap_mb": 1.0',
+                '"bucket_cap_mb": null',
                 '"bucket_cap_mb": 2.0',
             ],
         ),
-        ([{}, {"memory": "registered"}], SAME, ['"memory": "registered"']),
+        ({"memory": "registered"}, {}, ['"memory": "registered"']),
         (
-            SAME,
-            [{}, {"find_unused_parameters": True}],
+            {},
+            {"find_unused_parameters": True},
             [
                 "find_unused_parameters of DistributedDataParallel must be the same on all",
                 "false on rank 0",
@@ -172,10 +156,7 @@ SAME: list[dict[str, Any]] = [{}, {}]
     ids=["cap", "memory", "unused"],
 )
 def test_other_settings_are_an_error_on_every_rank_that_names_them(
-    run_on_ranks: RUN,
-    flags: list[dict[str, Any]],
-    options: list[dict[str, Any]],
-    words: list[str],
+    run_on_ranks: RUN, flag: dict[str, Any], options: dict[str, Any], words: list[str]
 ) -> None:
-    for text in run_on_ranks(2, _other_settings, flags=flags, options=options):
+    for text in run_on_ranks(2, _other_settings, flag=flag, options=options):
         assert all(word in text for word in words), text

@@ -9,22 +9,19 @@ from typing import Any, Final
 from unittest import mock
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 from fusion_passes.ddp import module
 from fusion_passes.plan.layout import lay_out
-from testing import models
 from testing.scenarios.catalog import SCENARIOS
 from testing.scenarios.entries import Scenario
 from testing.scenarios.outcomes import RankReport
-from tests.reducer.test_reducer import Steps, flag, pair, rows, run_steps
 from tests.reducer.test_scenarios import case_of, train
 
 RUN = Callable[..., list[Any]]
 
 _CHECKED: Final = (
     *("static-graph-unused", "static-graph-without-some", "static-graph-changes"),
+    "static-graph-reentrant",
     *("join-several-times", "join-static-graph", "unused-some", "unused-changing"),
 )
 """Features that a first backward with a layout is about, on two ranks; nightly jobs train all."""
@@ -52,48 +49,17 @@ def give_layout(reducer: Any) -> None:
 
 
 def _cases() -> list[Any]:
-    found = []
-    for scenario in SCENARIOS:
-        # The first one waits for a timeout: see test_errors.py.
-        if scenario.feature in ("missing-one", *BY_BUCKET):
-            continue
-        found.append(case_of(scenario, is_now=scenario.ranks == 2 and scenario.feature in _CHECKED))
-    return found
+    return [
+        case_of(scenario, is_now=scenario.ranks == 2 and scenario.feature in _CHECKED)
+        for scenario in SCENARIOS
+        if scenario.feature not in ("missing-one", *BY_BUCKET)  # The first waits for a timeout.
+    ]
 
 
 def train_given(scenario: Scenario) -> RankReport:
     """A job for every rank."""
     with mock.patch.object(module, "learn_layout", give_layout):
         return train(scenario, "auto", scenario.dtypes[0])
-
-
-class Twice(nn.Module):
-    """Exact. A layer that two parts of the model use, which are compiled apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared, self.first, self.last = (nn.Linear(models.WIDTH, models.WIDTH) for _ in "123")
-        models.fill_whole(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.shared(self.first(x)).relu()
-        torch._dynamo.graph_break()
-        return self.last(self.shared(x))
-
-
-def static_and_shared() -> Steps:
-    """The gradient of a layer is accumulated twice, and a static graph says when that is."""
-    with mock.patch.object(module, "learn_layout", give_layout), flag(mode="auto"):
-        ddp, eager = pair(Twice, static_graph=True)
-        return run_steps(ddp, eager, lambda model, number: model(rows(number)).sum())
-
-
-def test_a_static_graph_counts_in_its_first_round(run_on_ranks: RUN) -> None:
-    for rank in run_on_ranks(2, static_and_shared):
-        assert rank.error == 0
-        # And in the first one ranks say what they have used.
-        buckets = len(rank.buckets)
-        assert rank.collectives == [buckets + 1, *[buckets] * 3]
 
 
 @pytest.mark.parametrize("scenario", _cases())

@@ -8,16 +8,18 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes import FusionConfig
 from fusion_passes.profile import files, measure, ready_clock
 from fusion_passes.profile.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
 from fusion_passes.profile.records import ReadyTimes
@@ -25,7 +27,9 @@ from fusion_passes.profile.tables import CostTable
 from fusion_passes.reducer.reducer import reducer_of
 from testing import models
 from testing.scenarios.both_ways import noted_warnings
-from tests.reducer.test_reducer import Steps, flag, pair, rows, run_steps
+from testing.scenarios.loop import backwards
+from testing.scenarios.run import Run
+from tests.support.beside_eager import beside_eager
 
 RUN = Callable[..., list[Any]]
 
@@ -42,20 +46,22 @@ class Start:
     Attributes:
         planned: the buckets when the module is constructed; empty without a layout.
         predicted: when each is expected to be sent.
-        steps: of training, beside eager DDP.
+        stored: how many gradients compiled backwards have stored in their buckets, by step.
+        missing: how many gradients were missing at each launch, by step.
         decision: what was said.
+        clock: whether ready times are still measured at the end.
         measured: how often costs were measured.
         kept: names of this rank's files.
-        clock: whether ready times are still measured at the end.
     """
 
-    planned: list[tuple[int, ...]]
-    predicted: dict[int, tuple[int, int]]
-    steps: Steps
-    decision: tuple[str, ...]
-    measured: int
-    kept: list[str]
-    clock: bool
+    planned: list[tuple[int, ...]] = field(default_factory=list)
+    predicted: dict[int, tuple[int, int]] = field(default_factory=dict)
+    stored: list[int] = field(default_factory=list)
+    missing: list[list[int]] = field(default_factory=list)
+    decision: tuple[str, ...] = ()
+    clock: bool = False
+    measured: int = 0
+    kept: list[str] = field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -77,26 +83,43 @@ def files_in(directory: Path) -> Iterator[list[torch.dtype]]:
         yield calls
 
 
-def start(directory: Path, count: int = 2, torch_version: str = "", **options: Any) -> Start:
-    """Construct a module, and train it."""
-    version = mock.patch.object(torch, "__version__", torch_version or torch.__version__)
-    with files_in(directory) as calls, flag(mode="auto", **options):
-        with version:
-            ddp, eager = pair(lambda: models.mlp(LAYERS))
-        reducer = reducer_of(ddp)
-        layout = reducer.layout
-        planned = [b.numbers for b in layout.buckets] if reducer.has_rebuilt_buckets else []
-        steps = run_steps(ddp, eager, lambda model, number: model(rows(number)).sum(), count)
+def start(directory: Path, count: int = 2, versions: tuple[str, ...] = (), **options: Any) -> Start:
+    """Construct a module, and train it beside eager DDP; ``versions`` are torch's, by rank."""
+    flag = FusionConfig(mode="auto", **options)
+    with files_in(directory) as calls:
+        begun = beside_eager(train, flag, count=count, versions=versions)
+        begun.measured = len(calls)
         folder = Path(os.environ[files.DIRECTORY_VARIABLE])
-        return Start(
-            planned,
-            dict(reducer.predicted),
-            steps,
-            reducer.decision,
-            len(calls),
-            sorted(path.name for path in folder.glob("*")),
-            reducer.clock is not None,
-        )
+        begun.kept = sorted(path.name for path in folder.glob("*"))
+        return begun
+
+
+def train(run: Run, count: int, versions: tuple[str, ...]) -> Start:
+    version = versions[dist.get_rank()] if versions else torch.__version__
+    with mock.patch.object(torch, "__version__", version):
+        ddp, forward = run.compiled(run.mlp(LAYERS))
+    if not run.is_fused:
+        backwards(run, ddp, forward, count)
+        return Start()
+    reducer = reducer_of(ddp)
+    planned = [b.numbers for b in reducer.layout.buckets] if reducer.has_rebuilt_buckets else []
+    begun = Start(planned, dict(reducer.predicted))
+    communication: Any = reducer.communication
+    launch = communication.launch
+
+    def noting(*args: Any) -> Any:
+        assert reducer._round is not None
+        begun.missing[-1].append(sum(reducer._round.pending))
+        return launch(*args)
+
+    communication.launch = noting
+    for step in range(count):
+        begun.missing.append([])
+        backwards(run, ddp, forward, 1, first=step)
+        assert not planned or run.launches[-1].number == len(planned), "no broadcast of a layout"
+        begun.stored.append(reducer.num_stored)
+    begun.decision, begun.clock = reducer.decision, reducer.clock is not None
+    return begun
 
 
 def ready_file(directory: Path, rank: int) -> Path:
@@ -112,7 +135,9 @@ def said(ranks: list[Start], words: str) -> bool:
 def first(run_on_ranks: RUN, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Start]]:
     """What a start that measures leaves."""
     directory = tmp_path_factory.mktemp("first")
-    return directory, run_on_ranks(2, start, directory=directory, count=ROUNDS)
+    cap_mb = 600 / 2**20  # Two layers and more.
+    options = {"bucket_cap_mb": cap_mb, "first_bucket_cap_mb": cap_mb}
+    return directory, run_on_ranks(2, start, directory=directory, count=ROUNDS + 1, **options)
 
 
 @pytest.fixture
@@ -129,7 +154,6 @@ def test_the_first_start_fills_caps_and_measures(first: tuple[Path, list[Start]]
     assert said(ranks, f"the next run plans from {ready_file(directory, 0)} of rank 0")
     for rank in ranks:
         assert (rank.planned, rank.predicted, rank.measured) == ([], {}, 1)
-        assert rank.steps.error == 0
         assert not rank.clock
     # Rank 0 keeps them.
     assert [len(rank.kept) for rank in ranks] == [2, 0]
@@ -156,9 +180,7 @@ def test_the_next_start_plans_from_what_rank_0_has(run_on_ranks: RUN, kept: Path
     assert said(second, "in buckets filled up to caps")
     for rank in second:
         assert rank.measured == 0
-        assert rank.steps.error == 0
-        assert rank.steps.keys == 0
-        assert rank.planned == second[0].planned == rank.steps.buckets
+        assert rank.planned == second[0].planned
         # The last bucket begins with the last gradient, and has that one alone.
         assert rank.planned[-1] == (4,)
         assert {n for bucket in rank.planned for n in bucket} == set(order)
@@ -167,9 +189,8 @@ def test_the_next_start_plans_from_what_rank_0_has(run_on_ranks: RUN, kept: Path
         )
         assert rank.predicted.keys() == set(range(len(rank.planned)))
         assert rank.predicted[len(rank.planned) - 1][0] == 10 * second_ns
-        # No broadcast of a layout, and graphs are cut as it is from the first step on.
-        assert rank.steps.collectives == [len(rank.planned)] * 2
-        assert rank.steps.stored == [2 * LAYERS] * 2
+        # Graphs are cut as it is from the first step on.
+        assert rank.stored == [2 * LAYERS] * 2
         assert not rank.clock
 
 
@@ -181,7 +202,6 @@ def test_damaged_files_are_measured_anew_and_that_is_said(run_on_ranks: RUN, kep
     assert said(again, "first run")
     for rank in again:
         assert (rank.planned, rank.measured, rank.clock) == ([], 1, True)
-        assert rank.steps.error == 0
 
 
 def test_a_users_cap_bounds_the_buckets(run_on_ranks: RUN, kept: Path) -> None:
@@ -190,68 +210,37 @@ def test_a_users_cap_bounds_the_buckets(run_on_ranks: RUN, kept: Path) -> None:
     options = {"bucket_cap_mb": cap / 2**20, "first_bucket_cap_mb": cap / 2**20}
     capped = run_on_ranks(2, start, directory=kept, **options)
     for rank in capped:
-        assert rank.steps.error == 0
         assert max(sum(sizes[n] for n in bucket) for bucket in rank.planned) <= cap
-
-
-def with_versions_that_differ(directory: Path) -> Start:
-    return start(directory, ROUNDS, torch_version=f"2.9{dist.get_rank()}.0")
 
 
 def test_ranks_with_other_versions_have_a_profile_of_their_own(
     run_on_ranks: RUN, kept: Path
 ) -> None:
-    first = run_on_ranks(2, with_versions_that_differ, directory=kept)
+    versions = "2.90.0", "2.91.0"
+    first = run_on_ranks(2, start, directory=kept, count=ROUNDS, versions=versions)
     assert said(first, "first run")
-    again = run_on_ranks(2, with_versions_that_differ, directory=kept)
+    again = run_on_ranks(2, start, directory=kept, versions=versions)
     assert all(rank.planned for rank in again)
 
 
-def launches(directory: Path) -> list[list[int]]:
-    """How many gradients are missing at each launch, in each step."""
-    # Two layers and more.
-    options = {"bucket_cap_mb": 600 / 2**20, "first_bucket_cap_mb": 600 / 2**20}
-    with files_in(directory), flag(mode="auto", **options):
-        ddp = DistributedDataParallel(models.mlp(LAYERS))
-        reducer = reducer_of(ddp)
-        communication: Any = reducer.communication
-        original = communication.launch
-        missing: list[list[int]] = []
-
-        def launch(*args: Any) -> Any:
-            assert reducer._round is not None
-            missing[-1].append(sum(reducer._round.pending))
-            return original(*args)
-
-        communication.launch = launch
-        compiled = torch.compile(ddp)
-        for number in range(ROUNDS + 1):
-            missing.append([])
-            ddp.zero_grad()
-            compiled(rows(number)).sum().backward()
-        return missing
-
-
-def test_nothing_is_sent_while_ready_times_are_measured(run_on_ranks: RUN, tmp_path: Path) -> None:
-    for missing in run_on_ranks(2, launches, directory=tmp_path):
-        assert len(missing[1]) > 1
-        waits = [not any(step) for step in missing]
-        measured = [SKIPPED_ROUNDS <= number < ROUNDS for number in range(ROUNDS + 1)]
-        assert waits == measured
-    # Graphs tell more times than there are buckets.
-    times = ReadyTimes.from_json(ready_file(tmp_path, 0).read_text())
-    assert len(set(times.ready_ns)) >= LAYERS > len(missing[1])
+def test_nothing_is_sent_while_ready_times_are_measured(first: tuple[Path, list[Start]]) -> None:
+    directory, ranks = first
+    for rank in ranks:
+        assert len(rank.missing[1]) > 1
+        waits = [not any(step) for step in rank.missing]
+        assert waits == [SKIPPED_ROUNDS <= number < ROUNDS for number in range(ROUNDS + 1)]
+        # Graphs tell more times than there are buckets.
+        times = ReadyTimes.from_json(ready_file(directory, 0).read_text())
+        assert len(set(times.ready_ns)) >= LAYERS > len(rank.missing[1])
 
 
 def joined(directory: Path) -> tuple[tuple[str, ...], bool]:
     """Rank 1 has no inputs any more while times are measured."""
-    with files_in(directory), flag(mode="auto"):
-        ddp = DistributedDataParallel(models.mlp(2))
-        compiled = torch.compile(ddp)
+    run = Run("fused", torch.float32, torch.device("cpu"))
+    with files_in(directory), inductor_config.patch(ddp_fusion="auto"):
+        ddp, forward = run.compiled(run.mlp(2))
         with ddp.join():
-            for number in range(ROUNDS + 1 if dist.get_rank() == 0 else 2):
-                ddp.zero_grad()
-                compiled(rows(number)).sum().backward()
+            backwards(run, ddp, forward, ROUNDS + 1 if dist.get_rank() == 0 else 2)
         return reducer_of(ddp).decision, reducer_of(ddp).clock is None
 
 
@@ -337,7 +326,8 @@ def test_one_rank_fills_caps_and_says_so(run_on_ranks: RUN, tmp_path: Path) -> N
 
 
 def two_dtypes(directory: Path) -> tuple[tuple[str, ...], list[str], int]:
-    with files_in(directory) as calls, flag(mode="auto"), noted_warnings() as warned:
+    flag = inductor_config.patch(ddp_fusion="auto")
+    with files_in(directory) as calls, flag, noted_warnings() as warned:
         ddp = DistributedDataParallel(models.TwoDtypes())
         return reducer_of(ddp).decision, warned, len(calls)
 

@@ -3,6 +3,7 @@ NCCL is told of it. A fake backend, and ranks over Gloo, show it without a GPU."
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import re
@@ -13,12 +14,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
+from fusion_passes import FusionConfig
 from fusion_passes.ddp import module
 from fusion_passes.reducer.rank_errors import SettingsDifferError
 from fusion_passes.reducer.reducer import reducer_of
@@ -28,13 +31,20 @@ from fusion_passes.torch_private.registered_memory import RegisteredMemory, why_
 from testing import models
 from testing.registered import CPU, Backend, Group, on_the_host, registered_by_nobody
 from testing.scenarios.both_ways import flag_of, train_both
-from testing.scenarios.catalog import SCENARIOS
+from testing.scenarios.catalog import SCENARIOS, SMALL_MB
 from testing.scenarios.entries import Scenario
+from testing.scenarios.loop import backwards
 from testing.scenarios.outcomes import RankReport, judge
-from tests.reducer.test_reducer import CAP_MB, flag, pair, rows
+from testing.scenarios.run import Run
 from tests.reducer.test_scenarios import case_of
+from tests.support.beside_eager import beside_eager
 
 RUN = Callable[..., list[Any]]
+FLAG: Final = FusionConfig(memory="registered")
+
+
+def registered() -> contextlib.AbstractContextManager[None]:
+    return inductor_config.patch(ddp_fusion=FLAG)
 
 
 # --- What NCCL is told ---------------------------------------------------------------------------
@@ -139,7 +149,10 @@ def test_reasons_against_it(group: Any, devices: list[torch.device], why: str) -
 
 
 def refused_over_gloo() -> str:
-    with flag(memory="registered"), pytest.raises(ValueError, match="memory") as caught:
+    with (
+        registered(),
+        pytest.raises(ValueError, match="memory") as caught,
+    ):
         DistributedDataParallel(models.mlp(2))
     return str(caught.value)
 
@@ -158,7 +171,7 @@ def refused_on_one_rank() -> str:
     with (
         registered_by_nobody(),
         mock.patch.object(module, "why_not_registered", return_value=why),
-        flag(memory="registered"),
+        registered(),
         pytest.raises(SettingsDifferError) as caught,
     ):
         DistributedDataParallel(models.mlp(2))
@@ -171,7 +184,7 @@ def test_no_rank_goes_on_alone(run_on_ranks: RUN) -> None:
 
 
 def compressed_by_a_hook() -> str:
-    with registered_by_nobody(), flag(memory="registered"):
+    with registered_by_nobody(), registered():
         ddp = DistributedDataParallel(models.mlp(2))
         with pytest.raises(ValueError, match="sent as they lie") as caught:
             ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
@@ -186,56 +199,47 @@ def test_a_hook_that_sends_a_copy_is_refused(run_on_ranks: RUN) -> None:
 # --- Where buckets lie ---------------------------------------------------------------------------
 
 
-def where_gradients_lie() -> tuple[list[int], list[list[int]], list[float], str, int]:
+def where_gradients_lie(run: Run) -> tuple[list[list[int]], str, list[int]]:
     """The first rank keeps a gradient of each step, as a user may: the second one does not."""
-    kept = []
-    with (
-        registered_by_nobody() as registry,
-        flag(memory="registered", bucket_cap_mb=CAP_MB, first_bucket_cap_mb=CAP_MB),
-    ):
-        ddp, eager = pair(lambda: models.mlp(4))
-        compiled, places, errors = torch.compile(ddp), [], []
-        for number in range(4):
-            ddp.zero_grad()
-            eager.zero_grad()
-            eager(rows(number)).sum().backward()
-            compiled(rows(number)).sum().backward()
-            (data,) = registry.data
-            both = list(zip(ddp.parameters(), eager.parameters(), strict=True))
-            if number:  # The buckets of the first step are others, in plain memory.
-                places.append([a.grad.data_ptr() - data.data_ptr() for a, _ in both])
-            errors.append(max(float((a.grad - b.grad).abs().max()) for a, b in both))
+    kept, places = [], []
+    with registered_by_nobody() as registry:
+        ddp, forward = run.compiled(run.mlp(4), bucket_cap_mb=SMALL_MB)
+        for step in range(4):
+            backwards(run, ddp, forward, 1, first=step)
+            gradients = [parameter.grad for parameter in ddp.parameters()]
+            if run.is_fused and step:  # The buckets of the first step are others, in plain memory.
+                (data,) = registry.data
+                places.append([gradient.data_ptr() - data.data_ptr() for gradient in gradients])
             if dist.get_rank() == 0:
-                kept.append([a.grad for a, _ in both])
+                kept.append(gradients)
+        if not run.is_fused:
+            return [], "", []
         (told,) = fusion_passes.report().modules
-        stored = reducer_of(ddp).num_stored
         fusion_passes.report().to_json()
-    return registry.sizes, places, errors, told.memory, stored
+        assert reducer_of(ddp).num_stored > 0
+    return places, told.memory, registry.sizes
 
 
 def test_buckets_lie_at_the_same_offsets_in_each_step_and_on_each_rank(run_on_ranks: RUN) -> None:
-    first, second = run_on_ranks(2, where_gradients_lie)
+    first, second = run_on_ranks(2, beside_eager, train=where_gradients_lie, flag=FLAG)
     assert first == second
-    sizes, places, errors, told, stored = first
-    assert len(sizes) == 1
+    places, told, (size,) = first
     assert all(place == places[0] for place in places)
-    assert all(0 <= offset < sizes[0] for offset in places[0])
-    assert errors == [0.0] * 4
-    assert told.startswith(f"registered with NCCL as symmetric memory, {sizes[0]} bytes in one")
-    assert stored > 0
+    assert all(0 <= offset < size for offset in places[0])
+    assert told.startswith(f"registered with NCCL as symmetric memory, {size} bytes in one")
 
 
 def ended_pieces() -> list[int]:
     """How many pieces of memory are deregistered: as long as the module trains, when it has got
     another group, when it is freed, and, of another module, after a reset."""
     ended = []
-    with registered_by_nobody() as registry, flag(memory="registered"):
+    with registered_by_nobody() as registry, registered():
         ddp = DistributedDataParallel(models.mlp(2))
-        ddp(rows(0)).sum().backward()
+        ddp(torch.ones(2, models.WIDTH)).sum().backward()
         ended.append(registry.ended)
         ddp._update_process_group(dist.group.WORLD)
         ended.append(registry.ended)
-        ddp(rows(0)).sum().backward()
+        ddp(torch.ones(2, models.WIDTH)).sum().backward()
         assert len(registry.data) == 2
         assert all(parameter.grad is not None for parameter in ddp.parameters())
         process_state.reset()
@@ -250,7 +254,7 @@ def test_memory_is_deregistered_when_nothing_is_launched_from_it(run_on_ranks: R
 def two_dtypes() -> tuple[list[int], int, bool]:
     """Sizes of what was registered, where the second bucket begins in it, and whether an empty
     one is left out."""
-    with registered_by_nobody() as registry, flag(memory="registered"):
+    with registered_by_nobody() as registry, registered():
         model = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1).double()])
         model.register_parameter("empty", nn.Parameter(torch.ones(0, dtype=torch.bfloat16)))
         ddp = DistributedDataParallel(model)
@@ -287,15 +291,12 @@ _NOT_AS_THEY_LIE: Final = (
 
 
 def _cases() -> list[Any]:
-    found = []
-    for scenario in SCENARIOS:
-        options = dict(scenario.options)
-        if scenario.feature in _NOT_AS_THEY_LIE or scenario.must_fail:
-            continue
-        if options.keys() & {"reduce_dtype", "backward_graph"}:
-            continue
-        found.append(case_of(scenario, is_now=scenario.ranks == 2 and scenario.feature in _CHECKED))
-    return found
+    return [
+        case_of(scenario, is_now=scenario.ranks == 2 and scenario.feature in _CHECKED)
+        for scenario in SCENARIOS
+        if not (scenario.feature in _NOT_AS_THEY_LIE or scenario.must_fail)
+        and not dict(scenario.options).keys() & {"reduce_dtype", "backward_graph"}
+    ]
 
 
 def train_registered(scenario: Scenario) -> RankReport:

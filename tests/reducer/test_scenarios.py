@@ -51,7 +51,10 @@ def _cases() -> list[Any]:
         now = {(mode, dtype or scenario.dtypes[0]) for mode, dtype in map(_parts, scenario.tested)}
         for dtype in scenario.dtypes:
             for mode in scenario.modes:
-                marks = _marks(scenario, dtype, is_now=(mode, dtype) in now)
+                marks = _marks(scenario, is_now=(mode, dtype) in now)
+                if dtype == scenario.dtypes[0]:
+                    marks += [pytest.mark.each_torch] if scenario.each_torch else []
+                    marks += [pytest.mark.newest_torch] if scenario.newest_torch else []
                 name = _name_of(scenario, mode, dtype)
                 found.append(pytest.param(scenario, mode, dtype, marks=marks, id=name))
     return found
@@ -59,20 +62,14 @@ def _cases() -> list[Any]:
 
 def case_of(scenario: Scenario, *, is_now: bool) -> Any:
     """A scenario as a parameter of a test that trains it in one way: in each check, or by night."""
-    marks = [] if is_now else [pytest.mark.nightly]
-    if scenario.ranks > 2:
-        marks.append(pytest.mark.xdist_group(GROUPS[scenario.ranks]))
-    return pytest.param(scenario, marks=marks, id=f"{scenario.parallelism}/{scenario.feature}")
+    name = f"{scenario.parallelism}/{scenario.feature}"
+    return pytest.param(scenario, marks=_marks(scenario, is_now=is_now), id=name)
 
 
 def _traced() -> list[Any]:
     """What nightly jobs train with ``backward_graph="compiled_autograd"``, each in one mode."""
     return [
-        pytest.param(
-            scenario,
-            marks=_marks(scenario, "", is_now=False),
-            id=_name_of(scenario, scenario.modes[0], scenario.dtypes[0]),
-        )
+        case_of(scenario, is_now=False)
         for scenario in SCENARIOS
         if "backward_graph" not in dict(scenario.options)
         and not scenario.must_fail
@@ -85,13 +82,10 @@ def _parts(tested: str) -> tuple[str, str]:
     return mode, dtype
 
 
-def _marks(scenario: Scenario, dtype: str, *, is_now: bool) -> list[Any]:
+def _marks(scenario: Scenario, *, is_now: bool) -> list[Any]:
     why = scenario.fails_on_oldest
-    is_first = dtype == scenario.dtypes[0]
     return [
         *([] if is_now else [pytest.mark.nightly]),
-        *([pytest.mark.each_torch] if scenario.each_torch and is_first else []),
-        *([pytest.mark.newest_torch] if scenario.newest_torch and is_first else []),
         *([pytest.mark.xdist_group(GROUPS[scenario.ranks])] if scenario.ranks > 2 else []),
         *([pytest.mark.skip(reason=why)] if why and torch.__version__ < "2.13" else []),
     ]
@@ -147,11 +141,8 @@ def test_trains_as_eager_ddp(run_on_ranks: RUN, scenario: Scenario, mode: str, d
 def test_trains_as_eager_ddp_where_backwards_are_traced(
     run_on_ranks: RUN, scenario: Scenario
 ) -> None:
-    mode, graph = scenario.modes[0], "compiled_autograd"
-    dtype = scenario.dtypes[0]
-    reports = run_on_ranks(
-        scenario.ranks, train, scenario=scenario, mode=mode, dtype=dtype, graph=graph
-    )
+    how = {"mode": scenario.modes[0], "dtype": scenario.dtypes[0], "graph": "compiled_autograd"}
+    reports = run_on_ranks(scenario.ranks, train, scenario=scenario, **how)
     outcome = judge(scenario, reports)
     assert outcome.kind == scenario.becomes, outcome.words
 

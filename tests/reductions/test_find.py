@@ -111,20 +111,6 @@ FORMS: list[tuple[str, Backward, list[TensorSpec], str, str]] = [
         "sum(gradient / 2) complex64 cpu on ddp0, 32 bytes, strides [1]",
     ),
     (
-        "a scalar",
-        lambda x: reduce(x, "w"),
-        [tensor()],
-        "x_1 -> div -> all_reduce -> wait_tensor -> [output]",
-        "sum(gradient / 2) float32 cpu on ddp0, 4 bytes, strides []",
-    ),
-    (
-        "a gradient without elements",
-        lambda x: reduce(x, "w"),
-        [tensor(0, 4)],
-        "x_1 -> div -> all_reduce -> wait_tensor -> [output]",
-        "sum(gradient / 2) float32 cpu on ddp0, 0 bytes, strides [4, 1]",
-    ),
-    (
         "a result that is not used",
         _unused,
         ROW,

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +10,7 @@ import jsonschema
 import pytest
 
 from fusion_passes.reducer.copies import BESIDE, SEVERAL
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.support.launch import ROOT, launch
 
 SCRIPT = """
 import sys
@@ -41,20 +37,11 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
 
 
 def explain(folder: Path, *options: str, steps: int = 12, ranks: int = 1) -> tuple[str, str]:
-    """What the first rank has written to its output and its errors; several are under torchrun."""
+    """What the first rank has written to its output and its errors."""
     (folder / "script.py").write_text(SCRIPT)
     (folder / "helper.py").write_text(f"STEPS = {steps}")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-ranks-filter=0"]
-    launcher = [*torchrun, f"--nproc-per-node={ranks}"] if ranks > 1 else []
     command = ["-m", "fusion_passes.explain", *options, str(folder / "script.py"), "--its-own"]
-    done = subprocess.run(
-        [sys.executable, *launcher, *command],
-        env={**os.environ, **ALONE, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = launch(*command, ranks=ranks, **ALONE)
     assert done.returncode == 0, done.stderr  # A process that ends under a profiler may crash.
     return done.stdout, done.stderr
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -47,6 +48,7 @@ def tables(
     zero: Zero = "none",
     is_inside: bool = False,
     is_joined: bool = False,
+    by_initial: bool = True,
     is_dense: bool = False,
     ddp: Mapping[str, Any] = MappingProxyType({}),
     of_first: Mapping[str, Any] = MappingProxyType({}),
@@ -61,6 +63,7 @@ def tables(
         zero: what becomes of gradients after the other steps, as of a :class:`Loop`.
         is_inside: whether the whole step is compiled.
         is_joined: whether ranks have another number of inputs, and are joined.
+        by_initial: as of :func:`testing.scenarios.features.joining.uneven`.
         is_dense: whether eager DDP's tables are dense: with sparse ones it cannot do this.
         ddp: options of ``DistributedDataParallel``.
         of_first: options of the first table.
@@ -73,7 +76,8 @@ def tables(
 
     step = run.compile(backward) if is_inside else backward
     steps = branches_of(takes)
-    with model.join() if is_joined else contextlib.nullcontext():
+    joined = functools.partial(model.join, divide_by_initial_world_size=by_initial)
+    with joined() if is_joined else contextlib.nullcontext():
         for number, each in enumerate(steps[: 2 + rank] if is_joined else steps):
             synced = number not in local
             with synced_if(model, synced):

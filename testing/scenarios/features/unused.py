@@ -147,6 +147,18 @@ def outputs_in_turn(run: Run, takes: str) -> None:
         run.note_backward(ddp)
 
 
+def outputs_apart(run: Run) -> None:
+    """A backward of one output, and then of another. Eager DDP refuses that one: its sink has
+    marked the other's parameters ready. It stays on its rank, as one of the wrapped module does."""
+    ddp = run.ddp(_Heads(run), **FIND_UNUSED)
+    inputs, _ = run.rows(0)
+    outputs = ddp(inputs)
+    outputs["a"].sum().backward(retain_graph=True)
+    run.note_backward(ddp)
+    (outputs if run.is_fused else ddp.module(inputs))["b"].sum().backward()
+    run.note_backward(ddp, synced=False)
+
+
 def compressed(run: Run, takes: str) -> None:
     """With ``fp16_compress_hook``."""
     hook = default_hooks.fp16_compress_hook
