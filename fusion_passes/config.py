@@ -14,7 +14,6 @@ from typing import Final, Literal, TypeAlias, get_args
 
 FusionMode: TypeAlias = Literal["concat", "coalesced", "auto"]
 ReduceMode: TypeAlias = Literal["concat", "coalesced"]
-REDUCE_MODES: Final[tuple[str, ...]] = get_args(ReduceMode)
 FUSION_MODES: Final[tuple[FusionMode, ...]] = get_args(FusionMode)
 
 ScalingOption: TypeAlias = Literal["auto", "collective", "bucket"]
@@ -126,19 +125,12 @@ class FusionConfig:
         return "coalesced" if self.mode == "coalesced" else "concat"
 
 
-Flag: TypeAlias = FusionMode | FusionConfig | None
-"""What a user may assign to ``ddp_fusion``."""
-
-
 def parse_flag(value: object, option: str = OPTION) -> FusionConfig | None:
     """The options that a value of the flag stands for; ``None`` where fusion is off.
 
-    Args:
-        value: ``None``, a mode's name, or a :class:`FusionConfig`.
-        option: what the user set, for the error's text.
-
     Raises:
-        ValueError: any other value; it names the option, the choices and the value.
+        ValueError: no mode's name, :class:`FusionConfig` or ``None``; it names the option, the
+            choices and the value.
     """
     if value is None or isinstance(value, FusionConfig):
         return value

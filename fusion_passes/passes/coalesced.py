@@ -93,12 +93,7 @@ def _in_place(member: GradientReduction, reduced: Tensor) -> Tensor:
 
 def _as_it_lies(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """A contiguous tensor with the elements in the order in which they lie in memory with these
-    strides: a view, if ``tensor`` lies so too. Backends take contiguous tensors only.
-
-    Args:
-        tensor: of any layout.
-        strides: dense.
-    """
+    dense strides: a view, if ``tensor`` lies so too. Backends take contiguous tensors only."""
     order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
     if order != sorted(order):
         tensor = tensor.permute(order)

@@ -27,13 +27,8 @@ log = logging.getLogger(__name__)
 def run_pipeline(
     graph: fx.Graph, mode: ReduceMode, owner_of: OwnerOf, buckets_of: BucketsOf
 ) -> BucketPlan:
-    """Fuse the gradient reductions of a traced backward.
-
-    Args:
-        graph: a post-grad graph; changed in place.
-        mode: how buckets are reduced.
-        owner_of: says which collectives are DDP's.
-        buckets_of: what each DDP module launches.
+    """Fuse, in place, the gradient reductions of a traced backward after Inductor's post-grad passes.
+    ``owner_of`` says which collectives are DDP's.
 
     Returns:
         The plan that was carried out; without buckets where the graph has no reduction of DDP.

@@ -76,15 +76,11 @@ class Layout:
 def plan_layout(
     pieces: Iterable[Piece], kinds: Mapping[int, GradientKind], caps: BucketCaps
 ) -> Layout:
-    """Put whole pieces together to buckets, in the order in which they have come.
+    """Put whole pieces together to buckets, in the order in which they have come: of all
+    parameters, those of a piece of one kind.
 
-    A piece that brings a bucket to its cap closes it. Within a bucket, pieces of round sizes come
-    first, so that what lies behind them is aligned.
-
-    Args:
-        pieces: of all parameters, each in one of them; those of a piece are of one kind.
-        kinds: by number.
-        caps: of the buckets of each dtype and device.
+    A piece that brings a bucket of its dtype and device to its cap closes it. Within a bucket,
+    pieces of round sizes come first, so that what lies behind them is aligned.
     """
     open_: dict[tuple[torch.dtype, torch.device], list[Piece]] = {}
     closed: list[list[Piece]] = []

@@ -87,12 +87,7 @@ def best_cuts(queue: Queue) -> list[int]:
 
 
 def times_of(queue: Queue, cuts: Iterable[int]) -> list[tuple[int, int]]:
-    """When buckets are sent: start and end of each, in nanoseconds.
-
-    Args:
-        queue: their gradients.
-        cuts: as of :func:`best_cuts`.
-    """
+    """When the buckets between these cuts are sent: start and end of each, in nanoseconds."""
     times, free = [], 0
     for begin, end in pairwise(cuts):
         start = max(free, queue.ready_ns[end - 1])
@@ -115,13 +110,8 @@ def _marks(queue: Queue) -> list[int]:
 
 
 class _Search:
-    """The recurrence of this module, a number of buckets at a time. Rows of its matrices are where
-    a bucket begins, columns where it ends.
-
-    Args:
-        queue: the gradients.
-        marks: where they may be cut, the first and the last place too.
-    """
+    """The recurrence of this module, a number of buckets at a time, with cuts at some marks only.
+    Rows of its matrices are where a bucket begins, columns where it ends."""
 
     def __init__(self, queue: Queue, marks: list[int]) -> None:
         sums = torch.tensor([queue.sums[mark] for mark in marks], device="cpu")
@@ -153,11 +143,8 @@ class _Search:
         return self._marks_of(ends[: best + 1])
 
     def _ends(self, ends: Tensor) -> Tensor:
-        """When a bucket ends, wherever it begins and ends.
-
-        Args:
-            ends: when the buckets before it end, by how many gradients they have.
-        """
+        """When a bucket ends, wherever it begins and ends, if those before it end at these times,
+        by how many gradients they have."""
         return self._ready.maximum(ends[:-1, None]) + self._costs
 
     def _marks_of(self, ends: list[Tensor]) -> list[int]:

@@ -83,11 +83,8 @@ def plan_placement(graph: fx.Graph, groups: DdpGroups) -> PlacementPlan:
     for it right before the first node that reads a result.
 
     What is said of each launch holds in the order that the plan gives: library kernels, the nodes
-    that launches follow, and those that read results keep their order among each other.
-
-    Args:
-        graph: with its final launches.
-        groups: the graph's names of DDP's groups.
+    that launches follow, and those that read results keep their order among each other. The graph
+    has its final launches.
     """
     nodes = list(graph.nodes)
     index = {node: position for position, node in enumerate(nodes)}

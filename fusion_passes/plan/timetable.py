@@ -47,16 +47,9 @@ def plan_timetable(
     table: CostTable,
     caps: BucketCaps,
 ) -> Timetable:
-    """Plan the buckets with which the last collective ends earliest.
-
-    Args:
-        times: when gradients are ready. Those of which that is not known come last.
-        kinds: of all parameters that are trained, by number.
-        itemsize: bytes of an element, as it is sent.
-        table: what that costs.
-        caps: those that the user has set bound a bucket of several gradients; all of them say what
-            filled buckets would be.
-    """
+    """Plan the buckets with which the last collective ends earliest. Gradients without a ready time
+    come last. ``itemsize`` is that of an element as it is sent. Caps that the user has set bound a
+    bucket of several gradients; all of them say what filled buckets would be."""
     ready = _in_order(times, kinds)
     numbers = [number for number in ready if not kinds[number].is_sparse]
     queue = _queue(numbers, ready, kinds, itemsize, table, caps)

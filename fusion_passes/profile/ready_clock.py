@@ -25,14 +25,9 @@ _UNKNOWN: Final = -1
 
 
 class ReadyClock:
-    """See the module.
-
-    Args:
-        group: the ranks.
-        device: of the gradients.
-        numbers: of the parameters, the same on all ranks.
-        on_measured: called once, on every rank, with when each gradient is ready: nanoseconds from
-            the start of the backward, by the parameter's number, in the order in which they come.
+    """See the module. Once, on every rank, ``on_measured`` is called with when each gradient is
+    ready: nanoseconds from the start of the backward, by the parameter's number, in the order in
+    which they come.
 
     Attributes:
         is_running: whether this round is measured; the same on all ranks.

@@ -112,12 +112,8 @@ class FoundReductions:
 
 
 def find_gradient_reductions(graph: fx.Graph, groups: DdpGroups) -> FoundReductions:
-    """All gradient reductions of ``graph``, and a rejection for every other collective.
-
-    Args:
-        graph: a functional graph of ATen operators with fake values in ``meta["val"]``.
-        groups: the graph's names of DDP's groups.
-    """
+    """All gradient reductions of a functional graph of ATen operators, with fake values in
+    ``meta["val"]``, and a rejection for every other collective."""
     reductions: list[GradientReduction] = []
     rejections: list[Rejection] = []
     for position, node in enumerate(graph.nodes):
