@@ -32,8 +32,8 @@ _CHECKED: Final = (
 BY_BUCKET: Final = ("hook-powersgd", "hook-wrapper-powersgd")
 """What a bucket of theirs becomes depends on which gradients are in it: eager DDP has others."""
 
-COUNTED: Final = ("collectives instead of", "{'calls': ")
-"""Differences in how often something is called: once for each bucket. Eager DDP has fewer."""
+COUNTED: Final = "collectives instead of"
+"""A difference in how many there are: one for each bucket. Eager DDP has fewer."""
 
 IN_A_BUCKET: Final = 3
 
@@ -54,8 +54,7 @@ def give_layout(reducer: Any) -> None:
 def _cases() -> list[Any]:
     found = []
     for scenario in SCENARIOS:
-        # The first one waits for a timeout: see test_errors.py.
-        if scenario.feature in ("missing-one", *BY_BUCKET):
+        if scenario.feature in BY_BUCKET:
             continue
         found.append(case_of(scenario, is_now=scenario.ranks == 2 and scenario.feature in _CHECKED))
     return found
@@ -99,11 +98,8 @@ def test_a_static_graph_counts_in_its_first_round(run_on_ranks: RUN) -> None:
 @pytest.mark.parametrize("scenario", _cases())
 def test_trains_as_eager_ddp(run_on_ranks: RUN, scenario: Scenario) -> None:
     reports = run_on_ranks(scenario.ranks, train_given, scenario=scenario)
-    if scenario.must_fail or scenario.becomes == "refused":
-        assert all(report.fused is not None for report in reports)
-        return
     for report in reports:
-        found = [item for item in report.differences if not any(w in item for w in COUNTED)]
+        found = [item for item in report.differences if COUNTED not in item]
         assert found == []
         if scenario.averages and scenario.becomes == "equal":
             assert report.is_fused, report
