@@ -73,7 +73,6 @@ class Tied(Exact, first=WIDTH, middle=WIDTH, last=WIDTH):
     def __init__(self) -> None:
         super().__init__()
         self.last.weight = self.first.weight
-        fill_whole(self)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.middle(self.first(x).relu()).relu())[:, :OUTPUTS]

@@ -51,11 +51,9 @@ GRACE_SECONDS = 2.0
 LAST_WORDS = 8000
 """Characters of what a rank has written to stderr that are shown when it has no result."""
 
-
 COLLECTED_AFTER = (50_000, 20, 100)
 """For ``gc.set_threshold``: a compile makes objects by the hundred thousand, which mostly stay, and
 looks for garbage among them for a tenth of its time with Python's own thresholds."""
-
 
 PRELOADED = (
     "torch._dynamo.compiled_autograd",
@@ -88,7 +86,7 @@ class RankError(RuntimeError):
         self.failures = failures
 
 
-class RankPool:
+class RankPool(contextlib.AbstractContextManager["RankPool"]):
     """``world_size`` processes that run jobs together.
 
     Use it as a context manager, or call :meth:`close`.
@@ -98,9 +96,6 @@ class RankPool:
         self.world_size = world_size
         self._ranks: list[_Rank] = []
         self._directory: Path | None = None
-
-    def __enter__(self) -> RankPool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

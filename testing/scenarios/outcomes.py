@@ -69,8 +69,7 @@ class Outcome:
 
     Attributes:
         kind: ``equal``: trained as eager DDP does it, fused. ``equal, unfused``: trained as eager
-            DDP does it, and a warning has said that not all of it is fused. ``broken``:
-            all else.
+            DDP does it, and a warning has said that not all of it is fused. ``broken``: all else.
         words: what the user was warned of, or what is broken, in a line; more lines behind it help
             to find out why.
     """
@@ -106,7 +105,7 @@ def _judge_training(scenario: Scenario, reports: Sequence[RankReport]) -> Outcom
     ]
     if differences:
         words = f"{len(differences)} differences from eager DDP, the first: {differences[0]}"
-        return _broken(words, *differences[:40])
+        return _broken(words, *differences)
     warned = list(dict.fromkeys(text for report in reports for text in report.warned))
     words = _line(" ".join(warned))
     if all(report.is_fused for report in reports) or not scenario.averages:

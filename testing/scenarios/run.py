@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,8 +15,7 @@ from torch import Generator, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-import fusion_passes
-from fusion_passes import FusionReport
+import fusion_passes  # noqa: F401  Torch has the flag then.
 from testing import models
 from testing.models import Batch
 
@@ -65,7 +64,6 @@ class Run:
         self.launches: list[Launches] = []
         self._groups: dict[int, Any] = {}
         self._launched = 0
-        self._reports_before = len(fusion_passes.reports())
         self._parameters: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = (
             weakref.WeakKeyDictionary()
         )
@@ -123,10 +121,6 @@ class Run:
         gradients = {name: parameter.grad for name, parameter in self._parameters_of(model).items()}
         self.backwards.append(_detached(gradients))
         self.launches.append(Launches(self._count_launches(), synced))
-
-    def reports(self) -> Sequence[FusionReport]:
-        """Of the graphs that were compiled in this run."""
-        return fusion_passes.reports()[self._reports_before :]
 
     def _count_launches(self) -> int:
         """Collectives since the last call; none can hide, for each backend numbers them."""

@@ -31,8 +31,7 @@ def renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Calls:
-    """What a hook of the user's is called with: in each backward, the buckets from the first to the
-    last one."""
+    """Those of a user's hook: in each backward, for the buckets from the first to the last one."""
 
     def __init__(self) -> None:
         self._next = 0

@@ -14,6 +14,7 @@ import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import fusion_passes
 from testing.scenarios.features.instances import PAIRS
 from testing.scenarios.loop import backwards, train
 from testing.scenarios.run import Run
@@ -135,6 +136,6 @@ def users_average(run: Run) -> None:
     for name in names:
         model.get_parameter(name).register_post_accumulate_grad_hook(hook)
     train(run, run.ddp(model), style="inside")
-    for report in run.reports():
+    for report in fusion_passes.reports():
         assert [len(bucket.parameters) for bucket in report.buckets] == [4]
         assert len(report.rejections) == 2

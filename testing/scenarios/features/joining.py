@@ -32,7 +32,6 @@ def uneven(
     """Train with uneven inputs.
 
     Args:
-        run: where it is noted.
         steps: how many inputs each rank has, for each time that ranks are joined.
         model: as of :func:`wrapped`, as are ``ddp`` and ``hook``.
         by_initial: whether gradients are divided by the initial world size, or by the number of

@@ -51,7 +51,6 @@ def tables(
     """Train two tables, each rank with another number of rows.
 
     Args:
-        run: where it is noted.
         takes: ``b`` for ranks that use the second table, as of a :class:`Loop`.
         is_joined: whether ranks have another number of inputs, and are joined.
         is_dense: whether eager DDP's tables are dense: with sparse ones it cannot do this.
