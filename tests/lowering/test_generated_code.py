@@ -244,7 +244,9 @@ def test_a_launch_does_not_split_what_inductor_fuses() -> None:
     backwards = compile_backwards("concat", model, steps=1, cap_mb=0.1)
     calls = backwards.fresh
     assert [len(bucket.parameters) for bucket in backwards.report.buckets] == [2, 2, 2]
-    assert calls[indices(calls, "launch")[0] + 1].kind == "kernel"
+    behind = calls[indices(calls, "launch")[0] :]
+    computed = [call.kind for call in behind if call.kind in ("kernel", "fused")]
+    assert computed[0] == "kernel"
 
 
 @pytest.mark.nightly
