@@ -71,7 +71,7 @@ def check_stores(code: str) -> int:
     """
     sent, known = 0, dict[str, _Memory]()
     calls = read_calls(code)
-    _check_launches(calls)
+    check_launches(calls)
     for call in calls:
         if call.kind in ("allocate", "reuse"):
             known[call.writes[0].memory] = _Memory(is_reused=call.kind == "reuse")
@@ -100,7 +100,7 @@ def check_stores(code: str) -> int:
     return sent
 
 
-def _check_launches(calls: Sequence[Call]) -> None:
+def check_launches(calls: Sequence[Call]) -> None:
     """Check that what is launched is waited for, and left alone until then."""
     on_the_way: set[str] = set()
     for call in calls:
