@@ -17,11 +17,14 @@ Kind = Literal[
     "allocate", "reuse", "kernel", "fused", "copy", "launch", "wait", "operator", "return"
 ]
 
+MARK_READY: Final = "fusion_passes.mark_ready_"
+"""Behind it, a reducer launches what it is given, and waits for it."""
+
 _KIND_OF: Final[dict[str, Kind]] = {
     "_c10d_functional.all_reduce_": "launch",
     "_c10d_functional.all_reduce_coalesced_": "launch",
     "_c10d_functional.wait_tensor": "wait",
-    "fusion_passes.mark_ready_": "launch",  # Behind it, a reducer launches what it is given.
+    MARK_READY: "launch",
     "fusion_passes.store_": "copy",
     "fusion_passes.bucket": "allocate",
 }
@@ -294,61 +297,3 @@ def _stores_to(pointer: str, source: str) -> bool:
     called = r"(?:store|atomic_\w+|make_block_ptr|make_tensor_descriptor)"
     pattern = rf"{called}\((?:{'|'.join(names)})\b"
     return "out" in pointer and re.search(pattern, source) is not None
-
-
-# --- What depends on what ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Step:
-    """A call, and those before it that it depends on.
-
-    Attributes:
-        call: as it was read.
-        reads: the memory that it reads: buffers that share memory have one name.
-        writes: the memory that it writes.
-        after: indices of the steps that it depends on, directly or through others. One too many
-            where memory is used again, never one too few.
-    """
-
-    call: Call
-    reads: frozenset[str]
-    writes: frozenset[str]
-    after: frozenset[int]
-
-    @property
-    def kind(self) -> Kind:
-        return self.call.kind
-
-
-def read_steps(code: str) -> list[Step]:
-    """What the last graph in a generated code computes, launches, waits for and returns."""
-    same: dict[str, str] = {}
-    writers: dict[str, set[int]] = {}
-    steps: list[Step] = []
-    for call in read_calls(code):
-        reads, writes = (
-            frozenset(same.get(place.memory, place.memory) for place in places)
-            for places in (call.reads, call.writes)
-        )
-        if call.kind == "reuse":
-            (same[call.writes[0].memory],) = reads
-        if call.kind not in ("kernel", "fused", "launch", "wait", "return"):
-            continue
-        if call.kind in ("kernel", "fused"):
-            reads |= writes  # Memory that is used again is taken for read.
-        elif call.kind in ("launch", "wait"):
-            writes = reads
-        after: set[int] = set()
-        for name in reads:
-            for writer in writers.get(name, ()):
-                after |= {writer, *steps[writer].after}
-        for name in writes:
-            writers.setdefault(name, set()).add(len(steps))
-        steps.append(Step(call, reads, writes, frozenset(after)))
-    return steps
-
-
-def indices(steps: Sequence[Step], kind: Kind) -> list[int]:
-    """Where the steps of a kind are."""
-    return [index for index, step in enumerate(steps) if step.kind == kind]

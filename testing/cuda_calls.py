@@ -17,12 +17,8 @@ from testing.codegen import Call, Place, read_calls
 
 
 def call_lines(code: str, inputs: Sequence[str] = ()) -> list[str]:
-    """The calls of the last graph in a generated code, and what it allocates for buckets.
-
-    Args:
-        code: a module as Inductor writes it.
-        inputs: names for the graph's inputs.
-    """
+    """The calls of the last graph in a generated code, and what it allocates for buckets;
+    ``inputs`` are names for those of the graph."""
     calls = read_calls(code)
     sent = [place.memory for call in calls if call.kind == "launch" for place in call.reads]
     names = _Names([*dict.fromkeys(sent)], inputs)

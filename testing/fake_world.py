@@ -15,13 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextlib.contextmanager
 def fake_world(world_size: int = 2, rank: int = 0, *, has_kernels: bool = False) -> Iterator[None]:
-    """Default process group in which collectives return at once and change nothing.
-
-    Args:
-        world_size: ranks.
-        rank: which of them this is.
-        has_kernels: whether generated kernels compute anything; see :func:`without_kernels`.
-    """
+    """Default process group in which collectives return at once and change nothing. Generated
+    kernels compute nothing either, unless ``has_kernels``: see :func:`without_kernels`."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with contextlib.nullcontext() if has_kernels else without_kernels():

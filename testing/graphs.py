@@ -182,13 +182,8 @@ def buckets_of(
     graph: fx.Graph, cap: int = 1 << 40, owners: OwnerOf = owner_of, **options: Any
 ) -> BucketsOf:
     """Layouts for the modules of a graph, as if it were that of the first averaged backward.
-
-    Args:
-        graph: with the reductions of all parameters of its modules.
-        cap: the bytes that close a bucket of gradients of one kind.
-        owners: of its names.
-        options: of :class:`fusion_passes.plan.buckets.ModuleBuckets`.
-    """
+    ``cap`` bytes close a bucket of gradients of one kind; ``options`` are those of
+    :class:`fusion_passes.plan.buckets.ModuleBuckets`."""
     found = find_gradient_reductions(graph, DdpGroups.of(graph, owners))
     open_: dict[ReductionKey, list[GradientReduction]] = {}
     full: dict[str, list[tuple[int, ...]]] = {}
@@ -232,13 +227,7 @@ def pin() -> RewriteFor:
 
 
 def pipeline(mode: ReduceMode = "concat", cap: int = 1 << 40, **options: Any) -> RewriteFor:
-    """All passes, as one: it returns whether the graph's text changed.
-
-    Args:
-        mode: of the fusion.
-        cap: the bytes that close a bucket.
-        options: of :class:`fusion_passes.plan.buckets.ModuleBuckets`.
-    """
+    """All passes, as one: it returns whether the graph's text changed."""
 
     def rewrite_for(graph: fx.Graph) -> Rewrite:
         of = buckets_of(graph, cap, **options)
@@ -276,14 +265,8 @@ def check(
     """Run a pass on the graph of a function, and return the text of what it leaves.
 
     Asserts what holds for every pass and every graph: it tells the truth about change, the
-    invariants hold, a second run changes nothing, the numbers are bitwise those of the graph as it
-    was traced, and the text is the same on the first and on the last rank.
-
-    Args:
-        function: tensor code of the graph.
-        inputs: for the function.
-        rewrite_for: makes the pass for the graph.
-        runs_twice: whether to try the second run.
+    invariants hold, a second run (if it is tried) changes nothing, the numbers are bitwise those of
+    the graph as it was traced, and the text is the same on the first and on the last rank.
     """
     first, last = (
         _check_on(rank, function, inputs, rewrite_for, runs_twice) for rank in (0, WORLD_SIZE - 1)

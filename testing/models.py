@@ -73,7 +73,6 @@ class Tied(Exact, first=WIDTH, middle=WIDTH, last=WIDTH):
     def __init__(self) -> None:
         super().__init__()
         self.last.weight = self.first.weight
-        fill_whole(self)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.middle(self.first(x).relu()).relu())[:, :OUTPUTS]
@@ -230,17 +229,12 @@ def tokens(generator: Generator, size: int) -> Batch:
     return inputs, targets
 
 
-Loss = Callable[[Any, Batch], Tensor]
+Loss = Callable[..., Tensor]
 
 
 def linear_loss(model: Any, batch: Batch, *takes: Any) -> Tensor:
-    """Linear in the output, so that gradients of whole numbers are whole numbers.
-
-    Args:
-        model: what is called.
-        batch: inputs, and what each output counts.
-        takes: more arguments of the model: which of its branches it takes.
-    """
+    """Linear in the output, so that gradients of whole numbers are whole numbers. ``takes`` are the
+    branches that a model with branches takes."""
     inputs, factors = batch
     return (model(inputs, *takes) * factors).sum()
 

@@ -7,13 +7,12 @@ Dynamo, a package that has forgotten all, and a fixed seed, and fails if it leav
 configuration changed. A job that fails or hangs costs the pool its processes: the next job gets new
 ones.
 
-A rank is a session of its own, so that ending it ends the compilers that it started, and it ends
-itself when its parent is gone.
+A rank is a session of its own: what ends it ends the compilers that it started. It ends itself when
+its parent closes the connection, or is gone.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import copy
 import faulthandler
@@ -49,50 +48,23 @@ JOB_SECONDS = 240.0
 GRACE_SECONDS = 2.0
 """How long the other ranks may take to fail too, once one has: their tracebacks help."""
 
-END_SECONDS = 10.0
-"""How long an idle rank may take to end."""
-
-LAST_WORDS = 4000
-"""Characters of what a rank has written to stderr that are shown when it died."""
-
+LAST_WORDS = 8000
+"""Characters of what a rank has written to stderr that are shown when it has no result."""
 
 COLLECTED_AFTER = (50_000, 20, 100)
 """For ``gc.set_threshold``: a compile makes objects by the hundred thousand, which mostly stay, and
 looks for garbage among them for a tenth of its time with Python's own thresholds."""
 
-
 PRELOADED = (
-    "torch",
-    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "torch._dynamo.compiled_autograd",
     "torch._inductor.compile_fx",
-    "torch._inductor.codegen.cpp",
-    "torch._inductor.codegen.wrapper",
-    # What the first compile of a process imports, as long as it takes to compile a small model.
+    # What the first compile of a process imports and takes longest, with torch 2.13.
     "sympy.physics.units",
-    "sympy.tensor.tensor",
-    "torch._dynamo.backends.cudagraphs",
-    "torch._dynamo.backends.distributed",
-    "torch._dynamo.backends.inductor",
-    "torch._dynamo.repro.after_dynamo",
-    "torch._inductor.choices",
-    "torch._inductor.codegen.cpp_wrapper_gpu",
-    "torch._inductor.codegen.halide",
-    "torch._inductor.codegen.wrapper_fxir",
-    "torch._inductor.compiler_bisector",
-    "torch._inductor.fx_passes.efficient_conv_bn_eval",
-    "torch._inductor.fx_passes.fuse_attention",
-    "torch._inductor.fx_passes.mkldnn_fusion",
-    "torch._inductor.fx_passes.pad_mm",
-    "torch._inductor.fx_passes.quantization",
-    "torch._inductor.fx_passes.serialized_patterns.central_index",
     "torch.distributed.tensor.experimental._attention",
-    "torch.distributed.tensor.parallel",
-    "torch.export._trace",
     "torch.utils.cpp_extension",
 )
-"""What is imported before ranks are forked: modules that start no thread. Those that a torch does
-not have are left out. The package itself is not among them, nor what tests import."""
+"""What is imported before ranks are forked, with all of torch: modules that start no thread. The
+package itself is not among them, nor what tests import."""
 
 
 def fork_server_pid() -> int | None:
@@ -114,7 +86,7 @@ class RankError(RuntimeError):
         self.failures = failures
 
 
-class RankPool:
+class RankPool(contextlib.AbstractContextManager["RankPool"]):
     """``world_size`` processes that run jobs together.
 
     Use it as a context manager, or call :meth:`close`.
@@ -124,9 +96,6 @@ class RankPool:
         self.world_size = world_size
         self._ranks: list[_Rank] = []
         self._directory: Path | None = None
-
-    def __enter__(self) -> RankPool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -147,14 +116,11 @@ class RankPool:
             kwargs: anything that can be pickled.
 
         Returns:
-            What the function returned on each rank, in rank order: anything that ``torch.save``
-            takes.
+            What the function returned on each rank, in rank order: anything that can be pickled.
 
         Raises:
             RankError: a rank raised, died, or was not done in time. All ranks are killed.
         """
-        import torch
-
         self._start()
         assert self._directory is not None
         directory = Path(tempfile.mkdtemp(prefix="job-", dir=self._directory))
@@ -163,10 +129,7 @@ class RankPool:
             for rank in self._ranks:
                 rank.send(job)
             self._await(timeout_s)
-            return [
-                torch.load(directory / f"{rank}.pt", weights_only=False)
-                for rank in range(self.world_size)
-            ]
+            return [rank.result for rank in self._ranks]
         except BaseException:
             self._kill()
             raise
@@ -175,11 +138,6 @@ class RankPool:
 
     def close(self) -> None:
         """End the processes and remove their files."""
-        for rank in self._ranks:
-            rank.connection.close()  # A rank ends when its connection does.
-        deadline = time.monotonic() + END_SECONDS
-        for rank in self._ranks:
-            rank.process.join(max(0.0, deadline - time.monotonic()))
         self._kill()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -209,7 +167,7 @@ class RankPool:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
                 fate = "still running, killed because another rank failed"
             failures |= news
-        failures |= {rank.number: f"{fate}; its stack:\n{rank.dump_stack()}" for rank in running}
+        failures |= {rank.number: f"{fate}; {rank.dump_stack()}" for rank in running}
         if failures:
             raise RankError(failures)
 
@@ -224,13 +182,13 @@ class _Rank:
 
     def __init__(self, number: int, world_size: int, directory: Path) -> None:
         self.number = number
-        self.stack_file = directory / f"stack-{number}.txt"
         self.errors_file = directory / f"errors-{number}.txt"
+        self.result: Any = None
         context = _fork_server()
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
             target=_serve,
-            args=(number, world_size, theirs, self.stack_file, self.errors_file),
+            args=(number, world_size, theirs, self.errors_file),
             daemon=True,
         )
         self.process.start()
@@ -242,37 +200,33 @@ class _Rank:
         return self.connection, self.process.sentinel
 
     def send(self, job: bytes) -> None:
-        try:
+        with contextlib.suppress(OSError):  # It has died: :meth:`receive` says how.
             self.connection.send_bytes(job)
-        except OSError as error:
-            self.process.join(1)
-            raise RankError({self.number: self._death("between two jobs")}) from error
 
     def receive(self) -> str | None:
-        """``None`` if the job went well, else what went wrong."""
+        """``None`` if the job went well, which gives :attr:`result`; else what went wrong."""
+        failure: str | None
         try:
-            failure: str | None = self.connection.recv()
+            # Not by ``send``: torch has that share the memory of tensors.
+            failure, self.result = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             self.process.join(1)
-            return self._death("in a job")
+            return f"died with exit code {self.process.exitcode}; {self._last_words()}"
         return failure
 
-    def _death(self, when: str) -> str:
-        """How it ended, with its last words: what a C++ thread that aborts says, and where."""
-        texts = [f"died {when} with exit code {self.process.exitcode}"]
-        for what, file in (("its stack", self.stack_file), ("its errors", self.errors_file)):
-            words = file.read_text(errors="replace").strip() if file.exists() else ""
-            texts += [f"{what}:\n{words[-LAST_WORDS:]}"] if words else []
-        return "; ".join(texts)
-
     def dump_stack(self) -> str:
-        """Where its threads are now."""
+        """Where its Python threads are now."""
         pid = self.process.pid
-        if not self.process.is_alive() or pid is None or not self.stack_file.exists():
-            return self.stack_file.read_text() if self.stack_file.exists() else "not known"
-        os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.3)
-        return f"{self.stack_file.read_text()}\n{_what_threads_do(pid)}"
+        if self.process.is_alive() and pid is not None and self.errors_file.exists():
+            os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.3)
+        return self._last_words()
+
+    def _last_words(self) -> str:
+        """What it has written to stderr in this job: warnings, its stacks when it was asked for
+        them, what a C++ thread that aborts says."""
+        words = self.errors_file.read_text(errors="replace") if self.errors_file.exists() else ""
+        return f"its errors:\n{words[-LAST_WORDS:]}"
 
     def kill(self) -> None:
         """End the process and what it has started."""
@@ -286,21 +240,6 @@ class _Rank:
         self.process.join()
 
 
-def _what_threads_do(pid: int) -> str:
-    """What Linux says of a process's threads, those of C++ among them: whether each computes or
-    waits, and for how long it has computed. A thread that waits in C++ shows nothing of it in
-    Python's stack."""
-    lines = []
-    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
-        with contextlib.suppress(OSError):
-            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(") ")
-            fields = rest.split()
-            seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-            where = (task / "wchan").read_text()
-            lines.append(f"thread {name}: {fields[0]} in {where}, {seconds:.1f} s of CPU")
-    return "\n".join(lines)
-
-
 def _fork_server() -> multiprocessing.context.ForkServerContext:
     """What makes processes by forking one that has imported :data:`PRELOADED`."""
     context = multiprocessing.get_context("forkserver")
@@ -311,60 +250,43 @@ def _fork_server() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def _serve(
-    rank: int, world_size: int, connection: Connection, stack_file: Path, errors_file: Path
-) -> None:
-    """Main function of a rank: runs jobs until its parent closes the connection."""
+def _serve(rank: int, world_size: int, connection: Connection, errors_file: Path) -> None:
+    """Main function of a rank: runs jobs until it is killed."""
     os.setsid()
     # In append mode, so that emptying the file between jobs leaves no gap.
     os.dup2(os.open(errors_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
-    # Runs last at exit. What would follow frees all of torch piece by piece, for seconds.
-    atexit.register(os._exit, 0)
-    with stack_file.open("w") as file:
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        faulthandler.enable(file, all_threads=True)
-        jobs: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        busy = threading.Event()
-        threading.Thread(target=_receive, args=(connection, jobs, busy), daemon=True).start()
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr.fileno(), all_threads=True)
+    faulthandler.enable(sys.stderr.fileno(), all_threads=True)
+    jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, jobs), daemon=True).start()
 
-        import torch
+    import torch
 
-        torch.set_num_threads(1)
-        gc.set_threshold(*COLLECTED_AFTER)
-        while (job := jobs.get()) is not None:
-            os.truncate(errors_file, 0)
-            outcome = _run_job(rank, world_size, job)
-            busy.clear()
-            connection.send(outcome)
+    torch.set_num_threads(1)
+    gc.set_threshold(*COLLECTED_AFTER)
+    while True:
+        job = jobs.get()
+        os.truncate(errors_file, 0)
+        connection.send_bytes(_run_job(rank, world_size, job))
 
 
-def _receive(
-    connection: Connection, jobs: queue.SimpleQueue[bytes | None], busy: threading.Event
-) -> None:
+def _receive(connection: Connection, jobs: queue.SimpleQueue[bytes]) -> None:
     """Read jobs, and end a rank whose parent is gone, also in the middle of a job."""
     while True:
         try:
-            job = connection.recv_bytes()
+            jobs.put(connection.recv_bytes())
         except (EOFError, OSError):
-            if busy.is_set():
-                os.killpg(0, signal.SIGKILL)
-            jobs.put(None)
-            return
-        busy.set()
-        jobs.put(job)
+            os.killpg(0, signal.SIGKILL)
 
 
-def _run_job(rank: int, world_size: int, job: bytes) -> str | None:
-    """Run a job and save its result, or return the traceback of a job that fails."""
-    import torch
-
+def _run_job(rank: int, world_size: int, job: bytes) -> bytes:
+    """Run a job: the traceback if it fails, and its result, pickled."""
     try:
         directory, function, kwargs = pickle.loads(job)
         result = _run_isolated(rank, world_size, Path(directory), function, kwargs)
-        torch.save(result, Path(directory) / f"{rank}.pt")
+        return pickle.dumps((None, result))
     except BaseException:  # noqa: BLE001  Whatever it is, the parent has to know.
-        return traceback.format_exc()
-    return None
+        return pickle.dumps((traceback.format_exc(), None))
 
 
 def _run_isolated(

@@ -1,6 +1,8 @@
-"""Whether a generated wrapper, for the CPU or CUDA, fills what it sends. That holds for any graph:
+"""Whether a generated wrapper, for the CPU or CUDA, fills what it sends, and leaves it alone on the
+way. That holds for any graph:
 
 * what a collective sends is written, every element of it, before the launch;
+* nothing reads or writes it until it has been waited for, as each launch is;
 * no kernel reads what nothing has written; one that works in place fills nothing;
 * a name that stands for a place in another's memory goes on to stand for it.
 
@@ -11,10 +13,10 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from testing.codegen import Place, read_calls
+from testing.codegen import MARK_READY, Call, Place, read_calls
 
 
 @dataclass
@@ -64,10 +66,13 @@ def check_stores(code: str) -> int:
         The number of elements that it sends, without what libraries have allocated.
 
     Raises:
-        AssertionError: what it sends is not all written, or a name of it is bound anew.
+        AssertionError: what it sends is not all written, or is touched before it was waited for, or
+            a name of it is bound anew.
     """
     sent, known = 0, dict[str, _Memory]()
-    for call in read_calls(code):
+    calls = read_calls(code)
+    check_launches(calls)
+    for call in calls:
         if call.kind in ("allocate", "reuse"):
             known[call.writes[0].memory] = _Memory(is_reused=call.kind == "reuse")
             continue
@@ -93,3 +98,18 @@ def check_stores(code: str) -> int:
         for place in writes:
             known[place.memory].write(place)
     return sent
+
+
+def check_launches(calls: Sequence[Call]) -> None:
+    """Check that what is launched is waited for, and left alone until then."""
+    on_the_way: set[str] = set()
+    for call in calls:
+        given = {place.memory for place in call.reads}
+        if call.kind == "wait":
+            assert given <= on_the_way, f"{call.line} waits for what was not launched"
+            on_the_way -= given
+        touched = given | {place.memory for place in call.writes}
+        assert not on_the_way & touched, f"{call.line} touches what is on the way"
+        if call.kind == "launch" and call.name != MARK_READY:
+            on_the_way |= given
+    assert not on_the_way, f"nobody waits for {on_the_way}"

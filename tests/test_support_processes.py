@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterator
 
@@ -89,9 +88,9 @@ def test_gives_the_result_of_each_rank_and_keeps_its_processes(pool: RankPool) -
         (_fail_on_one, ["rank 1: Traceback", "LookupError: rank one gives up", "rank 0: "]),
         (
             _die_on_one,
-            ["rank 1: died in a job with exit code 7", "rank 0: still running", "_die_on_one"],
+            ["rank 1: died with exit code 7", "rank 0: still running", "_die_on_one"],
         ),
-        (_abort_on_one, ["rank 1: died in a job with exit code -6", "_abort_on_one", "last words"]),
+        (_abort_on_one, ["rank 1: died with exit code -6", "_abort_on_one", "last words"]),
         (
             _leave_setting,
             ["left these settings changed: {'torch._inductor.config.max_autotune': True}"],
@@ -113,9 +112,7 @@ def test_failure_of_one_ends_all_at_once(pool: RankPool, function: object, told:
 def test_hang_is_ended_with_the_stacks_of_all(pool: RankPool) -> None:
     pool.run(_sum_of_ranks, factor=1)
     pids = pool.pids
-    with pytest.raises(RankError, match="rank 0: not done after 1 s; its stack:") as error:
+    with pytest.raises(RankError, match="rank 0: not done after 1 s; ") as error:
         pool.run(_wait_for_the_others, timeout_s=1)
     assert str(error.value).count("_wait_for_the_others") >= 2
-    # What a thread that waits in C++ does, Python's stack does not have.
-    assert len(re.findall(r"thread \S.*: S in \w+, [\d.]+ s of CPU", str(error.value))) >= 2
     assert not _alive(pids)

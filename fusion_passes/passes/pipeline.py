@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 def run_pipeline(
     graph: fx.Graph, mode: ReduceMode, owner_of: OwnerOf, buckets_of: BucketsOf
 ) -> BucketPlan:
-    """Fuse, in place, the gradient reductions of a traced backward after Inductor's post-grad passes.
-    ``owner_of`` says which collectives are DDP's.
+    """Fuse the gradient reductions of a traced backward, in its post-grad graph; ``owner_of`` says
+    which collectives are DDP's.
 
     Returns:
         The plan that was carried out; without buckets where the graph has no reduction of DDP.

@@ -1,5 +1,4 @@
-"""Trains a scenario on this rank with eager DDP, under the flag and, where the entry says so, with
-gradients averaged by hand, and compares."""
+"""Trains a scenario on this rank with eager DDP and under the flag, and compares."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from fusion_passes import FusionConfig
 from fusion_passes.reporting.backwards import backwards
 from testing.scenarios.entries import Scenario
 from testing.scenarios.outcomes import Failure, RankReport
-from testing.scenarios.run import DTYPES, Run, Tensors, Way
+from testing.scenarios.run import DTYPES, Run, Tensors
 
 MAX_DIFFERENCES = 40
 
@@ -39,32 +38,18 @@ def target_of(scenario: Scenario) -> Callable[[Run], None]:
 
 
 def flag_of(scenario: Scenario, mode: str, graph: str = "auto") -> FusionConfig:
-    """What ``ddp_fusion`` is set to.
-
-    Args:
-        scenario: has options of its own.
-        mode: of ``FusionConfig``.
-        graph: ``FusionConfig.backward_graph``.
-    """
+    """What ``ddp_fusion`` is set to, the scenario's own options in it."""
     options: dict[str, Any] = {"mode": mode, "backward_graph": graph, **dict(scenario.options)}
     return FusionConfig(**options)
 
 
 def train_both(scenario: Scenario, dtype: str, flag: Any, device: torch.device) -> RankReport:
-    """Train all ways on this rank, and compare.
-
-    Args:
-        scenario: what is trained.
-        dtype: name of its dtype.
-        flag: value of ``ddp_fusion``.
-        device: of this rank.
-    """
+    """Train both ways on this rank, with ``ddp_fusion`` set to ``flag`` for ours, and compare."""
     target, kind, rank = target_of(scenario), DTYPES[dtype], dist.get_rank()
-    eager_failure = None
-    eager = Run("eager", kind, device)
-    if not scenario.must_fail:
-        eager_failure = _attempt(target, eager)
-    fused, unwaited = Run("fused", kind, device), _get_work_registry_size()
+    eager = Run(is_fused=False, dtype=kind, device=device)
+    eager_failure = _attempt(target, eager)
+    fused = Run(is_fused=True, dtype=kind, device=device)
+    unwaited = _get_work_registry_size()
     counters.clear()
     backwards.reset()
     with (
@@ -76,8 +61,6 @@ def train_both(scenario: Scenario, dtype: str, flag: Any, device: torch.device) 
     if failure or eager_failure:
         return RankReport(rank, eager_failure, failure, warned=tuple(warned))
     found = differences(fused, eager, scenario.tolerance_eps)
-    if scenario.by_hand:
-        found += _differences_by_hand(target, fused)
     return RankReport(
         rank,
         differences=tuple(found),
@@ -90,10 +73,10 @@ def train_both(scenario: Scenario, dtype: str, flag: Any, device: torch.device) 
 
 
 def _launches(run: Run) -> tuple[int, ...]:
-    """Collectives in the backwards that average; of the first one where there is no other."""
-    averaging = [item for item in run.launches if item.synced]
-    later = {item.number for item in averaging if not item.is_first}
-    return tuple(sorted(later or {item.number for item in averaging}))
+    """Collectives in the backwards that average; of the first one, at whose end buckets are
+    rebuilt, where there is no other."""
+    averaging = [item.number for item in run.launches if item.synced]
+    return tuple(sorted({*(averaging[1:] or averaging)}))
 
 
 def _attempt(target: Callable[[Run], None], run: Run) -> Failure | None:
@@ -102,25 +85,12 @@ def _attempt(target: Callable[[Run], None], run: Run) -> Failure | None:
     try:
         target(run)
     except Exception as error:  # noqa: BLE001  Whatever it is, it is the result.
-        _say(run.way, traceback.format_exc())
-        kinds = tuple(kind.__name__ for kind in type(error).__mro__)
-        return Failure(kinds, str(error), len(run.backwards), traceback.format_exc())
+        way = "fused" if run.is_fused else "eager"
+        print(f"rank {dist.get_rank()}, {way}:\n{traceback.format_exc()}", flush=True)
+        return Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
     finally:
         gc.collect()  # Modules of one way do not reduce gradients of the other.
     return None
-
-
-def _differences_by_hand(target: Callable[[Run], None], fused: Run) -> list[str]:
-    """In what the run under the flag differs from one without DDP: in every bit, for on two ranks
-    an average has one order only."""
-    by_hand = Run("by hand", fused.dtype, fused.device)
-    failure = _attempt(target, by_hand)
-    found = [failure.text] if failure else differences(fused, by_hand, 0.0)
-    return [f"averaged by hand, {difference}" for difference in found]
-
-
-def _say(way: Way, text: str) -> None:
-    print(f"rank {dist.get_rank()}, {way}:\n{text}", flush=True)
 
 
 @contextlib.contextmanager
@@ -140,13 +110,7 @@ def noted_warnings() -> Iterator[list[str]]:
 
 
 def differences(fused: Run, eager: Run, tolerance_eps: float) -> list[str]:
-    """In what the run under the flag differs from eager DDP's, in words; the first of them.
-
-    Args:
-        fused: the run under the flag.
-        eager: what it must equal.
-        tolerance_eps: as in :func:`tensor_difference`.
-    """
+    """In what the run under the flag differs from eager DDP's, in words; the first of them."""
     if len(fused.backwards) != len(eager.backwards):
         return [f"{len(fused.backwards)} backwards instead of {len(eager.backwards)}"]
     stages = [
@@ -183,33 +147,20 @@ def _of_stage(stage: str, ours: Tensors, theirs: Tensors, tolerance_eps: float) 
 def tensor_difference(
     actual: Tensor | None, expected: Tensor | None, tolerance_eps: float
 ) -> str | None:
-    """In what two tensors differ: dtype, shape, strides, or values. ``None`` if in nothing. NaN
-    equals NaN: a step with infinite gradients makes some.
-
-    Args:
-        actual: a tensor, or none.
-        expected: what it must equal.
-        tolerance_eps: as of a :class:`testing.scenarios.entries.Scenario`.
-    """
-    ours, theirs = map(_kind_of, (actual, expected))
-    if ours != theirs:
-        return f"{ours} instead of {theirs}"
+    """In what two tensors differ: dtype, shape, strides, or values by more than a scenario's
+    ``tolerance_eps``. ``None`` if in nothing. NaN equals NaN: a step with infinite gradients makes
+    some."""
     if actual is None or expected is None:
-        return None
-    if not actual.is_floating_point():
-        return None if torch.equal(actual, expected) else "values differ"
-    nans = expected.isnan()
-    if not torch.equal(actual.isnan(), nans):
-        return f"{int(actual.isnan().sum())} elements are NaN instead of {int(nans.sum())}"
-    actual, expected = actual.masked_fill(nans, 0).double(), expected.masked_fill(nans, 0).double()
-    if torch.equal(actual, expected):
-        return None
-    error = ((actual - expected).abs().max() / expected.abs().max()).item()
-    error /= torch.finfo(ours[0]).eps
-    if error <= tolerance_eps:
-        return None
-    return f"differs by {error:.3g} eps of its largest element (allowed: {tolerance_eps:g})"
-
-
-def _kind_of(tensor: Tensor | None) -> Any:
-    return None if tensor is None else (tensor.dtype, tuple(tensor.shape), tensor.stride())
+        return None if actual is expected else f"{actual} instead of {expected}"
+    allowed = 0.0
+    if tolerance_eps and expected.is_floating_point():
+        finite = expected[expected.isfinite()].abs()
+        largest = finite.max().item() if finite.numel() else 0.0
+        allowed = tolerance_eps * torch.finfo(expected.dtype).eps * largest
+    try:
+        torch.testing.assert_close(
+            actual, expected, rtol=0.0, atol=allowed, equal_nan=True, check_stride=True
+        )
+    except AssertionError as error:
+        return str(error)
+    return None

@@ -2,9 +2,8 @@
 trainings. Nothing here imports torch: a list must come at once.
 
 A model that rounds may differ from eager DDP by what its compiled kernels round otherwise than
-PyTorch's own, and by nothing else, as the entries with ``by_hand`` show: on two ranks, ``a / 2 +
-b / 2`` has one order only. All others must be the same in every bit, whatever the number of ranks:
-nothing is ever rounded in them (:mod:`testing.models`).
+PyTorch's own. All others must be the same in every bit, whatever the number of ranks: nothing is
+ever rounded in them (:mod:`testing.models`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from testing.scenarios.entries import Scenario
 FEATURES = "testing.scenarios.features"
 
 ALL_DTYPES = ("fp32", "bf16", "fp16")
-UNFUSED, REFUSED = "equal, unfused", "refused"
+UNFUSED = "equal, unfused"
 
 Options = dict[str, Any]
 
@@ -27,13 +26,11 @@ eps; n is at most 4 x 8 x 8 = 256 here (a BatchNorm statistic; a row of the embe
 fewer), which gives 16, and twice that is left to the steps that follow from it. 10.6 was
 measured."""
 
-BY_HAND: Options = {**ROUNDS, "by_hand": True}
-
-AUTOCAST: Options = {"dtypes": ("bf16",), "tolerance_eps": 2.0**16}
+AUTOCAST: Options = {"dtypes": ("bf16",), "launches": 1}
 AUTOCAST_FP16: Options = {"dtypes": ("fp16",), "tolerance_eps": 2.0**13}
-"""Eps of bf16 in eps of fp32. A compiled kernel sums the gradient of a bias in fp32, where eager
-rounds each step to bf16: half a rounding in the gradient, and as much again in the bf16 copies of
-the trained weights. For fp16 it is the same."""
+"""Eps of fp16 in eps of fp32. A compiled kernel sums the gradient of a bias in fp32, where eager
+rounds each step to fp16: half a rounding in the gradient, and as much again in the fp16 copies of
+the trained weights."""
 
 THIRDS_EPS = 4.0
 """For averages over three ranks. Each rank's share is rounded once by a division and twice by a
@@ -42,8 +39,9 @@ an eps each, of values that are at most the largest, is 3; a cancelled sum makes
 0.83 was measured."""
 THREE: Options = {"ranks": 3, "tolerance_eps": THIRDS_EPS}
 
-PRODUCTS_EPS = 64.0
-"""For PowerSGD: products that are summed in another order, twice what rounds otherwise."""
+POWER_SGD: Options = {"hook": "power sgd", "steps": 5, "moves": False, "tolerance_eps": 64.0}
+"""Products that are summed in another order, twice what rounds otherwise. What rounds leaves no
+parameter that others start from."""
 
 FP16_PRODUCTS_EPS = 2.0**14
 """The same where they are sent in fp16, whose eps is this many of fp32's: one rounding, and one
@@ -65,12 +63,17 @@ SIZES: Options = {"steps": 4, "sizes": (2, 4, 3, 5)}
 CALLED: Options = {"compiling": {"options": {"fallback_by_default": True}}}
 """Loops of several scenarios; see :class:`testing.scenarios.loop.Loop`."""
 
+USERS: Options = {"hook": "summing"}
+CHANGING: Options = {"model": "normed", "loss": "of a product", "steps": 2, "moves": False}
 COUNTING: Options = {"model": "counting"}
 DEEP: Options = {"model": "five layers"}
 BLOCKS: Options = {"style": "as it is", "model": "blocks"}
 TURNS = "a/b b/a a/a b/b"
 OTHERS = f"{TURNS} abc/a a/c"
 IN_TURN: Options = {"takes": TURNS}
+SOME_IN_TURN: Options = {"takes": "a/b ab/ b/a a/a"}
+FOUR_IN_TURN = "/a/a/a a//a/a a/a//a ///"
+FOUR_OTHERS = "a/b/c/ /a/b/c a/a/b/b ///c"
 """The branches that ranks take: ``a/bc b`` are two steps, in the first of which rank 0 takes ``a``
 and rank 1 ``b`` and ``c``; in the second both take ``b``."""
 
@@ -82,12 +85,15 @@ from none. A block that all leave out for long comes back, as the last of a back
 first."""
 
 FIND_UNUSED = {"find_unused_parameters": True}
-STATIC_GRAPH: Options = {"find_unused_parameters": False, "static_graph": True}
+BRANCHES: Options = {"model": "branches", "ddp": FIND_UNUSED, "moves": False}
 JOINED_UNUSED: Options = {"steps": ((2, 5), (4, 2)), "model": "branches", "ddp": FIND_UNUSED}
 SMALL_MB = 300 / 2**20
 SMALL_BUCKETS: Options = {"ddp": {"bucket_cap_mb": SMALL_MB}}
 CAP_LIST: Options = {"ddp": {"bucket_cap_mb_list": [SMALL_MB, 2 * SMALL_MB]}}
 """What several of them train; a cap that gives small models several buckets."""
+
+ONE_BACKWARD = 2
+"""Launches where there is no other: a bucket, and what rebuilds them."""
 
 COLLECTIVE: Options = {"options": {"scaling": "collective"}}
 BUCKET: Options = {"options": {"scaling": "bucket"}, "modes": ("concat",)}
@@ -98,7 +104,6 @@ STAYS_LOCAL = ("stay on their rank, as with eager DDP: its forward has had its",
 OWN_REDUCER = (
     "is trained by DDP's own reducer, as without ddp_fusion, and its gradients are not fused:"
 )
-DELAYED = (f"{OWN_REDUCER} it was given delay_all_reduce_named_params=...",)
 ON_BUFFERS = (f"{OWN_REDUCER} a hook of yours synchronises its buffers",)
 STEPS = (OWN_REDUCER,)
 NO_EFFECT = ("has no effect under ddp_fusion: it tunes the C++ reducer, which does not run",)
@@ -149,7 +154,7 @@ def plain(feature: str, *checked: str, **options: Any) -> Scenario:
 
 def branches(feature: str, *checked: str, **options: Any) -> Scenario:
     """A scenario of a model some of whose branches a step does not take, on two ranks."""
-    return on_two(feature, "unused:branching", *checked, **options)
+    return plain(feature, *checked, **{**BRANCHES, **options})
 
 
 def tensor_parallel(feature: str, *checked: str, **options: Any) -> Scenario:
@@ -158,8 +163,8 @@ def tensor_parallel(feature: str, *checked: str, **options: Any) -> Scenario:
 
 
 def in_thirds(feature: str, *checked: str, **options: Any) -> Scenario:
-    """A scenario of averages over three ranks."""
-    defaults: Options = {**THREE, "launches": 1}
+    """A scenario of averages over three ranks, in a single backward."""
+    defaults: Options = {**THREE, "launches": ONE_BACKWARD}
     return on_ranks("ddp-3", feature, "precision:in_thirds", *checked, **defaults, **options)
 
 
@@ -178,10 +183,8 @@ SCENARIOS = (
     plain("plain", CONCAT, "concat/bf16", EACH_TORCH, dtypes=ALL_DTYPES, launches=1),
     on_ranks("ddp-4", "plain", "loops:plain", dtypes=ALL_DTYPES, launches=1),
     on_ranks("ddp-4", "no-sync", "loops:plain", **TWO_BY_THREE),
-    on_ranks("ddp-4", "unused-changing", "unused:branching", takes="/a/a/a a//a/a a/a//a ///"),
-    on_ranks(
-        "ddp-4", "unused-added", "unused:branching", takes="a/b/c/ /a/b/c a/a/b/b ///c", **ADDED
-    ),
+    on_ranks("ddp-4", "unused-changing", "loops:plain", **BRANCHES, takes=FOUR_IN_TURN),
+    on_ranks("ddp-4", "unused-added", "loops:plain", **BRANCHES, **ADDED, takes=FOUR_OTHERS),
     on_ranks("ddp-4", "update-group", "reducer:another_group"),
     on_ranks("ddp-4", "update-group-hook", "reducer:another_group_for_all", CONCAT),
     tensor_parallel("plain", dtypes=("fp32", "bf16"), steps=2, sizes=(3, 5), launches=1),
@@ -226,8 +229,8 @@ SCENARIOS = (
     on_two("mark-dynamic", "loops:marked_dynamic", COALESCED, **SIZES, launches=1),
     on_two("mark-dynamic-inside", "loops:marked_dynamic", **INSIDE, **SIZES, launches=1),
     on_two("recompilation", "ranks:recompilation", CONCAT, launches=1),
-    on_two("transformer", "loops:transformer", **BY_HAND, launches=1),
-    on_two("transformer-inside", "loops:transformer", **INSIDE, **BY_HAND, launches=1),
+    on_two("transformer", "loops:transformer", **ROUNDS, launches=1),
+    on_two("transformer-inside", "loops:transformer", **INSIDE, **ROUNDS, launches=1),
     # --- What a backward is asked for, and what reaches it
     on_two(
         "retain-graph", "backwards:twice", CONCAT, EACH_TORCH, warns=STAYS_LOCAL, keeps_graph=True
@@ -248,7 +251,7 @@ SCENARIOS = (
     on_two("several-outputs", "backwards:several_outputs", CONCAT),
     on_two("several-outputs-eager", "backwards:backwards_of_one_round"),
     on_two("several-outputs-cleared", "backwards:cleared_between", CONCAT),
-    on_two("failing", "backwards:failing", COALESCED),
+    on_two("failing", "backwards:failing", COALESCED, model="two layers"),
     on_two("queued-callbacks", "backwards:queued_callbacks", COALESCED, EACH_TORCH),
     # --- Models in several graphs
     plain("graph-break", model="broken"),
@@ -257,14 +260,13 @@ SCENARIOS = (
     plain("compiled-before", COALESCED, model="compiled", **AS_IT_IS),
     plain("compiler-disable", model="disabled"),
     on_two("in-parts", "parts:in_parts", CONCAT),
-    on_two("in-parts-failing", "parts:fails_in_parts", CONCAT),
+    on_two("in-parts-failing", "backwards:failing", CONCAT, model="in parts"),
     on_two("in-parts-shared", "parts:shared_by_parts", CONCAT),
-    on_two("in-parts-one-by-one", "parts:parts_one_by_one", COALESCED),
+    on_two("in-parts-one-by-one", "backwards:several_outputs", COALESCED, are_compiled=True),
     on_two("block-by-block", "parts:block_by_block", COALESCED),
     on_two("breaks-in-a-loop", "parts:breaks_in_a_loop", CONCAT),
     on_two("disabled-hook", "parts:broken_backward", COALESCED, NEWEST_TORCH),
     # --- Modules that share graphs, weights or a backward
-    on_two("two-modules", "instances:two_modules"),
     on_two("two-caps", "instances:two_caps", CONCAT, launches=3),
     on_two("one-before-the-other", "instances:one_before_the_other", CONCAT),
     on_two("alternating", "instances:alternating"),
@@ -273,22 +275,20 @@ SCENARIOS = (
     on_two("instances-in-one-backward", "instances:instances_in_one_backward", COALESCED),
     on_two("same-weights", "instances:over_the_same_weights", COALESCED),
     on_two("same-weights-at-once", "instances:over_the_same_weights_at_once", CONCAT),
-    on_two("one-thread", "instances:in_a_thread", CONCAT, constructed_there=True),
-    on_two("another-thread", "instances:in_a_thread", COALESCED),
+    on_two("one-thread", "instances:in_a_thread", CONCAT),
     on_two("threads", "instances:threads", COALESCED, fails_on_oldest=TORCH_CRASHES),
     on_two("bare-threads", "instances:bare_threads", CONCAT, fails_on_oldest=TORCH_CRASHES),
     on_two("subclass", "instances:subclass", CONCAT, EACH_TORCH),
-    on_two("subclass-overriding", "instances:overriding_subclass", CONCAT),
     on_two("replicate", "instances:replicated", CONCAT),
     on_two("two-reducers", "instances:two_reducers", CONCAT, warns=ONE_OWN_REDUCER),
     on_two(
         "two-reducers-apart", "instances:reducers_apart", CONCAT, EACH_TORCH, warns=ONE_OWN_REDUCER
     ),
     # --- What random trainings have led to
-    on_two("lacking-beside-another", "found:one_may_lack_gradients", CONCAT, **ROUNDS),
-    on_two("no-sync-twice", "found:kept_under_no_sync", CONCAT, **ROUNDS),
-    on_two("buffers-change-between", "found:changing_buffers", CONCAT, **ROUNDS),
-    on_two("incomplete-twice", "found:incomplete_twice", CONCAT, averages=False),
+    on_two("lacking-beside-another", "unused:one_may_lack_gradients", CONCAT, **ROUNDS),
+    on_two("no-sync-twice", "backwards:kept_under_no_sync", CONCAT, **ROUNDS),
+    plain("buffers-change-between", CONCAT, **CHANGING, **INSIDE, **ROUNDS),
+    on_two("incomplete-twice", "unused:incomplete_twice", CONCAT, averages=False),
     # --- Ranks that do not do the same
     on_two("batch-sizes", "ranks:batch_sizes", CONCAT),
     on_two("hooks-on-one-rank", "ranks:hooks_on_one_rank", CONCAT),
@@ -329,9 +329,11 @@ SCENARIOS = (
     branches("unused-added-late", takes="a c/b a/b /c", **ADDED),
     branches("unused-zeroed", takes="a/b b/a a c/b a", **KEPT),
     branches("unused-no-sync", CONCAT, takes="a/b b a b a a", local=(0, 1, 3)),
-    on_two("unused-hook-fp16", "unused:compressed", takes=OTHERS),
-    branches("unused-dtypes", takes=OTHERS, model="dtypes"),
-    branches("unused-static-graph", takes="a/b a/b a/b a/b", static_graph=True),
+    branches("unused-hook-fp16", takes=OTHERS, hook="fp16"),
+    branches("unused-dtypes", takes=OTHERS, model="branches of several dtypes"),
+    branches(
+        "unused-static-graph", takes="a/b a/b a/b a/b", ddp={**FIND_UNUSED, "static_graph": True}
+    ),
     on_two("unused-static-graph-later", "unused:in_a_static_graph_later", takes="a/b a/b a/b a/b"),
     branches(
         "unused-several-graphs", CONCAT, takes=f"{TURNS} abc/a", model="broken backward", **AS_IT_IS
@@ -345,21 +347,14 @@ SCENARIOS = (
     on_two("unused-instances", "unused:by_instances", COALESCED),
     on_two("unused-in-parts-of-two", "unused:in_parts_beside_another"),
     on_two("unused-beside-foreign", "foreign:with_unused"),
-    branches("skip-unused", takes="/ / / /", skip_all_reduce_unused_params=True),
     branches(
-        "missing-one",
-        becomes=REFUSED,
-        must_fail="c.weight",
-        takes="abc/ab abc/ab",
-        find_unused_parameters=False,
+        "skip-unused", takes="/ / / /", ddp={**FIND_UNUSED, "skip_all_reduce_unused_params": True}
     ),
     # --- Unusual parameters
     plain("frozen", COALESCED, model="frozen", launches=1),
     plain("ignored", model="ignored"),
-    on_two("sparse", "loops:sparse"),
-    on_two("sparse-accumulated", "loops:sparse", micro_batches=2, no_sync=True),
-    on_two("sparse-bag", "loops:sparse", has_bag=True),
-    on_two("sparse-tables-inside", "sparse:tables", is_inside=True),
+    on_two("sparse-accumulated", "sparse:tables", micro_batches=2, no_sync=True, moves=True),
+    on_two("sparse-tables-inside", "sparse:tables", **INSIDE),
     on_two("sparse-tables-kept", "sparse:tables", CONCAT, local=(0, 2), zero="never", launches=3),
     on_two("sparse-tables-zeroed", "sparse:tables", zero="kept"),
     on_two("sparse-padding", "sparse:tables", of_first={"padding_idx": 1}),
@@ -412,22 +407,18 @@ SCENARIOS = (
     # --- What DDP offers
     on_two("static-graph", "reducer:static_graph", COALESCED),
     on_two("static-graph-reentrant", "reducer:static_graph_of_a_checkpoint", CONCAT),
-    branches("static-graph-unused", CONCAT, takes="ab ab ab", **STATIC_GRAPH),
+    branches("static-graph-unused", CONCAT, takes="ab ab ab", ddp={"static_graph": True}),
     plain("bucket-view", ddp={"gradient_as_bucket_view": True}, **KEPT, warns=NO_EFFECT),
     plain("batched-copy", ddp={"batched_grad_copy": True}, warns=NO_EFFECT),
     plain("bucket-cap", COALESCED, **DEEP, **SMALL_BUCKETS, launches=3),
     plain("flag-cap", CONCAT, **DEEP, **INSIDE, **FLAG_CAP, launches=3),
     plain("bucket-cap-list", CONCAT, **DEEP, **CAP_LIST, launches=2),
-    on_two("delay", "reducer:delayed_all_reduce", CONCAT, becomes=UNFUSED, warns=DELAYED),
-    on_two("update-group", "reducer:update_process_group"),
     on_two("update-group-after-error", "reducer:after_an_error", CONCAT, leaves_unwaited=True),
     on_two("state-dict", "reducer:state_dict", CONCAT),
     on_two("saved-module", "reducer:saved_module", CONCAT),
     on_two("deepcopy", "reducer:deepcopy", CONCAT, EACH_TORCH),
     on_two("deepcopy-on-one-rank", "reducer:deepcopy_on_one_rank", CONCAT),
-    on_two("ema", "reducer:deepcopy_of_the_model"),
     on_two("second-ddp", "reducer:second_ddp", CONCAT),
-    on_two("two-ddps", "reducer:two_ddps"),
     # --- join
     on_two("join", "joining:uneven", CONCAT, EACH_TORCH),
     on_two("join-rank-0", "joining:uneven", COALESCED, steps=((4, 1),)),
@@ -436,11 +427,13 @@ SCENARIOS = (
     on_two(
         "join-buffers", "joining:uneven", CONCAT, EACH_TORCH, steps=((2, 4), (3, 1)), **COUNTING
     ),
-    on_two("join-no-sync", "joining:uneven", COALESCED, steps=((1, 3),), local=True),
-    on_two("join-inside", "joining:uneven", CONCAT, is_inside=True),
+    on_two(
+        "join-no-sync", "joining:uneven", COALESCED, steps=((1, 3),), micro_batches=2, no_sync=True
+    ),
+    on_two("join-inside", "joining:uneven", CONCAT, **INSIDE),
     on_two("join-batch-sizes", "joining:uneven", COALESCED, steps=((2, 5),), sizes=(4, 1, 3)),
     on_two("join-buckets", "joining:uneven", CONCAT, ddp={"bucket_cap_mb": 0.0005}),
-    on_two("join-hook", "joining:uneven", COALESCED, has_hook=True),
+    on_two("join-hook", "joining:uneven", COALESCED, hook="summing"),
     on_two("join-unused", "joining:uneven", takes="a/ /a", **JOINED_UNUSED),
     on_two("join-unused-more", "joining:uneven", takes="a/b /a ab/", **JOINED_UNUSED),
     on_two("join-static-graph", "joining:static_graph", CONCAT),
@@ -454,7 +447,7 @@ SCENARIOS = (
         "joining:uneven",
         steps=((1, 2, 4, 4),),
         by_initial=False,
-        is_trained=False,
+        moves=False,
         tolerance_eps=THIRDS_EPS,
     ),
     # --- Buffers
@@ -471,17 +464,14 @@ SCENARIOS = (
     plain("no-forward-sync", ddp={"forward_sync_buffers": False}, **COUNTING),
     plain("no-broadcast", ddp={"broadcast_buffers": False}, **COUNTING),
     plain("buffers-called", CONCAT, EACH_TORCH, model="shifting", **CALLED, **INSIDE, launches=2),
-    on_two("buffer-hook", "comm_hooks:buffer_hook", CONCAT, becomes=UNFUSED, warns=ON_BUFFERS),
+    plain("buffer-hook", CONCAT, **COUNTING, hook="on buffers", becomes=UNFUSED, warns=ON_BUFFERS),
     # One for the floating-point buffers, and one for the counters.
-    on_two("batch-norm", "loops:batch_norm", **BY_HAND, launches=3),
-    on_two("batch-norm-inside", "loops:batch_norm", **INSIDE, **BY_HAND, launches=3),
-    on_two("batch-norm-evaluated", "loops:batch_norm", is_evaluated=True, **BY_HAND, launches=3),
+    on_two("batch-norm", "loops:batch_norm", **ROUNDS, launches=3),
+    on_two("batch-norm-inside", "loops:batch_norm", **INSIDE, **ROUNDS, launches=3),
+    on_two("batch-norm-evaluated", "loops:batch_norm", is_evaluated=True, **ROUNDS, launches=3),
     # --- Dtypes
-    on_two(
-        "mixed-precision", "precision:mixed_precision", becomes=REFUSED, dtypes=("bf16", "fp16")
-    ),
-    on_two("autocast", "precision:autocast", CONCAT, **AUTOCAST, by_hand=True, launches=1),
-    on_two("autocast-inside", "precision:autocast", **INSIDE, **AUTOCAST, by_hand=True, launches=1),
+    on_two("autocast", "precision:autocast", CONCAT, **AUTOCAST),
+    on_two("autocast-inside", "precision:autocast", **INSIDE, **AUTOCAST),
     on_two("grad-scaler", "precision:grad_scaler"),
     on_two("grad-scaler-inf", "precision:grad_scaler", infinite_in=1),
     on_two("grad-scaler-autocast", "precision:grad_scaler", CONCAT, infinite_in=1, **AUTOCAST_FP16),
@@ -496,7 +486,12 @@ SCENARIOS = (
     in_thirds("scaling-collective", COALESCED, **COLLECTIVE),
     in_thirds("scaling-bucket", **BUCKET),
     on_two(
-        "near-overflow", "precision:near_overflow", CONCAT, COALESCED, dtypes=("fp16",), launches=1
+        "near-overflow",
+        "precision:near_overflow",
+        CONCAT,
+        COALESCED,
+        dtypes=("fp16",),
+        launches=ONE_BACKWARD,
     ),
     smaller("reduce-bf16", "bf16"),
     smaller("reduce-bf16-kept", "bf16", **KEPT),
@@ -507,11 +502,8 @@ SCENARIOS = (
     smaller("reduce-small", "fp16", CONCAT, two_dtypes=True, launches=2),
     # --- Hooks of users, and the communication hooks that only average
     plain("tensor-hook", loss="hooked"),
-    on_two("parameter-hook", "hooks:parameter_hook"),
-    on_two("parameter-hook-inside", "hooks:parameter_hook", **INSIDE),
-    on_two("accumulation-hook", "hooks:accumulation_hook"),
-    on_two("accumulation-hook-behind", "hooks:accumulation_hook", is_behind=True),
     on_two("hooks-in-order", "hooks:in_order", CONCAT),
+    on_two("hooks-in-order-inside", "hooks:in_order", **INSIDE),
     on_two("hooks-that-come-and-go", "hooks:come_and_go", COALESCED, EACH_TORCH),
     on_two("node-hooks", "hooks:on_nodes", CONCAT, EACH_TORCH),
     on_two("node-hooks-before", "hooks:on_nodes_before", COALESCED),
@@ -524,61 +516,50 @@ SCENARIOS = (
         CONCAT,
         options={"backward_graph": "compiled_autograd"},
     ),
-    on_two("hook-allreduce", "comm_hooks:torchs", CONCAT, hook="allreduce", launches=1),
-    on_two("hook-builtin", "comm_hooks:builtin"),
-    on_two("hook-bf16", "comm_hooks:torchs", COALESCED, hook="bf16", launches=1),
-    on_two("hook-fp16", "comm_hooks:torchs", CONCAT, EACH_TORCH, hook="fp16", launches=1),
-    on_two("hook-wrapper", "comm_hooks:torchs", CONCAT, hook="wrapped in fp16", launches=1),
-    on_two("hook-noop", "comm_hooks:torchs", hook="noop"),
+    plain("hook-allreduce", CONCAT, hook="allreduce", launches=1),
+    plain("hook-builtin", hook="builtin"),
+    plain("hook-bf16", COALESCED, hook="bf16", launches=1),
+    plain("hook-fp16", CONCAT, EACH_TORCH, hook="fp16", launches=1),
+    plain("hook-wrapper", CONCAT, hook="wrapped in fp16", launches=1),
+    plain("hook-noop", hook="noop"),
     # --- Communication hooks that are called with buckets
-    on_two("hook-users", "comm_hooks:users", CONCAT, EACH_TORCH, launches=1),
-    on_two("hook-users-inside", "comm_hooks:users", COALESCED, **INSIDE, launches=1),
-    on_two("hook-users-no-sync", "comm_hooks:users", CONCAT, **KEPT, **TWO_BY_THREE, launches=1),
-    on_two("hook-users-no-sync-inside", "comm_hooks:users", **INSIDE, **TWO_BY_TWO, launches=1),
-    on_two(
-        "hook-users-batch-sizes",
-        "comm_hooks:users",
-        model="two layers",
-        steps=5,
-        sizes=(4, 6, 3),
-        launches=1,
-    ),
-    on_two("hook-users-buckets", "comm_hooks:users", CONCAT, several=True, **SMALL_BUCKETS),
-    on_two("hook-users-autocast", "comm_hooks:users_autocast", **AUTOCAST, launches=1),
-    on_two("hook-users-parameters", "comm_hooks:users", CONCAT, model="unusual"),
-    on_two("hook-users-dtypes", "comm_hooks:users", CONCAT, COALESCED, model="kinds", launches=3),
-    on_two("hook-users-flag-unset", "comm_hooks:users_flag_unset", CONCAT),
-    on_two("hook-users-unused", "comm_hooks:unused", CONCAT, takes="a/b ab/ b/a a/a", launches=2),
-    on_two("hook-users-unused-inside", "comm_hooks:unused", **INSIDE, **IN_TURN, launches=2),
-    on_two("hook-users-unused-no-sync", "comm_hooks:unused", local=(1, 3), **IN_TURN, launches=2),
-    on_two(
-        "hook-users-unused-kept", "comm_hooks:unused", takes="a/b ab/ b/a a/a", **KEPT, launches=2
-    ),
-    on_two(
+    plain("hook-users", CONCAT, EACH_TORCH, **USERS, launches=1),
+    plain("hook-users-inside", COALESCED, **USERS, **INSIDE, launches=1),
+    plain("hook-users-no-sync", CONCAT, **USERS, **KEPT, **TWO_BY_THREE, launches=1),
+    plain("hook-users-no-sync-inside", **USERS, **INSIDE, **TWO_BY_TWO, launches=1),
+    plain("hook-users-batch-sizes", **USERS, **SIZES, launches=1),
+    plain("hook-users-buckets", CONCAT, **USERS, **SMALL_BUCKETS, launches=2),
+    on_two("hook-users-autocast", "precision:autocast", **USERS, **AUTOCAST),
+    plain("hook-users-parameters", CONCAT, **USERS, model="unusual"),
+    plain("hook-users-layouts", **USERS, model="layouts"),
+    plain("hook-users-dtypes", CONCAT, COALESCED, **USERS, model="complex", launches=2),
+    on_two("hook-users-flag-unset", "backwards:flag_unset_with_a_hook", CONCAT),
+    branches("hook-users-unused", CONCAT, **USERS, **SOME_IN_TURN, launches=2),
+    branches("hook-users-unused-inside", **USERS, **INSIDE, **IN_TURN, launches=2),
+    branches("hook-users-unused-no-sync", **USERS, local=(1, 3), **IN_TURN, launches=2),
+    branches("hook-users-unused-kept", **USERS, **SOME_IN_TURN, **KEPT, launches=2),
+    branches(
         "hook-users-unused-buckets",
-        "comm_hooks:unused",
-        several=True,
-        bucket_cap_mb=SMALL_MB,
+        **USERS,
         **IN_TURN,
+        ddp={**FIND_UNUSED, "bucket_cap_mb": SMALL_MB},
+        launches=4,
     ),
-    on_two("hook-users-unused-never", "comm_hooks:unused", takes="abc abc abc", launches=2),
-    on_two("hook-powersgd", "comm_hooks:power_sgd", CONCAT, EACH_TORCH, tolerance_eps=PRODUCTS_EPS),
-    on_two(
+    branches("hook-users-unused-never", **USERS, takes="abc abc abc", launches=2),
+    plain("hook-powersgd", CONCAT, EACH_TORCH, **POWER_SGD),
+    plain(
         "hook-wrapper-powersgd",
-        "comm_hooks:power_sgd",
-        in_fp16=True,
-        tolerance_eps=FP16_PRODUCTS_EPS,
+        **{**POWER_SGD, "hook": "power sgd in fp16", "tolerance_eps": FP16_PRODUCTS_EPS},
     ),
-    on_two("hook-wrapper-bf16", "comm_hooks:wrapped_in_bf16", launches=1),
-    on_two("hook-wrapper-unused", "comm_hooks:unused_wrapped", **IN_TURN, launches=2),
-    on_two("hook-post-local", "comm_hooks:post_local_sgd", CONCAT),
-    on_two("hook-another-group", "comm_hooks:another_group", CONCAT),
-    on_two("hook-another-group-unused", "comm_hooks:unused_another_group", **IN_TURN),
-    on_ranks("ddp-4", "hook-users", "comm_hooks:users", CONCAT, launches=1),
-    on_ranks("ddp-4", "hook-powersgd", "comm_hooks:power_sgd", CONCAT, tolerance_eps=PRODUCTS_EPS),
+    plain("hook-wrapper-bf16", hook="wrapped in bf16", launches=1),
+    on_two("hook-wrapper-unused", "unused:wrapped_hook", **IN_TURN, launches=2),
+    plain("hook-post-local", CONCAT, hook="post-local sgd", steps=4),
+    plain("hook-another-group", CONCAT, hook="another group"),
+    branches("hook-another-group-unused", hook="another group", **IN_TURN),
+    on_ranks("ddp-4", "hook-users", "loops:plain", CONCAT, **USERS, launches=1),
+    on_ranks("ddp-4", "hook-powersgd", "loops:plain", CONCAT, **POWER_SGD),
     # --- Optimizers
-    on_two("optimizer-in-backward", "hooks:optimizer_in_backward", becomes=REFUSED),
-    on_two("optimizer-in-hook", "comm_hooks:stepping", becomes=UNFUSED, warns=STEPS),
+    plain("optimizer-in-hook", hook="stepping", moves=False, becomes=UNFUSED, warns=STEPS),
     on_two("optimizer-fused", "loops:clipped", kind="fused", **ROUNDS),
     on_two("optimizer-foreach", "loops:clipped", kind="foreach", **ROUNDS),
     on_two("optimizer-foreach-inside", "loops:clipped", kind="momentum", **INSIDE, **ROUNDS),

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 MODES: Final = ("concat", "coalesced")
 
-Becomes = Literal["equal", "equal, unfused", "refused"]
+Becomes = Literal["equal", "equal, unfused"]
 
 
 @dataclass(frozen=True)
@@ -24,23 +24,16 @@ class Scenario:
         dtypes: of the gradients, or of autocast where the target is about that.
         tolerance_eps: what an element may differ by from eager DDP, in eps of its dtype and
             of the largest element of its tensor; 0 for the same bits.
-        becomes: as eager DDP and fused; as eager DDP, but not all of it fused; an error that names
-            the flag, on each rank.
+        becomes: as eager DDP and fused; as eager DDP, but not all of it fused.
         averages: whether any backward is averaged. Where each is eager DDP's error, or gives no
             gradient of DDP's, there is nothing to fuse.
-        by_hand: whether gradients must have the same bits as those of the model compiled in the
-            same way, without DDP, that are averaged one by one by hand. It shows that what differs
-            from eager DDP by a tolerance is what compiled kernels round otherwise, and nothing
-            else.
         warns: a part of each text that each rank warns of.
-        launches: collectives of DDP's groups in each backward that averages, once its
-            buckets are rebuilt; 0 if that is not said.
+        launches: collectives of DDP's groups in each backward that averages, behind the first one,
+            at whose end buckets are rebuilt by one more; 0 if that is not said.
         keeps_graph: whether a second backward goes through a compiled forward, with
             ``retain_graph=True``: torch wants ``torch._functorch.config.donated_buffer = False``
             there, with DDP or without.
         leaves_unwaited: whether a backward fails, whose collectives nobody waits for then.
-        must_fail: eager DDP has nothing to compare with, and each rank must raise an error, on some
-            rank one that names ``ddp_fusion`` and this text. Empty: it is to be trained.
         options: of ``FusionConfig``, by name, beside mode and graph.
         arguments: of the target, by name, beside the run; mostly fields of
             :class:`testing.scenarios.loop.Loop`.
@@ -59,14 +52,12 @@ class Scenario:
     modes: tuple[str, ...] = MODES
     dtypes: tuple[str, ...] = ("fp32",)
     tolerance_eps: float = 0.0
-    by_hand: bool = False
     becomes: Becomes = "equal"
     averages: bool = True
     warns: tuple[str, ...] = ()
     launches: int = 0
     keeps_graph: bool = False
     leaves_unwaited: bool = False
-    must_fail: str = ""
     options: tuple[tuple[str, Any], ...] = ()
     arguments: tuple[tuple[str, Any], ...] = ()
     tested: tuple[str, ...] = ()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from testing.models import Batch, Loss, linear_loss, whole_rows
@@ -47,9 +48,12 @@ class Loop:
     Attributes:
         style: the backward outside of a compiled model, inside of a compiled step, or a model of
             which the target has compiled what it wants.
-        steps: of the optimizer.
+        steps: of the optimizer; by default three, or as many as ``takes`` names.
         micro_batches: backwards in a step.
         no_sync: whether all but the last of these are under ``no_sync``.
+        local: the steps that run under ``no_sync``, after which gradients stay.
+        takes: the branches of the model that each rank takes, by step: ``a/bc b`` is ``a`` on rank
+            0 and ``bc`` on rank 1, and then ``b`` on both; empty for a model without branches.
         zero: ``"none"``: gradients are dropped before each step; ``"kept"``: set to zero;
             ``"detached"``: likewise, as older programs do it; ``"never"``: added to from step to
             step.
@@ -58,76 +62,73 @@ class Loop:
         sizes: of the batches, in turn.
         seat: ranks with the same number get the same batch; by default, each its own.
         optimizer: of the model's parameters.
+        moves: whether it steps; if not, parameters stay as they are.
         compiling: options of ``torch.compile``.
         before_step: called with the number of the step.
+        before_note: called with the model before its gradients are noted.
         before_update: called between the last backward of a step and the optimizer.
     """
 
     style: Style = "outside"
-    steps: int = 3
+    steps: int | None = None
     micro_batches: int = 1
     no_sync: bool = False
+    local: tuple[int, ...] = ()
+    takes: str = ""
     zero: Zero = "none"
     loss: Loss = linear_loss
     draw: Draw | None = None
     sizes: tuple[int, ...] = (4,)
     seat: int | None = None
     optimizer: OptimizerOf = BySign
+    moves: bool = True
     compiling: Mapping[str, Any] = field(default_factory=dict)
     before_step: Callable[[int], None] = lambda _: None
+    before_note: Callable[[nn.Module], object] = lambda _: None
     before_update: Callable[[], object] = lambda: None
 
-    def is_synced(self, micro: int) -> bool:
-        """Whether a backward of a step is averaged."""
-        return not self.no_sync or micro == self.micro_batches - 1
+    @property
+    def count(self) -> int:
+        """How many steps there are."""
+        default = len(self.takes.split(" ")) if self.takes else 3
+        return default if self.steps is None else self.steps
+
+    def is_synced(self, step: int, micro: int) -> bool:
+        """Whether a backward is averaged."""
+        return step not in self.local and (not self.no_sync or micro == self.micro_batches - 1)
+
+    def taken(self, step: int) -> list[str]:
+        """What this rank calls the model with, beside its inputs."""
+        steps = self.takes.split(" ")
+        ranks = steps[step % len(steps)].split("/")
+        return [ranks[dist.get_rank() % len(ranks)]] if self.takes else []
 
 
 def train(run: Run, model: nn.Module, **loop: Any) -> None:
-    """Train a model and note all that is to be compared.
-
-    Args:
-        run: where it is noted.
-        model: with all its DDP modules made.
-        loop: fields of :class:`Loop`.
-    """
+    """Train a model, all of whose DDP modules are made, and note all that is to be compared; the
+    loop is written as a :class:`Loop` with these fields."""
     written = Loop(**loop)
     backward = backward_of(run, model, written)
     optimizer = written.optimizer(model.parameters())
-    for step in range(written.steps):
+    for step in range(written.count):
         written.before_step(step)
-        clear_gradients(model, written.zero, optimizer.zero_grad)
+        if step - 1 not in written.local:
+            clear_gradients(model, written.zero, optimizer.zero_grad)
         for micro in range(written.micro_batches):
-            synced = written.is_synced(micro)
-            run.prepare_forward()
+            synced = written.is_synced(step, micro)
             with synced_if(model, synced):
-                backward(batch_of(run, written, step, micro))
+                backward(batch_of(run, written, step, micro), *written.taken(step))
+            written.before_note(model)
             run.note_backward(model, synced=synced)
         written.before_update()
-        optimizer.step()
-    run.note_end(model)
-
-
-def steps_of(
-    run: Run, model: nn.Module, count: int, optimizer_of: OptimizerOf = BySign
-) -> Iterator[int]:
-    """Number the steps of a loop that is written out: each begins without gradients, and ends with
-    the optimizer's. What is to be compared at the end is noted."""
-    optimizer = optimizer_of(model.parameters())
-    for step in range(count):
-        optimizer.zero_grad()
-        yield step
-        optimizer.step()
+        if written.moves:
+            optimizer.step()
     run.note_end(model)
 
 
 def clear_gradients(model: nn.Module, zero: Zero, zero_grad: Callable[..., None]) -> None:
-    """Clear a model's gradients, as a :class:`Loop` says.
-
-    Args:
-        model: whose.
-        zero: how.
-        zero_grad: of the model or its optimizer: with tensor parallelism, torch's forward hooks put
-            others in the places of the model's parameters.
+    """Clear a model's gradients, as a :class:`Loop` says. With tensor parallelism, where torch's
+    forward hooks put others in the places of its parameters, the optimizer's ``zero_grad`` does it.
     """
     if zero == "detached":
         for parameter in model.parameters():
@@ -145,12 +146,12 @@ def batch_of(run: Run, loop: Loop, step: int, micro: int) -> Batch:
     return run.drawn(draw, step, micro, seat=loop.seat, size=size)
 
 
-def backward_of(run: Run, model: nn.Module, loop: Loop) -> Callable[[Batch], None]:
+def backward_of(run: Run, model: nn.Module, loop: Loop) -> Callable[..., None]:
     """Forward and backward of a batch, compiled as the loop says."""
     forward = run.compile(model, **loop.compiling) if loop.style == "outside" else model
 
-    def backward(batch: Batch) -> None:
-        loop.loss(forward, batch).backward()
+    def backward(batch: Batch, *takes: str) -> None:
+        loop.loss(forward, batch, *takes).backward()
 
     return run.compile(backward, **loop.compiling) if loop.style == "inside" else backward
 

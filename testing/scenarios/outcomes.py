@@ -8,10 +8,7 @@ from typing import Literal
 
 from testing.scenarios.entries import Scenario
 
-Kind = Literal["equal", "equal, unfused", "refused", "broken"]
-
-FLAG = "ddp_fusion"
-DISAGREEMENT = "RanksDisagreeError"
+Kind = Literal["equal", "equal, unfused", "broken"]
 
 MAX_WORDS = 600
 """Characters in a line."""
@@ -22,15 +19,11 @@ class Failure:
     """An exception.
 
     Attributes:
-        kinds: names of its class and of the classes above that.
-        text: what it says.
-        backwards: how many were recorded before it.
+        text: its class, and what it says.
         trace: where it was raised.
     """
 
-    kinds: tuple[str, ...]
     text: str
-    backwards: int
     trace: str
 
 
@@ -46,7 +39,7 @@ class RankReport:
         reduced_in: where the package says that gradients of its backwards were reduced: by a
             reducer, in graphs, or ``"none"``.
         launches: collectives of DDP's groups in the backwards that average, from the least to the
-            most, once buckets are rebuilt.
+            most, without the first of several.
         traced: backwards that compiled autograd has traced.
         unwaited: tensors of compiled collectives that nobody has waited for: numbers can be right
             by luck where a bucket was read too early.
@@ -76,10 +69,7 @@ class Outcome:
 
     Attributes:
         kind: ``equal``: trained as eager DDP does it, fused. ``equal, unfused``: trained as eager
-            DDP does it, and a warning has said that not all of it is fused. ``refused``: every
-            rank raised an error that names the flag, or that the ranks disagree on what they
-            reduce, before the first step was done; or, where there must be an error, an error
-            with its words on some rank. ``broken``: all else.
+            DDP does it, and a warning has said that not all of it is fused. ``broken``: all else.
         words: what the user was warned of, or what is broken, in a line; more lines behind it help
             to find out why.
     """
@@ -89,50 +79,22 @@ class Outcome:
 
 
 def judge(scenario: Scenario, reports: Sequence[RankReport | None], *, fate: str = "") -> Outcome:
-    """The outcome of a scenario.
-
-    Args:
-        scenario: what was to be trained.
-        reports: of all ranks.
-        fate: how the processes ended if not as they should: ``not done after 180 s``.
-    """
+    """The outcome of a scenario from the reports of all ranks; ``fate`` is how the processes have
+    ended if not as they should: ``not done after 180 s``."""
     present = [report for report in reports if report is not None]
     if len(present) < len(reports):
         missing = [rank for rank, report in enumerate(reports) if report is None]
         return _broken(f"no result of ranks {missing}: {fate or 'they died'}", *_traces(present))
-    failures = [report.fused for report in present if report.fused is not None]
-    if failures:
-        return _judge_failures(scenario, present, failures)
     for report in present:
         if report.eager is not None:
             words = f"nothing to compare with, eager DDP fails: {report.eager.text}"
-            return _broken(words, report.eager.trace)
-    if scenario.must_fail:
-        return _broken(f"trained without an error, which must name {scenario.must_fail!r}")
+            return _broken(words, *_traces(present))
+    raised = {report.rank: report.fused for report in present if report.fused is not None}
+    if raised:
+        # The rank that says most about the flag knows more than those that were left waiting.
+        failure = max(raised.values(), key=lambda failure: "ddp_fusion" in failure.text)
+        return _broken(f"on ranks {[*raised]}: {failure.text}", *_traces(present))
     return _judge_training(scenario, present)
-
-
-def _judge_failures(
-    scenario: Scenario, reports: Sequence[RankReport], failures: Sequence[Failure]
-) -> Outcome:
-    fail_alike = len(failures) == len(reports) and all(
-        {"ValueError", "RuntimeError"}.intersection(failure.kinds) for failure in failures
-    )
-    telling = [f for f in failures if FLAG in f.text or DISAGREEMENT in f.kinds]
-    if scenario.must_fail:
-        # A rank that lacks a gradient has eager DDP's error; the others learn why they waited.
-        telling = [failure for failure in telling if scenario.must_fail in failure.text]
-        is_refusal = fail_alike and bool(telling)
-    else:
-        all_tell = len(telling) == len(failures)
-        is_refusal = fail_alike and all_tell and not any(f.backwards for f in failures)
-    if is_refusal:
-        return Outcome("refused", _line(telling[0].text))
-    raised = [report.rank for report in reports if report.fused is not None]
-    # The rank that says most about the flag knows more than those that were left waiting.
-    failure = max(failures, key=lambda failure: FLAG in failure.text)
-    where = "" if len(raised) == len(reports) else f" on ranks {raised} only"
-    return _broken(f"{failure.kinds[0]}{where}: {failure.text}", *_traces(reports))
 
 
 def _judge_training(scenario: Scenario, reports: Sequence[RankReport]) -> Outcome:
@@ -143,7 +105,7 @@ def _judge_training(scenario: Scenario, reports: Sequence[RankReport]) -> Outcom
     ]
     if differences:
         words = f"{len(differences)} differences from eager DDP, the first: {differences[0]}"
-        return _broken(words, *differences[:40])
+        return _broken(words, *differences)
     warned = list(dict.fromkeys(text for report in reports for text in report.warned))
     words = _line(" ".join(warned))
     if all(report.is_fused for report in reports) or not scenario.averages:

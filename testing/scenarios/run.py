@@ -1,5 +1,4 @@
-"""One training run on one rank: with eager DDP, under the flag with ``torch.compile``, or compiled
-without DDP, with gradients that are averaged by hand."""
+"""One training run on one rank: with eager DDP, or under the flag with ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch._dynamo
@@ -16,11 +15,10 @@ from torch import Generator, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.reducer.reducer import REDUCER, Reducer, reducer_of
+import fusion_passes  # noqa: F401  Torch has the flag then.
 from testing import models
 from testing.models import Batch
 
-Way = Literal["eager", "fused", "by hand"]
 T = TypeVar("T")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,24 +30,22 @@ class Launches(NamedTuple):
     """Collectives of DDP's groups up to a backward, since the one before.
 
     Attributes:
-        number: without those with which buckets are rebuilt.
+        number: of them.
         synced: whether gradients were to be averaged.
-        is_first: whether buckets were rebuilt at its end: it had others than those that follow.
     """
 
     number: int
     synced: bool
-    is_first: bool
 
 
 class Run:
     """What a target trains with, and where it notes what is to be compared.
 
-    A target is called once for each way, with ``"eager"`` first. It must do the same each time, and
-    leave to this object what differs: :meth:`ddp` and :meth:`compile`.
+    A target is called twice, with eager DDP first. It must do the same each time, and leave to this
+    object what differs: :meth:`ddp` and :meth:`compile`.
 
     Attributes:
-        way: which.
+        is_fused: whether it trains under the flag, and compiled.
         dtype: of its gradients, or of autocast.
         device: of this rank.
         backwards: gradients after each backward, by the parameter's name.
@@ -58,8 +54,8 @@ class Run:
         launches: of each backward.
     """
 
-    def __init__(self, way: Way, dtype: torch.dtype, device: torch.device) -> None:
-        self.way = way
+    def __init__(self, is_fused: bool, dtype: torch.dtype, device: torch.device) -> None:
+        self.is_fused = is_fused
         self.dtype = dtype
         self.device = device
         self.backwards: list[Tensors] = []
@@ -68,25 +64,13 @@ class Run:
         self.launches: list[Launches] = []
         self._groups: dict[int, Any] = {}
         self._launched = 0
-        self._averaged_by_hand: list[nn.Module] = []
-        self._wrapped: list[weakref.ref[DistributedDataParallel]] = []
-        self._rebuilt: weakref.WeakSet[Reducer] = weakref.WeakSet()
         self._parameters: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = (
             weakref.WeakKeyDictionary()
         )
 
-    @property
-    def is_fused(self) -> bool:
-        return self.way == "fused"
-
     def ddp(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
-        """``module`` on this rank's device, in DDP; as it is, where gradients are averaged by
-        hand."""
-        module = module.to(self.device)
-        if self.way == "by hand":
-            self._averaged_by_hand.append(module)
-            return cast("DistributedDataParallel", module)
-        wrapped = DistributedDataParallel(module, **options)
+        """``module`` on this rank's device, in DDP."""
+        wrapped = DistributedDataParallel(module.to(self.device), **options)
         self.manage(wrapped)
         # With tensor parallelism, torch's forward hooks put others in their places.
         self._parameters[wrapped] = dict(wrapped.named_parameters())
@@ -94,14 +78,12 @@ class Run:
 
     def manage(self, module: DistributedDataParallel) -> None:
         """Count the launches of a module that :meth:`ddp` did not make."""
-        self._wrapped.append(weakref.ref(module))
         self._groups[id(module.process_group)] = module.process_group
         self._count_launches()  # What the constructor does is no backward's.
-        self._count_rebuilt()
 
     def compile(self, target: T, **options: Any) -> T:
         """``torch.compile``, but for eager DDP."""
-        if self.way == "eager":
+        if not self.is_fused:
             return target
         return torch.compile(target, **options)  # type: ignore[call-overload]
 
@@ -116,13 +98,8 @@ class Run:
         return models.mlp(depth, outputs, self.dtype)
 
     def rows(self, step: int, micro: int = 0, *, seat: int | None = None, size: int = 4) -> Batch:
-        """A batch of whole numbers in the run's dtype, for an exact model.
-
-        Args:
-            step: of the optimizer.
-            micro: backward of that step.
-            seat: ranks with the same number get the same batch; by default, each its own.
-            size: rows.
+        """A batch of whole numbers in the run's dtype for an exact model, another one in each
+        ``step`` and ``micro``. Ranks of the same ``seat`` get the same; by default, each its own.
         """
         draw = functools.partial(models.whole_rows, dtype=self.dtype)
         return self.drawn(draw, step, micro, seat=seat, size=size)
@@ -139,39 +116,17 @@ class Run:
     def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
-    def prepare_forward(self) -> None:
-        """Do what a forward of DDP does first, where there is none."""
-        for module in self._averaged_by_hand:
-            for buffer in module.buffers():
-                dist.broadcast(buffer, 0)
-
     def note_backward(self, model: nn.Module, *, synced: bool = True) -> None:
-        """Note the gradients of all parameters.
-
-        Args:
-            model: what was trained.
-            synced: whether gradients of DDP modules were to be averaged.
-        """
-        for module in self._averaged_by_hand if synced else ():
-            average_by_hand(module)
+        """Note the gradients of all parameters; ``synced`` if they were to be averaged."""
         gradients = {name: parameter.grad for name, parameter in self._parameters_of(model).items()}
         self.backwards.append(_detached(gradients))
-        launched, rebuilt = self._count_launches(), self._count_rebuilt()
-        self.launches.append(Launches(launched - rebuilt, synced, rebuilt > 0))
+        self.launches.append(Launches(self._count_launches(), synced))
 
     def _count_launches(self) -> int:
         """Collectives since the last call; none can hide, for each backend numbers them."""
         total = sum(group._get_sequence_number_for_group() for group in self._groups.values())
         launched, self._launched = total - self._launched, total
         return launched
-
-    def _count_rebuilt(self) -> int:
-        """Reducers that have rebuilt their buckets since the last call: with a collective each."""
-        modules = filter(None, (reference() for reference in self._wrapped))
-        reducers = {reducer_of(module) for module in modules if REDUCER in module.__dict__}
-        new = {r for r in reducers if r.has_rebuilt_buckets} - set(self._rebuilt)
-        self._rebuilt.update(new)
-        return len(new)
 
     def _parameters_of(self, model: nn.Module) -> Mapping[str, nn.Parameter]:
         """By name: those that a DDP module was made with, where ``model`` is one."""
@@ -191,15 +146,6 @@ class Run:
     def note(self, name: str, value: Any) -> None:
         """Note a value that must equal eager DDP's: words of an error, a number."""
         self.others[name] = value
-
-
-def average_by_hand(module: nn.Module) -> None:
-    """Average the gradients of a module over all ranks, one by one."""
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            average = parameter.grad / dist.get_world_size()
-            dist.all_reduce(average)
-            parameter.grad.copy_(average)
 
 
 @contextlib.contextmanager

@@ -235,7 +235,7 @@ def test_hooks_that_come_late_or_stay(run_on_ranks: RUN) -> None:
 
 def power_sgd_in_several_buckets() -> list[Tensors]:
     """Gradients after each of a few backwards, on this rank."""
-    run = Run("fused", torch.float32, torch.device("cpu"))
+    run = Run(is_fused=True, dtype=torch.float32, device=torch.device("cpu"))
     with inductor_config.patch(ddp_fusion="concat"):
         ddp, forward = run.compiled(run.mlp(), bucket_cap_mb=SMALL_MB)
         ddp.register_comm_hook(power_sgd_state(), powerSGD_hook.powerSGD_hook)

@@ -211,12 +211,14 @@ def triton_poi_1(in_out_ptr0, xnumel):
         triton_per_0.run(arg0_1, buf2, 8, stream=stream0)
         triton_poi_1.run(buf0, 40, stream=stream0)
         torch.ops._c10d_functional.all_reduce_.default(buf0, 'sum', 'cards')
+        torch.ops._c10d_functional.wait_tensor.default(buf0)
         return (buf0, )
 """
 SUM = "workspace_0[0 * 5 * 8 : 1 * 5 * 8].view(5, 8).sum(dim=0)"
 ALIAS = "buf2 = reinterpret_tensor(buf0, (8, ), (1, ), 32)  # alias"
 STORED = "triton_per_0.run(arg0_1, buf2, 8, stream=stream0)"
 SCALED = "triton_poi_1.run(buf0, 40, stream=stream0)"
+WAIT = "torch.ops._c10d_functional.wait_tensor.default(buf0)"
 
 
 def test_a_right_code_is_right() -> None:
@@ -233,6 +235,10 @@ def test_a_right_code_is_right() -> None:
         ({"tl.store(out_ptr0 + (x0), tmp0, xmask)": "", SCALED: ""}, r"elements \[\(32, 40\)\]"),
         ({"(8, ), (1, ), 32": "(8, ), (1, ), 31", SCALED: ""}, r"elements \[\(39, 40\)\]"),
         ({"(4, 8), (8, 1), 0": "(4, 7), (8, 1), 0", SCALED: ""}, r"\[\(7, 8\), \(15, 16\)"),
+        ({WAIT: SCALED}, "triton_poi_1.* touches what is on the way"),
+        ({WAIT: ""}, r"return .* touches what is on the way"),
+        ({WAIT: "", "return (buf0, )": "return (arg0_1, )"}, "nobody waits for {'buf0'}"),
+        ({SCALED: WAIT}, "waits for what was not launched"),
     ],
 )
 def test_what_is_wrong_in_a_code_is_found(changes: dict[str, str], found: str) -> None:

@@ -29,8 +29,8 @@ _CHECKED: Final = (
 BY_BUCKET: Final = ("hook-powersgd", "hook-wrapper-powersgd")
 """What a bucket of theirs becomes depends on which gradients are in it: eager DDP has others."""
 
-COUNTED: Final = ("collectives instead of", "{'calls': ")
-"""Differences in how often something is called: once for each bucket. Eager DDP has fewer."""
+COUNTED: Final = "collectives instead of"
+"""A difference in how many there are: one for each bucket. Eager DDP has fewer."""
 
 IN_A_BUCKET: Final = 3
 
@@ -52,7 +52,7 @@ def _cases() -> list[Any]:
     return [
         case_of(scenario, is_now=scenario.ranks == 2 and scenario.feature in _CHECKED)
         for scenario in SCENARIOS
-        if scenario.feature not in ("missing-one", *BY_BUCKET)  # The first waits for a timeout.
+        if scenario.feature not in BY_BUCKET
     ]
 
 
@@ -65,11 +65,8 @@ def train_given(scenario: Scenario) -> RankReport:
 @pytest.mark.parametrize("scenario", _cases())
 def test_trains_as_eager_ddp(run_on_ranks: RUN, scenario: Scenario) -> None:
     reports = run_on_ranks(scenario.ranks, train_given, scenario=scenario)
-    if scenario.must_fail or scenario.becomes == "refused":
-        assert all(report.fused is not None for report in reports)
-        return
     for report in reports:
-        found = [item for item in report.differences if not any(w in item for w in COUNTED)]
+        found = [item for item in report.differences if COUNTED not in item]
         assert found == []
         if scenario.averages and scenario.becomes == "equal":
             assert report.is_fused, report

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from testing.scenarios.features.loops import MODELS
-from testing.scenarios.features.parts import InParts
+from testing.scenarios.features.models import MODELS
 from testing.scenarios.loop import backwards
 from testing.scenarios.run import Run
 
@@ -31,8 +30,8 @@ def goes_on_beside_its_launches(mode: str, is_disabled: bool) -> None:
     def tell(_: Tensor) -> None:
         dist.send(word, 1, others)
 
-    run = Run("fused", torch.float32, torch.device("cpu"))
-    make = MODELS["disabled"] if is_disabled else lambda _: InParts()
+    run = Run(is_fused=True, dtype=torch.float32, device=torch.device("cpu"))
+    make = MODELS["disabled" if is_disabled else "in parts"]
     x = run.rows(2)[0]
     want = DistributedDataParallel(make(run))
     want(x).square().sum().backward()

@@ -236,7 +236,7 @@ def test_nothing_is_sent_while_ready_times_are_measured(first: tuple[Path, list[
 
 def joined(directory: Path) -> tuple[tuple[str, ...], bool]:
     """Rank 1 has no inputs any more while times are measured."""
-    run = Run("fused", torch.float32, torch.device("cpu"))
+    run = Run(True, torch.float32, torch.device("cpu"))
     with files_in(directory), inductor_config.patch(ddp_fusion="auto"):
         ddp, forward = run.compiled(run.mlp(2))
         with ddp.join():

@@ -29,7 +29,7 @@ def beside_eager(
     Returns:
         What the function has returned under the flag.
     """
-    eager, fused = (Run(way, torch.float32, torch.device("cpu")) for way in ("eager", "fused"))
+    eager, fused = (Run(way, torch.float32, torch.device("cpu")) for way in (False, True))
     train(eager, **arguments)
     torch._dynamo.reset()
     with inductor_config.patch(ddp_fusion=flag):

@@ -164,7 +164,7 @@ def _in_dtypes(mode: str, ranks: int, features: Iterable[Scenario]) -> Iterator[
         made = replace(scenario, ranks=ranks)
         if scenario.feature in CONVOLVED:
             # On a GPU, BatchNorm's compiled kernels round otherwise in each run, with DDP or not.
-            made = replace(made, tolerance_eps=ROUGH_EPS, by_hand=False)
+            made = replace(made, tolerance_eps=ROUGH_EPS)
         if mode in scenario.modes:
             yield from (Check(made, mode, dtype) for dtype in scenario.dtypes)
 

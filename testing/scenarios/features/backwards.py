@@ -12,14 +12,17 @@ from torch import Tensor, nn
 
 from fusion_passes import FusionConfig
 from testing.models import OUTPUTS, WIDTH, Branching, linear_loss
-from testing.scenarios.loop import backwards, sgd, steps_of
+from testing.scenarios.features.comm_hooks import HOOKS
+from testing.scenarios.features.models import MODELS
+from testing.scenarios.loop import backwards
 from testing.scenarios.run import Run
 
 
 def twice(run: Run) -> None:
     """Two backwards through one forward, with ``retain_graph``."""
     ddp, forward = run.compiled(run.mlp())
-    for step in steps_of(run, ddp, 3):
+    for step in range(3):
+        ddp.zero_grad()
         inputs, factors = run.rows(step)
         outputs = forward(inputs)
         (outputs[:2] * factors[:2]).sum().backward(retain_graph=True)
@@ -28,13 +31,27 @@ def twice(run: Run) -> None:
         run.note_backward(ddp)
 
 
+def kept_under_no_sync(run: Run) -> None:
+    """What the forward has saved is needed a second time."""
+    layers = nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, 8)
+    ddp, forward = run.compiled(nn.Sequential(*layers))
+    with ddp.no_sync():
+        loss = forward(run.rows(0)[0]).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    run.note_backward(ddp, synced=False)
+    forward(run.rows(1)[0]).square().sum().backward()
+    run.note_backward(ddp)
+
+
 def gradient_penalty(run: Run) -> None:
     """A loss that has gradients in it: of a model that is not compiled, for torch has no second
     derivative of one that is."""
     torch.manual_seed(0)
     layers = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, OUTPUTS)
     ddp = run.ddp(nn.Sequential(*layers))
-    for step in steps_of(run, ddp, 3, sgd(0.01)):
+    for step in range(3):
+        ddp.zero_grad()
         inputs, factors = run.rows(step)
         outputs = ddp(inputs.requires_grad_())
         (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
@@ -46,7 +63,8 @@ def no_sync(run: Run) -> None:
     """``no_sync`` around two backwards alone, and around a forward alone: the forward decides. A
     second backward through it is not averaged."""
     ddp, forward = run.compiled(run.mlp())
-    for step in steps_of(run, ddp, 2):
+    for step in range(2):
+        ddp.zero_grad()
         with ddp.no_sync():
             local = linear_loss(forward, run.rows(step, 0))
         local.backward()
@@ -143,6 +161,15 @@ def flag_unset(run: Run) -> None:
     backwards(run, branching, branches, 1, take, first=3)
 
 
+def flag_unset_with_a_hook(run: Run) -> None:
+    """The same with a communication hook of the user's own."""
+    ddp, forward = run.compiled(run.mlp(2))
+    HOOKS["summing"](run, ddp)
+    backwards(run, ddp, forward, 2)
+    with torch._inductor.config.patch(ddp_fusion=None):
+        backwards(run, ddp, forward, 1, first=2)
+
+
 def another_flag(run: Run) -> None:
     """Another flag while it is trained: what was compiled is fused as the flag has said then."""
     ddp, forward = run.compiled(run.mlp(2))
@@ -218,9 +245,10 @@ class _Heads(nn.Module):
         return [call(x) for call in self.calls]
 
 
-def several_outputs(run: Run) -> None:
-    """A backward from each output."""
-    ddp, forward = run.compiled(_Heads(run))
+def several_outputs(run: Run, *, are_compiled: bool = False) -> None:
+    """A backward from each output, of one graph or of a graph each."""
+    ddp = run.ddp(_Heads(run, are_compiled=are_compiled))
+    forward = ddp if are_compiled else run.compile(ddp)
     for step in range(3):
         ddp.zero_grad()
         inputs, factors = run.rows(step)
@@ -296,10 +324,10 @@ def fail(_: Tensor) -> None:
     raise RuntimeError("a hook fails")
 
 
-def failing(run: Run) -> None:
-    """Before and behind the graph that averages: gradients that there are stay the same tensors.
+def failing(run: Run, model: str) -> None:
+    """Before and behind the graphs that average: gradients that there are stay the same tensors.
     Eager DDP cannot go on."""
-    ddp, forward = run.compiled(run.mlp(2))
+    ddp, forward = run.compiled(MODELS[model](run))
     backwards(run, ddp, forward, 1)
     before = gradients_of(ddp)
     for fails_behind in (False, True):

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from testing.models import OUTPUTS, WIDTH, Average, Exact
-from testing.scenarios.features.unused import branching
-from testing.scenarios.loop import backwards
+from testing.scenarios.loop import backwards, train
 from testing.scenarios.run import Run
 
 
@@ -83,4 +82,6 @@ def with_unused(run: Run) -> None:
     and in several from the first. The layer that is always there is the first that a backward
     reaches: eager DDP needs it."""
     for breaks, takes in ((False, "ab b/ab"), (True, "ab/b ab b/ab")):
-        branching(run, takes, model=Synced(breaks, names="ab"), bucket_cap_mb=3e-4)
+        model = Synced(breaks, names="ab")
+        ddp = run.ddp(model, bucket_cap_mb=3e-4, find_unused_parameters=True)
+        train(run, ddp, takes=takes, moves=False)

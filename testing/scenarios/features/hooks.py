@@ -12,33 +12,16 @@ import torch._inductor.config
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor, nn
-from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
-from testing.scenarios.features.comm_hooks import no_optimizer
 from testing.scenarios.features.instances import PAIRS
 from testing.scenarios.loop import backwards, train
 from testing.scenarios.run import Run
 
 
-def parameter_hook(run: Run, **loop: Any) -> None:
-    """On a parameter: its gradient is doubled before it is averaged."""
-    model = run.mlp()
-    model.get_parameter("2.weight").register_hook(lambda gradient: gradient * 2)
-    train(run, run.ddp(model), **loop)
-
-
 def _double(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.mul_(2)
-
-
-def accumulation_hook(run: Run, *, is_behind: bool = False) -> None:
-    """``register_post_accumulate_grad_hook`` before DDP is constructed, or after."""
-    model = run.mlp().to(run.device)
-    ddp = run.ddp(model) if is_behind else None
-    model.get_parameter("2.weight").register_post_accumulate_grad_hook(_double)
-    train(run, ddp or run.ddp(model))
 
 
 def come_and_go(run: Run) -> None:
@@ -54,9 +37,9 @@ def come_and_go(run: Run) -> None:
     backwards(run, ddp, forward, 1, first=3)
 
 
-def in_order(run: Run) -> None:
-    """Hooks on gradients and on parameters, put there before DDP was constructed and after. What
-    they see is what eager DDP shows them."""
+def in_order(run: Run, **loop: Any) -> None:
+    """Hooks on gradients and on parameters, put there before DDP was constructed and after, some of
+    which double what they get. What they see is what eager DDP shows them."""
     seen: dict[str, Tensor] = {}
     model = run.mlp().to(run.device)
 
@@ -69,11 +52,12 @@ def in_order(run: Run) -> None:
 
     weight = model.get_parameter("2.weight")
     weight.register_post_accumulate_grad_hook(note("early"))
+    weight.register_post_accumulate_grad_hook(_double)
     ddp = run.ddp(model)
     weight.register_hook(note("gradient"))
     weight.register_hook(lambda gradient: 2 * gradient)
     weight.register_post_accumulate_grad_hook(note("late"))
-    train(run, ddp)
+    train(run, ddp, **loop)
     run.note_values(**seen)
 
 
@@ -151,10 +135,3 @@ def users_average(run: Run) -> None:
     for name in names:
         model.get_parameter(name).register_post_accumulate_grad_hook(hook)
     train(run, run.ddp(model), style="inside")
-
-
-def optimizer_in_backward(run: Run) -> None:
-    """``_apply_optimizer_in_backward``, before DDP is constructed."""
-    model = run.mlp().to(run.device)
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
-    train(run, run.ddp(model), optimizer=no_optimizer)

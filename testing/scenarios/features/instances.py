@@ -16,15 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from testing import models
 from testing.models import linear_loss
 from testing.scenarios.features.backwards import note_grad
-from testing.scenarios.features.parts import InParts
+from testing.scenarios.features.models import InParts
 from testing.scenarios.loop import backwards, train
 from testing.scenarios.run import Run, synced_if
 from testing.threads import run_at_once
-
-
-class _Scaled(DistributedDataParallel):
-    def forward(self, *args: Any) -> Any:
-        return 3 * super().forward(*args)
 
 
 class _Named(DistributedDataParallel):
@@ -45,16 +40,7 @@ class _Named(DistributedDataParallel):
 
 
 def subclass(run: Run) -> None:
-    """A class of the user's own."""
-    ddp = _Scaled(run.mlp(2).to(run.device))
-    run.manage(ddp)
-    backwards(run, ddp, run.compile(ddp))
-    assert isinstance(ddp, _Scaled)
-    run.note("name", type(ddp).__name__)
-
-
-def overriding_subclass(run: Run) -> None:
-    """One that overrides what a managed module has of its own; compiled, and as it is."""
+    """A class of the user's own; compiled, and as it is."""
     ddp = _Named(run.mlp(2).to(run.device))
     run.manage(ddp)
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
@@ -92,14 +78,9 @@ def two_groups(run: Run, **loop: Any) -> None:
     train(run, nn.Sequential(first, nn.ReLU(), second), **loop)
 
 
-def two_modules(run: Run) -> None:
-    """Two modules over the same group."""
-    train(run, nn.Sequential(run.ddp(run.mlp(2, models.WIDTH)), nn.ReLU(), run.ddp(run.mlp(2))))
-
-
 def one_before_the_other(run: Run) -> None:
-    """The first is trained alone before both are compiled to one graph, as in a GAN: it has buckets
-    by then, and the second has none."""
+    """Two modules over the same group. The first is trained alone before both are compiled to one
+    graph, as in a GAN: it has buckets by then, and the second has none."""
     first, second = run.ddp(run.mlp(2, models.WIDTH)), run.ddp(run.mlp(2))
     forward = run.compile(first)
     for step in range(2):
@@ -109,7 +90,7 @@ def one_before_the_other(run: Run) -> None:
 
 
 def two_caps(run: Run) -> None:
-    """The same, where one of them has a cap of its own and is cut into buckets."""
+    """Both are compiled to one graph at first; one has a cap of its own and is cut into buckets."""
     first = run.ddp(run.mlp(3, models.WIDTH))
     second = run.ddp(run.mlp(), bucket_cap_mb=300 / 2**20)
     train(run, nn.Sequential(first, nn.ReLU(), second), style="inside")
@@ -195,13 +176,12 @@ def over_the_same_weights_at_once(run: Run) -> None:
         run.note_backward(modules[0])
 
 
-def in_a_thread(run: Run, *, constructed_there: bool = False) -> None:
-    """A training in a thread that is not the main one, from the constructor on or behind it."""
-    ddp = None if constructed_there else run.ddp(run.mlp(2))
+def in_a_thread(run: Run) -> None:
+    """A training in a thread that is not the main one, from the constructor on."""
 
     def train() -> None:
-        there = ddp or run.ddp(run.mlp(2))
-        backwards(run, there, run.compile(there))
+        ddp, forward = run.compiled(run.mlp(2))
+        backwards(run, ddp, forward)
 
     run_at_once([train])
 

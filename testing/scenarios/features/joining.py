@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,20 +11,12 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from testing.models import OUTPUTS, Batch, Branching, linear_loss
-from testing.scenarios.features.comm_hooks import summing_hook
-from testing.scenarios.features.loops import Counting
-from testing.scenarios.features.unused import branches_of
-from testing.scenarios.loop import BySign, backwards
+from testing.models import linear_loss
+from testing.scenarios.features.loops import wrapped
+from testing.scenarios.loop import backwards, train
 from testing.scenarios.run import Run
 
 Steps = Sequence[Sequence[int]]
-
-MODELS: Final[Mapping[str, Callable[[Run], nn.Module]]] = {
-    "layers": Run.mlp,
-    "counting": lambda run: Counting(run.mlp()),
-    "branches": lambda _: Branching(outputs=OUTPUTS),
-}
 
 
 def uneven(
@@ -33,66 +24,35 @@ def uneven(
     steps: Steps = ((2, 4),),
     *,
     model: str = "layers",
-    ddp: Mapping[str, Any] = MappingProxyType({}),
-    has_hook: bool = False,
+    ddp: Mapping[str, Any] | None = None,
+    hook: str = "",
     by_initial: bool = True,
-    local: bool = False,
-    is_inside: bool = False,
-    is_trained: bool = True,
-    sizes: Sequence[int] = (4,),
-    takes: str = "",
+    **loop: Any,
 ) -> None:
     """Train with uneven inputs.
 
     Args:
-        run: where it is noted.
         steps: how many inputs each rank has, for each time that ranks are joined.
-        model: one of :data:`MODELS`. Buffers are rank 0's as long as it has inputs.
-        ddp: options of ``DistributedDataParallel``.
-        has_hook: whether there is a communication hook of the user's own.
+        model: as of :func:`wrapped`, as are ``ddp`` and ``hook``.
         by_initial: whether gradients are divided by the initial world size, or by the number of
             ranks that have inputs.
-        local: whether each step has a backward under ``no_sync``, too.
-        is_inside: whether the whole step is compiled.
-        is_trained: whether parameters move. Where averages round, a sign can be another one.
-        sizes: of the batches, in turn.
-        takes: the branches that each rank takes, if the model has some, as of
-            :func:`testing.scenarios.features.unused.branches_of`.
+        loop: its fields.
     """
-    joined = run.ddp(MODELS[model](run), **ddp)
-    if has_hook:
-        joined.register_comm_hook(dist.group.WORLD, summing_hook)
-    forward = joined if is_inside else run.compile(joined)
-
-    def step(batch: Batch, *takes: str) -> None:
-        linear_loss(forward, batch, *takes).backward()
-
-    backward = run.compile(step) if is_inside else step
-    optimizer, rank = BySign(joined.parameters()), dist.get_rank()
-    branches = branches_of(takes)
+    joined = wrapped(run, model, ddp=ddp, hook=hook)
+    if "takes" in loop:
+        loop["before_note"] = _drop_zeros
     for counts in steps:
         with joined.join(divide_by_initial_world_size=by_initial):
-            for number in range(counts[rank]):
-                optimizer.zero_grad()
-                each = branches[number % len(branches)]
-                taken = [each[rank]] if takes else []
-                if local:
-                    with joined.no_sync():
-                        backward(run.rows(number, 1), *taken)
-                backward(run.rows(number, size=sizes[number % len(sizes)]), *taken)
-                _note(run, joined, has_unused=bool(takes))
-                if is_trained:
-                    optimizer.step()
+            train(run, joined, steps=counts[dist.get_rank()], **loop)
     run.note_end(joined)
 
 
-def _note(run: Run, ddp: nn.Module, *, has_unused: bool) -> None:
-    """Note gradients. Joined ranks of eager DDP say that they have used what any has used before:
-    there a parameter that no rank uses has a gradient of zeros, and here none."""
-    for parameter in ddp.parameters() if has_unused else ():
+def _drop_zeros(ddp: nn.Module) -> None:
+    """Joined ranks of eager DDP say that they have used what any has used before: there a parameter
+    that no rank uses has a gradient of zeros, and here none."""
+    for parameter in ddp.parameters():
         if parameter.grad is not None and not parameter.grad.any():
             parameter.grad = None
-    run.note_backward(ddp)
 
 
 def static_graph(run: Run) -> None:

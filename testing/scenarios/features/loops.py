@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from testing import models
-from testing.models import OUTPUTS, WIDTH, Batch, Exact, Loss, linear_loss
-from testing.scenarios.loop import backwards, sgd, steps_of, train
+from testing.models import WIDTH, Batch, Loss, linear_loss
+from testing.scenarios.features.comm_hooks import HOOKS
+from testing.scenarios.features.models import MODELS
+from testing.scenarios.loop import backwards, sgd, train
 from testing.scenarios.run import Run
+
+
+def wrapped(
+    run: Run, model: str = "layers", *, ddp: Mapping[str, Any] | None = None, hook: str = ""
+) -> Any:
+    """One of :data:`MODELS` in DDP with these options, and with one of :data:`HOOKS`, or none."""
+    made = run.ddp(MODELS[model](run), **(ddp or {}))
+    if hook:
+        HOOKS[hook](run, made)
+    return made
 
 
 def plain(
@@ -21,168 +32,13 @@ def plain(
     model: str = "layers",
     *,
     ddp: Mapping[str, Any] | None = None,
+    hook: str = "",
     loss: str = "linear",
     **loop: Any,
 ) -> None:
-    """One forward, one backward, one step; the backward outside of the compiled model, if ``loop``
-    says nothing else.
-
-    Args:
-        run: where it is noted.
-        model: one of :data:`MODELS`.
-        ddp: options of ``DistributedDataParallel``.
-        loss: one of :data:`LOSSES`.
-        loop: fields of :class:`testing.scenarios.loop.Loop`.
-    """
-    train(run, run.ddp(MODELS[model](run), **(ddp or {})), loss=LOSSES[loss], **loop)
-
-
-# --- Models --------------------------------------------------------------------------------------
-
-
-class Counting(nn.Module):
-    """Exact. A buffer that sums its inputs, which differ on each rank, and is added to the output;
-    and one that counts forwards."""
-
-    total: Tensor
-    count: Tensor
-
-    def __init__(self, layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = layers
-        self.register_buffer("total", torch.zeros(OUTPUTS))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        # Added, for no gradient depends on it then: torch's compiled backward computes anew what
-        # was read of a buffer that the forward writes, from what was written (torch 2.13 and 2.15,
-        # also without DDP).
-        out = out + self.total
-        with torch.no_grad():
-            self.total.add_(x[:, :OUTPUTS].sum(0))
-            self.count.add_(1)
-        return out
-
-
-class _Shifting(nn.Module):
-    """Exact. A buffer that is added to the output, and stays. Where Inductor lowers no operator, it
-    is what was broadcast, as the step leaves it."""
-
-    shift: Tensor
-
-    def __init__(self, layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = layers
-        self.register_buffer("shift", torch.ones(OUTPUTS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x) + self.shift
-
-
-class _Kinds(Exact):
-    """Exact. Parameters of several dtypes and layouts, one of them complex."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            first=nn.Linear(WIDTH, WIDTH),
-            factor=nn.Parameter(torch.empty(WIDTH, dtype=torch.float64)),
-            phase=nn.Parameter(torch.empty(WIDTH, 2, dtype=torch.complex64)),
-            across=nn.Parameter(torch.empty(WIDTH, WIDTH).t()),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).relu() @ self.across
-        out = (x * self.factor).sum() + (x * self.phase.sum(1)).real.sum().double()
-        return out.reshape(1, 1)
-
-
-class _Broken(nn.Module):
-    """Exact. A graph break in the middle of its forward."""
-
-    def __init__(self, layers: nn.Sequential) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: Tensor) -> Tensor:
-        middle = len(self.layers) // 2
-        x = self.layers[:middle](x)
-        torch._dynamo.graph_break()
-        return self.layers[middle:](x)
-
-
-class _Disabled(Exact, first=WIDTH, middle=WIDTH, last=OUTPUTS):
-    """Exact. ``torch.compiler.disable`` on the forward of one layer: those before it and behind it
-    are compiled. In a ``Sequential``, whose loop it would break, nothing is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.middle.forward = torch.compiler.disable(self.middle.forward)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self.first(x).relu()).relu())
-
-
-def _partly_compiled(run: Run) -> nn.Module:
-    """One layer is compiled, and nothing else."""
-    model = run.mlp()
-    model[2] = run.compile(model[2])
-    return model
-
-
-def _frozen(run: Run) -> nn.Module:
-    """A layer whose parameters need no gradient."""
-    model = run.mlp()
-    model[2].requires_grad_(False)
-    return model
-
-
-def _unusual(_: Run) -> nn.Module:
-    """Tied and frozen parameters, and buffers."""
-    model = models.Tied()
-    model.middle.requires_grad_(False)
-    return Counting(model)
-
-
-def _ignored(run: Run) -> nn.Module:
-    """Parameters that DDP is told to leave alone stay each rank's own."""
-    model, names = run.mlp(), ["2.weight", "2.bias"]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    return model
-
-
-def _shared_storage(run: Run) -> nn.Module:
-    """All parameters are views of one buffer."""
-    model = run.mlp().to(run.device)
-    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
-    sizes = [parameter.numel() for parameter in model.parameters()]
-    for parameter, part in zip(model.parameters(), flat.split(sizes), strict=True):
-        parameter.data = part.view_as(parameter)
-    return model
-
-
-MODELS: Final[Mapping[str, Callable[[Run], nn.Module]]] = {
-    "layers": Run.mlp,
-    "two layers": lambda run: run.mlp(2),
-    "five layers": lambda run: run.mlp(5),
-    "tied": lambda _: models.Tied(),
-    "layouts": lambda _: models.Layouts(),
-    "scalars": lambda _: models.Shapes(),
-    "complex": lambda _: models.Complex(),
-    "two dtypes": lambda _: models.TwoDtypes(),
-    "kinds": lambda _: _Kinds(),
-    "unusual": _unusual,
-    "frozen": _frozen,
-    "ignored": _ignored,
-    "shared storage": _shared_storage,
-    "checkpointed": lambda _: models.Checkpointed(),
-    "counting": lambda run: Counting(run.mlp()),
-    "shifting": lambda run: _Shifting(run.mlp()),
-    "broken": lambda run: _Broken(run.mlp()),
-    "disabled": lambda _: _Disabled(),
-    "partly compiled": _partly_compiled,
-    "compiled": lambda run: run.compile(run.mlp()),
-}
+    """One forward, one backward, one step; the backward outside of the compiled model, if the
+    fields of the loop say nothing else. The loss is one of :data:`LOSSES`."""
+    train(run, wrapped(run, model, ddp=ddp, hook=hook), loss=LOSSES[loss], **loop)
 
 
 # --- Losses --------------------------------------------------------------------------------------
@@ -208,9 +64,16 @@ def _hooked(model: nn.Module, batch: Batch) -> Tensor:
     return (outputs * batch[1]).sum()
 
 
+def _of_a_product(model: nn.Module, batch: Batch) -> Tensor:
+    """Of two forwards: the first has saved the buffers that the second gets from another rank."""
+    x, _ = batch
+    return (model(x) * model(x.square())).exp().sum()
+
+
 LOSSES: Final[Mapping[str, Loss]] = {
     "linear": linear_loss,
     "of halves": _of_halves,
+    "of a product": _of_a_product,
     "behind a break": _behind_a_break,
     "hooked": _hooked,
 }
@@ -233,7 +96,8 @@ def forwards_then_backwards(run: Run) -> None:
     """Two forwards, and then the backward of each; the first under ``no_sync``, as a schedule of
     micro-batches does it."""
     ddp, forward = run.compiled(run.mlp())
-    for step in steps_of(run, ddp, 3):
+    for step in range(3):
+        ddp.zero_grad()
         with ddp.no_sync():
             first = linear_loss(forward, run.rows(step, 0))
         second = linear_loss(forward, run.rows(step, 1))
@@ -298,24 +162,6 @@ def complex_that_stay(run: Run) -> None:
             with torch.no_grad():
                 outputs = forward(run.rows(step)[0])
             run.note_values(**{f"outputs {number} {step}": outputs})
-
-
-class _Embedded(Exact):
-    """Exact. A sparse embedding in front of a layer."""
-
-    def __init__(self, kind: Any, **options: Any) -> None:
-        embedding = kind(16, WIDTH, sparse=True, **options)
-        super().__init__(embedding=embedding, layer=nn.Linear(WIDTH, OUTPUTS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        embedded = self.embedding(x.long().abs() % 16)
-        return self.layer(embedded.sum(1) if embedded.dim() > 2 else embedded)
-
-
-def sparse(run: Run, *, has_bag: bool = False, **loop: Any) -> None:
-    """``nn.Embedding(sparse=True)``, or ``nn.EmbeddingBag(sparse=True)``."""
-    bag = _Embedded(nn.EmbeddingBag, mode="sum") if has_bag else _Embedded(nn.Embedding)
-    train(run, run.ddp(bag), optimizer=sgd(1.0), steps=2, **loop)
 
 
 # --- What rounds ---------------------------------------------------------------------------------

@@ -9,32 +9,12 @@ from torch import Tensor, nn
 from testing.models import OUTPUTS, WIDTH, Exact, linear_loss
 from testing.scenarios.features.backwards import (
     assert_kept,
-    fail,
     gradients_of,
-    must_raise,
     note_grad,
 )
+from testing.scenarios.features.models import InParts, as_it_is
 from testing.scenarios.loop import backwards
 from testing.scenarios.run import Run
-
-
-@torch.compiler.disable
-def as_it_is(x: Tensor) -> Tensor:
-    """Not compiled."""
-    return x.relu()
-
-
-class InParts(Exact, first=36):
-    """Exact. Functions that are not compiled cut its forward in three. The weights in the middle
-    lie in another order than their gradients are computed in."""
-
-    def __init__(self) -> None:
-        super().__init__(last=nn.Linear(32, OUTPUTS), middle=nn.Conv2d(2, 2, 3, bias=False))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = as_it_is(self.first(x)).reshape(-1, 1, 6, 6).expand(-1, 2, 6, 6)
-        y = y.contiguous(memory_format=torch.channels_last)
-        return self.last(as_it_is(self.middle(y)).flatten(1))
 
 
 def in_parts(run: Run) -> None:
@@ -47,19 +27,6 @@ def in_parts(run: Run) -> None:
     assert_kept(ddp, before)
     note_grad(run, ddp, linear_loss(forward, run.rows(5)))
     backwards(run, ddp, forward, 1)
-
-
-def fails_in_parts(run: Run) -> None:
-    """A hook fails behind all graphs: gradients that there were stay the same tensors. Eager DDP
-    cannot go on."""
-    ddp, forward = run.compiled(InParts())
-    backwards(run, ddp, forward, 1)
-    before = gradients_of(ddp)
-    x = run.rows(1)[0].requires_grad_()
-    y = forward(2 * x)
-    x.register_hook(fail)
-    must_raise("a hook fails", y.square().sum().backward)
-    assert_kept(ddp, before)
 
 
 class Gated(Exact):
@@ -119,24 +86,6 @@ class _SharedByParts(Exact, first=WIDTH, second=WIDTH):
 def shared_by_parts(run: Run) -> None:
     """A gradient comes from two graphs."""
     backwards(run, *run.compiled(_SharedByParts()))
-
-
-class _ByParts(Exact, first=WIDTH, second=WIDTH):
-    """Exact. Two graphs, each with an output of its own."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = as_it_is(self.first(x))
-        return y, self.second(y.detach())
-
-
-def parts_one_by_one(run: Run) -> None:
-    """A backward for each part: none of them gives all gradients."""
-    ddp, forward = run.compiled(_ByParts())
-    for step in range(3):
-        ddp.zero_grad()
-        for output in forward(run.rows(step)[0]):
-            output.square().sum().backward()
-        run.note_backward(ddp)
 
 
 def broken_backward(run: Run) -> None:

@@ -8,27 +8,29 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel.distributed import _MixedPrecision
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from testing import models
-from testing.models import WIDTH, Exact, linear_loss
+from testing.models import WIDTH, Batch, Exact, linear_loss
 from testing.scenarios.features.comm_hooks import HOOKS, renamed
 from testing.scenarios.features.loops import autocast_of
 from testing.scenarios.loop import BySign, backwards, train
 from testing.scenarios.run import Run
 
 
-def mixed_precision(run: Run) -> None:
-    """DDP's ``mixed_precision`` with parameters, reductions and buffers in the run's dtype."""
-    low = run.dtype
-    precision = _MixedPrecision(param_dtype=low, reduce_dtype=low, buffer_dtype=low)
-    ddp = run.ddp(models.mlp(2), mixed_precision=precision)
-    train(run, ddp, draw=models.whole_rows)
+def _of_other_sizes(generator: torch.Generator, size: int) -> Batch:
+    """Batches whose gradients are of other sizes on each rank: each fits into 8 bits, no sum does.
+    Sent in 16 bits, they would be rounded."""
+    inputs, factors = models.whole_rows(generator, size)
+    return inputs, factors * 2.0 ** (10 * dist.get_rank())
 
 
-def autocast(run: Run, **loop: Any) -> None:
-    """fp32 parameters under autocast in the run's dtype."""
-    train(run, run.ddp(models.mlp()), draw=models.whole_rows, loss=autocast_of(run), **loop)
+def autocast(run: Run, hook: str = "", **loop: Any) -> None:
+    """fp32 parameters under autocast in the run's dtype; with one of :data:`HOOKS`, or none."""
+    ddp = run.ddp(models.mlp(2))
+    if hook:
+        HOOKS[hook](run, ddp)
+    train(run, ddp, draw=_of_other_sizes, loss=autocast_of(run), **loop)
 
 
 def grad_scaler(run: Run, *, infinite_in: int | None = None) -> None:
@@ -96,7 +98,8 @@ def sent_in(run: Run, dtype: str, *, two_dtypes: bool = False, **loop: Any) -> N
 
     def hook(state: Any, bucket: dist.GradBucket) -> Any:
         is_single = bucket.buffer().dtype == torch.float32
-        return HOOKS[dtype if is_single else "allreduce"](state, bucket)
+        name = f"{dtype}_compress_hook" if is_single else "allreduce_hook"
+        return getattr(default_hooks, name)(state, bucket)
 
     ddp = run.ddp(models.TwoDtypes() if two_dtypes else models.mlp())
     if not run.is_fused:

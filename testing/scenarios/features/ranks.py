@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from testing.models import OUTPUTS, WIDTH, Checkpointed, Exact
+from testing.models import OUTPUTS, WIDTH, Branching, Checkpointed, Exact
 from testing.scenarios.features.backwards import must_raise
 from testing.scenarios.features.parts import Gated
 from testing.scenarios.loop import Zero, backwards
@@ -35,30 +35,35 @@ def hooks_on_one_rank(run: Run) -> None:
         handle.remove()
 
 
-class _Orders(Exact, a=WIDTH, b=WIDTH, c=WIDTH):
-    """Exact. Its outer layers change places."""
+class _Layers(Exact):
+    """Exact. Layers, in the order of their numbers."""
 
-    def __init__(self, outputs: int = OUTPUTS) -> None:
-        super().__init__()
+    def __init__(self, count: int = 2, outputs: int = WIDTH) -> None:
+        super().__init__(layers=nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
         self._outputs = outputs
 
-    def forward(self, x: Tensor, is_forward: bool) -> Tensor:
-        first, last = (self.a, self.c) if is_forward else (self.c, self.a)
-        return last(self.b(first(x).relu()).relu())[:, : self._outputs]
+    def forward(self, x: Tensor, *numbers: int) -> Tensor:
+        for number in numbers:
+            x = self.layers[number](x).relu()
+        return x[:, : self._outputs]
+
+
+ORDERS = ((2, 1, 0), (0, 1, 2))
+"""Of three layers, of which the outer ones change places."""
 
 
 def other_orders(run: Run) -> None:
     """Ranks use the same parameters in another order."""
-    ddp, forward = run.compiled(_Orders(), bucket_cap_mb=1e-4)
+    ddp, forward = run.compiled(_Layers(3, OUTPUTS), bucket_cap_mb=1e-4)
     for step in range(4):
-        backwards(run, ddp, forward, 1, (dist.get_rank() + step) % 2 == 0, first=step)
+        backwards(run, ddp, forward, 1, *ORDERS[(dist.get_rank() + step) % 2], first=step)
 
 
 def recompilation(run: Run) -> None:
     """From the third step on, all ranks use them in another order."""
-    ddp, forward = run.compiled(_Orders())
+    ddp, forward = run.compiled(_Layers(3, OUTPUTS))
     for step in range(4):
-        backwards(run, ddp, forward, 1, step < 2, first=step)
+        backwards(run, ddp, forward, 1, *ORDERS[step < 2], first=step)
 
 
 class _Both(nn.Module):
@@ -68,8 +73,8 @@ class _Both(nn.Module):
         super().__init__()
         self.first, self.second = first, second
 
-    def forward(self, x: Tensor, first: bool, second: bool) -> Tensor:
-        return self.second(self.first(x, first), second)
+    def forward(self, x: Tensor, first: tuple[int, ...], second: tuple[int, ...]) -> Tensor:
+        return self.second(self.first(x, *first), *second)
 
 
 FIRST_CASES = ((False, 1, 0), (True, 0, 2))
@@ -81,25 +86,13 @@ def other_orders_of_two(run: Run, *, are_others: bool = False) -> None:
     which of them it is, and in which step that begins."""
     cases = itertools.product((False, True), (0, 1), (0, 2))
     for apart, swapped, begin in (c for c in cases if (c not in FIRST_CASES) == are_others):
-        modules = [run.ddp(_Orders(n), bucket_cap_mb=1e-4) for n in (WIDTH, OUTPUTS)]
+        modules = [run.ddp(_Layers(3, n), bucket_cap_mb=1e-4) for n in (WIDTH, OUTPUTS)]
         both = _Both(*(map(run.compile, modules) if apart else modules))
         forward: Any = both if apart else run.compile(both)
         for step in range(5):
             changes = step >= begin and (dist.get_rank() + step) % 2 == 1
-            orders = [not (changes and number == swapped) for number in range(2)]
+            orders = [ORDERS[not (changes and number == swapped)] for number in range(2)]
             backwards(run, both, forward, 1, *orders, first=step)
-
-
-class _Layers(Exact):
-    """Exact. Two layers, in the order of their numbers."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
-
-    def forward(self, x: Tensor, *numbers: int) -> Tensor:
-        for number in numbers:
-            x = self.layers[number](x).relu()
-        return x
 
 
 class _InTurn(nn.Module):
@@ -129,7 +122,7 @@ class _Blocks(nn.Module):
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(_Layers() for _ in range(2))
-        if run.way != "eager":
+        if run.is_fused:
             for block in self.blocks:
                 block.compile()
 
@@ -162,24 +155,15 @@ def static_graph_without_some(run: Run) -> None:
         backwards(run, ddp, forward, 4, opens)
 
 
-class _Sides(Exact, first=WIDTH, nobodys=WIDTH, left=OUTPUTS, right=OUTPUTS):
-    """Exact. A linear layer, one of two sides, and a layer that no rank uses."""
-
-    def forward(self, x: Tensor, side: int) -> Tensor:
-        x = self.first(x).relu()
-        sides = {0: [self.left], 1: [self.right], 2: [self.left, self.right]}
-        return sum((layer(x) for layer in sides[side]), torch.zeros(()))
-
-
 def static_graph_of_sides(run: Run) -> None:
-    """Ranks use other parameters of a static graph, or the same; traced and not."""
-    for rank in (dist.get_rank(), 0):
+    """Ranks take other branches of a static graph, or the same; traced and not."""
+    for takes in ("ab"[dist.get_rank()], "a"):
         for stances in (["default"] * 3, ["force_eager"] * 3, ["force_eager", "default"] * 2):
-            ddp, forward = run.compiled(_Sides(), static_graph=True)
+            ddp, forward = run.compiled(Branching(outputs=OUTPUTS), static_graph=True)
             for step, stance in enumerate(stances):
                 zero: Zero = "kept" if step == 1 else "none"
                 with torch.compiler.set_stance(stance):
-                    backwards(run, ddp, forward, 1, rank, first=step, zero=zero)
+                    backwards(run, ddp, forward, 1, takes, first=step, zero=zero)
 
 
 # --- Errors --------------------------------------------------------------------------------------
@@ -206,25 +190,25 @@ def _words_of(text: str) -> list[str]:
 
 def static_graph_that_changes(run: Run) -> None:
     """It uses parameters that its first iteration has not used, or fewer; traced and not."""
-    changes = [[0, 0, 1, 0], [0, 2, 0, 0], [2, 2, 0, 2]]
+    changes = ["a a b a", "a ab a a", "ab ab a ab"]
     for stance, lists in (("default", changes), ("force_eager", changes[:1])):
-        for sides in lists:
-            _, forward = run.compiled(_Sides(), static_graph=True)
+        for takes in lists:
+            _, forward = run.compiled(Branching(outputs=OUTPUTS), static_graph=True)
 
-            def step(number: int, forward: Any = forward, sides: Any = sides) -> None:
-                forward(run.rows(0)[0], sides[number]).sum().backward()
+            def step(number: int, forward: Any = forward, takes: str = takes) -> None:
+                forward(run.rows(0)[0], takes.split()[number]).sum().backward()
 
             with torch.compiler.set_stance(stance):
-                _note_first_error(run, f"{sides}, {stance}", step)
+                _note_first_error(run, f"{takes}, {stance}", step)
 
 
 def unreached(run: Run, *, is_inside: bool = False) -> None:
     """Layers without a gradient on all ranks, and no option allows it."""
-    ddp = run.ddp(_Sides())
+    ddp = run.ddp(Branching(outputs=OUTPUTS))
     forward = ddp if is_inside else run.compile(ddp)
 
     def step(x: Tensor) -> None:
-        forward(x, 0).sum().backward()
+        forward(x, "a").sum().backward()
 
     compiled = run.compile(step) if is_inside else step
     _note_first_error(run, "error", lambda _: compiled(run.rows(0)[0]))

@@ -6,23 +6,20 @@ import copy
 import gc
 import io
 from datetime import timedelta
-from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from testing import models
 from testing.models import OUTPUTS, WIDTH, Exact, linear_loss
 from testing.scenarios.features.backwards import must_raise
-from testing.scenarios.features.comm_hooks import summing_over
+from testing.scenarios.features.comm_hooks import alone, summing_over
 from testing.scenarios.features.instances import PAIRS
-from testing.scenarios.features.loops import Counting
+from testing.scenarios.features.models import Counting
 from testing.scenarios.loop import backwards, train
 from testing.scenarios.run import Run
 
@@ -66,44 +63,9 @@ def static_graph_of_a_checkpoint(run: Run) -> None:
             run.note_backward(ddp)
 
 
-def _reduce_now(ddp: Any, gradient: Tensor) -> Tensor:
-    ddp._delay_grad_buffer.div_(dist.get_world_size())
-    dist.all_reduce(ddp._delay_grad_buffer)
-    return gradient
-
-
-def delayed_all_reduce(run: Run) -> None:
-    """``delay_all_reduce_named_params``: the last layer's, until the first layer's is there. DDP
-    does not wait for their collective: here it does."""
-    model = run.mlp().to(run.device)  # DDP keeps the parameters that it is given here.
-    # Without them, torch has the buffer for their gradients on the CPU.
-    devices = None if run.device.type == "cpu" else [run.device]
-    named = [(f"4.{name}", parameter) for name, parameter in model[4].named_parameters()]
-    with mock.patch.object(DistributedDataParallel, "_delayed_all_reduce_hook", _reduce_now):
-        ddp = run.ddp(
-            model,
-            delay_all_reduce_named_params=named,
-            param_to_hook_all_reduce=model[0].weight,
-            device_ids=devices,
-        )
-    train(run, ddp)
-
-
-def update_process_group(run: Run) -> None:
-    """``_update_process_group``: after two steps, each rank goes on alone."""
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    ddp = run.ddp(run.mlp())
-
-    def shrink(step: int) -> None:
-        if step == 2:
-            ddp._update_process_group(alone[dist.get_rank()])
-
-    train(run, ddp, steps=4, before_step=shrink)
-
-
 def another_group(run: Run) -> None:
     """``_update_process_group`` on four ranks: pairs, other pairs, for which nothing is compiled
-    anew, and all of them."""
+    anew, all of them, and each alone."""
     rank = dist.get_rank()
     pairs = [dist.new_group(list(pair)) for pair in PAIRS[0]]
     everybody = dist.new_group([0, 1, 2, 3])
@@ -114,8 +76,9 @@ def another_group(run: Run) -> None:
     ddp._update_process_group(others[rank % 2])
     train(run, ddp, steps=2)
     run.note("compiled anew", [now - then for now, then in zip(_compiled(), before, strict=True)])
-    ddp._update_process_group(everybody)
-    train(run, ddp, steps=2)
+    for group in (everybody, alone()):
+        ddp._update_process_group(group)
+        train(run, ddp, steps=2)
 
 
 def another_group_for_all(run: Run) -> None:
@@ -203,14 +166,6 @@ def deepcopy_on_one_rank(run: Run) -> None:
     del kept
 
 
-def deepcopy_of_the_model(run: Run) -> None:
-    """An average of the weights is kept in a copy of the wrapped module, as with EMA."""
-    ddp = run.ddp(run.mlp())
-    averaged = torch.optim.swa_utils.AveragedModel(ddp.module)
-    train(run, ddp, before_update=lambda: averaged.update_parameters(ddp.module))
-    run.note_values(**{f"average {n}": p for n, p in averaged.named_parameters()})
-
-
 def second_ddp(run: Run) -> None:
     """The same model is wrapped again, and the first wrapper is dropped."""
     model = run.mlp()
@@ -221,11 +176,3 @@ def second_ddp(run: Run) -> None:
     hooks = sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
     run.note("hooks that are left", hooks)
     train(run, run.ddp(model), steps=2)
-
-
-def two_ddps(run: Run) -> None:
-    """Two wrappers over one model are there at once; the second is trained."""
-    model = run.mlp()
-    first = run.ddp(model)
-    train(run, run.ddp(model))
-    assert isinstance(first, DistributedDataParallel)

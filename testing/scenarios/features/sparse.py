@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from testing.models import OUTPUTS, WIDTH, fill_whole
-from testing.scenarios.features.unused import branches_of
-from testing.scenarios.loop import Zero, clear_gradients
-from testing.scenarios.run import Run, plain_name, synced_if
+from testing.models import OUTPUTS, WIDTH, Batch, fill_whole
+from testing.scenarios.loop import train
+from testing.scenarios.run import Run, plain_name
 
 ROWS = 16
 
@@ -31,9 +30,9 @@ class Tables(nn.Module):
         self.last = nn.Linear(WIDTH, OUTPUTS)
         fill_whole(self)
 
-    def forward(self, ids: Tensor, takes_second: bool) -> Tensor:
+    def forward(self, ids: Tensor, takes: str) -> Tensor:
         x = self.first(ids).sum(1)
-        if takes_second:
+        if takes:
             offsets = torch.arange(ids.shape[0], device=ids.device) * ids.shape[1]
             x = x + self.second(ids.reshape(-1), offsets)
         out: Tensor = self.last(self.layer(x).relu())
@@ -44,63 +43,43 @@ def tables(
     run: Run,
     *,
     takes: str = "b b b b",
-    local: Sequence[int] = (),
-    zero: Zero = "none",
-    is_inside: bool = False,
     is_joined: bool = False,
     by_initial: bool = True,
     is_dense: bool = False,
     ddp: Mapping[str, Any] = MappingProxyType({}),
     of_first: Mapping[str, Any] = MappingProxyType({}),
+    **loop: Any,
 ) -> None:
     """Train two tables, each rank with another number of rows.
 
     Args:
-        run: where it is noted.
-        takes: which ranks use the second table, by step, as of
-            :func:`testing.scenarios.features.unused.branches_of`.
-        local: the steps that run under ``no_sync``, after which gradients stay.
-        zero: what becomes of gradients after the other steps, as of a :class:`Loop`.
-        is_inside: whether the whole step is compiled.
+        takes: ``b`` for ranks that use the second table, as of a :class:`Loop`.
         is_joined: whether ranks have another number of inputs, and are joined.
         by_initial: as of :func:`testing.scenarios.features.joining.uneven`.
         is_dense: whether eager DDP's tables are dense: with sparse ones it cannot do this.
         ddp: options of ``DistributedDataParallel``.
         of_first: options of the first table.
+        loop: its other fields.
     """
     model = run.ddp(Tables(is_sparse=run.is_fused or not is_dense, **of_first), **ddp)
-    forward, rank = model if is_inside else run.compile(model), dist.get_rank()
 
-    def backward(ids: Tensor, takes_second: bool) -> None:
-        forward(ids, takes_second).sum().backward()
+    def note_rows(_: nn.Module) -> None:
+        """Note which rows sparse gradients have: eager DDP's, in every bit."""
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse and not is_dense:
+                rows = gradient.coalesce()
+                said = gradient.is_coalesced(), rows.indices().tolist(), rows.values().tolist()
+                run.note(f"{len(run.backwards)}: {plain_name(name)}", said)
 
-    step = run.compile(backward) if is_inside else backward
-    steps = branches_of(takes)
+    loop = {"moves": False, "takes": takes, "draw": _ids, "sizes": (2, 2, 0, 2), **loop}
+    steps = {"steps": 2 + dist.get_rank()} if is_joined else {}
     joined = functools.partial(model.join, divide_by_initial_world_size=by_initial)
     with joined() if is_joined else contextlib.nullcontext():
-        for number, each in enumerate(steps[: 2 + rank] if is_joined else steps):
-            synced = number not in local
-            with synced_if(model, synced):
-                step(_ids(number, rank).to(run.device), bool(each[rank % len(each)]))
-            run.note_backward(model, synced=synced)
-            if not is_dense:
-                _note_rows(run, model, number)
-            if synced:
-                clear_gradients(model, zero, model.zero_grad)
+        train(run, model, before_note=note_rows, **steps, **loop)
 
 
-def _note_rows(run: Run, model: nn.Module, number: int) -> None:
-    """Which rows sparse gradients have: eager DDP's, in every bit."""
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        if gradient is not None and gradient.is_sparse:
-            rows = gradient.coalesce()
-            said = gradient.is_coalesced(), rows.indices().tolist(), rows.values().tolist()
-            run.note(f"{number}: {plain_name(name)}", said)
-
-
-def _ids(step: int, rank: int) -> Tensor:
-    """Of another size on each rank; in the third step, the last rank has none."""
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    columns = 0 if step == 2 and rank == dist.get_world_size() - 1 else 2 + rank
-    return torch.randint(0, ROWS, (3, columns), generator=generator)
+def _ids(generator: torch.Generator, size: int) -> Batch:
+    """As many columns of rows' numbers as the size and the rank: none on rank 0, if it is 0."""
+    ids = torch.randint(0, ROWS, (3, size + dist.get_rank()), generator=generator)
+    return ids, torch.randint(-2, 3, (3, OUTPUTS), generator=generator).float()

@@ -136,13 +136,8 @@ def _whole(dtype: torch.dtype, generator: torch.Generator, size: int) -> Batch:
 
 
 def uneven(run: Run, *, recomputed: bool = False, **loop: Any) -> None:
-    """One layer cut by columns, the next by rows, unevenly.
-
-    Args:
-        run: where it is noted.
-        recomputed: whether a block is computed again in the backward.
-        loop: its fields. Batches of several sizes give a symbolic one.
-    """
+    """One layer cut by columns, the next by rows, unevenly; ``recomputed`` in the backward, or not.
+    Batches of several sizes give a symbolic one."""
 
     def build(mesh: DeviceMesh) -> nn.Module:
         return columns_and_rows(mesh, dtype=run.dtype, recomputed=recomputed)

@@ -2,69 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from testing.models import OUTPUTS, WIDTH, Batch, Branching, Exact, linear_loss
-from testing.scenarios.loop import Style, Zero, backwards
-from testing.scenarios.run import Run, synced_if
+from testing.models import OUTPUTS, WIDTH, Batch, Branching, Exact, linear_loss, square_loss
+from testing.scenarios.features.backwards import must_raise
+from testing.scenarios.features.loops import wrapped
+from testing.scenarios.loop import backwards, train
+from testing.scenarios.run import Run
 
 FIND_UNUSED: Final[Mapping[str, Any]] = {"find_unused_parameters": True}
 
 
-@torch.compiler.disable
-def _unseen(_: Tensor) -> None:
-    """A hook that breaks the graph of a backward."""
-
-
-class _BrokenBackward(Branching):
-    """Exact. Branches behind a hook that is not traced."""
-
-    def forward(self, x: Tensor, takes: str) -> Tensor:
-        out = super().forward(x.requires_grad_(), takes)
-        out.register_hook(_unseen)
-        return self.c(out.relu())[:, :OUTPUTS]
-
-
-class _BrokenForward(Exact, first=WIDTH, unused=WIDTH, last=WIDTH, sometimes=WIDTH):
-    """Exact. Layers in graphs of their own, one of which no rank uses, and one only some."""
-
-    def forward(self, x: Tensor, takes: str) -> Tensor:
-        y = self.first(x).relu()
-        torch._dynamo.graph_break()
-        if takes:
-            y = self.sometimes(y).relu()
-            torch._dynamo.graph_break()
-        return self.last(y)[:, :OUTPUTS]
-
-
-class _Dropping(Exact, first=WIDTH, last=OUTPUTS):
-    """Exact. Blocks that share a compiled forward, some of which a step leaves out: the flags in a
-    graph name the parameters of another block. A hook that is not traced may break the loop."""
-
-    blocks: Any
-
-    def __init__(self, run: Run, *, has_hooks: bool = False) -> None:
-        super().__init__(blocks=nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-        self.blocks = nn.ModuleList(map(run.compile, self.blocks))
-        for block in self.blocks if has_hooks else ():
-            block.register_forward_hook(torch.compiler.disable(lambda *args: args[2]))
-
-    def forward(self, x: Tensor, takes: str) -> Tensor:
-        y = self.first(x)
-        for name, block in zip("abc", self.blocks, strict=True):
-            if name in takes:
-                y = block(y).relu()
-        return self.last(y)
-
-
-class _Heads(Exact, first=WIDTH, a=OUTPUTS, b=OUTPUTS, c=OUTPUTS):
-    """Exact. All of three outputs are computed, and some are used."""
+class Heads(Exact, first=WIDTH, a=OUTPUTS, b=OUTPUTS, c=OUTPUTS):
+    """Exact. All of three outputs are computed, and some are used. Layers are compiled one by one:
+    a backward from one output reaches no other's."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -75,82 +31,23 @@ class _Heads(Exact, first=WIDTH, a=OUTPUTS, b=OUTPUTS, c=OUTPUTS):
         return {name: self.layers[name](y) for name in "abc"}
 
 
-MODELS: Final[Mapping[str, Callable[[Run], nn.Module]]] = {
-    "branches": lambda _: Branching(outputs=OUTPUTS),
-    "dtypes": lambda _: Branching({"b": torch.bfloat16, "c": torch.float64}, OUTPUTS),
-    "broken backward": lambda _: _BrokenBackward(),
-    "parts": lambda _: _BrokenForward(),
-    "blocks": _Dropping,
-    "a loop": lambda run: _Dropping(run, has_hooks=True),
-}
-
-
-def branches_of(takes: str) -> list[list[str]]:
-    """The branches that each rank takes, by step: those of ``a/bc b``, of two steps, are ``a`` on
-    rank 0 and ``bc`` on rank 1, and then ``b`` on both."""
-    return [step.split("/") for step in takes.split(" ")]
-
-
-def branching(
-    run: Run,
-    takes: str,
-    *,
-    style: Style = "outside",
-    zero: Zero = "none",
-    local: Sequence[int] = (),
-    model: str | nn.Module = "branches",
-    prepare: Callable[[Any], object] = lambda _: None,
-    before_note: Callable[[Any], object] = lambda _: None,
-    **options: Any,
-) -> None:
-    """Train a model with branches.
-
-    Args:
-        run: where gradients are noted.
-        takes: the branches that each rank takes, as of :func:`branches_of`.
-        style: as of a :class:`Loop`.
-        zero: as of a :class:`Loop`.
-        local: the steps that run under ``no_sync``, after which gradients stay.
-        model: one of :data:`MODELS`, or another one with branches.
-        prepare: called with the DDP module.
-        before_note: called with it after each backward.
-        options: of DDP, beside ``find_unused_parameters=True`` or in its place.
-    """
-    made = MODELS[model](run) if isinstance(model, str) else model
-    ddp = run.ddp(made, **{**FIND_UNUSED, **options})
-    prepare(ddp)
-    forward = run.compile(ddp) if style == "outside" else ddp
-
-    def step(batch: Batch, branches: str) -> None:
-        linear_loss(forward, batch, branches).backward()
-
-    backward = run.compile(step) if style == "inside" else step
-    for number, each in enumerate(branches_of(takes)):
-        synced = number not in local
-        with synced_if(ddp, synced):
-            backward(run.rows(number), each[dist.get_rank() % len(each)])
-        before_note(ddp)
-        run.note_backward(ddp, synced=synced)
-        if synced and zero != "never":
-            ddp.zero_grad(set_to_none=zero == "none")
+def _loss_of(model: nn.Module, batch: Batch, takes: str) -> Tensor:
+    outputs = model(batch[0])
+    return sum((outputs[name].sum() for name in takes), torch.zeros(()))
 
 
 def outputs_in_turn(run: Run, takes: str) -> None:
     """A loss uses some of the outputs, each from a layer of its own; the others' layers get no
     gradient, though the outputs reach them. Layers are compiled one by one: of a compiled forward
     an output that no loss uses gives zeros."""
-    ddp = run.ddp(_Heads(run), **FIND_UNUSED)
-    for number, each in enumerate(branches_of(takes)):
-        ddp.zero_grad()
-        outputs = ddp(run.rows(number)[0])
-        sum(outputs[name].sum() for name in each[dist.get_rank() % len(each)]).backward()
-        run.note_backward(ddp)
+    ddp = run.ddp(Heads(run), **FIND_UNUSED)
+    train(run, ddp, style="as it is", takes=takes, loss=_loss_of, moves=False)
 
 
 def outputs_apart(run: Run) -> None:
     """A backward of one output, and then of another. Eager DDP refuses that one: its sink has
     marked the other's parameters ready. It stays on its rank, as one of the wrapped module does."""
-    ddp = run.ddp(_Heads(run), **FIND_UNUSED)
+    ddp = run.ddp(Heads(run), **FIND_UNUSED)
     inputs, _ = run.rows(0)
     outputs = ddp(inputs)
     outputs["a"].sum().backward(retain_graph=True)
@@ -159,15 +56,24 @@ def outputs_apart(run: Run) -> None:
     run.note_backward(ddp, synced=False)
 
 
-def compressed(run: Run, takes: str) -> None:
-    """With ``fp16_compress_hook``."""
-    hook = default_hooks.fp16_compress_hook
-    branching(run, takes, prepare=lambda ddp: ddp.register_comm_hook(None, hook))
-
-
 def in_a_static_graph_later(run: Run, takes: str) -> None:
     """With ``_set_static_graph`` after DDP is constructed."""
-    branching(run, takes, prepare=lambda ddp: ddp._set_static_graph())
+    ddp = wrapped(run, "branches", ddp=FIND_UNUSED)
+    ddp._set_static_graph()
+    train(run, ddp, takes=takes, moves=False)
+
+
+def wrapped_hook(run: Run, takes: str) -> None:
+    """``fp16_compress_wrapper``. Eager DDP leaves a parameter that this rank has not used the
+    hook's result as it is, in the smaller dtype: ours has the parameter's."""
+
+    def widen(ddp: nn.Module) -> None:
+        for parameter in ddp.parameters():
+            if not run.is_fused and parameter.grad is not None:
+                parameter.grad = parameter.grad.to(parameter.dtype)
+
+    ddp = wrapped(run, "branches", ddp=FIND_UNUSED, hook="wrapped in fp16")
+    train(run, ddp, takes=takes, moves=False, before_note=widen)
 
 
 def by_instances(run: Run) -> None:
@@ -183,6 +89,45 @@ def by_instances(run: Run) -> None:
             loss.backward()
         for ddp in modules:
             run.note_backward(ddp)
+
+
+def incomplete_twice(run: Run) -> None:
+    """A backward repeats an incomplete one, of the same output or of another: DDP refuses it at
+    once, and not only in the next forward. What it leaves in gradients is not looked at."""
+    for number, second in enumerate("ab"):
+        ddp = run.ddp(Heads(run))
+        x = run.rows(number)[0]
+        outputs = ddp(x)
+        outputs["a"].square().sum().backward(retain_graph=True)
+        words = "expected to mark a variable ready only once"
+        must_raise(words, outputs[second].square().sum().backward)
+        try:
+            ddp(x)
+        except RuntimeError:  # Eager DDP's is an assertion of its own.
+            continue
+        raise AssertionError("the next forward must be refused too")
+
+
+class _Recurrent(nn.Module):
+    """A weight that is read in each of two time steps has a gradient from both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.RNN(4, 4, batch_first=True)
+        self.head = nn.Linear(8, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, _ = self.inner(x.view(x.shape[0], 2, 4))
+        result: Tensor = self.head(output.reshape(x.shape[0], 8))
+        return result
+
+
+def one_may_lack_gradients(run: Run) -> None:
+    """Two modules are in one backward, whose graphs launch before others are done."""
+    first = run.ddp(nn.Linear(WIDTH, 8))
+    second = run.ddp(_Recurrent(), **FIND_UNUSED)
+    both = nn.Sequential(run.compile(first), run.compile(second))
+    train(run, both, style="as it is", loss=square_loss, steps=2, moves=False)
 
 
 class _Block(Exact, layer=WIDTH):
@@ -206,7 +151,7 @@ class _Chain(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(kind() for _ in range(3))
         self.skipped = -1
-        if run.way != "eager":
+        if run.is_fused:
             for block in self.blocks:
                 block.compile()
 

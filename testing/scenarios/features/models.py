@@ -1,0 +1,219 @@
+"""Models by name, for an entry of the catalogue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from testing import models
+from testing.models import OUTPUTS, WIDTH, Branching, Exact
+from testing.scenarios.run import Run
+
+
+class Counting(nn.Module):
+    """Exact. A buffer that sums its inputs, which differ on each rank, and is added to the output;
+    and one that counts forwards."""
+
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+        self.register_buffer("total", torch.zeros(OUTPUTS))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        # Added, for no gradient depends on it then: torch's compiled backward computes anew what
+        # was read of a buffer that the forward writes, from what was written (torch 2.13 and 2.15,
+        # also without DDP).
+        out = out + self.total
+        with torch.no_grad():
+            self.total.add_(x[:, :OUTPUTS].sum(0))
+            self.count.add_(1)
+        return out
+
+
+class _Shifting(nn.Module):
+    """Exact. A buffer that is added to the output, and stays. Where Inductor lowers no operator, it
+    is what was broadcast, as the step leaves it."""
+
+    shift: Tensor
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+        self.register_buffer("shift", torch.ones(OUTPUTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) + self.shift
+
+
+class _Broken(nn.Module):
+    """Exact. A graph break in the middle of its forward."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        middle = len(self.layers) // 2
+        x = self.layers[:middle](x)
+        torch._dynamo.graph_break()
+        return self.layers[middle:](x)
+
+
+class _Disabled(Exact, first=WIDTH, middle=WIDTH, last=OUTPUTS):
+    """Exact. ``torch.compiler.disable`` on the forward of one layer: those before it and behind it
+    are compiled. In a ``Sequential``, whose loop it would break, nothing is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle.forward = torch.compiler.disable(self.middle.forward)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x).relu()).relu())
+
+
+@torch.compiler.disable
+def as_it_is(x: Tensor) -> Tensor:
+    """Not compiled."""
+    return x.relu()
+
+
+class InParts(Exact, first=36):
+    """Exact. Functions that are not compiled cut its forward in three. The weights in the middle
+    lie in another order than their gradients are computed in."""
+
+    def __init__(self) -> None:
+        super().__init__(last=nn.Linear(32, OUTPUTS), middle=nn.Conv2d(2, 2, 3, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = as_it_is(self.first(x)).reshape(-1, 1, 6, 6).expand(-1, 2, 6, 6)
+        y = y.contiguous(memory_format=torch.channels_last)
+        return self.last(as_it_is(self.middle(y)).flatten(1))
+
+
+def _partly_compiled(run: Run) -> nn.Module:
+    """One layer is compiled, and nothing else."""
+    model = run.mlp()
+    model[2] = run.compile(model[2])
+    return model
+
+
+def _frozen(run: Run) -> nn.Module:
+    """A layer whose parameters need no gradient."""
+    model = run.mlp()
+    model[2].requires_grad_(False)
+    return model
+
+
+def _unusual(_: Run) -> nn.Module:
+    """Tied and frozen parameters, and buffers."""
+    model = models.Tied()
+    model.middle.requires_grad_(False)
+    return Counting(model)
+
+
+def _ignored(run: Run) -> nn.Module:
+    """Parameters that DDP is told to leave alone stay each rank's own."""
+    model, names = run.mlp(), ["2.weight", "2.bias"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    return model
+
+
+def _shared_storage(run: Run) -> nn.Module:
+    """All parameters are views of one buffer."""
+    model = run.mlp().to(run.device)
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    for parameter, part in zip(model.parameters(), flat.split(sizes), strict=True):
+        parameter.data = part.view_as(parameter)
+    return model
+
+
+# --- With branches that a step may leave out -----------------------------------------------------
+
+
+@torch.compiler.disable
+def _unseen(_: Tensor) -> None:
+    """A hook that breaks the graph of a backward."""
+
+
+class _BrokenBackward(Branching):
+    """Exact. Branches behind a hook that is not traced."""
+
+    def forward(self, x: Tensor, takes: str) -> Tensor:
+        out = super().forward(x.requires_grad_(), takes)
+        out.register_hook(_unseen)
+        return self.c(out.relu())[:, :OUTPUTS]
+
+
+class _BrokenForward(Exact, first=WIDTH, unused=WIDTH, last=WIDTH, sometimes=WIDTH):
+    """Exact. Layers in graphs of their own, one of which no rank uses, and one only some."""
+
+    def forward(self, x: Tensor, takes: str) -> Tensor:
+        y = self.first(x).relu()
+        torch._dynamo.graph_break()
+        if takes:
+            y = self.sometimes(y).relu()
+            torch._dynamo.graph_break()
+        return self.last(y)[:, :OUTPUTS]
+
+
+class _Dropping(Exact, first=WIDTH, last=OUTPUTS):
+    """Exact. Blocks that share a compiled forward, some of which a step leaves out: the flags in a
+    graph name the parameters of another block. A hook that is not traced may break the loop."""
+
+    blocks: Any
+
+    def __init__(self, run: Run, *, has_hooks: bool = False) -> None:
+        super().__init__(blocks=nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        self.blocks = nn.ModuleList(map(run.compile, self.blocks))
+        for block in self.blocks if has_hooks else ():
+            block.register_forward_hook(torch.compiler.disable(lambda *args: args[2]))
+
+    def forward(self, x: Tensor, takes: str) -> Tensor:
+        y = self.first(x)
+        for name, block in zip("abc", self.blocks, strict=True):
+            if name in takes:
+                y = block(y).relu()
+        return self.last(y)
+
+
+MODELS: Final[Mapping[str, Callable[[Run], nn.Module]]] = {
+    "layers": Run.mlp,
+    "two layers": lambda run: run.mlp(2),
+    "five layers": lambda run: run.mlp(5),
+    "tied": lambda _: models.Tied(),
+    "layouts": lambda _: models.Layouts(),
+    "scalars": lambda _: models.Shapes(),
+    "complex": lambda _: models.Complex(),
+    "two dtypes": lambda _: models.TwoDtypes(),
+    "unusual": _unusual,
+    "frozen": _frozen,
+    "ignored": _ignored,
+    "shared storage": _shared_storage,
+    "checkpointed": lambda _: models.Checkpointed(),
+    "counting": lambda run: Counting(run.mlp()),
+    "normed": lambda _: nn.Sequential(nn.Linear(WIDTH, 4, bias=False), nn.BatchNorm1d(4)),
+    "shifting": lambda run: _Shifting(run.mlp()),
+    "broken": lambda run: _Broken(run.mlp()),
+    "in parts": lambda _: InParts(),
+    "disabled": lambda _: _Disabled(),
+    "partly compiled": _partly_compiled,
+    "compiled": lambda run: run.compile(run.mlp()),
+    "branches": lambda _: Branching(outputs=OUTPUTS),
+    "branches of several dtypes": lambda _: Branching(
+        {"b": torch.bfloat16, "c": torch.float64}, OUTPUTS
+    ),
+    "broken backward": lambda _: _BrokenBackward(),
+    "parts": lambda _: _BrokenForward(),
+    "blocks": _Dropping,
+    "a loop": lambda run: _Dropping(run, has_hooks=True),
+}
