@@ -64,28 +64,26 @@ class Kernel:
     inputs: Literal["gradients", "bucket", "both"] = "gradients"
 
 
-def packing(sent: str, scale: str = "none", in_bucket: bool = False) -> Callable[..., Any]:
+def packing(sent: str, divisor: float = 1.0, in_bucket: bool = False) -> Callable[..., Any]:
     """Gradients into a bucket, as ``"concat"`` does it.
 
     Args:
         sent: dtype of the bucket.
-        scale: ``"none"`` or ``"div"``.
-        in_bucket: whether they are scaled by a pass of its own.
+        divisor: what they are divided by.
+        in_bucket: whether that is a pass of its own.
     """
 
     def pack(*gradients: Tensor) -> Any:
         offsets = [0, *itertools.accumulate(gradient.numel() for gradient in gradients)][:-1]
         strides = [stride for gradient in gradients for stride in gradient.stride()]
-        return PACK(
-            list(gradients), offsets, strides, DTYPES[sent], scale, 2.0, in_bucket, "measured"
-        )
+        return PACK(list(gradients), offsets, strides, DTYPES[sent], divisor, in_bucket, "measured")
 
     return pack
 
 
 def widen(bucket: Tensor) -> Any:
     """A bucket that was sent in a smaller dtype, in its gradients' dtype again."""
-    return WIDEN(bucket, torch.float32, "none", 1.0)
+    return WIDEN(bucket, torch.float32, 1.0)
 
 
 def write(bucket: Tensor, *gradients: Tensor) -> None:
@@ -98,8 +96,8 @@ def write(bucket: Tensor, *gradients: Tensor) -> None:
 KERNELS: Final = (
     Kernel("pack fp32", packing("fp32"), 4 + 4),
     Kernel("pack bf16", packing("bf16"), 2 + 2, "bf16"),
-    Kernel("pack fp32, scaled by the stores", packing("fp32", "div"), 4 + 4),
-    Kernel("pack fp32, scaled in the bucket", packing("fp32", "div", in_bucket=True), 4 + 4 + 8),
+    Kernel("pack fp32, scaled by the stores", packing("fp32", 2.0), 4 + 4),
+    Kernel("pack fp32, scaled in the bucket", packing("fp32", 2.0, in_bucket=True), 4 + 4 + 8),
     Kernel("pack fp32 into bf16", packing("bf16"), 4 + 2),
     Kernel("widen bf16 to fp32", widen, 2 + 4, "bf16", "bucket"),
     Kernel("write into existing gradients, fp32", write, 4 + 4, inputs="both"),
