@@ -352,8 +352,8 @@ class Reducers:
         self, run: RunningBackward, found: Reached, expecting: Collection[Reducer], why: str
     ) -> dict[int, _Gradient]:
         """Note which parameters of the reducers that average a backward reaches, each with why its
-        gradient is not final (``why``: of all). Return whose gradients those are that one reducer
-        has, by the parameters' ids."""
+        gradient is not final (``why``: of all others). Return whose gradients those are that one
+        reducer has, by the parameters' ids."""
         owner_of: dict[int, _Gradient] = {}
         nobodys: list[Tensor] = []
         all_owners = self.owners()
@@ -363,10 +363,13 @@ class Reducers:
             if not every:
                 nobodys.append(leaf)
             if owners:
+                # First of all reasons: what such a hook sees must not become a place in a bucket.
+                is_hooked = id(leaf) in self.find_hooked()
                 not_final = why or self._why_not_final(leaf, count, found, len(owners))
                 for reducer, number in owners:
                     once = reducer.is_accumulated_once(number)
-                    run.reached.setdefault(reducer, {})[number] = not_final if once else SEVERAL
+                    reason = NODE_HOOKED if is_hooked else not_final if once else SEVERAL
+                    run.reached.setdefault(reducer, {})[number] = reason
             if len(owners) == 1:
                 owner_of[id(leaf)] = owners[0]
             else:
@@ -380,8 +383,6 @@ class Reducers:
             return SHARED
         if id(leaf) in found.uncompiled:
             return NOT_COMPILED if count == 1 else SEVERAL
-        if id(leaf) in self.find_hooked():
-            return NODE_HOOKED
         return "" if accumulates_plainly(leaf) else HOOKED
 
     def forget_hooks(self) -> None:

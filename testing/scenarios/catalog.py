@@ -506,6 +506,7 @@ SCENARIOS = (
     on_two("hooks-in-order-inside", "hooks:in_order", **INSIDE),
     on_two("hooks-that-come-and-go", "hooks:come_and_go", COALESCED, EACH_TORCH),
     on_two("node-hooks", "hooks:on_nodes", CONCAT, EACH_TORCH),
+    on_two("node-hooks-eager", "hooks:on_nodes", COALESCED, is_compiled=False),
     on_two("node-hooks-before", "hooks:on_nodes_before", COALESCED),
     on_two("module-hooks", "hooks:on_modules"),
     # Only compiled autograd traces a hook of the user's.

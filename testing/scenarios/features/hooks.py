@@ -79,11 +79,12 @@ def _hook_node(parameter: Tensor, seen: list[Tensor]) -> list[Any]:
     return [node.register_prehook(before), node.register_hook(behind), node]
 
 
-def on_nodes(run: Run) -> None:
+def on_nodes(run: Run, *, is_compiled: bool = True) -> None:
     """Hooks on the autograd nodes that accumulate gradients, put there and taken away between
     steps. They see the gradient of this rank alone, and may change it."""
     seen: list[Tensor] = []
     ddp, forward = run.compiled(run.mlp(2), bucket_cap_mb=1e-5)  # A bucket for each gradient.
+    forward = forward if is_compiled else ddp
     backwards(run, ddp, forward, 1)
     *handles, _ = _hook_node(ddp.module[0].weight, seen)
     backwards(run, ddp, forward, 2, first=1)
