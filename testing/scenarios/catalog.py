@@ -509,14 +509,7 @@ SCENARIOS = (
     on_two("node-hooks-eager", "hooks:on_nodes", COALESCED, is_compiled=False),
     on_two("node-hooks-before", "hooks:on_nodes_before", COALESCED),
     on_two("module-hooks", "hooks:on_modules"),
-    # Only compiled autograd traces a hook of the user's.
-    on_ranks(
-        "ddp-4",
-        "users-average",
-        "hooks:users_average",
-        CONCAT,
-        options={"backward_graph": "compiled_autograd"},
-    ),
+    on_ranks("ddp-4", "users-average", "hooks:users_average", CONCAT),
     plain("hook-allreduce", CONCAT, hook="allreduce", launches=1),
     plain("hook-builtin", hook="builtin"),
     plain("hook-bf16", COALESCED, hook="bf16", launches=1),
