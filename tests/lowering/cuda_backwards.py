@@ -8,10 +8,8 @@ They are traced on fake tensors, so that sizes cost nothing::
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -20,11 +18,14 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from testing.cuda_codegen import WORLD_SIZE
 from testing.graphs import TensorSpec, reduce, reduce_into, tensor
+from workloads.models import Size, subject
 
 Forward = Callable[..., Tensor]
 Step = Callable[..., Any]
+
+ON_CARDS: Final = "ddp3"
+"""A DDP module over NCCL: see :mod:`testing.graphs`."""
 
 
 def gradients(forward: Forward, count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -49,16 +50,16 @@ def train_into(forward: Forward, count: int, *inputs: Tensor) -> None:
     """The same, added to gradients that exist: the inputs behind the parameters."""
     made = gradients(forward, count, *inputs[:-count])
     for number, (grad, gradient) in enumerate(zip(inputs[-count:], made, strict=True)):
-        reduce_into(grad, gradient, f"p{number}", module="cards", divide=WORLD_SIZE)
+        reduce_into(grad, gradient, f"p{number}", module=ON_CARDS)
 
 
 def averaged(
-    values: Sequence[Tensor], module: str = "cards", *, last_first: bool = False
+    values: Sequence[Tensor], module: str = ON_CARDS, *, last_first: bool = False
 ) -> list[Tensor]:
     """What a DDP module's group makes of its gradients; a backward makes the last one first."""
     numbered = list(enumerate(values))
     return [
-        reduce(gradient, f"p{number}", module=module, divide=WORLD_SIZE)
+        reduce(gradient, f"p{number}", module=module)
         for number, gradient in (reversed(numbered) if last_first else numbered)
     ]
 
@@ -66,7 +67,6 @@ def averaged(
 # --- Layers --------------------------------------------------------------------------------------
 
 WIDTH: Final = 256
-NAMES: Final = ("x", "gain", "shift", "up", "up_bias", "down", "down_bias")
 
 
 def feed_forward(x: Tensor, *parameters: Tensor) -> Tensor:
@@ -102,11 +102,11 @@ def given(*values: Tensor) -> list[Tensor]:
     return averaged(values)
 
 
-def biases(*inputs: Tensor, module: str = "cards") -> list[Tensor]:
+def biases(*inputs: Tensor, module: str = ON_CARDS) -> list[Tensor]:
     return averaged([value.sum(0) for value in inputs], module)
 
 
-biases_on_hosts: Final[Step] = partial(biases, module="hosts")
+biases_on_hosts: Final[Step] = partial(biases, module="ddp0")
 
 
 def pointwise(*inputs: Tensor) -> list[Tensor]:
@@ -213,7 +213,6 @@ def norm_step(name: str, step: Step = train) -> Step:
 
 # --- The bench's models, in the sizes that people train ------------------------------------------
 
-_TOOLS: Final = Path(__file__).parent.parent / "tools"
 LAYERS: Final = 1
 """Of a model that has more: the next ones are like the last."""
 
@@ -261,11 +260,6 @@ def _train_model(name: str, autocast: bool, *inputs: Tensor) -> list[Tensor]:
 
 @functools.cache
 def _made(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    sys.path.insert(0, str(_TOOLS))
-    try:
-        from workloads.models import Size, subject
-    finally:
-        sys.path.remove(str(_TOOLS))
     rows, tokens = _BATCHES[name]
     width = 1024 if name == "dlrm" else 768
     size = Size(width=width, layers=LAYERS, rows=rows, tokens=tokens, channels=64)

@@ -7,7 +7,6 @@ A kernel is taken to read and to write all of the place that it is given, if it 
 from __future__ import annotations
 
 import ast
-import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,9 @@ _KIND_OF: Final[dict[str, Kind]] = {
 }
 """Of operators; those of libraries are kernels."""
 
+_SAYS_SIZE: Final = ("assert_size_stride", "assert_tensor_metadata")
+"""Of an input or a library's result; the second one from torch 2.14 on."""
+
 _LIBRARIES: Final = ("extern_kernels.", "torch.ops.aten.", "torch.ops.mkldnn.", "torch.ops.mkl.")
 
 _TRITON: Final = re.compile(
@@ -47,10 +49,9 @@ class Place:
 
     Attributes:
         memory: the name of what was allocated, or of what the graph or a library was given.
-        size: in elements, by dimension; none where the wrapper does not allocate it.
+        size: in elements, by dimension; none where the wrapper does not say it.
         stride: in elements.
         offset: of the first element.
-        item: which of a library's results it is: ``[1]``.
         is_view: whether it is said where in the memory it lies.
     """
 
@@ -58,20 +59,7 @@ class Place:
     size: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     offset: int = 0
-    item: str = ""
     is_view: bool = field(default=False, compare=False)
-
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """The elements, as ranges without their ends."""
-        if 0 in self.size:
-            return
-        dims = sorted((s, n) for n, s in zip(self.size, self.stride, strict=True) if n > 1 and s)
-        length = 1
-        while dims and dims[0][0] == length:
-            length *= dims.pop(0)[1]
-        steps = [range(0, stride * size, stride) for stride, size in dims]
-        for start in itertools.product(*steps):
-            yield self.offset + sum(start), self.offset + sum(start) + length
 
 
 @dataclass(frozen=True)
@@ -87,7 +75,7 @@ class Call:
             empty where something else gives a name that was allocated other memory.
         reads: what it reads, sends or waits for.
         writes: what it fills or allocates.
-        texts: arguments that are texts, such as a group's name; the dtype of what is allocated.
+        texts: arguments that are texts, such as a group's name.
         line: as it was written.
     """
 
@@ -125,16 +113,6 @@ def read_kernels(code: str) -> dict[str, str]:
     return dict(_TRITON.findall(code))
 
 
-def launched_kernels(code: str) -> list[str]:
-    """The names of the Triton kernels in the order in which the last graph launches them."""
-    return re.findall(r"(\w+)\.run\(", code[code.rindex("def call(") :])
-
-
-def _read_signatures(code: str) -> dict[str, list[str]]:
-    """The types that the C++ kernels in a generated code take, by the kernels' names."""
-    return {name: types.split(", ") for name, types in _CPP_SIGNATURE.findall(code)}
-
-
 class _Reader:
     """Follows the statements of a wrapper."""
 
@@ -149,6 +127,8 @@ class _Reader:
             reads = tuple(map(self._place, statement.value.elts))
             self.calls.append(Call("return", "", reads, (), (), line))
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+            if ast.unparse(statement.value.func) in _SAYS_SIZE:
+                self._note_size(*statement.value.args[:3])
             self._call(None, statement.value, line)
         elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             target, value = statement.targets[0].id, statement.value
@@ -174,11 +154,18 @@ class _Reader:
             place = new
         self._let(name, place, line)
 
+    def _note_size(self, name: ast.expr, size: ast.expr, stride: ast.expr) -> None:
+        """Note the size of an input, or of what a library has allocated."""
+        place = self._place(name)
+        if not place.size:
+            sized = replace(place, size=_numbers(size), stride=_numbers(stride))
+            self._places[ast.unparse(name)] = sized
+
     def _place(self, value: ast.expr) -> Place:
         if isinstance(value, ast.Name):
             return self._places.get(value.id, Place(value.id))
         if isinstance(value, ast.Subscript):
-            return replace(self._place(value.value), item=f"[{ast.unparse(value.slice)}]")
+            return self._place(value.value)  # One of a library's results.
         if isinstance(value, ast.Call) and _is_view(value):
             base, size, stride, offset = value.args
             place = self._place(base)
@@ -203,7 +190,7 @@ class _Reader:
             if isinstance(item, ast.Constant) and isinstance(item.value, str)
         ]
         if kind == "allocate":
-            reads, texts = [], [ast.unparse(call.args[2])]
+            reads = []
         elif kind == "fused":
             accesses = self._accesses[name]
             # What follows the pointers are sizes.
@@ -274,8 +261,8 @@ def _accesses(code: str) -> dict[str, list[str]]:
     """For each kernel what it does with its pointers, in their order: ``in``, ``out``, or both."""
     on_card = {name: _accesses_of(source) for name, source in read_kernels(code).items()}
     on_cpu = {
-        name: ["in" if "const" in kind else "out" for kind in types]
-        for name, types in _read_signatures(code).items()
+        name: ["in" if "const" in kind else "out" for kind in types.split(", ")]
+        for name, types in _CPP_SIGNATURE.findall(code)
     }
     return on_card | on_cpu
 

@@ -11,13 +11,12 @@ caches all over torch, so all of this happens in a process of its own::
 from __future__ import annotations
 
 import contextlib
-import functools
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
@@ -28,20 +27,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusion_passes.config import FusionConfig
 from fusion_passes.lowering.pack import register_lowerings
 from fusion_passes.lowering.store import register_store_lowerings
-from fusion_passes.passes.pipeline import run_pipeline
 from fusion_passes.passes.store import StoreGradients
 from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.plan.pieces import StoredInput
 from fusion_passes.plan.scaling import REDUCE_DTYPE_OF
-from fusion_passes.reductions.owners import Owner
 from fusion_passes.torch_private import FakeTensorMode
-from testing.codegen import read_kernels
 from testing.fake_world import fake_world
-from testing.graphs import TensorSpec, buckets_of, number_of
-
-WORLD_SIZE: Final = 4
-BACKEND_OF: Final = {"cards": "nccl", "hosts": "gloo"}
-"""Over what a DDP module reduces; each is named after its process group here."""
+from testing.graphs import TensorSpec, pipeline
+from tests.lowering.codegen import read_kernels
 
 _H100: Final = SimpleNamespace(
     name="NVIDIA H100",
@@ -60,17 +53,6 @@ _H100: Final = SimpleNamespace(
 )
 
 
-def why_not() -> str | None:
-    """Why no code for a card can be generated here; ``None`` if it can."""
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is a build without CUDA"
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return "Triton is not installed"
-    return None
-
-
 @dataclass(frozen=True)
 class Generated:
     """What became of a graph.
@@ -86,58 +68,11 @@ class Generated:
     ptx: Mapping[str, str]
 
 
-class CardCompiler:
-    """The process in which the stand-ins answer.
-
-    It calls the functions that it is given, so each must be one of a module.
-    """
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_hide_real_cards)
-
-    def __enter__(self) -> CardCompiler:
-        self.call(os.getpid)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
-
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What a function returns there."""
-        return self._pool.submit(function, *arguments).result()
-
-    def generate(
-        self,
-        function: Callable[..., Any],
-        inputs: Sequence[TensorSpec],
-        *,
-        fused: bool = True,
-        config: FusionConfig | None = None,
-        has_kernels: bool = True,
-        fastest: str = "",
-        **settings: Any,
-    ) -> Generated:
-        """The code of a tensor function for an H100.
-
-        Args:
-            function: a backward that calls :func:`testing.graphs.reduce`.
-            inputs: for it, on the CPU; the graph is moved to the card once it is traced.
-            fused: whether the package's passes run on it.
-            config: their options, if others than the defaults.
-            has_kernels: whether the kernels are compiled too.
-            fastest: part of the name of the kind of kernels that ``max_autotune`` is to find the
-                fastest: there is no card to measure them on.
-            settings: of ``torch._inductor.config``; a dot in a name is written as two underscores.
-        """
-        named = {name.replace("__", "."): value for name, value in settings.items()}
-        if fused:
-            fuse = functools.partial(_fuse, config or FusionConfig())
-            named = {"post_grad_custom_post_pass": fuse, **named}
-        return self.call(_generate, function, inputs, has_kernels, fastest, named)
-
-
-# --- In the process of its own -----------------------------------------------------------------
+def fuse(graph: fx.Graph, config: FusionConfig | None = None) -> None:
+    """The package's passes, all of a module's gradients in one bucket of each dtype."""
+    config = config or FusionConfig()
+    dtype, divides_first = REDUCE_DTYPE_OF[config.reduce_dtype], config.scaling == "bucket"
+    pipeline(config.reduces_by, reduce_dtype=dtype, divides_first=divides_first)(graph)(graph)
 
 
 def store_gradients(graph: fx.Graph) -> None:
@@ -145,17 +80,51 @@ def store_gradients(graph: fx.Graph) -> None:
     piece."""
     next(iter(graph.nodes))._rename("tangents_1")  # As AOTAutograd calls it in a backward.
     gradients: Any = graph.output_node().args[0]
-    values = [node.meta["val"] for node in gradients]
-    inputs = [
-        StoredInput(i, i, 0, tuple(v.shape), tuple(_dense(v)), v.dtype, v.device)
-        for i, v in enumerate(values)
-    ]
+    inputs = []
+    for number, node in enumerate(gradients):
+        value = node.meta["val"]
+        shape, dense = tuple(value.shape), torch.empty(value.shape, device="meta").stride()
+        inputs.append(
+            StoredInput(number, number, 0, shape, tuple(dense), value.dtype, value.device)
+        )
     whole = BucketCaps(2**40, 2**40)
     assert StoreGradients(tuple(inputs), len(inputs), (whole,))(graph), "it stores them"
 
 
-def _dense(value: torch.Tensor) -> tuple[int, ...]:
-    return torch.empty(value.shape, device="meta").stride()
+class CardCompiler(ProcessPoolExecutor):
+    """The process in which the stand-ins answer. What it is given to call is pickled."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        super().__init__(1, mp_context=context, initializer=_hide_real_cards)
+        self.submit(os.getpid).result()  # It is there when the first test begins.
+
+    def generate(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[TensorSpec],
+        rewrite: Callable[[fx.Graph], Any] | None = fuse,
+        *,
+        has_kernels: bool = True,
+        fastest: str = "",
+        settings: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Generated:
+        """The code of a tensor function for an H100.
+
+        Args:
+            function: a backward that calls :func:`testing.graphs.reduce`.
+            inputs: for it, on the CPU; the graph is moved to the card once it is traced.
+            rewrite: what is done to the graph before it is lowered.
+            has_kernels: whether the kernels are compiled too.
+            fastest: part of the name of the kind of kernels that ``max_autotune`` is to find the
+                fastest: there is no card to measure them on.
+            settings: of ``torch._inductor.config``.
+        """
+        settings = {"post_grad_custom_post_pass": rewrite, **settings}
+        return self.submit(_generate, function, inputs, has_kernels, fastest, settings).result()
+
+
+# --- In the process of its own -----------------------------------------------------------------
 
 
 def _hide_real_cards() -> None:
@@ -176,31 +145,13 @@ def _generate(
     register_store_lowerings(lambda _, reasons: copies.append(dict(reasons)))
     # Nothing is launched, and choices of an earlier graph must not come back from a cache.
     settings = {"use_static_triton_launcher": False, "autotune_local_cache": False, **settings}
-    with fake_world(WORLD_SIZE), inductor_config.patch(settings):
+    with fake_world(), inductor_config.patch(settings):
         module, mode = _trace_on_card(function, inputs)
         with _on_h100(), _autotuned(fastest):
             code = _lower(module, mode)
             is_compiled = has_kernels and not inductor_config.cpp_wrapper
             ptx = _compile(read_kernels(code)) if is_compiled else {}
     return Generated(code, tuple(copies), ptx)
-
-
-def _fuse(config: FusionConfig, graph: fx.Graph) -> None:
-    buckets = buckets_of(
-        graph,
-        owners=_owner_of,
-        reduce_dtype=REDUCE_DTYPE_OF[config.reduce_dtype],
-        divides_first=config.scaling == "bucket",
-    )
-    run_pipeline(graph, config.reduces_by, _owner_of, buckets)
-
-
-def _owner_of(group_name: str) -> Owner | None:
-    module, _, parameter = group_name.partition("#")
-    if module not in BACKEND_OF:
-        return None
-    number = number_of(parameter) if parameter else -1
-    return Owner(module, module, module.upper(), parameter, BACKEND_OF[module], WORLD_SIZE, number)
 
 
 def _trace_on_card(
