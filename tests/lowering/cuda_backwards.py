@@ -2,7 +2,7 @@
 They are traced on fake tensors, so that sizes cost nothing::
 
     with CardCompiler() as compiler:
-        compiler.generate(norm_step("rms_norm"), norm_inputs("rms_norm"))
+        compiler.generate(norm_step("llama_norm"), norm_inputs("llama_norm"))
 """
 
 from __future__ import annotations
@@ -102,11 +102,8 @@ def given(*values: Tensor) -> list[Tensor]:
     return averaged(values)
 
 
-def biases(*inputs: Tensor, module: str = ON_CARDS) -> list[Tensor]:
-    return averaged([value.sum(0) for value in inputs], module)
-
-
-biases_on_hosts: Final[Step] = partial(biases, module="ddp0")
+def biases_on_hosts(*inputs: Tensor) -> list[Tensor]:
+    return averaged([value.sum(0) for value in inputs], "ddp0")
 
 
 def pointwise(*inputs: Tensor) -> list[Tensor]:
@@ -139,10 +136,6 @@ def _layer_norm(x: Tensor, up: Tensor, gain: Tensor, shift: Tensor, down: Tensor
     return functional.linear(normal, down)
 
 
-def _rms_norm(x: Tensor, up: Tensor, gain: Tensor, down: Tensor) -> Tensor:
-    return functional.linear(functional.rms_norm(functional.linear(x, up), gain.shape, gain), down)
-
-
 def _llama_norm(x: Tensor, up: Tensor, gain: Tensor, down: Tensor) -> Tensor:
     """As models of Llama write it."""
     inner = functional.linear(x, up)
@@ -159,19 +152,11 @@ def _autocast_norm(x: Tensor, up: Tensor, gain: Tensor, shift: Tensor, down: Ten
 
 
 def _post_norm(x: Tensor, up: Tensor, down: Tensor, *norms: Tensor) -> Tensor:
-    """Half of a transformer's block as it once was: behind a norm."""
+    """Half of a transformer's block as it once was, between two norms."""
     gain, shift, gain2, shift2 = norms
     x = functional.layer_norm(functional.linear(x, up), gain.shape, gain, shift)
     inner = x + functional.gelu(functional.linear(x, down))
     return functional.layer_norm(inner, gain.shape, gain2, shift2)
-
-
-def _pre_norm(x: Tensor, up: Tensor, down: Tensor, *norms: Tensor) -> Tensor:
-    gain, shift, gain2, shift2 = norms
-    normal = functional.layer_norm(x, gain.shape, gain, shift)
-    x = x + functional.gelu(functional.linear(normal, up))
-    normal = functional.layer_norm(x, gain.shape, gain2, shift2)
-    return x + functional.linear(normal, down)
 
 
 def _layer_scale(x: Tensor, up: Tensor, gain: Tensor, down: Tensor) -> Tensor:
@@ -181,11 +166,9 @@ def _layer_scale(x: Tensor, up: Tensor, gain: Tensor, down: Tensor) -> Tensor:
 
 _NORMS: Final[dict[str, tuple[Forward, str]]] = {
     "layer_norm": (_layer_norm, "mvvm"),
-    "rms_norm": (_rms_norm, "mvm"),
     "llama_norm": (_llama_norm, "mvm"),
     "autocast": (_autocast_norm, "mvvm"),
     "post_norm": (_post_norm, "mmvvvv"),
-    "pre_norm": (_pre_norm, "mmvvvv"),
     "layer_scale": (_layer_scale, "mvm"),
 }
 """Forwards, and which of their parameters are matrices and vectors."""
@@ -213,9 +196,6 @@ def norm_step(name: str, step: Step = train) -> Step:
 
 # --- The bench's models, in the sizes that people train ------------------------------------------
 
-LAYERS: Final = 1
-"""Of a model that has more: the next ones are like the last."""
-
 _BATCHES: Final = {
     "gpt2": (8, 1024),
     "bert": (32, 512),
@@ -239,19 +219,15 @@ def model_inputs(name: str) -> tuple[list[TensorSpec], ...]:
     )
 
 
-def model_step(name: str, *, autocast: bool = False) -> Step:
-    """The backward of a model, in the order in which gradients are made."""
-    return partial(_train_model, name, autocast)
-
-
-def _train_model(name: str, autocast: bool, *inputs: Tensor) -> list[Tensor]:
+def train_model(name: str, autocast: bool, *inputs: Tensor) -> list[Tensor]:
+    """The averages of a model's gradients, in the order in which they are made."""
     model, batch = _made(name)
-    count = len(batch)
     names = [key for key, _ in model.named_parameters()]
+    count = len(batch)
     values = [value.detach().requires_grad_() for value in inputs[count : count + len(names)]]
-    state = dict(zip(names, values, strict=True))
-    buffers = [key for key, _ in model.named_buffers()]
-    state |= zip(buffers, (b.clone() for b in inputs[count + len(names) :]), strict=True)
+    buffers = [buffer.clone() for buffer in inputs[count + len(names) :]]
+    names += [key for key, _ in model.named_buffers()]
+    state = dict(zip(names, [*values, *buffers], strict=True))
     # Attention as the card's own kernels compute it has no form on the CPU, where this is traced.
     with sdpa_kernel(SDPBackend.MATH), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = functional_call(model, state, inputs[:count], tie_weights=True)
@@ -262,7 +238,8 @@ def _train_model(name: str, autocast: bool, *inputs: Tensor) -> list[Tensor]:
 def _made(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
     rows, tokens = _BATCHES[name]
     width = 1024 if name == "dlrm" else 768
-    size = Size(width=width, layers=LAYERS, rows=rows, tokens=tokens, channels=64)
+    # More layers would be like the last.
+    size = Size(width=width, layers=1, rows=rows, tokens=tokens, channels=64)
     made = subject(name, size)
     with torch.device("meta"):
         model = made.build()

@@ -19,10 +19,10 @@ from tests.lowering.cuda_backwards import (
     NORMS,
     gradients,
     model_inputs,
-    model_step,
     norm_inputs,
     norm_step,
     train_into,
+    train_model,
 )
 from tests.lowering.cuda_codegen import CardCompiler, Generated, fuse, store_gradients
 from tests.lowering.stores import check_stores
@@ -148,7 +148,7 @@ def test_gradients_of_models_are_stored(
     pytest.importorskip("transformers")
     batch, parameters, buffers = compiler.submit(model_inputs, name).result()
     inputs = [*batch, *parameters, *buffers]
-    generated = generate(model_step(name, autocast=autocast), inputs)
+    generated = generate(partial(train_model, name, autocast), inputs)
     assert (mixed(generated) > 0) == (name in ("gpt2", "bert", "llama"))
     assert check_stores(generated.code) == numel(parameters)
 
