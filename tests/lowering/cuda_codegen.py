@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
@@ -83,10 +83,9 @@ def store_gradients(graph: fx.Graph) -> None:
     inputs = []
     for number, node in enumerate(gradients):
         value = node.meta["val"]
-        shape, dense = tuple(value.shape), torch.empty(value.shape, device="meta").stride()
-        inputs.append(
-            StoredInput(number, number, 0, shape, tuple(dense), value.dtype, value.device)
-        )
+        dense = tuple(torch.empty(value.shape, device="meta").stride())
+        places = (number, number, 0, tuple(value.shape), dense)
+        inputs.append(StoredInput(*places, value.dtype, value.device))
     whole = BucketCaps(2**40, 2**40)
     assert StoreGradients(tuple(inputs), len(inputs), (whole,))(graph), "it stores them"
 
@@ -107,7 +106,7 @@ class CardCompiler(ProcessPoolExecutor):
         *,
         has_kernels: bool = True,
         fastest: str = "",
-        settings: Mapping[str, Any] = MappingProxyType({}),
+        settings: Mapping[str, Any] | None = None,
     ) -> Generated:
         """The code of a tensor function for an H100.
 
@@ -120,7 +119,7 @@ class CardCompiler(ProcessPoolExecutor):
                 fastest: there is no card to measure them on.
             settings: of ``torch._inductor.config``.
         """
-        settings = {"post_grad_custom_post_pass": rewrite, **settings}
+        settings = {"post_grad_custom_post_pass": rewrite, **(settings or {})}
         return self.submit(_generate, function, inputs, has_kernels, fastest, settings).result()
 
 
@@ -214,27 +213,19 @@ def _compile(kernels: Mapping[str, str]) -> dict[str, str]:
 # --- Stand-ins -----------------------------------------------------------------------------------
 
 
-class _Driver:
-    """Triton's driver of the card."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cuda", 0)
-
-
 @contextlib.contextmanager
 def _on_h100() -> Iterator[None]:
     """Torch and Triton answer as if there were the card. What they keep of the answers stays."""
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor.runtime import triton_helpers
+    from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
+
+    of_card = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_active_torch_device=lambda: torch.device("cuda", 0),
+    )
 
     def properties(_: Any = None) -> Any:
         return _H100
@@ -246,7 +237,7 @@ def _on_h100() -> Iterator[None]:
         (CudaInterface, {"get_device_properties": staticmethod(properties)}),
         (CudaInterface.Worker, {"get_device_properties": staticmethod(properties)}),
         (triton_helpers, {"set_driver_to_gpu": lambda: None}),
-        (driver, {"_active": _Driver()}),
+        (driver, {"_active": of_card}),
     ]
     with contextlib.ExitStack() as stack:
         for place, replaced in answers:
