@@ -67,18 +67,6 @@ class FeedForward(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-class Gated(nn.Module):
-    """A Llama's feed-forward: one kernel computes the gradients of both of its inner values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.gate = (nn.Linear(WIDTH, 4 * WIDTH, bias=False) for _ in range(2))
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-
 def convolutions() -> nn.Module:
     """Whose weights' gradients are allocated by the library that computes them."""
     return nn.Sequential(
@@ -92,8 +80,6 @@ def made(name: str) -> tuple[nn.Module, Sequence[Tensor]]:
         return Block(), [torch.arange(16).view(2, 8)]
     if name == "deep":
         return nn.Sequential(*(FeedForward(64) for _ in range(3))), [torch.ones(2, 16, 64)]
-    if name == "gated":
-        return nn.Sequential(Gated(), Gated()), [torch.ones(2, 8, WIDTH)]
     if name == "convolutions":
         return convolutions(), [torch.ones(2, 3, 8, 8)]
     if name in ("gpt2", "bert", "llama"):
@@ -402,15 +388,3 @@ def test_the_order_is_lost_without_pinning_it() -> None:
     unpinned = generate("deep", cap_mb=0.06, disabled_passes="PinOrder").fresh
     if not kernels_not_needed(read_calls(unpinned)):
         pytest.skip(f"torch {torch.__version__} keeps this model's order without being told")
-
-
-@pytest.mark.slow
-def test_a_launch_does_not_split_what_inductor_fuses() -> None:
-    """The first bucket is full between the gradients of ``up`` and ``gate``: the kernel that
-    computes what both of their products read is not cut in two there."""
-    generated = generate("gated", cap_mb=0.006)
-    assert [len(bucket.parameters) for bucket in generated.reports[0].buckets] == [2, 2, 2]
-    calls = read_calls(generated.fresh)
-    first = next(index for index, call in enumerate(calls) if call.kind == "launch")
-    computed = [call.kind for call in calls[first:] if call.kind in ("kernel", "fused")]
-    assert computed[0] == "kernel"
