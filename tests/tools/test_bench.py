@@ -131,16 +131,19 @@ def test_gradients_of_one_rank_that_differ_make_a_method_wrong(
 
 def test_a_table_has_the_columns_that_a_row_has_a_figure_for() -> None:
     """With three digits, or more where a figure is larger."""
-    figures = [{"ms": 1.0, "none": None}, {"GB/s": 2871.4}, {"ms": 0.12345, "GB/s": 0.0}]
-    rows = [Row("a", False, "no", figures[0]), *(Row("b", figures=one) for one in figures[1:])]
-    rows.append(Row("c", figures={"ms": 12.34, "GB/s": float("nan")}))
+    rows = [
+        Row("a", False, "no", {"ms": 1.0, "none": None}),
+        Row("b", figures={"GB/s": 2871.4}),
+        Row("c", figures={"ms": 0.12345, "GB/s": 0.0}),
+        Row("d", figures={"ms": 12.34, "GB/s": float("nan")}),
+    ]
     assert figures_table(rows).splitlines() == [
         "|  | ms | GB/s | remarks |",
         "| --- | ---: | ---: | --- |",
         "| a | 1.00 |  | **wrong** no |",
         "| b |  | 2871 |  |",
-        "| b | 0.123 | 0 |  |",
-        "| c | 12.3 |  |  |",
+        "| c | 0.123 | 0 |  |",
+        "| d | 12.3 |  |  |",
     ]
 
 
