@@ -1,6 +1,6 @@
 """The tool that runs torch's own DDP tests: which it takes, how it rewrites them, what it compares.
 
-Two of torch's tests run here, one of them under the flag; all of them take hours.
+A few of torch's tests run here; all of them take hours.
 """
 
 from __future__ import annotations
