@@ -43,19 +43,14 @@ def read_version() -> str:
 
 
 def long_description(version: str) -> str:
-    """README for a package index, where there are no files beside it: its relative links and
-    pictures lead to the repository, at the tag of this version.
+    """README for a package index, where there are no files beside it: its relative links lead to
+    the repository, at the tag of this version.
 
     They are turned here and not in README itself, so that README's own work in every checkout,
     branch and fork.
     """
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-
-    def absolute(match: re.Match[str]) -> str:
-        kind = "raw" if match[1].endswith((".png", ".svg")) else "blob"
-        return f"]({REPOSITORY}/{kind}/v{version}/{match[1]})"
-
-    return re.sub(r"\]\((?![a-z]+:|#)([^)\s]+)\)", absolute, text)
+    return re.sub(r"\]\((?![a-z]+:|#)", f"]({REPOSITORY}/blob/v{version}/", text)
 
 
 VERSION = read_version()

@@ -28,7 +28,7 @@ def test_all_are_listed() -> None:
 def test_an_example_is_fused(name: str, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = ["-m", "fusion_passes.explain", "--steps=2", f"--json={report}"]
-    _run(RANKS.get(name, 2), *command, str(SMALL / f"{name}.py"))
+    launch(*command, str(SMALL / f"{name}.py"), ranks=RANKS.get(name, 2))
     found = json.loads(report.read_text())
     assert found["warnings"] == []
     assert any(module["buckets"] for module in found["modules"])
@@ -44,7 +44,8 @@ def test_a_trainer_needs_nothing_but_the_flag(name: str, tmp_path: Path) -> None
     weights = {}
     for flag in ("", "concat"):
         files = [tmp_path / f"weights{flag}.pt", tmp_path / f"report{flag}.json"]
-        _run(2, str(TRAINERS / f"{name}.py"), *map(str, files), FUSION_PASSES_DDP_FUSION=flag)
+        command = [str(TRAINERS / f"{name}.py"), *map(str, files)]
+        launch(*command, ranks=2, FUSION_PASSES_DDP_FUSION=flag)
         weights[flag] = torch.load(files[0])
         report = json.loads(files[1].read_text())
     assert report["warnings"] == []
@@ -53,8 +54,3 @@ def test_a_trainer_needs_nothing_but_the_flag(name: str, tmp_path: Path) -> None
     for parameter, value in weights[""].items():
         # Another compile: sums may be rounded otherwise. 8 steps of SGD move weights by 1e-3.
         torch.testing.assert_close(weights["concat"][parameter], value, rtol=1e-6, atol=1e-7)
-
-
-def _run(ranks: int, *command: str, **variables: str) -> None:
-    done = launch(*command, ranks=ranks, **variables)
-    assert done.returncode == 0, done.stderr

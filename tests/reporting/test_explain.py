@@ -42,7 +42,6 @@ def explain(folder: Path, *options: str, steps: int = 12, ranks: int = 1) -> tup
     (folder / "helper.py").write_text(f"STEPS = {steps}")
     command = ["-m", "fusion_passes.explain", *options, str(folder / "script.py"), "--its-own"]
     done = launch(*command, ranks=ranks, **ALONE)
-    assert done.returncode == 0, done.stderr  # A process that ends under a profiler may crash.
     return done.stdout, done.stderr
 
 

@@ -6,7 +6,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from benches.processes import Assignment, Checked, Started, Stepped
+from benches.processes import Assignment, Checked, Started, Stepped, serve
 
 RAISES = "DDPOptimizer"
 DIES = "torch concat"
@@ -20,7 +20,11 @@ MEASURING_STEPS = 8
 
 
 class FakeRank:
-    def __init__(self, assignment: Assignment) -> None:
+    def __init__(self, assignment: Assignment, connection: Connection) -> None:
+        if assignment.rank == 0:
+            connection.send(("port", 1))
+        else:
+            assert connection.recv() == 1
         self.way, self.forwards = assignment.way, assignment.place.forwards
         # As the package's own.
         self.measured = Path(os.environ.get("FUSION_PASSES_PROFILE_DIR", "/never"), "measured")
@@ -70,22 +74,5 @@ class FakeRank:
         return "planned" if self.is_planned else "not planned"
 
 
-def main(arguments):
-    connection = Connection(int(arguments[0]))
-    assignment = connection.recv()
-    if assignment.rank == 0:
-        connection.send(("port", 1))
-    else:
-        assert connection.recv() == 1
-    connection.send(("done", None))
-    rank = FakeRank(assignment)
-    while True:
-        name, *values = connection.recv()
-        try:
-            connection.send(("done", getattr(rank, name)(*values)))
-        except RuntimeError as error:
-            connection.send(("failed", f"{type(error).__name__}: {error}"))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    serve(sys.argv[1:], FakeRank)

@@ -6,15 +6,11 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from benches.results import Row
 from gpu_checks.parts import Check, Part
 from testing.scenarios.entries import Scenario
-
-PID_FILE = "GPU_TEST_PID_FILE"
-"""Environment variable: where :func:`hangs` writes which process it has started."""
 
 
 def is_right(site: Any, note: Any) -> None:
@@ -37,55 +33,44 @@ def dies(site: Any, note: Any) -> None:
 
 def hangs(site: Any, note: Any) -> None:
     """With a process of its own, which must not be left behind."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
-    )
-    Path(os.environ[PID_FILE]).write_text(str(child.pid))
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    subprocess.Popen(command, start_new_session=True)
     time.sleep(600)
 
 
-def _record(run: Any, value: float) -> None:
+def wrong(run: Any, *, adds: float = 0.0, failing: tuple[int, ...] = ()) -> None:
+    """Another gradient under the flag, or an error on some ranks."""
     import torch
-
-    run.backwards.append({"weight": torch.tensor([value])})
-
-
-def differs(run: Any) -> None:
-    _record(run, 2.0 if run.is_fused else 1.0)
-
-
-def refuses(run: Any) -> None:
-    if run.is_fused:
-        raise ValueError("fake=True is not supported while ddp_fusion is set: leave it out.")
-    _record(run, 1.0)
-
-
-def refuses_on_one_rank(run: Any) -> None:
     import torch.distributed as dist
 
-    if run.is_fused and dist.get_rank() == 1:
-        raise ValueError("ddp_fusion does not like rank 1")
-    _record(run, 1.0)
+    if run.is_fused and dist.get_rank() in failing:
+        raise ValueError("not while ddp_fusion is set")
+    run.backwards.append({"weight": torch.tensor([1.0 + adds * run.is_fused])})
 
 
 def _measuring(name: str, **options: Any) -> Part:
     return Part(name, f"{__name__}:{name.replace('-', '_')}", **options)
 
 
-def _check(title: str, target: str) -> Check:
-    return Check(Scenario("gpu", title, target, 2), "concat", "fp32")
+def _check(title: str, target: str, **arguments: Any) -> Check:
+    return Check(
+        Scenario("gpu", title, target, 2, arguments=tuple(arguments.items())), "concat", "fp32"
+    )
 
+
+TRAINED = "testing.scenarios.features.loops:plain"
+WRONG = f"{__name__}:wrong"
 
 PARTS = (
     Part(
         "trains",
         ranks=2,
         checks=(
-            _check("a real one", "testing.scenarios.features.loops:plain"),
-            _check("another result", f"{__name__}:differs"),
-            _check("both ranks fail", f"{__name__}:refuses"),
-            _check("one rank fails", f"{__name__}:refuses_on_one_rank"),
-            _check("the same again", "testing.scenarios.features.loops:plain"),
+            _check("a real one", TRAINED),
+            _check("another result", WRONG, adds=1.0),
+            _check("both ranks fail", WRONG, failing=(0, 1)),
+            _check("one rank fails", WRONG, failing=(1,)),
+            _check("the same again", TRAINED),
         ),
     ),
     _measuring("is-right"),

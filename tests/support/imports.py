@@ -27,18 +27,13 @@ def names_of_torch(path: Path) -> set[str]:
     that it begins with, but for ``torch`` itself."""
     aliases = _torch_aliases(path)
     found = {name for name in imported_names(path) if name.startswith("torch.")}
-    for head, rest in _attributes(path):
-        if head in aliases and _DOTTED.fullmatch(f"{head}.{rest}"):
-            found.add(f"{aliases[head]}.{rest}")
-    return found
-
-
-def _attributes(path: Path) -> Iterator[tuple[str, str]]:
-    """Each attribute as ``ddp``, ``logger._set_static_graph``; a call has its arguments there."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute):
+            # A call has its arguments there, and is no name.
             head, _, rest = ast.unparse(node).partition(".")
-            yield head, rest
+            if head in aliases and _DOTTED.fullmatch(f"{head}.{rest}"):
+                found.add(f"{aliases[head]}.{rest}")
+    return found
 
 
 def _torch_aliases(path: Path) -> dict[str, str]:

@@ -1,15 +1,34 @@
-"""Programs of the checkout, run as a user runs them: in processes of their own, on the CPU."""
+"""The checkout: its files, and its programs, run as a user runs them: in processes of their own, on
+the CPU."""
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Final
 
+from testing.sessions import POLL_S, marked
+
 ROOT: Final = Path(__file__).parent.parent.parent
 TIMEOUT_S: Final = 270.0
+
+MARK: Final = "FUSION_PASSES_TEST"
+"""Environment variable by which the processes of a test are known, whoever their parent is."""
+
+END_S: Final = 10.0
+"""Until processes that were killed are gone, on busy cores."""
+
+
+@functools.cache
+def tracked() -> frozenset[str]:
+    """Files that git tracks or would add."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.check_output(listed, cwd=ROOT, text=True).splitlines()
+    return frozenset(name for name in names if (ROOT / name).is_file())
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -24,12 +43,16 @@ def environment(**variables: str) -> dict[str, str]:
     }
 
 
-def launch(*command: str, ranks: int = 1, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a script, or ``-m`` and a module; several ranks under torchrun, which shows the first."""
+def launch(
+    *command: str, ranks: int = 1, cwd: str | Path = ".", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script, ``-m`` and a module, or ``-c`` and code, to its end without an error; several
+    ranks under torchrun, which shows the first."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-ranks-filter=0"]
     launcher = [*torchrun, f"--nproc-per-node={ranks}"] if ranks > 1 else []
     process = subprocess.Popen(
         [sys.executable, *launcher, *command],
+        cwd=cwd,
         env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -40,4 +63,13 @@ def launch(*command: str, ranks: int = 1, **variables: str) -> subprocess.Comple
     finally:
         process.terminate()  # Not killed: it ends its ranks.
         process.wait(timeout=30)
+    assert process.returncode == 0, output + errors
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def left_running(mark: str) -> list[int]:
+    """Processes that were started with this :data:`MARK`, and do not end by themselves."""
+    end = time.monotonic() + END_S
+    while (found := list(marked(MARK, mark))) and time.monotonic() < end:
+        time.sleep(POLL_S)
+    return found

@@ -10,10 +10,10 @@ import torch
 import torch._dynamo
 
 import bench
-from benches.gradients import compare
-from benches.methods import ALONE, Comparison, Method, spread
+from benches.gradients import TOLERANCE, compare
+from benches.methods import ALONE, Comparison, Method
 from benches.processes import Checked
-from benches.results import Row, figures_table, number
+from benches.results import Row, figures_table
 from workloads import models
 from workloads.models import MAKERS, TINY, subject, users_subject
 from workloads.ways import EAGER, PLAIN, TRACED
@@ -40,25 +40,34 @@ def figures_of(cell: Comparison) -> dict[str, Row]:
     return {row.title.removeprefix("mlp, 1 Gbit/s: "): row for row in cell.rows()}
 
 
-def test_a_spread_is_median_and_quartiles() -> None:
-    assert spread([5.0, 1.0, 2.0, 4.0, 3.0]) == (2.0, 3.0, 4.0)
-    assert spread([2.0]) == (None, 2.0, None)
-    assert spread([]) == (None, None, None)
-
-
-def test_figures_are_over_no_ddp_in_the_same_round() -> None:
-    ours = method("concat", 1.5, 1.4, 1.7, peak_bytes=102)
+def test_figures_are_over_no_ddp_and_eager_ddp_in_the_same_round() -> None:
+    starts = [30.0, 6.0, 8.0, 5.0]
+    firsts = {"1gbit": [0.22, 0.44]}
+    ours = method("concat", 1.5, 1.4, 1.7, peak_bytes=102, first_s=firsts, start_cpu_s=starts)
     cell = cell_of(ours, alone={"1gbit": [0.08] * 3}, alone_cpu_s={"1gbit": [0.1] * 3})
-    cell.methods[0].seconds["1gbit"] = [0.1, 0.1, 0.2]
+    plain, eager = cell.methods[:2]
+    plain.seconds["1gbit"] = [0.1, 0.1, 0.2]
+    plain.start_cpu_s = [20.0, 4.0, 5.0, 6.0]
+    eager.first_s = {"1gbit": [0.2, 0.4]}
     rows = figures_of(cell)
-    figures = rows["concat"].figures
-    assert figures["time over no DDP"] == pytest.approx(1.4)
-    assert figures["25 %"] == pytest.approx(1.125)
-    assert figures["75 %"] == pytest.approx(1.45)
-    assert figures["ms"] == pytest.approx(150)
-    assert figures["exposed ms"] == pytest.approx(50)
-    assert figures["peak over no DDP"] == 1.02
-    assert figures["CPU over both alone"] == pytest.approx(1.0)
+    assert rows["concat"].figures == pytest.approx(
+        {
+            "ms": 150,
+            "time over no DDP": 1.4,
+            "25 %": 1.125,
+            "75 %": 1.45,
+            "exposed ms": 50,
+            "over torch's fastest": 0.75,
+            "CPU over both alone": 1.0,
+            "CPU over no DDP": 1.5,
+            "cold start, CPU over no DDP": 1.5,
+            "warm start, CPU over no DDP": 1.2,
+            "peak over no DDP": 1.02,
+            "first step, ms": 330,
+            "first over eager DDP's": 1.1,
+            "gradients off by": None,
+        }
+    )
     assert rows[ALONE].figures == {"ms": pytest.approx(80)}
     assert rows[PLAIN].figures["CPU over both alone"] is None
 
@@ -71,20 +80,6 @@ def test_ours_are_over_the_fastest_of_torchs_that_is_right_in_pairs_of_rounds() 
     rows = figures_of(cell_of(method("concat", 1.5, 1.6, 1.7), wrong, capped, traced, fastest))
     assert rows["concat"].figures["over torch's fastest"] == 1.0
     assert rows["torch concat, 5 MB"].figures["over torch's fastest"] == pytest.approx(1.1 / 1.6)
-
-
-def test_first_steps_and_cpu_seconds_are_over_their_peers() -> None:
-    starts = [30.0, 6.0, 8.0, 5.0]
-    ours = method("concat", 1.5, 1.4, 1.7, first_s={"1gbit": [0.22, 0.44]}, start_cpu_s=starts)
-    cell = cell_of(ours)
-    cell.methods[0].start_cpu_s = [20.0, 4.0, 5.0, 6.0]
-    cell.methods[1].first_s = {"1gbit": [0.2, 0.4]}
-    figures = figures_of(cell)["concat"].figures
-    assert figures["first step, ms"] == pytest.approx(330)
-    assert figures["first over eager DDP's"] == pytest.approx(1.1)
-    assert figures["CPU over no DDP"] == pytest.approx(1.5)
-    assert figures["cold start, CPU over no DDP"] == pytest.approx(1.5)
-    assert figures["warm start, CPU over no DDP"] == pytest.approx(1.2)
 
 
 @pytest.mark.parametrize(
@@ -102,51 +97,54 @@ def test_what_is_wrong_with_ours_is_no_right_row(other: Method, is_right: bool) 
     assert all(row.is_right for row in cell_of(other).rows()) == is_right
 
 
+WEIGHT, BIAS = torch.linspace(-1, 1, 64), torch.full((4,), 1e-9)
+
+
+def checked(factor: float) -> Checked:
+    """With a wrong sum of what is rounding alone in the bias."""
+    expected = {"weight": WEIGHT, "bias": BIAS}
+    return compare({"weight": WEIGHT * factor, "bias": BIAS * -3}, expected)
+
+
 @pytest.mark.parametrize(
-    ("checked", "words"),
+    ("of_a_rank", "words"),
     [
-        (Checked(1e-4), ""),
-        (Checked(0.5, "layer.weight"), "the gradient of layer.weight is off by 50.0%"),
-        (Checked(float("inf"), "layer.weight"), "the gradient of layer.weight is off by inf%"),
-        (Checked(missing=("a", "b")), "gradients of other parameters than eager DDP's: a, b"),
+        (checked(1 + 1e-6), ""),
+        (checked(0.5), "the gradient of weight is off by 50.0%"),
+        (checked(2.0), "the gradient of weight is off by 100.0%"),
+        (checked(1.01), "the gradient of weight is off by 1.0%"),
+        (checked(float("nan")), "the gradient of weight is off by inf%"),
+        (
+            compare({"weight": WEIGHT}, {"bias": BIAS}),
+            "gradients of other parameters than eager DDP's: bias, weight",
+        ),
         (Checked(compared=False), "compared with nothing: eager DDP failed"),
     ],
 )
 def test_gradients_of_one_rank_that_differ_make_a_method_wrong(
-    checked: Checked, words: str
+    of_a_rank: Checked, words: str
 ) -> None:
     made = method("concat", 1.5)
-    made.judge([Checked(), checked], 1e-3)
+    made.judge([Checked(), of_a_rank], TOLERANCE)
     assert made.wrong == words
 
 
-def test_a_method_that_planned_for_another_network_has_no_row() -> None:
-    auto = method("auto", planned_for="10gbit")
-    assert "auto" not in figures_of(cell_of(auto))
-    auto.seconds["1gbit"] = [0.1]
-    auto.plans["1gbit"] = "2.0 + 4.0 MiB"
-    cell = cell_of(auto)
-    assert figures_of(cell)["auto"].is_right
-    assert [*cell.plans()] == ["mlp, 1 Gbit/s, auto: 2.0 + 4.0 MiB."]
-
-
 def test_a_table_has_the_columns_that_a_row_has_a_figure_for() -> None:
-    rows = [Row("a", figures={"ms": 1.0, "none": None}), Row("b", False, "no", {"GB/s": 2871.4})]
+    """With three digits, or more where a figure is larger."""
+    rows = [
+        Row("a", False, "no", {"ms": 1.0, "none": None}),
+        Row("b", figures={"GB/s": 2871.4}),
+        Row("c", figures={"ms": 0.12345, "GB/s": 0.0}),
+        Row("d", figures={"ms": 12.34, "GB/s": float("nan")}),
+    ]
     assert figures_table(rows).splitlines() == [
         "|  | ms | GB/s | remarks |",
         "| --- | ---: | ---: | --- |",
-        "| a | 1.00 |  |  |",
-        "| b |  | 2871 | **wrong** no |",
+        "| a | 1.00 |  | **wrong** no |",
+        "| b |  | 2871 |  |",
+        "| c | 0.123 | 0 |  |",
+        "| d | 12.3 |  |  |",
     ]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, ""), (0.0, "0"), (1.0, "1.00"), (0.12345, "0.123"), (12.34, "12.3"), (2871.4, "2871"),
-     (float("nan"), "")],
-)  # fmt: skip
-def test_figures_have_three_digits(value: float | None, text: str) -> None:
-    assert number(value) == text
 
 
 # The command
@@ -174,42 +172,16 @@ def test_methods_are_at_their_defaults_before_all_with_caps() -> None:
 def test_an_interrupted_run_writes_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Interrupted:
-        def __init__(self, cell, *_):
-            cell.methods = cell_of(method("concat", 1.2)).methods
-            cell.rates = ("1gbit",)
+    def run(measuring: bench.Measuring) -> None:
+        measuring._cell.methods[0].seconds["unshaped"] = [0.12]
+        raise KeyboardInterrupt
 
-        def run(self):
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(bench, "Measuring", Interrupted)
+    monkeypatch.setattr(bench.Measuring, "run", run)
     with pytest.raises(KeyboardInterrupt):
         bench.main(["--quick", "--output", str(tmp_path)])
     (cell,) = json.loads((tmp_path / bench.FILE).read_text())["cells"]
-    assert cell["methods"][2]["seconds"] == {"1gbit": [0.12]}
-    assert "mlp, 1 Gbit/s: concat" in capsys.readouterr().out
-
-
-# Gradients
-
-
-@pytest.mark.parametrize(
-    ("factor", "is_right"),
-    [(1 + 1e-6, True), (0.5, False), (2.0, False), (1.01, False), (float("nan"), False)],
-)
-def test_rounding_is_no_difference_and_another_gradient_is_one(
-    factor: float, is_right: bool
-) -> None:
-    weight, bias = torch.linspace(-1, 1, 64), torch.full((4,), 1e-9)
-    gradients = {"weight": weight * factor, "bias": bias * -3}
-    checked = compare(gradients, {"weight": weight, "bias": bias})
-    assert (checked.error <= 1e-3) == is_right
-    assert checked.worst == "weight" or is_right
-
-
-def test_gradients_of_one_side_are_named() -> None:
-    one = {"weight": torch.ones(2)}
-    assert compare(one, {**one, "bias": torch.ones(1)}).missing == ("bias",)
+    assert cell["methods"][0]["seconds"] == {"unshaped": [0.12]}
+    assert "mlp, unshaped: no DDP" in capsys.readouterr().out
 
 
 # Models
@@ -235,21 +207,16 @@ def test_models_of_the_bench_have_several_ddp_buckets() -> None:
         assert 26 * 2**20 < num_bytes < 100 * 2**20, f"{name}: {num_bytes / 2**20:.0f} MiB"
 
 
-def pair_factory():
-    return torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Flatten(0)), batch_of
-
-
 def loss_factory():
-    return torch.nn.Linear(2, 2), batch_of, lambda model, batch: model(*batch).sum()
+    def batch(seed):
+        return [torch.full((1, 2), float(seed))]
+
+    return torch.nn.Linear(2, 2), batch, lambda model, batch: model(*batch).sum()
 
 
-def batch_of(seed):
-    return [torch.full((1, 2), float(seed))]
-
-
-@pytest.mark.parametrize("name", ["pair_factory", "loss_factory"])
+@pytest.mark.parametrize("name", ["gpu_checks.subjects:tiny_gpt", f"{__name__}:loss_factory"])
 def test_a_users_factory_is_trained(name: str) -> None:
-    made = users_subject(f"{__name__}:{name}")
+    made = users_subject(name)
     model = made.build()
     model(*made.batch(3)).backward()
     assert all(p.grad is not None for p in model.parameters())

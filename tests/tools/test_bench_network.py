@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,37 +13,27 @@ import pytest
 from benches import network as networks
 from benches.network import (
     DEVICE,
-    LOCK,
     NAMES,
     UNSHAPED,
-    Network,
     best_network,
     run_command,
     shaped_network,
 )
 
 
-@pytest.fixture(autouse=True)
-def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a fake system: others may run on this machine."""
-    path = tmp_path / "lock"
-    monkeypatch.setattr(networks, "LOCK", path)
-    return path
+class System:
+    """Keeps a list of namespaces; refuses a command that holds certain words."""
 
-
-class FakeSystem:
-    """Keeps a list of namespaces; fails at a command that holds a word."""
-
-    def __init__(self, namespaces: tuple[str, ...] = (), fails_at: str = "") -> None:
-        self.namespaces = list(namespaces)
+    def __init__(self) -> None:
+        self.namespaces: list[str] = []
         self.commands: list[str] = []
-        self._fails_at = fails_at
+        self.refuses = ""
 
-    def __call__(self, command: list[str]) -> str:
+    def run(self, command: list[str]) -> str:
         text = " ".join(command)
         self.commands.append(text)
-        if self._fails_at and self._fails_at in text:
-            raise subprocess.CalledProcessError(1, text)
+        if self.refuses and self.refuses in text:
+            raise OSError(f"{self.refuses} is refused")
         match command[:3]:
             case ["ip", "netns", "add"]:
                 self.namespaces.append(command[3])
@@ -53,27 +44,17 @@ class FakeSystem:
         return ""
 
 
-def test_two_ranks_are_joined_by_a_pair() -> None:
-    system = FakeSystem()
-    with shaped_network(system) as network:
-        assert system.commands[2:] == [
-            "ip netns add fusion-bench-0",
-            "ip netns add fusion-bench-1",
-            "ip -n fusion-bench-0 link add eth0 type veth peer name eth0 netns fusion-bench-1",
-            "ip -n fusion-bench-0 address add 198.18.0.1/16 dev eth0",
-            "ip -n fusion-bench-0 link set eth0 up",
-            "ip -n fusion-bench-0 link set lo up",
-            "ip -n fusion-bench-1 address add 198.18.0.2/16 dev eth0",
-            "ip -n fusion-bench-1 link set eth0 up",
-            "ip -n fusion-bench-1 link set lo up",
-        ]
-        assert network.host == "198.18.0.1"
-        assert network.prefixes[1] == ("ip", "netns", "exec", "fusion-bench-1")
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> System:
+    """In the place of this machine's, which others may use."""
+    system = System()
+    monkeypatch.setattr(networks, "LOCK", tmp_path / "lock")
+    monkeypatch.setattr(networks, "run_command", system.run)
+    return system
 
 
-def test_rates_are_bounded_with_a_bucket_for_them_and_can_change_and_go() -> None:
-    system = FakeSystem()
-    with shaped_network(system) as network:
+def test_rates_are_bounded_with_a_bucket_for_them_and_can_change_and_go(system: System) -> None:
+    with shaped_network() as network:
         before = len(system.commands)
         network.set_rate(UNSHAPED)
         assert len(system.commands) == before, "there is nothing to take away"
@@ -99,16 +80,10 @@ def test_rates_are_bounded_with_a_bucket_for_them_and_can_change_and_go() -> Non
     ],
 )
 def test_the_best_network_that_the_system_has_is_used(
-    refused: str, words: str, interface: str, rate: str
+    system: System, refused: str, words: str, interface: str, rate: str
 ) -> None:
-    system = FakeSystem()
-
-    def run(command: list[str]) -> str:
-        if refused and refused in command:
-            raise OSError(f"{refused} is refused")
-        return system(command)
-
-    with best_network(run) as network:
+    system.refuses = refused
+    with best_network() as network:
         assert network.words.startswith(words)
         assert network.interface == interface
         network.set_rate("25gbit")
@@ -117,51 +92,46 @@ def test_the_best_network_that_the_system_has_is_used(
     assert not system.namespaces, "nothing is left"
 
 
-@pytest.mark.parametrize("fails_at", ["", "netns add fusion-bench-1", "veth", "lo up"])
-def test_nothing_is_left(fails_at: str) -> None:
+@pytest.mark.parametrize("refused", ["", "netns add fusion-bench-1", "veth", "lo up"])
+def test_nothing_is_left(system: System, refused: str) -> None:
     """Nor of a setup that fails, and of what a killed bench has left; what is another's stays."""
-    system = FakeSystem(("mine", NAMES[1]), fails_at)
+    system.namespaces, system.refuses = ["mine", NAMES[1]], refused
 
     def interrupted() -> None:
-        with shaped_network(system):
+        with shaped_network():
             assert system.namespaces == ["mine", *NAMES]
             raise KeyboardInterrupt
 
-    with pytest.raises(subprocess.CalledProcessError if fails_at else KeyboardInterrupt):
+    with pytest.raises(OSError if refused else KeyboardInterrupt):
         interrupted()
     assert system.namespaces == ["mine"]
 
 
-def test_what_another_bench_has_is_left_alone(lock: Path) -> None:
-    system = FakeSystem(NAMES)
-    with lock.open("w") as held:
+def test_what_another_bench_has_is_left_alone(system: System) -> None:
+    with networks.LOCK.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(OSError, match="another bench"), shaped_network(system):
+        with pytest.raises(OSError, match="another bench"), shaped_network():
             pytest.fail("it is another's")
-        with best_network(system) as network:
+        with best_network() as network:
             assert network.words.startswith("network not shaped: another bench")
     assert system.commands == []
 
 
-@pytest.fixture
-def real_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
-    monkeypatch.setattr(networks, "LOCK", LOCK)
-    try:
-        with shaped_network() as network:
-            network.set_rate("0.2gbit")
-            yield network
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no network can be made here: {error}")
-
-
-def test_a_real_network_is_shaped(real_network: Network) -> None:
-    namespace, device = real_network.devices[1]
-    assert device == DEVICE
-    shown = run_command(["tc", "-n", namespace, "qdisc", "show", "dev", device])
-    assert "tbf" in shown
-    assert "rate 200Mbit" in shown
-    real_network.set_rate(UNSHAPED)
-    assert "tbf" not in run_command(["tc", "-n", namespace, "qdisc", "show"])
+def test_a_real_network_is_shaped() -> None:
+    with contextlib.ExitStack() as stack:
+        try:
+            network = stack.enter_context(shaped_network())
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network can be made here: {error}")
+        network.set_rate("0.2gbit")
+        there = [*network.prefixes[1], "ip"]
+        assert f"dev {DEVICE}" in run_command([*there, "route", "get", network.host])
+        assert "state DOWN" not in run_command([*there, "link"])
+        namespace, device = network.devices[1]
+        queue = ["tc", "-n", namespace, "qdisc", "show", "dev", device]
+        assert re.search("tbf .* rate 200Mbit ", run_command(queue))
+        network.set_rate(UNSHAPED)
+        assert "tbf" not in run_command(queue)
 
 
 def test_a_command_that_fails_says_what_it_said() -> None:

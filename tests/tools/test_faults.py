@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +12,18 @@ import pytest
 
 from fault_runs.judging import violations
 from fault_runs.records import RankRecord, RunRecord, add_events, failure_of
-from fault_runs.runs import MARK, run_scenario
+from fault_runs.runs import run_scenario
 from fault_runs.scenarios import Fault, Scenario
+from tests.support.launch import MARK, launch, left_running
 
 PROGRAMS = "tests.support.fault_programs"
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(MARK, str(tmp_path))
+    yield
+    assert not left_running(str(tmp_path))
 
 
 def scenario(program: str, **values: Any) -> Scenario:
@@ -30,16 +35,6 @@ def run(tmp_path: Path, fake: Scenario) -> tuple[list[str], list[RunRecord]]:
     """What breaks the rule, and what became of each way."""
     runs = [run_scenario(fake, way, tmp_path) for way in (*fake.peers, "concat")]
     return violations(fake, runs[-1], runs[:-1]), runs
-
-
-def running() -> list[int]:
-    """The processes of this test's runs that are still there."""
-    mark = f"{MARK}={os.getpid()}-".encode()
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            found += [int(path.parent.name)] if mark in path.read_bytes() else []
-    return found
 
 
 def fails(seconds: float = 0.2, text: str = "Connection closed by peer") -> Scenario:
@@ -90,7 +85,6 @@ def test_what_breaks_the_rule(tmp_path: Path, fake: Scenario, violation: str) ->
     codes = [rank.exit_code for rank in runs[-1].ranks]
     if fake.fault and not violation:
         assert codes == [-9, 0], "killed, as one that is stopped for ever is in the end"
-    assert not running()
 
 
 def test_a_rank_that_hangs_says_where_and_its_processes_are_gone(tmp_path: Path) -> None:
@@ -98,7 +92,6 @@ def test_a_rank_that_hangs_says_where_and_its_processes_are_gone(tmp_path: Path)
     assert found == ["rank 1: hung"]
     assert [rank.exit_code for rank in runs[-1].ranks] == [1, None]
     assert "fault_programs.py" in runs[-1].ranks[1].log, "no stack"
-    assert not running()
 
 
 def test_the_chain_of_an_error_is_kept() -> None:
@@ -131,8 +124,8 @@ def test_what_failed_before_a_restart_does_not_count() -> None:
 
 
 def test_scenarios_are_chosen_by_name_and_mode() -> None:
-    command = [sys.executable, faults.__file__, "--collect-only", "-q", "-k"]
-    said = subprocess.check_output([*command, "kill-1-backward and concat"], text=True)
+    chosen = "kill-1-backward and concat"
+    said = launch(faults.__file__, "--collect-only", "-q", "-k", chosen).stdout
     names = [line.partition("::")[2] for line in said.splitlines() if "::" in line]
     assert names == [
         f"test_breaks_no_rule[{name}-concat]"

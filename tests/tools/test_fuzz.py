@@ -5,12 +5,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -23,8 +19,8 @@ from fuzzing.comparing import COARSE, FINE, Tolerance, differences, tolerance_of
 from fuzzing.drawing import FAMILY, draw
 from fuzzing.running import Outcome, Runner
 from fuzzing.training import Record, train
+from tests.support.launch import ROOT, launch
 
-ROOT = Path(__file__).parent.parent.parent
 TOLERANCES = pytest.mark.parametrize("tolerance", [FINE, COARSE], ids=["fine", "coarse"])
 
 
@@ -34,14 +30,8 @@ def test_a_seed_is_the_same_case_in_every_process() -> None:
         "from fuzzing.drawing import draw; from fuzzing.case import to_json;"
         "print([to_json(draw(seed)) for seed in range(50)])"
     )
-    output = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT / "tools")},
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    assert output == f"{[to_json(draw(seed)) for seed in range(50)]}\n"
+    done = launch("-c", program, PYTHONPATH=f"{ROOT}:{ROOT}/tools", PYTHONHASHSEED="7")
+    assert done.stdout == f"{[to_json(draw(seed)) for seed in range(50)]}\n"
 
 
 def test_a_case_survives_json() -> None:
@@ -213,28 +203,21 @@ def test_shrinking_keeps_what_the_outcome_needs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [2008, pytest.param(176, marks=pytest.mark.nightly)])
-def test_seed(seed: int) -> None:
+def test_a_drawn_case_is_equal() -> None:
     with Runner() as runner:
-        outcome = runner.run(draw(seed))
+        outcome = runner.run(draw(2008))
     assert outcome.kind in ("equal", "warned"), outcome.words
 
 
-FOUND = {
-    "a read before the write": Case(
+@pytest.mark.newest_torch
+def test_what_was_read_before_the_write_is_equal(run_on_ranks: Callable[..., list[Any]]) -> None:
+    """A small form of a case that once differed, and has no test of its own."""
+    case = Case(
         10020,
         (Part(("batch_norm_counting",), hook="fp16_compress_hook"),),
         Loop(batches=(((2,), (2,)),), dynamic=True, kernels=False),
         flag="coalesced",
-    ),
-}
-"""Small forms of cases that once differed and have no test of their own."""
-
-
-@pytest.mark.newest_torch
-@pytest.mark.parametrize("found", FOUND)
-def test_what_was_found_is_mended(run_on_ranks: Callable[..., list[Any]], found: str) -> None:
-    case = FOUND[found]
+    )
     eager, fused = (run_on_ranks(2, train, case=case, kind=kind) for kind in ("eager", "fused"))
     assert not differences(fused, eager, tolerance_of(case))
 

@@ -11,14 +11,10 @@ import contextlib
 import fcntl
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-
-Command = list[str]
-Runner = Callable[[Command], str]
-"""Runs a command; returns what it prints, raises ``CalledProcessError`` if it fails."""
 
 PREFIX: Final = "fusion-bench"
 NAMES: Final = (f"{PREFIX}-0", f"{PREFIX}-1")
@@ -54,8 +50,8 @@ def words_of(rate: str) -> str:
     return rate.replace(UNIT, " Gbit/s")
 
 
-def run_command(command: Command) -> str:
-    """Run a command; what it says on standard error is part of the error."""
+def run_command(command: list[str]) -> str:
+    """What a command prints; what it says on standard error is part of the error."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     if done.returncode:
         words = f"{' '.join(command)}: {done.stderr.strip()}"
@@ -74,7 +70,6 @@ class Network:
         host: address of rank 0.
         devices: namespace and name of each device that is bounded; none where it cannot be.
         passes: how often a device is passed by what one rank sends.
-        run: runs a command.
     """
 
     words: str
@@ -83,7 +78,6 @@ class Network:
     host: str = "127.0.0.1"
     devices: tuple[tuple[str, str], ...] = ()
     passes: int = 1
-    run: Runner = run_command
     _rate: str = UNSHAPED
 
     def set_rate(self, rate: str) -> None:
@@ -92,12 +86,12 @@ class Network:
             queue = ["tc", "-n", namespace, "qdisc"]
             if rate != UNSHAPED:
                 queue += ["replace", "dev", device, "root", *self._shape(rate)]
-                self.run(queue)
+                run_command(queue)
             elif self._rate != UNSHAPED:
-                self.run([*queue, "del", "dev", device, "root"])
+                run_command([*queue, "del", "dev", device, "root"])
         self._rate = rate
 
-    def _shape(self, rate: str) -> Command:
+    def _shape(self, rate: str) -> list[str]:
         """The queue that bounds a device, as ``tc`` reads it."""
         bits = self.passes * float(rate.removesuffix(UNIT)) * 1e9
         burst = max(MIN_BURST_BYTES, int(bits / 8 * BURST_S))
@@ -111,7 +105,7 @@ def local_network(ranks: int, why: str = "") -> Network:
 
 
 @contextlib.contextmanager
-def shaped_network(run: Runner = run_command) -> Iterator[Network]:
+def shaped_network() -> Iterator[Network]:
     """A namespace for each of two ranks, joined by a pair of devices; deleted at the end whatever
     happens.
 
@@ -119,43 +113,43 @@ def shaped_network(run: Runner = run_command) -> Iterator[Network]:
         OSError: another bench has them, or a command is not there.
         subprocess.CalledProcessError: the system refuses, as it does to who is not root.
     """
-    with _namespaces(NAMES, run):
+    with _namespaces(NAMES):
         first, second = NAMES
         peer = ["peer", "name", DEVICE, "netns", second]
-        run(["ip", "-n", first, "link", "add", DEVICE, "type", "veth", *peer])
+        run_command(["ip", "-n", first, "link", "add", DEVICE, "type", "veth", *peer])
         for name, address in zip(NAMES, ADDRESSES, strict=True):
-            run(["ip", "-n", name, "address", "add", f"{address}/16", "dev", DEVICE])
+            run_command(["ip", "-n", name, "address", "add", f"{address}/16", "dev", DEVICE])
             for device in (DEVICE, "lo"):
-                run(["ip", "-n", name, "link", "set", device, "up"])
+                run_command(["ip", "-n", name, "link", "set", device, "up"])
         prefixes = (_prefix(first), _prefix(second))
         devices = tuple((name, DEVICE) for name in NAMES)
         words = "a pair of veth devices with tbf"
-        yield Network(words, prefixes, DEVICE, ADDRESSES[0], devices, run=run)
+        yield Network(words, prefixes, DEVICE, ADDRESSES[0], devices)
 
 
 @contextlib.contextmanager
-def shaped_loopback(run: Runner = run_command) -> Iterator[Network]:
+def shaped_loopback() -> Iterator[Network]:
     """A namespace's own loopback device for two ranks: what is shaped there slows nothing else."""
     name = NAMES[0]
-    with _namespaces((name,), run):
-        run(["ip", "-n", name, "link", "set", "lo", "up"])
+    with _namespaces((name,)):
+        run_command(["ip", "-n", name, "link", "set", "lo", "up"])
         words = "the loopback device of a namespace with tbf, which all ranks' bytes pass"
-        yield Network(words, (_prefix(name),) * 2, devices=((name, "lo"),), passes=2, run=run)
+        yield Network(words, (_prefix(name),) * 2, devices=((name, "lo"),), passes=2)
 
 
 @contextlib.contextmanager
-def best_network(run: Runner = run_command) -> Iterator[Network]:
+def best_network() -> Iterator[Network]:
     """The best network that two ranks can have here: a pair of devices; else a namespace's
     loopback; else this machine's, unshaped."""
     reasons = []
     with contextlib.ExitStack() as stack:
         for kind in (shaped_network, shaped_loopback):
             try:
-                network = stack.enter_context(kind(run))
+                network = stack.enter_context(kind())
                 # Whether the system has the queue that bounds, and lets processes in.
                 network.set_rate("100gbit")
                 for prefix in network.prefixes:
-                    run([*prefix, "true"])
+                    run_command([*prefix, "true"])
             except (OSError, subprocess.SubprocessError) as error:
                 stack.close()
                 reasons.append(str(error).strip())
@@ -171,24 +165,24 @@ def _prefix(name: str) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def _namespaces(names: tuple[str, ...], run: Runner) -> Iterator[None]:
+def _namespaces(names: tuple[str, ...]) -> Iterator[None]:
     """Have these namespaces, new, and nothing of them before and after."""
     with LOCK.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise OSError(f"another bench has its network here, and {LOCK}") from error
-        _delete_all(run)
+        _delete_all()
         try:
             for name in names:
-                run(["ip", "netns", "add", name])
+                run_command(["ip", "netns", "add", name])
             yield
         finally:
-            _delete_all(run)
+            _delete_all()
 
 
-def _delete_all(run: Runner) -> None:
+def _delete_all() -> None:
     """Delete the namespaces, and with them their devices; one that is not there is no matter."""
     for name in NAMES:
         with contextlib.suppress(subprocess.CalledProcessError):
-            run(["ip", "netns", "delete", name])
+            run_command(["ip", "netns", "delete", name])

@@ -1,20 +1,25 @@
-"""The ranks of a method: processes that are started, asked, and ended whatever they do.
+"""The ranks of a method: processes that are started, asked, and ended whatever they do; and how one
+answers.
 
 Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from command_line import ROOT
 from testing.sessions import kill_session, start_session
@@ -297,3 +302,29 @@ def last_words(log: Path) -> str:
     """The last line that a process has printed."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1].strip() if lines else "it said nothing"
+
+
+def serve(arguments: list[str], kind: Callable[[Assignment, Connection], Any]) -> NoReturn:
+    """In a rank: make what has its commands as methods, and answer until the process is killed, or
+    one has failed, which is reported."""
+    connection = Connection(int(arguments[0]))
+    assignment: Assignment = connection.recv()
+    # The command that is interrupted kills its ranks; without it they end by themselves.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)
+    # Before torch starts threads.
+    os.sched_setaffinity(0, assignment.cores)
+    try:
+        rank = kind(assignment, connection)
+        connection.send(("done", None))
+        while True:
+            name, *values = connection.recv()
+            connection.send(("done", getattr(rank, name)(*values)))
+    except Exception as error:  # noqa: BLE001  Whatever it is, it is the method's result.
+        traceback.print_exc()
+        with contextlib.suppress(OSError):  # Nobody listens any more.
+            connection.send(("failed", f"{type(error).__name__}: {error}"))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # What would follow waits for process groups that others may have left.
+    os._exit(1)

@@ -8,17 +8,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
-import faulthandler
 import gc
 import itertools
-import os
-import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -26,37 +22,12 @@ from torch._dynamo.utils import calculate_time_spent
 from torch.profiler import ProfilerActivity, profile
 
 from benches.gradients import compare_with
-from benches.processes import Assignment, Checked, Started, Stepped
+from benches.processes import Assignment, Checked, Started, Stepped, serve
 from workloads.models import SIZES, subject
 from workloads.ways import WAYS, built, prepare
 
 SEEDS: Final = 1000
 """Between those of a rank's batches; so many ranks have batches of their own."""
-
-
-def main(arguments: list[str], kind: type[Rank] | None = None) -> NoReturn:
-    """Answer commands until the process is killed, or one has failed, which is reported."""
-    connection = Connection(int(arguments[0]))
-    assignment: Assignment = connection.recv()
-    # The command that is interrupted kills its ranks; without it they end by themselves.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1)
-    # Before torch starts threads.
-    os.sched_setaffinity(0, assignment.cores)
-    try:
-        rank = (kind or Rank)(assignment, connection)
-        connection.send(("done", None))
-        while True:
-            name, *values = connection.recv()
-            connection.send(("done", getattr(rank, name)(*values)))
-    except Exception as error:  # noqa: BLE001  Whatever it is, it is the method's result.
-        traceback.print_exc()
-        with contextlib.suppress(OSError):  # Nobody listens any more.
-            connection.send(("failed", f"{type(error).__name__}: {error}"))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # What would follow waits for process groups that others may have left.
-    os._exit(1)
 
 
 class Rank:
@@ -250,4 +221,4 @@ class Rank:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    serve(sys.argv[1:], Rank)

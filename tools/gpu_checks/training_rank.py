@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from benches.processes import Assignment
-from benches.rank import Rank, main
+from benches.processes import Assignment, serve
+from benches.rank import Rank
 from fusion_passes.state import process_state
 from gpu_checks.parts import Check
 from testing.registered import registered_by_nobody
@@ -44,4 +44,4 @@ class TrainingRank(Rank):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], TrainingRank)
+    serve(sys.argv[1:], TrainingRank)
