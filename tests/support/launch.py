@@ -14,7 +14,7 @@ from typing import Final
 from testing.sessions import POLL_S, marked
 
 ROOT: Final = Path(__file__).parent.parent.parent
-TIMEOUT_S: Final = 270.0
+TIMEOUT_S: Final = 240.0
 
 MARK: Final = "FUSION_PASSES_TEST"
 """Environment variable by which the processes of a test are known, whoever their parent is."""
