@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from fusion_passes.reporting.page import write_page
-from fusion_passes.reporting.timeline import BucketTimes, StepTimes, Timeline
+from fusion_passes.reporting.timeline import BucketTimes, StepTimes, Timeline, write_page
 
 SCHEMA: Final = "fusion_passes.report/6"
 """Name and version of the JSON. A field that comes makes no new version; one that goes, or means

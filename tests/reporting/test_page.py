@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fusion_passes.reporting.page import write_page
 from fusion_passes.reporting.spans import LANES, Span
-from fusion_passes.reporting.timeline import RankSteps, Timeline
+from fusion_passes.reporting.timeline import RankSteps, Timeline, write_page
 
 MARKUP = "</script><b>&"
 
