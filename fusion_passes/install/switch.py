@@ -109,6 +109,7 @@ class _Installation:
             # Hooks on autograd nodes come through it, of which torch tells nobody: those on the
             # nodes that accumulate gradients must see these before they are averaged.
             reducers.forget_hooks()
+            undo.callback(reducers.forget_hooks)
             _wrap(undo, "torch.autograd.function._HookMixin._register_hook", register_on_node)
             # Torch's own fusion would fuse the same gradients.
             undo.enter_context(inductor_config.patch(_fuse_ddp_communication=False))

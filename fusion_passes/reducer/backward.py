@@ -237,6 +237,7 @@ class Reducers:
         """Have a reducer take part in backwards, until it is freed."""
         self._all[id(reducer)] = reducer
         reducer.on_unseen = self.take
+        reducer.may_be_hooked = self.may_be_hooked
         self.version += 1
         self._name_all()
         self.forget_hooks()
@@ -352,7 +353,7 @@ class Reducers:
         self, run: RunningBackward, found: Reached, expecting: Collection[Reducer], why: str
     ) -> dict[int, _Gradient]:
         """Note which parameters of the reducers that average a backward reaches, each with why its
-        gradient is not final (``why``: of all others). Return whose gradients those are that one
+        gradient is not final (``why``: of all). Return whose gradients those are that one
         reducer has, by the parameters' ids."""
         owner_of: dict[int, _Gradient] = {}
         nobodys: list[Tensor] = []
@@ -363,13 +364,10 @@ class Reducers:
             if not every:
                 nobodys.append(leaf)
             if owners:
-                # First of all reasons: what such a hook sees must not become a place in a bucket.
-                is_hooked = id(leaf) in self.find_hooked()
                 not_final = why or self._why_not_final(leaf, count, found, len(owners))
                 for reducer, number in owners:
                     once = reducer.is_accumulated_once(number)
-                    reason = NODE_HOOKED if is_hooked else not_final if once else SEVERAL
-                    run.reached.setdefault(reducer, {})[number] = reason
+                    run.reached.setdefault(reducer, {})[number] = not_final if once else SEVERAL
             if len(owners) == 1:
                 owner_of[id(leaf)] = owners[0]
             else:
@@ -383,7 +381,14 @@ class Reducers:
             return SHARED
         if id(leaf) in found.uncompiled:
             return NOT_COMPILED if count == 1 else SEVERAL
+        if id(leaf) in self.find_hooked():
+            return NODE_HOOKED
         return "" if accumulates_plainly(leaf) else HOOKED
+
+    def may_be_hooked(self, parameter: Tensor) -> bool:
+        """Whether somebody else may have a hook on a parameter's autograd node. Where nobody has
+        asked since the last one was registered, or the flag is unset, it may be."""
+        return self._hooked is None or id(parameter) in self._hooked
 
     def forget_hooks(self) -> None:
         """Ask all nodes again which hooks they have: one may have been registered."""

@@ -34,7 +34,7 @@ from fusion_passes.plan.layout import (
 )
 from fusion_passes.profile.ready_clock import ReadyClock
 from fusion_passes.reducer.communication import AllReduce, Communication, Wait, average_sparse
-from fusion_passes.reducer.copies import CONVERTED, ELSEWHERE, NODE_HOOKED, UNALIGNED, Copies
+from fusion_passes.reducer.copies import CONVERTED, ELSEWHERE, UNALIGNED, Copies
 from fusion_passes.reducer.memory import RegisteredBuckets
 from fusion_passes.reducer.rank_errors import FailureNotes
 from fusion_passes.torch_private.autograd import after_backward, backward_id, tensor_in
@@ -134,6 +134,7 @@ class Reducer:
         when_freed: what is called when the module is freed; ``None``: nothing.
         steps: how many rounds have ended; ``steps_told``: of how many the report knows.
         on_unseen: called when a gradient comes, and no backward is known that reaches the module.
+        may_be_hooked: whether somebody else may have a hook on a parameter's autograd node.
         copies: how gradients have come into their buckets in the last round.
         registered: the memory of its buckets that NCCL has registered; ``None``: each round has its
             own, which is freed with the last gradient in it.
@@ -181,6 +182,7 @@ class Reducer:
         self.when_freed: weakref.finalize[..., Any] | None = None
         self.steps = self.steps_told = 0
         self.on_unseen: Callable[[Reducer], None] = lambda _: None
+        self.may_be_hooked: Callable[[Tensor], bool] = lambda _: True
         self.copies = Copies()
         self.name = label
         self.why_untraced = ""
@@ -579,7 +581,7 @@ class Reducer:
                 )
             place.copy_(gradient)
         # What hooks behind this one read is of this rank: it stays where it is.
-        if not any(reached.get(number) == NODE_HOOKED for reached in now.copies.reached):
+        if not self.may_be_hooked(parameter):
             self._replace_new(now, number)
 
     def _replace_new(self, now: Round, number: int) -> None:
