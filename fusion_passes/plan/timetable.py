@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from fusion_passes.plan.caps import BucketCaps, most_kept_bytes
-from fusion_passes.plan.layout import GradientKind, Piece
+from fusion_passes.plan.layout import GradientKind, Piece, plan_layout
 from fusion_passes.plan.optimum import Queue, best_cuts, times_of
 from fusion_passes.profile.records import ReadyTimes
 from fusion_passes.profile.tables import CostTable
@@ -55,6 +55,8 @@ def plan_timetable(
     queue = _queue(numbers, ready, kinds, itemsize, table, caps)
     cuts = best_cuts(queue)
     sent = times_of(queue, cuts)
+    by_caps = plan_layout([(number,) for number in numbers], kinds, caps).buckets
+    filled = accumulate((len(bucket.numbers) for bucket in by_caps), initial=0)
     # In the order of the last gradients: those of sparse ones beside them.
     place = {number: index for index, number in enumerate(ready)}
     launched = {(number,): None for number in ready if kinds[number].is_sparse} | {
@@ -67,7 +69,7 @@ def plan_timetable(
         {i: when for i, bucket in enumerate(buckets) if (when := launched[bucket]) is not None},
         max(ready.values()),
         sent[-1][1],
-        times_of(queue, _filled(numbers, kinds, caps))[-1][1],
+        times_of(queue, filled)[-1][1],
     )
 
 
@@ -104,19 +106,6 @@ def _queue(
         min(kept, as_sent(most)),
         min(kept, as_sent(most if first is None else first)),
     )
-
-
-def _filled(
-    numbers: Sequence[int], kinds: Mapping[int, GradientKind], caps: BucketCaps
-) -> list[int]:
-    """Where caps cut the gradients."""
-    cuts, size = [0], 0
-    for place, number in enumerate(numbers, start=1):
-        size += kinds[number].nbytes
-        if size >= caps.of_bucket(len(cuts) - 1) or place == len(numbers):
-            cuts.append(place)
-            size = 0
-    return cuts
 
 
 def _ms(ns: int) -> str:
