@@ -507,6 +507,7 @@ SCENARIOS = (
     on_two("hooks-that-come-and-go", "hooks:come_and_go", COALESCED, EACH_TORCH),
     on_two("node-hooks", "hooks:on_nodes", CONCAT, EACH_TORCH),
     on_two("node-hooks-eager", "hooks:on_nodes", COALESCED, is_compiled=False),
+    on_two("node-hooks-reentrant", "hooks:on_nodes", CONCAT, is_compiled=False, is_reentrant=True),
     on_two("node-hooks-before", "hooks:on_nodes_before", COALESCED),
     on_two("module-hooks", "hooks:on_modules"),
     on_ranks("ddp-4", "users-average", "hooks:users_average", CONCAT),

@@ -14,6 +14,7 @@ import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from testing.models import Checkpointed
 from testing.scenarios.features.instances import PAIRS
 from testing.scenarios.loop import backwards, train
 from testing.scenarios.run import Run
@@ -79,14 +80,17 @@ def _hook_node(parameter: Tensor, seen: list[Tensor]) -> list[Any]:
     return [node.register_prehook(before), node.register_hook(behind), node]
 
 
-def on_nodes(run: Run, *, is_compiled: bool = True) -> None:
+def on_nodes(run: Run, *, is_compiled: bool = True, is_reentrant: bool = False) -> None:
     """Hooks on the autograd nodes that accumulate gradients, put there and taken away between
-    steps. They see the gradient of this rank alone, and may change it."""
+    steps. They see the gradient of this rank alone, and may change it: also where it comes from a
+    backward inside of a node."""
     seen: list[Tensor] = []
-    ddp, forward = run.compiled(run.mlp(2), bucket_cap_mb=1e-5)  # A bucket for each gradient.
+    model = Checkpointed(reentrant=True) if is_reentrant else run.mlp(2)
+    ddp, forward = run.compiled(model, bucket_cap_mb=1e-5)  # A bucket for each gradient.
+    weight = model.get_parameter("layers.2.weight" if is_reentrant else "0.weight")
     forward = forward if is_compiled else ddp
     backwards(run, ddp, forward, 1)
-    *handles, _ = _hook_node(ddp.module[0].weight, seen)
+    *handles, _ = _hook_node(weight, seen)
     backwards(run, ddp, forward, 2, first=1)
     for handle in handles:
         handle.remove()
