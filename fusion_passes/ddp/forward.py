@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes.graph.collectives import broadcast
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import EXPECTED, LOCAL, UNFINISHED, reducer_of
-from fusion_passes.torch_private import tree_map_only
+from fusion_passes.torch_private import tree_leaves, tree_map_only
 from fusion_passes.torch_private.autograd import flattened, unflattened
 from fusion_passes.torch_private.ddp import (
     common_rank,
@@ -71,6 +71,8 @@ class ManagedForward(DistributedDataParallel):
             setattr(self, LOCAL, not self.require_backward_grad_sync)
             if self.require_backward_grad_sync:
                 setattr(self, EXPECTED, True)
+                if self.find_unused_parameters and not torch.compiler.is_dynamo_compiling():
+                    _note_outputs(self, output)
         if getattr(self, BUFFERS_IN):
             # DDP's rule: buffers are broadcast if the forward before was to be synchronised.
             is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -85,6 +87,15 @@ def refuse_unfinished(ddp: DistributedDataParallel) -> None:
     if ddp.require_backward_grad_sync:
         reducer_of(ddp).leave_note_of_missing()
         raise_as_ddp(ddp, RuntimeError, error)
+
+
+@torch.compiler.disable
+def _note_outputs(ddp: DistributedDataParallel, output: Any) -> None:
+    """Have the reducer know which outputs one forward has given."""
+    reducer = reducer_of(ddp)
+    if not reducer.is_static:
+        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        reducer.note_outputs(t.grad_fn for t in tensors if t.grad_fn is not None)
 
 
 @torch.compiler.disable

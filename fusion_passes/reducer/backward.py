@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from fusion_passes.plan.layout import Piece
 from fusion_passes.reducer.copies import (
+    ANOMALY,
     BESIDE,
     CREATES_GRAPH,
-    HOOKED,
-    NODE_HOOKED,
     NOT_COMPILED,
+    RENUMBERED,
     SEVERAL,
     SHARED,
     SOME_INPUTS,
@@ -32,13 +32,12 @@ from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.autograd import (
     AccumulateGrad,
-    accumulates_plainly,
+    accumulates_in,
     after_backward,
     backward_id,
     hooks_on_node,
     register_unless_asked,
     running_node,
-    sequence_number,
 )
 from fusion_passes.torch_private.ddp import has_optimizer_in_backward
 from fusion_passes.torch_private.dynamo import is_compiled_forward, is_compiling_graph
@@ -87,6 +86,19 @@ class CompiledForward:
     contributions: Mapping[int, int]
     partial_sums: dict[_Gradient, list[Tensor]]
     _begun: dict[tuple[int, ...], _Begun] = field(default_factory=dict)
+    _accumulates: dict[int, bool] = field(default_factory=dict)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the backward that runs this forward's node accumulates its final gradients. The
+        node can run twice: in the backward that was walked, and in one inside of it, which a hook
+        calls with ``torch.autograd.grad``, whose gradients are no parameter's."""
+        backward = backward_id()
+        if backward not in self._accumulates:
+            owners = (self.owners[position] for position in self.final)
+            nodes = (reducer.nodes[number] for reducer, number in owners)
+            self._accumulates[backward] = all(map(accumulates_in, nodes))
+        return self._accumulates[backward]
 
     def _of(self, positions: Sequence[int]) -> tuple[Reducer, Piece] | None:
         """Whose gradients these are, if they are of one module, final, and sums of as many."""
@@ -105,6 +117,8 @@ class CompiledForward:
     ) -> Tensor | None:
         """As :meth:`Reducer.memory_for_graph`. Of a sum, the part that comes last is stored in the
         bucket, and the others are added there."""
+        if not self.accumulates:
+            return None
         found = self._of(positions)
         if found is None:
             are_final = self.final.issuperset(positions)
@@ -114,6 +128,16 @@ class CompiledForward:
                 reducer.note_no_memory((number,), SEVERAL if is_several else BESIDE)
             return None
         reducer, numbers = found
+        sizes = [end - start for start, end in itertools.pairwise([*offsets, numel])]
+        if sizes != [reducer.parameters.kinds[number].numel for number in numbers]:
+            reducer.note_no_memory(numbers, RENUMBERED)
+            return None
+        # A hook may have been registered since the backward was walked.
+        reasons = {number: reducer.why_not_stored(number) for number in numbers}
+        if any(reasons.values()):
+            for number, why in reasons.items():
+                reducer.note_no_memory((number,), why or BESIDE)
+            return None
         is_sum = self.contributions[positions[0]] > 1
         memory = None
         if not is_sum or self._is_last(reducer, numbers, positions):
@@ -131,7 +155,7 @@ class CompiledForward:
         self, memory: Tensor, positions: Sequence[int], copied: Sequence[int] = (), why: str = ""
     ) -> None:
         """As :func:`mark_ready`, for this forward."""
-        begun = self._begun.pop(tuple(positions), None)
+        begun = self._begun.pop(tuple(positions), None) if self.accumulates else None
         if begun is None:
             return
         reducer, numbers = begun.reducer, begun.numbers
@@ -237,7 +261,7 @@ class Reducers:
         """Have a reducer take part in backwards, until it is freed."""
         self._all[id(reducer)] = reducer
         reducer.on_unseen = self.take
-        reducer.may_be_hooked = self.may_be_hooked
+        reducer.is_hooked = self.is_hooked
         self.version += 1
         self._name_all()
         self.forget_hooks()
@@ -283,6 +307,7 @@ class Reducers:
             said = why_failed(run.taking_part, error)
             for reducer in run.taking_part:
                 reducer.backward = None
+            for reducer in run.taking_part:
                 reducer.fail_backward(said or error, has_begun=run.has_failed_in_graph)
             if said is not None:
                 raise said from error
@@ -297,12 +322,20 @@ class Reducers:
     def take(self, reducer: Reducer) -> None:
         """Have a module take part of which a gradient has come though the walk has not reached it:
         from a backward inside of a node, as of reentrant checkpointing. It joins the backward that
-        runs, if only one does. Else its round ends with the inner backward."""
-        if len(self.running) == 1:
-            reducer.backward = self.running[0]
-            self.running[0].taking_part.append(reducer)
-        else:
+        runs, if only one does. Else its round ends with the inner backward.
+
+        Where other modules are averaged over the same ranks, its buckets are launched at the end of
+        the backward: gradients of such modules may come in another order on each rank."""
+        if len(self.running) > 1 or not self.running:
             after_backward(reducer.end_backward if self.running else reducer.end_unseen_backward)
+            return
+        run = reducer.backward = self.running[0]
+        reducer.launches_at_end = any(
+            each is not reducer and each.group is reducer.group for each in self.alive()
+        )
+        run.taking_part = [
+            r for r in reversed(self.alive()) if r is reducer or r in run.taking_part
+        ]
 
     def _begin(
         self, run: RunningBackward, outputs: Sequence[Any], *args: Any, **kw: Any
@@ -312,18 +345,21 @@ class Reducers:
         run.keeps_graph = bool(args[1] if len(args) > 1 else kw.get("retain_graph", False))
         idle = [r for r in self.alive() if r.backward is None]
         expecting = {r for r in idle if r.is_expecting}
-        others = {r for r in idle if r.entered}
+        others = {r for r in idle if r.entered or r.has_spent_outputs}
         if not expecting and not others:
             return []
         run.creates_graph = bool(args[2] if len(args) > 2 else kw.get("create_graph", False))
         run.only_some = bool(args[3] if len(args) > 3 else kw.get("inputs", False))
         self.find_hooked()  # It may refuse what there is.
         found = walk(outputs, with_entries=run.keeps_graph or bool(others))
+        for reducer in expecting | others:
+            reducer.spend_outputs(found.nodes, keeps_graph=run.keeps_graph)
         for reducer in expecting:
             if not reducer.has_begun:  # There was another forward.
                 reducer.entered.clear()
         expecting |= {r for r in others if r.expect_more(found.entries)}
         why = CREATES_GRAPH if run.creates_graph else SOME_INPUTS if run.only_some else ""
+        why = ANOMALY if torch.is_anomaly_enabled() else why
         owner_of = self._reached(run, found, expecting, why)
         nodes = self._add_compiled(found, owner_of, run.reached)
         run.taking_part += [r for r in reversed(self.alive()) if r in run.reached]
@@ -332,7 +368,8 @@ class Reducers:
             reducer.backward = run
             reducer.begin_backward(run.reached[reducer])
             if run.keeps_graph:
-                reducer.entered |= found.entries
+                for node, numbers in found.entries.items():
+                    reducer.entered.setdefault(node, set()).update(numbers)
         return nodes
 
     def find_hooked(self) -> frozenset[int]:
@@ -381,14 +418,15 @@ class Reducers:
             return SHARED
         if id(leaf) in found.uncompiled:
             return NOT_COMPILED if count == 1 else SEVERAL
-        if id(leaf) in self.find_hooked():
-            return NODE_HOOKED
-        return "" if accumulates_plainly(leaf) else HOOKED
+        return ""
 
-    def may_be_hooked(self, parameter: Tensor) -> bool:
-        """Whether somebody else may have a hook on a parameter's autograd node. Where nobody has
-        asked since the last one was registered, or the flag is unset, it may be."""
-        return self._hooked is None or id(parameter) in self._hooked
+    def is_hooked(self, reducer: Reducer, number: int) -> bool:
+        """Whether somebody else has a hook on the autograd node of a parameter."""
+        parameter = reducer.parameters.all[number]
+        if self._hooked is not None:
+            return id(parameter) in self._hooked
+        owners = [r for r in self.alive() if any(p is parameter for p in r.parameters.all)]
+        return hooks_on_node(reducer.nodes[number]) != (0, len(owners))
 
     def forget_hooks(self) -> None:
         """Ask all nodes again which hooks they have: one may have been registered."""
@@ -419,6 +457,7 @@ class Reducers:
         errors: list[BaseException] = []
         for each in run.taking_part:
             each.backward = None
+        for each in run.taking_part:
             try:
                 if run.is_traced:
                     each.end_traced_backward()
@@ -544,14 +583,16 @@ class Reached:
         edges: the tensors in which gradients are accumulated, and how many edges end there, by id.
         uncompiled: ids of those in which what is not compiled accumulates.
         compiled: for each compiled forward, those among its inputs, with their positions.
-        entries: where compiled forwards are entered: the number of the node, and of the output; if
-            that was asked for.
+        nodes: all that it has, but those that accumulate.
+        entries: by which outputs compiled forwards are entered: indices, by node; if that was asked
+            for.
     """
 
     edges: Mapping[int, tuple[Tensor, int]]
     uncompiled: Collection[int]
     compiled: Mapping[Any, Sequence[tuple[int, Tensor]]]
-    entries: frozenset[tuple[int, int]] = frozenset()
+    nodes: Collection[Any]
+    entries: Mapping[Any, Collection[int]] = field(default_factory=dict)
 
 
 def walk(outputs: Sequence[Any], *, with_entries: bool = False) -> Reached:
@@ -582,19 +623,23 @@ def walk(outputs: Sequence[Any], *, with_entries: bool = False) -> Reached:
                 compiled[node] = leaves
             else:
                 uncompiled.update(id(leaf) for _, leaf in leaves)
-    entries = _entries(outputs, seen, compiled) if with_entries else frozenset()
-    return Reached(edges, uncompiled, compiled, entries)
+    entries = _entries(outputs, seen, compiled) if with_entries else {}
+    return Reached(edges, uncompiled, compiled, seen, entries)
 
 
 def _entries(
     outputs: Sequence[Any], nodes: Iterable[Any], compiled: Collection[Any]
-) -> frozenset[tuple[int, int]]:
+) -> dict[Any, set[int]]:
     """Where compiled forwards are entered, from these outputs and from other nodes."""
     roots = (
         (getattr(o, "grad_fn", None) or getattr(o, "node", None), o.output_nr) for o in outputs
     )
     edges = itertools.chain(roots, *(node.next_functions for node in nodes))
-    return frozenset((sequence_number(node), number) for node, number in edges if node in compiled)
+    found: dict[Any, set[int]] = {}
+    for node, number in edges:
+        if node in compiled:
+            found.setdefault(node, set()).add(number)
+    return found
 
 
 def _count(edges: dict[int, tuple[Tensor, int]], leaves: Iterable[Tensor]) -> None:

@@ -55,7 +55,7 @@ class AllReduce:
         if self.sent_dtype(memory.dtype) != memory.dtype.to_real():
             return self._launch_smaller(memory, divisor, name)
         if self.group.size() == 1:
-            return _nothing
+            return nothing
         real = torch.view_as_real(memory) if memory.is_complex() else memory
         is_averaged = self.count_ranks is None and self.averages(memory.dtype)
         if not is_averaged:
@@ -101,7 +101,7 @@ class AllReduce:
         if is_divided_first:
             memory.div_(divisor)
         sent = memory.to(self.dtype)
-        wait_for_sent: Wait = _nothing
+        wait_for_sent: Wait = nothing
         if self.group.size() > 1:
             with range_in_profile(f"{name} launch"):
                 wait_for_sent = begin_all_reduce(self.group, sent, dist.ReduceOp.SUM)
@@ -117,8 +117,8 @@ class AllReduce:
         return wait
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Wait for nothing."""
 
 
 def average_sparse(group: Any, gradient: Tensor, divisor: float, name: str = "") -> Tensor:

@@ -18,12 +18,17 @@ SEVERAL: Final = (
 HOOKED: Final = "a hook of yours on the parameter is to see it"
 NODE_HOOKED: Final = "a hook of yours on the parameter's autograd node is to see it"
 CREATES_GRAPH: Final = "the backward was called with create_graph=True"
+ANOMALY: Final = "torch.autograd.detect_anomaly looks at each gradient of this rank"
 SOME_INPUTS: Final = "the backward was called with inputs="
 SHARED: Final = "several DistributedDataParallel modules average it"
 BESIDE: Final = "its compiled backward stores it together with one that is copied"
 ELSEWHERE: Final = (
     "its compiled backward has it beside other gradients than the buckets: it was compiled before "
     "they were rebuilt"
+)
+RENUMBERED: Final = (
+    "its compiled backward gives it at the place of a gradient of another size: AOTAutograd has "
+    "numbered the inputs of the forward otherwise than Dynamo"
 )
 CONVERTED: Final = "the parameter had another dtype when DistributedDataParallel was constructed"
 UNALIGNED: Final = "its place in the bucket is not aligned as generated code needs it"

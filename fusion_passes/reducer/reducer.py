@@ -12,9 +12,10 @@ is constructed, from what an earlier run has measured. Ranks may run any graphs 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -33,11 +34,30 @@ from fusion_passes.plan.layout import (
     plan_layout,
 )
 from fusion_passes.profile.ready_clock import ReadyClock
-from fusion_passes.reducer.communication import AllReduce, Communication, Wait, average_sparse
-from fusion_passes.reducer.copies import CONVERTED, ELSEWHERE, UNALIGNED, Copies
+from fusion_passes.reducer.communication import (
+    AllReduce,
+    Communication,
+    Wait,
+    average_sparse,
+    nothing,
+)
+from fusion_passes.reducer.copies import (
+    CONVERTED,
+    ELSEWHERE,
+    HOOKED,
+    NODE_HOOKED,
+    UNALIGNED,
+    Copies,
+)
 from fusion_passes.reducer.memory import RegisteredBuckets
 from fusion_passes.reducer.rank_errors import FailureNotes
-from fusion_passes.torch_private.autograd import after_backward, backward_id, tensor_in
+from fusion_passes.torch_private.autograd import (
+    accumulates_plainly,
+    after_backward,
+    backward_id,
+    sequence_number,
+    tensor_in,
+)
 from fusion_passes.torch_private.ddp import raise_as_ddp
 from fusion_passes.torch_private.process_groups import begin_all_reduce, broadcast_first
 from fusion_passes.torch_private.profiling import is_profiling, named_in_profile
@@ -92,6 +112,8 @@ class Round:
             bucket's: sums of what several graphs have given, and what is copied there.
         sparse: gradients of the sparse buckets, by number.
         sends_used: whether ranks tell each other which parameters they have used.
+        used: the used-parameter map, ``[number of trained parameters]``, and what waits for its
+            all-reduce; ``None`` before the last bucket is launched.
         counts: with a static graph, how often a gradient was accumulated, by number.
         marked_unused: whether those that get no gradient are marked ready.
         streams: on each accelerator, the stream that has marked a gradient ready last.
@@ -107,10 +129,21 @@ class Round:
     accumulated_apart: set[int] = field(default_factory=set)
     sparse: dict[int, Tensor] = field(default_factory=dict)
     sends_used: bool = False
+    used: tuple[Tensor, Wait] | None = None
     counts: dict[int, int] = field(default_factory=dict)
     copies: Copies = field(default_factory=Copies)
     marked_unused: bool = False
     streams: dict[torch.device, torch.Stream] = field(default_factory=dict)
+
+
+@dataclass
+class ForwardOutputs:
+    """The outputs of a forward: sequence numbers of their autograd nodes, which are unique in a
+    thread, and that thread; whether a backward without ``retain_graph`` has gone through them."""
+
+    numbers: frozenset[int]
+    thread: int
+    is_spent: bool = False
 
 
 class Reducer:
@@ -126,15 +159,17 @@ class Reducer:
         follows: of the modules that share the group and this backward, the one whose buckets are
             launched before; ``leads``: after.
         backward: that in which it takes part; ``None`` if there is none.
+        launches_at_end: whether buckets are launched when the backward has ended: the walk has not
+            seen that it reaches the module, and others are averaged over the same ranks.
         stays_local: whether a gradient has stayed on its rank since the last backward had ended.
-        entered: with ``retain_graph=True``, where compiled forwards were entered since the last
-            forward: the number of an autograd node, and that of an output.
+        entered: with ``retain_graph=True``, by which outputs compiled forwards were entered since
+            the last forward: indices of outputs, by autograd node.
         nodes: that accumulate gradients, by number; they keep the hooks on them.
         hooks: handles of these, by which autograd tells the reducer of each gradient.
         when_freed: what is called when the module is freed; ``None``: nothing.
         steps: how many rounds have ended; ``steps_told``: of how many the report knows.
         on_unseen: called when a gradient comes, and no backward is known that reaches the module.
-        may_be_hooked: whether somebody else may have a hook on a parameter's autograd node.
+        is_hooked: whether somebody else has a hook on the autograd node of a parameter, by number.
         copies: how gradients have come into their buckets in the last round.
         registered: the memory of its buckets that NCCL has registered; ``None``: each round has its
             own, which is freed with the last gradient in it.
@@ -175,14 +210,15 @@ class Reducer:
         self.follows: Reducer | None = None
         self.leads: Reducer | None = None
         self.backward: object = None
+        self.launches_at_end = False
         self.stays_local = False
-        self.entered: set[tuple[int, int]] = set()
+        self.entered: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
         self.nodes: dict[int, Any] = {}
         self.hooks: list[Any] = []
         self.when_freed: weakref.finalize[..., Any] | None = None
         self.steps = self.steps_told = 0
         self.on_unseen: Callable[[Reducer], None] = lambda _: None
-        self.may_be_hooked: Callable[[Tensor], bool] = lambda _: True
+        self.is_hooked: Callable[[Reducer, int], bool] = lambda _, __: True
         self.copies = Copies()
         self.name = label
         self.why_untraced = ""
@@ -194,6 +230,7 @@ class Reducer:
         self._round: Round | None = None
         self._observed: list[Piece] = []
         self._used: set[int] = set()
+        self._outputs: list[ForwardOutputs] = []
         self._static_counts: dict[int, int] | None = None
         self._static_used: set[int] | None = None
         self._is_forgotten = False
@@ -219,18 +256,52 @@ class Reducer:
         ddp = self._ddp()
         return ddp is not None and getattr(ddp, EXPECTED)
 
-    def expect_more(self, entries: Collection[tuple[int, int]]) -> bool:
+    def expect_more(self, entries: Mapping[Any, Collection[int]]) -> bool:
         """Average once more in a backward that enters compiled forwards of an earlier one, by other
-        outputs; return whether it does. Eager DDP has not got the gradients yet that these give. A
-        compiled forward has given zeros for them: averaged again, with what there is, they are
-        right."""
+        outputs (indices, by autograd node); return whether it does. Eager DDP has not got the
+        gradients yet that these give. A compiled forward has given zeros for them: averaged again,
+        with what there is, they are right."""
         ddp = self._ddp()
-        known = {node for node, _ in self.entered}
-        goes_on = bool(entries) and {node for node, _ in entries} <= known
-        if ddp is None or not goes_on or not self.entered.isdisjoint(entries):
+        if ddp is None or not entries:
             return False
+        for node, outputs in entries.items():
+            known = self.entered.get(node)
+            if known is None or not known.isdisjoint(outputs):
+                return False
         setattr(ddp, EXPECTED, True)
         return True
+
+    def note_outputs(self, nodes: Iterable[Any]) -> None:
+        """Note the autograd nodes of the outputs of a forward, if unused parameters are to be
+        found."""
+        if self.has_spent_outputs:
+            self._outputs.clear()
+        numbers = frozenset(map(sequence_number, nodes))
+        self._outputs.append(ForwardOutputs(numbers, threading.get_ident()))
+
+    @property
+    def has_spent_outputs(self) -> bool:
+        """Whether a backward has gone through outputs of the last forward, with all unused
+        parameters."""
+        return any(outputs.is_spent for outputs in self._outputs)
+
+    def spend_outputs(self, nodes: Iterable[Any], *, keeps_graph: bool) -> None:
+        """Note that a backward reaches these nodes.
+
+        Raises:
+            RefusedGradientError: it goes through outputs that an earlier one has gone through.
+                Eager DDP gives the outputs of a forward one autograd node in common, by which the
+                first backward reaches, and frees, what is behind all of them.
+        """
+        if not self._outputs:
+            return
+        thread, numbers = threading.get_ident(), set(map(sequence_number, nodes))
+        for outputs in self._outputs:
+            if outputs.thread != thread or outputs.numbers.isdisjoint(numbers):
+                continue
+            if outputs.is_spent:
+                self._refuse_second()
+            outputs.is_spent = not keeps_graph
 
     @property
     def reduces_at_end(self) -> bool:
@@ -386,6 +457,8 @@ class Reducer:
             now.copies.in_graphs.append((copied, why))
         with self._lock:
             self._refuse_repeated(now, numbers)
+            if self.find_unused or self.is_static:
+                self._used.update(numbers)
             if self.is_static:
                 for number in numbers:
                     self._count_accumulation(now, number)
@@ -397,9 +470,10 @@ class Reducer:
                 now.accumulated_apart.update(numbers)
             for number in numbers:
                 self._note_existing(now, number)  # A hook may have changed it meanwhile.
-                gradient = now.existing.get(number)
-                if gradient is not None:  # What was there is averaged too.
-                    self._place(now, number).add_(gradient.detach())
+            existing = [number for number in numbers if number in now.existing]
+            if existing:  # What was there is averaged too.
+                places = [self._place(now, number) for number in existing]
+                torch._foreach_add_(places, [now.existing[n].detach() for n in existing])
             now.received.update(numbers)
             now.awaiting_hook.update(numbers)
             self._mark_ready(now, numbers)
@@ -441,6 +515,7 @@ class Reducer:
         now = self._round
         if now is not None and number in now.awaiting_hook:  # A graph has stored it.
             now.awaiting_hook.discard(number)
+            self._refuse_late_hook(number)
             if number in now.accumulated_apart:
                 self._replace_new(now, number)
             return
@@ -471,6 +546,7 @@ class Reducer:
         """After the engine has run: finalize, if all gradients are there, and rebuild the buckets
         if that was the first round."""
         self.follows = self.leads = None
+        self.launches_at_end = False
         now = self._round
         if now is not None:
             now.awaiting_hook.clear()
@@ -483,9 +559,7 @@ class Reducer:
                 self.finalize()
             else:
                 self._leave_unfinished(now)
-        # Here and not in finalize: modules that share a group come here in one order on all ranks.
-        if self.steps and not self.has_rebuilt_buckets:
-            self.rebuild_buckets()
+        self._rebuild_after_first()
 
     def end_unseen_backward(self) -> None:
         """As :meth:`end_backward`, of a backward that nobody has walked, since the flag is unset:
@@ -502,7 +576,8 @@ class Reducer:
     @property
     def has_begun(self) -> bool:
         """Whether gradients of the round are there already."""
-        return self._round is not None and bool(self._round.received)
+        now = self._round  # Another thread may end the round meanwhile.
+        return now is not None and bool(now.received)
 
     def end_traced_backward(self) -> None:
         """After the engine has run, where a graph has averaged all gradients of the module."""
@@ -513,13 +588,17 @@ class Reducer:
 
     def fail_backward(self, error: BaseException, *, has_begun: bool = False) -> None:
         """After the engine has raised an error: the next forward raises eager DDP's, if gradients
-        have come, or a graph may have launched some (``has_begun``)."""
+        have come, or a graph may have launched some (``has_begun``). Raises nothing itself."""
         self.follows = self.leads = None
+        self.launches_at_end = False
         now = self._round
         if now is not None:
             now.awaiting_hook.clear()
             self.failures.leave(self.steps, f"{type(error).__name__}: {error}")
-            self._leave_unfinished(now, has_begun=has_begun)
+            self._leave_failed(now, has_begun=has_begun)
+        # The error may have come behind the last bucket: then the other ranks rebuild theirs.
+        with contextlib.suppress(RuntimeError):
+            self._rebuild_after_first()
 
     # --- Buckets ---------------------------------------------------------------------------------
 
@@ -541,13 +620,20 @@ class Reducer:
 
     def _move_out(self, bucket: Bucket, memory: Tensor) -> None:
         """Give gradients that lie in a bucket's memory some of their own."""
+        for parameter in self._in_bucket(bucket, memory):
+            assert parameter.grad is not None, "it lies there"
+            parameter.grad.data = parameter.grad.clone()
+
+    def _in_bucket(self, bucket: Bucket, memory: Tensor) -> Iterator[nn.Parameter]:
+        """The parameters whose gradients lie in a bucket's memory."""
         addresses = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
         for number in bucket.numbers:
-            gradient = self.parameters.all[number].grad
+            parameter = self.parameters.all[number]
+            gradient = parameter.grad
             if gradient is None or type(gradient) is not Tensor:
                 continue
             if gradient.layout is torch.strided and gradient.data_ptr() in addresses:
-                gradient.data = gradient.clone()
+                yield parameter
 
     def _place(self, now: Round, number: int) -> Tensor:
         """A gradient's place in its bucket, in the parameter's shape. It is no view to autograd:
@@ -581,7 +667,7 @@ class Reducer:
                 )
             place.copy_(gradient)
         # What hooks behind this one read is of this rank: it stays where it is.
-        if not self.may_be_hooked(parameter):
+        if not self.is_hooked(self, number):
             self._replace_new(now, number)
 
     def _replace_new(self, now: Round, number: int) -> None:
@@ -611,6 +697,8 @@ class Reducer:
             if now is None:
                 return
             self.join_streams()
+            if self.launches_at_end:
+                return
             if self.follows is not None and not self.follows.has_launched_all:
                 return
             if self.clock is not None and self.clock.is_running and any(now.pending):
@@ -620,6 +708,7 @@ class Reducer:
                 now.waits.append(self._launch(now, layout.buckets[len(now.waits)]))
             if not before < len(now.waits) == len(layout.buckets):
                 return
+            self._launch_used(now)
             if backward_id() >= 0:
                 # Before those that follow: two modules may have the same weights, and the first
                 # still reads the local gradients.
@@ -629,12 +718,13 @@ class Reducer:
 
     def join_streams(self) -> None:
         """Have the stream that is current wait for those that have stored gradients in this round.
-        Autograd runs a node on the stream of its forward, and a bucket has gradients of several."""
-        now = self._round
-        for device in self._accelerators:
+        Autograd runs a node on the stream of its forward, and a bucket has gradients of several;
+        the callback that finalizes runs on the stream that the backward was called on."""
+        with self._lock:
+            now = self._round
             if now is None:
                 return
-            with self._lock:
+            for device in self._accelerators:
                 current, last = torch.accelerator.current_stream(device), now.streams.get(device)
                 now.streams[device] = current
                 if last is None or last == current:
@@ -681,7 +771,14 @@ class Reducer:
             for number in bucket.numbers:
                 self._copy_in(now, number)
             now.waits.append(self._launch(now, bucket))
+        self._launch_used(now)
         now.unused.update(self._missing(now))
+
+    def _rebuild_after_first(self) -> None:
+        """Rebuild the buckets if the first round has ended. Here and not in :meth:`finalize`:
+        modules that share a group come here in one order on all ranks."""
+        if self.steps and not self.has_rebuilt_buckets:
+            self.rebuild_buckets()
 
     def rebuild_buckets(self) -> None:
         """Agree on the layout: broadcast in which order rank 0 has seen gradients come, and lay the
@@ -716,6 +813,7 @@ class Reducer:
         """Wait for all buckets, and give back what they have become."""
         now, layout = self._round, self.layout
         assert now is not None, "a round ends"
+        self.join_streams()
         with torch.no_grad():
             used = self._used_anywhere(now)
             for bucket, wait in zip(layout.buckets, now.waits, strict=True):
@@ -723,16 +821,29 @@ class Reducer:
                 self._give_back(now, bucket, used)
         self._end_round()
 
-    def _used_anywhere(self, now: Round) -> set[int] | None:
-        """Numbers of the parameters that some rank has used; ``None`` where all are. As in DDP, the
-        ranks say so last: a backward that does not average counts too."""
+    def _launch_used(self, now: Round) -> None:
+        """Launch the all-reduce of the used-parameter map behind the last bucket, as DDP does: all
+        gradients of this rank are there, and no bucket of another module comes in between."""
         if not now.sends_used:
-            return self._static_used
+            return
         values = [int(number in self._used) for number in self.numbers]
         device = next(iter(self.parameters.kinds.values())).device
         counts = torch.tensor(values, dtype=torch.int32, device=device)
+        wait: Wait = nothing
         if self.group.size() > 1:
-            begin_all_reduce(self.group, counts, torch.distributed.ReduceOp.SUM)()
+            wait = begin_all_reduce(self.group, counts, torch.distributed.ReduceOp.SUM)
+        now.used = counts, wait
+
+    def _used_anywhere(self, now: Round) -> set[int] | None:
+        """Numbers of the parameters that some rank has used; ``None`` where all are. A backward
+        under ``no_sync`` counts too. The map is read, for which the host waits for the device, only
+        where this rank has not used all parameters."""
+        if now.used is None:
+            return self._static_used
+        counts, wait = now.used
+        wait()
+        if not self.is_static and len(self._used) == len(self.numbers):
+            return None
         pairs = zip(self.numbers, counts.tolist(), strict=True)
         used = {number for number, count in pairs if count}
         if self.is_static:
@@ -745,6 +856,7 @@ class Reducer:
         there before gets a copy of the average. Where this rank has none, it becomes the place in
         the bucket. What no rank has used stays."""
         memory = now.memory.get(bucket.index)
+        gradients, averages = [], []
         for number, offset in zip(bucket.numbers, bucket.offsets, strict=True):
             if used is not None and number not in used:
                 continue
@@ -758,7 +870,10 @@ class Reducer:
             if gradient is None:
                 parameter.grad = self._place(now, number)
             elif gradient.data_ptr() != memory.data_ptr() + offset * memory.itemsize:
-                gradient.copy_(self._place(now, number))
+                gradients.append(gradient)
+                averages.append(self._place(now, number))
+        if gradients:
+            torch._foreach_copy_(gradients, averages)
 
     def _end_round(self) -> None:
         if self._round is not None:
@@ -786,12 +901,12 @@ class Reducer:
                 self._memory_of(now, bucket).zero_()
             now.waits.append(self._launch(now, bucket))
         with torch.no_grad():
+            self._launch_used(now)
             for wait in now.waits:
                 wait()
         self._used_anywhere(now)
         self._end_round()
-        if not self.has_rebuilt_buckets:
-            self.rebuild_buckets()
+        self._rebuild_after_first()
 
     # --- Errors ----------------------------------------------------------------------------------
 
@@ -830,17 +945,75 @@ class Reducer:
                 "find_unused_parameters=True.",
             )
 
-    def _leave_unfinished(self, now: Round, *, has_begun: bool = False) -> None:
+    def why_not_stored(self, number: int) -> str:
+        """Why no graph may store a gradient now, because of hooks; empty if one may."""
+        if not accumulates_plainly(self.parameters.all[number]):
+            return HOOKED
+        return NODE_HOOKED if self.is_hooked(self, number) else ""
+
+    def _refuse_late_hook(self, number: int) -> None:
+        """Refuse a hook that was registered after a graph has marked the gradient ready, and before
+        autograd has accumulated it: the hook would not change what is sent."""
+        if self.why_not_stored(number):
+            raise_as_ddp(
+                self.ddp,
+                RefusedGradientError,
+                f"A hook was registered on {self.parameters.names[number]} of {self.label} by a "
+                "hook of another parameter, while the backward that gives both gradients ran: "
+                "this gradient is on its way already. Register it before the backward.",
+            )
+
+    def _refuse_second(self) -> None:
+        raise_as_ddp(
+            self.ddp,
+            RefusedGradientError,
+            f"A second backward reaches outputs of one forward of {self.label}, which was "
+            "constructed with find_unused_parameters=True: the first backward has reduced all "
+            "gradients, those that were still to come as unused. Call one backward of the sum of "
+            "the losses, call the first one with retain_graph=True if gradients of the second one "
+            "are to stay on their rank, or leave find_unused_parameters out: an iteration may have "
+            "several backwards then.",
+        )
+
+    def _leave_unfinished(self, now: Round) -> None:
+        """Keep a round that has begun for another backward. ``.grad`` gets memory of its own, so
+        that what is done to gradients meanwhile is not sent: where the bucket is launched, it holds
+        the average, which is waited for, elsewhere the gradient of this rank."""
+        ddp = self._ddp()
+        if ddp is None:
+            return
+        if not self.has_begun:
+            self._round = None  # Nothing has come yet: as if it had not begun.
+            return
+        setattr(ddp, UNFINISHED, self._unfinished(ddp, sorted(self._missing(now))))
+        for index, memory in now.memory.items():
+            if index < len(now.waits):
+                now.waits[index]()
+                now.waits[index] = nothing
+            self._move_out(self.layout.buckets[index], memory)
+
+    def _leave_failed(self, now: Round, *, has_begun: bool) -> None:
+        """As :meth:`_leave_unfinished`, after an error. Other ranks may never launch what this one
+        waits for, and memory may be what has run out: a gradient is ``None`` where its bucket is on
+        its way, or where there is no memory for it."""
         ddp = self._ddp()
         if ddp is None:
             return
         if not (has_begun or self.has_begun):
-            self._round = None  # Nothing has come yet: as if it had not begun.
+            self._round = None
             return
-        # What is done to gradients before the next backward of the round is not to be sent.
-        for index, memory in now.memory.items():
-            self._move_out(self.layout.buckets[index], memory)
         setattr(ddp, UNFINISHED, self._unfinished(ddp, sorted(self._missing(now))))
+        for index, memory in now.memory.items():
+            bucket = self.layout.buckets[index]
+            if index >= len(now.waits):
+                try:
+                    self._move_out(bucket, memory)
+                except RuntimeError:  # The first error is the one to be raised.
+                    pass
+                else:
+                    continue
+            for parameter in self._in_bucket(bucket, memory):
+                parameter.grad = None
 
     def leave_note_of_missing(self) -> None:
         """Note, for ranks that wait for what this one cannot launch, which gradients it lacks.

@@ -40,7 +40,7 @@ from torch.utils._dtype_abbrs import dtype_abbrs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Arguments of a forward can be nested.
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [  # Of the names that are imported; those that are defined here follow.
     "UNSET",
@@ -54,6 +54,7 @@ __all__ = [  # Of the names that are imported; those that are defined here follo
     "TorchDispatchMode",
     "dtype_abbrs",
     "inductor_config",
+    "tree_leaves",
     "tree_map_only",
 ]
 

@@ -173,3 +173,12 @@ def after_backward(function: Any) -> None:
 def backward_id() -> int:
     """Number of the backward that autograd's engine runs in this thread; -1 if none."""
     return torch._C._current_graph_task_id()
+
+
+def accumulates_in(node: Any) -> bool:
+    """Whether the backward that the engine runs in this thread reaches, and runs, an AccumulateGrad
+    node: one that a hook has called with ``torch.autograd.grad`` does not."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # It gives that gradient back instead.
+        return False
