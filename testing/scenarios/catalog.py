@@ -84,6 +84,7 @@ NEVER_THE_SAME = (
 from none. A block that all leave out for long comes back, as the last of a backward and as the
 first."""
 
+NESTED: Options = {"keeps_graph": True, "uses": 2}
 FIND_UNUSED = {"find_unused_parameters": True}
 BRANCHES: Options = {"model": "branches", "ddp": FIND_UNUSED, "moves": False}
 JOINED_UNUSED: Options = {"steps": ((2, 5), (4, 2)), "model": "branches", "ddp": FIND_UNUSED}
@@ -251,6 +252,10 @@ SCENARIOS = (
     on_two("several-outputs", "backwards:several_outputs", CONCAT),
     on_two("several-outputs-eager", "backwards:backwards_of_one_round"),
     on_two("several-outputs-cleared", "backwards:cleared_between", CONCAT),
+    on_two("head-then-body", "backwards:head_then_body", CONCAT, finds_unused=False),
+    on_two("head-then-body-unused", "backwards:head_then_body", COALESCED, finds_unused=True),
+    on_two("failing-late", "backwards:failing_late", CONCAT),
+    on_two("anomaly-mode", "backwards:under_anomaly_mode", COALESCED),
     on_two("failing", "backwards:failing", COALESCED, model="two layers"),
     on_two("queued-callbacks", "backwards:queued_callbacks", COALESCED, EACH_TORCH),
     # --- Models in several graphs
@@ -510,6 +515,11 @@ SCENARIOS = (
     on_two("node-hooks-reentrant", "hooks:on_nodes", CONCAT, is_compiled=False, is_reentrant=True),
     on_two("node-hooks-before", "hooks:on_nodes_before", COALESCED),
     on_two("module-hooks", "hooks:on_modules"),
+    on_two("nested-grad", "hooks:nested_grad", CONCAT, keeps_graph=True, uses=1),
+    on_two("nested-grad-twice", "hooks:nested_grad", COALESCED, EACH_TORCH, **NESTED),
+    on_two("nested-grad-weight", "hooks:nested_grad", CONCAT, of_weight=True, **NESTED),
+    on_two("hooks-meanwhile", "hooks:registered_meanwhile", CONCAT, EACH_TORCH),
+    on_two("node-hooks-meanwhile", "hooks:registered_meanwhile", COALESCED, on_node=True),
     on_ranks("ddp-4", "users-average", "hooks:users_average", CONCAT),
     plain("hook-allreduce", CONCAT, hook="allreduce", launches=1),
     plain("hook-builtin", hook="builtin"),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fusion_passes import FusionConfig
-from testing.models import OUTPUTS, WIDTH, Branching, linear_loss
+from testing.models import OUTPUTS, WIDTH, Branching, Exact, linear_loss
 from testing.scenarios.features.comm_hooks import HOOKS
 from testing.scenarios.features.models import MODELS
 from testing.scenarios.loop import backwards
@@ -274,6 +274,32 @@ def backwards_of_one_round(run: Run) -> None:
         assert store.num_keys() == before
 
 
+class _Detached(Exact, body=WIDTH, head=OUTPUTS):
+    """Exact. The head is given the body's output without its graph, and both are outputs."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        features = self.body(x)
+        detached = features.detach().requires_grad_()
+        return self.head(detached), features, detached
+
+
+def head_then_body(run: Run, *, finds_unused: bool) -> None:
+    """A backward of the head, and another one of the body with the gradient that the first has
+    given. With ``find_unused_parameters=True`` that is an error of eager DDP, in whose first
+    backward the body counts as unused."""
+    ddp, forward = run.compiled(_Detached(), find_unused_parameters=finds_unused)
+    for step in range(1 if finds_unused else 3):
+        ddp.zero_grad()
+        inputs, factors = run.rows(step)
+        output, features, detached = forward(inputs)
+        (output * factors).sum().backward()
+        if finds_unused:
+            must_raise("backward", lambda: features.backward(detached.grad))
+            return
+        features.backward(detached.grad)
+        run.note_backward(ddp)
+
+
 def cleared_between(run: Run) -> None:
     """Each part has a backward, and clears its gradients right before it, as with an optimizer
     each: those of the second are there when the first backward begins. Or all gradients are zeroed
@@ -336,6 +362,36 @@ def failing(run: Run, model: str) -> None:
         (x if fails_behind else y).register_hook(fail)
         must_raise("a hook fails", y.sum().backward)
         assert_kept(ddp, before)
+
+
+def failing_late(run: Run) -> None:
+    """On rank 1 an error is raised at the end of the first backward, when all gradients are
+    averaged: the next steps go on."""
+    ddp, forward = run.compiled(run.mlp(2))
+    inputs, factors = run.rows(0)
+    inputs.requires_grad_()
+
+    def fail_at_end(_: Tensor) -> None:
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: fail(inputs))
+
+    if dist.get_rank() == 1:
+        inputs.register_hook(fail_at_end)  # The last gradient of the backward.
+    loss = (forward(inputs) * factors).sum()
+    if dist.get_rank() == 1:
+        must_raise("a hook fails", loss.backward)
+    else:
+        loss.backward()
+    backwards(run, ddp, forward, 3, first=1)
+
+
+def under_anomaly_mode(run: Run) -> None:
+    """``torch.autograd.detect_anomaly`` in some steps."""
+    ddp, forward = run.compiled(run.mlp(2))
+    backwards(run, ddp, forward, 2)
+    with torch.autograd.detect_anomaly():
+        backwards(run, ddp, forward, 2, first=2)
+    backwards(run, ddp, forward, 1, first=4)
 
 
 def queued_callbacks(run: Run) -> None:

@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from testing.models import Checkpointed
+from testing.models import OUTPUTS, WIDTH, Checkpointed, Exact
 from testing.scenarios.features.instances import PAIRS
 from testing.scenarios.loop import backwards, train
 from testing.scenarios.run import Run
@@ -140,3 +140,69 @@ def users_average(run: Run) -> None:
     for name in names:
         model.get_parameter(name).register_post_accumulate_grad_hook(hook)
     train(run, run.ddp(model), style="inside")
+
+
+class _Nested(Exact, layer=WIDTH):
+    """Exact. A compiled layer that is used one or two times. A hook on its first output calls
+    ``torch.autograd.grad`` through it, as models do whose backward solves an equation, and drops
+    what that gives.
+
+    Attributes:
+        uses: how often the layer is called.
+        of_weight: whether the hook asks for the weight's gradient too.
+    """
+
+    def __init__(self, run: Run, uses: int, *, of_weight: bool) -> None:
+        super().__init__()
+        self.call = [run.compile(self.layer)]
+        self.uses = uses
+        self.of_weight = of_weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        (call,) = self.call
+        first = call(x)
+        wanted = [x, self.layer.weight] if self.of_weight else [x]
+
+        def nest(gradient: Tensor) -> None:
+            handle.remove()
+            torch.autograd.grad(first, wanted, gradient * 100, retain_graph=True)
+
+        handle = first.register_hook(nest)
+        result: Tensor = call(first) if self.uses == 2 else first
+        return result[:, :OUTPUTS]
+
+
+def nested_grad(run: Run, *, uses: int, of_weight: bool = False) -> None:
+    """A backward inside of a backward, through a compiled forward that both reach. Its gradients
+    are no parameter's."""
+    ddp = run.ddp(_Nested(run, uses, of_weight=of_weight))
+    for step in range(3):
+        ddp.zero_grad()
+        inputs, factors = run.rows(step)
+        (ddp(inputs.requires_grad_()) * factors).sum().backward()
+        run.note_backward(ddp)
+
+
+def registered_meanwhile(run: Run, *, on_node: bool = False) -> None:
+    """A hook on the output registers one on the first weight, or on its autograd node, while the
+    backward runs."""
+    ddp, forward = run.compiled(run.mlp(2))
+    weight = ddp.module[0].weight
+    node: Any = torch.autograd.graph.get_gradient_edge(weight).node
+    for step in range(4):
+        ddp.zero_grad()
+        inputs, factors = run.rows(step)
+        output, handles = forward(inputs), list[Any]()
+
+        def register(_: Tensor, handles: list[Any] = handles) -> None:
+            if on_node:
+                handles.append(node.register_prehook(lambda gradients: (gradients[0] * 2,)))
+            else:
+                handles.append(weight.register_hook(lambda gradient: gradient * 2))
+
+        if step != 1:
+            output.register_hook(register)
+        (output * factors).sum().backward()
+        run.note_backward(ddp)
+        for handle in handles:
+            handle.remove()
