@@ -8,6 +8,7 @@ gradients are marked ready by a hook behind their accumulation, as in DDP.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -309,6 +310,10 @@ class Reducers:
                 reducer.backward = None
             for reducer in run.taking_part:
                 reducer.fail_backward(said or error, has_begun=run.has_failed_in_graph)
+            # The error may have come when all was averaged: then the other ranks rebuild theirs.
+            for reducer in run.taking_part:
+                with contextlib.suppress(RuntimeError):
+                    reducer.rebuild_after_first()
             if said is not None:
                 raise said from error
             raise

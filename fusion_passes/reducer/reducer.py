@@ -12,7 +12,6 @@ is constructed, from what an earlier run has measured. Ranks may run any graphs 
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -559,7 +558,7 @@ class Reducer:
                 self.finalize()
             else:
                 self._leave_unfinished(now)
-        self._rebuild_after_first()
+        self.rebuild_after_first()
 
     def end_unseen_backward(self) -> None:
         """As :meth:`end_backward`, of a backward that nobody has walked, since the flag is unset:
@@ -596,9 +595,6 @@ class Reducer:
             now.awaiting_hook.clear()
             self.failures.leave(self.steps, f"{type(error).__name__}: {error}")
             self._leave_failed(now, has_begun=has_begun)
-        # The error may have come behind the last bucket: then the other ranks rebuild theirs.
-        with contextlib.suppress(RuntimeError):
-            self._rebuild_after_first()
 
     # --- Buckets ---------------------------------------------------------------------------------
 
@@ -774,7 +770,7 @@ class Reducer:
         self._launch_used(now)
         now.unused.update(self._missing(now))
 
-    def _rebuild_after_first(self) -> None:
+    def rebuild_after_first(self) -> None:
         """Rebuild the buckets if the first round has ended. Here and not in :meth:`finalize`:
         modules that share a group come here in one order on all ranks."""
         if self.steps and not self.has_rebuilt_buckets:
@@ -906,7 +902,7 @@ class Reducer:
                 wait()
         self._used_anywhere(now)
         self._end_round()
-        self._rebuild_after_first()
+        self.rebuild_after_first()
 
     # --- Errors ----------------------------------------------------------------------------------
 

@@ -377,7 +377,7 @@ def failing_late(run: Run) -> None:
 
     if dist.get_rank() == 1:
         inputs.register_hook(fail_at_end)  # The last gradient of the backward.
-    loss = (forward(inputs) * factors).sum()
+    loss = (forward(2 * inputs) * factors).sum()
     if dist.get_rank() == 1:
         must_raise("a hook fails", loss.backward)
     else:
