@@ -240,7 +240,8 @@ def _why_no_memory(reducer: Reducer, group: Any) -> str:
     """Why buckets cannot have the memory that is asked for; empty if they can."""
     if reducer.config.memory == "plain":
         return ""
-    return why_not_registered(group, [kind.device for kind in reducer.parameters.kinds.values()])
+    devices = [kind.device for kind in reducer.parameters.kinds.values()]
+    return why_not_registered(group, devices, averages=reducer.config.scaling == "collective")
 
 
 def _refuse_memory(reducer: Reducer, group: Any) -> None:
