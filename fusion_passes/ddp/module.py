@@ -292,7 +292,7 @@ def attach_reducer(
             backend,
             is_coalesced=config.reduces_by == "coalesced",
             dtype=REDUCE_DTYPE_OF[config.reduce_dtype],
-            divides_first=config.scaling == "bucket",
+            scaling_option=config.scales_by,
         )
     parameters = parameters_of(ddp)
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
