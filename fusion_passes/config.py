@@ -55,9 +55,10 @@ class FusionConfig:
             that communication starts early. MiB. Default ``None``: as DDP does, 1 if neither
             the module nor this object sets a ``bucket_cap_mb``, else that cap.
         scaling: Where gradients are divided by the number of ranks. ``"collective"``: the
-            collective averages. ``"bucket"``: by one pass over the bucket before the launch; only
-            for ``"concat"``. Default ``"auto"``: ``"collective"`` on NCCL and Gloo, ``"bucket"``
-            elsewhere; fp16 never ``"collective"``. docs/buckets.md says why, and how each rounds.
+            collective averages. ``"bucket"``: by one pass over the bucket before the launch.
+            Default ``"auto"``: ``"collective"`` on NCCL and Gloo, ``"bucket"`` elsewhere, in
+            registered memory, and over NCCL for bf16 where the number of ranks is no power of two;
+            fp16 never ``"collective"``. docs/buckets.md says why, and how each rounds.
         reduce_dtype: The dtype in which gradients of a wider floating-point dtype are sent,
             ``"bf16"`` or ``"fp16"``. Gradients of other dtypes are sent as they are. Default
             ``None``: all are.
@@ -93,11 +94,6 @@ class FusionConfig:
         _check_choice("memory", self.memory, MEMORY_OPTIONS)
         if self.reduce_dtype is not None:
             _check_choice("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
-        if self.mode == "coalesced" and self.scaling == "bucket":
-            raise ValueError(
-                "FusionConfig.scaling = 'bucket' needs mode 'concat': the mode 'coalesced' has no "
-                "buffer to scale. Choose scaling = 'auto' or 'collective'."
-            )
         if self.memory == "registered":
             self._check_sent_as_it_lies()
         for field in fields(self):
@@ -123,6 +119,13 @@ class FusionConfig:
     def reduces_by(self) -> ReduceMode:
         """How each bucket is reduced."""
         return "coalesced" if self.mode == "coalesced" else "concat"
+
+    @property
+    def scales_by(self) -> ScalingOption:
+        """Where gradients are divided. NCCL uses registered memory for sums; for averages some of
+        its kernels do from 2.30 on, and none before."""
+        is_registered = self.memory == "registered"
+        return "bucket" if is_registered and self.scaling == "auto" else self.scaling
 
 
 def parse_flag(value: object, option: str = OPTION) -> FusionConfig | None:

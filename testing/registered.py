@@ -78,13 +78,15 @@ class Registry:
     """What a rank has asked NCCL for.
 
     Attributes:
-        sizes: of the memory that was registered, in bytes, in order.
+        sizes: of the memory that was allocated, in bytes, in order.
         data: the memory itself.
+        registered: the sizes of what was registered.
         ended: how many pieces were deregistered.
     """
 
     sizes: list[int] = field(default_factory=list)
     data: list[Tensor] = field(default_factory=list)
+    registered: list[int] = field(default_factory=list)
     ended: int = 0
 
 
@@ -100,6 +102,9 @@ def registered_by_nobody() -> Iterator[Registry]:
             self.data = torch.full((nbytes,), 255, dtype=torch.uint8, device=device)
             registry.sizes.append(nbytes)
             registry.data.append(self.data)
+
+        def register(self) -> None:
+            registry.registered.append(self.data.numel())
 
         def deregister(self) -> None:
             registry.ended += 1

@@ -257,7 +257,9 @@ def _traced() -> Any:
 def _registered() -> Any:
     backend = Backend()
     with on_the_host(backend):
-        return RegisteredMemory(Group(backend), torch.device("cpu"), 8)  # type: ignore[arg-type]
+        made = RegisteredMemory(Group(backend), torch.device("cpu"), 8)  # type: ignore[arg-type]
+        made.register()
+        return made
 
 
 KINDS = (

@@ -240,7 +240,8 @@ def _why_no_memory(reducer: Reducer, group: Any) -> str:
     """Why buckets cannot have the memory that is asked for; empty if they can."""
     if reducer.config.memory == "plain":
         return ""
-    return why_not_registered(group, [kind.device for kind in reducer.parameters.kinds.values()])
+    devices = [kind.device for kind in reducer.parameters.kinds.values()]
+    return why_not_registered(group, devices, averages=reducer.config.scaling == "collective")
 
 
 def _refuse_memory(reducer: Reducer, group: Any) -> None:
@@ -291,7 +292,7 @@ def attach_reducer(
             backend,
             is_coalesced=config.reduces_by == "coalesced",
             dtype=REDUCE_DTYPE_OF[config.reduce_dtype],
-            divides_first=config.scaling == "bucket",
+            scaling_option=config.scales_by,
         )
     parameters = parameters_of(ddp)
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}

@@ -108,7 +108,7 @@ class TracedModules:
         return ModuleBuckets(
             tuple(bucket.numbers for bucket in reducer.layout.buckets),
             communication.dtype,
-            communication.divides_first,
+            communication.scaling_option,
         )
 
     def identity(self) -> str:

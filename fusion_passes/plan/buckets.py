@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from fusion_passes.config import ScalingOption
 from fusion_passes.graph.collectives import group_name_of
 from fusion_passes.graph.dependencies import dependents, write_positions
 from fusion_passes.graph.families import stores_unscaled
@@ -43,12 +44,12 @@ class ModuleBuckets:
         numbers: of the parameters in each bucket of its layout, in the order in which buckets are
             launched, and gradients lie there.
         reduce_dtype: in which wider floating-point gradients are sent; ``None``: in their own.
-        divides_first: whether gradients are divided before they are summed, on any backend.
+        scaling: the option ``scaling``.
     """
 
     numbers: tuple[tuple[int, ...], ...]
     reduce_dtype: torch.dtype | None = None
-    divides_first: bool = False
+    scaling: ScalingOption = "auto"
 
 
 BucketsOf = Callable[[str], ModuleBuckets]
@@ -172,9 +173,7 @@ def _of_module(reductions: Sequence[GradientReduction], of: ModuleBuckets) -> li
             raise CannotLaunchError(f"gradients of a bucket of {owner.module} are of several kinds")
         folds = not any(stores_unscaled(source_of(member).node) for member in members)
         sent_as = sent_dtype(key.dtype, of.reduce_dtype)
-        scaling = choose_scaling(
-            key, owner, reduce_dtype=sent_as, divides_first=of.divides_first, folds=folds
-        )
+        scaling = choose_scaling(key, owner, reduce_dtype=sent_as, scaling=of.scaling, folds=folds)
         buckets.append(TracedBucket(key, members, sent_as, scaling, ready))
     return buckets
 

@@ -9,7 +9,7 @@ from typing import Final, Literal, TypeAlias
 
 import torch
 
-from fusion_passes.config import ReduceDtype
+from fusion_passes.config import ReduceDtype, ScalingOption
 from fusion_passes.reductions.find import ReductionKey
 from fusion_passes.reductions.owners import Owner
 
@@ -38,8 +38,9 @@ divided before they are summed, as in eager DDP."""
 
 _AVERAGING: Final = ("nccl", "gloo")
 """Backends that average without a kernel of ours. NCCL multiplies while it reads, which costs
-nothing. Gloo divides after the sum, in its own thread, in about the time that a pass before
-it takes (docs/buckets.md), but nothing waits for it before the launch."""
+nothing, by 1/n rounded to the gradients' dtype (``hostToDevRedOp``, read in 2.27.3 to 2.30.7). Gloo
+divides after the sum, in its own thread, in about the time that a pass before it takes
+(docs/buckets.md), but nothing waits for it before the launch."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def choose_scaling(
     owner: Owner,
     *,
     reduce_dtype: torch.dtype,
-    divides_first: bool,
+    scaling: ScalingOption,
     folds: bool,
 ) -> BucketScaling:
     """Where a bucket of ``key`` is scaled: as a reducer scales it, on which other ranks rely. If it
@@ -83,7 +84,7 @@ def choose_scaling(
         # A dtype with a small range is scaled before it is summed, the others where it is exact.
         method: ScalingMethod = "store" if reduce_dtype == torch.float16 else "result"
     elif key.divisor == owner.world_size and averages(
-        owner.backend, reduce_dtype.to_real(), divides_first=divides_first
+        owner.backend, reduce_dtype.to_real(), owner.world_size, scaling
     ):
         return BucketScaling("collective", "avg")
     else:
@@ -98,7 +99,11 @@ def sent_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dt
     return reduce_dtype if dtype.itemsize > reduce_dtype.itemsize else dtype
 
 
-def averages(backend: str, dtype: torch.dtype, *, divides_first: bool) -> bool:
-    """Whether the collective itself averages gradients that are sent in this (real) dtype, unless
-    the user asks for a division before it."""
-    return not divides_first and backend in _AVERAGING and dtype in _WIDE_RANGE
+def averages(backend: str, dtype: torch.dtype, world_size: int, scaling: ScalingOption) -> bool:
+    """Whether the collective itself averages gradients that are sent in this (real) dtype. NCCL
+    averages bf16 on a number of ranks that is no power of two only if the user asks for it: all
+    averages are off by one factor there, up to 0.2 %, since 1/n has no more than 8 bits."""
+    if scaling == "bucket" or backend not in _AVERAGING or dtype not in _WIDE_RANGE:
+        return False
+    is_exact = world_size.bit_count() == 1
+    return scaling == "collective" or backend != "nccl" or dtype != torch.bfloat16 or is_exact

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from fusion_passes.config import ScalingOption
 from fusion_passes.plan.layout import Bucket
 from fusion_passes.plan.scaling import averages, sent_dtype
 from fusion_passes.torch_private.autograd import version_of_tensor
@@ -36,7 +37,7 @@ class AllReduce:
     Attributes:
         is_coalesced: whether a bucket is sent as a list of its gradients.
         dtype: in which gradients of wider floating-point dtypes are sent; ``None``: in their own.
-        divides_first: whether gradients are divided before they are summed, on any backend.
+        scaling_option: where gradients are divided, as far as the user has a choice.
         count_ranks: of ``join``: what gradients are divided by in this backward, where that is not
             the number of all ranks.
     """
@@ -45,7 +46,7 @@ class AllReduce:
     backend: str
     is_coalesced: bool = False
     dtype: torch.dtype | None = None
-    divides_first: bool = False
+    scaling_option: ScalingOption = "auto"
     count_ranks: Callable[[], float] | None = None
 
     def launch(self, bucket: Bucket, memory: Tensor, name: str = "") -> Wait:
@@ -92,7 +93,7 @@ class AllReduce:
         inputs; otherwise it sums."""
         sent = self.sent_dtype(dtype)
         return sent == dtype.to_real() and averages(
-            self.backend, sent, divides_first=self.divides_first
+            self.backend, sent, self.group.size(), self.scaling_option
         )
 
     def _launch_smaller(self, memory: Tensor, divisor: float, name: str) -> Wait:

@@ -198,7 +198,7 @@ class Reducer:
         self.caps = self.piece_caps = caps
         self.communication = communication
         is_registered = config.memory == "registered"
-        self.registered = RegisteredBuckets(group) if is_registered else None
+        self.registered = RegisteredBuckets(group, label) if is_registered else None
         self.find_unused: bool = ddp.find_unused_parameters
         self.is_static = bool(ddp.static_graph)
         # DDP's own first order is that of the parameters, in reverse.
@@ -792,10 +792,10 @@ class Reducer:
 
     def fix_layout(self, layout: Layout) -> None:
         """Take this layout, the same on all ranks, for good."""
-        self.layout = layout
-        self.has_rebuilt_buckets = True
         if self.registered is not None:
             self.registered.prepare(layout)
+        self.layout = layout
+        self.has_rebuilt_buckets = True
 
     # --- Its end ---------------------------------------------------------------------------------
 

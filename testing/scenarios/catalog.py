@@ -97,7 +97,7 @@ ONE_BACKWARD = 2
 """Launches where there is no other: a bucket, and what rebuilds them."""
 
 COLLECTIVE: Options = {"options": {"scaling": "collective"}}
-BUCKET: Options = {"options": {"scaling": "bucket"}, "modes": ("concat",)}
+BUCKET: Options = {"options": {"scaling": "bucket"}}
 FLAG_CAP: Options = {"options": {"bucket_cap_mb": SMALL_MB, "first_bucket_cap_mb": SMALL_MB}}
 """Options of the flag."""
 

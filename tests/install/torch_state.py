@@ -142,7 +142,8 @@ def changed_for_good() -> list[str]:
     DistributedDataParallel(torch.nn.Linear(2, 2))
     compiles._teach_inductor()
     with on_the_host(backend):
-        RegisteredMemory(Group(backend), torch.device("cpu"), 8)  # type: ignore[arg-type]
+        memory = RegisteredMemory(Group(backend), torch.device("cpu"), 8)  # type: ignore[arg-type]
+        memory.register()
     torch._inductor.config.ddp_fusion = None
     names = changed(before, contents(), listed("Until the process ends"))
     return [*sorted(names), *["atexit.register"] * (atexit._ncallbacks() > callbacks)]

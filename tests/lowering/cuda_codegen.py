@@ -71,8 +71,8 @@ class Generated:
 def fuse(graph: fx.Graph, config: FusionConfig | None = None) -> None:
     """The package's passes, all of a module's gradients in one bucket of each dtype."""
     config = config or FusionConfig()
-    dtype, divides_first = REDUCE_DTYPE_OF[config.reduce_dtype], config.scaling == "bucket"
-    pipeline(config.reduces_by, reduce_dtype=dtype, divides_first=divides_first)(graph)(graph)
+    dtype = REDUCE_DTYPE_OF[config.reduce_dtype]
+    pipeline(config.reduces_by, reduce_dtype=dtype, scaling=config.scaling)(graph)(graph)
 
 
 def store_gradients(graph: fx.Graph) -> None:

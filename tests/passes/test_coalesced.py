@@ -35,7 +35,7 @@ def test_one_division() -> None:
         return reduce(x, "a"), reduce(y, "b")
 
     assert_expected_inline(
-        check(backward, [tensor(4), tensor(4)], coalesced(divides_first=True)),
+        check(backward, [tensor(4), tensor(4)], coalesced(scaling="bucket")),
         """\
 x_1: f32[4]
 y_1: f32[4]

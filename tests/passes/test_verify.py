@@ -111,7 +111,7 @@ def test_a_broken_invariant_is_named(break_it: Callable[[fx.Graph], None]) -> No
 @pytest.mark.parametrize("fuse", [concat, coalesced])
 def test_facts_are_those_of_the_traced_graph_after_every_pass(fuse) -> None:
     graph, facts = _traced()
-    assert chain(fuse(divides_first=True), pin())(graph)(graph)
+    assert chain(fuse(scaling="bucket"), pin())(graph)(graph)
     assert graph_facts(graph, groups_of(graph)) == facts
 
 
@@ -124,7 +124,7 @@ def test_a_complex_reduction_counts_as_its_parts() -> None:
     module = trace(backward, [tensor(2, dtype=dtype), tensor(3, dtype=dtype)])
     facts = graph_facts(module.graph, groups_of(module.graph))
     assert facts.reduced == {("ddp0", "sum", torch.float32): 10}
-    concat(divides_first=True)(module.graph)(module.graph)
+    concat(scaling="bucket")(module.graph)(module.graph)
     assert graph_facts(module.graph, groups_of(module.graph)) == facts
 
 

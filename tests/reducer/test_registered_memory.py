@@ -23,11 +23,17 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes
 from fusion_passes import FusionConfig
 from fusion_passes.ddp import module
-from fusion_passes.reducer.rank_errors import SettingsDifferError
+from fusion_passes.reducer import memory
+from fusion_passes.reducer.memory import RegisteredBuckets
+from fusion_passes.reducer.rank_errors import RanksDisagreeError, SettingsDifferError
 from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.state import process_state
 from fusion_passes.torch_private import registered_memory
-from fusion_passes.torch_private.registered_memory import RegisteredMemory, why_not_registered
+from fusion_passes.torch_private.registered_memory import (
+    RegisteredMemory,
+    deregister_freed,
+    why_not_registered,
+)
 from testing import models
 from testing.registered import CPU, Backend, Group, on_the_host, registered_by_nobody
 from testing.scenarios.both_ways import flag_of, train_both
@@ -67,17 +73,16 @@ def test_memory_is_allocated_in_a_pool_of_its_own_and_registered_once(backend: B
     kept = RegisteredMemory(Group(backend), CPU, 96)  # type: ignore[arg-type]
     assert kept.data.shape == (96,)
     assert kept.data.dtype == torch.uint8
-    assert backend.calls == [
-        ("enter", POOL, CPU),
-        ("allocate", POOL, 96),
-        ("leave", POOL),
-        ("register", POOL, True),
-    ]
+    allocated = [("enter", POOL, CPU), ("allocate", POOL, 96), ("leave", POOL)]
+    assert backend.calls == allocated
+    kept.register()
+    assert backend.calls == [*allocated, ("register", POOL, True)]
 
 
 def _make(backend: Backend) -> tuple[Any, RegisteredMemory]:
     group: Any = Group(backend)
     made = RegisteredMemory(group, CPU, 96)
+    made.register()
     backend.calls.clear()
     return group, made
 
@@ -122,6 +127,47 @@ def test_an_aborted_group_has_forgotten_its_memory(backend: Backend) -> None:
     assert backend.calls == []
 
 
+@pytest.fixture
+def capture() -> Iterator[mock.Mock]:
+    """Says whether a CUDA graph is captured, from here on; returns False until it is told."""
+    is_capturing = mock.Mock(return_value=False)
+    with mock.patch.multiple(
+        torch.cuda, is_initialized=lambda: True, is_current_stream_capturing=is_capturing
+    ):
+        yield is_capturing
+
+
+@pytest.mark.parametrize("then", ["allocates", "launches", "shuts down", "aborts"])
+def test_memory_that_is_freed_during_a_capture_is_deregistered_later(
+    backend: Backend, capture: mock.Mock, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """Where the garbage collector runs, a synchronization may be illegal."""
+    synchronized = mock.Mock()
+    monkeypatch.setattr(torch.cpu, "synchronize", synchronized)
+    group, made = _make(backend)
+    buckets = RegisteredBuckets(group, "DDP 0")
+    capture.return_value = True
+    del made
+    gc.collect()
+    buckets.of(mock.Mock(index=0))
+    assert backend.calls == []
+    synchronized.assert_not_called()
+    capture.return_value = False
+    if then == "allocates":
+        _ = RegisteredMemory(group, CPU, 8)
+    elif then == "launches":
+        buckets.of(mock.Mock(index=0))
+    elif then == "shuts down":
+        dist.ProcessGroup.shutdown(group)
+    else:
+        dist.ProcessGroup.abort(group)
+    expected = [] if then == "aborts" else [("deregister", POOL)]
+    assert backend.calls[:1] == expected
+    assert synchronized.call_count == len(expected)
+    deregister_freed()
+    assert synchronized.call_count == len(expected), "once"
+
+
 # --- What is refused -----------------------------------------------------------------------------
 
 
@@ -145,7 +191,24 @@ def test_an_aborted_group_has_forgotten_its_memory(backend: Backend) -> None:
     ids=["gloo", "torch-without", "not-bound", "several-gpus", "nothing"],
 )
 def test_reasons_against_it(group: Any, devices: list[torch.device], why: str) -> None:
-    assert re.search(why, why_not_registered(group, devices))
+    assert re.search(why, why_not_registered(group, devices, averages=False))
+
+
+@pytest.mark.parametrize(
+    ("version", "averages", "why"),
+    [
+        ((2, 28, 9), False, "^$"),
+        ((2, 30, 3), True, "^$"),
+        ((2, 29, 7), True, r"needs gradients that are summed: NCCL 2\.29\.7 averages from copies"),
+    ],
+)
+def test_averages_that_would_not_use_it(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], averages: bool, why: str
+) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    device, group = torch.device("cuda", 0), Group(Backend())
+    found = why_not_registered(group, [device], averages=averages)  # type: ignore[arg-type]
+    assert re.search(why, found)
 
 
 def refused_over_gloo() -> str:
@@ -194,6 +257,44 @@ def compressed_by_a_hook() -> str:
 
 def test_a_hook_that_sends_a_copy_is_refused(run_on_ranks: RUN) -> None:
     assert "communication hook bf16_compress_hook" in run_on_ranks(2, compressed_by_a_hook)[0]
+
+
+def allocated_on_one_rank() -> tuple[str, bool, list[int], bool]:
+    """What a rank learns when another one has no memory; whether it knows the cause; what it has
+    registered then; and whether it does so when memory is there."""
+    with registered_by_nobody() as registry, registered():
+        ddp = DistributedDataParallel(models.mlp(2))
+
+        def allocate(*arguments: Any) -> Any:
+            if dist.get_rank() == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return real(*arguments)
+
+        real: Any = vars(memory)["RegisteredMemory"]
+        rows = torch.ones(2, models.WIDTH)
+        with (
+            mock.patch.object(memory, "RegisteredMemory", allocate),
+            pytest.raises(RanksDisagreeError) as caught,
+        ):
+            ddp(rows).sum().backward()
+        registrations = list(registry.registered)
+        ddp(rows).sum().backward()
+        is_caused = isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+        return str(caught.value), is_caused, registrations, len(registry.registered) == 1
+
+
+def test_no_rank_registers_memory_that_another_could_not_allocate(run_on_ranks: RUN) -> None:
+    """To register is a collective, in which the others would wait."""
+    first, second = run_on_ranks(2, allocated_on_one_rank)
+    text = first[0]
+    assert re.fullmatch(
+        r"FusionConfig.memory = 'registered' of DDP 0 \(Sequential\) needs \d+ bytes of NCCL's "
+        "memory on each rank, which rank 1 could not allocate. Free memory of the GPU there, or "
+        "set memory = 'plain'.",
+        text,
+    )
+    assert first == (text, False, [], True)
+    assert second == (text, True, [], True)
 
 
 # --- Where buckets lie ---------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 import gpu
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benches.network import Network, local_network
 from benches.processes import Place
@@ -24,7 +24,7 @@ from benches.results import Row
 from fusion_passes import config
 from gpu_checks import copies, net, sites, starts, subjects, targets
 from gpu_checks.machine import Machine
-from gpu_checks.parts import LATE_ON_A_GPU, ON_TWO, PARTS, PROBE, Part
+from gpu_checks.parts import LATE_ON_A_GPU, ON_TWO, PARTS, PROBE, THIRDS_EPS, Part
 from gpu_checks.processes import Result
 from gpu_checks.sites import Site, control_mps
 from testing.scenarios.both_ways import flag_of, target_of
@@ -46,8 +46,7 @@ def test_every_option_is_tried_in_every_mode_and_on_two_ranks(mode: str, ranks: 
     checks = [c for p in PARTS for c in p.checks if (p.ranks, p.mode) == (ranks, mode)]
     options = [dict(check.scenario.options) for check in checks]
     scalings = {flag.get("scaling", "auto") for flag in options}
-    refused = {"bucket"} if mode == "coalesced" else set()
-    assert scalings == {*config.SCALING_OPTIONS} - refused
+    assert scalings == {*config.SCALING_OPTIONS}
     assert {flag.get("reduce_dtype") for flag in options} == {None, *config.REDUCE_DTYPES}
     assert {check.dtype for check in checks} >= {*DTYPES}
 
@@ -304,6 +303,29 @@ def test_starts_are_over_those_without_ddp(site: Site, monkeypatch: pytest.Monke
 
 def test_norms_have_sizes_from_which_orders_are_mixed() -> None:
     assert targets.ROWS * targets.WIDTH >= 5 * 2**20
+
+
+def test_averages_that_are_all_too_large_are_told_from_rounding() -> None:
+    """What three ranks make of their gradients: eager DDP, our division before the sum, Gloo's
+    after it, and NCCL's average, which multiplies by 1/3 in bf16."""
+    generator = torch.Generator().manual_seed(0)
+
+    def gradient() -> Tensor:
+        x, weights = (torch.rand(1, 256, generator=generator).bfloat16() for _ in range(2))
+        return weights.T @ x
+
+    def mean(shares: Sequence[Tensor]) -> float:
+        first, second, third = shares
+        return (first + second + third).double().mean().item()
+
+    shares, reciprocal = [gradient() for _ in range(3)], torch.tensor(1 / 3)
+    eager = mean([(share.float() * reciprocal).bfloat16() for share in shares])
+    divided = mean([share / 3 for share in shares])
+    after = ((shares[0] + shares[1] + shares[2]) / 3).double().mean().item()
+    nccl = mean([share * reciprocal.bfloat16() for share in shares])
+    off_by = [abs(value / eager - 1) * 2**23 for value in (divided, after, nccl)]
+    assert max(off_by[:2]) < THIRDS_EPS / 10
+    assert off_by[2] > 15 * THIRDS_EPS
 
 
 @pytest.mark.slow

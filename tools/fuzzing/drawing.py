@@ -10,6 +10,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+from fusion_passes.config import SCALING_OPTIONS
 from fuzzing.blocks import BLOCKS
 from fuzzing.case import Batches, Case, Joined, Loop, Part, Pattern, Style, Zero
 
@@ -154,8 +155,7 @@ def _flag(random: Random) -> str | dict[str, Any]:
         if random.random() < 0.4:
             flag[name] = random.choice((0.0001, 0.0005, 0.002, 0.05, 1.0))
     if random.random() < 0.6:
-        scalings = ["auto", "collective"] + (["bucket"] if mode == "concat" else [])
-        flag["scaling"] = random.choice(scalings)
+        flag["scaling"] = random.choice(SCALING_OPTIONS)
     if random.random() < 0.2:
         flag["reduce_dtype"] = random.choice(("bf16", "fp16"))
     return flag

@@ -194,6 +194,17 @@ def _registered() -> Part:
     return Part("registered", checks=tuple(checks))
 
 
+THIRDS_EPS: Final = 2.0**10
+"""Of fp32, in a mean of 2 ** 16 averages of bf16. Rounding leaves less than a tenth of it there,
+and NCCL's own averages are off by 2 ** 14 eps (tests/tools/test_gpu.py)."""
+
+
+def _thirds() -> Part:
+    """Means of averages of bf16 over three ranks."""
+    scenario = Scenario("gpu", "thirds", "gpu_checks.targets:thirds", 3, tolerance_eps=THIRDS_EPS)
+    return _trained("thirds", "concat", 3, [Check(scenario, "concat", "bf16")])
+
+
 def _options(mode: str, ranks: int) -> Part:
     chosen = [scenario for scenario in ON_TWO.values() if scenario.feature.startswith(OPTIONS)]
     return _trained("options", mode, ranks, _in_dtypes(mode, ranks, chosen))
@@ -249,6 +260,7 @@ PARTS: Final = (
     *(_options(mode, 1) for mode in MODES),
     *(_loops(mode, 1) for mode in MODES),
     *(_options(mode, 2) for mode in MODES),
+    _thirds(),
     *(_loops(mode, 2) for mode in MODES),
     _measured(),
     *(part for mode in MODES for part in _features(mode)),

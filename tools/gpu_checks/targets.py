@@ -38,6 +38,24 @@ def synced_batch_norm(run: Run) -> None:
     train(run, run.ddp(model), **rounding, optimizer=sgd(2.0**-6))
 
 
+def thirds(run: Run) -> None:
+    """Averages over three ranks. In 16 bits each is rounded by itself; what makes all of them too
+    large or too small shows in their mean."""
+    ddp, forward = run.compiled(nn.Linear(256, 256, bias=False).to(run.dtype))
+
+    def draw(generator: torch.Generator, _: int) -> Batch:
+        x, weights = (torch.rand(1, 256, generator=generator).to(run.dtype) for _ in range(2))
+        return x, weights
+
+    for step in range(2):  # The second one in buckets that are rebuilt.
+        ddp.zero_grad()
+        x, weights = run.drawn(draw, step)
+        (forward(x) * weights).sum().backward()
+        gradient = ddp.module.weight.grad
+        assert gradient is not None
+        run.note_values(**{f"mean {step}": gradient.double().mean().float()})
+
+
 # --- Norms -------------------------------------------------------------------------------------
 
 ROWS: Final = 8192
