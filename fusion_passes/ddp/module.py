@@ -45,7 +45,7 @@ from fusion_passes.reducer.reducer import (
 )
 from fusion_passes.reporting.modules import logging_data, report_when_freed
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private.autograd import hook_behind_accumulation
+from fusion_passes.torch_private.autograd import gradient_dtype, hook_behind_accumulation
 from fusion_passes.torch_private.ddp import (
     DEFAULT_FIRST_BUCKET_BYTES,
     HOOKS_OF_REDUCER,
@@ -304,7 +304,7 @@ def attach_reducer(
             [names.get(id(parameter), "?") for parameter in parameters],
             [strides_to_send(parameter) for parameter in parameters],
             {
-                n: GradientKind(p.numel(), p.dtype, p.device, id(p) in sparse)
+                n: GradientKind(p.numel(), gradient_dtype(p), p.device, id(p) in sparse)
                 for n, p in enumerate(parameters)
                 if p.requires_grad
             },

@@ -30,7 +30,7 @@ from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reporting.graphs import compile_log, report_plan
 from fusion_passes.state import process_state
 from fusion_passes.torch_private import CustomGraphPass, inductor_config
-from fusion_passes.torch_private.autograd import is_tensor_subclass
+from fusion_passes.torch_private.autograd import gradient_dtype, is_tensor_subclass
 from fusion_passes.torch_private.dynamo import is_compiling_backward
 from fusion_passes.torch_private.inductor import donates_buffers, run_observed, trace_artifact
 from fusion_passes.torch_private.older_torch import PassChain, takes_one_pass
@@ -171,7 +171,7 @@ def stores_of_forward(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients 
             continue
         reducer, number = owners[0]
         has_some = True
-        if reducer.parameters.kinds[number].is_sparse:
+        if reducer.parameters.kinds[number].is_sparse or gradient_dtype(value) != value.dtype:
             continue
         found[id(value)] = StoredInput(
             index,

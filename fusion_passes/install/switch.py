@@ -20,7 +20,12 @@ from fusion_passes.install.compiles import compile_graph
 from fusion_passes.install.constructor import construct, enter_forward
 from fusion_passes.reducer.backward import RunningBackward, reducers, register_on_node
 from fusion_passes.reporting.backwards import backwards
-from fusion_passes.reporting.warnings import warn_not_reduced, warn_once, warn_stays_local
+from fusion_passes.reporting.warnings import (
+    warn_not_reduced,
+    warn_once,
+    warn_rounded,
+    warn_stays_local,
+)
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import inductor_config, owner_of_name
 from fusion_passes.torch_private.autograd import backward_id
@@ -40,6 +45,7 @@ replaced: Final = process_state.keep(
 def install_flag() -> None:
     """Add the flag to torch's configuration, and follow it from now on."""
     reducers.on_local = warn_stays_local
+    reducers.on_rounded = warn_rounded
     reducers.on_unowned = warn_not_reduced
     reducers.on_averaged = _note_averaged
     reducers.run_engine = traced_backwards.run_engine

@@ -96,8 +96,8 @@ class CompiledForward:
         calls with ``torch.autograd.grad``, whose gradients are no parameter's."""
         backward = backward_id()
         if backward not in self._accumulates:
-            owners = (self.owners[position] for position in self.final)
-            nodes = (reducer.nodes[number] for reducer, number in owners)
+            edges = running_node().next_functions
+            nodes = (edges[position][0] for position in self.final)
             self._accumulates[backward] = all(map(accumulates_in, nodes))
         return self._accumulates[backward]
 
@@ -238,6 +238,7 @@ class Reducers:
         compiled: the compiled forwards of the backwards that run, by autograd node.
         running: the backwards that run, but for those inside of others.
         on_local: called with a module's name when a gradient has stayed on its rank.
+        on_rounded: called with a module whose gradients were rounded to the dtype of their buckets.
         on_averaged: called with each backward that has averaged modules.
         on_unowned: called with the tensors that such a backward reaches, and no reducer has.
         version: how often a reducer was added.
@@ -247,6 +248,7 @@ class Reducers:
     running: list[RunningBackward] = field(default_factory=list)
     run_engine: RunEngine = lambda _, __, engine: engine()
     on_local: Callable[[str], None] = lambda _: None
+    on_rounded: Callable[[Reducer], None] = lambda _: None
     on_averaged: OnAveraged = lambda _, __, ___: None
     on_unowned: Callable[[Sequence[Tensor]], None] = lambda _: None
     version: int = 0
@@ -480,6 +482,9 @@ class Reducers:
         averaged = [reducer for reducer in self.alive() if reducer.steps > reducer.steps_told]
         for reducer in averaged:
             reducer.steps_told = reducer.steps
+            if reducer.rounded:
+                self.on_rounded(reducer)
+                reducer.rounded.clear()
         for reducer in self.alive():
             if reducer.stays_local:
                 reducer.stays_local = False
@@ -495,9 +500,14 @@ class Reducers:
         """Forget all reducers."""
         for reducer in self.alive():
             reducer.forget()
-        told = self.on_local, self.on_averaged, self.on_unowned, self.run_engine
-        vars(self).update(vars(Reducers()))
-        self.on_local, self.on_averaged, self.on_unowned, self.run_engine = told
+        new = Reducers(
+            on_local=self.on_local,
+            on_rounded=self.on_rounded,
+            on_averaged=self.on_averaged,
+            on_unowned=self.on_unowned,
+            run_engine=self.run_engine,
+        )
+        vars(self).update(vars(new))
 
 
 def _put_in_order(taking_part: Sequence[Reducer]) -> None:

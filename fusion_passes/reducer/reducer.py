@@ -165,6 +165,8 @@ class Reducer:
             the last forward: indices of outputs, by autograd node.
         nodes: that accumulate gradients, by number; they keep the hooks on them.
         hooks: handles of these, by which autograd tells the reducer of each gradient.
+        rounded: numbers of the parameters whose gradients of the last round were of a wider dtype
+            than their bucket, and rounded to it.
         when_freed: what is called when the module is freed; ``None``: nothing.
         steps: how many rounds have ended; ``steps_told``: of how many the report knows.
         on_unseen: called when a gradient comes, and no backward is known that reaches the module.
@@ -214,6 +216,7 @@ class Reducer:
         self.entered: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
         self.nodes: dict[int, Any] = {}
         self.hooks: list[Any] = []
+        self.rounded: set[int] = set()
         self.when_freed: weakref.finalize[..., Any] | None = None
         self.steps = self.steps_told = 0
         self.on_unseen: Callable[[Reducer], None] = lambda _: None
@@ -483,8 +486,14 @@ class Reducer:
             index, offset = self.layout.places[number]
             memory = self._memory_of(now, self.layout.buckets[index])
             places.append(memory[offset : offset + self.parameters.kinds[number].numel])
+            self._note_rounded(number, gradients[0].dtype)
         with torch.no_grad():
             torch._foreach_copy_(places, list(gradients))
+
+    def _note_rounded(self, number: int, dtype: torch.dtype) -> None:
+        sent_as = self.parameters.kinds[number].dtype
+        if dtype != sent_as and torch.promote_types(dtype, sent_as) != sent_as:
+            self.rounded.add(number)
 
     def note_no_memory(self, numbers: Collection[int], why: str) -> None:
         """Note why a graph is given no memory for these gradients."""
@@ -661,6 +670,7 @@ class Reducer:
                     f"{gradient.layout}, which DDP reduces for nn.Embedding(sparse=True) and "
                     "nn.EmbeddingBag(sparse=True) only, as they were when it was constructed.",
                 )
+            self._note_rounded(number, gradient.dtype)
             place.copy_(gradient)
         # What hooks behind this one read is of this rank: it stays where it is.
         if not self.is_hooked(self, number):
@@ -954,9 +964,9 @@ class Reducer:
             raise_as_ddp(
                 self.ddp,
                 RefusedGradientError,
-                f"A hook was registered on {self.parameters.names[number]} of {self.label} by a "
-                "hook of another parameter, while the backward that gives both gradients ran: "
-                "this gradient is on its way already. Register it before the backward.",
+                f"A hook was registered on {self.parameters.names[number]} of {self.label} while "
+                "the backward that gives its gradient ran, after that was stored in its bucket: "
+                "the hook would not change what is sent. Register it before the backward.",
             )
 
     def _refuse_second(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusion_passes.reducer.backward import reducers
+from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reporting.table import named
 from fusion_passes.state import Lifetime, process_state
 
@@ -56,6 +57,18 @@ def warn_stays_local(name: str) -> None:
         f"The gradients of a backward of {name} stay on their rank, as with eager DDP: its "
         "forward has had its backward before, or did not run through the DDP module. Call the "
         "module anew before each backward that is to be averaged.",
+    )
+
+
+def warn_rounded(reducer: Reducer) -> None:
+    """Warn that gradients of a module are rounded to the dtype that they had when the module was
+    constructed."""
+    names = [repr(reducer.parameters.names[number]) for number in sorted(reducer.rounded)]
+    warn_once(
+        f"rounded {reducer.name}",
+        f"Gradients of {reducer.name} ({named(names)}) are rounded before they are averaged: they "
+        "have a wider dtype than when DistributedDataParallel was constructed, which fixes the "
+        "dtype of each bucket. Convert the module, or set grad_dtype, before that.",
     )
 
 

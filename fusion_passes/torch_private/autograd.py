@@ -36,6 +36,12 @@ def version_of_tensor(tensor: Tensor) -> int:
     return tensor._version
 
 
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype in which autograd accumulates a parameter's gradient: its ``grad_dtype``, which
+    torch has from 2.10 on, or else that of the parameter."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
 def is_tensor_subclass(value: Any) -> bool:
     """Whether a value is a tensor that is made of others, which AOTAutograd takes apart."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fusion_passes
-from fusion_passes.reducer import copies
+from fusion_passes import FusionWarning
+from fusion_passes.reducer import backward, copies
 from fusion_passes.reducer.reducer import reducer_of
 from testing.fake_world import one_rank
 
@@ -155,11 +158,65 @@ def test_a_module_that_was_converted(dtype: torch.dtype) -> None:
     for _ in range(2):
         compiled(X).sum().backward()
     ddp.to(dtype)
-    found = reasons(ddp, lambda: compiled(X.to(dtype)).sum(), 1)
+    with pytest.warns() if dtype == torch.float64 else contextlib.nullcontext() as warned:
+        found = reasons(ddp, lambda: compiled(X.to(dtype)).sum(), 1)
     assert found == dict.fromkeys(ALL, copies.CONVERTED)
+    if warned is not None:
+        (text,) = (str(each.message) for each in warned if each.category is FusionWarning)
+        assert "rounded before they are averaged: they have a wider dtype" in text
     expected = torch.autograd.grad(ddp.module(X.to(dtype)).sum(), list(ddp.parameters()))
     for parameter, gradient in zip(ddp.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=0.02, atol=0)
+
+
+def test_under_anomaly_mode() -> None:
+    """It would find another rank's NaN in a bucket that is on its way."""
+    ddp, compiled = layers()
+    assert reasons(ddp, lambda: compiled(X).sum()) == {}
+    with torch.autograd.detect_anomaly():
+        found = reasons(ddp, lambda: compiled(X).sum(), 1)
+    assert found == dict.fromkeys(ALL, copies.ANOMALY)
+    assert reasons(ddp, lambda: compiled(X).sum(), 1) == {}
+
+
+@pytest.mark.parametrize("on_node", [False, True])
+def test_a_hook_that_comes_when_its_gradient_is_marked_ready(on_node: bool) -> None:
+    """The hook of an input registers it: behind the graph that has stored the gradients, before
+    autograd has accumulated all of them."""
+    ddp, compiled = layers()
+    for _ in range(2):
+        compiled(X).sum().backward()
+    x = X.clone().requires_grad_()
+
+    def register(_: Tensor) -> None:
+        for parameter in ddp.parameters():
+            if on_node:
+                node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+                node.register_prehook(lambda gradients: gradients)
+            else:
+                parameter.register_hook(lambda gradient: gradient)
+
+    x.register_hook(register)
+    loss = compiled(x).sum()
+    with pytest.raises(RuntimeError, match="while the backward that gives its gradient ran"):
+        loss.backward()
+
+
+def test_gradients_at_other_positions_than_they_were_compiled_for() -> None:
+    """A gradient of another size than that of the parameter is not stored as the parameter's."""
+    ddp, compiled = layers()
+    assert reasons(ddp, lambda: compiled(X).sum()) == {}
+    made = backward.CompiledForward
+
+    def renumbered(owners: Any, *args: Any) -> Any:
+        return made(dict(zip(owners, [*owners.values()][::-1], strict=True)), *args)
+
+    with mock.patch.object(backward, "CompiledForward", renumbered):
+        found = reasons(ddp, lambda: compiled(X).sum(), 1)
+    assert found == dict.fromkeys(ALL, copies.RENUMBERED)
+    expected = torch.autograd.grad(ddp.module(X).sum(), list(ddp.parameters()))
+    for parameter, gradient in zip(ddp.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 def test_a_module_that_is_wrapped_anew() -> None:

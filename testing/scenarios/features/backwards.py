@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -294,7 +295,7 @@ def head_then_body(run: Run, *, finds_unused: bool) -> None:
         output, features, detached = forward(inputs)
         (output * factors).sum().backward()
         if finds_unused:
-            must_raise("backward", lambda: features.backward(detached.grad))
+            must_raise("backward", functools.partial(features.backward, detached.grad))
             return
         features.backward(detached.grad)
         run.note_backward(ddp)
