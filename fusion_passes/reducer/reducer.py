@@ -771,6 +771,7 @@ class Reducer:
             self.clock = None
         self._round = None
         self._used.clear()
+        self.failures.take_back(self.steps)
         self.steps += 1
         ddp = self._ddp()
         if ddp is not None:
