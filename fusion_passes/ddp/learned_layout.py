@@ -1,8 +1,8 @@
 """Mode ``"auto"``: a module's buckets are planned, when it is constructed, from what an earlier run
 has measured; the first run fills caps and measures.
 
-Rank 0 reads and writes the files. What it has found goes to all ranks by one broadcast, so that all
-plan the same, whatever files the others have.
+Rank 0 reads and writes the files, and plans. What it has found and planned goes to all ranks by a
+broadcast each, whatever files the others have.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def learn_layout(reducer: Reducer) -> None:
     if kept.times is None:
         _measure(reducer, ranks, kept.path)
     else:
-        _plan(reducer, profile, kept.times, sent.itemsize, kept.path)
+        _plan(reducer, ranks, profile, kept.times, sent.itemsize, kept.path)
 
 
 # --- What is kept --------------------------------------------------------------------------------
@@ -143,10 +143,18 @@ def _times_of(path: Path, reducer: Reducer) -> ReadyTimes:
 # --- With kept times -----------------------------------------------------------------------------
 
 
-def _plan(reducer: Reducer, profile: Profile, times: ReadyTimes, itemsize: int, path: str) -> None:
-    """Give a reducer its layout, before its first backward."""
+def _plan(
+    reducer: Reducer, ranks: Ranks, profile: Profile, times: ReadyTimes, itemsize: int, path: str
+) -> None:
+    """Give a reducer the layout that rank 0 plans, before its first backward."""
     kinds = reducer.parameters.kinds
-    planned = plan_timetable(times, kinds, itemsize, profile.table, reducer.caps)
+    planned = of_first_rank(
+        ranks,
+        plan_timetable(times, kinds, itemsize, profile.table, reducer.caps)
+        if ranks.is_first
+        else None,
+    )
+    assert planned is not None, "rank 0 has planned"
     reducer.fix_layout(lay_out([[(n,) for n in numbers] for numbers in planned.buckets], kinds))
     reducer.predicted = planned.sent_ns
     source = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import hashlib
 import time
 import weakref
 from collections.abc import Callable
@@ -29,11 +30,11 @@ from fusion_passes.ddp.tensor_parallel import make_dtensors_when_read
 from fusion_passes.ddp.traced import name_in_graphs, reduce_in_graph
 from fusion_passes.flag import active_config
 from fusion_passes.plan.caps import BucketCaps, bucket_caps, default_caps, given_caps
-from fusion_passes.plan.layout import GradientKind
+from fusion_passes.plan.layout import GradientKind, Layout
 from fusion_passes.plan.scaling import REDUCE_DTYPE_OF
 from fusion_passes.reducer.backward import reducers, why_failed
 from fusion_passes.reducer.communication import SENT_AS, AllReduce, HookCall, name_of_hook
-from fusion_passes.reducer.rank_errors import compare_settings
+from fusion_passes.reducer.rank_errors import compare_settings, meet_ranks
 from fusion_passes.reducer.reducer import (
     EXPECTED,
     LOCAL,
@@ -66,6 +67,7 @@ from fusion_passes.torch_private.ddp import (
 from fusion_passes.torch_private.dynamo import begin_no_graph
 from fusion_passes.torch_private.process_groups import backend_name
 from fusion_passes.torch_private.registered_memory import why_not_registered
+from fusion_passes.version import __version__
 
 
 class ManagedDDP(ManagedForward):
@@ -123,9 +125,14 @@ class ManagedDDP(ManagedForward):
         """Nothing is left to do: :meth:`Reducer.reduce_zeros` has sent the used map."""
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        _refuse_memory(reducer_of(self), new_process_group)
-        update_process_group(self, new_process_group)
-        attach_reducer(self, reducer_of(self).config)
+        before, reducer = self.process_group, reducer_of(self)
+        _refuse_memory(reducer, new_process_group)
+        try:
+            update_process_group(self, new_process_group)
+            attach_reducer(self, reducer.config, reducer.label)
+        except BaseException:  # The module has its reducer still.
+            update_process_group(self, before)
+            raise
 
     def _set_static_graph(self) -> None:
         """As DDP, where this promise replaces ``find_unused_parameters``."""
@@ -193,30 +200,60 @@ class IdleCppReducer:
 
 
 def manage_by_reducer(
-    ddp: DistributedDataParallel, config: FusionConfig, *, is_copy: bool = False
+    ddp: DistributedDataParallel,
+    config: FusionConfig,
+    *,
+    is_copy: bool = False,
+    is_in_step: bool = False,
 ) -> None:
     """Average the gradients of a module by a reducer of the package from now on. For a copy,
-    nothing is sent, as with DDP: one rank may make it alone.
+    nothing is sent, as with DDP: one rank may make it alone. If this fails, the parameters keep no
+    hook of the module.
+
+    Args:
+        ddp: the module.
+        config: options of the flag.
+        is_copy: whether it is a copy of a managed module.
+        is_in_step: whether all ranks have just been in a collective together.
 
     Raises:
-        RanksDisagreeError: ranks have been given other settings.
+        RanksDisagreeError: ranks have been given other settings, or one has not come.
         ValueError: the options cannot be had.
     """
-    make_dtensors_when_read(ddp.module)
+    # Copies apart: a rank that makes one alone counts its modules as the others do.
+    kind, numbers = "DDP copy" if is_copy else "DDP", _count.setdefault(ddp.process_group, {})
+    number = numbers.get(kind, -1) + 1
+    label = f"{kind} {number} ({type(ddp.module).__name__})"
+    try:
+        make_dtensors_when_read(ddp.module)
+        _remove_handles(hooks_of_reducer(ddp))
+        setattr(ddp, LOCAL, False)
+        ddp.reducer = IdleCppReducer(ddp)  # type: ignore[assignment]
+        attach_reducer(ddp, config, label)
+        reducer = reducer_of(ddp)
+        settings = {} if is_copy else _settings_of(ddp, config)
+        # The other ranks of a fake group are nowhere.
+        if not is_copy and backend_name(reducer.group, ddp.device) != "fake":
+            meet_ranks(reducer.group, label, number, is_in_step=is_in_step)
+        numbers[kind] = number  # All ranks have counted it, or none.
+        if not is_copy:
+            compare_settings(reducer.group, label, settings, ddp.device)
+        _refuse_memory(reducer, ddp.process_group)
+        if config.mode == "auto" and is_copy:
+            reducer.decision = ("the buckets of a copy are filled up to caps",)
+        elif config.mode == "auto":
+            learn_layout(reducer)
+        _attach(ddp)
+    except BaseException:
+        discard(ddp)
+        raise
+
+
+def discard(ddp: DistributedDataParallel) -> None:
+    """Leave nothing on the parameters of a module whose constructor fails."""
     _remove_handles(hooks_of_reducer(ddp))
-    setattr(ddp, LOCAL, False)
-    ddp.reducer = IdleCppReducer(ddp)  # type: ignore[assignment]
-    attach_reducer(ddp, config, is_copy=is_copy)
-    reducer = reducer_of(ddp)
-    if not is_copy:
-        settings = _settings_of(ddp, config)
-        compare_settings(reducer.group, reducer.label, settings, torch.device(ddp.device_type))
-    _refuse_memory(reducer, ddp.process_group)
-    if config.mode == "auto" and is_copy:
-        reducer.decision = ("the buckets of a copy are filled up to caps",)
-    elif config.mode == "auto":
-        learn_layout(reducer)
-    _attach(ddp)
+    if REDUCER in ddp.__dict__:
+        _remove_hooks(ddp.__dict__.pop(REDUCER))
 
 
 def _settings_of(ddp: DistributedDataParallel, config: FusionConfig) -> dict[str, Any]:
@@ -224,6 +261,7 @@ def _settings_of(ddp: DistributedDataParallel, config: FusionConfig) -> dict[str
     reducer = reducer_of(ddp)
     names = reducer.parameters.names
     return {
+        "the release of fusion_passes": __version__,
         OPTION: asdict(config),
         "bucket_cap_mb of DistributedDataParallel": _caps_of_ddp(ddp).in_mib(),
         "find_unused_parameters of DistributedDataParallel": ddp.find_unused_parameters,
@@ -232,8 +270,16 @@ def _settings_of(ddp: DistributedDataParallel, config: FusionConfig) -> dict[str
         "embeddings with sparse=True": [
             names[n] for n, kind in reducer.parameters.kinds.items() if kind.is_sparse
         ],
+        "the first buckets": _in_brief(reducer.layout),
         "why NCCL can register no memory": _why_no_memory(reducer, ddp.process_group),
     }
+
+
+def _in_brief(layout: Layout) -> str:
+    """How many buckets there are, and a digest of what lies where in them."""
+    buckets = [(bucket.numbers, bucket.numel, str(bucket.dtype)) for bucket in layout.buckets]
+    digest = hashlib.sha256(repr(buckets).encode()).hexdigest()
+    return f"{len(buckets)} (digest {digest[:16]})"
 
 
 def _why_no_memory(reducer: Reducer, group: Any) -> str:
@@ -263,37 +309,27 @@ _count: Final = process_state.keep(
 )
 
 
-def attach_reducer(
-    ddp: DistributedDataParallel, config: FusionConfig, *, is_copy: bool = False
-) -> None:
-    """Give a module a new reducer, in the place of one that it may have."""
-    setattr(ddp, EXPECTED, False)
-    setattr(ddp, UNFINISHED, None)
-    prepare_buffers(ddp)
+def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: str) -> None:
+    """Give a module a new reducer, in the place of one that it may have, which stays if this
+    fails."""
     old: Reducer | None = ddp.__dict__.get(REDUCER)
     group = ddp.process_group
-    backend = backend_name(group, torch.device(ddp.device_type))
+    backend = backend_name(group, ddp.device)
     if backend == "gloo":
         pause_at_exit()
         if old is None:
             weakref.finalize(ddp, _pause_without_groups).atexit = False
-    if old is not None:
-        label, communication = old.label, old.communication
-        _remove_hooks(old)
-        if isinstance(communication, AllReduce):
-            communication.group, communication.backend = group, backend
-    else:
-        # Copies apart: a rank that makes one alone counts its modules as the others do.
-        kind, numbers = "DDP copy" if is_copy else "DDP", _count.setdefault(group, {})
-        number = numbers[kind] = numbers.get(kind, -1) + 1
-        label = f"{kind} {number} ({type(ddp.module).__name__})"
-        communication = AllReduce(
+    communication = (
+        old.communication
+        if old is not None
+        else AllReduce(
             group,
             backend,
             is_coalesced=config.reduces_by == "coalesced",
             dtype=REDUCE_DTYPE_OF[config.reduce_dtype],
             scaling_option=config.scales_by,
         )
+    )
     parameters = parameters_of(ddp)
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     sparse = _sparse_ids(ddp.module)
@@ -315,14 +351,25 @@ def attach_reducer(
         caps=bucket_caps(config, _caps_of_ddp(ddp)),
         communication=communication,
     )
-    ref = weakref.ref(reducer)
-    for n in reducer.numbers:
-        name = f"{name_in_graphs(reducer)}#{n}"
-        hook = functools.partial(_accumulated, ref, n, parameters[n], name, group.size())
-        reducer.nodes[n], handle = hook_behind_accumulation(parameters[n], hook)
-        reducer.hooks.append(handle)
     # A module that is wrapped anew keeps its parameters' nodes, and with them the hooks.
     weakref.finalize(reducer, _remove_handles, reducer.hooks).atexit = False
+    ref = weakref.ref(reducer)
+    try:
+        for n in reducer.numbers:
+            name = f"{name_in_graphs(reducer)}#{n}"
+            hook = functools.partial(_accumulated, ref, n, parameters[n], name, group.size())
+            reducer.nodes[n], handle = hook_behind_accumulation(parameters[n], hook)
+            reducer.hooks.append(handle)
+    except BaseException:
+        _remove_handles(reducer.hooks)
+        raise
+    if old is not None:
+        _remove_hooks(old)
+    if isinstance(communication, AllReduce):
+        communication.group, communication.backend = group, backend
+    setattr(ddp, EXPECTED, False)
+    setattr(ddp, UNFINISHED, None)
+    prepare_buffers(ddp)
     ddp.__dict__[REDUCER] = reducer
     reducers.add(reducer)
     reducer.when_freed = report_when_freed(ddp, reducer)

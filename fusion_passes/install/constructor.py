@@ -11,7 +11,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.ddp.module import manage_by_reducer
+from fusion_passes.ddp.module import discard, manage_by_reducer
 from fusion_passes.ddp.own_reducer import (
     check_supported,
     own_reducers,
@@ -40,11 +40,23 @@ def construct(
         return
     bound = inspect.signature(original).bind(ddp, *args, **kwargs)
     given = dict(bound.arguments)
-    _check_reducer_mode()
-    _check_conflicts()
-    _check_tracing(config)
-    check_supported(given)
-    if given.get("delay_all_reduce_named_params"):
+    is_delayed = bool(given.get("delay_all_reduce_named_params"))
+    # DDP takes no list with the Python reducer, which has no buckets of its own.
+    caps_mb = () if is_delayed else bound.arguments.pop("bucket_cap_mb_list", None) or ()
+    if caps_mb:
+        bound.arguments["bucket_cap_mb"] = max(caps_mb)
+    try:
+        _check_reducer_mode()
+        _check_conflicts()
+        _check_tracing(config)
+        check_supported(given)
+        if not is_delayed:
+            warn_without_effect(given)
+    except Exception:
+        if not is_delayed:
+            _keep_in_step(original, ddp, bound)
+        raise
+    if is_delayed:
         with dynamo_config().patch(optimize_ddp=True):
             original(ddp, *args, **kwargs)
         warn_own_reducer(
@@ -53,15 +65,21 @@ def construct(
             "overlap the backward anyway",
         )
         return
-    # DDP takes no list with the Python reducer, which has no buckets of its own.
-    caps_mb = bound.arguments.pop("bucket_cap_mb_list", None) or ()
-    if caps_mb:
-        bound.arguments["bucket_cap_mb"] = max(caps_mb)
     with _python_reducer():
         original(*bound.args, **bound.kwargs)
     ddp.bucket_bytes_cap_list = [mib_to_bytes(cap_mb) for cap_mb in caps_mb]
-    manage_by_reducer(ddp, config)
-    warn_without_effect(given)
+    manage_by_reducer(ddp, config, is_in_step=given.get("init_sync", True))
+
+
+def _keep_in_step(
+    original: Callable[..., None], ddp: DistributedDataParallel, bound: inspect.BoundArguments
+) -> None:
+    """Take part in the collectives of DDP's constructor, though this rank refuses the module: where
+    the others do not, they wait for it behind these, and not for long."""
+    bound.arguments.pop("mixed_precision", None)
+    with contextlib.suppress(Exception), _python_reducer():
+        original(*bound.args, **bound.kwargs)
+        discard(ddp)
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ class ReadyClock:
         if self._device.type != "cuda":
             return time.perf_counter_ns()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def _since(self, begin: Any, moment: Any) -> int:

@@ -30,6 +30,7 @@ from fusion_passes.plan.layout import (
     Piece,
     decode,
     encode,
+    lay_out,
     plan_layout,
 )
 from fusion_passes.profile.ready_clock import ReadyClock
@@ -787,17 +788,19 @@ class Reducer:
             self.rebuild_buckets()
 
     def rebuild_buckets(self) -> None:
-        """Agree on the layout: broadcast in which order rank 0 has seen gradients come, and lay the
-        buckets out by it. All ranks call this."""
+        """Agree on the layout: rank 0 lays the buckets out by the order in which it has seen
+        gradients come, and broadcasts them as they are. All ranks call this."""
         seen = {number for piece in self._observed for number in piece}
         rest = [(number,) for number in reversed(list(self.numbers)) if number not in seen]
-        numbers = encode([*self._observed, *rest])
+        kinds = self.parameters.kinds
+        layout = plan_layout([*self._observed, *rest], kinds, self.caps)
         if self.group.size() > 1:
-            device = next(iter(self.parameters.kinds.values())).device
+            numbers = encode(bucket.numbers for bucket in layout.buckets)
+            device = next(iter(kinds.values())).device
             sent = torch.tensor(numbers, dtype=torch.int64, device=device)
             broadcast_first(self.group, sent)
-            numbers = sent.tolist()
-        self.fix_layout(plan_layout(decode(numbers), self.parameters.kinds, self.caps))
+            layout = lay_out([[numbers] for numbers in decode(sent.tolist())], kinds)
+        self.fix_layout(layout)
         self._observed.clear()
 
     def fix_layout(self, layout: Layout) -> None:
@@ -889,6 +892,7 @@ class Reducer:
             self.clock = None
         self._round = None
         self._used.clear()
+        self.failures.take_back(self.steps)
         self.steps += 1
         ddp = self._ddp()
         if ddp is not None:

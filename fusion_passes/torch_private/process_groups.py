@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from fusion_passes.torch_private import ProcessGroup
 
@@ -22,9 +23,13 @@ AnyFuture: Final = torch._C.Future
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:
-    """How long a collective of the group may take; it has no public name."""
-    options: Any = group._get_backend(group._device_types[0]).options
-    return timedelta(seconds=options._timeout.total_seconds())
+    """How long a collective of the group may take; it has no public name. A backend that does not
+    tell is taken to have torch's default."""
+    try:
+        options: Any = group._get_backend(group._device_types[0]).options
+        return timedelta(seconds=options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return default_pg_timeout
 
 
 def backend_name(group: ProcessGroup, device: torch.device) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -20,13 +21,16 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusion_passes import FusionConfig, FusionWarning
+from fusion_passes.ddp import module
+from fusion_passes.ddp.module import manage_by_reducer
 from fusion_passes.ddp.own_reducer import own_reducers
 from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.profile.tables import MIB
-from fusion_passes.reducer import backward
+from fusion_passes.reducer import backward, rank_errors
 from fusion_passes.reducer.backward import reducers
+from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import reducer_of
-from fusion_passes.torch_private.autograd import hooks_on_node
+from fusion_passes.torch_private.autograd import hook_behind_accumulation, hooks_on_node
 from testing.fake_world import fake_world, two_layers
 
 
@@ -159,6 +163,109 @@ def test_nodes_are_asked_for_hooks_once_and_again_after_one() -> None:
             ddp(torch.ones(2, 2)).sum().backward()
             asks.append(asked.call_count)
     assert asks == [2, 2, 4], "to be asked is no hook: it would be asked in each backward"
+
+
+def test_settings_are_compared_on_the_modules_device() -> None:
+    """Not on the current one: a program need not set that."""
+    ddp = DistributedDataParallel(two_layers())
+    ddp.device = torch.device("cuda", 1)
+    with mock.patch.object(module, "compare_settings") as compared:
+        manage_by_reducer(ddp, FusionConfig())
+    assert compared.call_args.args[3] == ddp.device
+
+
+def test_nobody_waits_for_the_ranks_of_a_fake_group() -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+    with mock.patch.object(rank_errors, "MEET_SECONDS", 0.1):
+        DistributedDataParallel(two_layers())
+
+
+def _raise(*_: Any, **__: Any) -> Any:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "attach_reducer",
+        "report_when_freed",
+        "_settings_of",
+        "compare_settings",
+        "learn_layout",
+        "_attach",
+    ],
+)
+def test_a_constructor_that_fails_leaves_nothing_on_the_parameters(what: str) -> None:
+    model = two_layers()
+    with (
+        inductor_config.patch(ddp_fusion="auto"),
+        mock.patch.object(module, what, _raise),
+        pytest.raises(ZeroDivisionError) as caught,
+    ):
+        DistributedDataParallel(model)
+    assert not len(reducers)
+    assert _hooks_on(model) == [0] * 4
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    ddp = DistributedDataParallel(model)
+    assert _hooks_on(model) == [1] * 4
+    ddp(torch.ones(2, 4)).sum().backward()
+    assert reducer_of(ddp).steps == 1
+    del caught
+
+
+def test_a_warning_that_is_an_error_leaves_nothing_on_the_parameters() -> None:
+    model = two_layers()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FusionWarning)
+        with pytest.raises(FusionWarning) as caught:
+            DistributedDataParallel(model, gradient_as_bucket_view=True)
+    assert _hooks_on(model) == [0] * 4
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    del caught
+
+
+@pytest.mark.parametrize("calls", range(4))
+def test_a_hook_that_cannot_be_registered_leaves_none(calls: int) -> None:
+    model = two_layers()
+    failing = mock.Mock(side_effect=_fails_after(calls))
+    with (
+        mock.patch.object(module, "hook_behind_accumulation", failing),
+        pytest.raises(ZeroDivisionError) as caught,
+    ):
+        DistributedDataParallel(model)
+    assert _hooks_on(model) == [0] * 4
+    del caught
+
+
+def _fails_after(calls: int) -> Callable[..., Any]:
+    """In the place of ``hook_behind_accumulation``: an error after so many calls."""
+    left = iter(range(calls))
+
+    def register(*args: Any) -> Any:
+        if next(left, None) is None:
+            raise ZeroDivisionError
+        return hook_behind_accumulation(*args)
+
+    return register
+
+
+def test_another_group_that_fails_leaves_the_module_as_it_was() -> None:
+    ddp = DistributedDataParallel(two_layers())
+    reducer, group = reducer_of(ddp), ddp.process_group
+    failing = mock.Mock(side_effect=_fails_after(2))
+    with (
+        mock.patch.object(module, "hook_behind_accumulation", failing),
+        pytest.raises(ZeroDivisionError),
+    ):
+        ddp._update_process_group(dist.new_group([0, 1]))
+    assert (reducer_of(ddp), ddp.process_group) == (reducer, group)
+    assert len(reducers) == 1
+    assert _hooks_on(ddp.module) == [1] * 4
+    ddp(torch.ones(2, 4)).sum().backward()
+    assert reducer.steps == 1
+    assert isinstance(reducer.communication, AllReduce)
+    assert reducer.communication.group is group
 
 
 def test_ignored_parameters_are_none_of_the_reducers() -> None:

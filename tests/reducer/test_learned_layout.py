@@ -281,7 +281,8 @@ class Event:
         assert enable_timing
         self.at_ms = -1.0
 
-    def record(self) -> None:
+    def record(self, stream: torch.device) -> None:
+        assert stream.index == 1, "of the module's device, whatever the current one is"
         self.at_ms = Event.now_ms
 
     def elapsed_time(self, end: Event) -> float:
@@ -299,9 +300,10 @@ def test_a_gpu_is_asked_by_events_which_are_read_at_the_end(
     monkeypatch.setattr(torch, "tensor", lambda values, *, dtype, device: make(values, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
     measured: list[dict[int, int]] = []
-    gpu = torch.device("cuda", 0)
+    gpu = torch.device("cuda", 1)
     clock = ReadyClock(None, gpu, [0, 1], lambda times: measured.append(dict(times)))
     ended = False
     for number in range(2 * ROUNDS):
