@@ -46,7 +46,7 @@ from fusion_passes.reducer.reducer import (
 )
 from fusion_passes.reporting.modules import logging_data, report_when_freed
 from fusion_passes.state import Lifetime, process_state
-from fusion_passes.torch_private.autograd import gradient_dtype, hook_behind_accumulation
+from fusion_passes.torch_private.autograd import gradient_dtype
 from fusion_passes.torch_private.ddp import (
     DEFAULT_FIRST_BUCKET_BYTES,
     HOOKS_OF_REDUCER,
@@ -358,8 +358,7 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: st
         for n in reducer.numbers:
             name = f"{name_in_graphs(reducer)}#{n}"
             hook = functools.partial(_accumulated, ref, n, parameters[n], name, group.size())
-            reducer.nodes[n], handle = hook_behind_accumulation(parameters[n], hook)
-            reducer.hooks.append(handle)
+            reducer.hook_behind(n, hook)
     except BaseException:
         _remove_handles(reducer.hooks)
         raise

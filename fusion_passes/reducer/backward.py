@@ -402,7 +402,8 @@ class Reducers:
         owner_of: dict[int, _Gradient] = {}
         nobodys: list[Tensor] = []
         all_owners = self.owners()
-        for leaf, count in found.edges.values():
+        for node, count in found.edges.values():
+            leaf = node.variable
             every = all_owners.get(id(leaf), ())
             owners = [item for item in every if item[0] in expecting]
             if not every:
@@ -410,6 +411,8 @@ class Reducers:
             if owners:
                 not_final = why or self._why_not_final(leaf, count, found, len(owners))
                 for reducer, number in owners:
+                    if reducer.nodes[number] is not node:
+                        reducer.hook_behind(number, reducer.callbacks[number])
                     once = reducer.is_accumulated_once(number)
                     run.reached.setdefault(reducer, {})[number] = not_final if once else SEVERAL
             if len(owners) == 1:
@@ -595,7 +598,8 @@ class Reached:
     """Where an autograd graph ends.
 
     Attributes:
-        edges: the tensors in which gradients are accumulated, and how many edges end there, by id.
+        edges: the nodes that accumulate gradients, by the id of the tensor, and how many edges end
+            there.
         uncompiled: ids of those in which what is not compiled accumulates.
         compiled: for each compiled forward, those among its inputs, with their positions.
         nodes: all that it has, but those that accumulate.
@@ -603,7 +607,7 @@ class Reached:
             for.
     """
 
-    edges: Mapping[int, tuple[Tensor, int]]
+    edges: Mapping[int, tuple[Any, int]]
     uncompiled: Collection[int]
     compiled: Mapping[Any, Sequence[tuple[int, Tensor]]]
     nodes: Collection[Any]
@@ -614,12 +618,12 @@ def walk(outputs: Sequence[Any], *, with_entries: bool = False) -> Reached:
     """Find where the graph behind these tensors or gradient edges ends; about a microsecond a
     node."""
     pending = [getattr(o, "grad_fn", None) or getattr(o, "node", None) for o in outputs]
-    edges: dict[int, tuple[Tensor, int]] = {}
+    edges: dict[int, tuple[Any, int]] = {}
     compiled: dict[Any, list[tuple[int, Tensor]]] = {}
     # Where the backward starts at a leaf, no graph gives its gradient.
-    roots = [node.variable for node in pending if isinstance(node, AccumulateGrad)]
+    roots = [node for node in pending if isinstance(node, AccumulateGrad)]
     _count(edges, roots)
-    uncompiled = set(map(id, roots))
+    uncompiled = {id(node.variable) for node in roots}
     seen = set()
     while pending:
         node = pending.pop()
@@ -629,15 +633,15 @@ def walk(outputs: Sequence[Any], *, with_entries: bool = False) -> Reached:
         leaves = []
         for position, (following, _) in enumerate(node.next_functions):
             if isinstance(following, AccumulateGrad):
-                leaves.append((position, following.variable))
+                leaves.append((position, following))
             elif following is not None:
                 pending.append(following)
         if leaves:
             _count(edges, (leaf for _, leaf in leaves))
             if is_compiled_forward(node):
-                compiled[node] = leaves
+                compiled[node] = [(position, leaf.variable) for position, leaf in leaves]
             else:
-                uncompiled.update(id(leaf) for _, leaf in leaves)
+                uncompiled.update(id(leaf.variable) for _, leaf in leaves)
     entries = _entries(outputs, seen, compiled) if with_entries else {}
     return Reached(edges, uncompiled, compiled, seen, entries)
 
@@ -657,6 +661,7 @@ def _entries(
     return found
 
 
-def _count(edges: dict[int, tuple[Tensor, int]], leaves: Iterable[Tensor]) -> None:
-    for leaf in leaves:
-        edges[id(leaf)] = leaf, edges.get(id(leaf), (leaf, 0))[1] + 1
+def _count(edges: dict[int, tuple[Any, int]], nodes: Iterable[Any]) -> None:
+    for node in nodes:
+        leaf = id(node.variable)
+        edges[leaf] = node, edges.get(leaf, (node, 0))[1] + 1

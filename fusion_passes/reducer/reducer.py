@@ -55,6 +55,7 @@ from fusion_passes.torch_private.autograd import (
     accumulates_plainly,
     after_backward,
     backward_id,
+    hook_behind_accumulation,
     sequence_number,
     tensor_in,
 )
@@ -165,7 +166,8 @@ class Reducer:
         entered: with ``retain_graph=True``, by which outputs compiled forwards were entered since
             the last forward: indices of outputs, by autograd node.
         nodes: that accumulate gradients, by number; they keep the hooks on them.
-        hooks: handles of these, by which autograd tells the reducer of each gradient.
+        hooks: handles of these, by which autograd tells the reducer of each gradient; what autograd
+            calls is in ``callbacks``, by number.
         rounded: numbers of the parameters whose gradients of the last round were of a wider dtype
             than their bucket, and rounded to it.
         when_freed: what is called when the module is freed; ``None``: nothing.
@@ -217,6 +219,7 @@ class Reducer:
         self.entered: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
         self.nodes: dict[int, Any] = {}
         self.hooks: list[Any] = []
+        self.callbacks: dict[int, Callable[..., None]] = {}
         self.rounded: set[int] = set()
         self.when_freed: weakref.finalize[..., Any] | None = None
         self.steps = self.steps_told = 0
@@ -363,6 +366,14 @@ class Reducer:
         self.release_memory()
         if self.ddp is not None:
             setattr(self.ddp, UNFINISHED, FORGOTTEN)
+
+    def hook_behind(self, number: int, callback: Callable[..., None]) -> None:
+        """Have autograd call a function when it has accumulated a gradient. A parameter that is
+        converted to another dtype gets another node, without hooks: this is called once more."""
+        parameter = self.parameters.all[number]
+        self.nodes[number], handle = hook_behind_accumulation(parameter, callback)
+        self.hooks.append(handle)
+        self.callbacks[number] = callback
 
     # --- A backward ------------------------------------------------------------------------------
 

@@ -10,9 +10,13 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+from fusion_passes.reducer.communication import AllReduce
+from fusion_passes.reducer.reducer import Reducer
+from testing.models import fill_whole
 from testing.scenarios.features.models import MODELS
 from testing.scenarios.loop import backwards
 from testing.scenarios.run import Run
@@ -64,3 +68,100 @@ def test_a_backward_does_not_wait_for_what_was_launched_before(
     run_on_ranks: RUN, mode: str, is_disabled: bool
 ) -> None:
     run_on_ranks(2, goes_on_beside_its_launches, mode=mode, is_disabled=is_disabled)
+
+
+class Used(nn.Module):
+    """Takes one of its layers, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, takes: int) -> Tensor:
+        for layer in self.layers[:takes]:
+            x = layer(x)
+        return x
+
+
+def maps_between_buckets(takes: int) -> list[str]:
+    """What two modules on one group launch, and how often the host reads a used-parameter map."""
+    told: list[str] = []
+    launch, send_used = AllReduce.launch, Reducer._launch_used
+
+    def bucket(self: AllReduce, *args: Any) -> Any:
+        told.append("bucket")
+        return launch(self, *args)
+
+    def used(self: Reducer, now: Any) -> None:
+        told.append("map")
+        send_used(self, now)
+        assert now.used is not None
+        now.used = _Read(now.used[0], told), now.used[1]
+
+    with inductor_config.patch(ddp_fusion="concat"):
+        first, second = (
+            DistributedDataParallel(Used(), find_unused_parameters=True) for _ in range(2)
+        )
+        for step in range(2):
+            loss = first(torch.ones(1, 2), takes).sum() + second(torch.ones(1, 2), takes).sum()
+            if step:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(AllReduce, "launch", bucket)
+                    patch.setattr(Reducer, "_launch_used", used)
+                    loss.backward()
+            else:
+                loss.backward()
+    return told
+
+
+class _Read:
+    """A map that notes when it is read."""
+
+    def __init__(self, counts: Tensor, told: list[str]) -> None:
+        self.counts, self.told = counts, told
+
+    def tolist(self) -> list[int]:
+        self.told.append("read")
+        return self.counts.tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("takes", [1, 2])
+def test_the_used_map_is_launched_behind_the_last_bucket(run_on_ranks: RUN, takes: int) -> None:
+    """Before another module's buckets. The host reads it where this rank has unused parameters."""
+    reads = ["read"] * 2 if takes == 1 else []
+    for told in run_on_ranks(2, maps_between_buckets, takes=takes):
+        assert [each for each in told if each != "read"] == ["bucket", "map"] * 2
+        assert [each for each in told if each == "read"] == reads
+
+
+class Recomputed(nn.Module):
+    """Exact. All of it is in reentrant checkpointing, where no walk sees it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = fill_whole(nn.Linear(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=True)
+
+
+def in_another_order() -> None:
+    """The gradients of one module come first on rank 0, those of the other one on rank 1."""
+    models = [Recomputed(2), Recomputed(3)]
+    with inductor_config.patch(ddp_fusion="concat"):
+        ddps = [DistributedDataParallel(model) for model in models]
+        for step in range(3):
+            order = (0, 1) if dist.get_rank() == 0 else (1, 0)
+            inputs = [torch.full((1, 2 + n), 1.0 + step + dist.get_rank()) for n in range(2)]
+            for ddp in ddps:
+                ddp.zero_grad()
+            outputs = {n: ddps[n](inputs[n].requires_grad_()).sum() for n in order}
+            (outputs[0] + outputs[1]).backward()
+            for n, model in enumerate(models):
+                averaged = inputs[n].detach().expand(2 + n, 2 + n).clone()
+                dist.all_reduce(averaged, dist.ReduceOp.AVG)
+                torch.testing.assert_close(model.layer.weight.grad, averaged, rtol=0, atol=0)
+
+
+def test_modules_that_the_walk_does_not_see_launch_in_one_order(run_on_ranks: RUN) -> None:
+    run_on_ranks(2, in_another_order)

@@ -56,19 +56,24 @@ class Streams:
         self.stored: set[object] = set()
         self.launched: list[bool] = []
         self.recorded: set[int] = set()
+        self.given_back: list[bool] = []
+        self.sent: set[object] = set()
         reducer._accelerators = [torch.device("cpu")]
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: self.all[0])
         monkeypatch.setattr(Tensor, "record_stream", self._record())
         monkeypatch.setattr(Reducer, "mark_stored", self._on_another(Reducer.mark_stored))
         monkeypatch.setattr(Reducer, "accumulated", self._on_another(Reducer.accumulated))
         monkeypatch.setattr(reducer.communication, "launch", self._launch)
+        monkeypatch.setattr(Reducer, "finalize", self._on_another(Reducer.finalize))
+        monkeypatch.setattr(reducer, "_give_back", self._give_back)
 
     def _on_another(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def on_another(*args: Any, **kwargs: Any) -> Any:
             self.all.append(self.all.pop(0))
-            event = object()
-            self.all[0].past.add(event)
-            self.stored.add(event)
+            if call is not Reducer.finalize:
+                event = object()
+                self.all[0].past.add(event)
+                self.stored.add(event)
             return call(*args, **kwargs)
 
         return on_another
@@ -82,7 +87,11 @@ class Streams:
 
     def _launch(self, bucket: Bucket, memory: Tensor, name: str = "") -> Wait:
         self.launched.append(self.all[0].past >= self.stored)
+        self.sent = set(self.stored)
         return AllReduce.launch(self.communication, bucket, memory, name)
+
+    def _give_back(self, *_: Any) -> None:
+        self.given_back.append(self.all[0].past >= self.sent)
 
     communication = AllReduce(None, "gloo")
 
@@ -106,6 +115,7 @@ def test_a_launch_waits_for_the_streams_of_all_gradients(
     ddp.zero_grad()
     ddp(X).sum().backward()
     assert streams.launched == [True]
+    assert streams.given_back == [True], "the callback's stream has waited for all of them"
     assert streams.recorded
     for parameter, gradient in zip(ddp.parameters(), want, strict=True):
         assert parameter.grad is not None
