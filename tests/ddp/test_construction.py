@@ -230,7 +230,7 @@ def test_a_hook_that_cannot_be_registered_leaves_none(calls: int) -> None:
     model = two_layers()
     failing = mock.Mock(side_effect=_fails_after(calls))
     with (
-        mock.patch.object(module, "hook_behind_accumulation", failing),
+        mock.patch("fusion_passes.reducer.reducer.hook_behind_accumulation", failing),
         pytest.raises(ZeroDivisionError) as caught,
     ):
         DistributedDataParallel(model)
@@ -255,7 +255,7 @@ def test_another_group_that_fails_leaves_the_module_as_it_was() -> None:
     reducer, group = reducer_of(ddp), ddp.process_group
     failing = mock.Mock(side_effect=_fails_after(2))
     with (
-        mock.patch.object(module, "hook_behind_accumulation", failing),
+        mock.patch("fusion_passes.reducer.reducer.hook_behind_accumulation", failing),
         pytest.raises(ZeroDivisionError),
     ):
         ddp._update_process_group(dist.new_group([0, 1]))

@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes import FusionWarning
 from fusion_passes.reducer.reducer import reducer_of
-from testing.models import OUTPUTS, Exact, linear_loss
+from testing.models import OUTPUTS, Exact, fill_whole, linear_loss
 from testing.scenarios.catalog import SMALL_MB
+from testing.scenarios.loop import backwards
 from testing.scenarios.run import Run
+from testing.threads import run_at_once
 from tests.support.beside_eager import beside_eager
 
 RUN = Callable[..., list[Any]]
@@ -83,3 +88,98 @@ def test_ranks_with_other_graphs_store_in_the_same_buckets(
 ) -> None:
     for stored, gradients in run_on_ranks(2, beside_eager, train=train, flag="concat", **arguments):
         assert stored == [0, *[gradients] * 4], "in the first step there are no buckets yet"
+
+
+def _averaged_by_hand(run: Run, model: nn.Module, inputs: Tensor) -> list[Tensor]:
+    """What no reducer has a part in: this rank's gradients, averaged."""
+    gradients = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
+    averaged = [gradient.double() for gradient in gradients]
+    for gradient in averaged:
+        dist.all_reduce(gradient, dist.ReduceOp.AVG)
+    return averaged
+
+
+def in_wider_gradients(is_compiled: bool) -> None:
+    """bf16 weights that accumulate in fp32."""
+    run = Run(is_fused=is_compiled, dtype=torch.float32, device=torch.device("cpu"))
+    model = run.mlp(2).bfloat16()
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    with inductor_config.patch(ddp_fusion="concat"):
+        ddp, forward = run.compiled(model)
+        for step in range(3):
+            ddp.zero_grad()
+            inputs = run.rows(step)[0].bfloat16() * (1 + 2.0**-7 * dist.get_rank())
+            forward(inputs).sum().backward()
+            wants = _averaged_by_hand(run, model, inputs)
+            for parameter, want in zip(model.parameters(), wants, strict=True):
+                assert parameter.grad is not None
+                assert parameter.grad.dtype == torch.float32
+                torch.testing.assert_close(parameter.grad.double(), want, rtol=0, atol=0)
+        assert all(b.dtype == torch.float32 for b in reducer_of(ddp).layout.buckets)
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="torch has no grad_dtype yet")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_gradients_are_sent_in_their_own_dtype(run_on_ranks: RUN, is_compiled: bool) -> None:
+    """Eager DDP raises an error here."""
+    run_on_ranks(2, in_wider_gradients, is_compiled=is_compiled)
+
+
+def converted_after_construction(is_compiled: bool) -> None:
+    """Autograd gives each parameter a new node, which has no hooks of DDP's."""
+    run = Run(is_fused=is_compiled, dtype=torch.float32, device=torch.device("cpu"))
+    with inductor_config.patch(ddp_fusion="concat"):
+        ddp, forward = run.compiled(run.mlp(2))
+        backwards(run, ddp, forward, 2)
+        for dtype in (torch.float64, torch.bfloat16, torch.float32):
+            ddp.to(dtype)
+            for step in range(2):
+                ddp.zero_grad()
+                inputs = run.rows(step)[0].to(dtype)
+                forward(inputs).sum().backward()
+                wants = _averaged_by_hand(run, ddp.module, inputs)
+                for parameter, want in zip(ddp.parameters(), wants, strict=True):
+                    assert parameter.grad is not None
+                    assert parameter.grad.dtype == dtype
+                    torch.testing.assert_close(parameter.grad.double(), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_module_that_is_converted_is_still_averaged(run_on_ranks: RUN, is_compiled: bool) -> None:
+    """With eager DDP its gradients stay on their rank."""
+    run_on_ranks(2, converted_after_construction, is_compiled=is_compiled)
+
+
+class _Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(fill_whole(nn.Linear(2, 2)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [head(x) for head in self.heads]
+
+
+def forwards_in_threads() -> None:
+    """Sequence numbers of autograd nodes begin anew in each thread. A second backward, through
+    another forward and another output of it, is none that goes on with the first one."""
+    with inductor_config.patch(ddp_fusion="concat"):
+        ddp = DistributedDataParallel(_Heads())
+        forward = torch.compile(ddp)
+        x = torch.ones(1, 2) * (1 + dist.get_rank())
+        sum(output.sum() for output in forward(x)).backward()
+        found: list[list[Tensor]] = []
+        for _ in range(2):
+            run_at_once([lambda: found.append(forward(x))])
+        assert found[0][0].grad_fn._sequence_nr() == found[1][0].grad_fn._sequence_nr()
+        ddp.zero_grad()
+        found[0][0].sum().backward(retain_graph=True)
+        ddp.zero_grad()
+        with pytest.warns(FusionWarning, match="stay on their rank"):
+            found[1][1].sum().backward()
+        local = x.expand(2, 2)
+        assert torch.equal(ddp.module.heads[1].weight.grad, local)
+
+
+def test_a_backward_goes_on_with_forwards_of_its_own(run_on_ranks: RUN) -> None:
+    run_on_ranks(2, forwards_in_threads)
