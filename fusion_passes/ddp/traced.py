@@ -13,6 +13,7 @@ backwards and hooks tell the reducer of each gradient, and the report says why.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import traceback
 import weakref
@@ -197,9 +198,10 @@ class TracedBackwards:
         if len({reducer.group for reducer in run.taking_part}) < len(run.taking_part):
             return "several modules are averaged over the same ranks in it"
         hooked = reducers.find_hooked()
-        if any(id(r.parameters.all[n]) in hooked for r in run.taking_part for n in run.reached[r]):
-            return "a hook on an autograd node is to see a gradient of this rank"
-        return next(filter(None, (_why_not(r, run.reached[r]) for r in run.taking_part)), "")
+        parameters = (r.parameters.all[n] for r in run.taking_part for n in run.reached[r])
+        of_hooks = (hooked.get(id(parameter), "") for parameter in parameters)
+        of_modules = (_why_not(reducer, run.reached[reducer]) for reducer in run.taking_part)
+        return next(filter(None, itertools.chain(of_hooks, of_modules)), "")
 
     def _compile(self, traced: fx.GraphModule) -> Callable[..., Any]:
         """Compile the graph of a traced backward, or run it as it is: then hooks run one by one."""

@@ -22,6 +22,7 @@ from fusion_passes.reducer.copies import (
     BESIDE,
     CREATES_GRAPH,
     HOOKED,
+    HOOKS_UNKNOWN,
     NODE_HOOKED,
     NOT_COMPILED,
     SEVERAL,
@@ -37,6 +38,7 @@ from fusion_passes.torch_private.autograd import (
     backward_id,
     hooks_on_node,
     register_unless_asked,
+    registers_hooks,
     running_node,
     sequence_number,
 )
@@ -228,7 +230,8 @@ class Reducers:
     _all: weakref.WeakValueDictionary[int, Reducer] = field(
         default_factory=weakref.WeakValueDictionary
     )
-    _hooked: frozenset[int] | None = None
+    _hooked: Mapping[int, str] | None = None
+    _hooked_by: object = None
 
     def __len__(self) -> int:
         return len(self._all)
@@ -335,19 +338,21 @@ class Reducers:
                 reducer.entered |= found.entries
         return nodes
 
-    def find_hooked(self) -> frozenset[int]:
-        """The parameters on whose autograd nodes somebody else has hooks, by id."""
-        if self._hooked is not None:
+    def find_hooked(self) -> Mapping[int, str]:
+        """The parameters on whose autograd nodes somebody else has hooks, or may have some, by id,
+        each with which of the two it is, for the report."""
+        if self._hooked is not None and self._hooked_by is registers_hooks():
             return self._hooked
-        found, owners = set(), self.owners()
+        found, owners = dict[int, str](), self.owners()
         for reducer in self.alive():
             for number, node in reducer.nodes.items():
                 parameter = reducer.parameters.all[number]
-                if hooks_on_node(node) != (0, len(owners[id(parameter)])):
+                hooks = hooks_on_node(node)
+                if hooks != (0, len(owners[id(parameter)])):
                     refuse_optimizer(reducer.parameters.names[number], parameter)
-                    found.add(id(parameter))
-        self._hooked = frozenset(found)
-        return self._hooked
+                    found[id(parameter)] = NODE_HOOKED if hooks else HOOKS_UNKNOWN
+        self._hooked, self._hooked_by = found, registers_hooks()
+        return found
 
     def _reached(
         self, run: RunningBackward, found: Reached, expecting: Collection[Reducer], why: str
@@ -381,14 +386,15 @@ class Reducers:
             return SHARED
         if id(leaf) in found.uncompiled:
             return NOT_COMPILED if count == 1 else SEVERAL
-        if id(leaf) in self.find_hooked():
-            return NODE_HOOKED
-        return "" if accumulates_plainly(leaf) else HOOKED
+        hooked = self.find_hooked().get(id(leaf), "")
+        return hooked if hooked or accumulates_plainly(leaf) else HOOKED
 
     def may_be_hooked(self, parameter: Tensor) -> bool:
-        """Whether somebody else may have a hook on a parameter's autograd node. Where nobody has
-        asked since the last one was registered, or the flag is unset, it may be."""
-        return self._hooked is None or id(parameter) in self._hooked
+        """Whether somebody else may have a hook on a parameter's autograd node: also if nobody has
+        asked since the last hook was registered, or since the registration was replaced."""
+        if self._hooked is None or self._hooked_by is not registers_hooks():
+            return True
+        return id(parameter) in self._hooked
 
     def forget_hooks(self) -> None:
         """Ask all nodes again which hooks they have: one may have been registered."""

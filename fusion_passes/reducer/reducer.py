@@ -488,12 +488,14 @@ class Reducer:
             self.rebuild_buckets()
 
     def end_unseen_backward(self) -> None:
-        """As :meth:`end_backward`, of a backward that nobody has walked, since the flag is unset:
-        what has not come by its end is unused."""
+        """As :meth:`end_backward`, of a backward that nobody has walked: what has not come by its
+        end is unused."""
         now = self._round
-        if now is not None and now.sends_used:
-            now.unused, now.marked_unused = self._missing(now), False
-            self._mark_unused(now)
+        if now is not None:
+            now.copies.is_unseen = True
+            if now.sends_used:
+                now.unused, now.marked_unused = self._missing(now), False
+                self._mark_unused(now)
         self.end_backward()
 
     def _missing(self, now: Round) -> set[int]:
