@@ -217,6 +217,7 @@ class Reducers:
         on_local: called with a module's name when a gradient has stayed on its rank.
         on_averaged: called with each backward that has averaged modules.
         on_unowned: called with the tensors that such a backward reaches, and no reducer has.
+        on_change: called when there is a reducer more, or one less.
         version: how often a reducer was added.
     """
 
@@ -226,6 +227,7 @@ class Reducers:
     on_local: Callable[[str], None] = lambda _: None
     on_averaged: OnAveraged = lambda _, __, ___: None
     on_unowned: Callable[[Sequence[Tensor]], None] = lambda _: None
+    on_change: Callable[[], None] = lambda: None
     version: int = 0
     _all: weakref.WeakValueDictionary[int, Reducer] = field(
         default_factory=weakref.WeakValueDictionary
@@ -244,6 +246,8 @@ class Reducers:
         self.version += 1
         self._name_all()
         self.forget_hooks()
+        weakref.finalize(reducer, self.on_change).atexit = False
+        self.on_change()
 
     def _name_all(self) -> None:
         """Tell modules with one label apart: labels are counted on each group."""
@@ -256,6 +260,7 @@ class Reducers:
 
     def discard(self, reducer: Reducer) -> None:
         self._all.pop(id(reducer), None)
+        self.on_change()
 
     def alive(self) -> list[Reducer]:
         """In the order of their construction."""
@@ -457,9 +462,9 @@ class Reducers:
         """Forget all reducers."""
         for reducer in self.alive():
             reducer.forget()
-        told = self.on_local, self.on_averaged, self.on_unowned, self.run_engine
-        vars(self).update(vars(Reducers()))
-        self.on_local, self.on_averaged, self.on_unowned, self.run_engine = told
+        given = ("on_local", "on_averaged", "on_unowned", "on_change", "run_engine")
+        vars(self).update(vars(Reducers()) | {name: getattr(self, name) for name in given})
+        self.on_change()
 
 
 def _put_in_order(taking_part: Sequence[Reducer]) -> None:
