@@ -115,7 +115,8 @@ def run_on_ranks(pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
 
 @pytest.fixture(autouse=True)
 def _leaves_torch_as_it_was() -> Iterator[None]:
-    """The flag is off after a test, and with it everything that it switches on.
+    """The flag is off after a test, and what it and managed modules have changed in torch can be
+    put back, whoever still holds a module.
 
     Each test begins as in a new process: the package has forgotten what tests before it have done.
     """
@@ -132,6 +133,7 @@ def _leaves_torch_as_it_was() -> Iterator[None]:
     flag = torch._inductor.config.ddp_fusion
     torch._inductor.config.ddp_fusion = None  # The next test starts without it in any case.
     assert flag is None, f"the test left ddp_fusion = {flag!r}"
+    process_state.reset()
     for what, before in replaced.items():
         assert getattr(*owner_of_name(what)) is before, f"the test left {what} replaced"
     changed = settings.restore()

@@ -38,6 +38,7 @@ SOURCES: Final = {
     "_dynamo_dynamic_indices": "torch._dynamo.decorators",
     "_dynamo_weak_dynamic_indices": "torch._dynamo.decorators",
     "_forward_cls": "torch.autograd.function",
+    "_fuse_ddp_communication": "torch._inductor.config",
     "_in_backward_optimizers": "torch.distributed.optim.apply_optimizer_in_backward",
     "_split_size": "torch._inductor.ir",
     "_st_info": "torch.distributed.tensor.parallel.ddp",

@@ -13,6 +13,7 @@ backwards and hooks tell the reducer of each gradient, and the report says why.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import traceback
 import weakref
@@ -23,6 +24,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx, nn
 
+from fusion_passes.config import FusionConfig
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.plan.buckets import ModuleBuckets
 from fusion_passes.reducer.backward import RunningBackward, reducers, walk
@@ -32,6 +34,7 @@ from fusion_passes.reductions.owners import Owner
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.dynamo import (
+    clear_backward_cache,
     in_one_graph,
     is_error_of_a_compile,
     traces_backwards,
@@ -56,6 +59,7 @@ class TracedModules:
     parameter 5."""
 
     _reducers: dict[str, weakref.ref[Reducer]] = field(default_factory=dict)
+    _has_forgotten: bool = False
 
     def note(self, name: str, reducer: Reducer) -> None:
         """Let a module's names stand for its process group, as long as it is there."""
@@ -65,6 +69,11 @@ class TracedModules:
         names = [name, *(f"{name}#{number}" for number in reducer.numbers)]
         if known is not None:
             self._forget(name, known, names)
+        if self._has_forgotten:
+            # Compiled autograd knows its graphs by their autograd nodes and the names in their
+            # hooks: another module may get a name, on a group that is made anew.
+            clear_backward_cache()
+            self._has_forgotten = False
         reference = self._reducers[name] = weakref.ref(reducer)
         for each in names:
             register_process_group(each, reducer.group)
@@ -74,6 +83,7 @@ class TracedModules:
         if self._reducers.get(name) is not reference:
             return  # Another one has the name.
         del self._reducers[name]
+        self._has_forgotten = True
         if torch.distributed.is_initialized():  # Else destroying the groups has removed them.
             for each in names:
                 unregister_process_group(each)
@@ -120,6 +130,7 @@ class TracedModules:
 
     def reset(self) -> None:
         self._reducers.clear()
+        self._has_forgotten = True
 
 
 traced_modules: Final = process_state.keep(
@@ -146,11 +157,12 @@ class TracedBackwards:
 
     Attributes:
         options: those of Inductor in the last compile of a forward of a managed module.
-        is_in_graph: whether the graph of a traced backward is being compiled, or runs.
+        config: the options of the modules whose traced backward is one graph, while that is being
+            compiled or runs; else ``None``.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    is_in_graph: bool = False
+    config: FusionConfig | None = None
     _run: RunningBackward | None = None
     _threads: set[int] = field(default_factory=set)
     _capturing: threading.RLock = field(default_factory=threading.RLock)
@@ -196,10 +208,13 @@ class TracedBackwards:
             return "it reaches parameters that are not trained under ddp_fusion"
         if len({reducer.group for reducer in run.taking_part}) < len(run.taking_part):
             return "several modules are averaged over the same ranks in it"
+        if len({reducer.config.mode for reducer in run.taking_part}) > 1:
+            return "its modules were constructed with other modes of ddp_fusion each"
         hooked = reducers.find_hooked()
-        if any(id(r.parameters.all[n]) in hooked for r in run.taking_part for n in run.reached[r]):
-            return "a hook on an autograd node is to see a gradient of this rank"
-        return next(filter(None, (_why_not(r, run.reached[r]) for r in run.taking_part)), "")
+        parameters = (r.parameters.all[n] for r in run.taking_part for n in run.reached[r])
+        of_hooks = (hooked.get(id(parameter), "") for parameter in parameters)
+        of_modules = (_why_not(reducer, run.reached[reducer]) for reducer in run.taking_part)
+        return next(filter(None, itertools.chain(of_hooks, of_modules)), "")
 
     def _compile(self, traced: fx.GraphModule) -> Callable[..., Any]:
         """Compile the graph of a traced backward, or run it as it is: then hooks run one by one."""
@@ -215,7 +230,7 @@ class TracedBackwards:
             running.has_entered_graph = True
             if not why:
                 try:
-                    with self._running(), weak_marks(inputs):
+                    with self._running(running), weak_marks(inputs):
                         result = compiled(inputs, *arguments)
                 except Exception as error:
                     raised = _raised_in(traced, error)
@@ -230,21 +245,22 @@ class TracedBackwards:
                     # Not where Dynamo has run it as it is, as it may be told to.
                     running.is_traced = not any(r.has_begun for r in running.taking_part)
                     return result
-            with self._running():
+            with self._running(running):
                 return traced.forward(inputs, *arguments)
 
         return run
 
     @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
-        """Around the run of a graph: compiled autograd is off, and other threads may go on."""
+    def _running(self, run: RunningBackward) -> Iterator[None]:
+        """Around the run of a backward's graph: compiled autograd is off, and other threads may go
+        on."""
         self._capturing.release()
-        self.is_in_graph = True
+        self.config = run.taking_part[0].config
         try:
             with in_one_graph():
                 yield
         finally:
-            self.is_in_graph = False
+            self.config = None
             self._capturing.acquire()
 
     def reset(self) -> None:

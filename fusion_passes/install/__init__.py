@@ -1,1 +1,1 @@
-"""What is changed in torch while the flag is set, and how it is undone."""
+"""What is changed in torch, from when to when, and how it is undone."""

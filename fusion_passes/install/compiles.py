@@ -1,6 +1,7 @@
-"""What is different in Inductor's compiles under the flag: the backward that is compiled with a
-forward stores the gradients of managed modules in buckets, and a backward that compiled autograd
-has traced has its gradient reductions fused. Each by a pass among Inductor's post-grad passes."""
+"""What is different in Inductor's compiles while a managed module is there: the backward that is
+compiled with a forward stores the gradients of managed modules in buckets, and a backward that
+compiled autograd has traced has its gradient reductions fused. Each by a pass among Inductor's
+post-grad passes. Both follow the options of the modules, and not what the flag is meanwhile."""
 
 from __future__ import annotations
 
@@ -16,7 +17,6 @@ from torch import Tensor, fx
 
 from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.traced import traced_backwards, traced_modules
-from fusion_passes.flag import active_config
 from fusion_passes.graph.operators import give_own_memory
 from fusion_passes.graph.text import graph_text
 from fusion_passes.lowering.pack import register_lowerings
@@ -32,7 +32,12 @@ from fusion_passes.state import process_state
 from fusion_passes.torch_private import CustomGraphPass, inductor_config
 from fusion_passes.torch_private.autograd import gradient_dtype, is_tensor_subclass
 from fusion_passes.torch_private.dynamo import is_compiling_backward
-from fusion_passes.torch_private.inductor import donates_buffers, run_observed, trace_artifact
+from fusion_passes.torch_private.inductor import (
+    WITHOUT_TORCHS_FUSION,
+    donates_buffers,
+    run_observed,
+    trace_artifact,
+)
 from fusion_passes.torch_private.older_torch import PassChain, takes_one_pass
 from fusion_passes.version import __version__
 
@@ -52,11 +57,11 @@ def compile_graph(
     backward with :class:`FusePass`, a forward that reads parameters of managed modules with
     :class:`StorePass`. The parameters among the inputs are the module's own."""
     options = {**compiler.config, **(kwargs.get("config_patches") or {})}
-    config, is_backward = active_config(), is_compiling_backward()
-    if traced_backwards.is_in_graph and config is not None:
+    config = traced_backwards.config
+    if config is not None:
         _check_passes_run(options)
-        compiler = _with_pass(compiler, options, FusePass(config))
-    is_forward = config is not None and not is_backward and torch.is_grad_enabled()
+        compiler = _with_pass(compiler, options, FusePass(config), **WITHOUT_TORCHS_FUSION)
+    is_forward = not is_compiling_backward() and torch.is_grad_enabled()
     if is_forward and compiles_usually(options):
         stores = stores_of_forward(model.graph, inputs)
         if stores is not None:
@@ -68,8 +73,11 @@ def compile_graph(
 # --- Options of a compile ------------------------------------------------------------------------
 
 
-def _with_pass(compiler: Any, options: Mapping[str, Any], added: CustomGraphPass) -> Any:
-    """The backend as it is, but with a pass behind those that users have given it."""
+def _with_pass(
+    compiler: Any, options: Mapping[str, Any], added: CustomGraphPass, **more: Any
+) -> Any:
+    """The backend as it is, but with a pass behind those that users have given it, and with more
+    options."""
     given = _value_of(SLOT, options)
     if isinstance(given, PassChain):
         passes = [*given.passes, added]
@@ -79,7 +87,7 @@ def _with_pass(compiler: Any, options: Mapping[str, Any], added: CustomGraphPass
         passes = [added] if given is None else [given, added]
     several = PassChain(passes) if takes_one_pass() else passes
     changed = copy.copy(compiler)
-    changed.config = {**compiler.config, SLOT: several if len(passes) > 1 else added}
+    changed.config = {**compiler.config, SLOT: several if len(passes) > 1 else added, **more}
     return changed
 
 
@@ -128,7 +136,8 @@ class FusePass(CustomGraphPass):
         """Identity of what this pass does to a graph, for the key of the FX graph cache. That does
         not hold whether a backward may overwrite what its forward has saved (torch 2.11 to 2.14),
         so this does."""
-        state = [__version__, source_hash(), self._config, donates_buffers(), self._modules]
+        mode = self._config.mode
+        state = [__version__, source_hash(), mode, donates_buffers(), self._modules]
         return hashlib.sha256(repr(state).encode()).hexdigest()
 
 

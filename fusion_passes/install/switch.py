@@ -1,6 +1,6 @@
-"""Follows the flag: while it is set, changes in torch what the fusion needs. Unsetting it puts
-everything back. ``docs/patches.md`` has all that the package changes in torch, here and elsewhere.
-"""
+"""Changes in torch what the fusion needs, and puts it back: what constructing a module needs while
+the flag is set; what training managed modules needs while the flag is set or one of them is there.
+``docs/patches.md`` has all that the package changes in torch, here and elsewhere."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ from fusion_passes.reporting.warnings import (
 )
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import inductor_config, owner_of_name
-from fusion_passes.torch_private.autograd import backward_id
-from fusion_passes.torch_private.dynamo import clear_backward_cache, is_compiling_graph
+from fusion_passes.torch_private.autograd import HOOKS_ON_NODES, backward_id
+from fusion_passes.torch_private.dynamo import is_compiling_graph
+from fusion_passes.torch_private.inductor import WITHOUT_TORCHS_FUSION
 
 _DDP: Final = "torch.nn.parallel.DistributedDataParallel"
 
 replaced: Final = process_state.keep(
     dict[str, object](),
-    "the functions of torch that the flag has replaced, by name: once it is unset, they must be "
-    "there again",
+    "the functions of torch that were replaced, by name: once the flag is unset and no managed "
+    "module is left, they must be there again",
     Lifetime.PROCESS,
     reset=dict.clear,
 )
@@ -49,6 +50,7 @@ def install_flag() -> None:
     reducers.on_unowned = warn_not_reduced
     reducers.on_averaged = _note_averaged
     reducers.run_engine = traced_backwards.run_engine
+    reducers.on_change = _installation.update
     add_flag(lambda: _installation.follow(active_config()), _warn_of_option)
 
 
@@ -70,25 +72,30 @@ def _warn_of_option() -> None:
 
 
 class _Installation:
-    """What is switched on while the flag is set, and how to switch it off again."""
+    """What is changed in torch now, and how to undo it."""
 
     def __init__(self) -> None:
-        self._config: FusionConfig | None = None
-        self._undo: contextlib.ExitStack | None = None
+        self._is_set = False
+        self._undo: dict[Callable[[contextlib.ExitStack], None], contextlib.ExitStack] = {}
 
     def follow(self, config: FusionConfig | None) -> None:
-        """Make torch what it must be with these options; ``None`` where the flag is off."""
-        if config == self._config:
-            return
-        if config is not None and self._undo is None:
-            self._switch_on()
-        elif config is None and self._undo is not None:
-            undo, self._undo = self._undo, None
-            undo.close()
-        self._config = config
-        # Compiled autograd knows its graphs by the autograd nodes alone: without this, a backward
-        # that was compiled under the flag's old value would go on running.
-        clear_backward_cache()
+        """The flag has these options now; ``None`` where it is off."""
+        self._is_set = config is not None
+        self.update()
+
+    def update(self) -> None:
+        """Make torch what the flag and the managed modules need. The collector may call this, in
+        any thread, when a module is freed: the flag is what was set last, wherever that was."""
+        self._switch(_for_flag, is_on=self._is_set)
+        self._switch(_for_modules, is_on=self._is_set or bool(reducers.alive()))
+
+    def _switch(self, change: Callable[[contextlib.ExitStack], None], *, is_on: bool) -> None:
+        if is_on and change not in self._undo:
+            with contextlib.ExitStack() as undo:
+                change(undo)
+                self._undo[change] = undo.pop_all()
+        elif not is_on:
+            self._undo.pop(change, contextlib.ExitStack()).close()
 
     def reset(self) -> None:
         """Undo all, before anything else is forgotten, unless something runs that needs it."""
@@ -97,29 +104,34 @@ class _Installation:
                 "fusion_passes cannot be reset while a backward runs or a graph is being compiled: "
                 "its gradients would be lost. Reset it between two steps."
             )
-        self.follow(None)
+        self._is_set = False
+        for change in (_for_modules, _for_flag):
+            self._switch(change, is_on=False)
 
-    def _switch_on(self) -> None:
-        with contextlib.ExitStack() as undo:
-            # The module gets DDP's Python reducer, whose hooks the package's take the place of.
-            _wrap(undo, f"{_DDP}.__init__", construct)
-            # Each forward with DDP's own reducer comes through it: a module that was constructed
-            # too early is warned about.
-            _wrap(undo, f"{_DDP}._inside_ddp_forward", enter_forward)
-            # Tensor.backward and torch.autograd.backward come through it, which is one function
-            # with a name in two modules: reducers prepare for backwards that reach parameters.
-            for module in ("torch.autograd", "torch.autograd.graph"):
-                _wrap(undo, f"{module}._engine_run_backward", reducers.run)
-            # Each graph that torch.compile gives to Inductor comes through it.
-            _wrap(undo, "torch._TorchCompileInductorWrapper.__call__", compile_graph)
-            # Hooks on autograd nodes come through it, of which torch tells nobody: those on the
-            # nodes that accumulate gradients must see these before they are averaged.
-            reducers.forget_hooks()
-            undo.callback(reducers.forget_hooks)
-            _wrap(undo, "torch.autograd.function._HookMixin._register_hook", register_on_node)
-            # Torch's own fusion would fuse the same gradients.
-            undo.enter_context(inductor_config.patch(_fuse_ddp_communication=False))
-            self._undo = undo.pop_all()
+
+def _for_flag(undo: contextlib.ExitStack) -> None:
+    """Change what a module that is constructed now needs."""
+    # The module gets DDP's Python reducer, whose hooks the package's take the place of.
+    _wrap(undo, f"{_DDP}.__init__", construct)
+    # Each forward with DDP's own reducer comes through it: a module that was constructed too early
+    # is warned about.
+    _wrap(undo, f"{_DDP}._inside_ddp_forward", enter_forward)
+    # Torch's own fusion would fuse the same gradients.
+    undo.enter_context(inductor_config.patch(**WITHOUT_TORCHS_FUSION))
+
+
+def _for_modules(undo: contextlib.ExitStack) -> None:
+    """Change what compiling and training managed modules needs. It leaves all other modules, and
+    what is compiled of them, as they are."""
+    # Tensor.backward and torch.autograd.backward come through it, which is one function with a name
+    # in two modules: reducers prepare for backwards that reach parameters.
+    for module in ("torch.autograd", "torch.autograd.graph"):
+        _wrap(undo, f"{module}._engine_run_backward", reducers.run)
+    # Each graph that torch.compile gives to Inductor comes through it.
+    _wrap(undo, "torch._TorchCompileInductorWrapper.__call__", compile_graph)
+    # Hooks on autograd nodes come through it, of which torch tells nobody: those on the nodes that
+    # accumulate gradients must see these before they are averaged.
+    _wrap(undo, HOOKS_ON_NODES, register_on_node)
 
 
 def _wrap(undo: contextlib.ExitStack, what: str, replacement: Callable[..., Any]) -> None:
@@ -154,7 +166,7 @@ def _wrap(undo: contextlib.ExitStack, what: str, replacement: Callable[..., Any]
 
 _installation: Final = process_state.keep(
     _Installation(),
-    "how to undo what the flag has changed",
+    "how to undo what is changed in torch",
     Lifetime.PROCESS,
     reset=_Installation.reset,
 )

@@ -23,6 +23,8 @@ from fusion_passes.reducer.copies import (
     ANOMALY,
     BESIDE,
     CREATES_GRAPH,
+    HOOKS_UNKNOWN,
+    NODE_HOOKED,
     NOT_COMPILED,
     RENUMBERED,
     SEVERAL,
@@ -38,6 +40,7 @@ from fusion_passes.torch_private.autograd import (
     backward_id,
     hooks_on_node,
     register_unless_asked,
+    registers_hooks,
     running_node,
 )
 from fusion_passes.torch_private.ddp import has_optimizer_in_backward
@@ -241,6 +244,7 @@ class Reducers:
         on_rounded: called with a module whose gradients were rounded to the dtype of their buckets.
         on_averaged: called with each backward that has averaged modules.
         on_unowned: called with the tensors that such a backward reaches, and no reducer has.
+        on_change: called when there is a reducer more, or one less.
         version: how often a reducer was added.
     """
 
@@ -251,11 +255,13 @@ class Reducers:
     on_rounded: Callable[[Reducer], None] = lambda _: None
     on_averaged: OnAveraged = lambda _, __, ___: None
     on_unowned: Callable[[Sequence[Tensor]], None] = lambda _: None
+    on_change: Callable[[], None] = lambda: None
     version: int = 0
     _all: weakref.WeakValueDictionary[int, Reducer] = field(
         default_factory=weakref.WeakValueDictionary
     )
-    _hooked: frozenset[int] | None = None
+    _hooked: Mapping[int, str] | None = None
+    _hooked_by: object = None
 
     def __len__(self) -> int:
         return len(self._all)
@@ -264,10 +270,12 @@ class Reducers:
         """Have a reducer take part in backwards, until it is freed."""
         self._all[id(reducer)] = reducer
         reducer.on_unseen = self.take
-        reducer.is_hooked = self.is_hooked
+        reducer.why_hooked = self.why_hooked
         self.version += 1
         self._name_all()
         self.forget_hooks()
+        weakref.finalize(reducer, self.on_change).atexit = False
+        self.on_change()
 
     def _name_all(self) -> None:
         """Tell modules with one label apart: labels are counted on each group."""
@@ -280,6 +288,7 @@ class Reducers:
 
     def discard(self, reducer: Reducer) -> None:
         self._all.pop(id(reducer), None)
+        self.on_change()
 
     def alive(self) -> list[Reducer]:
         """In the order of their construction."""
@@ -379,19 +388,21 @@ class Reducers:
                     reducer.entered.setdefault(node, set()).update(numbers)
         return nodes
 
-    def find_hooked(self) -> frozenset[int]:
-        """The parameters on whose autograd nodes somebody else has hooks, by id."""
-        if self._hooked is not None:
+    def find_hooked(self) -> Mapping[int, str]:
+        """The parameters on whose autograd nodes somebody else has hooks, or may have some, by id,
+        each with which of the two it is, for the report."""
+        if self._hooked is not None and self._hooked_by is registers_hooks():
             return self._hooked
-        found, owners = set(), self.owners()
+        found, owners = dict[int, str](), self.owners()
         for reducer in self.alive():
             for number, node in reducer.nodes.items():
                 parameter = reducer.parameters.all[number]
-                if hooks_on_node(node) != (0, len(owners[id(parameter)])):
+                why = _in_words(hooks_on_node(node), len(owners[id(parameter)]))
+                if why:
                     refuse_optimizer(reducer.parameters.names[number], parameter)
-                    found.add(id(parameter))
-        self._hooked = frozenset(found)
-        return self._hooked
+                    found[id(parameter)] = why
+        self._hooked, self._hooked_by = found, registers_hooks()
+        return found
 
     def _reached(
         self, run: RunningBackward, found: Reached, expecting: Collection[Reducer], why: str
@@ -430,13 +441,14 @@ class Reducers:
             return NOT_COMPILED if count == 1 else SEVERAL
         return ""
 
-    def is_hooked(self, reducer: Reducer, number: int) -> bool:
-        """Whether somebody else has a hook on the autograd node of a parameter."""
+    def why_hooked(self, reducer: Reducer, number: int) -> str:
+        """That somebody else has hooks on the autograd node of a parameter, or may have some, in
+        words for the report; empty if nobody has."""
         parameter = reducer.parameters.all[number]
-        if self._hooked is not None:
-            return id(parameter) in self._hooked
+        if self._hooked is not None and self._hooked_by is registers_hooks():
+            return self._hooked.get(id(parameter), "")
         owners = [r for r in self.alive() if any(p is parameter for p in r.parameters.all)]
-        return hooks_on_node(reducer.nodes[number]) != (0, len(owners))
+        return _in_words(hooks_on_node(reducer.nodes[number]), len(owners))
 
     def forget_hooks(self) -> None:
         """Ask all nodes again which hooks they have: one may have been registered."""
@@ -503,14 +515,17 @@ class Reducers:
         """Forget all reducers."""
         for reducer in self.alive():
             reducer.forget()
-        new = Reducers(
-            on_local=self.on_local,
-            on_rounded=self.on_rounded,
-            on_averaged=self.on_averaged,
-            on_unowned=self.on_unowned,
-            run_engine=self.run_engine,
-        )
-        vars(self).update(vars(new))
+        given = [name for name in vars(self) if name.startswith("on_")]
+        given.append("run_engine")
+        vars(self).update(vars(Reducers()) | {name: getattr(self, name) for name in given})
+        self.on_change()
+
+
+def _in_words(hooks: tuple[int, int] | None, num_owners: int) -> str:
+    """What hooks there are on a node that as many reducers have one on; empty if no others."""
+    if hooks == (0, num_owners):
+        return ""
+    return NODE_HOOKED if hooks else HOOKS_UNKNOWN
 
 
 def _put_in_order(taking_part: Sequence[Reducer]) -> None:

@@ -17,6 +17,10 @@ SEVERAL: Final = (
 )
 HOOKED: Final = "a hook of yours on the parameter is to see it"
 NODE_HOOKED: Final = "a hook of yours on the parameter's autograd node is to see it"
+HOOKS_UNKNOWN: Final = (
+    "a hook on the parameter's autograd node may have to see it: something has replaced "
+    "torch.autograd.function._HookMixin._register_hook, which tells of such hooks"
+)
 CREATES_GRAPH: Final = "the backward was called with create_graph=True"
 ANOMALY: Final = "torch.autograd.detect_anomaly looks at each gradient of this rank"
 SOME_INPUTS: Final = "the backward was called with inputs="
@@ -34,6 +38,10 @@ CONVERTED: Final = "the parameter had another dtype when DistributedDataParallel
 UNALIGNED: Final = "its place in the bucket is not aligned as generated code needs it"
 SPARSE: Final = "it is sparse, and is sent as rows"
 INNER: Final = "it comes from a backward inside of another one, as of reentrant checkpointing"
+UNSEEN: Final = (
+    "its backward was not started by torch.autograd.backward, or something has replaced "
+    "torch.autograd.graph._engine_run_backward"
+)
 UNUSED: Final = "nothing on this rank has used the parameter in this step"
 NOT_STORED: Final = (
     "its compiled backward does not store it: its size is symbolic, its shape or dtype is another "
@@ -56,6 +64,7 @@ class Copies:
         in_graphs: those that a compiled backward copies to their places, and a reason for each,
             with ``|`` between them.
         is_first: whether the buckets were not rebuilt yet.
+        is_unseen: whether the package was not called when the backward began.
     """
 
     stored: set[int] = field(default_factory=set)
@@ -64,6 +73,7 @@ class Copies:
     unused: Collection[int] = ()
     in_graphs: list[tuple[Sequence[int], str]] = field(default_factory=list)
     is_first: bool = False
+    is_unseen: bool = False
 
     def refuse(self, numbers: Iterable[int], why: str) -> None:
         """Note why a graph is given no memory for some gradients."""
@@ -88,7 +98,7 @@ class Copies:
             if number in self.unused:
                 return UNUSED
             if number not in reached:
-                return INNER
+                return UNSEEN if self.is_unseen else INNER
             return reached[number] or self.refused.get(number, NOT_STORED)
 
         found = {number: why(number) for number in kinds}

@@ -173,7 +173,8 @@ class Reducer:
         when_freed: what is called when the module is freed; ``None``: nothing.
         steps: how many rounds have ended; ``steps_told``: of how many the report knows.
         on_unseen: called when a gradient comes, and no backward is known that reaches the module.
-        is_hooked: whether somebody else has a hook on the autograd node of a parameter, by number.
+        why_hooked: that somebody else has hooks on the autograd node of a parameter, by number, or
+            may have some, in words for the report; empty if nobody has.
         copies: how gradients have come into their buckets in the last round.
         registered: the memory of its buckets that NCCL has registered; ``None``: each round has its
             own, which is freed with the last gradient in it.
@@ -224,7 +225,7 @@ class Reducer:
         self.when_freed: weakref.finalize[..., Any] | None = None
         self.steps = self.steps_told = 0
         self.on_unseen: Callable[[Reducer], None] = lambda _: None
-        self.is_hooked: Callable[[Reducer, int], bool] = lambda _, __: True
+        self.why_hooked: Callable[[Reducer, int], str] = lambda _, __: NODE_HOOKED
         self.copies = Copies()
         self.name = label
         self.why_untraced = ""
@@ -582,12 +583,14 @@ class Reducer:
         self.rebuild_after_first()
 
     def end_unseen_backward(self) -> None:
-        """As :meth:`end_backward`, of a backward that nobody has walked, since the flag is unset:
-        what has not come by its end is unused."""
+        """As :meth:`end_backward`, of a backward that nobody has walked: what has not come by its
+        end is unused."""
         now = self._round
-        if now is not None and now.sends_used:
-            now.unused, now.marked_unused = self._missing(now), False
-            self._mark_unused(now)
+        if now is not None:
+            now.copies.is_unseen = True
+            if now.sends_used:
+                now.unused, now.marked_unused = self._missing(now), False
+                self._mark_unused(now)
         self.end_backward()
 
     def _missing(self, now: Round) -> set[int]:
@@ -685,7 +688,7 @@ class Reducer:
             self._note_rounded(number, gradient.dtype)
             place.copy_(gradient)
         # What hooks behind this one read is of this rank: it stays where it is.
-        if not self.is_hooked(self, number):
+        if not self.why_hooked(self, number):
             self._replace_new(now, number)
 
     def _replace_new(self, now: Round, number: int) -> None:
@@ -970,7 +973,7 @@ class Reducer:
         """Why no graph may store a gradient now, because of hooks; empty if one may."""
         if not accumulates_plainly(self.parameters.all[number]):
             return HOOKED
-        return NODE_HOOKED if self.is_hooked(self, number) else ""
+        return self.why_hooked(self, number)
 
     def _refuse_late_hook(self, number: int) -> None:
         """Refuse a hook that was registered after a graph has marked the gradient ready, and before

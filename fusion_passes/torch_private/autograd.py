@@ -89,32 +89,42 @@ def sequence_number(node: Any) -> int:
     return node._sequence_nr()
 
 
+HOOKS_ON_NODES: Final = "torch.autograd.function._HookMixin._register_hook"
+"""The function that nodes of C++ call with their hooks, or ``None``, and with the one to be added
+to them. It is the one door to them: torch tells nobody which nodes have hooks."""
+
+
 class _Asked(Exception):  # noqa: N818 - it is an answer
     """Says which hooks a node has."""
 
 
-def _question() -> None:
+def _question(*_: object) -> None:
     """Is registered on a node, in vain: see :func:`register_unless_asked`."""
 
 
 def register_unless_asked(register: Callable[..., Any], hooks: Any, hook: Any) -> Any:
-    """Take the place of ``torch.autograd.function._HookMixin._register_hook``, which nodes of C++
-    call with their hooks, or ``None``, and with the one to be added to them: it is the one door to
-    them, since torch tells nobody which nodes have hooks."""
+    """Take the place of :data:`HOOKS_ON_NODES`."""
     if hook is _question:
         raise _Asked(len(hooks or ()))
     return register(hooks, hook)
 
 
-def hooks_on_node(node: Any) -> tuple[int, int]:
-    """How many Python hooks run before a node of C++, and after it: some microseconds. Only where
-    :func:`register_unless_asked` is in its place."""
+def registers_hooks() -> object:
+    """What :data:`HOOKS_ON_NODES` is now: another object once something has replaced it."""
+    return torch.autograd.function._HookMixin._register_hook
+
+
+def hooks_on_node(node: Any) -> tuple[int, int] | None:
+    """How many Python hooks run before a node of C++, and after it: some microseconds. ``None``
+    where something has replaced :func:`register_unless_asked`, and nobody can know."""
     counts = []
     for register in (node.register_prehook, node.register_hook):
         try:
-            register(_question)
+            register(_question).remove()
         except _Asked as answer:
             counts.append(answer.args[0])
+        else:
+            return None
     before, after = counts
     return before, after
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 
@@ -22,10 +23,16 @@ def torch_fuses_ddp() -> bool:
     return inductor_config._fuse_ddp_communication
 
 
+WITHOUT_TORCHS_FUSION: Final[Mapping[str, Any]] = MappingProxyType(
+    {"_fuse_ddp_communication": False}
+)
+"""Options of Inductor with which that is off."""
+
+
 def without_torchs_ddp_fusion() -> contextlib.AbstractContextManager[None]:
     """A context in which that is off; what is set of it meanwhile is undone at the end."""
     size = inductor_config._fuse_ddp_bucket_size
-    return inductor_config.patch(_fuse_ddp_communication=False, _fuse_ddp_bucket_size=size)
+    return inductor_config.patch(**WITHOUT_TORCHS_FUSION, _fuse_ddp_bucket_size=size)
 
 
 def run_observed(

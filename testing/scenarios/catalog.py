@@ -54,6 +54,7 @@ EACH_TORCH, NEWEST_TORCH = "each torch", "newest torch"
 """On which torches beside the usual one a check does so."""
 
 INSIDE: Options = {"style": "inside"}
+TRACED: Options = {"options": {"backward_graph": "compiled_autograd"}}
 AS_IT_IS: Options = {"style": "as it is"}
 KEPT: Options = {"zero": "kept"}
 ADDED: Options = {"zero": "never"}
@@ -158,6 +159,12 @@ def branches(feature: str, *checked: str, **options: Any) -> Scenario:
     return plain(feature, *checked, **{**BRANCHES, **options})
 
 
+def around_construction(feature: str, *checked: str, **options: Any) -> Scenario:
+    """A scenario whose flag is set while DDP is constructed, and no longer."""
+    target = "backwards:flag_around_construction"
+    return on_two(feature, target, *checked, **options, launches=1)
+
+
 def tensor_parallel(feature: str, *checked: str, **options: Any) -> Scenario:
     """A scenario of DDP around a tensor-parallel model, on a mesh of 2 x 2 ranks."""
     return on_ranks("tp", feature, "tensor:uneven", *checked, **options)
@@ -245,6 +252,12 @@ SCENARIOS = (
     on_two("loss-reads-parameter", "backwards:loss_that_reads_a_parameter", CONCAT),
     on_two("flag-unset", "backwards:flag_unset", CONCAT),
     on_two("another-flag", "backwards:another_flag", COALESCED),
+    around_construction("flag-around", CONCAT, EACH_TORCH),
+    around_construction("flag-around-inside", COALESCED, **INSIDE),
+    around_construction("flag-around-thread", thread=True),
+    around_construction("flag-around-traced", CONCAT, **TRACED),
+    around_construction("flag-around-traced-inside", **TRACED, **INSIDE),
+    on_two("flags", "backwards:flags_of_their_own", CONCAT, **TRACED, modes=("concat",)),
     on_two("kept-tensors", "backwards:kept_gradients", COALESCED, EACH_TORCH),
     on_two("set-meanwhile", "backwards:set_meanwhile", CONCAT),
     on_two("kept-unused", "backwards:kept_unused", CONCAT),

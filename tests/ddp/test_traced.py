@@ -3,6 +3,7 @@ that are not."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -70,6 +71,21 @@ def test_the_first_backward_is_not_traced() -> None:
     assert reasons() == [("reducer", FIRST, 1), ("compiled_autograd", "", 2)]
     (report, *_) = fusion_passes.reports()
     assert (report.collectives_before, report.collectives_after) == (4, 1)
+
+
+@inductor_config.patch(fx_graph_cache=False)
+def test_a_graph_is_not_for_a_later_module_on_a_group_of_the_same_name() -> None:
+    """Its backward looks alike, and its hooks have the same names: its buckets are others."""
+    layer_bytes = 80
+    for number, cap_mb in enumerate((layer_bytes / 2**20, 25)):
+        if number:
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        ddp = DistributedDataParallel(two_layers(), bucket_cap_mb=cap_mb)
+        train(torch.compile(ddp, dynamic=False))
+        del ddp
+        gc.collect()
+    assert [len(report.buckets) for report in fusion_passes.reports()] == [2, 2, 1, 1], "two sizes"
 
 
 @pytest.mark.each_torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch._inductor.config as inductor_config
+from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.nn.parallel import DistributedDataParallel
 
@@ -115,7 +117,7 @@ def test_what_others_have_put_around_a_replacement_stays() -> None:
     inductor.__call__ = before
 
 
-def test_what_others_have_put_around_a_replacement_works_with_the_flag_unset() -> None:
+def test_what_others_have_put_around_a_replacement_works_when_it_is_undone() -> None:
     engine, calls = torch.autograd._engine_run_backward, []
     with fake_world():
         inductor_config.ddp_fusion = "concat"
@@ -126,15 +128,17 @@ def test_what_others_have_put_around_a_replacement_works_with_the_flag_unset() -
             return ours(*args, **kwargs)
 
         torch.autograd._engine_run_backward = theirs
-        module = DistributedDataParallel(two_layers())
+        module: nn.Module = DistributedDataParallel(two_layers())
         inductor_config.ddp_fusion = None
         try:
-            module(torch.ones(2, 4)).sum().backward()
+            for number in range(2):
+                module(torch.ones(2, 4)).sum().backward()
+                assert all(parameter.grad is not None for parameter in module.parameters())
+                assert len(calls) == number + 1
+                module = two_layers()
+                gc.collect()  # The managed one: what it needs of torch is undone.
         finally:
             torch.autograd._engine_run_backward = engine
-        assert all(parameter.grad is not None for parameter in module.parameters())
-        assert len(calls) == 1
-        del module
 
 
 @pytest.mark.parametrize("given", ["for all compiles", "for one"])

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
 import torch._inductor.config as inductor_config
+import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionWarning
 from fusion_passes.ddp.module import hand_over
+from fusion_passes.state import process_state
 from fusion_passes.torch_private import owner_of_name
 from testing import fake_world
 from testing.fake_world import two_layers
@@ -50,6 +54,10 @@ def _canonical(what: str) -> str:
     return what
 
 
+OF_THE_FLAG = "While the flag is set"
+OF_MODULES = "While the flag is set, or a managed module is there"
+
+
 def test_what_the_flag_changes_is_what_is_listed() -> None:
     with inductor_config.patch(_fuse_ddp_communication=True):
         inductor_config.ddp_fusion = "concat"  # Imports what it needs.
@@ -59,12 +67,71 @@ def test_what_the_flag_changes_is_what_is_listed() -> None:
         during = contents()
         inductor_config.ddp_fusion = None
         assert changed(before, contents()) == set()
-    known = {_canonical(what) for what in listed("While the flag is set")}
+    known = {_canonical(what) for what in listed(OF_THE_FLAG) | listed(OF_MODULES)}
     assert changed(before, during, known) == known | {"torch._inductor.config.ddp_fusion"}
 
 
 DYNAMOS_MODULES = "torch._dynamo.mutation_guard.GenerationTracker.generation_values"
 """Where Dynamo notes each module that is made, once it has compiled something."""
+
+ALWAYS = {DYNAMOS_MODULES, "torch.utils.hooks.RemovableHandle.next_id"}
+"""What any module changes."""
+
+
+def _managed(model: nn.Module) -> DistributedDataParallel:
+    """A module that was constructed under the flag, which is unset now."""
+    with inductor_config.patch(ddp_fusion="concat"):
+        return DistributedDataParallel(model)
+
+
+def _freed(modules: list[DistributedDataParallel]) -> None:
+    modules.clear()
+    gc.collect()
+
+
+def _handed_over(modules: list[DistributedDataParallel]) -> None:
+    for ddp in modules:
+        hand_over(ddp, "this is tested")
+
+
+def _reset(_: object) -> None:
+    process_state.reset()
+
+
+@pytest.mark.filterwarnings("ignore::fusion_passes.FusionWarning")
+@pytest.mark.parametrize("end", [_freed, _handed_over, _reset])
+def test_what_modules_need_is_there_until_the_last_one_is_gone(
+    one_rank: None, end: Callable[[list[DistributedDataParallel]], None]
+) -> None:
+    end([_managed(two_layers())])  # Imports what it needs.
+    models = two_layers(), two_layers()
+    before = contents()
+    first, modules = ([_managed(model)] for model in models)
+    known = {_canonical(what) for what in listed(OF_MODULES)}
+    assert changed(before, contents(), known) - ALWAYS == known
+    if end is not _reset:
+        end(first)
+        assert changed(before, contents(), known) - ALWAYS == known, "the second needs it"
+    inductor_config.ddp_fusion = "concat"
+    inductor_config.ddp_fusion = None
+    assert changed(before, contents(), known) - ALWAYS == known, "the flag has gone, not the module"
+    end(modules)
+    assert changed(before, contents()) - ALWAYS == set()
+
+
+def test_a_module_on_another_group_keeps_what_modules_need(one_rank: None) -> None:
+    ddp = _managed(two_layers())
+    backward = torch.autograd._engine_run_backward
+    ddp._update_process_group(dist.new_group())
+    assert torch.autograd._engine_run_backward is not _torchs(backward)
+    del ddp
+    gc.collect()
+    assert torch.autograd._engine_run_backward is _torchs(backward)
+
+
+def _torchs(function: Any) -> Any:
+    """What the package has put its own function around."""
+    return inspect.unwrap(function)
 
 
 def test_constructing_a_module_changes_nothing_beside_it(one_rank: None) -> None:
@@ -74,7 +141,7 @@ def test_constructing_a_module_changes_nothing_beside_it(one_rank: None) -> None
     before = contents()
     ddp = DistributedDataParallel(model, bucket_cap_mb=7)
     found = changed(before, contents()) - {DYNAMOS_MODULES}
-    assert found == {"torch.utils.hooks.RemovableHandle.next_id"}
+    assert found == ALWAYS - {DYNAMOS_MODULES}
     del ddp
     inductor_config.ddp_fusion = None
 
@@ -139,6 +206,21 @@ def _undoing_what_ddp_sets() -> Iterator[None]:
         yield
     rules.LEGACY_MOD_INLINELIST.intersection_update(inlined)
     rules.get_legacy_mod_inlinelist.cache_clear()
+
+
+def test_torchs_own_fusion_goes_on_beside_a_managed_module(one_rank: None) -> None:
+    """Of a module that has torch's Python reducer, and compiled autograd, by itself."""
+    beside = _managed(two_layers())
+    options: dict[str, Any] = {"optimize_ddp": "python_reducer", "compiled_autograd": True}
+    with torch._dynamo.config.patch(**options), _undoing_what_ddp_sets():
+        theirs = DistributedDataParallel(two_layers())
+        assert inductor_config._fuse_ddp_communication
+        step = torch.compile(lambda x: theirs(x).sum().backward())
+        group: Any = theirs.process_group
+        before = group._get_sequence_number_for_group()
+        step(torch.ones(2, 4))
+        assert group._get_sequence_number_for_group() == before + 1
+    del beside
 
 
 def test_what_changes_in_a_module_is_what_is_listed(one_rank: None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ import fusion_passes
 from fusion_passes import FusionWarning
 from fusion_passes.reducer import backward, copies
 from fusion_passes.reducer.reducer import reducer_of
+from fusion_passes.torch_private.autograd import hooks_on_node
 from testing.fake_world import one_rank
 
 ALL = ("0.bias", "0.weight", "1.bias", "1.weight", "2.bias", "2.weight")
@@ -110,6 +112,37 @@ def test_a_hook_of_the_user(register: str) -> None:
     why = copies.NODE_HOOKED if register == "node" else copies.HOOKED
     assert found.pop("2.weight") == why
     assert found == {name: copies.BESIDE for name in ALL if name != "2.weight"}
+
+
+def test_hooks_on_nodes_that_nobody_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody has put torch's own registration of them back: there may be some."""
+    ddp, compiled = layers()
+    assert reasons(ddp, lambda: compiled(X).sum()) == {}
+    nodes = reducer_of(ddp).nodes.values()
+    replaced = torch.autograd.function._HookMixin._register_hook
+    torchs = staticmethod(inspect.unwrap(replaced))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd.function._HookMixin, "_register_hook", torchs)
+        seen: list[bool] = []
+        weight = ddp.module[2].weight
+        node = torch.autograd.graph.get_gradient_edge(weight).node
+        handle = node.register_hook(lambda *_: seen.append(weight.grad is not None))
+        found = reasons(ddp, lambda: compiled(X).sum())
+        assert found == dict.fromkeys(ALL, copies.HOOKS_UNKNOWN)
+        assert seen == [True] * 2
+        handle.remove()
+    assert [hooks_on_node(node) for node in nodes] == [(0, 1)] * 6, "none that asks was left"
+    assert reasons(ddp, lambda: compiled(X).sum()) == {}
+
+
+def test_a_backward_that_the_package_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody has put torch's own function back."""
+    ddp, compiled = layers()
+    torchs = inspect.unwrap(torch.autograd._engine_run_backward)
+    for module in (torch.autograd, torch.autograd.graph):
+        monkeypatch.setattr(module, "_engine_run_backward", torchs)
+    found = reasons(ddp, lambda: compiled(X).sum())
+    assert found == dict.fromkeys(ALL, copies.UNSEEN)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from fusion_passes import FusionConfig
 from testing.models import OUTPUTS, WIDTH, Branching, Exact, linear_loss
 from testing.scenarios.features.comm_hooks import HOOKS
 from testing.scenarios.features.models import MODELS
-from testing.scenarios.loop import backwards
+from testing.scenarios.loop import Style, backwards, train
 from testing.scenarios.run import Run
 
 
@@ -148,8 +149,8 @@ def loss_that_reads_a_parameter(run: Run) -> None:
 
 
 def flag_unset(run: Run) -> None:
-    """What was constructed and compiled under the flag goes on without it; also where some
-    parameters are unused, other ones on each rank."""
+    """What was constructed and compiled under the flag goes on without it, with an evaluation in
+    between; also where some parameters are unused, other ones on each rank."""
     ddp, forward = run.compiled(run.mlp(2))
     branching, branches = run.compiled(Branching(outputs=OUTPUTS), find_unused_parameters=True)
     take = "ab"[dist.get_rank() % 2]
@@ -158,6 +159,8 @@ def flag_unset(run: Run) -> None:
     with torch._inductor.config.patch(ddp_fusion=None):
         backwards(run, ddp, forward, 2, first=1)
         backwards(run, branching, branches, 2, take, first=1)
+        with torch.no_grad():
+            run.note_values(evaluated=forward(run.rows(0)[0]))
     backwards(run, ddp, forward, 1, first=3)
     backwards(run, branching, branches, 1, take, first=3)
 
@@ -171,8 +174,48 @@ def flag_unset_with_a_hook(run: Run) -> None:
         backwards(run, ddp, forward, 1, first=2)
 
 
+def flag_around_construction(run: Run, *, style: Style = "outside", thread: bool = False) -> None:
+    """The flag is unset before anything is compiled or trained, which may be in a thread that has
+    never seen it."""
+    ddp = run.ddp(run.mlp(2))
+    with torch._inductor.config.patch(ddp_fusion=None), ThreadPoolExecutor(1) as pool:
+        if thread:
+            pool.submit(train, run, ddp, style=style).result()
+        else:
+            train(run, ddp, style=style)
+
+
+def flags_of_their_own(run: Run) -> None:
+    """Each module keeps the flag that it was constructed under, and one has none: each has a
+    backward of its own, and then one reaches two of them."""
+    flags = (
+        FusionConfig(mode="coalesced"),
+        FusionConfig(scaling="bucket", bucket_cap_mb=1),
+        FusionConfig(mode="coalesced", backward_graph="compiled_autograd"),
+        FusionConfig(backward_graph="compiled_autograd"),
+        None,
+    )
+    trained = []
+    for flag in flags if run.is_fused else (None,) * len(flags):
+        with torch._inductor.config.patch(ddp_fusion=flag):
+            # Each on its own group: a traced backward has one module on each.
+            trained.append(run.compiled(run.mlp(2), process_group=dist.new_group()))
+    with torch._inductor.config.patch(ddp_fusion=None):
+        for number, (ddp, forward) in enumerate(trained):
+            backwards(run, ddp, forward, first=number)
+        for first, second in ((0, 1), (2, 3), (3, 4)):
+            pair = trained[first], trained[second]
+            for step in range(2):
+                for ddp, _ in pair:
+                    ddp.zero_grad()
+                losses = [linear_loss(forward, run.rows(step)) for _, forward in pair]
+                sum(losses[1:], losses[0]).backward()
+                for ddp, _ in pair:
+                    run.note_backward(ddp)
+
+
 def another_flag(run: Run) -> None:
-    """Another flag while it is trained: what was compiled is fused as the flag has said then."""
+    """Another flag while it is trained: it keeps the one that it was constructed under."""
     ddp, forward = run.compiled(run.mlp(2))
     backwards(run, ddp, forward, 1)
     other = FusionConfig(mode="coalesced", bucket_cap_mb=3) if run.is_fused else None
