@@ -10,16 +10,18 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import fx
 
 from fusion_passes.lowering.obstacles import (
+    box_of,
     computed_from_a_library,
     may_be_bound_anew,
     obstacle_to_storing,
+    place_of_buffer,
     reason_for_copy,
     written_by_a_library,
 )
@@ -39,13 +41,15 @@ its bandwidth (docs/gpu.md). From about this size on, a kernel of one copy is wo
 @dataclass(eq=False)
 class Memory(ABC):
     """Memory that gradients are being stored in. ``data`` is Inductor's value of it, ``gradients``
-    are those of ``nodes``."""
+    are those of ``nodes``. :meth:`fill` notes in ``sums`` the buffer, by its name, of each sum that
+    is not copied unless Inductor keeps that buffer, by the gradient's number."""
 
     data: Any
     nodes: Sequence[fx.Node]
     gradients: Sequence[Any]
     device: torch.device
     dtype: torch.dtype
+    sums: dict[int, str] = field(default_factory=dict, init=False)
 
     def fill(self, places: Sequence[tuple[int, Sequence[int]]]) -> dict[int, str]:
         """Store the gradients at these offsets and strides, in elements.
@@ -80,6 +84,8 @@ class Memory(ABC):
                 change=self.change_of(gradient),
             )
             self.note_writer(writer)
+            if number not in relaid | obstacles and may_be_bound_anew(gradient):
+                self.sums[number] = box_of(gradient).data.get_name()
             if is_grouped:
                 copying.append(writer.get_operation_name())
         if len(copying) > 1:
@@ -138,13 +144,13 @@ def store_at(
     is_stored_apart = may_be_bound_anew(gradient)
     if is_stored_apart:
         gradient.realize()
-    if isinstance(gradient.data, ir.StorageBox) and not (
-        is_copied or is_stored_apart or change is not None
-    ):
-        gradient.data.realize()
-        buffer = gradient.data.data
-        buffer.layout = ir.NonOwningLayout(view)
-        return buffer
+    if not (is_copied or is_stored_apart or change is not None):
+        whole = place_of_buffer(gradient, view)
+        if whole is not None:
+            gradient.realize()
+            buffer = box_of(gradient).data
+            buffer.layout = ir.NonOwningLayout(whole)
+            return buffer
     value = _in_order_of(view, gradient) if is_grouped else _computed_again(gradient)
     if change is not None:
         value = change(value)

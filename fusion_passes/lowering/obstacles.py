@@ -3,12 +3,20 @@ cannot."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import fx
 
 from fusion_passes.graph.collectives import data_users, without_pins
-from fusion_passes.graph.families import ITEMS, RELAYOUTS, is_library_kernel, stores_unscaled
+from fusion_passes.graph.families import (
+    COPY,
+    ITEMS,
+    RELAYOUTS,
+    VIEWS,
+    is_library_kernel,
+    stores_unscaled,
+)
 from fusion_passes.graph.operators import PACK
 from fusion_passes.torch_private.inductor import (
     graph_lowering,
@@ -23,12 +31,13 @@ def obstacle_to_storing(
 ) -> str | None:
     """Why the gradient's kernel cannot store it in its place; ``None`` if it can. ``gradient`` and
     ``place`` are Inductor's values; ``is_changed`` where it is cast or scaled as it is stored."""
-    ir = inductor_ir()
-    if not isinstance(gradient.data, ir.StorageBox):
-        base = gradient.data.unwrap_view()
-        is_computed = isinstance(base, ir.StorageBox) and isinstance(base.data, ir.Loops)
-        return None if is_computed else "it is a view of a tensor that is laid out in another way"
-    buffer = gradient.data.data
+    ir, box = inductor_ir(), box_of(gradient)
+    buffer = box.data
+    if _is_view(gradient) and isinstance(buffer, ir.Loops):
+        return None  # Its place's kernel computes it.
+    whole = place_of_buffer(gradient, place)
+    if whole is None:
+        return "it is a view of a tensor that is laid out in another way"
     if isinstance(buffer, ir.InputBuffer | ir.ConstantBuffer):
         return "it is an input of the graph"
     if _is_read_elsewhere(node):
@@ -36,16 +45,37 @@ def obstacle_to_storing(
     if is_changed:
         is_generated = isinstance(buffer, ir.Loops | ir.ComputedBuffer)
         return None if is_generated else f"{_operator(node)} neither casts nor scales its result"
-    return _layout_obstacle(node, gradient.data, place)
+    return _layout_obstacle(node, box, whole)
+
+
+def place_of_buffer(gradient: Any, place: Any) -> Any | None:
+    """Where the whole buffer that holds the gradient would lie for the gradient to lie in
+    ``place``: a view in the buffer's shape. ``None`` if the gradient views a part of its buffer, or
+    all of it in another order than that of ``place``."""
+    if not _is_view(gradient):
+        return place
+    ir, view, buffer = inductor_ir(), gradient.data, box_of(gradient).data
+    if not isinstance(view, ir.ReinterpretView) or isinstance(buffer, ir.Loops):
+        return None
+    shown, own, numel = view.layout, buffer.layout, math.prod(place.get_size())
+    is_whole = (
+        type(own) is ir.FixedLayout
+        and own.dtype == shown.dtype
+        and own.storage_size() == math.prod(own.size) == numel  # Dense, as the place is.
+        and _fits(shown, place)
+    )
+    if not is_whole:
+        return None
+    offset = place.layout.offset
+    layout = ir.FixedLayout(place.get_device(), place.get_dtype(), own.size, own.stride, offset)
+    return ir.ReinterpretView(data=place.data, layout=layout)
 
 
 def reason_for_copy(node: fx.Node, gradient: Any) -> str | None:
     """Why Inductor itself copies the gradient, on its way to the bucket: a library has given it
     another layout than it must have. That one copy stores it in its place."""
-    ir, source, box = inductor_ir(), _source(node), gradient.data
-    is_generated = isinstance(box, ir.StorageBox) and isinstance(
-        box.data, ir.Loops | ir.ComputedBuffer
-    )
+    ir, source = inductor_ir(), _source(node)
+    is_generated = isinstance(box_of(gradient).data, ir.Loops | ir.ComputedBuffer)
     if is_generated and is_library_kernel(source) and not stores_unscaled(source):
         return f"{_operator(node)} gives it in another layout"
     return None
@@ -55,13 +85,16 @@ def written_by_a_library(gradient: Any) -> bool:
     """Whether no generated kernel has written the gradient's memory. A copy from there is a kernel
     of its own; one from elsewhere becomes part of the kernel that writes there."""
     ir = inductor_ir()
-    return not isinstance(_box(gradient).data, ir.Loops | ir.ComputedBuffer)
+    return not isinstance(box_of(gradient).data, ir.Loops | ir.ComputedBuffer)
 
 
-def _box(gradient: Any) -> Any:
-    """What a gradient lies in, or what it is a view of."""
-    box = gradient.data
-    return box if isinstance(box, inductor_ir().StorageBox) else box.unwrap_view()
+def _is_view(gradient: Any) -> bool:
+    return not isinstance(gradient.data, inductor_ir().StorageBox)
+
+
+def box_of(gradient: Any) -> Any:
+    """The box of the buffer that holds the gradient, or that the gradient is a view of."""
+    return gradient.data.unwrap_view() if _is_view(gradient) else gradient.data
 
 
 def _loops(box: Any) -> Any:
@@ -72,7 +105,7 @@ def _loops(box: Any) -> Any:
 def computed_from_a_library(gradient: Any) -> bool:
     """Whether a pointwise kernel makes the gradient of what a library has written, such as a cast
     of a matrix product. There is no generated kernel that it could become part of."""
-    ir, graph, box = inductor_ir(), graph_lowering(), _box(gradient)
+    ir, graph, box = inductor_ir(), graph_lowering(), box_of(gradient)
     if not isinstance(_loops(box), ir.Pointwise):
         return False
     names = box.data.get_read_names()
@@ -86,7 +119,7 @@ def may_be_bound_anew(gradient: Any) -> bool:
     those are is decided later, by sizes that other versions of torch change."""
     if not mixes_orders(gradient.get_device()):
         return False
-    ir, graph, box = inductor_ir(), graph_lowering(), _box(gradient)
+    ir, graph, box = inductor_ir(), graph_lowering(), box_of(gradient)
     loops = _loops(box)
     if isinstance(loops, ir.Reduction):
         return True
@@ -157,8 +190,8 @@ def _operator(node: fx.Node) -> str:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """The node that computes the value: those behind it only take it out of several, or give it
-    another layout."""
-    while node.target in ITEMS | RELAYOUTS:
-        node = node.all_input_nodes[-1]
+    """The node that computes the value: the nodes behind it only take the value out of several,
+    view it, or give it another layout."""
+    while node.target in ITEMS | RELAYOUTS | VIEWS:
+        node = node.all_input_nodes[-1 if node.target is COPY else 0]  # Others are sizes.
     return without_pins(node)

@@ -5,7 +5,7 @@ behind all of them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import fx
@@ -14,12 +14,16 @@ from fusion_passes.graph.operators import STORE, split_strides
 from fusion_passes.lowering.memory import Memory
 from fusion_passes.reducer.operators import BUCKET, MARK_READY, STORE_GRADIENTS
 from fusion_passes.torch_private.inductor import (
+    give_as_code_is_written,
     graph_lowering,
     inductor_ir,
+    is_fused_away,
     last_collective,
     register_lowering,
     run_behind,
 )
+
+OWN_TENSOR: Final = "Inductor sums it in a tensor of its own, as in its mix-order reductions"
 
 OnStored: TypeAlias = Callable[[Sequence[int], Mapping[int, str]], None]
 """Receives the positions of a piece's parameters, and for each gradient that is copied, by its
@@ -44,9 +48,18 @@ def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
         copied = memory.fill(list(zip(offsets, places, strict=True)))
         on_stored(positions, copied)
         arguments: list[Any] = [list(positions)]
-        if copied:  # A graph from a cache is not lowered: it says what it copies when it runs.
-            arguments += [[positions[number] for number in copied], "|".join(copied.values())]
-        memory.call_behind(MARK_READY, *arguments)
+        sums = memory.sums
+        if reported := [*copied, *sums]:
+            # A graph from a cache is not lowered: it says what it copies when it runs.
+            arguments += [[positions[number] for number in reported], ""]
+        marked = memory.call_behind(MARK_READY, *arguments)
+
+        def why() -> str:
+            of_sums = ["" if is_fused_away(name) else OWN_TENSOR for name in sums.values()]
+            return "|".join([*copied.values(), *of_sums])
+
+        if reported:
+            give_as_code_is_written(marked, why)
 
     register_lowering(BUCKET, _lower_bucket)
     register_lowering(STORE_GRADIENTS, store)
@@ -79,16 +92,17 @@ class _ReducersMemory(Memory):
     def copy(self, values: list[Any], offsets: list[int], strides: list[int]) -> None:
         self.call_behind(STORE, values, offsets, strides)
 
-    def call_behind(self, operator: Any, *args: Any) -> None:
+    def call_behind(self, operator: Any, *args: Any) -> Any:
         """Call an operator that writes the memory, when all that was stored so far is there, and
         when the graph's own collectives before are launched: it may launch a bucket, and ranks
-        with other graphs launch in the same order."""
+        with other graphs launch in the same order. Return Inductor's operation of the call."""
         graph, ir = graph_lowering(), inductor_ir()
         collective = last_collective()
         before = [*self._writers, *([] if collective is None else [collective])]
         known = len(graph.operations)
         ir.FallbackKernel.create(operator, self._bucket, *args)
-        for operation in graph.operations[known:]:
-            if isinstance(operation, ir.FallbackKernel):
-                for item in before:
-                    run_behind(operation.get_operation_name(), buffer=item.get_name())
+        calls = [op for op in graph.operations[known:] if isinstance(op, ir.FallbackKernel)]
+        for call in calls:
+            for item in before:
+                run_behind(call.get_operation_name(), buffer=item.get_name())
+        return calls[-1]

@@ -61,8 +61,8 @@ class Copies:
             store a gradient; empty if one may.
         refused: why a graph that would store them was given no memory.
         unused: those of parameters that get none.
-        in_graphs: those that a compiled backward copies to their places, and a reason for each,
-            with ``|`` between them.
+        in_graphs: those that a compiled backward may copy to their places, and a reason for each,
+            with ``|`` between them; an empty one if it does not.
         is_first: whether the buckets were not rebuilt yet.
         is_unseen: whether the package was not called when the backward began.
     """

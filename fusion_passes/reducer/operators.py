@@ -89,6 +89,7 @@ Inductor neither frees nor reuses it before.
 Args:
     bucket: the memory.
     positions: as for :data:`BUCKET`.
-    copied: those of the positions whose gradients the graph copies to their places, for the report.
-    why: a reason for each of these, with ``|`` between them.
+    copied: those of the positions whose gradients the graph may copy to their places, for the
+        report.
+    why: a reason for each of these, with ``|`` between them; an empty one if it is not copied.
 """

@@ -463,8 +463,8 @@ class Reducer:
             is_sum: whether other graphs have given parts of them, which are added already.
             stored_apart: each gradient, ``[numel]``, to be copied to the bucket, if it was given no
                 part of that.
-            copied: numbers of those that the graph has copied to where it stores them.
-            why: a reason for each of these, with ``|`` between them.
+            copied: numbers of those that the graph may have copied to where it stores them.
+            why: a reason for each of these, with ``|`` between them; an empty one if it has not.
         """
         now = self._round
         assert now is not None, "it was given memory in this round"

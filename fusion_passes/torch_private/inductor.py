@@ -155,3 +155,21 @@ def is_split_sum(buffer: Any) -> bool:
     """Whether a buffer has the first half of a reduction that Inductor has split in two. Where it
     mixes orders, it takes what reads the buffer for the second half, and that alone."""
     return getattr(buffer, "_split_size", None) is not None
+
+
+def is_fused_away(buffer: str) -> bool:
+    """Whether a buffer, by its name, lives inside of one kernel alone, which does not store it.
+    That is known as the code of what follows is written."""
+    return buffer in graph_lowering().removed_buffers
+
+
+def give_as_code_is_written(operation: Any, last_argument: Callable[[], str]) -> None:
+    """Give a ``FallbackKernel`` a text as its last argument that depends on what Inductor has
+    fused: the lowering of the operation is too early."""
+    write = operation.codegen
+
+    def codegen(wrapper: Any) -> None:
+        operation.constant_args = [*operation.constant_args[:-1], last_argument()]
+        write(wrapper)
+
+    operation.codegen = codegen

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -195,18 +196,60 @@ fusion_passes.mark_ready_ -> A
 mm
 fusion_passes.bucket
 mm -> B[0:256]
-generated -> B[256:272]
 aten._scaled_dot_product_flash_attention_for_cpu_backward
 mm
+generated -> B[256:272], B[1088:1104], B[1104:1120]
 mm -> B[272:1040]
 generated -> B[1040:1088]
 fusion_passes.bucket
-generated -> C[0:512], B[1088:1104], B[1104:1120]
+generated -> C[0:512]
 fusion_passes.mark_ready_ -> B
 fusion_passes.mark_ready_ -> C
 return C[0:512], B[1088:1104], B[1104:1120], B[272:1040], B[1040:1088], B[0:256], B[256:272], A[1040:2064], A[2064:2128], A[0:1024], A[1024:1040]
 """,
     )
+
+
+def norms() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "rows"),
+    [
+        pytest.param(partial(nn.Linear, 64, 64), (8,), marks=pytest.mark.each_torch),
+        pytest.param(norms, (8,), marks=pytest.mark.slow),
+        pytest.param(encoder, (2, 8), marks=pytest.mark.slow),
+    ],
+    ids=["linear", "norms", "encoder"],
+)
+def test_a_sum_over_rows_is_stored_by_its_own_kernel(
+    make: Callable[[], nn.Module], rows: tuple[int, ...]
+) -> None:
+    """A bias's gradient is a view, ``[n]``, of a sum over rows, which AOTAutograd makes
+    ``[1, n]``."""
+    torch._dynamo.reset()
+    x = torch.ones(*rows, 64)
+    with fake_world(), inductor_config.patch(ddp_fusion=FusionConfig(), fx_graph_cache=False):
+        module = make()
+        compiled = torch.compile(DistributedDataParallel(module))
+
+        def step() -> None:
+            compiled(x).square().mean().backward()
+
+        code = run_and_get_code(step)[1][-1]
+        step()
+        report = fusion_passes.report().modules[-1]
+    torch._dynamo.reset()
+    assert check_stores(code) == sum(parameter.numel() for parameter in module.parameters())
+    allocated = [p.size for c in read_calls(code) if c.kind == "allocate" for p in c.writes]
+    assert not [size for size in allocated if len(size) == 2 and size[0] == 1], "no sum apart"
+    assert [bucket.copied for bucket in report.buckets] == [()] * len(report.buckets)
+    assert report.stored == len([*module.parameters()])
 
 
 @pytest.mark.slow

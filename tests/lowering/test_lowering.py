@@ -133,6 +133,12 @@ def _computed_and_read_after(x: Tensor) -> list[Tensor]:
     return [result, gradient + result]
 
 
+def _reshaped_and_read_after(x: Tensor, y: Tensor) -> list[Tensor]:
+    product = x @ y
+    (result,) = reduced(product.view(2, 8))
+    return [result, product + result.view(4, 4)]
+
+
 def _in_two_buckets(x: Tensor, y: Tensor) -> list[Tensor]:
     gradient = x @ y
     return [*reduced(gradient), *reduced(gradient, torch.sin(x))]
@@ -166,6 +172,25 @@ CASES: dict[str, Case] = {
         lambda x, y: reduced((x @ y)[0].expand(3, 4)), SQUARE, ({0: VIEW},), stores=1
     ),
     "a part": Case(lambda x, y: reduced((x @ y)[1:3]), SQUARE, ({0: VIEW},), stores=1),
+    "sums that keep their dimension": Case(
+        lambda x, y: reduced(x.sum(0, True).view(4), (x * y).sum((0, 1), True).view(())), SQUARE
+    ),
+    "a product in another shape": Case(lambda x, y: reduced((x @ y).view(2, 2, 4)), SQUARE),
+    "a product with its dimensions in another order": Case(
+        lambda x, y: reduced((x @ y).t(), strides=[(1, 5)]), ((3, 4), (4, 5))
+    ),
+    "a convolution in another shape": Case(
+        lambda x, v: reduced(_convolution(x, v).squeeze((2, 3))),
+        ((2, 3, 8, 8), (4, 3, 1, 1)),
+        ({0: ALLOCATES},),
+        stores=1,
+    ),
+    "an input in another shape": Case(
+        lambda x: reduced(x.view(16)), ((4, 4),), ({0: INPUT},), stores=1
+    ),
+    "one that is read after in another shape": Case(
+        _reshaped_and_read_after, SQUARE, ({0: ELSEWHERE},), stores=1
+    ),
     "inputs": Case(
         lambda x, y: reduced(x, torch.sin(x), y), SQUARE, ({0: INPUT, 2: INPUT},), stores=1
     ),
@@ -190,10 +215,16 @@ CASES: dict[str, Case] = {
         _alias_read_after, SQUARE, ({0: ELSEWHERE},), stores=1
     ),
     "a sum that is read after": Case(_computed_and_read_after, ((4, 4),), ({0: ELSEWHERE},)),
-    "what comes from a bucket": Case(_from_a_bucket, SQUARE, ({}, {1: VIEW}), stores=1),
+    "what comes from a bucket": Case(_from_a_bucket, SQUARE, ({}, {1: ELSEWHERE}), stores=1),
     "divided where stored": Case(lambda x, y: reduced(x.sum(0), torch.sin(y), divisor=2.0), SQUARE),
     "a product divided where stored": Case(
         lambda x, y: reduced(x @ y, x.sum(0), divisor=2.0),
+        SQUARE,
+        ({0: "aten.mm neither casts nor scales its result"},),
+        stores=1,
+    ),
+    "sums and a product in other shapes, divided where stored": Case(
+        lambda x, y: reduced((x @ y).view(2, 8), x.sum(0, True).view(4), divisor=2.0),
         SQUARE,
         ({0: "aten.mm neither casts nor scales its result"},),
         stores=1,
@@ -218,6 +249,8 @@ EACH_TORCH = frozenset(
         "one that is stored transposed",
         "an embedding",
         "channels last",
+        "sums that keep their dimension",
+        "a product in another shape",
         "a part",
         "inputs",
         "convolutions",

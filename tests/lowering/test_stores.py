@@ -9,10 +9,12 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
 from fusion_passes.config import FusionConfig
-from testing.graphs import TensorSpec
-from tests.lowering.codegen import read_calls
+from fusion_passes.lowering.store import OWN_TENSOR
+from testing.graphs import TensorSpec, tensor
+from tests.lowering.codegen import MARK_READY, read_calls
 from tests.lowering.cuda_backwards import (
     MODELS,
     NORM_ROWS,
@@ -39,6 +41,16 @@ def mixed(generated: Generated) -> int:
     return generated.code.count("# Call mix order reduction kernel")
 
 
+def why_copied(generated: Generated) -> list[str]:
+    """The reasons that the code gives a reducer."""
+    calls = [call for call in read_calls(generated.code) if call.name == MARK_READY]
+    return [why for call in calls for text in call.texts for why in text.split("|") if why]
+
+
+def sums_over_rows(*values: Tensor) -> list[Tensor]:
+    return [value.sum(0, keepdim=True).view(-1) for value in values]
+
+
 @pytest.fixture
 def generate(compiler: CardCompiler) -> Generate:
     return partial(compiler.generate, has_kernels=False)
@@ -53,6 +65,31 @@ def test_gradients_of_norms_are_stored_for_a_reducer(generate: Generate, name: s
     inputs = norm_inputs(name)
     generated = generate(norm_step(name, gradients), inputs, store_gradients)
     assert check_stores(generated.code) == numel(inputs[1:])
+
+
+@pytest.mark.newest_torch
+@pytest.mark.parametrize(("rows", "count"), [(NORM_ROWS, 2), (2048, 0)])
+def test_a_reducer_is_told_which_sums_are_copied(generate: Generate, rows: int, count: int) -> None:
+    """Those of kernels that mix orders, which leave them in tensors of their own; other sums are
+    stored by the kernels that compute them."""
+    inputs = norm_inputs("layer_norm", rows=rows)
+    generated = generate(norm_step("layer_norm", gradients), inputs, store_gradients)
+    assert why_copied(generated) == [OWN_TENSOR] * count
+    assert (mixed(generated) > 0) == (count > 0)
+
+
+@pytest.mark.newest_torch
+@pytest.mark.parametrize("width", [768, 2304, 3072])
+def test_sums_over_the_rows_of_a_batch_are_stored(generate: Generate, width: int) -> None:
+    """As of a bias, which AOTAutograd makes ``[1, n]``; Inductor splits sums of so many rows. The
+    second half of one stores it."""
+    inputs = [tensor(NORM_ROWS, width), tensor(NORM_ROWS, width, dtype=torch.bfloat16)]
+    generated = generate(sums_over_rows, inputs, store_gradients)
+    assert check_stores(generated.code) == 2 * width
+    assert why_copied(generated) == []
+    calls = [call for call in read_calls(generated.code) if call.kind == "fused"]
+    assert len(calls) == 4 if width == 768 else 3
+    assert not [call for call in calls if (1, width) in [place.size for place in call.writes]]
 
 
 @pytest.mark.each_torch
