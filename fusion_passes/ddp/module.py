@@ -53,6 +53,7 @@ from fusion_passes.torch_private.ddp import (
     comm_hooks,
     common_rank,
     ddp_logging_data,
+    delayed_parameters,
     divides_by_initial_size,
     give_own_reducer,
     hooks_of_reducer,
@@ -232,6 +233,9 @@ def _settings_of(ddp: DistributedDataParallel, config: FusionConfig) -> dict[str
         "embeddings with sparse=True": [
             names[n] for n, kind in reducer.parameters.kinds.items() if kind.is_sparse
         ],
+        "parameters of delay_all_reduce_named_params": [
+            names[n] for n, kind in reducer.parameters.kinds.items() if kind.is_delayed
+        ],
         "why NCCL can register no memory": _why_no_memory(reducer, ddp.process_group),
     }
 
@@ -296,6 +300,7 @@ def attach_reducer(
     parameters = parameters_of(ddp)
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     sparse = _sparse_ids(ddp.module)
+    delayed = set(map(id, delayed_parameters(ddp)))
     reducer = Reducer(
         ddp,
         Parameters(
@@ -303,7 +308,7 @@ def attach_reducer(
             [names.get(id(parameter), "?") for parameter in parameters],
             [strides_to_send(parameter) for parameter in parameters],
             {
-                n: GradientKind(p.numel(), p.dtype, p.device, id(p) in sparse)
+                n: GradientKind(p.numel(), p.dtype, p.device, id(p) in sparse, id(p) in delayed)
                 for n, p in enumerate(parameters)
                 if p.requires_grad
             },

@@ -171,7 +171,8 @@ def stores_of_forward(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients 
             continue
         reducer, number = owners[0]
         has_some = True
-        if reducer.parameters.kinds[number].is_sparse:
+        kind = reducer.parameters.kinds[number]
+        if kind.is_sparse or kind.is_delayed:
             continue
         found[id(value)] = StoredInput(
             index,

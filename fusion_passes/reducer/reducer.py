@@ -196,6 +196,7 @@ class Reducer:
         self._used: set[int] = set()
         self._static_counts: dict[int, int] | None = None
         self._static_used: set[int] | None = None
+        self._delayed = {n for n, kind in parameters.kinds.items() if kind.is_delayed}
         self._is_forgotten = False
         # As in DDP: autograd has a thread for each accelerator.
         self._lock = threading.RLock()
@@ -239,9 +240,11 @@ class Reducer:
         return self.is_static and self._static_counts is None
 
     def is_accumulated_once(self, number: int) -> bool:
-        """Whether a static graph accumulates a gradient once in a round, as far as is known: the
-        walk sees nothing of what reentrant checkpointing adds."""
-        return self._static_counts is None or self._static_counts.get(number) == 1
+        """Whether a gradient is accumulated once in a round, as far as is known: the walk sees
+        nothing of what reentrant checkpointing adds, a static graph has counted, and a delayed
+        gradient may be accumulated several times."""
+        is_once = self._static_counts is None or self._static_counts.get(number) == 1
+        return is_once and number not in self._delayed
 
     @property
     def gives_memory(self) -> bool:
@@ -330,7 +333,7 @@ class Reducer:
         if now.marked_unused:
             return
         now.marked_unused = True
-        for number in sorted(now.unused - now.received):
+        for number in sorted(now.unused - now.received - self._delayed):
             self._copy_in(now, number)
             self._mark_ready(now, (number,))
 
@@ -456,6 +459,9 @@ class Reducer:
             self._add_accumulated(now, number)
 
     def _add_accumulated(self, now: Round, number: int) -> None:
+        if number in self._delayed:
+            now.received.add(number)
+            return
         if self.is_static and not self._count_accumulation(now, number):
             return
         self._refuse_repeated(now, (number,))
@@ -477,6 +483,7 @@ class Reducer:
             if self.reduces_at_end:
                 self._end_first_static(now)
             else:
+                self._mark_delayed(now)
                 self.launch_ready()
         if now is not None and now is self._round:
             if self.has_launched_all:
@@ -496,8 +503,16 @@ class Reducer:
             self._mark_unused(now)
         self.end_backward()
 
+    def _mark_delayed(self, now: Round) -> None:
+        """Mark delayed gradients ready, once the others of the round are: with what the backward
+        has accumulated, however often, or zeros."""
+        if not self._missing(now):
+            for number in self._delayed:
+                self._copy_in(now, number)
+                self._mark_ready(now, (number,))
+
     def _missing(self, now: Round) -> set[int]:
-        return set(self.numbers) - now.received - now.unused
+        return set(self.numbers) - now.received - now.unused - self._delayed
 
     @property
     def has_begun(self) -> bool:
@@ -728,7 +743,8 @@ class Reducer:
         ranks say so last: a backward that does not average counts too."""
         if not now.sends_used:
             return self._static_used
-        values = [int(number in self._used) for number in self.numbers]
+        used_here = self._used | self._delayed  # As in DDP, which gives these zeros at least.
+        values = [int(number in used_here) for number in self.numbers]
         device = next(iter(self.parameters.kinds.values())).device
         counts = torch.tensor(values, dtype=torch.int32, device=device)
         if self.group.size() > 1:

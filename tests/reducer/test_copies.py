@@ -208,6 +208,23 @@ def test_sparse_gradients_and_another_backend_than_inductor() -> None:
     assert found == dict.fromkeys(ALL[2:4], copies.NOT_STORED)
 
 
+@pytest.mark.parametrize("follows_another", [False, True])
+def test_delayed_gradients_are_left_out_of_graphs(follows_another: bool) -> None:
+    """Also where another module of the class was compiled before, with none of them delayed."""
+    other, others = layers()
+    reasons(other, lambda: others(X).sum(), 2 if follows_another else 0)
+    model = layers()[0].module
+    ddp = DistributedDataParallel(
+        model,
+        delay_all_reduce_named_params=[("1.weight", model[1].weight)],
+        param_to_hook_all_reduce=model[0].weight,
+    )
+    compiled = torch.compile(ddp)
+    found = reasons(ddp, lambda: compiled(X).sum())
+    assert found.pop("1.weight") == copies.DELAYED
+    assert set(found.values()) <= ({copies.BESIDE} if follows_another else set())
+
+
 def test_what_a_compiled_backward_copies_itself_is_in_the_report() -> None:
     """Also of a graph from a cache, which is not lowered in this process."""
     for _ in range(2):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig
@@ -126,8 +127,16 @@ def _other_settings(flag: dict[str, Any], options: dict[str, Any]) -> str:
         inductor_config.patch(ddp_fusion=FusionConfig(**(flag if is_other else {}))),
         pytest.raises(SettingsDifferError) as caught,
     ):
-        DistributedDataParallel(models.mlp(2), **(options if is_other else {}))
+        _wrapped(models.mlp(2), **(options if is_other else {}))
     return str(caught.value)
+
+
+def _wrapped(model: nn.Module, *, delayed: Sequence[str] = (), **options: Any) -> None:
+    if delayed:
+        named = [(name, model.get_parameter(name)) for name in delayed]
+        options["delay_all_reduce_named_params"] = named
+        options["param_to_hook_all_reduce"] = named[0][1]
+    DistributedDataParallel(model, **options)
 
 
 @pytest.mark.parametrize(
@@ -152,8 +161,16 @@ def _other_settings(flag: dict[str, Any], options: dict[str, Any]) -> str:
                 "true on rank 1",
             ],
         ),
+        (
+            {},
+            {"delayed": ("0.weight",)},
+            [
+                "parameters of delay_all_reduce_named_params must be the same",
+                '["0.weight"] on rank 1',
+            ],
+        ),
     ],
-    ids=["cap", "memory", "unused"],
+    ids=["cap", "memory", "unused", "delayed"],
 )
 def test_other_settings_are_an_error_on_every_rank_that_names_them(
     run_on_ranks: RUN, flag: dict[str, Any], options: dict[str, Any], words: list[str]
