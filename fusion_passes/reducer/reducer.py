@@ -600,13 +600,16 @@ class Reducer:
             self._replace_new(now, number)
 
     def _replace_new(self, now: Round, number: int) -> None:
-        """Let a gradient that is new in this round be its place in the bucket."""
+        """Let a gradient that is new in this round be its place in the bucket. It stays where it is
+        if the parameter has other strides than its gradients are sent in: they changed after DDP
+        was constructed, and an optimizer may go through both by address."""
         parameter = self.parameters.all[number]
         gradient = parameter.grad
         is_plain = (
             type(gradient) is Tensor
             and not gradient.requires_grad
             and gradient.dtype == self.parameters.kinds[number].dtype
+            and gradient.stride() == tuple(self.parameters.strides[number])
         )
         if is_plain and number not in now.existing:
             parameter.grad = self._place(now, number)

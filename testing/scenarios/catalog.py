@@ -419,6 +419,18 @@ SCENARIOS = (
     on_two("deepcopy", "reducer:deepcopy", CONCAT, EACH_TORCH),
     on_two("deepcopy-on-one-rank", "reducer:deepcopy_on_one_rank", CONCAT),
     on_two("second-ddp", "reducer:second_ddp", CONCAT),
+    # --- Strides that change after DDP is constructed, beside averages that are made by hand
+    on_two("strides-changed", "by_hand:strides_changed", CONCAT, EACH_TORCH, where=(0, 1)),
+    on_two("strides-changed-eager", "by_hand:strides_changed", is_compiled=False, where=(0, 1)),
+    on_two("strides-changed-on-one", "by_hand:strides_changed", COALESCED, where=(1,)),
+    on_two("strides-changed-on-one-kept", "by_hand:strides_changed", CONCAT, where=(0,), **KEPT),
+    on_two(
+        "strides-changed-on-one-eager",
+        "by_hand:strides_changed",
+        CONCAT,
+        is_compiled=False,
+        where=(1,),
+    ),
     # --- Delayed reductions, beside averages that are made by hand
     on_two("delayed", "by_hand:delayed", CONCAT, EACH_TORCH),
     on_two("delayed-no-sync", "by_hand:delayed", COALESCED, micro_batches=3, steps=2),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,12 @@ def average(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        local = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-        parts = [torch.empty(local.shape, dtype=local.dtype) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, local.contiguous())
-        parameter.grad = torch.empty_like(parameter).copy_(torch.stack(parts).sum(0) / len(parts))
+        if parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+        local = parameter.grad.contiguous()
+        parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, local)
+        parameter.grad.copy_(torch.stack(parts).sum(0) / len(parts))
 
 
 def train(
@@ -172,3 +174,49 @@ def delayed_instances(run: Run) -> None:
         if run.is_fused:
             run.manage(model)
         train(run, model, steps=2)
+
+
+# --- Strides that change after DDP is constructed -------------------------------------------------
+
+
+class Strided(Exact):
+    """Exact. A convolution, and a square weight behind it, whose elements nobody can tell apart by
+    the shape."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            conv=nn.Conv2d(2, WIDTH, 2),
+            square=nn.Parameter(torch.empty(WIDTH, WIDTH)),
+            last=nn.Linear(WIDTH, OUTPUTS),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.conv(x.reshape(-1, 2, 2, 2)).flatten(1)
+        out: Tensor = self.last(nn.functional.linear(features, self.square))
+        return out
+
+
+def _with_channels_last(model: nn.Module) -> None:
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def _transposed(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.t().contiguous().t()
+
+
+CHANGES: Final = {"channels last": _with_channels_last, "transposed": _transposed}
+
+
+def strides_changed(run: Run, where: Sequence[int], **loop: Any) -> None:
+    """The strides of parameters change before the first forward, after it, and after the buckets
+    are rebuilt: on these ranks."""
+    for change in CHANGES.values():
+        for step in range(3):
+            torch._dynamo.reset()  # It would compile no more of the same code at some point.
+            model = wrapped(run, Strided())
+            train(run, model, steps=step, **loop)
+            if dist.get_rank() in where:
+                change(model)
+            train(run, model, **loop)
