@@ -486,6 +486,8 @@ SCENARIOS = (
         **ROUNDS,
         fails_on_oldest="eager DDP of this torch raises here",
     ),
+    plain("buffers-shared", COALESCED, model="shared counters"),
+    plain("buffers-shared-inside", model="shared counters", **INSIDE),
     plain("no-forward-sync", ddp={"forward_sync_buffers": False}, **COUNTING),
     plain("no-broadcast", ddp={"broadcast_buffers": False}, **COUNTING),
     plain("buffers-called", CONCAT, EACH_TORCH, model="shifting", **CALLED, **INSIDE, launches=2),
@@ -493,6 +495,7 @@ SCENARIOS = (
     # One for the floating-point buffers, and one for the counters.
     on_two("batch-norm", "loops:batch_norm", **ROUNDS, launches=3),
     on_two("batch-norm-inside", "loops:batch_norm", **INSIDE, **ROUNDS, launches=3),
+    on_two("batch-norm-shared", "loops:batch_norm", CONCAT, is_shared=True, **ROUNDS, launches=3),
     on_two("batch-norm-evaluated", "loops:batch_norm", is_evaluated=True, **ROUNDS, launches=3),
     # --- Dtypes
     on_two("autocast", "precision:autocast", CONCAT, **AUTOCAST),
