@@ -68,20 +68,19 @@ def learn_layout(reducer: Reducer) -> None:
     """
     kinds, communication = reducer.parameters.kinds.values(), reducer.communication
     assert isinstance(communication, AllReduce), "a hook comes after the constructor"
-    in_buckets = {(kind.dtype, kind.device) for kind in kinds if not kind.is_sparse}
+    in_buckets = {(k.dtype, k.device, k.is_delayed) for k in kinds if not k.is_sparse}
     if reducer.group.size() == 1 or not in_buckets:
         _say(reducer, "nothing is sent in buckets, so they are filled up to caps")
         return
-    (dtype, device), *others = in_buckets
+    (dtype, device, _), *others = in_buckets
     if others:
-        _say(
-            reducer, "it has gradients of several dtypes or devices: buckets are filled up to caps"
-        )
+        several = "it has gradients of several dtypes or devices, or delayed ones"
+        _say(reducer, f"{several}: buckets are filled up to caps")
         warn_once(
             f"auto {reducer.label}",
             f"ddp_fusion = 'auto' fills the buckets of {reducer.label} up to caps, as 'concat' "
-            "does: it has gradients of several dtypes or devices, and plans buckets for those of "
-            "one. Set ddp_fusion = 'concat', or train all parameters in one dtype.",
+            f"does: {several}, and plans buckets of one kind. Set ddp_fusion = 'concat', or train "
+            "all parameters in one dtype, without delay_all_reduce_named_params.",
         )
         return
     sent, averages = communication.sent_dtype(dtype), communication.averages(dtype)

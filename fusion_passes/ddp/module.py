@@ -54,6 +54,7 @@ from fusion_passes.torch_private.ddp import (
     comm_hooks,
     common_rank,
     ddp_logging_data,
+    delayed_parameters,
     divides_by_initial_size,
     give_own_reducer,
     hooks_of_reducer,
@@ -271,6 +272,9 @@ def _settings_of(ddp: DistributedDataParallel, config: FusionConfig) -> dict[str
             names[n] for n, kind in reducer.parameters.kinds.items() if kind.is_sparse
         ],
         "the first buckets": _in_brief(reducer.layout),
+        "parameters of delay_all_reduce_named_params": [
+            names[n] for n, kind in reducer.parameters.kinds.items() if kind.is_delayed
+        ],
         "why NCCL can register no memory": _why_no_memory(reducer, ddp.process_group),
     }
 
@@ -333,6 +337,7 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: st
     parameters = parameters_of(ddp)
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     sparse = _sparse_ids(ddp.module)
+    delayed = set(map(id, delayed_parameters(ddp)))
     reducer = Reducer(
         ddp,
         Parameters(
@@ -340,7 +345,9 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: st
             [names.get(id(parameter), "?") for parameter in parameters],
             [strides_to_send(parameter) for parameter in parameters],
             {
-                n: GradientKind(p.numel(), gradient_dtype(p), p.device, id(p) in sparse)
+                n: GradientKind(
+                    p.numel(), gradient_dtype(p), p.device, id(p) in sparse, id(p) in delayed
+                )
                 for n, p in enumerate(parameters)
                 if p.requires_grad
             },

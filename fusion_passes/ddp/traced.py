@@ -302,6 +302,9 @@ def _why_not(reducer: Reducer, reached: Collection[int]) -> str:
             reducer.find_unused and not reducer.is_static
         ),
         "it has sparse gradients": any(kind.is_sparse for kind in kinds.values()),
+        "it has delayed gradients, which may come several times": any(
+            kind.is_delayed for kind in kinds.values()
+        ),
         "it does not reach all parameters of a module": (
             set(reached) != set(reducer.numbers) or reducer.has_begun
         ),

@@ -180,7 +180,8 @@ def stores_of_forward(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients 
             continue
         reducer, number = owners[0]
         has_some = True
-        if reducer.parameters.kinds[number].is_sparse or gradient_dtype(value) != value.dtype:
+        kind = reducer.parameters.kinds[number]
+        if kind.is_sparse or kind.is_delayed or gradient_dtype(value) != value.dtype:
             continue
         found[id(value)] = StoredInput(
             index,

@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
+import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.config import FusionConfig
@@ -15,13 +17,13 @@ from fusion_passes.ddp.module import discard, manage_by_reducer
 from fusion_passes.ddp.own_reducer import (
     check_supported,
     own_reducers,
-    warn_own_reducer,
     warn_without_effect,
 )
 from fusion_passes.flag import FLAG, active_config
 from fusion_passes.plan.caps import mib_to_bytes
 from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.torch_private import inductor_config
+from fusion_passes.torch_private.ddp import delayed_parameters, none_ignored
 from fusion_passes.torch_private.dynamo import dynamo_config, trace_rules
 from fusion_passes.torch_private.inductor import torch_fuses_ddp, without_torchs_ddp_fusion
 
@@ -40,35 +42,29 @@ def construct(
         return
     bound = inspect.signature(original).bind(ddp, *args, **kwargs)
     given = dict(bound.arguments)
-    is_delayed = bool(given.get("delay_all_reduce_named_params"))
-    # DDP takes no list with the Python reducer, which has no buckets of its own.
-    caps_mb = () if is_delayed else bound.arguments.pop("bucket_cap_mb_list", None) or ()
-    if caps_mb:
-        bound.arguments["bucket_cap_mb"] = max(caps_mb)
     try:
         _check_reducer_mode()
         _check_conflicts()
         _check_tracing(config)
         check_supported(given)
-        if not is_delayed:
-            warn_without_effect(given)
+        warn_without_effect(given)
+        delayed = _take_delayed(bound.arguments)
     except Exception:
-        if not is_delayed:
-            _keep_in_step(original, ddp, bound)
+        _keep_in_step(original, ddp, bound)
         raise
-    if is_delayed:
-        with dynamo_config().patch(optimize_ddp=True):
-            original(ddp, *args, **kwargs)
-        warn_own_reducer(
-            ddp,
-            "it was given delay_all_reduce_named_params=.... To fuse, leave it out: reductions "
-            "overlap the backward anyway",
-        )
-        return
-    with _python_reducer():
+    # DDP takes no list with the Python reducer, which has no buckets of its own.
+    caps_mb = bound.arguments.pop("bucket_cap_mb_list", None) or ()
+    if caps_mb:
+        bound.arguments["bucket_cap_mb"] = max(caps_mb)
+    with _python_reducer(), none_ignored(bound.arguments["module"], delayed):
         original(*bound.args, **bound.kwargs)
+    delayed_parameters(ddp).extend(delayed.values())
     ddp.bucket_bytes_cap_list = [mib_to_bytes(cap_mb) for cap_mb in caps_mb]
-    manage_by_reducer(ddp, config, is_in_step=given.get("init_sync", True))
+    is_in_step = given.get("init_sync", True)
+    manage_by_reducer(ddp, config, is_in_step=is_in_step)
+    if not is_in_step:  # DDP broadcasts these all the same.
+        for parameter in delayed.values():
+            dist.broadcast(parameter.detach(), group=ddp.process_group, group_src=0)
 
 
 def _keep_in_step(
@@ -76,10 +72,40 @@ def _keep_in_step(
 ) -> None:
     """Take part in the collectives of DDP's constructor, though this rank refuses the module: where
     the others do not, they wait for it behind these, and not for long."""
-    bound.arguments.pop("mixed_precision", None)
+    for name in ("mixed_precision", "bucket_cap_mb_list", *_DELAY):
+        bound.arguments.pop(name, None)
     with contextlib.suppress(Exception), _python_reducer():
         original(*bound.args, **bound.kwargs)
         discard(ddp)
+
+
+_DELAY: Final = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")
+
+
+def _take_delayed(arguments: dict[str, Any]) -> dict[str, nn.Parameter]:
+    """Take ``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce`` out of DDP's
+    arguments, and return the named parameters. To DDP's constructor they are parameters like all
+    others; the reducer launches them last."""
+    named, hooked = (arguments.get(name) for name in _DELAY)
+    if named is None or hooked is None:
+        return {}  # DDP refuses one without the other.
+    delayed = dict(named)
+    known = dict(arguments["module"].named_parameters(remove_duplicate=False))
+    for name, parameter in delayed.items():
+        if known.get(name) is not parameter:
+            raise ValueError(
+                f"delay_all_reduce_named_params of DistributedDataParallel: {name!r} must name the "
+                "parameter that it is given with, as module.named_parameters() does, and "
+                f"{'names another one' if name in known else 'names none of the module'}."
+            )
+    if not hooked.requires_grad:
+        raise RuntimeError(
+            "cannot register a hook on a tensor that doesn't require gradient: "
+            "param_to_hook_all_reduce of DistributedDataParallel must be a trained parameter."
+        )
+    for name in _DELAY:
+        del arguments[name]
+    return delayed
 
 
 @contextlib.contextmanager

@@ -57,6 +57,9 @@ class StoreGradients:
         output = graph.output_node()
         gradients: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         if not _is_aot_backward(graph) or len(gradients) != self.num_inputs:
+            # Not so many: AOTAutograd has put one input in the place of several that share memory
+            # and are written, and has numbered all anew. Nothing else changes the numbers of
+            # tensors that are no subclasses (torch 2.13).
             return False
         if graph.find_nodes(op="call_function", target=BUCKET, sort=False):
             return False  # It has been here.

@@ -3,6 +3,7 @@ every rank."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -27,12 +28,15 @@ class GradientKind:
     Attributes:
         numel: of its gradient, as are the next two.
         is_sparse: whether its gradient is sparse: it has a bucket of its own, and no memory there.
+        is_delayed: whether its gradient is launched when the backward has ended, behind all others:
+            the parameter is one of ``delay_all_reduce_named_params``.
     """
 
     numel: int
     dtype: torch.dtype
     device: torch.device
     is_sparse: bool = False
+    is_delayed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -76,27 +80,42 @@ class Layout:
 def plan_layout(
     pieces: Iterable[Piece], kinds: Mapping[int, GradientKind], caps: BucketCaps
 ) -> Layout:
-    """Put whole pieces together to buckets, in the order in which they have come: of all
-    parameters, those of a piece of one kind.
+    """Put the pieces of all parameters together to buckets, in the order in which they have come.
 
-    A piece that brings a bucket of its dtype and device to its cap closes it. Within a bucket,
-    pieces of round sizes come first, so that what lies behind them is aligned.
+    Gradients of several dtypes or devices lie in no bucket together, nor do delayed gradients with
+    others: a piece that has such gradients is split. A piece that brings a bucket to its cap closes
+    the bucket. Within a bucket, pieces of round sizes come first, so that what lies behind them is
+    aligned. Buckets of delayed gradients are launched last.
     """
-    open_: dict[tuple[torch.dtype, torch.device], list[Piece]] = {}
+    open_: dict[_BucketKey, list[Piece]] = {}
     closed: list[list[Piece]] = []
-    count: dict[tuple[torch.dtype, torch.device], int] = {}
-    for piece in pieces:
-        kind = kinds[piece[0]]
-        if kind.is_sparse:
+    count: dict[_BucketKey, int] = {}
+    for key, piece in itertools.chain.from_iterable(_split(whole, kinds) for whole in pieces):
+        if kinds[piece[0]].is_sparse:
             closed.append([piece])
             continue
-        key = kind.dtype, kind.device
         bucket = open_.setdefault(key, [])
         bucket.append(piece)
         if _nbytes(bucket, kinds) >= caps.of_bucket(count.get(key, 0)):
             closed.append(open_.pop(key))
             count[key] = count.get(key, 0) + 1
-    return lay_out([*closed, *open_.values()], kinds)
+    buckets = [*closed, *open_.values()]
+    return lay_out(sorted(buckets, key=lambda bucket: kinds[bucket[0][0]].is_delayed), kinds)
+
+
+_BucketKey: TypeAlias = tuple[torch.dtype, torch.device, bool, int]
+"""What the gradients of a bucket share: dtype, device, whether they are delayed, and the number of
+the parameter of a sparse gradient, else -1."""
+
+
+def _split(piece: Piece, kinds: Mapping[int, GradientKind]) -> list[tuple[_BucketKey, Piece]]:
+    """The parts of a piece that can lie in one bucket each, in the order of the piece."""
+    parts: dict[_BucketKey, Piece] = {}
+    for number in piece:
+        kind = kinds[number]
+        key = kind.dtype, kind.device, kind.is_delayed, number if kind.is_sparse else -1
+        parts[key] = (*parts.get(key, ()), number)
+    return list(parts.items())
 
 
 def lay_out(members: Iterable[Sequence[Piece]], kinds: Mapping[int, GradientKind]) -> Layout:

@@ -37,6 +37,7 @@ RENUMBERED: Final = (
 CONVERTED: Final = "the parameter had another dtype when DistributedDataParallel was constructed"
 UNALIGNED: Final = "its place in the bucket is not aligned as generated code needs it"
 SPARSE: Final = "it is sparse, and is sent as rows"
+DELAYED: Final = "delay_all_reduce_named_params has its all-reduce wait for the end of the backward"
 INNER: Final = "it comes from a backward inside of another one, as of reentrant checkpointing"
 UNSEEN: Final = (
     "its backward was not started by torch.autograd.backward, or something has replaced "
@@ -91,8 +92,8 @@ class Copies:
         def why(number: int) -> str:
             if number in self.stored:
                 return in_graph.get(number, "")
-            if kinds[number].is_sparse:
-                return SPARSE
+            if kinds[number].is_sparse or kinds[number].is_delayed:
+                return SPARSE if kinds[number].is_sparse else DELAYED
             if self.is_first:
                 return FIRST
             if number in self.unused:

@@ -240,6 +240,7 @@ class Reducer:
         self._outputs: list[ForwardOutputs] = []
         self._static_counts: dict[int, int] | None = None
         self._static_used: set[int] | None = None
+        self._delayed = {n for n, kind in parameters.kinds.items() if kind.is_delayed}
         self._is_forgotten = False
         # As in DDP: autograd has a thread for each accelerator.
         self._lock = threading.RLock()
@@ -317,9 +318,11 @@ class Reducer:
         return self.is_static and self._static_counts is None
 
     def is_accumulated_once(self, number: int) -> bool:
-        """Whether a static graph accumulates a gradient once in a round, as far as is known: the
-        walk sees nothing of what reentrant checkpointing adds."""
-        return self._static_counts is None or self._static_counts.get(number) == 1
+        """Whether a gradient is accumulated once in a round, as far as is known: the walk sees
+        nothing of what reentrant checkpointing adds, a static graph has counted, and a delayed
+        gradient may be accumulated several times."""
+        is_once = self._static_counts is None or self._static_counts.get(number) == 1
+        return is_once and number not in self._delayed
 
     @property
     def gives_memory(self) -> bool:
@@ -416,7 +419,7 @@ class Reducer:
         if now.marked_unused:
             return
         now.marked_unused = True
-        for number in sorted(now.unused - now.received):
+        for number in sorted(now.unused - now.received - self._delayed):
             self._copy_in(now, number)
             self._mark_ready(now, (number,))
 
@@ -552,6 +555,9 @@ class Reducer:
             self._add_accumulated(now, number)
 
     def _add_accumulated(self, now: Round, number: int) -> None:
+        if number in self._delayed:
+            now.received.add(number)
+            return
         if self.is_static and not self._count_accumulation(now, number):
             return
         self._refuse_repeated(now, (number,))
@@ -574,6 +580,7 @@ class Reducer:
             if self.reduces_at_end:
                 self._end_first_static(now)
             else:
+                self._mark_delayed(now)
                 self.launch_ready()
         if now is not None and now is self._round:
             if self.has_launched_all:
@@ -593,8 +600,16 @@ class Reducer:
                 self._mark_unused(now)
         self.end_backward()
 
+    def _mark_delayed(self, now: Round) -> None:
+        """Mark delayed gradients ready, once the others of the round are: with what the backward
+        has accumulated, however often, or zeros."""
+        if not self._missing(now):
+            for number in self._delayed:
+                self._copy_in(now, number)
+                self._mark_ready(now, (number,))
+
     def _missing(self, now: Round) -> set[int]:
-        return set(self.numbers) - now.received - now.unused
+        return set(self.numbers) - now.received - now.unused - self._delayed
 
     @property
     def has_begun(self) -> bool:
@@ -692,13 +707,16 @@ class Reducer:
             self._replace_new(now, number)
 
     def _replace_new(self, now: Round, number: int) -> None:
-        """Let a gradient that is new in this round be its place in the bucket."""
+        """Let a gradient that is new in this round be its place in the bucket. It stays where it is
+        if the parameter has other strides than its gradients are sent in: they changed after DDP
+        was constructed, and an optimizer may go through both by address."""
         parameter = self.parameters.all[number]
         gradient = parameter.grad
         is_plain = (
             type(gradient) is Tensor
             and not gradient.requires_grad
             and gradient.dtype == self.parameters.kinds[number].dtype
+            and _same_strides(gradient, self.parameters.strides[number])
         )
         if is_plain and number not in now.existing:
             parameter.grad = self._place(now, number)
@@ -849,7 +867,8 @@ class Reducer:
         gradients of this rank are there, and no bucket of another module comes in between."""
         if not now.sends_used:
             return
-        values = [int(number in self._used) for number in self.numbers]
+        used_here = self._used | self._delayed  # As in DDP, which gives these zeros at least.
+        values = [int(number in used_here) for number in self.numbers]
         device = next(iter(self.parameters.kinds.values())).device
         counts = torch.tensor(values, dtype=torch.int32, device=device)
         wait: Wait = nothing
@@ -865,7 +884,7 @@ class Reducer:
             return self._static_used
         counts, wait = now.used
         wait()
-        if not self.is_static and len(self._used) == len(self.numbers):
+        if not self.is_static and len(self._used | self._delayed) == len(self.numbers):
             return None
         pairs = zip(self.numbers, counts.tolist(), strict=True)
         used = {number for number, count in pairs if count}
@@ -1068,6 +1087,11 @@ class Reducer:
             f"{', '.join(names[n] for n in missing)}\nParameter indices which did not receive grad "
             f"for rank {rank}: {' '.join(map(str, missing))}"
         )
+
+
+def _same_strides(tensor: Tensor, strides: Sequence[int]) -> bool:
+    sizes = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return all(size == 1 or own == other for size, own, other in sizes)
 
 
 def reducer_of(ddp: Any) -> Reducer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Collection, Iterator
 from typing import Any, Final, NoReturn
 
 import torch
@@ -70,6 +72,26 @@ def has_optimizer_in_backward(parameter: nn.Parameter) -> bool:
     """Whether an optimizer steps the parameter in the backward, by torch's
     ``_apply_optimizer_in_backward``."""
     return hasattr(parameter, "_in_backward_optimizers")
+
+
+def delayed_parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters of ``delay_all_reduce_named_params``; a copy of the module has its own."""
+    return ddp._delay_all_reduce_params
+
+
+@contextlib.contextmanager
+def none_ignored(model: Any, names: Collection[str]) -> Iterator[None]:
+    """A context in which DDP ignores none of these parameters of a model."""
+    ignored = ignored_by_ddp(model)
+    if not set(ignored).isdisjoint(names):
+        kept = model._ddp_params_and_buffers_to_ignore
+        model._ddp_params_and_buffers_to_ignore = [n for n in ignored if n not in names]
+        try:
+            yield
+        finally:
+            model._ddp_params_and_buffers_to_ignore = kept
+    else:
+        yield
 
 
 # --- What DDP does -------------------------------------------------------------------------------

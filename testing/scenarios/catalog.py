@@ -437,6 +437,31 @@ SCENARIOS = (
     on_two("deepcopy", "reducer:deepcopy", CONCAT, EACH_TORCH),
     on_two("deepcopy-on-one-rank", "reducer:deepcopy_on_one_rank", CONCAT),
     on_two("second-ddp", "reducer:second_ddp", CONCAT),
+    # --- Strides that change after DDP is constructed, beside averages that are made by hand
+    on_two("strides-changed", "by_hand:strides_changed", CONCAT, EACH_TORCH, where=(0, 1)),
+    on_two("strides-changed-eager", "by_hand:strides_changed", is_compiled=False, where=(0, 1)),
+    on_two("strides-changed-on-one", "by_hand:strides_changed", COALESCED, where=(1,)),
+    on_two("strides-changed-on-one-kept", "by_hand:strides_changed", CONCAT, where=(0,), **KEPT),
+    on_two(
+        "strides-changed-on-one-eager",
+        "by_hand:strides_changed",
+        CONCAT,
+        is_compiled=False,
+        where=(1,),
+    ),
+    # --- Delayed reductions, beside averages that are made by hand
+    on_two("delayed", "by_hand:delayed", CONCAT, EACH_TORCH),
+    on_two("delayed-no-sync", "by_hand:delayed", COALESCED, micro_batches=3, steps=2),
+    on_two("delayed-kept", "by_hand:delayed", **KEPT, micro_batches=2),
+    on_two("delayed-added", "by_hand:delayed", **ADDED),
+    on_two("delayed-eager", "by_hand:delayed_eager", CONCAT),
+    on_two("delayed-options", "by_hand:delayed_options", CONCAT),
+    on_two("delayed-unused", "by_hand:delayed_unused", COALESCED),
+    on_two("delayed-unused-found", "by_hand:delayed_unused", **FIND_UNUSED),
+    on_two("delayed-repeated", "by_hand:delayed_repeated", CONCAT),
+    on_two("delayed-sparse", "by_hand:delayed_sparse", CONCAT),
+    on_two("delayed-instances", "by_hand:delayed_instances", CONCAT),
+    on_ranks("ddp-3", "delayed", "by_hand:delayed", CONCAT, **THREE),
     # --- join
     on_two("join", "joining:uneven", CONCAT, EACH_TORCH),
     on_two("join-rank-0", "joining:uneven", COALESCED, steps=((4, 1),)),
@@ -479,6 +504,8 @@ SCENARIOS = (
         **ROUNDS,
         fails_on_oldest="eager DDP of this torch raises here",
     ),
+    plain("buffers-shared", COALESCED, model="shared counters"),
+    plain("buffers-shared-inside", model="shared counters", **INSIDE),
     plain("no-forward-sync", ddp={"forward_sync_buffers": False}, **COUNTING),
     plain("no-broadcast", ddp={"broadcast_buffers": False}, **COUNTING),
     plain("buffers-called", CONCAT, EACH_TORCH, model="shifting", **CALLED, **INSIDE, launches=2),
@@ -486,6 +513,7 @@ SCENARIOS = (
     # One for the floating-point buffers, and one for the counters.
     on_two("batch-norm", "loops:batch_norm", **ROUNDS, launches=3),
     on_two("batch-norm-inside", "loops:batch_norm", **INSIDE, **ROUNDS, launches=3),
+    on_two("batch-norm-shared", "loops:batch_norm", CONCAT, is_shared=True, **ROUNDS, launches=3),
     on_two("batch-norm-evaluated", "loops:batch_norm", is_evaluated=True, **ROUNDS, launches=3),
     # --- Dtypes
     on_two("autocast", "precision:autocast", CONCAT, **AUTOCAST),

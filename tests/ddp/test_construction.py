@@ -23,7 +23,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.ddp import module
 from fusion_passes.ddp.module import manage_by_reducer
-from fusion_passes.ddp.own_reducer import own_reducers
 from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.profile.tables import MIB
 from fusion_passes.reducer import backward, rank_errors
@@ -82,18 +81,53 @@ def test_refuses_optimizers_in_the_backward(late: bool) -> None:
         step()
 
 
-def test_leaves_to_ddps_reducer_what_the_python_reducer_ignores() -> None:
+def test_delayed_parameters_have_the_last_buckets() -> None:
     model = two_layers()
-    words = "trained by DDP's own reducer.*it was given delay_all_reduce_named_params"
-    with pytest.warns(FusionWarning, match=words):
-        ddp = DistributedDataParallel(
+    ignored = ["0.bias", "0.weight"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    ddp = DistributedDataParallel(
+        model,
+        delay_all_reduce_named_params=[("0.weight", model[0].weight), ("1.bias", model[1].bias)],
+        param_to_hook_all_reduce=model[1].weight,
+    )
+    reducer = reducer_of(ddp)
+    names = [[reducer.parameters.names[n] for n in b.numbers] for b in reducer.layout.buckets]
+    assert names == [["1.weight"], ["0.weight", "1.bias"]]
+    kept: Any = model._ddp_params_and_buffers_to_ignore
+    assert kept is ignored
+
+
+@pytest.mark.parametrize("flag", [None, "concat"])
+def test_refuses_wrong_delayed_parameters_as_eager_ddp_does(flag: str | None) -> None:
+    model = two_layers()
+    named = [("0.weight", model[0].weight)]
+    frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+    together = r"delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the"
+    cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, together, {"delay_all_reduce_named_params": named}),
+        (ValueError, together, {"param_to_hook_all_reduce": model[1].weight}),
+        (
+            RuntimeError,
+            "cannot register a hook on a tensor that doesn't require gradient",
+            {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": frozen},
+        ),
+    ]
+    for kind, words, options in cases:
+        with inductor_config.patch(ddp_fusion=flag), pytest.raises(kind, match=words):
+            DistributedDataParallel(model, **options)
+    assert not len(reducers)
+
+
+@pytest.mark.parametrize("name", ["0.weigth", "0.bias"])
+def test_refuses_delayed_parameters_under_other_names(name: str) -> None:
+    model = two_layers()
+    others = "names another one" if name == "0.bias" else "names none of the module"
+    with pytest.raises(ValueError, match=f"delay_all_reduce_named_params.*{name}.*{others}"):
+        DistributedDataParallel(
             model,
-            delay_all_reduce_named_params=[("0.weight", model[0].weight)],
+            delay_all_reduce_named_params=[(name, model[0].weight)],
             param_to_hook_all_reduce=model[1].weight,
         )
-    assert not ddp._use_python_reducer
-    assert not len(reducers)
-    assert ddp in own_reducers
 
 
 def test_sparse_gradients_count_in_no_bucket() -> None:

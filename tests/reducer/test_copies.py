@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import inspect
 from collections.abc import Callable, Iterator
@@ -296,6 +297,63 @@ def test_sparse_gradients_and_another_backend_than_inductor() -> None:
     found = reasons(ddp, lambda: compiled(rows).sum())
     assert found.pop("0.weight") == copies.SPARSE
     assert found == dict.fromkeys(ALL[2:4], copies.NOT_STORED)
+
+
+class Counting(nn.Module):
+    """Layers of one shape, each with a buffer that the forward writes: views of one tensor, which
+    the forward may read too."""
+
+    counts: Tensor
+
+    def __init__(self, *, reads_all: bool) -> None:
+        super().__init__()
+        self.reads_all = reads_all
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("counts", torch.zeros(12))
+        for index, view in enumerate(self.counts.split(4)):
+            self.register_buffer(f"count_{index}", view)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, part in enumerate(self.parts):
+            x = part(x).sin()
+            with torch.no_grad():
+                getattr(self, f"count_{index}").add_(1)
+        return x + self.counts.sum() if self.reads_all else x
+
+
+@pytest.mark.parametrize("reads_all", [False, True])
+def test_inputs_that_torch_numbers_otherwise_are_not_stored(reads_all: bool) -> None:
+    """AOTAutograd puts one base in the place of inputs that overlap, if the forward writes one of
+    them, and moves it to the front: other inputs have other positions then, and there are fewer.
+    Views that do not overlap keep their positions."""
+    torch.manual_seed(0)
+    model = Counting(reads_all=reads_all)
+    alone, ddp = copy.deepcopy(model), DistributedDataParallel(model, broadcast_buffers=False)
+    compiled = torch.compile(ddp)
+    names = [name for name, _ in model.named_parameters()]
+    for _ in range(3):
+        expected = torch.autograd.grad(alone(X).square().sum(), [*alone.parameters()])
+        found = reasons(ddp, lambda: compiled(X).square().sum(), 1)
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+    assert found == (dict.fromkeys(sorted(names), copies.NOT_STORED) if reads_all else {})
+
+
+@pytest.mark.parametrize("follows_another", [False, True])
+def test_delayed_gradients_are_left_out_of_graphs(follows_another: bool) -> None:
+    """Also where another module of the class was compiled before, with none of them delayed."""
+    other, others = layers()
+    reasons(other, lambda: others(X).sum(), 2 if follows_another else 0)
+    model = layers()[0].module
+    ddp = DistributedDataParallel(
+        model,
+        delay_all_reduce_named_params=[("1.weight", model[1].weight)],
+        param_to_hook_all_reduce=model[0].weight,
+    )
+    compiled = torch.compile(ddp)
+    found = reasons(ddp, lambda: compiled(X).sum())
+    assert found.pop("1.weight") == copies.DELAYED
+    assert set(found.values()) <= ({copies.BESIDE} if follows_another else set())
 
 
 def test_what_a_compiled_backward_copies_itself_is_in_the_report() -> None:

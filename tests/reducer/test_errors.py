@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -138,8 +139,16 @@ def _other_settings(flag: dict[str, Any], options: dict[str, Any]) -> str:
         inductor_config.patch(ddp_fusion=FusionConfig(**(flag if is_other else {}))),
         pytest.raises(SettingsDifferError) as caught,
     ):
-        DistributedDataParallel(models.mlp(2), **(options if is_other else {}))
+        _wrapped(models.mlp(2), **(options if is_other else {}))
     return str(caught.value)
+
+
+def _wrapped(model: nn.Module, *, delayed: Sequence[str] = (), **options: Any) -> None:
+    if delayed:
+        named = [(name, model.get_parameter(name)) for name in delayed]
+        options["delay_all_reduce_named_params"] = named
+        options["param_to_hook_all_reduce"] = named[0][1]
+    DistributedDataParallel(model, **options)
 
 
 @pytest.mark.parametrize(
@@ -164,8 +173,16 @@ def _other_settings(flag: dict[str, Any], options: dict[str, Any]) -> str:
                 "true on rank 1",
             ],
         ),
+        (
+            {},
+            {"delayed": ("0.weight",)},
+            [
+                "parameters of delay_all_reduce_named_params must be the same",
+                '["0.weight"] on rank 1',
+            ],
+        ),
     ],
-    ids=["cap", "memory", "unused"],
+    ids=["cap", "memory", "unused", "delayed"],
 )
 def test_other_settings_are_an_error_on_every_rank_that_names_them(
     run_on_ranks: RUN, flag: dict[str, Any], options: dict[str, Any], words: list[str]

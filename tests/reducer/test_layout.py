@@ -51,6 +51,53 @@ def test_dtypes_and_sparse_gradients_have_buckets_of_their_own() -> None:
     assert [bucket.is_sparse for bucket in layout.buckets] == [True, False, False]
 
 
+def test_delayed_gradients_are_launched_last() -> None:
+    known = {
+        0: GradientKind(4, FP32, CPU, is_delayed=True),
+        1: GradientKind(4, FP32, CPU),
+        2: GradientKind(8, FP32, CPU, is_sparse=True, is_delayed=True),
+        3: GradientKind(4, FP32, CPU),
+        4: GradientKind(4, FP32, CPU, is_delayed=True),
+    }
+    pieces = [(4,), (0, 3), (2,), (1,)]
+    layout = plan_layout(pieces, known, BucketCaps(1024, 1024))
+    assert [bucket.numbers for bucket in layout.buckets] == [(3, 1), (2,), (4, 0)]
+    at_cap = plan_layout(pieces, known, BucketCaps(16, 16))
+    assert [bucket.numbers for bucket in at_cap.buckets] == [(3,), (1,), (4,), (0,), (2,)]
+
+
+@st.composite
+def kinds_of_all_sorts(draw):
+    kind = st.builds(
+        GradientKind,
+        st.integers(0, 70),
+        st.sampled_from([FP32, BF16]),
+        st.sampled_from([CPU, torch.device("meta")]),
+        is_sparse=st.sampled_from([False, False, False, True]),
+        is_delayed=st.booleans(),
+    )
+    return dict(enumerate(draw(st.lists(kind, min_size=1, max_size=12))))
+
+
+@given(kinds_of_all_sorts(), st.data())
+def test_no_bucket_mixes_gradients_that_cannot_be_sent_together(known, data) -> None:
+    numbers = data.draw(st.permutations(list(known)))
+    cuts = data.draw(st.sets(st.integers(0, len(numbers)))) | {0, len(numbers)}
+    pieces = [tuple(numbers[a:b]) for a, b in itertools.pairwise(sorted(cuts))]
+    layout = plan_layout(pieces, known, BucketCaps(100, 200))
+    assert sorted(n for bucket in layout.buckets for n in bucket.numbers) == sorted(known)
+    for bucket in layout.buckets:
+        kinds_there = [known[number] for number in bucket.numbers]
+        assert len({(kind.dtype, kind.device, kind.is_delayed) for kind in kinds_there}) == 1
+        assert (bucket.dtype, bucket.device) == (kinds_there[0].dtype, kinds_there[0].device)
+        assert len(kinds_there) == 1 or not any(kind.is_sparse for kind in kinds_there)
+        for piece in pieces:  # The order within a piece stays.
+            there = [number for number in piece if number in bucket.numbers]
+            assert there == [number for number in bucket.numbers if number in piece]
+    delayed = [known[bucket.numbers[0]].is_delayed for bucket in layout.buckets]
+    assert delayed == sorted(delayed)
+
+
 @st.composite
 def layouts(draw):
     sizes = draw(st.lists(st.integers(0, 70), min_size=1, max_size=20))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from testing import models
 from testing.models import WIDTH, Batch, Loss, linear_loss
 from testing.scenarios.features.comm_hooks import HOOKS
-from testing.scenarios.features.models import MODELS
+from testing.scenarios.features.models import MODELS, with_shared_storage
 from testing.scenarios.loop import backwards, sgd, train
 from testing.scenarios.run import Run
 
@@ -174,11 +174,16 @@ def transformer(run: Run, **loop: Any) -> None:
     train(run, ddp, **rounding, optimizer=sgd(0.1, momentum=0.9), **loop)
 
 
-def batch_norm(run: Run, *, is_evaluated: bool = False, **loop: Any) -> None:
-    """Convolutions with BatchNorm; or with channels last, and statistics that stay."""
+def batch_norm(
+    run: Run, *, is_evaluated: bool = False, is_shared: bool = False, **loop: Any
+) -> None:
+    """Convolutions with BatchNorm; or with channels last, and statistics that stay; or with
+    parameters that are views of one tensor, and statistics of another."""
     rounding = {"loss": models.square_loss, "draw": models.images}
-    ddp = run.ddp(models.ConvNet(channels_last=is_evaluated).train(not is_evaluated))
-    train(run, ddp, **rounding, optimizer=sgd(0.1, momentum=0.9), **loop)
+    model: nn.Module = models.ConvNet(channels_last=is_evaluated).train(not is_evaluated)
+    if is_shared:
+        model = with_shared_storage(model.to(run.device))
+    train(run, run.ddp(model), **rounding, optimizer=sgd(0.1, momentum=0.9), **loop)
 
 
 class _EagerNorm(nn.BatchNorm1d):

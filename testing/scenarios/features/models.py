@@ -129,12 +129,41 @@ def _ignored(run: Run) -> nn.Module:
 
 def _shared_storage(run: Run) -> nn.Module:
     """All parameters are views of one buffer."""
-    model = run.mlp().to(run.device)
+    return with_shared_storage(run.mlp().to(run.device))
+
+
+def with_shared_storage(model: nn.Module) -> nn.Module:
+    """Make all parameters of a model views of one flat tensor, and its statistics of another."""
     flat = nn.utils.parameters_to_vector(model.parameters()).detach()
     sizes = [parameter.numel() for parameter in model.parameters()]
     for parameter, part in zip(model.parameters(), flat.split(sizes), strict=True):
         parameter.data = part.view_as(parameter)
+    norms = [layer for layer in model.modules() if hasattr(layer, "running_mean")]
+    names = [(layer, name) for layer in norms for name in ("running_mean", "running_var")]
+    if names:
+        statistics = torch.cat([getattr(layer, name) for layer, name in names])
+        parts = statistics.split([getattr(layer, name).numel() for layer, name in names])
+        for (layer, name), part in zip(names, parts, strict=True):
+            setattr(layer, name, part)
     return model
+
+
+class _SharedCounters(Exact, a=WIDTH, b=WIDTH, c=WIDTH, d=WIDTH):
+    """Exact. Layers of one shape, whose gradients nobody could tell apart by it, each with a buffer
+    that the forward writes: views of one tensor. The parameters are views of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, part in zip(self.widths, torch.zeros(16).split(4), strict=True):
+            self.register_buffer(f"count_{name}", part)
+        with_shared_storage(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.widths:
+            x = getattr(self, name)(x).relu()
+            with torch.no_grad():
+                getattr(self, f"count_{name}").add_(1)
+        return x[:, :OUTPUTS]
 
 
 # --- With branches that a step may leave out -----------------------------------------------------
@@ -199,6 +228,7 @@ MODELS: Final[Mapping[str, Callable[[Run], nn.Module]]] = {
     "frozen": _frozen,
     "ignored": _ignored,
     "shared storage": _shared_storage,
+    "shared counters": lambda _: _SharedCounters(),
     "checkpointed": lambda _: models.Checkpointed(),
     "counting": lambda run: Counting(run.mlp()),
     "normed": lambda _: nn.Sequential(nn.Linear(WIDTH, 4, bias=False), nn.BatchNorm1d(4)),

@@ -1,0 +1,222 @@
+"""Where eager DDP can be wrong: without the flag, gradients are averaged by hand, in no DDP module.
+
+The arguments of DDP for delayed reductions, whose collective eager DDP does not wait for; and
+parameters whose strides change after DDP is constructed, of which eager DDP mixes up the elements.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from testing.models import OUTPUTS, WIDTH, Branching, Exact, TwoDtypes, linear_loss
+from testing.scenarios.loop import Zero, clear_gradients
+from testing.scenarios.run import Run, synced_if
+
+
+def average(model: nn.Module) -> None:
+    """Average a model's gradients over all ranks, one by one; a parameter that has none on this
+    rank gets one."""
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+        local = parameter.grad.contiguous()
+        parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, local)
+        parameter.grad.copy_(torch.stack(parts).sum(0) / len(parts))
+
+
+def train(
+    run: Run,
+    model: nn.Module,
+    *takes: Sequence[str],
+    is_compiled: bool = True,
+    steps: int = 3,
+    micro_batches: int = 1,
+    zero: Zero = "none",
+) -> None:
+    """Backwards of a model: in DDP under the flag; else the bare one, averaged by hand. All but the
+    last micro-batch of a step are under ``no_sync``. ``takes``: by step and rank, what a model with
+    branches takes."""
+    forward = run.compile(model) if is_compiled else model
+    for step in range(steps):
+        clear_gradients(model, zero, model.zero_grad)
+        for micro in range(micro_batches):
+            synced = micro == micro_batches - 1
+            taken = [takes[step][dist.get_rank()]] if takes else []
+            with synced_if(model, synced):
+                linear_loss(forward, run.rows(step, micro), *taken).backward()
+            if synced and not run.is_fused:
+                average(model)
+            run.note_backward(model, synced=synced)
+
+
+def wrapped(run: Run, model: nn.Module, **options: Any) -> nn.Module:
+    """A model in DDP under the flag, else the bare one."""
+    return run.ddp(model, **options) if run.is_fused else model.to(run.device)
+
+
+# --- Delayed reductions --------------------------------------------------------------------------
+
+
+def delayed_in(run: Run, model: nn.Module, *names: str, hooked: str = "", **options: Any) -> Any:
+    """:func:`wrapped`, with the all-reduce of the parameters with these names delayed, until
+    ``hooked`` (by default, the first of these) has its gradient."""
+    known = dict(model.named_parameters())
+    named = [(name, known[name]) for name in known if name.startswith(names)]
+    return wrapped(
+        run,
+        model,
+        delay_all_reduce_named_params=named,
+        param_to_hook_all_reduce=known[hooked or named[0][0]],
+        **options,
+    )
+
+
+def delayed(run: Run, **loop: Any) -> None:
+    """Of the first layer, of the last one, and of all; whole and in small buckets."""
+    for names in (("0.",), ("4.",), ("",)):
+        for cap_mb in (None, 1e-4):
+            model = delayed_in(run, run.mlp(), *names, bucket_cap_mb=cap_mb)
+            train(run, model, **loop)
+
+
+def delayed_eager(run: Run) -> None:
+    """Nothing is compiled."""
+    train(run, delayed_in(run, run.mlp(), "2."), is_compiled=False, zero="kept")
+
+
+def delayed_options(run: Run) -> None:
+    """Of parameters that DDP is also told to ignore; of one of several dtypes; with other options
+    of DDP, which do not apply to them."""
+    model = run.mlp()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+    ignored = delayed_in(run, model, "0.")
+    train(run, ignored)
+    run.note("ignored", model._ddp_params_and_buffers_to_ignore)
+    dtypes = delayed_in(run, TwoDtypes(), "low.", "single.")
+    train(run, dtypes)
+    train(run, delayed_in(run, run.mlp(), "2.", static_graph=True))
+    train(run, delayed_in(run, run.mlp(), "2.", find_unused_parameters=True))
+    # Another weight on each rank, if DDP broadcasts nothing.
+    model = run.mlp()
+    with torch.no_grad():
+        model.get_parameter("0.weight").add_(dist.get_rank() if run.is_fused else 0)
+    made = delayed_in(run, model, "0.weight", init_sync=False)
+    train(run, made)
+    run.note_end(made)
+
+
+def delayed_unused(run: Run, **options: Any) -> None:
+    """A delayed parameter that no rank uses, or one alone, has zeros there, and so has one that is
+    not hooked: in DDP too, which knows nothing of unused parameters otherwise."""
+    takes = [("abc", "bc"), ("bc", "bc"), ("bc", "abc"), ("abc", "abc")]
+    for hooked in ("a.weight", "first.weight"):
+        model = delayed_in(run, Branching(outputs=OUTPUTS), "a.", hooked=hooked, **options)
+        train(run, model, *takes, steps=4)
+
+
+class _Repeating(Exact, first=WIDTH, layer=WIDTH, last=OUTPUTS):
+    """Exact. Reentrant checkpointing of a layer that is used several times: its gradient is
+    accumulated as often in one backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(self.first(x)).relu()
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        out: Tensor = self.last(x)
+        return out
+
+
+def delayed_repeated(run: Run) -> None:
+    """A gradient that is accumulated several times in one backward."""
+    for zero in ("none", "kept"):
+        train(run, delayed_in(run, _Repeating(), "layer."), is_compiled=False, zero=zero)
+
+
+class _Table(nn.Module):
+    """Exact. A sparse table, rows of which are read by the signs of the inputs."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, WIDTH, sparse=True)
+        self.layers = layers
+        with torch.no_grad():
+            self.table.weight.copy_(torch.arange(3.0 * WIDTH).reshape(3, WIDTH) - WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table(x[:, 0].sign().long() + 1)
+        out: Tensor = self.layers(x + rows)
+        return out
+
+
+def delayed_sparse(run: Run) -> None:
+    """A sparse table."""
+    model = delayed_in(run, _Table(run.mlp(2)), "table.", hooked="layers.0.weight")
+    train(run, model)
+
+
+def delayed_instances(run: Run) -> None:
+    """Instances of one model, which share what is compiled: one without delayed reductions, one
+    with them, and a deep copy of that."""
+    models = [wrapped(run, run.mlp()), delayed_in(run, run.mlp(), "2.")]
+    models.append(copy.deepcopy(models[1]))
+    for model in (*models, *models):
+        if run.is_fused:
+            run.manage(model)
+        train(run, model, steps=2)
+
+
+# --- Strides that change after DDP is constructed -------------------------------------------------
+
+
+class Strided(Exact):
+    """Exact. A convolution, and a square weight behind it, whose elements nobody can tell apart by
+    the shape."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            conv=nn.Conv2d(2, WIDTH, 2),
+            square=nn.Parameter(torch.empty(WIDTH, WIDTH)),
+            last=nn.Linear(WIDTH, OUTPUTS),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.conv(x.reshape(-1, 2, 2, 2)).flatten(1)
+        out: Tensor = self.last(nn.functional.linear(features, self.square))
+        return out
+
+
+def _with_channels_last(model: nn.Module) -> None:
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def _transposed(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.t().contiguous().t()
+
+
+CHANGES: Final = {"channels last": _with_channels_last, "transposed": _transposed}
+
+
+def strides_changed(run: Run, where: Sequence[int], **loop: Any) -> None:
+    """The strides of parameters change before the first forward, after it, and after the buckets
+    are rebuilt: on these ranks."""
+    for change in CHANGES.values():
+        for step in range(3):
+            torch._dynamo.reset()  # It would compile no more of the same code at some point.
+            model = wrapped(run, Strided())
+            train(run, model, steps=step, **loop)
+            if dist.get_rank() in where:
+                change(model)
+            train(run, model, **loop)
