@@ -82,12 +82,12 @@ def delayed_in(run: Run, model: nn.Module, *names: str, hooked: str = "", **opti
     )
 
 
-def delayed(run: Run, **loop: Any) -> None:
+def delayed(run: Run, **how: Any) -> None:
     """Of the first layer, of the last one, and of all; whole and in small buckets."""
     for names in (("0.",), ("4.",), ("",)):
         for cap_mb in (None, 1e-4):
             model = delayed_in(run, run.mlp(), *names, bucket_cap_mb=cap_mb)
-            train(run, model, **loop)
+            train(run, model, **how)
 
 
 def delayed_eager(run: Run) -> None:
@@ -209,14 +209,14 @@ def _transposed(model: nn.Module) -> None:
 CHANGES: Final = {"channels last": _with_channels_last, "transposed": _transposed}
 
 
-def strides_changed(run: Run, where: Sequence[int], **loop: Any) -> None:
+def strides_changed(run: Run, where: Sequence[int], **how: Any) -> None:
     """The strides of parameters change before the first forward, after it, and after the buckets
     are rebuilt: on these ranks."""
     for change in CHANGES.values():
         for step in range(3):
             torch._dynamo.reset()  # It would compile no more of the same code at some point.
             model = wrapped(run, Strided())
-            train(run, model, steps=step, **loop)
+            train(run, model, steps=step, **how)
             if dist.get_rank() in where:
                 change(model)
-            train(run, model, **loop)
+            train(run, model, **how)
