@@ -18,7 +18,15 @@ PACKAGE: Final = Path(__file__).parent.parent / "fusion_passes"
 NOT_FOR_USERS: Final = ("graph", "lowering", "passes", "plan", "reductions", "torch_private")
 """Rooms whose errors are bugs of the package."""
 
-WITH_PARTS: Final = ("config.py", "ddp", "explain.py", "profile", "reducer", "reporting")
+WITH_PARTS: Final = (
+    "config.py",
+    "ddp",
+    "explain.py",
+    "profile",
+    "reducer",
+    "reporting",
+    "warnings.py",
+)
 """Rooms that also return and keep what becomes a part of a message, or a reason in the report."""
 
 PARTS: Final = "Reasons and parts"

@@ -29,7 +29,7 @@ from fusion_passes.profile.records import Place, Profile, ReadyTimes, parameters
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reductions.find import dtype_name
-from fusion_passes.reporting.warnings import warn_once
+from fusion_passes.warnings import warn_once
 
 log = logging.getLogger(__name__)
 

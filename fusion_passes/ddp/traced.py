@@ -31,7 +31,6 @@ from fusion_passes.reducer.backward import RunningBackward, reducers, walk
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reductions.owners import Owner
-from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.dynamo import (
     clear_backward_cache,
@@ -46,6 +45,7 @@ from fusion_passes.torch_private.process_groups import (
     register_process_group,
     unregister_process_group,
 )
+from fusion_passes.warnings import warn_once
 
 FIRST: Final = "it is the first one, which shows in which order gradients come"
 

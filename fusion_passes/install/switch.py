@@ -20,17 +20,17 @@ from fusion_passes.install.compiles import compile_graph
 from fusion_passes.install.constructor import construct, enter_forward
 from fusion_passes.reducer.backward import RunningBackward, reducers, register_on_node
 from fusion_passes.reporting.backwards import backwards
-from fusion_passes.reporting.warnings import (
-    warn_not_reduced,
-    warn_once,
-    warn_rounded,
-    warn_stays_local,
-)
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import inductor_config, owner_of_name
 from fusion_passes.torch_private.autograd import HOOKS_ON_NODES, backward_id
 from fusion_passes.torch_private.dynamo import is_compiling_graph
 from fusion_passes.torch_private.inductor import WITHOUT_TORCHS_FUSION
+from fusion_passes.warnings import (
+    warn_not_reduced,
+    warn_once,
+    warn_rounded,
+    warn_stays_local,
+)
 
 _DDP: Final = "torch.nn.parallel.DistributedDataParallel"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Final
 
@@ -13,8 +13,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.reporting.table import named
 from fusion_passes.state import Lifetime, process_state
+
+MOST_NAMES: Final = 4
+"""Parameters that are named where there are several."""
 
 
 class FusionWarning(UserWarning):
@@ -48,6 +50,13 @@ def _users_level() -> int:
 
 
 # --- Gradients that nobody averages ---------------------------------------------------------------
+
+
+def named(parameters: Sequence[str], of: str = "") -> str:
+    """``6: a, b, c, d and 2 more``."""
+    more = len(parameters) - MOST_NAMES
+    names = ", ".join(parameters[:MOST_NAMES])
+    return f"{len(parameters)}{of}: {names}" + (f" and {more} more" if more > 0 else "")
 
 
 def warn_stays_local(name: str) -> None:
