@@ -20,6 +20,7 @@ from typing import Final, TypeVar
 
 import torch.distributed as dist
 
+from fusion_passes.graph.text import dtype_name
 from fusion_passes.plan.layout import lay_out
 from fusion_passes.plan.timetable import plan_timetable
 from fusion_passes.profile.files import keep, look_up, path_of, ready_path
@@ -28,7 +29,6 @@ from fusion_passes.profile.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, R
 from fusion_passes.profile.records import Place, Profile, ReadyTimes, parameters_key
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.reductions.find import dtype_name
 from fusion_passes.warnings import warn_once
 
 log = logging.getLogger(__name__)

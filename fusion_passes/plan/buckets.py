@@ -19,6 +19,7 @@ from fusion_passes.config import ScalingOption
 from fusion_passes.graph.collectives import group_name_of
 from fusion_passes.graph.dependencies import dependents, write_positions
 from fusion_passes.graph.families import stores_unscaled
+from fusion_passes.graph.text import dtype_name
 from fusion_passes.plan.placement import Placement
 from fusion_passes.plan.scaling import BucketScaling, choose_scaling, sent_dtype
 from fusion_passes.reductions.find import (
@@ -26,7 +27,6 @@ from fusion_passes.reductions.find import (
     GradientReduction,
     ReductionKey,
     Rejection,
-    dtype_name,
 )
 from fusion_passes.reductions.producers import source_of
 

@@ -25,6 +25,7 @@ from fusion_passes.graph.collectives import (
     is_wait,
 )
 from fusion_passes.graph.families import DIVISIONS
+from fusion_passes.graph.text import dtype_name
 from fusion_passes.reductions.owners import DdpGroups, Owner
 
 
@@ -49,11 +50,6 @@ class ReductionKey:
         # Without the device's index: ranks have cards of their own, but must describe alike.
         where = f"{dtype_name(self.dtype)} {self.device.type} on {self.group_name}"
         return f"sum(gradient{division}) {where}"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``float32``, without ``torch.``."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,9 +9,9 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Final
 
+from fusion_passes.graph.text import dtype_name
 from fusion_passes.plan.buckets import BucketPlan, TracedBucket
 from fusion_passes.plan.placement import Placement
-from fusion_passes.reductions.find import dtype_name
 from fusion_passes.reporting.records import BucketReport, FusionReport, RejectionReport
 from fusion_passes.reporting.table import format_report
 from fusion_passes.state import Lifetime, process_state

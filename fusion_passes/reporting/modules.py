@@ -7,10 +7,10 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, Final
 
+from fusion_passes.graph.text import dtype_name
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.communication import AllReduce, HookCall, name_of_hook
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.reductions.find import dtype_name
 from fusion_passes.reporting.records import BucketReport, ModuleReport
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.process_groups import backend_name
