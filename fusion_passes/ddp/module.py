@@ -27,8 +27,8 @@ from fusion_passes.ddp.forward import (
 from fusion_passes.ddp.learned_layout import learn_layout
 from fusion_passes.ddp.own_reducer import warn_own_reducer
 from fusion_passes.ddp.tensor_parallel import make_dtensors_when_read
-from fusion_passes.ddp.traced import name_in_graphs, reduce_in_graph
 from fusion_passes.flag import active_config
+from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.plan.caps import BucketCaps, bucket_caps, default_caps, given_caps
 from fusion_passes.plan.layout import GradientKind, Layout
 from fusion_passes.plan.scaling import REDUCE_DTYPE_OF
@@ -396,6 +396,18 @@ def _accumulated(
     reducer = ref()
     if reducer is not None:
         reducer.accumulated(number, is_defined=gradients[0] is not None)
+
+
+def reduce_in_graph(parameter: nn.Parameter, name: str, world_size: int) -> None:
+    """Average ``parameter.grad`` over the ranks, in place, as DDP's Python reducer does it: while
+    Dynamo traces a backward."""
+    assert parameter.grad is not None, "it has been accumulated"
+    parameter.grad.copy_(all_reduce(parameter.grad / world_size, "sum", name))
+
+
+def name_in_graphs(reducer: Reducer) -> str:
+    """The name of a module's process group in graphs."""
+    return f"{reducer.group.group_name}/{reducer.label.partition(' (')[0].replace(' ', '').lower()}"
 
 
 def _remove_hooks(reducer: Reducer) -> None:

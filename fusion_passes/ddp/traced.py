@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.graph.collectives import all_reduce
+from fusion_passes.ddp.module import name_in_graphs
 from fusion_passes.plan.buckets import ModuleBuckets
 from fusion_passes.reducer.backward import RunningBackward, reducers, walk
 from fusion_passes.reducer.communication import AllReduce
@@ -139,13 +139,6 @@ traced_modules: Final = process_state.keep(
     Lifetime.MODULE,
     reset=TracedModules.reset,
 )
-
-
-def reduce_in_graph(parameter: nn.Parameter, name: str, world_size: int) -> None:
-    """Average ``parameter.grad`` over the ranks, in place, as DDP's Python reducer does it: while
-    Dynamo traces a backward."""
-    assert parameter.grad is not None, "it has been accumulated"
-    parameter.grad.copy_(all_reduce(parameter.grad / world_size, "sum", name))
 
 
 # --- Which backwards are traced ------------------------------------------------------------------
@@ -265,11 +258,6 @@ class TracedBackwards:
 
     def reset(self) -> None:
         vars(self).update(vars(TracedBackwards()))
-
-
-def name_in_graphs(reducer: Reducer) -> str:
-    """The name of a module's process group in graphs."""
-    return f"{reducer.group.group_name}/{reducer.label.partition(' (')[0].replace(' ', '').lower()}"
 
 
 def _give_up(run: RunningBackward, error: Exception) -> str:

@@ -1,6 +1,6 @@
 """Finds the gradient reductions of DDP in a traced backward and decodes each once into types.
 
-What :func:`fusion_passes.ddp.traced.reduce_in_graph` does to a gradient stands in the graph as::
+What :func:`fusion_passes.ddp.module.reduce_in_graph` does to a gradient stands in the graph as::
 
     gradient -> div(number of ranks) -> all_reduce(sum) -> wait -> ...
 
