@@ -1,5 +1,4 @@
-"""The DDP modules whose gradients reducers average: their buckets, what these had to copy, and what
-DDP's own logging data say of them."""
+"""The DDP modules whose gradients reducers average: their buckets, and what these had to copy."""
 
 from __future__ import annotations
 
@@ -97,22 +96,3 @@ def _buckets(reducer: Reducer) -> Iterator[BucketReport]:
             planned_s=planned_ns and (planned_ns[0] / 1e9, planned_ns[1] / 1e9),
             name=reducer.bucket_name(bucket.index),
         )
-
-
-def logging_data(reducer: Reducer) -> dict[str, Any]:
-    """What DDP's C++ reducer would have written into its logging data, but for times, which are not
-    measured. Sparse gradients lie in no bucket."""
-    layout, parameters = reducer.layout, reducer.parameters.all
-    is_final = reducer.has_rebuilt_buckets
-    buckets = [b.numbers for b in layout.buckets if not b.is_sparse] if is_final else []
-    sizes = [sum(parameters[number].nbytes for number in bucket) for bucket in buckets]
-    order = [number for bucket in buckets for number in bucket]
-    return {
-        "iteration": reducer.steps,
-        "unused_parameter_size": 0,
-        "has_rebuilt_buckets": int(is_final),
-        "num_buckets_reduced": len(buckets),
-        "rebuilt_bucket_sizes": ", ".join(map(str, sizes)),
-        "rebuilt_per_bucket_param_indices": ", ".join(" ".join(map(str, b)) for b in buckets),
-        "prev_iteration_grad_ready_order_indices": ", ".join(map(str, order)),
-    }
