@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ from fusion_passes.plan.layout import (
     lay_out,
     plan_layout,
 )
-from fusion_passes.profile.ready_clock import ReadyClock
 from fusion_passes.reducer.communication import (
     AllReduce,
     Communication,
@@ -94,6 +93,18 @@ class Parameters:
     names: Sequence[str]
     strides: Sequence[tuple[int, ...]]
     kinds: Mapping[int, GradientKind]
+
+
+class Clock(Protocol):
+    """Measures when gradients are marked ready, in some rounds, as ``ReadyClock`` does."""
+
+    is_running: bool
+
+    def begin_round(self) -> None: ...
+
+    def note_ready(self, numbers: Sequence[int]) -> None: ...
+
+    def end_round(self) -> bool: ...
 
 
 @dataclass
@@ -229,7 +240,7 @@ class Reducer:
         self.copies = Copies()
         self.name = label
         self.why_untraced = ""
-        self.clock: ReadyClock | None = None
+        self.clock: Clock | None = None
         self.decision: tuple[str, ...] = ()
         self.predicted: Mapping[int, tuple[int, int]] = {}
         self.failures = FailureNotes(group, label)
