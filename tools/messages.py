@@ -15,7 +15,15 @@ from typing import Final
 
 PACKAGE: Final = Path(__file__).parent.parent / "fusion_passes"
 
-NOT_FOR_USERS: Final = ("graph", "lowering", "passes", "plan", "reductions", "torch_private")
+NOT_FOR_USERS: Final = (
+    "graph",
+    "layout",
+    "lowering",
+    "passes",
+    "plan",
+    "reductions",
+    "torch_private",
+)
 """Rooms whose errors are bugs of the package."""
 
 WITH_PARTS: Final = (

@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 import torch.distributed as dist
 
 from fusion_passes.graph.text import dtype_name
-from fusion_passes.plan.layout import lay_out
+from fusion_passes.layout.layout import lay_out
 from fusion_passes.plan.timetable import plan_timetable
 from fusion_passes.profile.files import keep, look_up, path_of, ready_path
 from fusion_passes.profile.measure import Ranks, agree_on_place, measure, of_first_rank

@@ -28,8 +28,8 @@ from fusion_passes.ddp.own_reducer import warn_own_reducer
 from fusion_passes.ddp.tensor_parallel import make_dtensors_when_read
 from fusion_passes.flag import active_config
 from fusion_passes.graph.collectives import all_reduce
-from fusion_passes.plan.caps import BucketCaps, bucket_caps, default_caps, given_caps
-from fusion_passes.plan.layout import GradientKind, Layout
+from fusion_passes.layout.caps import BucketCaps, bucket_caps, default_caps, given_caps
+from fusion_passes.layout.layout import GradientKind, Layout
 from fusion_passes.plan.scaling import REDUCE_DTYPE_OF
 from fusion_passes.reducer.backward import reducers, why_failed
 from fusion_passes.reducer.communication import SENT_AS, AllReduce, HookCall, name_of_hook

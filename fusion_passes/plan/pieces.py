@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from fusion_passes.graph.families import is_library_kernel
-from fusion_passes.plan.caps import ALONG_SHARE, BucketCaps
-from fusion_passes.plan.layout import ALIGNMENT, in_round_order
+from fusion_passes.layout.caps import ALONG_SHARE, BucketCaps
+from fusion_passes.layout.layout import ALIGNMENT, in_round_order
 
 _Key: TypeAlias = tuple[int, torch.dtype, torch.device]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from fusion_passes.plan.caps import BucketCaps, most_kept_bytes
-from fusion_passes.plan.layout import GradientKind, Piece, plan_layout
+from fusion_passes.layout.caps import BucketCaps, most_kept_bytes
+from fusion_passes.layout.layout import GradientKind, Piece, plan_layout
 from fusion_passes.plan.optimum import Queue, best_cuts, times_of
 from fusion_passes.profile.records import ReadyTimes
 from fusion_passes.profile.tables import CostTable

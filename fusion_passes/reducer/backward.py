@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fusion_passes.plan.layout import Piece
+from fusion_passes.layout.layout import Piece
 from fusion_passes.reducer.copies import (
     ANOMALY,
     BESIDE,

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.plan.caps import BucketCaps
-from fusion_passes.plan.layout import (
+from fusion_passes.layout.caps import BucketCaps
+from fusion_passes.layout.layout import (
     Bucket,
     GradientKind,
     Layout,
@@ -77,7 +77,7 @@ FORGOTTEN: Final = (
 
 _ALIGNED_BYTES: Final = 16
 """What generated code asks of the memory that an operator returns. Graphs that know the layout keep
-to more: :data:`fusion_passes.plan.layout.ALIGNMENT` elements."""
+to more: :data:`fusion_passes.layout.layout.ALIGNMENT` elements."""
 
 
 class RefusedGradientError(RuntimeError):

@@ -25,10 +25,10 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_passes.config import FusionConfig
+from fusion_passes.layout.caps import BucketCaps
 from fusion_passes.lowering.pack import register_lowerings
 from fusion_passes.lowering.store import register_store_lowerings
 from fusion_passes.passes.store import StoreGradients
-from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.plan.pieces import StoredInput
 from fusion_passes.plan.scaling import REDUCE_DTYPE_OF
 from fusion_passes.torch_private import FakeTensorMode

@@ -24,8 +24,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.graph.operators import PACK, WIDEN
+from fusion_passes.layout.layout import in_round_order
 from fusion_passes.lowering.pack import register_lowerings
-from fusion_passes.plan.layout import in_round_order
 from fusion_passes.reporting.graphs import compile_log
 from fusion_passes.torch_private import FakeTensorMode
 

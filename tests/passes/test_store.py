@@ -13,8 +13,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_passes.graph.text import graph_text
+from fusion_passes.layout.caps import BucketCaps
 from fusion_passes.passes.store import StoreGradients
-from fusion_passes.plan.caps import BucketCaps
 from fusion_passes.plan.pieces import StoredInput
 from fusion_passes.torch_private import FakeTensorMode
 

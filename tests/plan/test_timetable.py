@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fusion_passes.plan.caps import KEPT_ON_CPU_BYTES, BucketCaps
-from fusion_passes.plan.layout import GradientKind
+from fusion_passes.layout.caps import KEPT_ON_CPU_BYTES, BucketCaps
+from fusion_passes.layout.layout import GradientKind
 from fusion_passes.plan.timetable import Timetable, plan_timetable
 from fusion_passes.profile.records import ReadyTimes, parameters_key
 from fusion_passes.profile.tables import CostTable

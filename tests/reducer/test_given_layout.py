@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from fusion_passes.plan.layout import lay_out
+from fusion_passes.layout.layout import lay_out
 from fusion_passes.reducer.backward import reducers
 from testing.scenarios.catalog import SCENARIOS
 from testing.scenarios.entries import Scenario

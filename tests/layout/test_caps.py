@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.plan.caps import (
+from fusion_passes.layout.caps import (
     BucketCaps,
     bucket_caps,
     default_caps,

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_passes.plan.caps import BucketCaps
-from fusion_passes.plan.layout import GradientKind, decode, encode, plan_layout
+from fusion_passes.layout.caps import BucketCaps
+from fusion_passes.layout.layout import GradientKind, decode, encode, plan_layout
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16

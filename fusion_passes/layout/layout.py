@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 import torch
 
-from fusion_passes.plan.caps import BucketCaps
+from fusion_passes.layout.caps import BucketCaps
 
 Piece: TypeAlias = tuple[int, ...]
 """Numbers of parameters whose gradients lie one behind the other, in this order."""
