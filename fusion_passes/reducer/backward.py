@@ -232,8 +232,6 @@ gradients were copied into their buckets."""
 RunEngine: TypeAlias = Callable[[RunningBackward, Sequence[Any], Callable[[], Any]], Any]
 """Runs a backward of these outputs, by the call of autograd's engine that it is given."""
 
-ReportWhenFreed: TypeAlias = "Callable[[Any, Reducer], weakref.finalize[..., Any] | None]"
-
 
 @dataclass
 class Reducers:
@@ -261,7 +259,7 @@ class Reducers:
     on_unowned: Callable[[Sequence[Tensor]], None] = lambda _: None
     on_change: Callable[[], None] = lambda: None
     learn_layout: Callable[[Reducer], None] = lambda _: None
-    report_when_freed: ReportWhenFreed = lambda _, __: None
+    report_when_freed: Callable[[Any, Reducer], Any] = lambda _, __: None
     version: int = 0
     _all: weakref.WeakValueDictionary[int, Reducer] = field(
         default_factory=weakref.WeakValueDictionary
