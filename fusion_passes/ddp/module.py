@@ -30,7 +30,6 @@ from fusion_passes.flag import active_config
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.layout.caps import BucketCaps, bucket_caps, default_caps, given_caps
 from fusion_passes.layout.layout import GradientKind, Layout
-from fusion_passes.plan.scaling import REDUCE_DTYPE_OF
 from fusion_passes.reducer.backward import reducers, why_failed
 from fusion_passes.reducer.communication import SENT_AS, AllReduce, HookCall, name_of_hook
 from fusion_passes.reducer.rank_errors import compare_settings, meet_ranks
@@ -43,6 +42,7 @@ from fusion_passes.reducer.reducer import (
     Reducer,
     reducer_of,
 )
+from fusion_passes.reducer.scaling import REDUCE_DTYPE_OF
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.autograd import gradient_dtype
 from fusion_passes.torch_private.ddp import (

@@ -21,7 +21,8 @@ from fusion_passes.graph.dependencies import dependents, write_positions
 from fusion_passes.graph.families import stores_unscaled
 from fusion_passes.graph.text import dtype_name
 from fusion_passes.plan.placement import Placement
-from fusion_passes.plan.scaling import BucketScaling, choose_scaling, sent_dtype
+from fusion_passes.plan.scaling import BucketScaling, choose_scaling
+from fusion_passes.reducer.scaling import sent_dtype
 from fusion_passes.reductions.find import (
     FoundReductions,
     GradientReduction,

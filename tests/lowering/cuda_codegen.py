@@ -30,7 +30,7 @@ from fusion_passes.lowering.pack import register_lowerings
 from fusion_passes.lowering.store import register_store_lowerings
 from fusion_passes.passes.store import StoreGradients
 from fusion_passes.plan.pieces import StoredInput
-from fusion_passes.plan.scaling import REDUCE_DTYPE_OF
+from fusion_passes.reducer.scaling import REDUCE_DTYPE_OF
 from fusion_passes.torch_private import FakeTensorMode
 from testing.fake_world import fake_world
 from testing.graphs import TensorSpec, pipeline

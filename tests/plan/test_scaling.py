@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fusion_passes.config import ScalingOption
-from fusion_passes.plan.scaling import BucketScaling, averages
+from fusion_passes.plan.scaling import BucketScaling
 from fusion_passes.reducer.communication import AllReduce
+from fusion_passes.reducer.scaling import averages
 from testing import graphs
 from testing.graphs import plan_of, reduce, tensor, trace
 
