@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.profile.tables import MIB
+
+MIB: Final = 2**20
 
 DEFAULT_BUCKETS: Final = 8
 """By default, what is sent after the backward is an eighth (docs/decisions.md has measurements)."""

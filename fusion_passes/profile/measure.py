@@ -16,8 +16,9 @@ from typing import Any, Final, TypeVar
 import torch
 import torch.distributed as dist
 
+from fusion_passes.layout.caps import MIB
 from fusion_passes.profile.records import Place, Profile
-from fusion_passes.profile.tables import MIB, CostTable
+from fusion_passes.profile.tables import CostTable
 from fusion_passes.torch_private import ProcessGroup
 from fusion_passes.torch_private.process_groups import (
     backend_name,

@@ -12,8 +12,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-MIB: Final = 2**20
-
 MOST_NS: Final = 24 * 60 * 60 * 10**9
 """A day. What is longer was not measured, and sums of it would not fit in 64 bits."""
 

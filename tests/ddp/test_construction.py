@@ -23,8 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.ddp import module
 from fusion_passes.ddp.module import manage_by_reducer
-from fusion_passes.layout.caps import BucketCaps
-from fusion_passes.profile.tables import MIB
+from fusion_passes.layout.caps import MIB, BucketCaps
 from fusion_passes.reducer import backward, rank_errors
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.communication import AllReduce

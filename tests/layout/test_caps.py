@@ -8,13 +8,13 @@ import pytest
 
 from fusion_passes.config import FusionConfig
 from fusion_passes.layout.caps import (
+    MIB,
     BucketCaps,
     bucket_caps,
     default_caps,
     given_caps,
     mib_to_bytes,
 )
-from fusion_passes.profile.tables import MIB
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from fusion_passes.layout.caps import MIB
 from fusion_passes.profile import measure
 from fusion_passes.profile.measure import IN_FLIGHT, IN_FLIGHT_BYTES, Ranks
-from fusion_passes.profile.tables import MIB
 
 
 def test_a_cost_is_a_share_of_what_several_take_together() -> None:
