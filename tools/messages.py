@@ -22,6 +22,7 @@ NOT_FOR_USERS: Final = (
     "passes",
     "plan",
     "reductions",
+    "stored",
     "torch_private",
 )
 """Rooms whose errors are bugs of the package."""

@@ -20,16 +20,16 @@ from fusion_passes.ddp.traced import traced_backwards, traced_modules
 from fusion_passes.graph.operators import give_own_memory
 from fusion_passes.graph.text import graph_text
 from fusion_passes.lowering.pack import register_lowerings
-from fusion_passes.lowering.store import register_store_lowerings
 from fusion_passes.passes.pipeline import run_pipeline
 from fusion_passes.passes.report import report_plan
-from fusion_passes.passes.store import StoreGradients
 from fusion_passes.plan.buckets import CannotLaunchError
-from fusion_passes.plan.pieces import StoredInput
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reporting.graphs import compile_log
 from fusion_passes.state import process_state
+from fusion_passes.stored.lowering import register_store_lowerings
+from fusion_passes.stored.pieces import StoredInput
+from fusion_passes.stored.store import StoreGradients
 from fusion_passes.torch_private import CustomGraphPass, inductor_config
 from fusion_passes.torch_private.autograd import gradient_dtype, is_tensor_subclass
 from fusion_passes.torch_private.dynamo import is_compiling_backward

@@ -25,9 +25,9 @@ from fusion_passes import FusionConfig, FusionReport
 from fusion_passes.config import FusionMode
 from fusion_passes.reporting.graphs import compile_log
 from testing.fake_world import fake_world
-from tests.lowering.call_sequence import call_sequence
-from tests.lowering.codegen import Call, Place, read_calls
-from tests.lowering.stores import check_stores
+from tests.support.call_sequence import call_sequence
+from tests.support.codegen import Call, Place, read_calls
+from tests.support.stores import check_stores
 from workloads.models import MAKERS, TINY, subject
 
 pytestmark = pytest.mark.xdist_group("generated code")  # Some compiles serve many tests.

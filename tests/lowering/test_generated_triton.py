@@ -15,9 +15,9 @@ from torch._inductor.codegen import cpp_wrapper_gpu
 
 from fusion_passes import FusionConfig
 from testing.graphs import tensor
-from tests.lowering.call_sequence import call_sequence
-from tests.lowering.codegen import read_calls, read_kernels
-from tests.lowering.cuda_backwards import (
+from tests.support.call_sequence import call_sequence
+from tests.support.codegen import read_calls, read_kernels
+from tests.support.cuda_backwards import (
     autocast_step,
     biases_on_hosts,
     block_inputs,
@@ -26,7 +26,7 @@ from tests.lowering.cuda_backwards import (
     pointwise,
     step_on_cards,
 )
-from tests.lowering.cuda_codegen import CardCompiler, Generated, fuse
+from tests.support.cuda_codegen import CardCompiler, Generated, fuse
 
 pytestmark = pytest.mark.newest_torch
 

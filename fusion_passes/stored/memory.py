@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fusion_passes.lowering.obstacles import (
+from fusion_passes.stored.obstacles import (
     box_of,
     computed_from_a_library,
     may_be_bound_anew,

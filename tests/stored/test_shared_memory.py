@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from testing.graphs import tensor
-from tests.lowering.call_sequence import call_sequence
-from tests.lowering.codegen import read_kernels
-from tests.lowering.cuda_backwards import multiplied_before, multiplied_behind
-from tests.lowering.cuda_codegen import CardCompiler
-from tests.lowering.stores import check_stores
+from tests.support.call_sequence import call_sequence
+from tests.support.codegen import read_kernels
+from tests.support.cuda_backwards import multiplied_before, multiplied_behind
+from tests.support.cuda_codegen import CardCompiler
+from tests.support.stores import check_stores
 
 SIZES = [(256, 512), (128, 1024)]
 TEMPLATES = {"max_autotune": True, "max_autotune_gemm_backends": "ATEN,TRITON"}

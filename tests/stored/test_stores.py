@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.lowering.store import OWN_TENSOR
+from fusion_passes.stored.lowering import OWN_TENSOR
 from testing.graphs import TensorSpec, tensor
-from tests.lowering.codegen import MARK_READY, read_calls
-from tests.lowering.cuda_backwards import (
+from tests.support.codegen import MARK_READY, read_calls
+from tests.support.cuda_backwards import (
     MODELS,
     NORM_ROWS,
     NORMS,
@@ -26,8 +26,8 @@ from tests.lowering.cuda_backwards import (
     train_into,
     train_model,
 )
-from tests.lowering.cuda_codegen import CardCompiler, Generated, fuse, store_gradients
-from tests.lowering.stores import check_stores
+from tests.support.cuda_codegen import CardCompiler, Generated, fuse, store_gradients
+from tests.support.stores import check_stores
 
 Generate = Callable[..., Generated]
 

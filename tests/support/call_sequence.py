@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tests.lowering.codegen import Call, Place, read_calls
+from tests.support.codegen import Call, Place, read_calls
 
 
 def call_sequence(code: str) -> str:

@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_passes.graph.text import graph_text
 from fusion_passes.layout.caps import BucketCaps
-from fusion_passes.passes.store import StoreGradients
-from fusion_passes.plan.pieces import StoredInput
+from fusion_passes.stored.pieces import StoredInput
+from fusion_passes.stored.store import StoreGradients
 from fusion_passes.torch_private import FakeTensorMode
 
 CPU = torch.device("cpu")

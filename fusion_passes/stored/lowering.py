@@ -1,5 +1,5 @@
 """Lowers what stores gradients in a reducer's memory, which is what an operator returns: their own
-kernels write there (see :mod:`fusion_passes.lowering.memory`). The call that tells the reducer runs
+kernels write there (see :mod:`fusion_passes.stored.memory`). The call that tells the reducer runs
 behind all of them."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from fusion_passes.graph.operators import STORE, split_strides
-from fusion_passes.lowering.memory import Memory
 from fusion_passes.reducer.operators import BUCKET, MARK_READY, STORE_GRADIENTS
+from fusion_passes.stored.memory import Memory
 from fusion_passes.torch_private.inductor import (
     give_as_code_is_written,
     graph_lowering,

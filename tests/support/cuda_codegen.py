@@ -27,14 +27,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusion_passes.config import FusionConfig
 from fusion_passes.layout.caps import BucketCaps
 from fusion_passes.lowering.pack import register_lowerings
-from fusion_passes.lowering.store import register_store_lowerings
-from fusion_passes.passes.store import StoreGradients
-from fusion_passes.plan.pieces import StoredInput
 from fusion_passes.reducer.scaling import REDUCE_DTYPE_OF
+from fusion_passes.stored.lowering import register_store_lowerings
+from fusion_passes.stored.pieces import StoredInput
+from fusion_passes.stored.store import StoreGradients
 from fusion_passes.torch_private import FakeTensorMode
 from testing.fake_world import fake_world
 from testing.graphs import TensorSpec, pipeline
-from tests.lowering.codegen import read_kernels
+from tests.support.codegen import read_kernels
 
 _H100: Final = SimpleNamespace(
     name="NVIDIA H100",

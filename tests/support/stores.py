@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tests.lowering.codegen import MARK_READY, Call, Place, read_calls
+from tests.support.codegen import MARK_READY, Call, Place, read_calls
 
 
 def check_stores(code: str) -> int:
