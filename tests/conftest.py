@@ -19,7 +19,7 @@ from testing.processes import COLLECTED_AFTER, RankPool, TorchSettings, fork_ser
 
 EACH_TORCH = frozenset(
     {
-        *("graph", "reductions", "passes", "lowering", "stored", "install"),
+        *("graph", "stored", "traced", "install"),
         *("test_comm_hooks.py", "test_construction.py", "test_forward.py"),
     }
 )
