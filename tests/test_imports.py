@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -21,9 +22,18 @@ ROOMS: Final = [
 ]
 """Each room imports from those before it."""
 
+CORE: Final = ("graph", "layout", "reducer", "stored", "ddp")
+SLICES: Final = ("traced", "tuning", "reporting")
+
 NEVER: Final = {
+    **dict.fromkeys(itertools.product(CORE, SLICES), "the core does without its slices"),
     ("ddp", "stored"): "DDP's side rewrites no graphs",
     ("reporting", "stored"): "what was done is reported from what reducers know",
+    ("reporting", "traced"): "likewise, and from records that traced graphs make",
+    ("reporting", "tuning"): "likewise",
+    ("traced", "tuning"): "buckets are those of the layout, however that was chosen",
+    ("tuning", "reporting"): "a reducer has the decision, and what is expected of it",
+    ("tuning", "traced"): "buckets are planned for reducers",
 }
 
 C10D_NAMESPACES: Final = {"_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem"}

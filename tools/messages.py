@@ -18,7 +18,6 @@ PACKAGE: Final = Path(__file__).parent.parent / "fusion_passes"
 NOT_FOR_USERS: Final = (
     "graph",
     "layout",
-    "plan",
     "stored",
     "torch_private",
     "traced",
@@ -29,10 +28,10 @@ WITH_PARTS: Final = (
     "config.py",
     "ddp",
     "explain.py",
-    "profile",
     "reducer",
     "reporting",
     "traced/backwards.py",
+    "tuning",
     "warnings.py",
 )
 """Rooms and files that also return and keep what becomes a part of a message, or a reason in the

@@ -14,7 +14,6 @@ from typing import Any, Final, cast
 import torch
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.ddp.learned_layout import learn_layout
 from fusion_passes.flag import active_config, add_flag
 from fusion_passes.install.compiles import compile_graph
 from fusion_passes.install.constructor import construct, enter_forward
@@ -27,6 +26,7 @@ from fusion_passes.torch_private.autograd import HOOKS_ON_NODES, backward_id
 from fusion_passes.torch_private.dynamo import is_compiling_graph
 from fusion_passes.torch_private.inductor import WITHOUT_TORCHS_FUSION
 from fusion_passes.traced.backwards import traced_backwards
+from fusion_passes.tuning.learned_layout import learn_layout
 from fusion_passes.warnings import (
     warn_not_reduced,
     warn_once,

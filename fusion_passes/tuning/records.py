@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from fusion_passes.profile.tables import MOST_NS, CostTable
+from fusion_passes.tuning.tables import MOST_NS, CostTable
 
 FORMAT: Final = 8
 """Of the file of a profile. Another one is measured anew."""

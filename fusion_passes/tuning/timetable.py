@@ -1,5 +1,5 @@
 """The buckets of a module by measured ready times and costs, and when each is sent. Pure: all its
-gradients in buckets are of one dtype and device; see :mod:`fusion_passes.plan.optimum`."""
+gradients in buckets are of one dtype and device; see :mod:`fusion_passes.tuning.optimum`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from itertools import accumulate, pairwise
 
 from fusion_passes.layout.caps import BucketCaps, most_kept_bytes
 from fusion_passes.layout.layout import GradientKind, Piece, plan_layout
-from fusion_passes.plan.optimum import Queue, best_cuts, times_of
-from fusion_passes.profile.records import ReadyTimes
-from fusion_passes.profile.tables import CostTable
+from fusion_passes.tuning.optimum import Queue, best_cuts, times_of
+from fusion_passes.tuning.records import ReadyTimes
+from fusion_passes.tuning.tables import CostTable
 
 
 @dataclass(frozen=True)

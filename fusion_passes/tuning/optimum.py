@@ -24,7 +24,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fusion_passes.profile.tables import CostTable
+from fusion_passes.tuning.tables import CostTable
 
 _CUTS: Final = 512
 """Of more gradients than these, small neighbours are never cut apart."""

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion_passes.layout.caps import MIB
-from fusion_passes.plan.optimum import Queue, best_cuts, times_of
-from fusion_passes.profile.tables import CostTable
+from fusion_passes.tuning.optimum import Queue, best_cuts, times_of
+from fusion_passes.tuning.tables import CostTable
 
 
 def last_end(queue: Queue, cuts: list[int]) -> int:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from fusion_passes.profile import files
-from fusion_passes.profile.records import Place, Profile, ReadyTimes
-from fusion_passes.profile.tables import CostTable
+from fusion_passes.tuning import files
+from fusion_passes.tuning.records import Place, Profile, ReadyTimes
+from fusion_passes.tuning.tables import CostTable
 
 PLACE = Place(2, ("a", "b"), "gloo", "cpu", "", "2.13.0", "avg of float32")
 PROFILE = Profile(PLACE, CostTable((1024, 2048), (10, 20)))

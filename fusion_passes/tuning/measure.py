@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from fusion_passes.layout.caps import MIB
-from fusion_passes.profile.records import Place, Profile
-from fusion_passes.profile.tables import CostTable
 from fusion_passes.torch_private import ProcessGroup
 from fusion_passes.torch_private.process_groups import (
     backend_name,
     group_timeout,
 )
+from fusion_passes.tuning.records import Place, Profile
+from fusion_passes.tuning.tables import CostTable
 
 WAIT_SECONDS: Final = 60.0
 """How long ranks wait for each other while they measure, at most; the group's timeout, if that is

@@ -6,9 +6,9 @@ import torch
 
 from fusion_passes.layout.caps import KEPT_ON_CPU_BYTES, BucketCaps
 from fusion_passes.layout.layout import GradientKind
-from fusion_passes.plan.timetable import Timetable, plan_timetable
-from fusion_passes.profile.records import ReadyTimes, parameters_key
-from fusion_passes.profile.tables import CostTable
+from fusion_passes.tuning.records import ReadyTimes, parameters_key
+from fusion_passes.tuning.tables import CostTable
+from fusion_passes.tuning.timetable import Timetable, plan_timetable
 
 FP32, BF16 = torch.float32, torch.bfloat16
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_passes.layout.caps import MIB
-from fusion_passes.profile.tables import CostTable
+from fusion_passes.tuning.tables import CostTable
 
 costs = st.lists(st.floats(0, 10), min_size=1, max_size=6)
 

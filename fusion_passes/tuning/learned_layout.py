@@ -22,13 +22,13 @@ import torch.distributed as dist
 
 from fusion_passes.graph.text import dtype_name
 from fusion_passes.layout.layout import lay_out
-from fusion_passes.plan.timetable import plan_timetable
-from fusion_passes.profile.files import keep, look_up, path_of, ready_path
-from fusion_passes.profile.measure import Ranks, agree_on_place, measure, of_first_rank
-from fusion_passes.profile.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
-from fusion_passes.profile.records import Place, Profile, ReadyTimes, parameters_key
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import Reducer
+from fusion_passes.tuning.files import keep, look_up, path_of, ready_path
+from fusion_passes.tuning.measure import Ranks, agree_on_place, measure, of_first_rank
+from fusion_passes.tuning.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
+from fusion_passes.tuning.records import Place, Profile, ReadyTimes, parameters_key
+from fusion_passes.tuning.timetable import plan_timetable
 from fusion_passes.warnings import warn_once
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from fusion_passes.layout.caps import MIB
-from fusion_passes.profile import measure
-from fusion_passes.profile.measure import IN_FLIGHT, IN_FLIGHT_BYTES, Ranks
+from fusion_passes.tuning import measure
+from fusion_passes.tuning.measure import IN_FLIGHT, IN_FLIGHT_BYTES, Ranks
 
 
 def test_a_cost_is_a_share_of_what_several_take_together() -> None:

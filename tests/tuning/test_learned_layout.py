@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig
-from fusion_passes.profile import files, measure, ready_clock
-from fusion_passes.profile.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
-from fusion_passes.profile.records import ReadyTimes
-from fusion_passes.profile.tables import CostTable
 from fusion_passes.reducer.reducer import reducer_of
+from fusion_passes.tuning import files, measure, ready_clock
+from fusion_passes.tuning.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS, ReadyClock
+from fusion_passes.tuning.records import ReadyTimes
+from fusion_passes.tuning.tables import CostTable
 from testing import models
 from testing.scenarios.both_ways import noted_warnings
 from testing.scenarios.loop import backwards

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from fusion_passes.profile.records import Place, Profile
+from fusion_passes.tuning.records import Place, Profile
 
 log = logging.getLogger(__name__)
 
