@@ -6,7 +6,7 @@
 #   make test                               all tests but those left to the nightly jobs
 #   make test ARGS="-m 'not slow'"          those that need a few minutes
 #   make test ARGS=--nightly                all tests
-#   make test ARGS="-n 0 tests/passes"      some of them, in one process
+#   make test ARGS="-n 0 tests/traced"      some of them, in one process
 #   make bench ARGS="--model mlp"           training steps beside torch's own methods; ARGS=--quick
 #   make fuzz ARGS="--seeds 0:100"          random trainings beside eager DDP; --case N for one
 #   make faults ARGS="-k kill-1-step"       trainings with a rank that dies, stops or fails

@@ -27,8 +27,8 @@ from fusion_passes.reporting.records import (
 from fusion_passes.reporting.report import report
 from fusion_passes.reporting.table import format_report
 from fusion_passes.reporting.timeline import Timeline
-from fusion_passes.reporting.warnings import FusionWarning
 from fusion_passes.version import __version__
+from fusion_passes.warnings import FusionWarning
 
 # isort: split
 # The last of all that remembers something: what it has changed in torch is put back first.

@@ -37,22 +37,22 @@ from fusion_passes.graph.collectives import (
     is_pinned,
 )
 from fusion_passes.graph.text import graph_text
-from fusion_passes.passes.coalesced import FuseByCoalescing
-from fusion_passes.passes.concat import FuseByConcat
-from fusion_passes.passes.pin import PinOrder
-from fusion_passes.passes.pipeline import run_pipeline
-from fusion_passes.passes.place import PlaceReductions
-from fusion_passes.passes.verify import GraphFacts, graph_facts, verify
-from fusion_passes.plan.buckets import BucketPlan, BucketsOf, ModuleBuckets, plan_buckets
-from fusion_passes.plan.placement import plan_placement
-from fusion_passes.reductions.find import (
+from fusion_passes.torch_private import FakeTensorMode
+from fusion_passes.traced.buckets import BucketPlan, BucketsOf, ModuleBuckets, plan_buckets
+from fusion_passes.traced.coalesced import FuseByCoalescing
+from fusion_passes.traced.concat import FuseByConcat
+from fusion_passes.traced.find import (
     FoundReductions,
     GradientReduction,
     ReductionKey,
     find_gradient_reductions,
 )
-from fusion_passes.reductions.owners import DdpGroups, Owner, OwnerOf
-from fusion_passes.torch_private import FakeTensorMode
+from fusion_passes.traced.owners import DdpGroups, Owner, OwnerOf
+from fusion_passes.traced.pin import PinOrder
+from fusion_passes.traced.pipeline import run_pipeline
+from fusion_passes.traced.place import PlaceReductions
+from fusion_passes.traced.placement import plan_placement
+from fusion_passes.traced.verify import GraphFacts, graph_facts, verify
 from testing.fake_world import fake_world
 
 WORLD_SIZE = 4
@@ -145,7 +145,7 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def owner_of(group_name: str) -> Owner | None:
-    """As :data:`fusion_passes.reductions.owners.OwnerOf`, for the names of this file."""
+    """As :data:`fusion_passes.traced.owners.OwnerOf`, for the names of this file."""
     module, _, parameter = group_name.partition("#")
     process_group = PROCESS_GROUP_OF.get(module)
     if process_group is None:
@@ -183,7 +183,7 @@ def buckets_of(
 ) -> BucketsOf:
     """Layouts for the modules of a graph, as if it were that of the first averaged backward.
     ``cap`` bytes close a bucket of gradients of one kind; ``options`` are those of
-    :class:`fusion_passes.plan.buckets.ModuleBuckets`."""
+    :class:`fusion_passes.traced.buckets.ModuleBuckets`."""
     found = find_gradient_reductions(graph, DdpGroups.of(graph, owners))
     open_: dict[ReductionKey, list[GradientReduction]] = {}
     full: dict[str, list[tuple[int, ...]]] = {}

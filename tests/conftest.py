@@ -19,7 +19,7 @@ from testing.processes import COLLECTED_AFTER, RankPool, TorchSettings, fork_ser
 
 EACH_TORCH = frozenset(
     {
-        *("graph", "reductions", "passes", "lowering", "install"),
+        *("graph", "stored", "traced", "install"),
         *("test_comm_hooks.py", "test_construction.py", "test_forward.py"),
     }
 )
@@ -111,6 +111,20 @@ def run_on_ranks(pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
         return pools[world_size].run(function, **kwargs)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def compiler() -> Iterator[Any]:
+    """A compiler for a GPU that need not be there."""
+    import torch
+
+    from tests.support.cuda_codegen import CardCompiler
+
+    if torch.version.cuda is None:
+        pytest.skip(f"torch {torch.__version__} is a build without CUDA")
+    pytest.importorskip("triton")
+    with CardCompiler() as started:
+        yield started
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from fusion_passes import FusionConfig
-from fusion_passes.passes import pipeline
-from fusion_passes.passes.verify import GraphPass
+from fusion_passes.traced import pipeline
+from fusion_passes.traced.verify import GraphPass
 from tests.support.launch import ROOT, tracked
 
 PAPERS: Final = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -36,9 +36,9 @@ import fusion_passes
 from fusion_passes.install.switch import replaced
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.reducer import reducer_of
-from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.registered_memory import RegisteredMemory
+from fusion_passes.warnings import warn_once
 from testing.fake_world import fake_world, two_layers
 from testing.registered import Backend, Group, on_the_host
 

@@ -57,7 +57,7 @@ from benches.network import (
 from benches.processes import Place, cores_of
 from benches.results import Row, figures_table
 from command_line import exit_on_signals, parser_of
-from fusion_passes.profile.files import DIRECTORY_VARIABLE
+from fusion_passes.tuning.files import DIRECTORY_VARIABLE
 from workloads.models import MAKERS, SIZES
 from workloads.ways import AUTO, EAGER, OURS, PLAIN, WAYS
 

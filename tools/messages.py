@@ -15,11 +15,27 @@ from typing import Final
 
 PACKAGE: Final = Path(__file__).parent.parent / "fusion_passes"
 
-NOT_FOR_USERS: Final = ("graph", "lowering", "passes", "plan", "reductions", "torch_private")
-"""Rooms whose errors are bugs of the package."""
+NOT_FOR_USERS: Final = (
+    "graph",
+    "layout",
+    "stored",
+    "torch_private",
+    "traced",
+)
+"""Rooms whose errors are bugs of the package, but for files with parts."""
 
-WITH_PARTS: Final = ("config.py", "ddp", "explain.py", "profile", "reducer", "reporting")
-"""Rooms that also return and keep what becomes a part of a message, or a reason in the report."""
+WITH_PARTS: Final = (
+    "config.py",
+    "ddp",
+    "explain.py",
+    "reducer",
+    "reporting",
+    "traced/backwards.py",
+    "tuning",
+    "warnings.py",
+)
+"""Rooms and files that also return and keep what becomes a part of a message, or a reason in the
+report."""
 
 PARTS: Final = "Reasons and parts"
 
@@ -91,10 +107,12 @@ def page() -> str:
     names = constants(trees.values())
     found: dict[str, set[str]] = {kind: set() for kind in KINDS}
     for path, tree in trees.items():
-        room = path.relative_to(PACKAGE).parts[0]
-        for kind, text in messages(tree, names) if room not in NOT_FOR_USERS else ():
+        rooms = {path.relative_to(PACKAGE).parts[0], str(path.relative_to(PACKAGE))}
+        has_parts = not rooms.isdisjoint(WITH_PARTS)
+        is_for_users = has_parts or rooms.isdisjoint(NOT_FOR_USERS)
+        for kind, text in messages(tree, names) if is_for_users else ():
             is_long = len(text.replace(UNKNOWN, "")) >= SHORTEST and " " in text
-            if is_long and "\n\n" not in text and (kind != PARTS or room in WITH_PARTS):
+            if is_long and "\n\n" not in text and (kind != PARTS or has_parts):
                 found[kind].add(" ".join(text.split()))
     found[PARTS].difference_update(*(texts for kind, texts in found.items() if kind != PARTS))
     lines = [HEAD]

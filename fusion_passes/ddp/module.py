@@ -24,14 +24,12 @@ from fusion_passes.ddp.forward import (
     refuse_unfinished,
     sends_buffers,
 )
-from fusion_passes.ddp.learned_layout import learn_layout
 from fusion_passes.ddp.own_reducer import warn_own_reducer
 from fusion_passes.ddp.tensor_parallel import make_dtensors_when_read
-from fusion_passes.ddp.traced import name_in_graphs, reduce_in_graph
 from fusion_passes.flag import active_config
-from fusion_passes.plan.caps import BucketCaps, bucket_caps, default_caps, given_caps
-from fusion_passes.plan.layout import GradientKind, Layout
-from fusion_passes.plan.scaling import REDUCE_DTYPE_OF
+from fusion_passes.graph.collectives import all_reduce
+from fusion_passes.layout.caps import BucketCaps, bucket_caps, default_caps, given_caps
+from fusion_passes.layout.layout import GradientKind, Layout
 from fusion_passes.reducer.backward import reducers, why_failed
 from fusion_passes.reducer.communication import SENT_AS, AllReduce, HookCall, name_of_hook
 from fusion_passes.reducer.rank_errors import compare_settings, meet_ranks
@@ -44,7 +42,7 @@ from fusion_passes.reducer.reducer import (
     Reducer,
     reducer_of,
 )
-from fusion_passes.reporting.modules import logging_data, report_when_freed
+from fusion_passes.reducer.scaling import REDUCE_DTYPE_OF
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.autograd import gradient_dtype
 from fusion_passes.torch_private.ddp import (
@@ -243,7 +241,7 @@ def manage_by_reducer(
         if config.mode == "auto" and is_copy:
             reducer.decision = ("the buckets of a copy are filled up to caps",)
         elif config.mode == "auto":
-            learn_layout(reducer)
+            reducers.learn_layout(reducer)
         _attach(ddp)
     except BaseException:
         discard(ddp)
@@ -378,7 +376,7 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: st
     prepare_buffers(ddp)
     ddp.__dict__[REDUCER] = reducer
     reducers.add(reducer)
-    reducer.when_freed = report_when_freed(ddp, reducer)
+    reducer.when_freed = reducers.report_when_freed(ddp, reducer)
 
 
 def _accumulated(
@@ -396,6 +394,18 @@ def _accumulated(
     reducer = ref()
     if reducer is not None:
         reducer.accumulated(number, is_defined=gradients[0] is not None)
+
+
+def reduce_in_graph(parameter: nn.Parameter, name: str, world_size: int) -> None:
+    """Average ``parameter.grad`` over the ranks, in place, as DDP's Python reducer does it: while
+    Dynamo traces a backward."""
+    assert parameter.grad is not None, "it has been accumulated"
+    parameter.grad.copy_(all_reduce(parameter.grad / world_size, "sum", name))
+
+
+def name_in_graphs(reducer: Reducer) -> str:
+    """The name of a module's process group in graphs."""
+    return f"{reducer.group.group_name}/{reducer.label.partition(' (')[0].replace(' ', '').lower()}"
 
 
 def _remove_hooks(reducer: Reducer) -> None:
@@ -590,6 +600,28 @@ def _restore(ddp: DistributedDataParallel, state: dict[str, Any]) -> None:
     if config is not None:
         manage_by_reducer(ddp, config, is_copy=True)
         comm_hooks(ddp).clear()  # As in DDP: a copy has none.
+
+
+# --- DDP's logging data ---------------------------------------------------------------------------
+
+
+def logging_data(reducer: Reducer) -> dict[str, Any]:
+    """What DDP's C++ reducer would have written into its logging data, but for times, which are not
+    measured. Sparse gradients lie in no bucket."""
+    layout, parameters = reducer.layout, reducer.parameters.all
+    is_final = reducer.has_rebuilt_buckets
+    buckets = [b.numbers for b in layout.buckets if not b.is_sparse] if is_final else []
+    sizes = [sum(parameters[number].nbytes for number in bucket) for bucket in buckets]
+    order = [number for bucket in buckets for number in bucket]
+    return {
+        "iteration": reducer.steps,
+        "unused_parameter_size": 0,
+        "has_rebuilt_buckets": int(is_final),
+        "num_buckets_reduced": len(buckets),
+        "rebuilt_bucket_sizes": ", ".join(map(str, sizes)),
+        "rebuilt_per_bucket_param_indices": ", ".join(" ".join(map(str, b)) for b in buckets),
+        "prev_iteration_grad_ready_order_indices": ", ".join(map(str, order)),
+    }
 
 
 # --- The end of a process -------------------------------------------------------------------------

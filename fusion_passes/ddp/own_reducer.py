@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.ddp.tensor_parallel import check_dtensors
 from fusion_passes.reducer.backward import refuse_optimizer
-from fusion_passes.reporting.warnings import warn_once
 from fusion_passes.state import Lifetime, process_state
+from fusion_passes.warnings import warn_once
 
 own_reducers: Final = process_state.keep(
     weakref.WeakSet[DistributedDataParallel](),

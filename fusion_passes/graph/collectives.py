@@ -70,7 +70,7 @@ def is_launch(node: fx.Node) -> bool:
 
 def is_wait(node: fx.Node) -> bool:
     """Whether the node waits for a collective, also where its place is pinned (see
-    :class:`fusion_passes.passes.pin.PinOrder`)."""
+    :class:`fusion_passes.traced.pin.PinOrder`)."""
     return node.target is WAIT or (
         is_pinned(node) and any(inner.target is WAIT for inner in pinned_graph(node).nodes)
     )

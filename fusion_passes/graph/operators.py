@@ -1,7 +1,7 @@
 """The package's own operators: what they compute, in eager torch and on fake tensors.
 
-Inductor does not call those of a bucket: it lowers them (see :mod:`fusion_passes.lowering`) so that
-nothing is left of them where it can be helped. They are real operators all the same, so that a
+Inductor does not call those of a bucket: it lowers them (see :mod:`fusion_passes.traced.pack`) so
+that nothing is left of them where it can be helped. They are real operators all the same, so that a
 fused graph can be run node by node and gives the same values.
 """
 

@@ -43,6 +43,11 @@ def value_text(value: Any) -> str:
     return "?" if value is None else str(value)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32``, without ``torch.``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _target_text(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, OpOverload):

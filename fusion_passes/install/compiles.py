@@ -16,19 +16,15 @@ import torch
 from torch import Tensor, fx
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.ddp.traced import traced_backwards, traced_modules
 from fusion_passes.graph.operators import give_own_memory
 from fusion_passes.graph.text import graph_text
-from fusion_passes.lowering.pack import register_lowerings
-from fusion_passes.lowering.store import register_store_lowerings
-from fusion_passes.passes.pipeline import run_pipeline
-from fusion_passes.passes.store import StoreGradients
-from fusion_passes.plan.buckets import CannotLaunchError
-from fusion_passes.plan.pieces import StoredInput
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.reporting.graphs import compile_log, report_plan
+from fusion_passes.reporting.graphs import compile_log
 from fusion_passes.state import process_state
+from fusion_passes.stored.lowering import register_store_lowerings
+from fusion_passes.stored.pieces import StoredInput
+from fusion_passes.stored.store import StoreGradients
 from fusion_passes.torch_private import CustomGraphPass, inductor_config
 from fusion_passes.torch_private.autograd import gradient_dtype, is_tensor_subclass
 from fusion_passes.torch_private.dynamo import is_compiling_backward
@@ -39,6 +35,11 @@ from fusion_passes.torch_private.inductor import (
     trace_artifact,
 )
 from fusion_passes.torch_private.older_torch import PassChain, takes_one_pass
+from fusion_passes.traced.backwards import traced_backwards, traced_modules
+from fusion_passes.traced.buckets import CannotLaunchError
+from fusion_passes.traced.pack import register_lowerings
+from fusion_passes.traced.pipeline import run_pipeline
+from fusion_passes.traced.report import report_plan
 from fusion_passes.version import __version__
 
 SLOT: Final = "post_grad_custom_post_pass"

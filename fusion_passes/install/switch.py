@@ -14,23 +14,25 @@ from typing import Any, Final, cast
 import torch
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.ddp.traced import traced_backwards
 from fusion_passes.flag import active_config, add_flag
 from fusion_passes.install.compiles import compile_graph
 from fusion_passes.install.constructor import construct, enter_forward
 from fusion_passes.reducer.backward import RunningBackward, reducers, register_on_node
 from fusion_passes.reporting.backwards import backwards
-from fusion_passes.reporting.warnings import (
-    warn_not_reduced,
-    warn_once,
-    warn_rounded,
-    warn_stays_local,
-)
+from fusion_passes.reporting.modules import report_when_freed
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import inductor_config, owner_of_name
 from fusion_passes.torch_private.autograd import HOOKS_ON_NODES, backward_id
 from fusion_passes.torch_private.dynamo import is_compiling_graph
 from fusion_passes.torch_private.inductor import WITHOUT_TORCHS_FUSION
+from fusion_passes.traced.backwards import traced_backwards
+from fusion_passes.tuning.learned_layout import learn_layout
+from fusion_passes.warnings import (
+    warn_not_reduced,
+    warn_once,
+    warn_rounded,
+    warn_stays_local,
+)
 
 _DDP: Final = "torch.nn.parallel.DistributedDataParallel"
 
@@ -51,6 +53,8 @@ def install_flag() -> None:
     reducers.on_averaged = _note_averaged
     reducers.run_engine = traced_backwards.run_engine
     reducers.on_change = _installation.update
+    reducers.learn_layout = learn_layout
+    reducers.report_when_freed = report_when_freed
     add_flag(lambda: _installation.follow(active_config()), _warn_of_option)
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fusion_passes.plan.layout import Piece
+from fusion_passes.layout.layout import Piece
 from fusion_passes.reducer.copies import (
     ANOMALY,
     BESIDE,
@@ -245,6 +245,8 @@ class Reducers:
         on_averaged: called with each backward that has averaged modules.
         on_unowned: called with the tensors that such a backward reaches, and no reducer has.
         on_change: called when there is a reducer more, or one less.
+        learn_layout: called with a new module of the mode ``"auto"``.
+        report_when_freed: called with a DDP module and its new reducer; returns what ends that.
         version: how often a reducer was added.
     """
 
@@ -256,6 +258,8 @@ class Reducers:
     on_averaged: OnAveraged = lambda _, __, ___: None
     on_unowned: Callable[[Sequence[Tensor]], None] = lambda _: None
     on_change: Callable[[], None] = lambda: None
+    learn_layout: Callable[[Reducer], None] = lambda _: None
+    report_when_freed: Callable[[Any, Reducer], Any] = lambda _, __: None
     version: int = 0
     _all: weakref.WeakValueDictionary[int, Reducer] = field(
         default_factory=weakref.WeakValueDictionary
@@ -516,7 +520,7 @@ class Reducers:
         for reducer in self.alive():
             reducer.forget()
         given = [name for name in vars(self) if name.startswith("on_")]
-        given.append("run_engine")
+        given += ["run_engine", "learn_layout", "report_when_freed"]
         vars(self).update(vars(Reducers()) | {name: getattr(self, name) for name in given})
         self.on_change()
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from fusion_passes.config import ScalingOption
-from fusion_passes.plan.layout import Bucket
-from fusion_passes.plan.scaling import averages, sent_dtype
+from fusion_passes.layout.layout import Bucket
+from fusion_passes.reducer.scaling import averages, sent_dtype
 from fusion_passes.torch_private.autograd import version_of_tensor
 from fusion_passes.torch_private.ddp import BuiltinCommHookType
 from fusion_passes.torch_private.process_groups import (

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from fusion_passes.plan.layout import GradientKind
+from fusion_passes.layout.layout import GradientKind
 
 FIRST: Final = "the buckets are rebuilt at the end of the first averaged backward, which this was"
 NOT_COMPILED: Final = "the forward that reads the parameter is not compiled"

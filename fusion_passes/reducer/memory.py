@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusion_passes.plan.layout import Bucket, Layout
+from fusion_passes.layout.layout import Bucket, Layout
 from fusion_passes.reducer.rank_errors import RanksDisagreeError
 from fusion_passes.torch_private.process_groups import begin_all_reduce
 from fusion_passes.torch_private.registered_memory import RegisteredMemory, deregister_freed

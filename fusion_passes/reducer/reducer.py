@@ -16,14 +16,14 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.plan.caps import BucketCaps
-from fusion_passes.plan.layout import (
+from fusion_passes.layout.caps import BucketCaps
+from fusion_passes.layout.layout import (
     Bucket,
     GradientKind,
     Layout,
@@ -33,7 +33,6 @@ from fusion_passes.plan.layout import (
     lay_out,
     plan_layout,
 )
-from fusion_passes.profile.ready_clock import ReadyClock
 from fusion_passes.reducer.communication import (
     AllReduce,
     Communication,
@@ -78,7 +77,7 @@ FORGOTTEN: Final = (
 
 _ALIGNED_BYTES: Final = 16
 """What generated code asks of the memory that an operator returns. Graphs that know the layout keep
-to more: :data:`fusion_passes.plan.layout.ALIGNMENT` elements."""
+to more: :data:`fusion_passes.layout.layout.ALIGNMENT` elements."""
 
 
 class RefusedGradientError(RuntimeError):
@@ -94,6 +93,18 @@ class Parameters:
     names: Sequence[str]
     strides: Sequence[tuple[int, ...]]
     kinds: Mapping[int, GradientKind]
+
+
+class Clock(Protocol):
+    """Measures when gradients are marked ready, in some rounds, as ``ReadyClock`` does."""
+
+    is_running: bool
+
+    def begin_round(self) -> None: ...
+
+    def note_ready(self, numbers: Sequence[int]) -> None: ...
+
+    def end_round(self) -> bool: ...
 
 
 @dataclass
@@ -229,7 +240,7 @@ class Reducer:
         self.copies = Copies()
         self.name = label
         self.why_untraced = ""
-        self.clock: ReadyClock | None = None
+        self.clock: Clock | None = None
         self.decision: tuple[str, ...] = ()
         self.predicted: Mapping[int, tuple[int, int]] = {}
         self.failures = FailureNotes(group, label)

@@ -1,5 +1,4 @@
-"""The DDP modules whose gradients reducers average: their buckets, what these had to copy, and what
-DDP's own logging data say of them."""
+"""The DDP modules whose gradients reducers average: their buckets, and what these had to copy."""
 
 from __future__ import annotations
 
@@ -7,10 +6,10 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, Final
 
+from fusion_passes.graph.text import dtype_name
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.communication import AllReduce, HookCall, name_of_hook
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.reductions.find import dtype_name
 from fusion_passes.reporting.records import BucketReport, ModuleReport
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.process_groups import backend_name
@@ -97,22 +96,3 @@ def _buckets(reducer: Reducer) -> Iterator[BucketReport]:
             planned_s=planned_ns and (planned_ns[0] / 1e9, planned_ns[1] / 1e9),
             name=reducer.bucket_name(bucket.index),
         )
-
-
-def logging_data(reducer: Reducer) -> dict[str, Any]:
-    """What DDP's C++ reducer would have written into its logging data, but for times, which are not
-    measured. Sparse gradients lie in no bucket."""
-    layout, parameters = reducer.layout, reducer.parameters.all
-    is_final = reducer.has_rebuilt_buckets
-    buckets = [b.numbers for b in layout.buckets if not b.is_sparse] if is_final else []
-    sizes = [sum(parameters[number].nbytes for number in bucket) for bucket in buckets]
-    order = [number for bucket in buckets for number in bucket]
-    return {
-        "iteration": reducer.steps,
-        "unused_parameter_size": 0,
-        "has_rebuilt_buckets": int(is_final),
-        "num_buckets_reduced": len(buckets),
-        "rebuilt_bucket_sizes": ", ".join(map(str, sizes)),
-        "rebuilt_per_bucket_param_indices": ", ".join(" ".join(map(str, b)) for b in buckets),
-        "prev_iteration_grad_ready_order_indices": ", ".join(map(str, order)),
-    }

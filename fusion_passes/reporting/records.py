@@ -27,8 +27,8 @@ class BucketReport:
         num_bytes: size of the gradients.
         sent_bytes: what is sent: less than ``num_bytes`` in a smaller dtype. Of sparse gradients
             both are those of all rows.
-        scaling: how its gradients are scaled: :data:`fusion_passes.plan.scaling.ScalingMethod`, or
-            ``"hook"`` by a communication hook, or ``"rows"`` for sparse ones, of which each rank
+        scaling: how its gradients are scaled: :data:`fusion_passes.traced.scaling.ScalingMethod`,
+            or ``"hook"`` by a communication hook, or ``"rows"`` for sparse ones, of which each rank
             divides its rows.
         parameters: names of the parameters whose gradients it holds, in the order in which they
             lie.

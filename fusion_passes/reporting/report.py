@@ -17,8 +17,8 @@ from fusion_passes.reporting.modules import module_reports
 from fusion_passes.reporting.recording import last_recording
 from fusion_passes.reporting.records import SCHEMA, BucketReport, ModuleReport, Report, Totals
 from fusion_passes.reporting.timeline import BucketTimes, StepTimes, Timeline
-from fusion_passes.reporting.warnings import warnings_so_far
 from fusion_passes.version import __version__
+from fusion_passes.warnings import warnings_so_far
 
 
 def report() -> Report:

@@ -16,6 +16,7 @@ from fusion_passes.reporting.records import (
     Report,
     Totals,
 )
+from fusion_passes.warnings import named
 
 SCALED: Final = MappingProxyType(
     {
@@ -31,9 +32,6 @@ SCALED: Final = MappingProxyType(
 
 MOST_ROWS: Final = 40
 """Buckets of one module or graph that are shown; the report itself has all."""
-
-MOST_NAMES: Final = 4
-"""Parameters that are named where there are several."""
 
 _REDUCED_IN: Final[Mapping[ReducedIn, str]] = MappingProxyType(
     {
@@ -191,13 +189,6 @@ def _copies(buckets: Sequence[BucketReport]) -> Iterator[_Line]:
             names.setdefault(reason, []).append(name)
     for reason, copied in names.items():
         yield "copied: ", f"{named(copied)}: {reason}"
-
-
-def named(parameters: Sequence[str], of: str = "") -> str:
-    """``6: a, b, c, d and 2 more``."""
-    more = len(parameters) - MOST_NAMES
-    names = ", ".join(parameters[:MOST_NAMES])
-    return f"{len(parameters)}{of}: {names}" + (f" and {more} more" if more > 0 else "")
 
 
 def _counted(count: int, noun: str) -> str:

@@ -15,10 +15,11 @@ import torch._inductor.config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig
-from fusion_passes.ddp.traced import name_in_graphs, traced_modules
+from fusion_passes.ddp.module import name_in_graphs
 from fusion_passes.install import compiles
 from fusion_passes.install.compiles import FusePass, StorePass, stores_of_forward
 from fusion_passes.reducer.reducer import reducer_of
+from fusion_passes.traced.backwards import traced_modules
 from testing.fake_world import one_rank, two_layers
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.plan.layout import Bucket
+from fusion_passes.layout.layout import Bucket
 from fusion_passes.reducer.communication import AllReduce
 
 

@@ -21,8 +21,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from fusion_passes import FusionConfig
 from fusion_passes.ddp import module
-from fusion_passes.plan.caps import BucketCaps
-from fusion_passes.plan.layout import GradientKind, Layout, Piece, lay_out
+from fusion_passes.layout.caps import BucketCaps
+from fusion_passes.layout.layout import GradientKind, Layout, Piece, lay_out
 from fusion_passes.reducer import rank_errors, reducer
 from fusion_passes.reducer.rank_errors import RanksDisagreeError, SettingsDifferError, meet_ranks
 from fusion_passes.reducer.reducer import reducer_of

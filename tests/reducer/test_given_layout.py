@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 
-from fusion_passes.ddp import module
-from fusion_passes.plan.layout import lay_out
+from fusion_passes.layout.layout import lay_out
+from fusion_passes.reducer.backward import reducers
 from testing.scenarios.catalog import SCENARIOS
 from testing.scenarios.entries import Scenario
 from testing.scenarios.outcomes import RankReport
@@ -58,7 +58,7 @@ def _cases() -> list[Any]:
 
 def train_given(scenario: Scenario) -> RankReport:
     """A job for every rank."""
-    with mock.patch.object(module, "learn_layout", give_layout):
+    with mock.patch.object(reducers, "learn_layout", give_layout):
         return train(scenario, "auto", scenario.dtypes[0])
 
 

@@ -14,7 +14,7 @@ import torch._inductor.config as inductor_config
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.plan.layout import Bucket
+from fusion_passes.layout.layout import Bucket
 from fusion_passes.reducer.communication import AllReduce, Wait
 from fusion_passes.reducer.reducer import Reducer, reducer_of
 from testing.fake_world import one_rank

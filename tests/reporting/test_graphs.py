@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fusion_passes.graph.collectives import all_reduce
-from fusion_passes.reporting.graphs import CompileLog, one_for_each_plan, report_plan
-from testing.graphs import plan_of, reduce, tensor, trace
+from fusion_passes.reporting.graphs import CompileLog, one_for_each_plan
 from tests.reporting.test_table import REPORT
 
 OTHER = dataclasses.replace(REPORT, digest="fedcba9876543210", mode="coalesced")
@@ -50,20 +48,3 @@ def test_a_plan_that_was_compiled_again_is_shown_once() -> None:
         dataclasses.replace(REPORT, compiled=2),
         OTHER,
     )
-
-
-def test_the_report_of_a_plan() -> None:
-    def backward(x, y, z):
-        gradients = [reduce(x, "a"), reduce(y, "b"), reduce(z, "c", module="ddp2")]
-        return *gradients, all_reduce(y, "max", "elsewhere")
-
-    module = trace(backward, [tensor(4), tensor(2, 3), tensor(4)])
-    report = report_plan(plan_of(module.graph, 1000), "concat")
-    assert (report.collectives_before, report.collectives_after) == (4, 3)
-    first, second = report.buckets
-    assert (first.module, first.group, first.parameters) == ("DDP0", "world", ("a", "b"))
-    assert (first.num_bytes, first.dtype) == (40, "float32")
-    assert (second.module, second.group, second.parameters) == ("DDP2", "pairs", ("c",))
-    assert ["group 'elsewhere'" in item.reason for item in report.rejections] == [True]
-    other_mode = report_plan(plan_of(module.graph, 1000), "coalesced")
-    assert other_mode.digest != report.digest

@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 
 import fusion_passes
 from fusion_passes import BucketReport, FusionReport, ModuleReport, RejectionReport, format_report
-from fusion_passes.profile.tables import MIB
+from fusion_passes.layout.caps import MIB
 from fusion_passes.reporting.table import format_bytes
 from fusion_passes.reporting.timeline import BucketTimes
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from benches.network import UNSHAPED, words_of
 from benches.processes import Checked, Place, RankProcesses, RanksFailed, Started, Stepped
 from benches.results import Row
-from fusion_passes.profile.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS
+from fusion_passes.tuning.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS
 from workloads.ways import PLAIN, WAYS, Way
 
 ALONE: Final = "all-reduce alone"

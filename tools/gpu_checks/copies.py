@@ -20,7 +20,7 @@ from torch.utils.benchmark import Timer
 
 from benches.results import Row
 from fusion_passes.graph.operators import PACK, WIDEN
-from fusion_passes.lowering.pack import register_lowerings
+from fusion_passes.traced.pack import register_lowerings
 from gpu_checks.sites import Note, Site
 from testing.scenarios.run import DTYPES
 

@@ -18,7 +18,7 @@ from benches.methods import MEASURING_STEPS, Comparison, Method
 from benches.network import SOCKETS_ALONE, UNSHAPED, Network, best_network
 from benches.processes import Place, RankProcesses
 from benches.results import Row
-from fusion_passes.profile.files import DIRECTORY_VARIABLE
+from fusion_passes.tuning.files import DIRECTORY_VARIABLE
 from gpu_checks import subjects
 from gpu_checks.sites import Note, Site
 from workloads.ways import AUTO, ONE_GRAPH, OURS, PLAIN

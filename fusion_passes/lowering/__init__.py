@@ -1,1 +1,0 @@
-"""Inductor lowerings of the package's own operators."""

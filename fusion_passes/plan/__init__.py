@@ -1,1 +1,0 @@
-"""Decisions: which gradients share a bucket, how large it is, where it is scaled. All pure."""

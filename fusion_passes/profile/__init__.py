@@ -1,1 +1,0 @@
-"""What collectives cost on this machine and network: tables, and how they are found."""

@@ -1,1 +1,0 @@
-"""The gradient reductions of a graph: how DDP's hook is traced, and who produces a gradient."""

@@ -1,0 +1,108 @@
+"""Lowers what stores gradients in a reducer's memory, which is what an operator returns: their own
+kernels write there (see :mod:`fusion_passes.stored.memory`). The call that tells the reducer runs
+behind all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import fx
+
+from fusion_passes.graph.operators import STORE, split_strides
+from fusion_passes.reducer.operators import BUCKET, MARK_READY, STORE_GRADIENTS
+from fusion_passes.stored.memory import Memory
+from fusion_passes.torch_private.inductor import (
+    give_as_code_is_written,
+    graph_lowering,
+    inductor_ir,
+    is_fused_away,
+    last_collective,
+    register_lowering,
+    run_behind,
+)
+
+OWN_TENSOR: Final = "Inductor sums it in a tensor of its own, as in its mix-order reductions"
+
+OnStored: TypeAlias = Callable[[Sequence[int], Mapping[int, str]], None]
+"""Receives the positions of a piece's parameters, and for each gradient that is copied, by its
+index in the piece, the reason."""
+
+
+def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
+    """Teach Inductor the operators of :mod:`fusion_passes.reducer.operators`. ``on_stored`` is
+    called for each piece that is lowered."""
+
+    def store(
+        bucket: Any,
+        gradients: Sequence[Any],
+        offsets: Sequence[int],
+        strides: Sequence[int],
+        positions: Sequence[int],
+    ) -> None:
+        bucket.realize()
+        nodes: list[fx.Node] = graph_lowering().current_node.args[1]
+        memory = _ReducersMemory(bucket, nodes, gradients)
+        places = split_strides([node.meta["val"] for node in nodes], strides)
+        copied = memory.fill(list(zip(offsets, places, strict=True)))
+        on_stored(positions, copied)
+        arguments: list[Any] = [list(positions)]
+        sums = memory.sums
+        if reported := [*copied, *sums]:
+            # A graph from a cache is not lowered: it says what it copies when it runs.
+            arguments += [[positions[number] for number in reported], ""]
+        marked = memory.call_behind(MARK_READY, *arguments)
+
+        def why() -> str:
+            of_sums = ["" if is_fused_away(name) else OWN_TENSOR for name in sums.values()]
+            return "|".join([*copied.values(), *of_sums])
+
+        if reported:
+            give_as_code_is_written(marked, why)
+
+    register_lowering(BUCKET, _lower_bucket)
+    register_lowering(STORE_GRADIENTS, store)
+
+
+def _lower_bucket(
+    positions: Sequence[int],
+    offsets: Sequence[int],
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Any:
+    ir = inductor_ir()
+    made = ir.FallbackKernel.create(BUCKET, list(positions), list(offsets), numel, dtype, device)
+    return made if isinstance(made, ir.TensorBox) else ir.TensorBox.create(made)
+
+
+class _ReducersMemory(Memory):
+    """A reducer's memory; ``bucket`` is Inductor's value of it, realized."""
+
+    def __init__(self, bucket: Any, nodes: Sequence[fx.Node], gradients: Sequence[Any]) -> None:
+        super().__init__(bucket.data, nodes, gradients, bucket.get_device(), bucket.get_dtype())
+        self._bucket = bucket
+        self._writers: list[Any] = []
+
+    def note_writer(self, writer: Any) -> None:
+        run_behind(writer.get_operation_name(), buffer=self.data.data.get_name())
+        self._writers.append(writer)
+
+    def copy(self, values: list[Any], offsets: list[int], strides: list[int]) -> None:
+        self.call_behind(STORE, values, offsets, strides)
+
+    def call_behind(self, operator: Any, *args: Any) -> Any:
+        """Call an operator that writes the memory, when all that was stored so far is there, and
+        when the graph's own collectives before are launched: it may launch a bucket, and ranks
+        with other graphs launch in the same order. Return Inductor's operation of the call."""
+        graph, ir = graph_lowering(), inductor_ir()
+        collective = last_collective()
+        before = [*self._writers, *([] if collective is None else [collective])]
+        known = len(graph.operations)
+        ir.FallbackKernel.create(operator, self._bucket, *args)
+        calls = [op for op in graph.operations[known:] if isinstance(op, ir.FallbackKernel)]
+        for call in calls:
+            for item in before:
+                run_behind(call.get_operation_name(), buffer=item.get_name())
+        return calls[-1]

@@ -1,0 +1,193 @@
+"""Memory in which gradients are stored, each in its place, as it is lowered.
+
+What produces a gradient is pointed at its place: a library's matrix product by ``out=``, a
+generated kernel by storing there. What cannot be pointed there is copied: on CUDA the small ones of
+such gradients by one kernel (of up to 125 copies), and each large one by its own.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from fusion_passes.stored.obstacles import (
+    box_of,
+    computed_from_a_library,
+    may_be_bound_anew,
+    obstacle_to_storing,
+    place_of_buffer,
+    reason_for_copy,
+    written_by_a_library,
+)
+from fusion_passes.torch_private.inductor import (
+    digit,
+    graph_lowering,
+    inductor_ir,
+    supports_foreach,
+)
+
+GROUPED_ELEMENTS: Final = 2**20
+"""Gradients of fewer elements are copied by one kernel. Inductor gives its kernels of several
+copies blocks of 1,024 elements, of which an H200 runs 0.45 in a nanosecond: in bf16 that is 0.44 of
+its bandwidth (docs/gpu.md). From about this size on, a kernel of one copy is worth its launch."""
+
+
+@dataclass(eq=False)
+class Memory(ABC):
+    """Memory that gradients are being stored in. ``data`` is Inductor's value of it, ``gradients``
+    are those of ``nodes``. :meth:`fill` notes in ``sums`` the buffer, by its name, of each sum that
+    is not copied unless Inductor keeps that buffer, by the gradient's number."""
+
+    data: Any
+    nodes: Sequence[fx.Node]
+    gradients: Sequence[Any]
+    device: torch.device
+    dtype: torch.dtype
+    sums: dict[int, str] = field(default_factory=dict, init=False)
+
+    def fill(self, places: Sequence[tuple[int, Sequence[int]]]) -> dict[int, str]:
+        """Store the gradients at these offsets and strides, in elements.
+
+        Returns:
+            Why a gradient is copied, by its number, for those that are.
+        """
+        views = [self._view(*item) for item in zip(self.gradients, places, strict=True)]
+        obstacles, relaid = {}, {}
+        for number, (node, gradient) in enumerate(zip(self.nodes, self.gradients, strict=True)):
+            is_changed = self.change_of(gradient) is not None
+            obstacle = obstacle_to_storing(node, gradient, views[number], is_changed=is_changed)
+            if obstacle is not None:
+                obstacles[number] = obstacle
+            elif (reason := reason_for_copy(node, gradient)) is not None:
+                relaid[number] = reason
+        copies = [n for n in obstacles if written_by_a_library(self.gradients[n])]
+        one_kernel = supports_foreach(self.device)
+        copying = []
+        for number, (gradient, view) in enumerate(zip(self.gradients, views, strict=True)):
+            if number in copies and not one_kernel:
+                continue
+            is_moved = number in copies or (
+                number not in obstacles and computed_from_a_library(gradient)
+            )
+            is_grouped = one_kernel and is_moved and _is_small(gradient)
+            writer = store_at(
+                view,
+                gradient,
+                is_copied=number in obstacles,
+                is_grouped=is_grouped,
+                change=self.change_of(gradient),
+            )
+            self.note_writer(writer)
+            if number not in relaid | obstacles and may_be_bound_anew(gradient):
+                self.sums[number] = box_of(gradient).data.get_name()
+            if is_grouped:
+                copying.append(writer.get_operation_name())
+        if len(copying) > 1:
+            graph_lowering().register_operation_list(copying)
+        self.end_stores()
+        if copies and not one_kernel:
+            strides = [stride for n in copies for stride in places[n][1]]
+            self.copy([self.gradients[n] for n in copies], [places[n][0] for n in copies], strides)
+        return relaid | obstacles
+
+    def change_of(self, gradient: Any) -> Callable[[Any], Any] | None:
+        """What is done to a gradient as it is stored; ``None`` if it is stored as it is."""
+        del gradient
+        return None
+
+    @abstractmethod
+    def note_writer(self, writer: Any) -> None:
+        """Take a buffer that stands for a gradient's place."""
+
+    def end_stores(self) -> None:  # noqa: B027 - for most, nothing is left to do
+        """Finish what kernels store; what a call copies is lowered after that."""
+
+    @abstractmethod
+    def copy(self, values: list[Any], offsets: list[int], strides: list[int]) -> None:
+        """Copy gradients by one call of ``STORE``, which takes their places in this form."""
+
+    def _view(self, gradient: Any, place: tuple[int, Sequence[int]]) -> Any:
+        ir = inductor_ir()
+        offset, strides = place
+        size = list(gradient.get_size())
+        layout = ir.FixedLayout(self.device, self.dtype, size, list(strides), offset)
+        return ir.ReinterpretView(data=self.data, layout=layout)
+
+
+def _is_small(gradient: Any) -> bool:
+    return math.prod(int(size) for size in gradient.get_size()) < GROUPED_ELEMENTS
+
+
+def store_at(
+    view: Any,
+    gradient: Any,
+    *,
+    is_copied: bool,
+    is_grouped: bool,
+    change: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Point a gradient's kernel at a view of its place, or where it cannot write there
+    (``is_copied``) add a kernel that stores it, by itself or with others (``is_grouped``); Inductor
+    may fuse the two, if it generates both. A sum that Inductor may leave in a tensor of its own
+    always gets the second one.
+
+    Returns:
+        The buffer that stands for the place.
+    """
+    ir = inductor_ir()
+    is_stored_apart = may_be_bound_anew(gradient)
+    if is_stored_apart:
+        gradient.realize()
+    if not (is_copied or is_stored_apart or change is not None):
+        whole = place_of_buffer(gradient, view)
+        if whole is not None:
+            gradient.realize()
+            buffer = box_of(gradient).data
+            buffer.layout = ir.NonOwningLayout(whole)
+            return buffer
+    value = _in_order_of(view, gradient) if is_grouped else _computed_again(gradient)
+    if change is not None:
+        value = change(value)
+    return ir.ConcatKernel.realize_into(value, _flat(view) if is_grouped else view)
+
+
+def _computed_again(value: Any) -> Any:
+    """A value of its own, computed from ``value`` where it is stored."""
+    return inductor_ir().Pointwise.create(
+        device=value.get_device(),
+        dtype=value.get_dtype(),
+        inner_fn=value.make_loader(),
+        ranges=list(value.get_size()),
+    )
+
+
+def _in_order_of(place: Any, value: Any) -> Any:
+    """As :func:`_computed_again`, in one loop over the memory of ``place``. Inductor puts such
+    loops into one kernel, whatever they read; loops over two dimensions, as it makes them where a
+    layout changes, only if one of the two has the same size in all."""
+    load, sizes, strides = value.make_loader(), place.get_size(), place.get_stride()
+
+    def load_at(index: Sequence[Any]) -> Any:
+        digits = [digit(index[0], *numbers) for numbers in zip(strides, sizes, strict=True)]
+        return load(digits)
+
+    return inductor_ir().Pointwise.create(
+        device=value.get_device(),
+        dtype=value.get_dtype(),
+        inner_fn=load_at,
+        ranges=[math.prod(sizes)],
+    )
+
+
+def _flat(place: Any) -> Any:
+    """The memory of a place, which is dense, as one dimension."""
+    ir = inductor_ir()
+    old = place.layout
+    layout = ir.FixedLayout(old.device, old.dtype, [math.prod(old.size)], [1], old.offset)
+    return ir.ReinterpretView(data=place.data, layout=layout)

@@ -1,0 +1,1 @@
+"""What runs for backwards that compiled autograd traces alone."""

@@ -1,0 +1,336 @@
+"""Backwards that compiled autograd traces, of modules whose gradients a reducer averages.
+
+Where it is asked for (``backward_graph="compiled_autograd"``, or compiled autograd that the user
+has switched on), a backward becomes one graph, with its hooks: a gradient's hook is traced as an
+all-reduce, on a name of the process group that is that gradient's own. The passes fuse them to the
+buckets of the layout, in its order, so that other ranks need not know of it: they may run any
+backward, traced or not.
+
+Traced is a backward whose graph can launch all that a module launches; of any other, compiled
+backwards and hooks tell the reducer of each gradient, and the report says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+
+from fusion_passes.config import FusionConfig
+from fusion_passes.ddp.module import name_in_graphs
+from fusion_passes.reducer.backward import RunningBackward, reducers, walk
+from fusion_passes.reducer.communication import AllReduce
+from fusion_passes.reducer.reducer import Reducer
+from fusion_passes.state import Lifetime, process_state
+from fusion_passes.torch_private.dynamo import (
+    clear_backward_cache,
+    in_one_graph,
+    is_error_of_a_compile,
+    traces_backwards,
+    tracing_backwards,
+    tracing_none,
+    weak_marks,
+)
+from fusion_passes.torch_private.process_groups import (
+    register_process_group,
+    unregister_process_group,
+)
+from fusion_passes.traced.buckets import ModuleBuckets
+from fusion_passes.traced.owners import Owner
+from fusion_passes.warnings import warn_once
+
+FIRST: Final = "it is the first one, which shows in which order gradients come"
+
+# --- Names ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class TracedModules:
+    """The modules whose gradients graphs reduce, by the names of their process groups in graphs:
+    ``0/ddp1`` for the second module on group ``0``, and ``0/ddp1#5`` for the gradient of its
+    parameter 5."""
+
+    _reducers: dict[str, weakref.ref[Reducer]] = field(default_factory=dict)
+    _has_forgotten: bool = False
+
+    def note(self, name: str, reducer: Reducer) -> None:
+        """Let a module's names stand for its process group, as long as it is there."""
+        known = self._reducers.get(name)
+        if known is not None and known() is reducer:
+            return
+        names = [name, *(f"{name}#{number}" for number in reducer.numbers)]
+        if known is not None:
+            self._forget(name, known, names)
+        if self._has_forgotten:
+            # Compiled autograd knows its graphs by their autograd nodes and the names in their
+            # hooks: another module may get a name, on a group that is made anew.
+            clear_backward_cache()
+            self._has_forgotten = False
+        reference = self._reducers[name] = weakref.ref(reducer)
+        for each in names:
+            register_process_group(each, reducer.group)
+        weakref.finalize(reducer, self._forget, name, reference, names).atexit = False
+
+    def _forget(self, name: str, reference: weakref.ref[Reducer], names: Sequence[str]) -> None:
+        if self._reducers.get(name) is not reference:
+            return  # Another one has the name.
+        del self._reducers[name]
+        self._has_forgotten = True
+        if torch.distributed.is_initialized():  # Else destroying the groups has removed them.
+            for each in names:
+                unregister_process_group(each)
+
+    def owner_of(self, name: str) -> Owner | None:
+        """As :data:`fusion_passes.traced.owners.OwnerOf`."""
+        base, _, number = name.partition("#")
+        reference = self._reducers.get(base)
+        reducer = reference() if reference is not None else None
+        if reducer is None:
+            return None
+        index = int(number) if number else -1
+        communication = reducer.communication
+        assert isinstance(communication, AllReduce), "else it is not traced"
+        return Owner(
+            group_name=base,
+            process_group=reducer.group.group_name,
+            module=reducer.label,
+            parameter=reducer.parameters.names[index] if number else "",
+            backend=communication.backend,
+            world_size=reducer.group.size(),
+            number=index,
+            strides=tuple(reducer.parameters.strides[index]) if number else None,
+        )
+
+    def buckets_of(self, name: str) -> ModuleBuckets:
+        """What a graph has to launch for a module."""
+        reducer = self._reducers[name]()
+        assert reducer is not None, "its graph is being compiled"
+        communication = reducer.communication
+        assert isinstance(communication, AllReduce), "likewise"
+        return ModuleBuckets(
+            tuple(bucket.numbers for bucket in reducer.layout.buckets),
+            communication.dtype,
+            communication.scaling_option,
+        )
+
+    def identity(self) -> str:
+        """What a cached graph depends on: of each gradient, its strides and its name in the report
+        too."""
+        known = [(name, r) for name, ref in sorted(self._reducers.items()) if (r := ref())]
+        numbers = [f"{name}#{number}" for name, r in known for number in r.numbers]
+        return repr([*map(self.owner_of, numbers), *(self.buckets_of(name) for name, _ in known)])
+
+    def reset(self) -> None:
+        self._reducers.clear()
+        self._has_forgotten = True
+
+
+traced_modules: Final = process_state.keep(
+    TracedModules(),
+    "the modules whose gradients graphs reduce, by the names that these have for their groups",
+    Lifetime.MODULE,
+    reset=TracedModules.reset,
+)
+
+
+# --- Which backwards are traced ------------------------------------------------------------------
+
+
+@dataclass
+class TracedBackwards:
+    """Has backwards traced that are to be.
+
+    Attributes:
+        options: those of Inductor in the last compile of a forward of a managed module.
+        config: the options of the modules whose traced backward is one graph, while that is being
+            compiled or runs; else ``None``.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    config: FusionConfig | None = None
+    _run: RunningBackward | None = None
+    _threads: set[int] = field(default_factory=set)
+    _capturing: threading.RLock = field(default_factory=threading.RLock)
+
+    def run_engine(
+        self, run: RunningBackward, outputs: Sequence[Any], engine: Callable[[], Any]
+    ) -> Any:
+        """Call autograd's engine; have compiled autograd trace it, or not."""
+        self._threads.add(threading.get_ident())
+        is_on = traces_backwards()
+        modules = run.taking_part
+        is_to_be = (r.config.backward_graph == "compiled_autograd" for r in modules)
+        is_asked = bool(modules) and (is_on or any(is_to_be))
+        run.why_untraced = self._why_not(run) if is_asked else ""
+        if is_asked and not run.why_untraced:
+            for reducer in modules:
+                traced_modules.note(name_in_graphs(reducer), reducer)
+            with self._capturing:
+                self._run = run
+                try:
+                    with tracing_backwards(self._compile):
+                        return engine()
+                except Exception as error:
+                    if run.has_entered_graph:
+                        raise
+                    # Compiled autograd cannot trace it: nothing of it has run.
+                    _give_up(run, error)
+                finally:
+                    self._run = None
+        with self._capturing:  # While another thread's backward is traced, this one would be.
+            pass
+        must_be_off = is_on and (modules or _reaches_managed(outputs))
+        with tracing_none() if must_be_off else contextlib.nullcontext():
+            return engine()
+
+    def _why_not(self, run: RunningBackward) -> str:
+        """Why a backward is not traced; empty if it is."""
+        if len(self._threads) > 1:
+            return "backwards run in several threads"
+        if run.keeps_graph or run.creates_graph or run.only_some:
+            return "it was called with retain_graph, create_graph or inputs"
+        if run.has_others:
+            return "it reaches parameters that are not trained under ddp_fusion"
+        if len({reducer.group for reducer in run.taking_part}) < len(run.taking_part):
+            return "several modules are averaged over the same ranks in it"
+        if len({reducer.config.mode for reducer in run.taking_part}) > 1:
+            return "its modules were constructed with other modes of ddp_fusion each"
+        hooked = reducers.find_hooked()
+        parameters = (r.parameters.all[n] for r in run.taking_part for n in run.reached[r])
+        of_hooks = (hooked.get(id(parameter), "") for parameter in parameters)
+        of_modules = (_why_not(reducer, run.reached[reducer]) for reducer in run.taking_part)
+        return next(filter(None, itertools.chain(of_hooks, of_modules)), "")
+
+    def _compile(self, traced: fx.GraphModule) -> Callable[..., Any]:
+        """Compile the graph of a traced backward, or run it as it is: then hooks run one by one."""
+        # With these two, a graph with collectives is not compiled.
+        off = {"triton.cudagraphs": False, "fallback_by_default": False}
+        compiled = torch.compile(traced, options={**self.options, **off}, dynamic=False)
+        why = ""  # It was not compiled.
+
+        def run(inputs: list[Tensor], *arguments: Any) -> Any:
+            nonlocal why
+            running = self._run
+            assert running is not None, "it runs"
+            running.has_entered_graph = True
+            if not why:
+                try:
+                    with self._running(running), weak_marks(inputs):
+                        result = compiled(inputs, *arguments)
+                except Exception as error:
+                    raised = _raised_in(traced, error)
+                    is_of_compile = raised is None and is_error_of_a_compile(error)
+                    running.has_failed_in_graph = not is_of_compile
+                    if raised is not None:
+                        raise raised from None
+                    if not is_of_compile:
+                        raise
+                    why = _give_up(running, error)
+                else:
+                    # Not where Dynamo has run it as it is, as it may be told to.
+                    running.is_traced = not any(r.has_begun for r in running.taking_part)
+                    return result
+            with self._running(running):
+                return traced.forward(inputs, *arguments)
+
+        return run
+
+    @contextlib.contextmanager
+    def _running(self, run: RunningBackward) -> Iterator[None]:
+        """Around the run of a backward's graph: compiled autograd is off, and other threads may go
+        on."""
+        self._capturing.release()
+        self.config = run.taking_part[0].config
+        try:
+            with in_one_graph():
+                yield
+        finally:
+            self.config = None
+            self._capturing.acquire()
+
+    def reset(self) -> None:
+        vars(self).update(vars(TracedBackwards()))
+
+
+def _give_up(run: RunningBackward, error: Exception) -> str:
+    """Trace no backward of these modules any more. Return why, in a line."""
+    run.why_untraced = f"torch cannot make one graph of it: {_in_a_line(error)}"
+    for reducer in run.taking_part:
+        reducer.why_untraced = run.why_untraced
+    labels = ", ".join(reducer.label for reducer in run.taking_part)
+    warn_once(
+        f"untraced {labels}",
+        f"Backwards of {labels} are not traced by compiled autograd, as it was asked for: torch "
+        f"cannot make one graph of them: {_in_a_line(error)}. Their gradients are averaged in the "
+        "same buckets, by compiled backwards and hooks.",
+    )
+    return run.why_untraced
+
+
+def _why_not(reducer: Reducer, reached: Collection[int]) -> str:
+    """Why the gradients of a module cannot be reduced in a traced graph; empty if they can."""
+    communication, kinds = reducer.communication, reducer.parameters.kinds
+    reasons = {
+        reducer.why_untraced: bool(reducer.why_untraced),
+        FIRST: not reducer.has_rebuilt_buckets,
+        "it is measured when its gradients are ready": reducer.clock is not None,
+        "a communication hook is called with its buckets": not isinstance(communication, AllReduce),
+        "join divides by the number of ranks that have inputs": (
+            isinstance(communication, AllReduce) and communication.count_ranks is not None
+        ),
+        "find_unused_parameters has ranks tell each other which they have used": (
+            reducer.find_unused and not reducer.is_static
+        ),
+        "it has sparse gradients": any(kind.is_sparse for kind in kinds.values()),
+        "it has delayed gradients, which may come several times": any(
+            kind.is_delayed for kind in kinds.values()
+        ),
+        "it does not reach all parameters of a module": (
+            set(reached) != set(reducer.numbers) or reducer.has_begun
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _reaches_managed(outputs: Sequence[Any]) -> bool:
+    return not reducers.owners().keys().isdisjoint(walk(outputs).edges)
+
+
+def _raised_in(traced: fx.GraphModule, error: BaseException) -> BaseException | None:
+    """The error that a part of a traced backward has raised as it ran; ``None`` where none has run:
+    what it has done must not be done twice. Dynamo compiles the first part before anything of it
+    runs. An error of Dynamo's can hide the first one: it breaks the graph where ``GraphModule``
+    looks at the first one's traceback (torch 2.11 to 2.14)."""
+    code = traced.forward.__code__
+    found: BaseException | None = error
+    while found is not None:
+        frames = traceback.walk_tb(found.__traceback__)
+        if any(frame.f_code.co_filename == code.co_filename for frame, _ in frames):
+            return found
+        found = found.__context__
+    return None
+
+
+def _in_a_line(error: Exception) -> str:
+    """What an error of a compile says, without its advice."""
+    error = getattr(error, "inner_exception", error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    explained = [line for line in lines if line.startswith("Explanation:")]
+    text = (explained or lines or [type(error).__name__])[0]
+    return f"{type(error).__name__}: {text.removeprefix('Explanation: ')[:240]}"
+
+
+traced_backwards: Final = process_state.keep(
+    TracedBackwards(),
+    "which backward is being traced, and how those before were compiled",
+    Lifetime.PROCESS,
+    reset=TracedBackwards.reset,
+)

@@ -1,0 +1,102 @@
+"""Fuses the reductions of a bucket into one collective over many tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from fusion_passes.graph.collectives import all_reduce_coalesced
+from fusion_passes.graph.operators import AS_COMPLEX, divided
+from fusion_passes.traced.buckets import TracedBucket
+from fusion_passes.traced.find import GradientReduction
+from fusion_passes.traced.rewrite import Replacement, cast, replace_buckets
+from fusion_passes.traced.verify import GraphFacts, GraphPass
+
+
+@dataclass(frozen=True)
+class FuseByCoalescing(GraphPass):
+    """One ``all_reduce_coalesced`` for each bucket; no buffer of our own.
+
+    Before, for two gradients::
+
+        g0: f32[4, 8] -> div(2) -> all_reduce(sum) -> wait -> user0
+        g1: f32[8]    -> div(2) -> all_reduce(sum) -> wait -> user1
+
+    After::
+
+        s0, s1 = _foreach_div([g0, g1], 2)
+        r0, r1 = all_reduce_coalesced([s0, s1], sum)
+        r0: f32[4, 8] -> wait -> user0
+        r1: f32[8]    -> wait -> user1
+
+    Where the plan lets the collective average, nothing is left but the collective. Gradients are
+    sent as they lie in memory, whatever the order of their dimensions; where they are sent in a
+    smaller dtype, each is cast before and back after its wait.
+
+    Each result has the shape and dtype of the reduction that it replaces, and the strides of the
+    parameter, in which compiled autograd accumulates.
+
+    Attributes:
+        buckets: which reductions to fuse; from :func:`fusion_passes.traced.buckets.plan_buckets`
+            for the graph that the pass is called with.
+    """
+
+    buckets: tuple[TracedBucket, ...]
+
+    def __call__(self, graph: fx.Graph) -> bool:
+        return replace_buckets(graph, self.buckets, self._replacement_for)
+
+    def facts_after(self, before: GraphFacts) -> GraphFacts:
+        return before.with_buckets(self.buckets)
+
+    def _replacement_for(self, _: int, bucket: TracedBucket) -> Replacement:
+        gradients = tuple(member.gradient for member in bucket.members)
+        return Replacement(gradients, functools.partial(_reduce, bucket))
+
+
+def _reduce(bucket: TracedBucket, gradients: list[Tensor]) -> list[Tensor]:
+    """The averaged gradients, each a tensor of its own."""
+    key, scaling = bucket.key, bucket.scaling
+    flat = [_to_send(m, g) for m, g in zip(bucket.members, gradients, strict=True)]
+    to_sum = _divided(flat, scaling.before)
+    sent = [cast(tensor, bucket.reduce_dtype.to_real()) for tensor in to_sum]
+    reduced = all_reduce_coalesced(sent, scaling.reduce_op, key.group_name)
+    wide = [cast(tensor, key.dtype.to_real()) for tensor in reduced]
+    results = _divided(wide, scaling.after)
+    return [_in_place(m, result) for m, result in zip(bucket.members, results, strict=True)]
+
+
+def _divided(tensors: Sequence[Tensor], divisor: float) -> list[Tensor]:
+    """Each tensor divided by a number, all by one operator."""
+    if divisor == 1 or len(tensors) == 1:
+        return [divided(tensor, divisor) for tensor in tensors]
+    return list(torch._foreach_div(list(tensors), divisor))
+
+
+def _to_send(member: GradientReduction, gradient: Tensor) -> Tensor:
+    flat = _as_it_lies(gradient, member.strides)
+    return torch.view_as_real(flat) if flat.is_complex() else flat
+
+
+def _in_place(member: GradientReduction, reduced: Tensor) -> Tensor:
+    if member.key.dtype.is_complex:
+        reduced = AS_COMPLEX(reduced)
+    shape = member.wait.meta["val"].shape
+    if reduced.shape != shape or reduced.stride() != member.strides:
+        reduced = reduced.as_strided(shape, member.strides)
+    return reduced
+
+
+def _as_it_lies(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """A contiguous tensor with the elements in the order in which they lie in memory with these
+    dense strides: a view, if ``tensor`` lies so too. Backends take contiguous tensors only."""
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    if order != sorted(order):
+        tensor = tensor.permute(order)
+    if not tensor.is_contiguous():
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor

@@ -1,0 +1,116 @@
+"""Fuses the reductions of a bucket by storing their gradients in one flat buffer."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from fusion_passes.graph.collectives import all_reduce
+from fusion_passes.graph.operators import AS_COMPLEX, PACK, WIDEN
+from fusion_passes.traced.buckets import TracedBucket
+from fusion_passes.traced.find import GradientReduction
+from fusion_passes.traced.producers import source_of
+from fusion_passes.traced.rewrite import Replacement, replace_buckets
+from fusion_passes.traced.verify import GraphFacts, GraphPass
+
+
+@dataclass(frozen=True)
+class FuseByConcat(GraphPass):
+    """One flat buffer and one all-reduce for each bucket.
+
+    Before, for two gradients::
+
+        g0: f32[4, 8] -> div(2) -> all_reduce(sum) -> wait -> user0
+        g1: f32[8]    -> div(2) -> all_reduce(sum) -> wait -> user1
+
+    After::
+
+        bucket: f32[40] = pack([g0, g1], offsets [0, 32], divided by 2)
+        bucket -> all_reduce(sum) -> wait -> as_strided [4, 8] at 0  -> user0
+                                          -> as_strided [8]    at 32 -> user1
+
+    ``pack`` is no kernel: what produces the gradients stores them in the bucket (see
+    :mod:`fusion_passes.traced.pack`), and they stay views of it. Where the bucket is scaled is
+    the plan's decision; where it is sent in a smaller dtype, ``pack`` casts too, and ``widen``
+    after the wait casts it back.
+
+    Each result has the shape and dtype of the reduction that it replaces, and the strides of the
+    parameter, in which compiled autograd accumulates. A complex gradient is packed as its real and
+    imaginary parts, which is how c10d reduces it.
+
+    Attributes:
+        buckets: which reductions to fuse; from :func:`fusion_passes.traced.buckets.plan_buckets`
+            for the graph that the pass is called with.
+        label: names the plan, for the report of what was copied.
+    """
+
+    buckets: tuple[TracedBucket, ...]
+    label: str = "plan"
+
+    def __call__(self, graph: fx.Graph) -> bool:
+        return replace_buckets(graph, self.buckets, self._replacement_for)
+
+    def facts_after(self, before: GraphFacts) -> GraphFacts:
+        return before.with_buckets(self.buckets)
+
+    def _replacement_for(self, index: int, bucket: TracedBucket) -> Replacement:
+        inputs = tuple(_input_of(member, bucket) for member in bucket.members)
+        nodes = tuple(node for node, _ in inputs)
+        strides = [strides for _, strides in inputs]
+        label = f"{self.label}:{index}"
+        return Replacement(nodes, functools.partial(_reduce, bucket, strides, label))
+
+
+def _input_of(member: GradientReduction, bucket: TracedBucket) -> tuple[fx.Node, tuple[int, ...]]:
+    """What is packed for a member, and the strides of its place."""
+    if bucket.key.dtype.is_complex or not member.num_bytes:
+        return member.gradient, (*(2 * stride for stride in member.strides), 1)
+    is_cast = bucket.reduce_dtype != bucket.key.dtype and bucket.scaling.method != "store"
+    source = source_of(member, sent_as=bucket.reduce_dtype if is_cast else None)
+    return source.node, source.strides
+
+
+def _reduce(
+    bucket: TracedBucket, strides: list[tuple[int, ...]], label: str, gradients: list[Tensor]
+) -> list[Tensor]:
+    """The averaged gradients, as views of one buffer."""
+    key, scaling = bucket.key, bucket.scaling
+    reals = [torch.view_as_real(g) if key.dtype.is_complex else g for g in gradients]
+    # In the order of the layout, without a gap: as reducers of other ranks have them.
+    offsets = list(itertools.accumulate((real.numel() for real in reals[:-1]), initial=0))
+    filled = [index for index, real in enumerate(reals) if real.numel()]
+    reduced = PACK(
+        [reals[index] for index in filled],
+        [offsets[index] for index in filled],
+        [stride for index in filled for stride in strides[index]],
+        bucket.reduce_dtype.to_real(),
+        scaling.before,
+        scaling.method == "bucket",
+        label,
+    )
+    reduced = all_reduce(reduced, scaling.reduce_op, key.group_name)
+    if bucket.reduce_dtype != key.dtype:
+        reduced = WIDEN(reduced, key.dtype, scaling.after)
+    return [
+        _view(member, reduced, offset) if member.num_bytes else _empty(gradient)
+        for member, offset, gradient in zip(bucket.members, offsets, gradients, strict=True)
+    ]
+
+
+def _view(member: GradientReduction, reduced: Tensor, offset: int) -> Tensor:
+    shape = member.wait.meta["val"].shape
+    if not member.key.dtype.is_complex:
+        return reduced.as_strided(shape, member.strides, offset)
+    strides = (*(2 * stride for stride in member.strides), 1)
+    view: Tensor = AS_COMPLEX(reduced.as_strided((*shape, 2), strides, offset))
+    return view
+
+
+def _empty(gradient: Tensor) -> Tensor:
+    """The result for a gradient without elements: there is nothing to send, and a view of nothing
+    would come back with other strides."""
+    return gradient.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,198 @@
+"""Finds the gradient reductions of DDP in a traced backward and decodes each once into types.
+
+What :func:`fusion_passes.ddp.module.reduce_in_graph` does to a gradient stands in the graph as::
+
+    gradient -> div(number of ranks) -> all_reduce(sum) -> wait -> ...
+
+A reduction is recognised by this structure and by its group name: a DDP module under the flag
+reduces over names of its own, so a tensor-parallel all-reduce or one that a user wrote is never
+taken for one of DDP's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fusion_passes.graph.collectives import (
+    ALL_REDUCE,
+    AllReduceNode,
+    decode_all_reduce,
+    group_name_of,
+    is_launch,
+    is_wait,
+)
+from fusion_passes.graph.families import DIVISIONS
+from fusion_passes.graph.text import dtype_name
+from fusion_passes.traced.owners import DdpGroups, Owner
+
+
+@dataclass(frozen=True)
+class ReductionKey:
+    """What reductions must have in common to share a bucket. Only equal keys do.
+
+    Attributes:
+        group_name: that of the module.
+        dtype: of the gradients.
+        device: of the gradients.
+        divisor: what they are divided by before they are summed.
+    """
+
+    group_name: str
+    dtype: torch.dtype
+    device: torch.device
+    divisor: float
+
+    def __str__(self) -> str:
+        division = "" if self.divisor == 1 else f" / {self.divisor:g}"
+        # Without the device's index: ranks have cards of their own, but must describe alike.
+        where = f"{dtype_name(self.dtype)} {self.device.type} on {self.group_name}"
+        return f"sum(gradient{division}) {where}"
+
+
+@dataclass(frozen=True, eq=False)
+class GradientReduction:
+    """One gradient reduction of DDP.
+
+    Attributes:
+        gradient: the node that is reduced, before it is divided.
+        nodes: all that the reduction consists of, each before its users: the division, if there is
+            one for it alone, the launch and the wait.
+        start: the launch.
+        wait: the only user of ``start``: what others read.
+        strides: in which the gradient lies in a bucket.
+        key: what it shares with the reductions that it can be fused with.
+        num_bytes: size of the gradient.
+        position: index of ``start`` in the graph.
+        owner: the DDP module and parameter.
+    """
+
+    gradient: fx.Node
+    nodes: tuple[fx.Node, ...]
+    start: fx.Node
+    wait: fx.Node
+    strides: tuple[int, ...]
+    key: ReductionKey
+    num_bytes: int
+    position: int
+    owner: Owner
+
+
+@dataclass(frozen=True, eq=False)
+class Rejection:
+    """A collective that is not fused.
+
+    Attributes:
+        node: its launch.
+        reason: why, for people.
+        owner: the DDP module and parameter whose gradient it reduces all the same; ``None`` for one
+            that is not DDP's.
+    """
+
+    node: fx.Node
+    reason: str
+    owner: Owner | None = None
+
+    def __str__(self) -> str:
+        return f"{self.node.name} ({self.node.target}): {self.reason}"
+
+
+@dataclass(frozen=True)
+class FoundReductions:
+    """Reductions and rejections, each in graph order."""
+
+    reductions: tuple[GradientReduction, ...]
+    rejections: tuple[Rejection, ...]
+
+
+def find_gradient_reductions(graph: fx.Graph, groups: DdpGroups) -> FoundReductions:
+    """All gradient reductions of a functional graph of ATen operators, with fake values in
+    ``meta["val"]``, and a rejection for every other collective."""
+    reductions: list[GradientReduction] = []
+    rejections: list[Rejection] = []
+    for position, node in enumerate(graph.nodes):
+        if not is_launch(node):
+            continue
+        found = _decode(node, position, groups)
+        if isinstance(found, GradientReduction):
+            reductions.append(found)
+        else:
+            rejections.append(Rejection(node, found, _reduced_for(node, groups)))
+    return FoundReductions(tuple(reductions), tuple(rejections))
+
+
+def _reduced_for(node: fx.Node, groups: DdpGroups) -> Owner | None:
+    """Whose gradient a collective reduces that cannot be fused; ``None`` for any other."""
+    owner = groups.owner_of(node)
+    is_gradient = decode_all_reduce(node) and owner is not None and owner.number >= 0
+    return owner if is_gradient else None
+
+
+def _decode(node: fx.Node, position: int, groups: DdpGroups) -> GradientReduction | str:
+    """The reduction that ``node`` launches, or the reason why it is none."""
+    call = decode_all_reduce(node)
+    if call is None:
+        return f"a collective of another kind, on group {group_name_of(node)!r}"
+    if call.group_name is None:
+        return "its process group is not given by name"
+    owner = groups.owner_of(node)
+    if owner is None:
+        return (
+            f"group {call.group_name!r} belongs to no DistributedDataParallel module that was "
+            "constructed under ddp_fusion"
+        )
+    return _unsupported(node, call, owner) or _reduction(node, call, owner, position)
+
+
+def _reduction(
+    node: fx.Node, call: AllReduceNode, owner: Owner, position: int
+) -> GradientReduction:
+    (wait,) = node.users
+    value = node.meta["val"]
+    gradient, divisor, division = call.tensor, 1.0, list[fx.Node]()
+    if _divides_for(node, gradient):
+        division = [gradient]
+        gradient, divisor = gradient.args  # type: ignore[assignment]
+    return GradientReduction(
+        gradient=gradient,
+        nodes=(*division, node, wait),
+        start=node,
+        wait=wait,
+        strides=owner.strides if owner.strides is not None else tuple(value.stride()),
+        key=ReductionKey(owner.group_name, value.dtype, value.device, divisor),
+        num_bytes=value.numel() * value.element_size(),
+        position=position,
+        owner=owner,
+    )
+
+
+def _divides_for(launch: fx.Node, node: fx.Node) -> bool:
+    """Whether a node divides a gradient by a number, for this launch alone."""
+    return (
+        node.target in DIVISIONS
+        and isinstance(node.args[1], int | float)
+        and not node.kwargs
+        and list(node.users) == [launch]
+    )
+
+
+def _unsupported(node: fx.Node, call: AllReduceNode, owner: Owner) -> str | None:
+    value = node.meta.get("val")
+    users = list(node.users)
+    reason = None
+    if owner.number < 0:
+        reason = "it reduces a bucket already"
+    elif node.target is not ALL_REDUCE:
+        reason = "an in-place all-reduce"
+    elif call.reduce_op != "sum":
+        reason = f"reduces by {call.reduce_op or 'an operation with a factor'}, not by sum"
+    elif len(users) != 1 or not is_wait(users[0]):
+        names = ", ".join(user.name for user in users) or "nothing"
+        reason = f"its result is read by {names}, not by one wait alone"
+    elif not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        reason = "the graph does not say that it is a dense tensor"
+    elif not all(isinstance(size, int) for size in value.shape):
+        reason = f"its shape {tuple(value.shape)} is symbolic, but a parameter's is fixed"
+    return reason

@@ -1,0 +1,115 @@
+"""Lowers a bucket of a traced graph to one buffer that its gradients' own kernels store into.
+
+``pack`` becomes Inductor's ``ConcatKernel``, which is no kernel at all: a buffer whose parts other
+kernels write (see :mod:`fusion_passes.stored.memory`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fusion_passes.graph.collectives import ALL_REDUCE_COALESCED, ALL_REDUCE_COALESCED_IN_PLACE
+from fusion_passes.graph.operators import PACK, STORE, WIDEN, divided, split_strides
+from fusion_passes.stored.memory import Memory
+from fusion_passes.torch_private.inductor import (
+    graph_lowering,
+    inductor_ir,
+    inductor_lowerings,
+    register_lowering,
+)
+from fusion_passes.torch_private.older_torch import fix_strides_of_lists
+
+OnPacked = Callable[[str, Mapping[int, str]], None]
+"""Receives a bucket's label, and for each gradient that was copied, by its index, the reason."""
+
+
+def register_lowerings(on_packed: OnPacked) -> None:
+    """Teach Inductor the package's operators, and an older torch the strides of coalesced
+    gradients. ``on_packed`` is called for each bucket that is lowered."""
+
+    def pack(
+        gradients: Sequence[Any],
+        offsets: Sequence[int],
+        strides: Sequence[int],
+        dtype: torch.dtype,
+        divisor: float,
+        in_bucket: bool,
+        label: str,
+    ) -> Any:
+        nodes: list[fx.Node] = graph_lowering().current_node.args[0]
+        bucket = _Bucket(nodes, gradients, dtype, divisor, in_bucket)
+        places = split_strides([node.meta["val"] for node in nodes], strides)
+        copied = bucket.fill(list(zip(offsets, places, strict=True)))
+        bucket.divide_in_place()
+        on_packed(label, copied)
+        return bucket.value
+
+    register_lowering(PACK, pack)
+    register_lowering(WIDEN, _lower_widen)
+    for coalesced in (ALL_REDUCE_COALESCED, ALL_REDUCE_COALESCED_IN_PLACE):
+        fix_strides_of_lists(coalesced)
+
+
+class _Bucket(Memory):
+    def __init__(
+        self,
+        nodes: Sequence[fx.Node],
+        gradients: Sequence[Any],
+        dtype: torch.dtype,
+        divisor: float,
+        in_bucket: bool,
+    ) -> None:
+        ir, device = inductor_ir(), gradients[0].get_device()
+        # A gradient that was traced with symbols, before others have said what they are.
+        numel = sum(int(node.meta["val"].numel()) for node in nodes)
+        layout = ir.FixedLayout(device, dtype, [numel], [1])
+        self._kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
+        super().__init__(ir.StorageBox(self._kernel), nodes, gradients, device, dtype)
+        self._at_store, self._in_bucket = (1.0, divisor) if in_bucket else (divisor, 1.0)
+        self.value = ir.TensorBox(self.data)
+
+    def change_of(self, gradient: Any) -> Callable[[Any], Any] | None:
+        """Divide it, then cast it."""
+        if self._at_store == 1 and gradient.get_dtype() == self.dtype:
+            return None
+
+        def change(value: Any) -> Any:
+            lowerings = inductor_lowerings()
+            value = divided(value, self._at_store, lowerings)
+            return lowerings.to_dtype(value, self.dtype)
+
+        return change
+
+    def note_writer(self, writer: Any) -> None:
+        self._kernel.inputs.append(writer)
+
+    def end_stores(self) -> None:
+        graph = graph_lowering()
+        self._kernel.name = graph.register_buffer(self._kernel)
+        self._kernel.inputs = inductor_ir().ConcatKernel.unwrap_storage(self._kernel.inputs)
+        graph.register_operation(self._kernel)
+
+    def copy(self, values: list[Any], offsets: list[int], strides: list[int]) -> None:
+        arguments = (self.value, values, offsets, strides, self._at_store)
+        inductor_ir().FallbackKernel.create(STORE, *arguments)
+
+    def divide_in_place(self) -> None:
+        """Divide all of it by one pass, if that is how it is divided."""
+        if self._in_bucket != 1:
+            quotient = divided(self.value, self._in_bucket, inductor_lowerings())
+            inductor_ir().MutationLayoutSHOULDREMOVE.realize_into(
+                quotient, self.data, unsafe_alias=True
+            )
+
+
+def _lower_widen(bucket: Any, dtype: torch.dtype, divisor: float) -> Any:
+    lowerings = inductor_lowerings()
+    value = divided(lowerings.to_dtype(bucket, dtype), divisor, lowerings)
+    value.realize()
+    # Fused with a kernel that needs no collective, it would make that one wait too.
+    graph_lowering().no_fuse_buffer_names.add(value.get_name())
+    return value

@@ -1,0 +1,103 @@
+"""The order of the passes, on one screen; runs them, and holds each to its contract."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from torch import fx
+
+from fusion_passes.config import ReduceMode
+from fusion_passes.graph.text import graph_text
+from fusion_passes.torch_private.inductor import run_observed, trace_artifact
+from fusion_passes.traced.buckets import BucketPlan, BucketsOf, CannotLaunchError, plan_buckets
+from fusion_passes.traced.coalesced import FuseByCoalescing
+from fusion_passes.traced.concat import FuseByConcat
+from fusion_passes.traced.erase import EraseDeadCode
+from fusion_passes.traced.find import find_gradient_reductions
+from fusion_passes.traced.owners import DdpGroups, OwnerOf
+from fusion_passes.traced.pin import PinOrder
+from fusion_passes.traced.place import PlaceReductions
+from fusion_passes.traced.placement import plan_placement
+from fusion_passes.traced.verify import BrokenInvariantError, GraphPass, graph_facts, verify
+
+log = logging.getLogger(__name__)
+
+
+def run_pipeline(
+    graph: fx.Graph, mode: ReduceMode, owner_of: OwnerOf, buckets_of: BucketsOf
+) -> BucketPlan:
+    """Fuse the gradient reductions of a traced backward, in its post-grad graph; ``owner_of`` says
+    which collectives are DDP's.
+
+    Returns:
+        The plan that was carried out; without buckets where the graph has no reduction of DDP.
+
+    Raises:
+        CannotLaunchError: the graph cannot launch what its modules launch.
+        BrokenInvariantError: a bug of a pass.
+    """
+    groups = DdpGroups.of(graph, owner_of)
+    if not groups.owners:
+        return BucketPlan((), find_gradient_reductions(graph, groups).rejections)
+    runner = _Runner(graph, groups)
+    # What nothing reads would pass for a reader of a gradient.
+    runner.run(EraseDeadCode())
+    plan = plan_buckets(graph, find_gradient_reductions(graph, groups), buckets_of)
+    if not plan.buckets:
+        return plan
+    concat = FuseByConcat(plan.buckets, plan.digest())
+    if not runner.run(concat if mode == "concat" else FuseByCoalescing(plan.buckets)):
+        raise CannotLaunchError("the pass that fuses them is switched off")
+    placement = plan_placement(graph, groups)  # Needs the final launches.
+    is_placed = runner.run(PlaceReductions(placement))  # It moves, but adds nothing.
+    runner.run(PinOrder(groups))  # Last: it binds the order that it finds.
+    log.info("plan %s:\n%s", plan.digest(), plan.describe())
+    return replace(plan, placements=placement.placements) if is_placed else plan
+
+
+class _Runner:
+    """Runs passes over one graph, and holds each to its contract."""
+
+    def __init__(self, graph: fx.Graph, groups: DdpGroups) -> None:
+        assert graph.owning_module is not None, "a post-grad graph belongs to a module"
+        self._graph = graph
+        self._module = graph.owning_module
+        self._groups = groups
+        self._facts = graph_facts(graph, groups)
+        self._number = 0
+        self._trace("traced")
+
+    def run(self, graph_pass: GraphPass) -> bool:
+        """Run a pass.
+
+        Returns:
+            Whether it ran; not so where it is switched off.
+
+        Raises:
+            BrokenInvariantError: the pass has broken an invariant, or said what is not so.
+        """
+        name, before = graph_pass.name, _structure(self._graph)
+        changed: bool | None = run_observed(self._module, name, graph_pass)
+        if changed is None:
+            log.info("%s is switched off by TORCHINDUCTOR_DISABLED_PASSES", name)
+            return False
+        if changed != (_structure(self._graph) != before):
+            raise BrokenInvariantError(f"{name} returned {changed}, which is not what it did")
+        if changed:
+            expected = graph_pass.facts_after(self._facts)
+            self._facts = verify(self._graph, expected, self._groups)
+        self._trace(name)
+        log.debug("%s: %s", name, "changed the graph" if changed else "nothing to do")
+        return True
+
+    def _trace(self, name: str) -> None:
+        """The graph after a pass, for ``tlparse``: what is before it is after the one before."""
+        graph = self._graph
+        trace_artifact(f"ddp_fusion_{self._number}_{name}", lambda: graph_text(graph))
+        self._number += 1
+
+
+def _structure(graph: fx.Graph) -> list[tuple[object, ...]]:
+    """What two graphs have in common if nothing was changed: cheaper than their texts."""
+    return [(node, node.name, node.target, node.args, node.kwargs) for node in graph.nodes]

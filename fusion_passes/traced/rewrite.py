@@ -1,0 +1,74 @@
+"""What the fusing passes share: a bucket's reductions are replaced by what a function does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from fusion_passes.graph.collectives import is_launch, issue_order
+from fusion_passes.graph.edits import erase, record, replace_uses
+from fusion_passes.graph.families import CAST
+from fusion_passes.traced.buckets import TracedBucket
+from fusion_passes.traced.dependencies import reorder
+from fusion_passes.traced.find import GradientReduction
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What takes the place of a bucket's reductions.
+
+    Attributes:
+        inputs: a node for each member: its gradient, or what the gradient is a view or cast of.
+        function: tensor code: the inputs' values in, the reduced gradients out.
+    """
+
+    inputs: tuple[fx.Node, ...]
+    function: Callable[[list[Tensor]], list[Tensor]]
+
+
+def replace_buckets(
+    graph: fx.Graph,
+    buckets: Sequence[TracedBucket],
+    replacement_for: Callable[[int, TracedBucket], Replacement],
+) -> bool:
+    """Put the reduction of each bucket of a plan where its last member was launched, and give its
+    results to the users of the members' waits. Users that stood earlier move after the new wait;
+    collectives of one group keep their order all the same.
+
+    Returns:
+        Whether there was a bucket to fuse.
+    """
+    replacements: dict[fx.Node, fx.Node] = {}
+    for index, bucket in enumerate(buckets):
+        replacement = replacement_for(index, bucket)
+        results = record(bucket.ready.start, replacement.function, replacement.inputs)
+        replacements |= zip((member.wait for member in bucket.members), results, strict=True)
+    replace_uses(replacements)
+    for bucket in buckets:
+        for member in bucket.members:
+            _erase_reduction(member)
+    if buckets:
+        keys = {node: (index,) for index, node in enumerate(graph.nodes)}
+        reorder(graph, keys, issue_order(filter(is_launch, graph.nodes)))
+    return bool(buckets)
+
+
+def _erase_reduction(member: GradientReduction) -> None:
+    erase(member.nodes)
+    node = member.gradient
+    while not node.users and len(node.all_input_nodes) == 1:
+        # A view or cast that the new nodes have looked through.
+        source = node.all_input_nodes[0]
+        erase([node])
+        node = source
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in ``dtype``; itself if it has that already."""
+    if tensor.dtype == dtype:
+        return tensor
+    result: Tensor = CAST(tensor, dtype)
+    return result

@@ -1,0 +1,1 @@
+"""The mode ``"auto"``: buckets from what was measured."""

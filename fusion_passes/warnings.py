@@ -1,0 +1,116 @@
+"""Warnings for the user, each given once."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from types import FrameType
+from typing import Final
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fusion_passes.reducer.backward import reducers
+from fusion_passes.reducer.reducer import Reducer
+from fusion_passes.state import Lifetime, process_state
+
+MOST_NAMES: Final = 4
+"""Parameters that are named where there are several."""
+
+
+class FusionWarning(UserWarning):
+    """Something that ``ddp_fusion`` was set for is not done; the text says why, and the remedy."""
+
+
+_warned: Final = process_state.keep(
+    dict[str, str](), "what the user was warned of, by topic", Lifetime.PROCESS, reset=dict.clear
+)
+
+
+def warnings_so_far() -> tuple[str, ...]:
+    """What this process has warned of, in order; each text once."""
+    return tuple(dict.fromkeys(_warned.values()))
+
+
+def warn_once(topic: str, text: str) -> None:
+    """Warn, unless this process was already warned about the topic."""
+    if topic not in _warned:
+        _warned[topic] = text
+        warnings.warn(text, FusionWarning, stacklevel=_users_level())
+
+
+def _users_level() -> int:
+    """The ``stacklevel`` of the innermost frame that is neither this package's nor torch's."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in ("fusion_passes", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+# --- Gradients that nobody averages ---------------------------------------------------------------
+
+
+def named(parameters: Sequence[str], of: str = "") -> str:
+    """``6: a, b, c, d and 2 more``."""
+    more = len(parameters) - MOST_NAMES
+    names = ", ".join(parameters[:MOST_NAMES])
+    return f"{len(parameters)}{of}: {names}" + (f" and {more} more" if more > 0 else "")
+
+
+def warn_stays_local(name: str) -> None:
+    """Warn that gradients of a module were not averaged, though nothing asked for that."""
+    warn_once(
+        f"local gradients of {name}",
+        f"The gradients of a backward of {name} stay on their rank, as with eager DDP: its "
+        "forward has had its backward before, or did not run through the DDP module. Call the "
+        "module anew before each backward that is to be averaged.",
+    )
+
+
+def warn_rounded(reducer: Reducer) -> None:
+    """Warn that gradients of a module are rounded to the dtype that they had when the module was
+    constructed."""
+    names = [repr(reducer.parameters.names[number]) for number in sorted(reducer.rounded)]
+    warn_once(
+        f"rounded {reducer.name}",
+        f"Gradients of {reducer.name} ({named(names)}) are rounded before they are averaged: they "
+        "have a wider dtype than when DistributedDataParallel was constructed, which fixes the "
+        "dtype of each bucket. Convert the module, or set grad_dtype, before that.",
+    )
+
+
+_looked_at: Final = process_state.keep(
+    WeakTensorKeyDictionary(),
+    "parameters of which it is known whose they are, and the version of the reducers then",
+    Lifetime.PROCESS,
+    reset=WeakTensorKeyDictionary.clear,
+)
+
+
+def warn_not_reduced(unmanaged: Iterable[Tensor]) -> None:
+    """Warn of parameters of managed modules whose gradients DDP does not know of: among these
+    tensors, which a backward reaches, and no reducer has."""
+    parameters = [leaf for leaf in unmanaged if isinstance(leaf, nn.Parameter)]
+    new = {id(leaf) for leaf in parameters if _looked_at.get(leaf) != reducers.version}
+    if not new:
+        return
+    _looked_at.update((leaf, reducers.version) for leaf in parameters)
+    for reducer in reducers.alive():
+        ddp = reducer.ddp
+        if ddp is None:
+            continue
+        names = [
+            repr(name)
+            for name, parameter in ddp.module.named_parameters()
+            if id(parameter) in new and name not in ddp.parameters_to_ignore
+        ]
+        if names:
+            warn_once(
+                f"not reduced {reducer.name}",
+                f"Gradients of {reducer.name} ({named(names)}) "
+                "stay on their rank, as with eager DDP: DistributedDataParallel was constructed "
+                "before these parameters were made, or required a gradient. Construct it after the "
+                "last change of the model.",
+            )

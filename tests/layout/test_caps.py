@@ -1,0 +1,100 @@
+"""Which option or module decides how large a bucket becomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fusion_passes.config import FusionConfig
+from fusion_passes.layout.caps import (
+    MIB,
+    BucketCaps,
+    bucket_caps,
+    default_caps,
+    given_caps,
+    mib_to_bytes,
+)
+
+
+@pytest.mark.parametrize(
+    ("gradient_bytes", "cap_bytes"),
+    [
+        (0, MIB),
+        (8 * MIB + 7, MIB),
+        (8 * MIB + 8, MIB + 1),
+        (8 * 25 * MIB - 1, 25 * MIB - 1),
+        (8 * 25 * MIB, 25 * MIB),
+        (10**12, 25 * MIB),
+    ],
+)
+def test_the_default_cap_is_an_eighth_of_the_gradients(gradient_bytes: int, cap_bytes: int) -> None:
+    assert default_caps(gradient_bytes, MIB, 25 * MIB) == BucketCaps(MIB, cap_bytes)
+
+
+def test_a_cap_that_the_module_was_given_is_that_of_its_first_bucket_too() -> None:
+    assert given_caps(25 * MIB) == BucketCaps(25 * MIB, 25 * MIB, most_bytes=25 * MIB)
+    assert given_caps(3, [1, 3]) == BucketCaps(3, 3, (1, 3), most_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("size_mb", "num_bytes"), [(1, MIB), (0.5, MIB // 2), (1.9 / MIB, 1), (2 / MIB, 2)]
+)
+def test_a_size_is_rounded_down_to_whole_bytes(size_mb: float, num_bytes: int) -> None:
+    assert mib_to_bytes(size_mb) == num_bytes
+
+
+def test_a_module_says_its_caps_in_mib() -> None:
+    assert BucketCaps(MIB, 2 * MIB, (MIB // 2,)).in_mib() == [1, 2, 0.5]
+
+
+DEFAULT = BucketCaps(MIB, 3 * MIB)
+LISTED = BucketCaps(3 * MIB, 3 * MIB, (MIB, 3 * MIB, 2 * MIB))
+
+
+@pytest.mark.parametrize(
+    ("options", "module", "sizes_mb"),
+    [
+        pytest.param({}, DEFAULT, [1, 3, 3, 3], id="the module's own"),
+        pytest.param({"bucket_cap_mb": 2}, DEFAULT, [2, 2, 2, 2], id="of all buckets"),
+        pytest.param({"first_bucket_cap_mb": 2}, DEFAULT, [2, 3, 3, 3], id="of the first bucket"),
+        pytest.param(
+            {"bucket_cap_mb": 5, "first_bucket_cap_mb": 2}, DEFAULT, [2, 5, 5, 5], id="both"
+        ),
+        pytest.param({}, LISTED, [1, 3, 2, 2], id="as listed"),
+        pytest.param({"bucket_cap_mb": 5}, LISTED, [5, 5, 5, 5], id="instead of a list"),
+        pytest.param({"first_bucket_cap_mb": 4}, LISTED, [4, 3, 2, 2], id="another first"),
+        pytest.param(
+            {"first_bucket_cap_mb": 4}, BucketCaps(MIB, MIB, (MIB,)), [4, 1, 1, 1], id="list of one"
+        ),
+        pytest.param(
+            {"bucket_cap_mb": 5, "first_bucket_cap_mb": 4}, LISTED, [4, 5, 5, 5], id="no list"
+        ),
+    ],
+)
+def test_options_go_before_the_module(
+    options: dict[str, Any], module: BucketCaps, sizes_mb: list[int]
+) -> None:
+    caps = bucket_caps(FusionConfig(**options), module)
+    assert [caps.of_bucket(index) for index in range(4)] == [size * MIB for size in sizes_mb]
+
+
+GIVEN = given_caps(3 * MIB, (2 * MIB, 4 * MIB))
+
+
+@pytest.mark.parametrize(
+    ("options", "module", "most_mb", "first_mb"),
+    [
+        pytest.param({}, DEFAULT, None, None, id="nothing is set"),
+        pytest.param({}, given_caps(5 * MIB), 5, None, id="the module was given one"),
+        pytest.param({}, GIVEN, 2, None, id="the smallest of a list"),
+        pytest.param({"bucket_cap_mb": 7}, GIVEN, 7, None, id="an option goes before"),
+        pytest.param({"first_bucket_cap_mb": 1}, DEFAULT, None, 1, id="of the first alone"),
+    ],
+)
+def test_what_the_user_sets_bounds_buckets_that_are_chosen_from_measurement(
+    options: dict[str, Any], module: BucketCaps, most_mb: int | None, first_mb: int | None
+) -> None:
+    caps = bucket_caps(FusionConfig(mode="auto", **options), module)
+    assert caps.most_bytes == (None if most_mb is None else most_mb * MIB)
+    assert caps.first_most_bytes == (None if first_mb is None else first_mb * MIB)
