@@ -1,9 +1,9 @@
-"""What a backward reaches, and which reducers take part in it.
+"""Finds the parameters that a backward reaches, and the reducers that take part in it.
 
-Before the engine runs, the autograd graph is walked once. It says which parameters get a gradient,
-and from how many nodes. One that comes from compiled forwards alone, and that nobody else looks at,
-is *final* there: the compiled backward may store it in its bucket and mark it ready. All other
-gradients are marked ready by a hook behind their accumulation, as in DDP.
+Before the engine runs, the autograd graph is walked once, to find which parameters get a gradient,
+and from how many nodes. If only compiled forwards contribute to a gradient, it is *final* in their
+compiled backwards, which may store it in its bucket and mark it ready. A hook on the AccumulateGrad
+node marks all other gradients ready, as in DDP.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from fusion_passes.torch_private.ddp import has_optimizer_in_backward
 from fusion_passes.torch_private.dynamo import is_compiled_forward, is_compiling_graph
 
 _Gradient: TypeAlias = tuple[Reducer, int]
-"""Whose gradient it is: the reducer, and the parameter's number there."""
+"""The owner of a gradient: the reducer, and the number of the parameter there."""
 
 _ReachedNumbers: TypeAlias = dict[Reducer, dict[int, str]]
 """See :attr:`RunningBackward.reached`."""
@@ -55,9 +55,15 @@ _ReachedNumbers: TypeAlias = dict[Reducer, dict[int, str]]
 
 @dataclass(frozen=True)
 class _Begun:
-    """Memory that a compiled backward was given, in which gradients are not stored yet: at which
-    offsets in elements, whether each is a sum, of which other compiled forwards give parts, and
-    whether the memory is a bucket's."""
+    """A buffer handed to a running compiled backward and not marked ready yet.
+
+    Attributes:
+        reducer: the reducer of the gradients.
+        numbers: the parameters.
+        offsets: the offset of each gradient, in elements.
+        is_sum: whether other compiled forwards contribute to these gradients.
+        is_bucket: whether the buffer is a part of a bucket.
+    """
 
     reducer: Reducer
     numbers: Piece
@@ -73,16 +79,17 @@ class _Begun:
 
 @dataclass
 class CompiledForward:
-    """A compiled forward in the backward that runs. Its tensor inputs have positions, counted from
-    0: the autograd node of the forward has an edge for each.
+    """A compiled forward that the running backward differentiates. A position is the index of a
+    tensor among the forward's tensor inputs, which is also the index of its edge in the
+    ``next_functions`` of the forward's autograd node.
 
     Attributes:
-        owners: whose gradient the one of an input is, by its position.
-        final: positions of the inputs whose gradients compiled forwards give, and nothing else.
-        contributions: how many compiled forwards give a part of an input's gradient, by position:
-            with several of them, it is a sum.
-        partial_sums: the parts that compiled backwards have given so far; one dictionary for all
-            forwards of the backward that runs.
+        owners: the owner of each input's gradient, by position.
+        final: positions of the inputs to whose gradients only compiled forwards contribute.
+        contributions: how many compiled forwards contribute to the gradient, by position; if
+            several do, the gradient is their sum.
+        partial_sums: the parts that compiled backwards have given so far. All compiled forwards of
+            one backward share this dictionary.
     """
 
     owners: Mapping[int, _Gradient]
@@ -94,9 +101,9 @@ class CompiledForward:
 
     @property
     def accumulates(self) -> bool:
-        """Whether the backward that runs this forward's node accumulates its final gradients. The
-        node can run twice: in the backward that was walked, and in one inside of it, which a hook
-        calls with ``torch.autograd.grad``, whose gradients are no parameter's."""
+        """Whether the backward that runs the node of this forward accumulates the final gradients
+        in ``.grad``. A node can run twice: in the backward that was walked, and in a nested one,
+        when a hook calls ``torch.autograd.grad``. The nested backward returns its gradients."""
         backward = backward_id()
         if backward not in self._accumulates:
             edges = running_node().next_functions
@@ -105,7 +112,8 @@ class CompiledForward:
         return self._accumulates[backward]
 
     def _of(self, positions: Sequence[int]) -> tuple[Reducer, Piece] | None:
-        """Whose gradients these are, if they are of one module, final, and sums of as many."""
+        """The reducer and the parameters of these positions, if the gradients belong to one module,
+        are final, and have equally many contributions; else ``None``."""
         if not self.final.issuperset(positions):
             return None
         owners = [self.owners[position] for position in positions]
@@ -119,8 +127,8 @@ class CompiledForward:
     def memory_for_graph(
         self, positions: Sequence[int], offsets: Sequence[int], numel: int, dtype: torch.dtype
     ) -> Tensor | None:
-        """As :meth:`Reducer.memory_for_graph`. Of a sum, the part that comes last is stored in the
-        bucket, and the others are added there."""
+        """As :meth:`Reducer.memory_for_graph`. If the gradient is a sum, the graph that contributes
+        last stores its part in the bucket, and the other parts are added there."""
         if not self.accumulates:
             return None
         found = self._of(positions)
@@ -151,14 +159,14 @@ class CompiledForward:
         return memory
 
     def _is_last(self, reducer: Reducer, numbers: Piece, positions: Sequence[int]) -> bool:
-        """Whether all other parts of these sums are there."""
+        """Whether the other compiled forwards have contributed to these sums."""
         found = {len(self.partial_sums.get((reducer, number), ())) for number in numbers}
         return found == {self.contributions[positions[0]] - 1}
 
     def mark_stored(
         self, memory: Tensor, positions: Sequence[int], copied: Sequence[int] = (), why: str = ""
     ) -> None:
-        """As :func:`mark_ready`, for this forward."""
+        """As :func:`mark_ready`, for the compiled backward of this forward."""
         begun = self._begun.pop(tuple(positions), None) if self.accumulates else None
         if begun is None:
             return
@@ -175,8 +183,8 @@ class CompiledForward:
                 return
             _add(gradients, [self.partial_sums.pop((reducer, number)) for number in numbers])
         if not begun.is_bucket:
-            # Here and not by hooks, behind the graph: ranks with other graphs may store these, and
-            # then launch what collectives of the model's own follow.
+            # Here and not in hooks, which run after the graph: a rank with another graph may store
+            # these, and launch the bucket before the model's own collectives that come later.
             reducer.mark_stored(numbers, stored_apart=begun.gradients(memory))
             return
         copied = [self.owners[position][1] for position in copied]
@@ -184,8 +192,9 @@ class CompiledForward:
 
 
 def _add(gradients: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
-    """Add to the last part of each sum those before it, in autograd's order. Autograd adds them
-    too; ``.grad`` becomes the bucket's place all the same (:meth:`Reducer._replace_new`)."""
+    """Add the earlier parts of each sum to the last part, in autograd's order. Autograd computes
+    the same sum apart from the bucket; :meth:`Reducer._replace_new` sets ``.grad`` to the bucket
+    view."""
     first, *others = map(list, zip(*parts, strict=True))
     for part in itertools.chain(first, *others):
         if part.device.type != "cpu":  # It may be of another stream's memory.
@@ -198,19 +207,20 @@ def _add(gradients: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None
 
 @dataclass(eq=False)
 class RunningBackward:
-    """A backward that runs, with all that run inside of it, and how it was called
-    (``retain_graph=True``, ``create_graph=True``, ``inputs``).
+    """A running backward, with its nested backwards.
 
     Attributes:
-        taking_part: the reducers that average in it, in the order in which they launch.
-        reached: numbers of the parameters that it reaches, by reducer, each with the reason why its
-            gradient is not final where a compiled backward gives it; empty if it is.
-        has_others: whether it reaches leaves that not just one of these reducers has.
-        is_traced: whether a graph that was traced of it has averaged all gradients.
-        why_untraced: why it was not, where that was asked for.
-        has_entered_graph: whether the graph that was traced of it runs, or has run.
-        has_failed_in_graph: whether that was compiled, and has failed as it ran: it may have
-            launched some of its buckets.
+        taking_part: the reducers that average in this backward, in launch order.
+        reached: the parameters that this backward reaches, by reducer and number, each with the
+            reason why its gradient is not final; empty if it is.
+        keeps_graph, creates_graph, only_some: whether it was called with ``retain_graph=True``,
+            ``create_graph=True``, ``inputs``.
+        has_others: whether it reaches leaves that none, or several, of these reducers own.
+        is_traced: whether a graph that compiled autograd traced has averaged all gradients.
+        why_untraced: why compiled autograd did not trace this backward, if that was asked for.
+        has_entered_graph: whether the traced graph runs or has run.
+        has_failed_in_graph: whether the traced graph was compiled and raised an error when it ran;
+            it may have launched some buckets.
     """
 
     taking_part: list[Reducer] = field(default_factory=list)
@@ -226,11 +236,11 @@ class RunningBackward:
 
 
 OnAveraged: TypeAlias = Callable[[RunningBackward, Sequence[str], int], None]
-"""Receives a backward, the names of the modules that it has averaged, and how many of their
-gradients were copied into their buckets."""
+"""Receives a backward, the names of the modules that it averaged, and the number of gradients that
+were copied into their buckets."""
 
 RunEngine: TypeAlias = Callable[[RunningBackward, Sequence[Any], Callable[[], Any]], Any]
-"""Runs a backward of these outputs, by the call of autograd's engine that it is given."""
+"""Runs a backward from these outputs by calling autograd's engine, which it is given."""
 
 
 @dataclass
@@ -340,12 +350,12 @@ class Reducers:
         return result
 
     def take(self, reducer: Reducer) -> None:
-        """Have a module take part of which a gradient has come though the walk has not reached it:
-        from a backward inside of a node, as of reentrant checkpointing. It joins the backward that
-        runs, if only one does. Else its round ends with the inner backward.
+        """Register a reducer whose gradient arrived although the walk did not reach it, for example
+        from a nested backward (reentrant checkpointing). The reducer joins the running backward if
+        there is only one. Otherwise its round ends with the nested backward.
 
-        Where other modules are averaged over the same ranks, its buckets are launched at the end of
-        the backward: gradients of such modules may come in another order on each rank."""
+        If other modules share its process group, its buckets are launched at the end of the
+        backward, because the gradients of such modules may arrive in another order on each rank."""
         if len(self.running) > 1 or not self.running:
             after_backward(reducer.end_backward if self.running else reducer.end_unseen_backward)
             return
@@ -360,8 +370,8 @@ class Reducers:
     def _begin(
         self, run: RunningBackward, outputs: Sequence[Any], *args: Any, **kw: Any
     ) -> list[Any]:
-        """Walk the graph, and prepare the reducers that it reaches. Return the nodes of its
-        compiled forwards."""
+        """Walk the autograd graph, and prepare the reducers that it reaches. Return the nodes of
+        its compiled forwards."""
         run.keeps_graph = bool(args[1] if len(args) > 1 else kw.get("retain_graph", False))
         idle = [r for r in self.alive() if r.backward is None]
         expecting = {r for r in idle if r.is_expecting}
@@ -393,8 +403,8 @@ class Reducers:
         return nodes
 
     def find_hooked(self) -> Mapping[int, str]:
-        """The parameters on whose autograd nodes somebody else has hooks, or may have some, by id,
-        each with which of the two it is, for the report."""
+        """The parameters whose AccumulateGrad node has hooks of others, or may have some, by id,
+        each with a reason for the report that says which of the two it is."""
         if self._hooked is not None and self._hooked_by is registers_hooks():
             return self._hooked
         found, owners = dict[int, str](), self.owners()
@@ -411,9 +421,9 @@ class Reducers:
     def _reached(
         self, run: RunningBackward, found: Reached, expecting: Collection[Reducer], why: str
     ) -> dict[int, _Gradient]:
-        """Note which parameters of the reducers that average a backward reaches, each with why its
-        gradient is not final (``why``: of all). Return whose gradients those are that one
-        reducer has, by the parameters' ids."""
+        """Record the parameters of expecting reducers that a backward reaches, each with the reason
+        why its gradient is not final (``why``: the reason for all of them). Return the owners of
+        the gradients that belong to exactly one reducer, by the id of the parameter."""
         owner_of: dict[int, _Gradient] = {}
         nobodys: list[Tensor] = []
         all_owners = self.owners()
@@ -464,8 +474,8 @@ class Reducers:
         owner_of: Mapping[int, _Gradient],
         reached: _ReachedNumbers,
     ) -> list[Any]:
-        """Note whose gradients come from which position of each compiled forward. Return the nodes
-        of these forwards."""
+        """Record the owner of the gradient at each position of each compiled forward. Return the
+        nodes of these forwards."""
         nodes = []
         partial_sums: dict[_Gradient, list[Tensor]] = {}
         for node, leaves in found.compiled.items():
@@ -533,9 +543,9 @@ def _in_words(hooks: tuple[int, int] | None, num_owners: int) -> str:
 
 
 def _put_in_order(taking_part: Sequence[Reducer]) -> None:
-    """Have modules that share a process group launch one after the other, in an order that no rank
-    can see otherwise: the last that was constructed comes first, as do the gradients of what is
-    used last."""
+    """Have modules that share a process group launch one after the other, in an order that is the
+    same on all ranks: the module that was constructed last launches first, because the gradients of
+    layers that are used last come first."""
     last_on: dict[Any, Reducer] = {}
     for reducer in taking_part:
         before = last_on.get(reducer.group)
@@ -553,8 +563,9 @@ reducers: Final = process_state.keep(
 
 
 def register_on_node(register: Callable[..., Any], hooks: Any, hook: Any) -> Any:
-    """Register a hook on an autograd node, of which torch tells nobody: it may be one that
-    accumulates a parameter's gradient, and must see that before it is averaged."""
+    """Register a hook on an autograd node, in the place of torch's function. The node may be an
+    AccumulateGrad node of a managed module, whose hook must see the gradient before it is averaged;
+    torch does not report which node has hooks."""
     registered = register_unless_asked(register, hooks, hook)
     reducers.forget_hooks()
     return registered
@@ -567,8 +578,8 @@ def memory_of_bucket(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Memory in which a compiled backward stores gradients: ``[numel]``, a part of a bucket, or of
-    the graph's own."""
+    """Return the memory in which a compiled backward stores gradients, ``[numel]``: a part of a
+    bucket, or new memory for the graph alone."""
     forward = reducers.compiled.get(running_node())
     memory = None
     if forward is not None:
@@ -579,8 +590,8 @@ def memory_of_bucket(
 def mark_ready(
     memory: Tensor, positions: Sequence[int], copied: Sequence[int] = (), why: str = ""
 ) -> None:
-    """A compiled backward has stored gradients in the memory that it was given; those of ``copied``
-    by a copy, for reasons with ``|`` between them."""
+    """Notify the reducer that a compiled backward has stored gradients in the memory that it was
+    given. It copied those at the positions ``copied``, for the reasons ``why``, joined by ``|``."""
     forward = reducers.compiled.get(running_node())
     if forward is not None:
         forward.mark_stored(memory, positions, copied, why)
@@ -602,7 +613,8 @@ def refuse_optimizer(name: str, parameter: nn.Parameter) -> None:
 
 
 def why_failed(taking_part: Sequence[Reducer], error: BaseException) -> Exception | None:
-    """What another rank of these modules has said of its failure, where a collective has failed."""
+    """The note that another rank of these modules left about its failure, if the error is that of a
+    collective; else ``None``."""
     if not isinstance(error, Exception):
         return None
     found = (reducer.failures.why_failed(reducer.steps, error) for reducer in taking_part)
@@ -614,16 +626,17 @@ def why_failed(taking_part: Sequence[Reducer], error: BaseException) -> Exceptio
 
 @dataclass(frozen=True)
 class Reached:
-    """Where an autograd graph ends.
+    """The result of a walk over an autograd graph.
 
     Attributes:
-        edges: the nodes that accumulate gradients, by the id of the tensor, and how many edges end
-            there.
-        uncompiled: ids of those in which what is not compiled accumulates.
-        compiled: for each compiled forward, those among its inputs, with their positions.
-        nodes: all that it has, but those that accumulate.
-        entries: by which outputs compiled forwards are entered: indices, by node; if that was asked
-            for.
+        edges: each AccumulateGrad node and the number of edges that end there, by the id of its
+            tensor.
+        uncompiled: ids of the tensors to whose gradients nodes contribute that are not compiled
+            forwards.
+        compiled: for each compiled forward, the leaves among its inputs, with their positions.
+        nodes: all nodes but the AccumulateGrad nodes.
+        entries: the output indices by which each compiled forward is differentiated, by node; empty
+            unless they were asked for.
     """
 
     edges: Mapping[int, tuple[Any, int]]
@@ -634,12 +647,12 @@ class Reached:
 
 
 def walk(outputs: Sequence[Any], *, with_entries: bool = False) -> Reached:
-    """Find where the graph behind these tensors or gradient edges ends; about a microsecond a
-    node."""
+    """Walk the autograd graph from these tensors or gradient edges to its leaves; about a
+    microsecond a node."""
     pending = [getattr(o, "grad_fn", None) or getattr(o, "node", None) for o in outputs]
     edges: dict[int, tuple[Any, int]] = {}
     compiled: dict[Any, list[tuple[int, Tensor]]] = {}
-    # Where the backward starts at a leaf, no graph gives its gradient.
+    # If the backward starts at a leaf, no compiled forward contributes to its gradient.
     roots = [node for node in pending if isinstance(node, AccumulateGrad)]
     _count(edges, roots)
     uncompiled = {id(node.variable) for node in roots}
@@ -668,7 +681,8 @@ def walk(outputs: Sequence[Any], *, with_entries: bool = False) -> Reached:
 def _entries(
     outputs: Sequence[Any], nodes: Iterable[Any], compiled: Collection[Any]
 ) -> dict[Any, set[int]]:
-    """Where compiled forwards are entered, from these outputs and from other nodes."""
+    """The output indices by which compiled forwards are differentiated, from these outputs and from
+    other nodes."""
     roots = (
         (getattr(o, "grad_fn", None) or getattr(o, "node", None), o.output_nr) for o in outputs
     )

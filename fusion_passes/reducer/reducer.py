@@ -1,13 +1,14 @@
-"""Averages the gradients of a DDP module in buckets, as DDP's C++ reducer does. Beside hooks, a
-compiled backward can store gradients in a bucket, and mark them ready while it runs.
+"""Averages the gradients of a DDP module in buckets, as DDP's C++ reducer does. A gradient reaches
+its bucket through a hook on its autograd node, or a compiled backward stores it there.
 
-The words are DDP's. A gradient is *marked ready* (``mark_variable_ready``) when it lies in its
-bucket; a bucket is *launched* (``all_reduce_bucket``) when it is full and all before it are
-launched; a round, which DDP calls an iteration, is *finalized* (``finalize_backward``) when all
-are. As in DDP, the buckets of the first round have the parameters in reverse order, and are
-*rebuilt* at its end, which all ranks reach: in the order in which rank 0 has seen gradients come.
-From then on they never change, and graphs store into them. Or they are known when the module
-is constructed, from what an earlier run has measured. Ranks may run any graphs they like.
+The words are DDP's. A gradient is *marked ready* (``mark_variable_ready``) once it lies in its
+bucket. A bucket is *launched* (``all_reduce_bucket``) once it is full and all earlier buckets are
+launched. A round, which DDP calls an iteration, is *finalized* (``finalize_backward``) once all
+buckets are launched. As in DDP, the first round fills buckets in the reverse order of the
+parameters. At the end of that round, which all ranks reach, the buckets are *rebuilt* in the order
+in which rank 0 received the gradients. From then on the layout is fixed, and compiled backwards
+store into the buckets. In the mode ``"auto"``, an earlier run may have measured the layout, which
+is then fixed when the module is constructed. Each rank may run its own graphs.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ from fusion_passes.torch_private.ddp import raise_as_ddp
 from fusion_passes.torch_private.process_groups import begin_all_reduce, broadcast_first
 from fusion_passes.torch_private.profiling import is_profiling, named_in_profile
 
-# Attributes of a managed module: its reducer; whether the next gradients are averaged; whether the
-# last forward ran under ``no_sync``; and the error of the next forward, if a backward has left
-# parameters without a gradient, else ``None``.
+# Attributes of a managed module: its reducer; whether the reducer averages the next gradients;
+# whether the last forward ran under ``no_sync``; and the error that the next forward raises because
+# a backward left parameters without a gradient, or ``None``.
 REDUCER: Final = "_ddp_fusion_reducer"
 EXPECTED: Final = "_ddp_fusion_expected"
 LOCAL: Final = "_ddp_fusion_local"
@@ -76,18 +77,26 @@ FORGOTTEN: Final = (
 )
 
 _ALIGNED_BYTES: Final = 16
-"""What generated code asks of the memory that an operator returns. Graphs that know the layout keep
-to more: :data:`fusion_passes.layout.layout.ALIGNMENT` elements."""
+"""The alignment that generated code assumes for the memory that an operator returns. A graph that
+is compiled for a fixed layout assumes more: :data:`fusion_passes.layout.layout.ALIGNMENT` elements.
+"""
 
 
 class RefusedGradientError(RuntimeError):
-    """A gradient has come on this rank that DDP refuses: its own reducer raises a RuntimeError."""
+    """This rank received a gradient that DDP does not allow. DDP's reducer raises a
+    RuntimeError."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a module, as DDP numbers them, their names, and the dense strides in which
-    their gradients are sent; the kinds of those that are trained, by number."""
+    """The parameters of a module.
+
+    Attributes:
+        all: the parameters, in DDP's order, which gives each its number.
+        names: the name of each parameter.
+        strides: the dense strides in which the gradient of each parameter is sent.
+        kinds: the kind of each parameter that requires a gradient, by number.
+    """
 
     all: Sequence[nn.Parameter]
     names: Sequence[str]
@@ -96,7 +105,7 @@ class Parameters:
 
 
 class Clock(Protocol):
-    """Measures when gradients are marked ready, in some rounds, as ``ReadyClock`` does."""
+    """Measures in some rounds when gradients are marked ready; ``ReadyClock`` implements it."""
 
     is_running: bool
 
@@ -109,26 +118,27 @@ class Clock(Protocol):
 
 @dataclass
 class Round:
-    """What lies between a forward that is to be averaged and the last gradient that it expects.
+    """The state of one iteration: from the first backward after a forward that is averaged to the
+    last gradient that the reducer expects. Parameters are given by number.
 
     Attributes:
-        pending: for each bucket, how many gradients are missing.
-        memory: of the buckets that have some, by index.
-        waits: for the launched buckets, in their order.
-        received: numbers of the parameters whose gradients are there.
-        unused: numbers of those that get none, as this rank knows.
-        existing: gradients that had been there before the backward, by number.
-        awaiting_hook: numbers of those that a graph has marked ready, and whose hook has not been
-            called yet.
-        accumulated_apart: numbers of those of which autograd accumulates other memory than the
-            bucket's: sums of what several graphs have given, and what is copied there.
-        sparse: gradients of the sparse buckets, by number.
-        sends_used: whether ranks tell each other which parameters they have used.
-        used: the used-parameter map, ``[number of trained parameters]``, and what waits for its
-            all-reduce; ``None`` before the last bucket is launched.
-        counts: with a static graph, how often a gradient was accumulated, by number.
-        marked_unused: whether those that get no gradient are marked ready.
-        streams: on each accelerator, the stream that has marked a gradient ready last.
+        pending: how many gradients each bucket still lacks, by bucket index.
+        memory: the memory of each bucket that has been allocated, by bucket index.
+        waits: the functions that wait for the launched buckets, in launch order.
+        received: parameters whose gradient was received.
+        unused: parameters that get no gradient in this round, as far as this rank knows.
+        existing: the ``.grad`` that a parameter had before the backward.
+        awaiting_hook: parameters that a graph marked ready and whose hook has not run yet.
+        accumulated_apart: parameters whose ``.grad`` does not alias the bucket yet (sums over
+            several graphs, copied gradients); the bucket view replaces it.
+        sparse: the gradients of the sparse buckets.
+        sends_used: whether the ranks reduce the used-parameter map.
+        used: the used-parameter map, ``[number of trained parameters]``, and the function that
+            waits for its all-reduce; ``None`` before the last bucket is launched.
+        counts: with a static graph, how often each gradient was accumulated.
+        copies: how each gradient reached its bucket.
+        marked_unused: whether the unused parameters have been marked ready.
+        streams: the stream that marked a gradient ready last, by accelerator.
     """
 
     pending: list[int] = field(default_factory=list)
@@ -150,8 +160,13 @@ class Round:
 
 @dataclass
 class ForwardOutputs:
-    """The outputs of a forward: sequence numbers of their autograd nodes, which are unique in a
-    thread, and that thread; whether a backward without ``retain_graph`` has gone through them."""
+    """The outputs of one forward.
+
+    Attributes:
+        numbers: the sequence numbers of their autograd nodes, which are unique in a thread.
+        thread: the thread of the forward.
+        is_spent: whether a backward without ``retain_graph`` reached one of them.
+    """
 
     numbers: frozenset[int]
     thread: int
@@ -159,42 +174,48 @@ class ForwardOutputs:
 
 
 class Reducer:
-    """The buckets of one DDP module, and the round that is running. The module has its attributes
-    :data:`EXPECTED` and :data:`UNFINISHED` already.
+    """Averages the gradients of one DDP module. The module has its attributes :data:`EXPECTED` and
+    :data:`UNFINISHED` before its reducer is made.
 
     Attributes:
-        label: of the module, for people; the same on all ranks.
-        name: the same in reports and profiles, with the group where others have that label too.
-        caps: of the buckets.
-        piece_caps: of what graphs store together where the layout is not fixed.
-        has_rebuilt_buckets: whether the layout is fixed, and compiled backwards store into it.
-        follows: of the modules that share the group and this backward, the one whose buckets are
-            launched before; ``leads``: after.
-        backward: that in which it takes part; ``None`` if there is none.
-        launches_at_end: whether buckets are launched when the backward has ended: the walk has not
-            seen that it reaches the module, and others are averaged over the same ranks.
-        stays_local: whether a gradient has stayed on its rank since the last backward had ended.
-        entered: with ``retain_graph=True``, by which outputs compiled forwards were entered since
-            the last forward: indices of outputs, by autograd node.
-        nodes: that accumulate gradients, by number; they keep the hooks on them.
-        hooks: handles of these, by which autograd tells the reducer of each gradient; what autograd
-            calls is in ``callbacks``, by number.
-        rounded: numbers of the parameters whose gradients of the last round were of a wider dtype
-            than their bucket, and rounded to it.
-        when_freed: what is called when the module is freed; ``None``: nothing.
-        steps: how many rounds have ended; ``steps_told``: of how many the report knows.
-        on_unseen: called when a gradient comes, and no backward is known that reaches the module.
-        why_hooked: that somebody else has hooks on the autograd node of a parameter, by number, or
-            may have some, in words for the report; empty if nobody has.
-        copies: how gradients have come into their buckets in the last round.
-        registered: the memory of its buckets that NCCL has registered; ``None``: each round has its
-            own, which is freed with the last gradient in it.
-        why_untraced: why its backwards are not traced any more; empty if they are.
-        clock: in the mode ``"auto"``, measures when gradients are marked ready, if nobody knows.
-        decision: in the mode ``"auto"``, from what the buckets were chosen, and what is expected of
-            them; one sentence each.
-        predicted: when each bucket is expected to be sent: its start and end, in nanoseconds from
-            the start of the backward, by its index. Empty where nobody knows.
+        label: the name of the module in messages, the same on all ranks.
+        name: the name in reports and profiles: the label, and the process group if modules on
+            other groups have the same label.
+        caps: the caps of the buckets.
+        piece_caps: the caps of the pieces that a graph stores together if it is compiled before the
+            layout is fixed.
+        has_rebuilt_buckets: whether the layout is fixed, so that compiled backwards store into it.
+        follows, leads: the previous and the next module in the launch order of the modules that
+            share this process group in this backward.
+        backward: the backward that the module takes part in; ``None`` between backwards.
+        launches_at_end: whether all buckets are launched at the end of the backward, because the
+            walk did not find the module and other modules share its process group.
+        stays_local: whether a gradient stayed on this rank since the last backward ended.
+        entered: the output indices by which compiled forwards were differentiated with
+            ``retain_graph=True`` since the last forward, by autograd node.
+        nodes: the AccumulateGrad node of each parameter, by number. A node keeps its hooks only as
+            long as somebody keeps the node.
+        hooks: the handles of the hooks on these nodes.
+        callbacks: the functions that these hooks call, by number.
+        rounded: parameters whose gradient was of a wider dtype than its bucket in the last round,
+            and was rounded.
+        when_freed: the finalizer of the module; ``None`` if there is none.
+        steps: how many rounds have ended.
+        steps_told: how many of them the report has counted.
+        on_unseen: called when a gradient arrives and no known backward reaches the module.
+        why_hooked: returns why an AccumulateGrad node, by number, has hooks of others, or may have
+            some; the empty string if it has none.
+        copies: how the gradients of the last round reached their buckets.
+        registered: the buckets' memory that NCCL has registered; ``None`` if each round allocates
+            memory of its own, which is freed with the last gradient in it.
+        why_untraced: why compiled autograd no longer traces backwards of this module; empty if it
+            may.
+        clock: in the mode ``"auto"``, measures when gradients are marked ready, if no earlier run
+            has measured it.
+        decision: in the mode ``"auto"``, how the buckets were chosen and what is expected of them,
+            one sentence each.
+        predicted: the expected start and end of each bucket's all-reduce, in nanoseconds from the
+            start of the backward, by bucket index. Empty if nothing is predicted.
     """
 
     def __init__(
@@ -259,14 +280,14 @@ class Reducer:
         self._accelerators = [device for device in devices if device.type != "cpu"]
 
     def __reduce__(self) -> Any:
-        """A copy of the module gets a reducer of its own."""
+        """Copy and pickle as ``None``: a copy of the module gets a reducer of its own."""
         return type(None), ()
 
     # --- The module's state ----------------------------------------------------------------------
 
     @property
     def ddp(self) -> Any:
-        """The module, if it is still there."""
+        """The module; ``None`` once it is freed."""
         return self._ddp()
 
     @property
@@ -276,10 +297,12 @@ class Reducer:
         return ddp is not None and getattr(ddp, EXPECTED)
 
     def expect_more(self, entries: Mapping[Any, Collection[int]]) -> bool:
-        """Average once more in a backward that enters compiled forwards of an earlier one, by other
-        outputs (indices, by autograd node); return whether it does. Eager DDP has not got the
-        gradients yet that these give. A compiled forward has given zeros for them: averaged again,
-        with what there is, they are right."""
+        """Expect another reduction if a backward differentiates the same compiled forwards as an
+        earlier one, but only by other outputs; return whether it does.
+
+        ``entries`` has the output indices by autograd node. Eager DDP has not received the
+        gradients of these outputs yet. The earlier backward of the compiled forward gave zeros for
+        them, so averaging ``.grad`` once more gives the right result."""
         ddp = self._ddp()
         if ddp is None or not entries:
             return False
@@ -291,8 +314,8 @@ class Reducer:
         return True
 
     def note_outputs(self, nodes: Iterable[Any]) -> None:
-        """Note the autograd nodes of the outputs of a forward, if unused parameters are to be
-        found."""
+        """Record the autograd nodes of the outputs of a forward; only with
+        ``find_unused_parameters=True``."""
         if self.has_spent_outputs:
             self._outputs.clear()
         numbers = frozenset(map(sequence_number, nodes))
@@ -300,17 +323,16 @@ class Reducer:
 
     @property
     def has_spent_outputs(self) -> bool:
-        """Whether a backward has gone through outputs of the last forward, with all unused
-        parameters."""
+        """Whether a backward without ``retain_graph`` reached outputs of the last forward."""
         return any(outputs.is_spent for outputs in self._outputs)
 
     def spend_outputs(self, nodes: Iterable[Any], *, keeps_graph: bool) -> None:
-        """Note that a backward reaches these nodes.
+        """Record that a backward reaches these nodes.
 
         Raises:
-            RefusedGradientError: it goes through outputs that an earlier one has gone through.
-                Eager DDP gives the outputs of a forward one autograd node in common, by which the
-                first backward reaches, and frees, what is behind all of them.
+            RefusedGradientError: the backward reaches outputs that an earlier backward without
+                ``retain_graph`` reached. In eager DDP all outputs of a forward share one autograd
+                node, so that the first backward reaches, and frees, the graph of all outputs.
         """
         if not self._outputs:
             return
@@ -324,14 +346,14 @@ class Reducer:
 
     @property
     def reduces_at_end(self) -> bool:
-        """Whether the gradients of a round are reduced when its backward has ended: nobody knows
-        before how often each is accumulated in a static graph."""
+        """Whether all buckets are reduced after the backward: the first iteration of a static graph
+        counts how often each gradient is accumulated."""
         return self.is_static and self._static_counts is None
 
     def is_accumulated_once(self, number: int) -> bool:
-        """Whether a gradient is accumulated once in a round, as far as is known: the walk sees
-        nothing of what reentrant checkpointing adds, a static graph has counted, and a delayed
-        gradient may be accumulated several times."""
+        """Whether a gradient is accumulated once in a round, as far as is known. The walk does not
+        see reentrant checkpointing, but the first iteration of a static graph has counted; a
+        delayed gradient may be accumulated several times."""
         is_once = self._static_counts is None or self._static_counts.get(number) == 1
         return is_once and number not in self._delayed
 
@@ -342,7 +364,7 @@ class Reducer:
 
     @property
     def numbers(self) -> Collection[int]:
-        """Of the parameters that are trained."""
+        """The numbers of the parameters that require a gradient."""
         return self.parameters.kinds.keys()
 
     @property
@@ -356,8 +378,8 @@ class Reducer:
         return len(self.numbers) - self.num_stored
 
     def why_copied(self) -> Mapping[int, str]:
-        """Why gradients of the last round were copied into their buckets, by number: by a hook, or
-        by the graph that has stored them. Empty before the first round has ended."""
+        """Why gradients of the last round were copied into their buckets, by number: a hook copied
+        them, or the graph that stored them did. Empty before the first round has ended."""
         return self.copies.reasons(self.parameters.kinds) if self.steps else {}
 
     def bucket_name(self, index: int) -> str:
@@ -376,7 +398,7 @@ class Reducer:
         return now is None or len(now.waits) == len(self.layout.buckets)
 
     def forget(self) -> None:
-        """Let the module train no further: no backward would be averaged any more."""
+        """Refuse further training of the module, because no backward would be averaged any more."""
         self._is_forgotten = True
         self.release_memory()
         if self.ddp is not None:
@@ -393,9 +415,12 @@ class Reducer:
     # --- A backward ------------------------------------------------------------------------------
 
     def begin_backward(self, reached: Mapping[int, str]) -> None:
-        """Prepare for a backward, before the engine runs. It reaches parameters of these numbers,
-        as far as its graph shows, each with the reason why no graph may mark its gradient ready;
-        empty if one may."""
+        """Prepare for a backward before the engine runs.
+
+        Args:
+            reached: the parameters that the autograd graph reaches, by number, each with the reason
+                why no compiled backward may store its gradient; empty if one may.
+        """
         now = self._round or self._begin_round(reached)
         now.copies.reached.append(reached)
         for number in self.numbers:
@@ -424,9 +449,9 @@ class Reducer:
         return now
 
     def _mark_unused(self, now: Round) -> None:
-        """Mark those ready that get no gradient in this round, with zeros or what there is: when
-        its first one is there, as in DDP, and not before, for a backward can launch collectives
-        that are not DDP's."""
+        """Mark the unused parameters ready, with zeros or their existing ``.grad``. As in DDP, this
+        happens when the first gradient of the round is marked ready. It must not happen earlier,
+        because a backward may launch collectives of its own before its first gradient."""
         if now.marked_unused:
             return
         now.marked_unused = True
@@ -437,10 +462,12 @@ class Reducer:
     def memory_for_graph(
         self, numbers: Piece, offsets: Sequence[int], numel: int, dtype: torch.dtype
     ) -> Tensor | None:
-        """Where a graph stores the gradients of these parameters: a part of a bucket, ``[numel]``,
-        in which each has its offset in elements. ``None`` where they lie otherwise in theirs, have
-        another dtype (a module may have been converted), or are not averaged, or where generated
-        code could not take the part for aligned memory."""
+        """Return the part of a bucket, ``[numel]``, in which a graph stores the gradients of these
+        parameters, each at its offset in elements.
+
+        Returns ``None`` if the layout places the gradients differently, if the bucket has another
+        dtype (the module was converted), if the gradients are not averaged, or if the part is not
+        aligned as generated code assumes."""
         if not self.gives_memory or self._round is None:
             return None
         places = self.layout.places
@@ -470,15 +497,16 @@ class Reducer:
         copied: Sequence[int] = (),
         why: str = "",
     ) -> None:
-        """A graph has stored these gradients, in the memory that it was given.
+        """Mark gradients ready that a graph has stored in the memory that it was given.
 
         Args:
-            numbers: of the parameters.
-            is_sum: whether other graphs have given parts of them, which are added already.
-            stored_apart: each gradient, ``[numel]``, to be copied to the bucket, if it was given no
-                part of that.
-            copied: numbers of those that the graph may have copied to where it stores them.
-            why: a reason for each of these, with ``|`` between them; an empty one if it has not.
+            numbers: the parameters.
+            is_sum: whether other graphs contributed to these gradients; the sum is stored already.
+            stored_apart: the gradients, ``[numel]`` each, if the graph was given memory of its own;
+                they are copied into the bucket.
+            copied: those of the numbers whose gradient the graph may have copied to its place.
+            why: the reasons for these copies, joined by ``|``; an empty one if the gradient was not
+                copied.
         """
         now = self._round
         assert now is not None, "it was given memory in this round"
@@ -523,21 +551,21 @@ class Reducer:
             self.rounded.add(number)
 
     def note_no_memory(self, numbers: Collection[int], why: str) -> None:
-        """Note why a graph is given no memory for these gradients."""
+        """Record why a graph gets no memory of a bucket for these gradients."""
         if self._round is not None:
             self._round.copies.refuse(numbers, why)
 
     def observe(self, numbers: Piece) -> None:
-        """Note, in the first round, that these gradients have come next, together."""
+        """Record, in the first round, that these gradients arrived next, and together."""
         if not self.has_rebuilt_buckets and self.is_expecting and self._round is not None:
             known = {n for piece in self._observed for n in piece}
             if known.isdisjoint(numbers):
                 self._observed.append(tuple(numbers))
 
     def accumulated(self, number: int, *, is_defined: bool = True) -> None:
-        """Autograd has accumulated a gradient in ``.grad``: called by a hook behind that. There may
-        be none (``is_defined``) of a parameter that a compiled forward has as its input, and does
-        not use."""
+        """Handle a gradient that autograd has accumulated in ``.grad``; a hook on the
+        AccumulateGrad node calls this. The gradient is undefined (``is_defined``) if a compiled
+        forward has the parameter as an input and does not use it."""
         if self._is_forgotten:
             raise RefusedGradientError(FORGOTTEN)
         if is_defined and (self.find_unused or self.is_static):
@@ -581,8 +609,8 @@ class Reducer:
         self._mark_ready(now, (number,))
 
     def end_backward(self) -> None:
-        """After the engine has run: finalize, if all gradients are there, and rebuild the buckets
-        if that was the first round."""
+        """Finalize after the engine has run, if all gradients were received, and rebuild the
+        buckets after the first round."""
         self.follows = self.leads = None
         self.launches_at_end = False
         now = self._round
@@ -601,8 +629,8 @@ class Reducer:
         self.rebuild_after_first()
 
     def end_unseen_backward(self) -> None:
-        """As :meth:`end_backward`, of a backward that nobody has walked: what has not come by its
-        end is unused."""
+        """As :meth:`end_backward`, for a backward that was not walked: parameters whose gradient
+        was not received are unused."""
         now = self._round
         if now is not None:
             now.copies.is_unseen = True
@@ -612,8 +640,8 @@ class Reducer:
         self.end_backward()
 
     def _mark_delayed(self, now: Round) -> None:
-        """Mark delayed gradients ready, once the others of the round are: with what the backward
-        has accumulated, however often, or zeros."""
+        """Mark the delayed gradients ready once all others of the round are: with the gradient that
+        the backward has accumulated, in one or several parts, or with zeros."""
         if not self._missing(now):
             for number in self._delayed:
                 self._copy_in(now, number)
@@ -624,20 +652,22 @@ class Reducer:
 
     @property
     def has_begun(self) -> bool:
-        """Whether gradients of the round are there already."""
+        """Whether a gradient of the round was received."""
         now = self._round  # Another thread may end the round meanwhile.
         return now is not None and bool(now.received)
 
     def end_traced_backward(self) -> None:
-        """After the engine has run, where a graph has averaged all gradients of the module."""
+        """End the round after the engine has run a traced graph, which has averaged all gradients
+        of the module."""
         self.follows = self.leads = None
         if self._round is not None:
             self._round.copies.stored = set(self.numbers)
         self._end_round()
 
     def fail_backward(self, error: BaseException, *, has_begun: bool = False) -> None:
-        """After the engine has raised an error: the next forward raises eager DDP's, if gradients
-        have come, or a graph may have launched some (``has_begun``). Raises nothing itself."""
+        """Clean up after the engine has raised an error. If gradients were received, or if a traced
+        graph may have launched buckets (``has_begun``), the next forward raises eager DDP's error.
+        Raises no error itself."""
         self.follows = self.leads = None
         self.launches_at_end = False
         now = self._round
@@ -660,12 +690,12 @@ class Reducer:
         return memory
 
     def release_memory(self) -> None:
-        """No bucket is launched any more."""
+        """Give up the registered memory: no bucket is launched any more."""
         if self.registered is not None:
             self.registered.release()
 
     def _move_out(self, bucket: Bucket, memory: Tensor) -> None:
-        """Give gradients that lie in a bucket's memory some of their own."""
+        """Move gradients out of a bucket's memory, into memory of their own."""
         for parameter in self._in_bucket(bucket, memory):
             assert parameter.grad is not None, "it lies there"
             parameter.grad.data = parameter.grad.clone()
@@ -682,16 +712,17 @@ class Reducer:
                 yield parameter
 
     def _place(self, now: Round, number: int) -> Tensor:
-        """A gradient's place in its bucket, in the parameter's shape. It is no view to autograd:
-        programs that call ``.grad.detach_()`` before ``.grad.zero_()`` could not with one."""
+        """The place of a gradient in its bucket, in the parameter's shape. Autograd does not see it
+        as a view: ``.grad.detach_()``, which programs call before ``.grad.zero_()``, fails on a
+        view."""
         index, offset = self.layout.places[number]
         memory = self._memory_of(now, self.layout.buckets[index])
         shape, strides = self.parameters.all[number].shape, self.parameters.strides[number]
         return tensor_in(memory, shape, strides, offset)
 
     def _copy_in(self, now: Round, number: int) -> None:
-        """Copy what has been accumulated into the bucket. A gradient that is new in this round
-        becomes a view of it, so that there are not both for long."""
+        """Copy ``.grad`` into the bucket. If the gradient is new in this round, ``.grad`` then
+        becomes the bucket view, which frees the memory of the copy's source."""
         parameter = self.parameters.all[number]
         gradient = parameter.grad
         if self.parameters.kinds[number].is_sparse:
@@ -718,9 +749,9 @@ class Reducer:
             self._replace_new(now, number)
 
     def _replace_new(self, now: Round, number: int) -> None:
-        """Let a gradient that is new in this round be its place in the bucket. It stays where it is
-        if the parameter has other strides than its gradients are sent in: they changed after DDP
-        was constructed, and an optimizer may go through both by address."""
+        """Let ``.grad`` be the bucket view, if the gradient is new in this round. It is left alone
+        if its strides differ from those of the bucket view, because the parameter's strides changed
+        after DDP was constructed: an optimizer may iterate over both by address."""
         parameter = self.parameters.all[number]
         gradient = parameter.grad
         is_plain = (
@@ -741,7 +772,7 @@ class Reducer:
         self.launch_ready()
 
     def launch_ready(self) -> None:
-        """Launch what can be, in order."""
+        """Launch the buckets that are full and whose predecessors are launched, in order."""
         with self._lock:
             now, layout = self._round, self.layout
             if now is None:
@@ -767,9 +798,9 @@ class Reducer:
                 self.leads.launch_ready()
 
     def join_streams(self) -> None:
-        """Have the stream that is current wait for those that have stored gradients in this round.
-        Autograd runs a node on the stream of its forward, and a bucket has gradients of several;
-        the callback that finalizes runs on the stream that the backward was called on."""
+        """Have the current stream wait for the streams that stored gradients in this round.
+        Autograd runs a node on the stream of its forward, so gradients of one bucket may come from
+        several streams. The callback that finalizes runs on the stream that called the backward."""
         with self._lock:
             now = self._round
             if now is None:
@@ -785,7 +816,7 @@ class Reducer:
                         memory.record_stream(current)
 
     def _launch(self, now: Round, bucket: Bucket) -> Wait:
-        """Begin to average a bucket. While a profiler records, it is called by its name there."""
+        """Launch the all-reduce of a bucket. In a profile it has the bucket's name."""
         name = self.bucket_name(bucket.index) if is_profiling() else ""
         if bucket.is_sparse:
             return self._launch_sparse(now, bucket.numbers[0], name)
@@ -813,7 +844,8 @@ class Reducer:
     # --- The first round -------------------------------------------------------------------------
 
     def _end_first_static(self, now: Round) -> None:
-        """Reduce the gradients of this round, which has shown how often each is accumulated."""
+        """Launch all buckets after the first iteration of a static graph, which has counted how
+        often each gradient is accumulated."""
         self._static_counts = dict(now.counts)
         now.sends_used = self._static_used is None
         now.pending = [0] * len(self.layout.buckets)
@@ -847,7 +879,7 @@ class Reducer:
         self._observed.clear()
 
     def fix_layout(self, layout: Layout) -> None:
-        """Take this layout, the same on all ranks, for good."""
+        """Fix the layout, which is the same on all ranks."""
         if self.registered is not None:
             self.registered.prepare(layout)
         self.layout = layout
@@ -856,13 +888,13 @@ class Reducer:
     # --- Its end ---------------------------------------------------------------------------------
 
     def _finalize_in_backward(self) -> None:
-        """At the end of a backward, before callbacks that the user has queued later."""
+        """Finalize at the end of the backward, before callbacks that the user queued later."""
         now = self._round
         if now is not None and not now.awaiting_hook and self.has_launched_all:
             self.finalize()
 
     def finalize(self) -> None:
-        """Wait for all buckets, and give back what they have become."""
+        """Wait for all buckets, and leave the averages in ``.grad``."""
         now, layout = self._round, self.layout
         assert now is not None, "a round ends"
         self.join_streams()
@@ -904,10 +936,10 @@ class Reducer:
         return used
 
     def _give_back(self, now: Round, bucket: Bucket, used: set[int] | None) -> None:
-        """Leave ``.grad`` as eager DDP does. A new gradient lies in the bucket already: autograd
-        has kept what the graph gave it, or :meth:`_replace_new` has exchanged it. One that was
-        there before gets a copy of the average. Where this rank has none, it becomes the place in
-        the bucket. What no rank has used stays."""
+        """Leave ``.grad`` as eager DDP does. A new gradient aliases the bucket already: autograd
+        kept the view that the graph returned, or :meth:`_replace_new` set it. The average is copied
+        into a ``.grad`` that existed before the backward. If this rank has no gradient, ``.grad``
+        becomes the bucket view. Parameters that no rank used keep their ``.grad``."""
         memory = now.memory.get(bucket.index)
         gradients, averages = [], []
         for number, offset in zip(bucket.numbers, bucket.offsets, strict=True):
@@ -946,7 +978,7 @@ class Reducer:
     # --- Ranks without inputs --------------------------------------------------------------------
 
     def reduce_zeros(self) -> None:
-        """On a rank without inputs (``join``): take part in what the others do in a backward."""
+        """Launch zeros on a rank without inputs (``join``), as the other ranks launch gradients."""
         now = self._round = Round()
         now.sends_used = self._static_used is None if self.is_static else self.find_unused
         now.unused = set(self.numbers)
@@ -965,7 +997,7 @@ class Reducer:
     # --- Errors ----------------------------------------------------------------------------------
 
     def _count_accumulation(self, now: Round, number: int) -> bool:
-        """With a static graph: count, and return whether it was the last time in this round."""
+        """Count an accumulation of a static graph; return whether it is the last of the round."""
         now.counts[number] = now.counts.get(number, 0) + 1
         if self._static_counts is None:
             return number not in now.received
@@ -985,7 +1017,7 @@ class Reducer:
     def _refuse_repeated(self, now: Round, numbers: Collection[int]) -> None:
         repeated = now.received.intersection(numbers)
         if now.marked_unused and not self.is_static:
-            # As of reentrant checkpointing, of which the walk sees nothing.
+            # Reentrant checkpointing, for example, which the walk does not see.
             repeated |= now.unused.intersection(numbers)
         if repeated:
             names = ", ".join(self.parameters.names[number] for number in sorted(repeated))
@@ -1030,9 +1062,9 @@ class Reducer:
         )
 
     def _leave_unfinished(self, now: Round) -> None:
-        """Keep a round that has begun for another backward. ``.grad`` gets memory of its own, so
-        that what is done to gradients meanwhile is not sent: where the bucket is launched, it holds
-        the average, which is waited for, elsewhere the gradient of this rank."""
+        """Keep a round that has begun for another backward. Un-alias ``.grad`` from the bucket, so
+        that edits between two backwards are not all-reduced. For a launched bucket, wait, and leave
+        the average in ``.grad``; for others leave the gradient of this rank."""
         ddp = self._ddp()
         if ddp is None:
             return
@@ -1047,9 +1079,9 @@ class Reducer:
             self._move_out(self.layout.buckets[index], memory)
 
     def _leave_failed(self, now: Round, *, has_begun: bool) -> None:
-        """As :meth:`_leave_unfinished`, after an error. Other ranks may never launch what this one
-        waits for, and memory may be what has run out: a gradient is ``None`` where its bucket is on
-        its way, or where there is no memory for it."""
+        """As :meth:`_leave_unfinished`, after an error. This rank does not wait, because other
+        ranks may never launch these buckets, and the error may be an out-of-memory error: ``.grad``
+        is ``None`` if its bucket is launched, or if no memory is left to move it to."""
         ddp = self._ddp()
         if ddp is None:
             return
@@ -1070,8 +1102,9 @@ class Reducer:
                 parameter.grad = None
 
     def leave_note_of_missing(self) -> None:
-        """Note, for ranks that wait for what this one cannot launch, which gradients it lacks.
-        Where it fails, in the next forward: a round may have several backwards."""
+        """Leave a note about the missing gradients, for ranks that wait for buckets that this rank
+        cannot launch. It is left in the next forward, because a round may have several backwards.
+        """
         now = self._round
         missing = self._missing(now) if now is not None else ()
         if missing and not self.has_launched_all:
