@@ -9,8 +9,8 @@ Importing the package adds ``ddp_fusion`` to ``torch._inductor.config``::
     model = torch.nn.parallel.DistributedDataParallel(model)  # after the flag
     step = torch.compile(train_step)  # or torch.compile(model), with the backward outside
 
-``report()`` returns what it did; ``record_steps()`` before that measures what came of it, and
-``python -m fusion_passes.explain SCRIPT`` does both around an unchanged script.
+``report()`` returns what the package did. ``record_steps()``, called earlier, measures some steps
+for the report. ``python -m fusion_passes.explain SCRIPT`` does both for an unchanged script.
 """
 
 from fusion_passes.config import FusionConfig
@@ -31,7 +31,7 @@ from fusion_passes.version import __version__
 from fusion_passes.warnings import FusionWarning
 
 # isort: split
-# The last of all that remembers something: what it has changed in torch is put back first.
+# Imported last of all files with state: a reset undoes its changes in torch first.
 from fusion_passes.install.switch import install_flag
 
 __all__ = [
@@ -54,11 +54,11 @@ __all__ = [
 
 
 def reports() -> tuple[FusionReport, ...]:
-    """What was done to each graph with gradient reductions that this process has compiled, oldest
-    first.
+    """One report for each graph with gradient reductions that this process has compiled, oldest
+    first. These are graphs that compiled autograd has traced.
 
-    One from Inductor's FX graph cache is not among them: ``TORCHINDUCTOR_FORCE_DISABLE_CACHES=1``
-    has all compiled.
+    Graphs from Inductor's FX graph cache have no report here: with
+    ``TORCHINDUCTOR_FORCE_DISABLE_CACHES=1``, all graphs are compiled.
     """
     return compile_log.reports()
 

@@ -1,7 +1,7 @@
 """The flag ``torch._inductor.config.ddp_fusion`` and its options.
 
-Every option says its unit in its name, and its default and where that comes from in the
-docstring of :class:`FusionConfig`. Nothing here imports torch: a value can be checked
+The name of an option contains its unit. The docstring of :class:`FusionConfig` gives the default
+of each option and the reason for it. Nothing here imports torch, so a value can be checked
 anywhere, before anything is changed.
 """
 
@@ -29,53 +29,55 @@ MemoryOption: TypeAlias = Literal["plain", "registered"]
 MEMORY_OPTIONS: Final[tuple[str, ...]] = get_args(MemoryOption)
 
 ENVIRONMENT_VARIABLE: Final = "FUSION_PASSES_DDP_FUSION"
-"""Gives ``ddp_fusion`` its default: a mode's name, or "" or "0" for off."""
+"""The environment variable that sets the default of ``ddp_fusion``: the name of a mode, or "" or
+"0" for off."""
 
 OPTION: Final = "torch._inductor.config.ddp_fusion"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusionConfig:
-    """Options of the fusion, for ``torch._inductor.config.ddp_fusion``.
+    """Options of the gradient fusion: a value of ``torch._inductor.config.ddp_fusion``.
 
-    A mode's name alone (``ddp_fusion = "concat"``) is ``FusionConfig(mode="concat")``.
+    The name of a mode (``ddp_fusion = "concat"``) stands for ``FusionConfig(mode="concat")``.
 
     Attributes:
-        mode: How a bucket is reduced. ``"concat"``: by one all-reduce of its memory, in which the
-            gradients lie one behind the other. ``"coalesced"``: by one ``all_reduce_coalesced`` of
-            its gradients. ``"auto"``: as ``"concat"``, in the buckets with which the last
-            all-reduce ends earliest, by what an earlier run has measured; the first one fills
-            buckets up to caps, and measures. Default ``"concat"``, torch's own default for
-            ``_fuse_ddp_communication_passes``.
-        bucket_cap_mb: A bucket is closed by the gradient that brings it to this size, and by small
-            ones that are ready with it, less than an eighth of it together. MiB.
-            Default ``None``: the ``bucket_cap_mb`` that each DDP module was given; where it was
-            given none, an eighth of its gradients, at least 1 and at most DDP's own default of 25.
-        first_bucket_cap_mb: The same for the first bucket of a module, which is kept small so
-            that communication starts early. MiB. Default ``None``: as DDP does, 1 if neither
-            the module nor this object sets a ``bucket_cap_mb``, else that cap.
+        mode: How each bucket is all-reduced. ``"concat"``: one all-reduce of the bucket's flat
+            memory, in which its gradients lie back to back. ``"coalesced"``: one
+            ``all_reduce_coalesced`` of the list of its gradients. ``"auto"``: as ``"concat"``, but
+            the buckets are chosen from measurements of an earlier run so that the last all-reduce
+            ends as early as possible; the first run fills buckets up to their caps and measures.
+            Default ``"concat"``, torch's own default for ``_fuse_ddp_communication_passes``.
+        bucket_cap_mb: Size of a bucket in MiB. The gradient that brings a bucket to this size
+            closes it. Small gradients that become ready together with that gradient join the same
+            bucket, less than an eighth of this size in total. Default ``None``: the
+            ``bucket_cap_mb`` of each DDP module; for a module that was constructed without one, an
+            eighth of the size of its gradients, at least 1 and at most DDP's own default of 25.
+        first_bucket_cap_mb: The same size for the first bucket of a module, in MiB. A small first
+            bucket lets communication start early. Default ``None``: as in DDP, 1 if neither the
+            module nor this object sets a ``bucket_cap_mb``, otherwise that ``bucket_cap_mb``.
         scaling: Where gradients are divided by the number of ranks. ``"collective"``: the
-            collective averages. ``"bucket"``: by one pass over the bucket before the launch.
-            Default ``"auto"``: ``"collective"`` on NCCL and Gloo, ``"bucket"`` elsewhere, in
-            registered memory, and over NCCL for bf16 where the number of ranks is no power of two;
-            fp16 never ``"collective"``. docs/buckets.md says why, and how each rounds.
-        reduce_dtype: The dtype in which gradients of a wider floating-point dtype are sent,
-            ``"bf16"`` or ``"fp16"``. Gradients of other dtypes are sent as they are. Default
-            ``None``: all are.
-        backward_graph: Which backwards fill the buckets. ``"aot_autograd"``: those that AOTAutograd
-            compiles with each forward and keeps in its cache; hooks bring what none of them stores.
-            ``"compiled_autograd"``: whole backwards, which compiled autograd traces again in each
-            process; docs/buckets.md says when that is better.
-            Default ``"auto"``: as ``"aot_autograd"``.
-        memory: Where buckets lie. ``"plain"``: in memory that is allocated anew for each round, and
-            freed with the last gradient in it. ``"registered"``: in memory that NCCL has allocated
-            and registered, once for all rounds, and can send as it lies; the next averaged backward
-            overwrites it, as with DDP's ``gradient_as_bucket_view=True``. Only over NCCL;
-            docs/gpu.md says what it changes. Default ``"plain"``, as in DDP.
+            collective averages. ``"bucket"``: one pass over the bucket before the launch. Default
+            ``"auto"``: ``"collective"`` over NCCL and Gloo; ``"bucket"`` over other backends, in
+            registered memory, and over NCCL for bf16 if the number of ranks is not a power of two.
+            A collective never averages fp16. docs/buckets.md gives the reasons and the rounding.
+        reduce_dtype: Dtype in which gradients of a wider floating-point dtype are all-reduced:
+            ``"bf16"`` or ``"fp16"``. Other gradients, and sparse gradients, are all-reduced in
+            their own dtype. Default ``None``: every gradient is all-reduced in its own dtype.
+        backward_graph: Which backwards fill the buckets. ``"aot_autograd"``: the backwards that
+            AOTAutograd compiles with each forward and keeps in its cache; autograd hooks copy the
+            gradients that no such backward stores. ``"compiled_autograd"``: whole backwards, which
+            compiled autograd traces again in each process; docs/buckets.md says when that is
+            better. Default ``"auto"``: the same as ``"aot_autograd"``.
+        memory: Where buckets are allocated. ``"plain"``: in memory that is allocated again in each
+            iteration and freed with the last gradient in it. ``"registered"``: in memory that NCCL
+            allocates and registers once for all iterations and can send from directly. The next
+            averaged backward overwrites it, as with DDP's ``gradient_as_bucket_view=True``. Only
+            over NCCL; docs/gpu.md says what changes. Default ``"plain"``, as in DDP.
 
     Raises:
-        ValueError: an unknown choice; a size that is not a finite number greater than 0; options
-            that exclude each other.
+        ValueError: an option has an unknown value, a size is not a finite number greater than 0,
+            or two options exclude each other.
     """
 
     mode: FusionMode = "concat"
@@ -101,7 +103,7 @@ class FusionConfig:
                 _check_size(field.name, getattr(self, field.name))
 
     def _check_sent_as_it_lies(self) -> None:
-        """Refuse options with which something else than the buckets' memory is sent."""
+        """Refuse options under which anything but the buckets' own memory is all-reduced."""
         if self.reduce_dtype is not None:
             raise ValueError(
                 "FusionConfig.memory = 'registered' needs gradients that are sent as they lie, and "
@@ -117,23 +119,24 @@ class FusionConfig:
 
     @property
     def reduces_by(self) -> ReduceMode:
-        """How each bucket is reduced."""
+        """The kind of all-reduce that a bucket becomes; ``"auto"`` uses ``"concat"``."""
         return "coalesced" if self.mode == "coalesced" else "concat"
 
     @property
     def scales_by(self) -> ScalingOption:
-        """Where gradients are divided. NCCL uses registered memory for sums; for averages some of
-        its kernels do from 2.30 on, and none before."""
+        """Where gradients are divided. For registered memory, ``"auto"`` means ``"bucket"``: NCCL
+        uses registered memory for sums. Some of its kernels use it for averages too, from NCCL 2.30
+        on; before that, none do."""
         is_registered = self.memory == "registered"
         return "bucket" if is_registered and self.scaling == "auto" else self.scaling
 
 
 def parse_flag(value: object, option: str = OPTION) -> FusionConfig | None:
-    """The options that a value of the flag stands for; ``None`` where fusion is off.
+    """The options that a value of the flag stands for; ``None`` if fusion is off.
 
     Raises:
-        ValueError: no mode's name, :class:`FusionConfig` or ``None``; it names the option, the
-            choices and the value.
+        ValueError: ``value`` is not the name of a mode, a :class:`FusionConfig` or ``None``. The
+            message names ``option``, the choices and the value.
     """
     if value is None or isinstance(value, FusionConfig):
         return value
@@ -143,10 +146,11 @@ def parse_flag(value: object, option: str = OPTION) -> FusionConfig | None:
 
 
 def parse_environment(text: str | None) -> FusionMode | None:
-    """The flag's default from the environment variable's text.
+    """The default of the flag, from the text of the environment variable.
 
     Raises:
-        ValueError: text that is no mode's name; it names the variable and the choices.
+        ValueError: the text is not the name of a mode. The message names the variable and the
+            choices.
     """
     if text is None or text.strip() in ("", "0"):
         return None
@@ -182,4 +186,4 @@ def _check_size(name: str, value: object) -> None:
 
 
 _OF_MODE: Final = MappingProxyType({mode: FusionConfig(mode=mode) for mode in FUSION_MODES})
-"""The options of each mode: each step asks for them."""
+"""The options of each mode, made once: every forward with DDP's own reducer reads the flag."""

@@ -1,5 +1,5 @@
-"""``python -m fusion_passes.explain SCRIPT [ARGS...]``: a training script, unchanged, and after
-some of its steps what the flag has done to them."""
+"""``python -m fusion_passes.explain SCRIPT [ARGS...]``: run a training script unchanged, and after
+some of its steps print what the flag has done in them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ buckets, warnings, times. Under torchrun:
 
 @dataclass
 class _Explained:
-    """What is shown of the script that runs, once."""
+    """Shows the report of the script that runs, once."""
 
     options: argparse.Namespace
     recording: Recording
@@ -44,13 +44,13 @@ class _Explained:
             self.show()
 
     def show(self) -> None:
-        """Show the report on rank 0, and write what was asked for."""
+        """Print the report on rank 0, and write the files that the options ask for."""
         found, options = report(), self.options
-        # The script may have left its process group.
+        # The script may have destroyed its process group.
         rank = int(os.environ.get("RANK", "0")) if found.rank is None else found.rank
         if rank != 0:
             return
-        columns = shutil.get_terminal_size((120, 0)).columns  # 120 where there is no terminal.
+        columns = shutil.get_terminal_size((120, 0)).columns  # 120 without a terminal.
         print(format_report(found, width=columns), file=sys.stderr)
         if found.timeline is None:
             why = self.recording.problem or ENDED
@@ -62,12 +62,12 @@ class _Explained:
             if options.timeline is not None and found.timeline is not None:
                 found.write_timeline(options.timeline)
                 print(f"ddp_fusion: written: {options.timeline}", file=sys.stderr)
-        except OSError as error:  # The training goes on.
+        except OSError as error:  # The training continues.
             print(f"ddp_fusion: not written: {error}", file=sys.stderr)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the command."""
+    """Run the command with these arguments."""
     options = _options(arguments)
     if ENVIRONMENT_VARIABLE not in os.environ:
         inductor_config.ddp_fusion = options.flag
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.module:
         runpy.run_module(options.script, run_name="__main__", alter_sys=True)
     else:
-        # As Python does: a script can change its directory and import from its old one.
+        # As Python does: a script can change its working directory and import from its own folder.
         sys.path[0] = str(Path(options.script).resolve().parent)
         runpy.run_path(str(Path(options.script).absolute()), run_name="__main__")
 
@@ -113,7 +113,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _output(text: str) -> Path:
-    """Where a file is going to be written, wherever the script goes meanwhile."""
+    """The absolute path of an output file: the script may change its working directory."""
     path = Path(text).absolute()
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(

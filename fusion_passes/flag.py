@@ -1,5 +1,5 @@
-"""The flag itself: an entry of ``torch._inductor.config`` whose values are checked when they are
-set, and acted on at once."""
+"""The flag itself: an entry of ``torch._inductor.config`` that checks each value when it is set and
+acts on it at once."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ FLAG: Final = "ddp_fusion"
 
 
 class _FlagType(type):
-    """Type of the flag's values. ``torch.compile`` checks an option with ``isinstance`` and nothing
-    else: this is where a wrong ``options={"ddp_fusion": ...}`` is refused before anything runs."""
+    """Metaclass of the flag's value type. ``torch.compile`` checks an option with ``isinstance``
+    alone, so ``__instancecheck__`` refuses a wrong ``options={"ddp_fusion": ...}`` before anything
+    runs."""
 
     def __instancecheck__(cls, value: object) -> bool:
         parse_flag(value, f'torch.compile(options={{"{FLAG}": ...}})')
@@ -33,9 +34,9 @@ class _FlagValue(metaclass=_FlagType):
 
 
 class _FlagVariable:
-    """The value that the user gave the flag, in the place of its config entry's ``ContextVar``;
-    checks it, and acts on it. A thread in which the flag was not set sees the value that another
-    has set last: backwards and pipeline stages may run in threads of their own."""
+    """Holds the user's value of the flag in place of the config entry's ``ContextVar``, checks each
+    new value and acts on it. A thread that has not set the flag sees the value that any thread has
+    set last, because backwards and pipeline stages may run in threads of their own."""
 
     def __init__(self) -> None:
         self.on_change: Callable[[], None] = lambda: None
@@ -55,19 +56,19 @@ class _FlagVariable:
         return token
 
     def reset(self, token: Token[Any]) -> None:
-        if token.var is self._context:  # It was not forgotten meanwhile.
+        if token.var is self._context:  # Otherwise forget() replaced _context.
             self._context.reset(token)
             self._changed(self._context.get())
 
     def forget(self) -> None:
-        """Make the flag what the environment says, in all threads, and act on it."""
+        """Set the flag back to its environment default in all threads, and act on that."""
         self._context = ContextVar(FLAG, default=UNSET)
         self._process = UNSET
         self.on_change()
 
     def _changed(self, value: Any) -> None:
-        # While a graph is compiled, what is set holds for that compile alone. A backward may be
-        # compiled when it is run.
+        # A value that is set while a graph is compiled holds for that compile alone. backward_id():
+        # a compile may also happen while a backward runs.
         if is_compiling_graph() or backward_id() >= 0:
             self.on_option()
         else:
@@ -84,12 +85,12 @@ _flag_variable: Final = process_state.keep(
 
 
 def add_flag(on_change: Callable[[], None], on_option: Callable[[], None]) -> None:
-    """Add ``ddp_fusion`` to ``torch._inductor.config``, with the environment's default. Call
-    ``on_change`` now, and whenever the flag has been set for the process; ``on_option`` whenever it
-    has been set for one compile.
+    """Add ``ddp_fusion`` to ``torch._inductor.config``, with the environment variable's value as
+    its default. Call ``on_change`` now and whenever the flag is set for the process, and
+    ``on_option`` whenever it is set for one compile.
 
     Raises:
-        ValueError: the environment variable holds no value of the flag.
+        ValueError: the environment variable does not hold a value of the flag.
     """
     entries = inductor_entries()
     if FLAG in entries:
@@ -109,5 +110,5 @@ def add_flag(on_change: Callable[[], None], on_option: Callable[[], None]) -> No
 
 
 def active_config() -> FusionConfig | None:
-    """The options in force here and now; ``None`` where fusion is off."""
+    """The options that the flag has now, in this thread; ``None`` if fusion is off."""
     return parse_flag(getattr(inductor_config, FLAG))

@@ -1,13 +1,13 @@
-"""All that the package remembers in a process: each piece declared once, and all put back at once.
+"""All state of the package in a process: each piece is declared once, and all are reset together.
 
-A room keeps its own piece in a module global of the piece's own type, which it reads directly::
+A file keeps its own piece in a global variable of the piece's own type, and reads it directly::
 
     participants: Final = process_state.keep(
         dict[str, Profile](), "...", Lifetime.MODULE, reset=dict.clear
     )
 
-``tests/test_state.py`` fails on a mutable global of the package that is not declared so, and on
-entries that outlive what they are about.
+``tests/test_state.py`` fails on a mutable global of the package that is not declared this way, and
+on entries that outlive the object they describe.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Lifetime(Enum):
 
 @dataclass(frozen=True)
 class Piece(Generic[_T]):
-    """Something that the package remembers.
+    """One piece of state.
 
     Attributes:
-        value: what its room keeps; always this object.
-        holds: what that is, for people.
-        lives: how long an entry is kept. The longest, where a value has several tables.
-        reset: makes the value what it was when the package had been imported.
+        value: the object that holds the state; it is never replaced by another.
+        holds: description of the value, for people.
+        lives: how long an entry is kept; the longest time, if the value has several tables.
+        reset: function that sets the value back to its state after the import of the package.
     """
 
     value: _T
@@ -47,21 +47,21 @@ class Piece(Generic[_T]):
 
 
 class ProcessState:
-    """All pieces of the package's state, in the order of their declaration: a room's come after
-    those that it imports."""
+    """All pieces of the package's state in the order of their declaration, which is import order:
+    the pieces of a file come after those of the files that it imports."""
 
     def __init__(self) -> None:
         self.pieces: list[Piece[object]] = []
 
     def keep(self, value: _T, holds: str, lives: Lifetime, *, reset: Callable[[_T], None]) -> _T:
-        """Declare a piece, as :class:`Piece` has it. Return ``value``, for the room's global."""
-        # A piece takes what it holds itself, and nothing else.
+        """Declare a :class:`Piece`. Return ``value``, which the caller keeps in a global."""
+        # mypy: ``reset`` of a piece is only called with the value of the same piece.
         self.pieces.append(Piece(value, holds, lives, reset))  # type: ignore[arg-type]
         return value
 
     def once(self, holds: str) -> Callable[[Callable[[], _T]], Callable[[], _T]]:
-        """Declare a function that is called once in a process, and remembers what it returns
-        (``holds``: what that is, for people)."""
+        """Declare a function that runs once in a process and whose result is cached. ``holds``
+        describes the result, for people."""
 
         def declare(function: Callable[[], _T]) -> Callable[[], _T]:
             cached = functools.cache(function)
@@ -71,22 +71,23 @@ class ProcessState:
         return declare
 
     def reset(self) -> None:
-        """Bring the process to where it was when the package had been imported: for a test, or a
-        process that starts anew, as after a fork.
+        """Set all state back to what it was after the import of the package: for a test, or for a
+        process that starts over, for example after a fork.
 
-        What the flag has changed in torch is undone first, and the flag is what the environment
-        says. A DDP module that is still there and was managed cannot train any more: its forward
-        raises an error. What ``docs/patches.md`` lists as made for good stays; making it again
-        changes nothing. All ranks of a process group that is used further must do this together.
+        The changes that the flag made in torch are undone first, and the flag gets the
+        environment's value. A managed DDP module that still exists cannot train any more: its
+        forward raises an error. Changes that ``docs/patches.md`` lists as permanent stay; making
+        them again changes nothing. All ranks of a process group that stays in use must reset
+        together.
 
         Raises:
-            RuntimeError: a backward runs, or a graph is being compiled. Nothing was put back.
+            RuntimeError: a backward runs, or a graph is being compiled. Nothing was reset.
         """
-        # Last come, first gone: the switch imports all others, refuses, and undoes its patches
-        # before anything that they call is forgotten.
+        # In reverse order: install/switch.py imports all other files with state, so its piece comes
+        # first. It raises the error, and undoes its patches before the state that they use is gone.
         for piece in reversed(self.pieces):
             piece.reset(piece.value)
 
 
 process_state: Final = ProcessState()
-"""The one of this process."""
+"""The state of this process."""

@@ -1,4 +1,4 @@
-"""Warnings for the user, each given once."""
+"""Warnings for the user; each is given once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.state import Lifetime, process_state
 
 MOST_NAMES: Final = 4
-"""Parameters that are named where there are several."""
+"""Maximum number of parameters that a warning names."""
 
 
 class FusionWarning(UserWarning):
-    """Something that ``ddp_fusion`` was set for is not done; the text says why, and the remedy."""
+    """The package does not do something that ``ddp_fusion`` was set for. The message gives the
+    reason and the remedy."""
 
 
 _warned: Final = process_state.keep(
@@ -29,19 +30,20 @@ _warned: Final = process_state.keep(
 
 
 def warnings_so_far() -> tuple[str, ...]:
-    """What this process has warned of, in order; each text once."""
+    """The messages of all warnings that this process has given, in order, each once."""
     return tuple(dict.fromkeys(_warned.values()))
 
 
 def warn_once(topic: str, text: str) -> None:
-    """Warn, unless this process was already warned about the topic."""
+    """Warn, unless this process has already given a warning on ``topic``."""
     if topic not in _warned:
         _warned[topic] = text
         warnings.warn(text, FusionWarning, stacklevel=_users_level())
 
 
 def _users_level() -> int:
-    """The ``stacklevel`` of the innermost frame that is neither this package's nor torch's."""
+    """The ``stacklevel`` of the innermost frame that belongs neither to this package nor to
+    torch."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame and frame.f_globals.get("__name__", "").split(".")[0] in ("fusion_passes", "torch"):
@@ -49,18 +51,18 @@ def _users_level() -> int:
     return level
 
 
-# --- Gradients that nobody averages ---------------------------------------------------------------
+# --- Gradients that are not averaged --------------------------------------------------------------
 
 
 def named(parameters: Sequence[str], of: str = "") -> str:
-    """``6: a, b, c, d and 2 more``."""
+    """Number and names of parameters: ``6: a, b, c, d and 2 more``."""
     more = len(parameters) - MOST_NAMES
     names = ", ".join(parameters[:MOST_NAMES])
     return f"{len(parameters)}{of}: {names}" + (f" and {more} more" if more > 0 else "")
 
 
 def warn_stays_local(name: str) -> None:
-    """Warn that gradients of a module were not averaged, though nothing asked for that."""
+    """Warn that gradients of a module were not averaged, although the user did not ask for that."""
     warn_once(
         f"local gradients of {name}",
         f"The gradients of a backward of {name} stay on their rank, as with eager DDP: its "
@@ -70,8 +72,8 @@ def warn_stays_local(name: str) -> None:
 
 
 def warn_rounded(reducer: Reducer) -> None:
-    """Warn that gradients of a module are rounded to the dtype that they had when the module was
-    constructed."""
+    """Warn that gradients of a module are rounded to the dtype of their bucket, which is the dtype
+    that they had when the module was constructed."""
     names = [repr(reducer.parameters.names[number]) for number in sorted(reducer.rounded)]
     warn_once(
         f"rounded {reducer.name}",
@@ -90,8 +92,8 @@ _looked_at: Final = process_state.keep(
 
 
 def warn_not_reduced(unmanaged: Iterable[Tensor]) -> None:
-    """Warn of parameters of managed modules whose gradients DDP does not know of: among these
-    tensors, which a backward reaches, and no reducer has."""
+    """Warn about parameters of managed modules that DDP did not have when it was constructed.
+    ``unmanaged`` are the leaf tensors that a backward reaches and that belong to no reducer."""
     parameters = [leaf for leaf in unmanaged if isinstance(leaf, nn.Parameter)]
     new = {id(leaf) for leaf in parameters if _looked_at.get(leaf) != reducers.version}
     if not new:

@@ -1,1 +1,1 @@
-"""What a post-grad graph is made of: operators, dependencies, edits, text."""
+"""Utilities for post-grad graphs: operators, operator families, collectives, edits, text."""

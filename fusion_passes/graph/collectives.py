@@ -1,4 +1,4 @@
-"""The one place that names c10d operators: what they are, how they are read and written.
+"""The only file that names c10d operators: their overloads, how to decode them, how to call them.
 
 Source of the schemas: ``torch/csrc/distributed/c10d/Functional.cpp``.
 """
@@ -32,12 +32,12 @@ _NOT_A_LAUNCH: Final = frozenset(("wait_tensor", "_wrap_tensor_autograd", "mesh_
 
 @dataclass(frozen=True)
 class AllReduceNode:
-    """An all-reduce of one tensor, as its node says it.
+    """The arguments of a node that launches an all-reduce of one tensor.
 
     Attributes:
-        tensor: the node that is reduced.
-        reduce_op: ``"sum"``, ``"avg"``, ...; ``None`` where it is no plain name.
-        group_name: name of the process group; ``None`` where the graph holds no name.
+        tensor: node of the tensor that is reduced.
+        reduce_op: ``"sum"``, ``"avg"``, ...; ``None`` if the argument is not a string.
+        group_name: name of the process group; ``None`` if the argument is not a string.
     """
 
     tensor: fx.Node
@@ -46,7 +46,7 @@ class AllReduceNode:
 
 
 def decode_all_reduce(node: fx.Node) -> AllReduceNode | None:
-    """The all-reduce of one tensor that a node launches; ``None`` for any other node."""
+    """The all-reduce of one tensor that ``node`` launches; ``None`` for any other node."""
     if node.target not in (ALL_REDUCE, ALL_REDUCE_IN_PLACE):
         return None
     tensor, reduce_op, group = _arguments(node, ("input", "reduce_op", "group_name"))
@@ -69,7 +69,7 @@ def is_launch(node: fx.Node) -> bool:
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether the node waits for a collective, also where its place is pinned (see
+    """Whether the node waits for a collective, including a wait whose order is pinned (see
     :class:`fusion_passes.traced.pin.PinOrder`)."""
     return node.target is WAIT or (
         is_pinned(node) and any(inner.target is WAIT for inner in pinned_graph(node).nodes)
@@ -77,25 +77,25 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def is_pinned(node: fx.Node) -> bool:
-    """Whether the node's place is pinned by an ordering dependency."""
+    """Whether the node is a ``control_deps`` node, whose order a dependency pins."""
     return str(node.target) == "control_deps"
 
 
 def data_users(node: fx.Node) -> list[fx.Node]:
-    """The users that read the node's value, and do not merely run after it."""
+    """The users that read the node's value, without those that only have to run after it."""
     return [user for user in node.users if not is_pinned(user) or node in user.args[2:]]
 
 
 def results_of(launch: fx.Node) -> list[fx.Node]:
-    """The tensors that a collective gives: the launch itself, or the items of its list that are
-    read."""
+    """The output tensors of a collective: the launch itself, or if it returns a list, the
+    ``getitem`` nodes of the items that are read."""
     users = data_users(launch)
     is_list = bool(users) and all(user.target is operator.getitem for user in users)
     return users if is_list else [launch]
 
 
 def without_pins(node: fx.Node) -> fx.Node:
-    """The node, or the operator that it runs, if it is one whose place is pinned."""
+    """The node itself, or for a pinned node, the (first) operator of the subgraph that it runs."""
     if not is_pinned(node):
         return node
     inner: list[fx.Node] = list(pinned_graph(node).nodes)
@@ -103,7 +103,7 @@ def without_pins(node: fx.Node) -> fx.Node:
 
 
 def pinned_graph(node: fx.Node) -> fx.Graph:
-    """The graph of the one operator that a pinned node runs."""
+    """The subgraph that a pinned node runs."""
     subgraph = node.args[1]
     owner = node.graph.owning_module
     assert isinstance(subgraph, fx.Node), "a pinned node names its subgraph"
@@ -113,14 +113,14 @@ def pinned_graph(node: fx.Node) -> fx.Graph:
 
 
 def group_name_of(launch: fx.Node) -> str | None:
-    """Name of the group on which a collective is launched, if the graph holds its name."""
+    """Name of the process group of a collective; ``None`` if the argument is not a string."""
     (group,) = _arguments(launch, ("group_name",))
     return group if isinstance(group, str) else None
 
 
 def issue_order(launches: Iterable[fx.Node]) -> list[list[fx.Node]]:
-    """The launches of each group name, in the order given: a group has one queue, and all of its
-    ranks must fill it alike."""
+    """The launches of each process group, in the given order: all ranks of a group must launch its
+    collectives in the same order."""
     queues: dict[str | None, list[fx.Node]] = {}
     for launch in launches:
         queues.setdefault(group_name_of(launch), []).append(launch)
@@ -128,13 +128,13 @@ def issue_order(launches: Iterable[fx.Node]) -> list[list[fx.Node]]:
 
 
 def all_reduce(tensor: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    """Sum (or ``reduce_op``) of ``tensor`` over the group, waited for; same shape and dtype."""
+    """The ``reduce_op`` of ``tensor`` over the group, after the wait; same shape and dtype."""
     result: Tensor = WAIT(ALL_REDUCE(tensor, reduce_op, group_name))
     return result
 
 
 def broadcast(tensor: Tensor, source: int, group_name: str) -> Tensor:
-    """The tensor of rank ``source`` of the group, waited for; same shape and dtype."""
+    """The tensor of rank ``source`` of the group, after the wait; same shape and dtype."""
     result: Tensor = WAIT(_c10d.broadcast.default(tensor, source, group_name))
     return result
 
@@ -142,12 +142,12 @@ def broadcast(tensor: Tensor, source: int, group_name: str) -> Tensor:
 def all_reduce_coalesced(
     tensors: Sequence[Tensor], reduce_op: str, group_name: str
 ) -> list[Tensor]:
-    """As :func:`all_reduce` for each of ``tensors`` (one dtype), by a single collective."""
+    """As :func:`all_reduce` for each of ``tensors`` (of one dtype), by a single collective."""
     return [WAIT(tensor) for tensor in ALL_REDUCE_COALESCED(list(tensors), reduce_op, group_name)]
 
 
 def _arguments(node: fx.Node, names: tuple[str, ...]) -> tuple[object, ...]:
-    """The node's arguments by the names of the operator's schema, ``None`` for one it lacks."""
+    """The node's arguments with these names in the operator's schema; ``None`` if not given."""
     assert isinstance(node.target, OpOverload)
     given = {
         argument.name: value

@@ -1,5 +1,5 @@
-"""Writes tensor code into a graph: the code runs once on fake tensors, and every operator that it
-calls becomes a node, so that shapes, dtypes and strides are right by construction."""
+"""Edits of a graph. :func:`record` traces tensor code into it: the code runs once on meta tensors,
+and each operator that it calls becomes a node, so shapes, dtypes and strides are right."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from fusion_passes.torch_private.older_torch import first_of_list
 def record(
     before: fx.Node, function: Callable[..., Any], inputs: Sequence[fx.Node]
 ) -> list[fx.Node]:
-    """Write the operators that a function calls into a graph, before a node.
+    """Trace a function into a graph: add a node for each operator that the function calls.
 
     Args:
-        before: the new nodes stand before it, in the order of the calls.
-        function: takes a list of tensors and returns one. It runs on meta tensors, which are ten
-            times faster than fake ones: a bucket can hold thousands of gradients.
-        inputs: the nodes for its list, all on one device, each with a fake tensor in
-            ``meta["val"]``, as the new ones get.
+        before: existing node; the new nodes are inserted before it, in the order of the calls.
+        function: takes a list of tensors and returns a list of tensors. It runs on meta tensors,
+            which are ten times faster than fake tensors: a bucket can have thousands of gradients.
+        inputs: nodes of the tensors in the function's argument, all on one device. Each has a fake
+            tensor in ``meta["val"]``; the new nodes get one too.
 
     Returns:
-        The nodes of its results.
+        The nodes of the function's results.
     """
     fake = inputs[0].meta["val"]
     assert isinstance(fake, FakeTensor), f"{inputs[0].name} has no fake value"
-    # Nodes can share a value, but the recorder distinguishes tensors by identity: one each.
+    # Nodes can share a fake tensor, but the recorder looks tensors up by identity: make new ones.
     values = {node: _meta_like(node.meta["val"]) for node in inputs}
     recorder = _Recorder(before, values, fake.fake_mode, fake.device)
     with below_autograd(), recorder:
@@ -47,7 +47,7 @@ def _meta_like(value: Tensor) -> Tensor:
 
 
 class _Recorder(TorchDispatchMode):
-    """Turns each dispatched operator into a node."""
+    """Adds a node for each operator that is dispatched."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class _Recorder(TorchDispatchMode):
         self._graph = before.graph
         self._fake_mode = fake_mode
         self._device = device
-        # Keyed by identity; the tensor is kept beside its node so that no id is used twice.
+        # Key: id of the tensor. The value keeps the tensor alive, so that no id is used twice.
         self._known: dict[int, tuple[Tensor, fx.Node]] = {
             id(value): (value, node) for node, value in values.items()
         }
@@ -75,9 +75,9 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace == "prim":
-            return result  # A question about a tensor, such as its device: no part of the graph.
+            return result  # A query such as the device of a tensor; it is not part of the graph.
         if isinstance(result, Tensor) and result.device.type != "meta":
-            result = _meta_like(result)  # Of an operator that is given its device.
+            result = _meta_like(result)  # The operator takes a device argument.
         new_args = self._nodes_for(args)
         new_kwargs = {name: self._nodes_for(value) for name, value in kwargs.items()}
         target = RESHAPE if func in TRACED_RESHAPES else func
@@ -109,8 +109,8 @@ class _Recorder(TorchDispatchMode):
 
 
 def replace_uses(replacements: Mapping[fx.Node, fx.Node]) -> None:
-    """Let every user of a key read the key's value instead. Each user is rewritten once, however
-    many of its inputs change: a graph's output can read thousands."""
+    """Replace each key by its value in all users of the key. Each user is rewritten once, however
+    many of its inputs change: the output of a graph can read thousands of nodes."""
     users = {user: None for old in replacements for user in old.users}
     for user in users:
         user.args = fx.map_arg(user.args, lambda node: replacements.get(node, node))
@@ -120,11 +120,12 @@ def replace_uses(replacements: Mapping[fx.Node, fx.Node]) -> None:
 def pin(nodes: Sequence[fx.Node], after: Sequence[fx.Node]) -> fx.Node:
     """Make Inductor's scheduler run ``nodes`` after ``after``, whatever else it reorders.
 
-    The nodes, neighbours that do not read each other and give one tensor each, move into a subgraph
-    that one ``control_deps`` node runs, at the first one's place.
+    ``nodes`` must be neighbours that do not read each other and return one tensor each. They move
+    into a subgraph, which a ``control_deps`` node runs in the place of the first of them.
 
     Returns:
-        That node: it gives the value of a single node, or a tuple that is unpacked after it.
+        The ``control_deps`` node. Its value is that of a single node, or else a tuple, which
+        ``getitem`` nodes behind it unpack.
     """
     graph, owner = nodes[0].graph, nodes[0].graph.owning_module
     assert owner is not None, "a post-grad graph belongs to a module"
@@ -149,7 +150,7 @@ def pin(nodes: Sequence[fx.Node], after: Sequence[fx.Node]) -> fx.Node:
 
 
 def _copy_of(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> fx.Graph:
-    """A graph that computes ``nodes`` from ``inputs``."""
+    """A new graph that computes copies of ``nodes`` from placeholders for ``inputs``."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for source in inputs:
@@ -163,6 +164,6 @@ def _copy_of(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> fx.Graph:
 
 
 def erase(nodes: Sequence[fx.Node]) -> None:
-    """Remove nodes, last first, that nothing reads any more."""
+    """Remove nodes that have no users left outside of ``nodes``, the last node first."""
     for node in reversed(nodes):
         node.graph.erase_node(node)

@@ -1,7 +1,7 @@
-"""Families of operators: what a gradient passes through and stays itself, in another shape, layout,
-dtype or scale; and what Inductor makes of an operator, a library's kernel or one that it generates.
+"""Families of operators that change only the shape, layout, dtype or scale of a gradient; and which
+operators Inductor turns into library kernels instead of generating a kernel.
 
-Each family is named once, with what it promises of its result beside its input:
+The table says what each family guarantees about its result, compared with its input:
 
 ==================  ========  ==============  ===============
 family              elements  their order     their memory
@@ -16,14 +16,14 @@ family              elements  their order     their memory
 ``ITEMS``           of one value of several   same
 ==================  ========  ==============  ===============
 
-"Order" is the logical one, row by row, whatever the strides. ``DIVISIONS_OF_LISTS`` divide several
-tensors at once. Code that asks what stands between two nodes composes its set of these families,
-and says which promise it needs.
+"Order" is the logical order, row by row, whatever the strides. ``DIVISIONS_OF_LISTS`` divide
+several tensors at once. Code that follows a gradient from one node to another composes the set of
+families that it accepts, and says which guarantee it needs.
 
-They are complete for what Inductor (torch 2.11 to 2.15) leaves in a post-grad graph. ``t``,
-``transpose`` and their like have become ``permute``; ``_to_copy`` a cast; ``alias``, ``detach``,
-``lift_fresh`` and a clone or cast to what a tensor is already are gone. ``expand``, ``select`` and
-slices belong to no family: they repeat elements or leave some out.
+The families cover all such operators that Inductor (torch 2.11 to 2.15) leaves in a post-grad
+graph. Inductor replaces ``t``, ``transpose`` and similar operators by ``permute``, and ``_to_copy``
+by a cast; it removes ``alias``, ``detach``, ``lift_fresh``, and a clone or cast that changes
+nothing. ``expand``, ``select`` and slices are in no family: they repeat or drop elements.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ Family: TypeAlias = frozenset[object]
 RESHAPE: Final = _aten.reshape.default
 CAST: Final = torch.ops.prims.convert_element_type.default
 COPY: Final = _aten.copy.default
-"""``copy(template, value)``: the elements of ``value`` in the layout and dtype of ``template``."""
+"""``copy(template, value)``: the elements of ``value``, in the layout and dtype of ``template``."""
 
 TRACED_RESHAPES: Final[Family] = frozenset((_aten.view.default, _aten._unsafe_view.default))
-"""Reshapes as they are traced. Inductor makes ``reshape`` of them before its post-grad passes: once
-it has chosen layouts, a stride in the graph is no promise any more."""
+"""Reshapes as tracing records them. Inductor replaces them by ``reshape`` before its post-grad
+passes, because the strides in the graph no longer hold once it has chosen layouts."""
 
 RESHAPES: Final[Family] = TRACED_RESHAPES | {
     RESHAPE,
@@ -66,22 +66,23 @@ COMPLEX_VIEWS: Final[Family] = frozenset(
 )
 
 PLACES: Final[Family] = frozenset((_aten.as_strided.default,))
-"""A gradient in its bucket."""
+"""The view of a gradient in its bucket."""
 
 RELAYOUTS: Final[Family] = frozenset((_aten.clone.default, COPY))
 
 CASTS: Final[Family] = frozenset((CAST,))
 
 DIVISIONS: Final[Family] = frozenset((_aten.div.Tensor, _aten.div.Scalar))
-"""By a number: a node with two tensors is none of them, whatever its operator."""
+"""Divisions by a number. A node that divides by a tensor is not one of them, although its operator
+may be in the family."""
 
 DIVISIONS_OF_LISTS: Final[Family] = frozenset((_aten._foreach_div.Scalar,))
-"""``DIVISIONS`` of several tensors by one number, which :data:`ITEMS` takes apart again."""
+"""``DIVISIONS`` of a list of tensors by one number; the results are taken out by :data:`ITEMS`."""
 
 ITEMS: Final[Family] = frozenset((operator.getitem,))
 
 VIEWS: Final[Family] = RESHAPES | PERMUTES | COMPLEX_VIEWS | PLACES
-"""All that, as Inductor lowers it, computes nothing."""
+"""All operators that compute nothing once Inductor has lowered them."""
 
 
 # --- Kernels -------------------------------------------------------------------------------------
@@ -97,14 +98,14 @@ _KERNEL_PREFIXES: Final = ("aten::_scaled_dot_product_", "mkldnn::", "mkl::")
 
 
 def is_library_kernel(node: fx.Node) -> bool:
-    """Whether the node becomes a call of a library: a matrix product, convolution, attention."""
+    """Whether the node becomes a library call: a matrix product, a convolution or attention."""
     name = _name(node)
     return name in _KERNEL_NAMES or name.startswith(_KERNEL_PREFIXES)
 
 
 def stores_unscaled(node: fx.Node) -> bool:
-    """Whether the node's kernel stores where it is pointed to, but cannot scale what it stores: a
-    library's matrix product, or one that adds to what it has stored before, as for an embedding."""
+    """Whether the node's kernel can store its result where it is told to, but cannot scale it: a
+    library's matrix product, or a scatter, which adds to what it has stored (an embedding)."""
     return _name(node) in _MATRIX_PRODUCTS or _name(node) in _SCATTERS
 
 

@@ -1,8 +1,8 @@
-"""The package's own operators: what they compute, in eager torch and on fake tensors.
+"""The package's own operators: their implementations, for eager torch and for fake tensors.
 
-Inductor does not call those of a bucket: it lowers them (see :mod:`fusion_passes.traced.pack`) so
-that nothing is left of them where it can be helped. They are real operators all the same, so that a
-fused graph can be run node by node and gives the same values.
+Inductor does not call :data:`PACK` and :data:`WIDEN`. It lowers them (see
+:mod:`fusion_passes.traced.pack`) so that, if possible, no kernel is left of them. They are real
+operators nevertheless, so a fused graph can also run node by node and computes the same values.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def define(
     fake: Callable[..., Any] | None = None,
     tags: Sequence[torch.Tag] = (),
 ) -> Any:
-    """Define one of the package's operators, with a signature and tags as torch has them.
+    """Define one of the package's operators, with a signature and tags in torch's format.
 
-    ``meta`` does what ``function`` does for tensors without data, and by default is ``function``;
-    ``fake`` does it for fake ones, in the place of ``meta``, where the operator takes no tensor.
+    ``meta`` is the implementation for meta tensors, by default ``function``. An operator without
+    tensor arguments gets ``fake`` instead, an implementation for fake tensors.
     """
     _library.define(f"{name}{signature}", tags=tags)
     _library.impl(name, function, "CompositeExplicitAutograd")
@@ -57,8 +57,8 @@ def _pack(
     strides: Sequence[int],
     dtype: torch.dtype,
     divisor: float,
-    in_bucket: bool,  # noqa: ARG001 - where, not what: the lowering's
-    label: str,  # noqa: ARG001 - the lowering's
+    in_bucket: bool,  # noqa: ARG001 - only the lowering reads it
+    label: str,  # noqa: ARG001 - only the lowering reads it
 ) -> Tensor:
     numel = sum(gradient.numel() for gradient in gradients)
     bucket = torch.empty(numel, dtype=dtype, device=gradients[0].device)
@@ -97,8 +97,8 @@ def _widen(bucket: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
 
 
 def divided(value: _T, divisor: float, operations: Any = torch) -> _T:
-    """A tensor, or what stands for one where ``operations`` are (Inductor's lowerings), divided by
-    a number in its own dtype; ``value`` itself for 1."""
+    """``value / divisor`` in the dtype of ``value``; ``value`` itself if ``divisor`` is 1. It is a
+    tensor, or Inductor's value of one if ``operations`` are Inductor's lowerings."""
     if divisor == 1:
         return value
     quotient: _T = operations.div(value, divisor)
@@ -106,7 +106,7 @@ def divided(value: _T, divisor: float, operations: Any = torch) -> _T:
 
 
 def split_strides(tensors: Sequence[Any], strides: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The strides of each tensor, out of those of all of them in one list."""
+    """The strides of each tensor, from one list with the strides of all tensors."""
     numbers = iter(strides)
     for tensor in tensors:
         yield tuple(itertools.islice(numbers, len(tensor.shape)))
@@ -118,20 +118,20 @@ PACK: Final = define(
     "bool in_bucket, str label) -> Tensor",
     _pack,
 )
-"""Gradients in one flat buffer, each in its place, divided and cast.
+"""Stores gradients in one new flat buffer, each at its place, divided and cast.
 
 Args:
-    gradients: of any shapes and strides, on one device.
-    offsets: where each one starts in the buffer, in elements. The places cover the buffer.
-    strides: of the places, one gradient's after the other's.
-    dtype: of the buffer.
-    divisor: what a gradient is divided by, in its own dtype.
-    in_bucket: whether they are divided in one pass over the buffer once all is stored, and not by
+    gradients: gradients of any shapes and strides, on one device.
+    offsets: start of each place in the buffer, in elements. The places cover the buffer.
+    strides: strides of all places, concatenated, in elements.
+    dtype: dtype of the buffer.
+    divisor: number that each gradient is divided by, in the gradient's own dtype.
+    in_bucket: whether one pass over the buffer divides after all gradients are stored, instead of
         the kernels that store the gradients. The values are the same.
-    label: which bucket of which plan this is, for the report.
+    label: plan and index of the bucket, for the report.
 
 Returns:
-    The buffer: ``[sum of the gradients' elements]``.
+    The buffer: ``[total number of elements of the gradients]``.
 """
 
 STORE: Final = define(
@@ -140,20 +140,20 @@ STORE: Final = define(
     "float divisor=1.0) -> ()",
     store,
 )
-"""What :data:`PACK` does, for some gradients, to a buffer that is there: one call for all that must
-be copied, where Inductor has no kernel for tensors of several sizes (on the CPU)."""
+"""As :data:`PACK`, but stores some gradients in an existing buffer. One call copies all gradients
+that must be copied on devices for which Inductor has no foreach kernels (the CPU)."""
 
 WIDEN: Final = define("widen", "(Tensor bucket, ScalarType dtype, float divisor) -> Tensor", _widen)
-"""A reduced buffer in its gradients' dtype, divided there: ``[n]`` to ``[n]``.
+"""Casts a reduced buffer to the dtype of its gradients, then divides it: ``[n]`` to ``[n]``.
 
-An operator of its own, because its kernel must wait for the collective, and nothing else must come
-to wait with it.
+It is a separate operator because its kernel has to wait for the collective, and no other kernel may
+be fused into it and then wait too.
 """
 
 AS_COMPLEX: Final = define("as_complex", "(Tensor(a) real) -> Tensor(a)", _as_complex)
-"""``view_as_complex``, but what it gives is no view as far as autograd can see: ``[..., 2]`` to
-``[...]``. A gradient that is a complex view of a real tensor is nothing that Dynamo (torch 2.11 to
-2.15) can make a fake tensor of, in the next compile of a model that has it.
+"""``view_as_complex``, ``[..., 2]`` to ``[...]``, whose result autograd does not treat as a view.
+Dynamo (torch 2.11 to 2.15) cannot make a fake tensor of a gradient that is a complex view of a real
+tensor, and would have to when it next compiles a model with that gradient.
 """
 
 
@@ -161,8 +161,8 @@ AS_COMPLEX: Final = define("as_complex", "(Tensor(a) real) -> Tensor(a)", _as_co
 
 
 def _of_own_memory(maker: OpOverload, name: str) -> Any:
-    """Define an operator with the arguments of one that makes a sparse tensor, which copies what it
-    is made of."""
+    """Define an operator with the signature of ``maker``, an operator that makes a sparse tensor.
+    The result of the new operator has copies of the indices and values."""
     _, begin, signature = str(schema(maker)).partition("(")
     _library.define(f"{name}{begin}{signature}")
 
@@ -182,17 +182,17 @@ _MAKERS: Final = MappingProxyType(
         for maker, name in zip(makers_of_sparse_gradients(), _NAMES, strict=True)
     }
 )
-"""What makes sparse gradients, and what takes its place."""
+"""Maps each operator that makes sparse gradients to the operator that replaces it."""
 
 
 def give_own_memory(graph: fx.Graph) -> None:
-    """Have the sparse tensors of a post-grad graph copy what they are made of.
+    """Make the sparse tensors of a post-grad graph copy their indices and values.
 
-    A sparse tensor holds the very tensors that it is made of, its indices and values. Inductor
-    knows nothing of that: it takes these for read once the sparse tensor is made, and lets what is
-    computed next overwrite them. So the gradient of an embedding that was compiled is wrong where a
-    kernel after it needs as much memory, with DDP or without (torch 2.11 to 2.15; the shapes and
-    the order of the layers decide).
+    A sparse tensor keeps the tensors that it was made from, its indices and values. Inductor does
+    not know that: it takes these buffers for dead once the sparse tensor is made, and reuses their
+    memory in later kernels. So the sparse gradient of a compiled embedding is wrong if a later
+    kernel needs a buffer of the same size, with DDP or without it (torch 2.11 to 2.15; it depends
+    on the shapes and the order of the layers).
 
     Before::
 
@@ -209,8 +209,8 @@ def give_own_memory(graph: fx.Graph) -> None:
             continue
         with graph.inserting_before(node):
             copy = graph.call_function(_MAKERS[node.target], node.args, node.kwargs)
-        # Inductor finds out what it gives. It would compare it with what is there, by the storage
-        # that a sparse tensor has none of.
+        # Leave out "val", which Inductor then computes. It would compare an existing one with its
+        # own by their storages, and a sparse tensor has no storage.
         copy.meta = {key: value for key, value in node.meta.items() if key != "val"}
         node.replace_all_uses_with(copy)
         graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""A graph as text: a line for each node, with dtype and shape, for goldens and invariants."""
+"""A graph as text: one line per node, with dtype and shape, for goldens and invariants."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fusion_passes.torch_private.autograd import schema
 
 
 def graph_text(graph: fx.Graph) -> str:
-    """One line a node: ``name: dtype[shape] = operator(arguments)``.
+    """The graph with one line per node: ``name: dtype[shape] = operator(arguments)``.
 
-    A shape is followed by its strides where they are not those of a contiguous tensor. The text
-    depends on nothing but the graph.
+    The strides follow the shape if the tensor is not contiguous. The text depends only on the
+    graph.
     """
     lines = []
     for node in graph.nodes:
@@ -32,7 +32,7 @@ def graph_text(graph: fx.Graph) -> str:
 
 
 def value_text(value: Any) -> str:
-    """``f32[2, 3]``; with strides where they are not contiguous; ``(...)`` for several."""
+    """A value as ``f32[2, 3]``, with strides if it is not contiguous; ``(...)`` for a list."""
     if isinstance(value, torch.Tensor):
         text = f"{dtype_abbrs[value.dtype]}{list(value.shape)}"
         if value.layout is torch.strided and not value.is_contiguous():
@@ -44,7 +44,7 @@ def value_text(value: Any) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32``, without ``torch.``."""
+    """The name of a dtype without ``torch.``: ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,1 +1,1 @@
-"""The buckets of a module, and how large they become. Pure."""
+"""The buckets of a module and their sizes. Pure."""

@@ -1,4 +1,4 @@
-"""How large buckets become: the options, what a DDP module was given, and the defaults. Pure."""
+"""Size caps of buckets: from options, from arguments of a DDP module, and by default. Pure."""
 
 from __future__ import annotations
 
@@ -12,37 +12,40 @@ from fusion_passes.config import FusionConfig
 MIB: Final = 2**20
 
 DEFAULT_BUCKETS: Final = 8
-"""By default, what is sent after the backward is an eighth (docs/decisions.md has measurements)."""
+"""Divisor: by default, a cap is the size of a module's gradients divided by this, so about an
+eighth of them is all-reduced after the backward (docs/decisions.md has measurements)."""
 
 ALONG_SHARE: Final = 8
-"""A full bucket takes along what is ready together with it, up to this part of its cap."""
+"""Divisor: a full bucket also takes gradients that are ready together with its last one, as long as
+their total size is less than the cap divided by this."""
 
 KEPT_ON_CPU_BYTES: Final = 32 * MIB - 4096
-"""glibc's largest ``M_MMAP_THRESHOLD`` (mallopt(3)), less a page for what it adds. More is mapped
-anew each time, and the kernel clears each page when it is first written: 0.36 ms for a MiB in each
-step, where memory that is kept takes 0.02 (docs/decisions.md). No measured cost has that."""
+"""glibc's largest ``M_MMAP_THRESHOLD`` (mallopt(3)), less a page for what malloc adds. A larger
+allocation is mapped each time, and the kernel clears each page at its first write: 0.36 ms per MiB
+in each step, against 0.02 ms per MiB of memory that is kept (docs/decisions.md). The costs that
+``"auto"`` measures do not contain that time."""
 
 
 def most_kept_bytes(device_type: str) -> float:
-    """Up to how many bytes of a bucket come from memory that is kept from step to step; infinite
-    with torch's allocators of other devices than the CPU."""
+    """The largest bucket, in bytes, whose memory is kept from step to step. Infinite for devices
+    other than the CPU, because torch's allocators of these devices keep memory."""
     return KEPT_ON_CPU_BYTES if device_type == "cpu" else math.inf
 
 
 @dataclass(frozen=True)
 class BucketCaps:
-    """Limits of a DDP module's buckets, in bytes.
+    """Size caps of a DDP module's buckets, in bytes.
 
     Attributes:
         first_bytes: cap of the first bucket of each dtype and device.
-        cap_bytes: cap of every later one. A bucket is closed by the gradient that brings it to
-            its cap, so it can be larger by less than that gradient, as in eager DDP; and by less
-            than an eighth of the cap, for what is ready together with that gradient.
-        listed_bytes: caps of the first buckets of each dtype and device one by one, in the place of
-            ``first_bytes``; the last one is that of all further buckets.
-        most_bytes: of a bucket of several gradients, where buckets are chosen from measurement: the
-            cap that the user has set; ``None`` if there is none.
-        first_most_bytes: the same for their first buckets; ``None``: as the others.
+        cap_bytes: cap of every later bucket. The gradient that brings a bucket to its cap closes
+            it, so a bucket can exceed its cap by less than the size of that gradient, as in eager
+            DDP, plus less than an eighth of the cap for gradients that are ready together with it.
+        listed_bytes: caps of the first buckets of each dtype and device, one by one, which replace
+            ``first_bytes`` and ``cap_bytes``; the last entry is the cap of all further buckets.
+        most_bytes: upper bound of a bucket of several gradients when buckets are chosen from
+            measurements: the cap that the user has set; ``None`` if the user has set none.
+        first_most_bytes: the same bound for first buckets; ``None``: ``most_bytes``.
     """
 
     first_bytes: int
@@ -52,37 +55,37 @@ class BucketCaps:
     first_most_bytes: int | None = None
 
     def of_bucket(self, index: int) -> int:
-        """The cap of a bucket of one dtype and device, counted from 0."""
+        """The cap of the ``index``-th bucket of one dtype and device, counted from 0."""
         if self.listed_bytes:
             return self.listed_bytes[min(index, len(self.listed_bytes) - 1)]
         return self.cap_bytes if index else self.first_bytes
 
     def in_mib(self) -> list[float]:
-        """All of them in the unit in which they are given, for people."""
+        """All caps in MiB, the unit that users give them in, for people."""
         return [cap / MIB for cap in (self.first_bytes, self.cap_bytes, *self.listed_bytes)]
 
 
 def mib_to_bytes(size_mb: float) -> int:
-    """Whole bytes, rounded down as DDP does."""
+    """A size in MiB as whole bytes, rounded down as in DDP."""
     return int(size_mb * MIB)
 
 
 def given_caps(cap_bytes: int, listed_bytes: Sequence[int] = ()) -> BucketCaps:
-    """The caps of a module that the user gave one, or a list for its buckets one by one."""
-    # A list bounds each bucket by its own place; the smallest bounds all.
+    """The caps of a module whose user gave one cap, or a list of caps for its buckets in order."""
+    # Each cap of a list bounds the bucket with its index; the smallest cap bounds every bucket.
     most = min((cap_bytes, *listed_bytes))
     return BucketCaps(cap_bytes, cap_bytes, tuple(listed_bytes), most)
 
 
 def default_caps(gradient_bytes: int, least: int, most: int) -> BucketCaps:
-    """The caps of a module where the user has set none: of its gradients' bytes, and DDP's defaults
-    for a first bucket and for further ones."""
+    """The caps of a module whose user has set none: from the bytes of all its gradients, and from
+    DDP's default caps of the first bucket (``least``) and of later buckets (``most``)."""
     return BucketCaps(least, max(least, min(gradient_bytes // DEFAULT_BUCKETS, most)))
 
 
 def bucket_caps(config: FusionConfig, module: BucketCaps) -> BucketCaps:
-    """The caps of a module's buckets: ``bucket_cap_mb`` replaces all of the module's own,
-    ``first_bucket_cap_mb`` that of its first bucket."""
+    """The caps of a module's buckets under ``config``: ``bucket_cap_mb`` replaces all caps of
+    ``module``, and ``first_bucket_cap_mb`` replaces the cap of the first bucket."""
     caps = module
     if config.bucket_cap_mb is not None:
         caps = given_caps(mib_to_bytes(config.bucket_cap_mb))

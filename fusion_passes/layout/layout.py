@@ -1,5 +1,5 @@
-"""In which bucket, and where there, the gradient of each parameter lies. Pure, and the same on
-every rank."""
+"""The layout of a module: the bucket and the offset of each parameter's gradient. Pure, and equal
+on all ranks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ import torch
 from fusion_passes.layout.caps import BucketCaps
 
 Piece: TypeAlias = tuple[int, ...]
-"""Numbers of parameters whose gradients lie one behind the other, in this order."""
+"""Parameter numbers whose gradients lie back to back, in this order."""
 
 ALIGNMENT: Final = 16
-"""Elements: what Inductor asks of an offset to call a pointer aligned; in fp32 a cache line too."""
+"""Number of elements: Inductor takes a pointer for aligned if its offset is a multiple of this. In
+fp32 it is also one cache line."""
 
 
 @dataclass(frozen=True)
 class GradientKind:
-    """What the layout must know of a parameter.
+    """Properties of a parameter's gradient that the layout depends on.
 
     Attributes:
-        numel: of its gradient, as are the next two.
-        is_sparse: whether its gradient is sparse: it has a bucket of its own, and no memory there.
-        is_delayed: whether its gradient is launched when the backward has ended, behind all others:
+        numel: number of elements of the gradient.
+        dtype: dtype of the gradient.
+        device: device of the gradient.
+        is_sparse: whether the gradient is sparse. It then has a bucket of its own without memory.
+        is_delayed: whether the gradient is all-reduced after the backward, after all others:
             the parameter is one of ``delay_all_reduce_named_params``.
     """
 
@@ -45,14 +48,16 @@ class GradientKind:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are sent together.
+    """Gradients that are all-reduced together.
 
     Attributes:
-        index: in the order in which buckets are launched.
-        numbers: of the parameters, in the order in which their gradients lie.
-        offsets: where each starts, in elements.
-        numel: of all of them, as are the next two.
-        is_sparse: whether it is the sparse gradient of one parameter.
+        index: index of the bucket in launch order.
+        numbers: parameter numbers, in the order in which their gradients lie in the bucket.
+        offsets: start of each gradient in the bucket, in elements.
+        numel: number of elements of all gradients.
+        dtype: dtype of all gradients.
+        device: device of all gradients.
+        is_sparse: whether the bucket is the sparse gradient of one parameter.
     """
 
     index: int
@@ -69,8 +74,8 @@ class Layout:
     """The buckets of a module.
 
     Attributes:
-        buckets: in the order in which they are launched.
-        places: index of the bucket, and offset there in elements, by the number of a parameter.
+        buckets: the buckets in launch order.
+        places: parameter number to (bucket index, offset of its gradient there, in elements).
     """
 
     buckets: tuple[Bucket, ...]
@@ -80,12 +85,12 @@ class Layout:
 def plan_layout(
     pieces: Iterable[Piece], kinds: Mapping[int, GradientKind], caps: BucketCaps
 ) -> Layout:
-    """Put the pieces of all parameters together to buckets, in the order in which they have come.
+    """Put the pieces of all parameters into buckets, in the given order.
 
-    Gradients of several dtypes or devices lie in no bucket together, nor do delayed gradients with
-    others: a piece that has such gradients is split. A piece that brings a bucket to its cap closes
-    the bucket. Within a bucket, pieces of round sizes come first, so that what lies behind them is
-    aligned. Buckets of delayed gradients are launched last.
+    Gradients of a bucket have one dtype and one device, and either all or none of them are delayed:
+    a piece with several kinds of gradients is split. The piece that brings a bucket to its cap
+    closes it. Within a bucket, pieces whose size is divisible by a larger power of two come first,
+    so that the pieces after them are aligned. Buckets of delayed gradients are launched last.
     """
     open_: dict[_BucketKey, list[Piece]] = {}
     closed: list[list[Piece]] = []
@@ -104,12 +109,12 @@ def plan_layout(
 
 
 _BucketKey: TypeAlias = tuple[torch.dtype, torch.device, bool, int]
-"""What the gradients of a bucket share: dtype, device, whether they are delayed, and the number of
-the parameter of a sparse gradient, else -1."""
+"""Key that all gradients of a bucket share: dtype, device, whether they are delayed, and the
+parameter number if the gradient is sparse, otherwise -1."""
 
 
 def _split(piece: Piece, kinds: Mapping[int, GradientKind]) -> list[tuple[_BucketKey, Piece]]:
-    """The parts of a piece that can lie in one bucket each, in the order of the piece."""
+    """The piece split by bucket key; each part keeps the order of the piece."""
     parts: dict[_BucketKey, Piece] = {}
     for number in piece:
         kind = kinds[number]
@@ -119,7 +124,7 @@ def _split(piece: Piece, kinds: Mapping[int, GradientKind]) -> list[tuple[_Bucke
 
 
 def lay_out(members: Iterable[Sequence[Piece]], kinds: Mapping[int, GradientKind]) -> Layout:
-    """The layout of buckets of these pieces, in the order in which they are launched."""
+    """The layout whose buckets, in launch order, have these pieces."""
     buckets = tuple(_bucket(index, pieces, kinds) for index, pieces in enumerate(members))
     places = {
         number: (bucket.index, offset)
@@ -130,9 +135,9 @@ def lay_out(members: Iterable[Sequence[Piece]], kinds: Mapping[int, GradientKind
 
 
 def in_round_order(numels: Sequence[int]) -> list[int]:
-    """The order in which parts of these sizes lie: the rounder a size, the nearer to the start. So
-    each is aligned as well as a part of its size can be, without padding that would have to be
-    filled, sent, and kept from a check for NaN."""
+    """The order of parts with these sizes, as indices: the larger the power of two (at most
+    ``ALIGNMENT``) that divides a size, the earlier. Each part is then aligned as well as its size
+    allows, without padding, which would have to be filled, sent, and skipped by a NaN check."""
     return sorted(range(len(numels)), key=lambda index: -_power_of_two_in(numels[index]))
 
 
@@ -149,20 +154,20 @@ def _nbytes(pieces: Iterable[Piece], kinds: Mapping[int, GradientKind]) -> int:
 
 
 def _power_of_two_in(number: int) -> int:
-    """The largest power of two, up to the alignment, that divides the number."""
+    """The largest power of two, at most ``ALIGNMENT``, that divides the number."""
     return min(number & -number, ALIGNMENT) if number else ALIGNMENT
 
 
-# --- As numbers, for a broadcast -----------------------------------------------------------------
+# --- Encoding for a broadcast --------------------------------------------------------------------
 
 
 def encode(pieces: Iterable[Piece]) -> list[int]:
-    """Pieces as numbers, two for each parameter: its own, and that of its piece."""
+    """Pieces as integers, two for each parameter: its number, and the index of its piece."""
     return [part for piece, numbers in enumerate(pieces) for n in numbers for part in (n, piece)]
 
 
 def decode(numbers: Sequence[int]) -> list[Piece]:
-    """What :func:`encode` was given."""
+    """The pieces that :func:`encode` was given."""
     pieces: dict[int, list[int]] = {}
     for number, piece in zip(numbers[::2], numbers[1::2], strict=True):
         pieces.setdefault(piece, []).append(number)

@@ -1,1 +1,1 @@
-"""The backward that is compiled with a forward: stores gradients in the memory of a reducer."""
+"""The backward that AOTAutograd compiles with a forward, made to store gradients in buckets."""

@@ -1,6 +1,6 @@
-"""Lowers what stores gradients in a reducer's memory, which is what an operator returns: their own
-kernels write there (see :mod:`fusion_passes.stored.memory`). The call that tells the reducer runs
-behind all of them."""
+"""Lowers the operators that store gradients in a reducer's memory. ``bucket`` becomes a call that
+returns the memory, and the gradients' own kernels write into it (see
+:mod:`fusion_passes.stored.memory`). The call that notifies the reducer runs after these kernels."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from fusion_passes.torch_private.inductor import (
 OWN_TENSOR: Final = "Inductor sums it in a tensor of its own, as in its mix-order reductions"
 
 OnStored: TypeAlias = Callable[[Sequence[int], Mapping[int, str]], None]
-"""Receives the positions of a piece's parameters, and for each gradient that is copied, by its
-index in the piece, the reason."""
+"""Called with the positions of a piece's parameters, and with the reason for each gradient that is
+copied, by the index of the gradient in the piece."""
 
 
 def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
-    """Teach Inductor the operators of :mod:`fusion_passes.reducer.operators`. ``on_stored`` is
-    called for each piece that is lowered."""
+    """Register Inductor lowerings of the operators of :mod:`fusion_passes.reducer.operators`, and
+    call ``on_stored`` for each piece that is lowered."""
 
     def store(
         bucket: Any,
@@ -50,7 +50,7 @@ def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
         arguments: list[Any] = [list(positions)]
         sums = memory.sums
         if reported := [*copied, *sums]:
-            # A graph from a cache is not lowered: it says what it copies when it runs.
+            # A graph from a cache is not lowered again, so it reports its copies when it runs.
             arguments += [[positions[number] for number in reported], ""]
         marked = memory.call_behind(MARK_READY, *arguments)
 
@@ -78,7 +78,7 @@ def _lower_bucket(
 
 
 class _ReducersMemory(Memory):
-    """A reducer's memory; ``bucket`` is Inductor's value of it, realized."""
+    """Memory of a reducer. ``bucket`` is the realized Inductor value of this memory."""
 
     def __init__(self, bucket: Any, nodes: Sequence[fx.Node], gradients: Sequence[Any]) -> None:
         super().__init__(bucket.data, nodes, gradients, bucket.get_device(), bucket.get_dtype())
@@ -93,9 +93,9 @@ class _ReducersMemory(Memory):
         self.call_behind(STORE, values, offsets, strides)
 
     def call_behind(self, operator: Any, *args: Any) -> Any:
-        """Call an operator that writes the memory, when all that was stored so far is there, and
-        when the graph's own collectives before are launched: it may launch a bucket, and ranks
-        with other graphs launch in the same order. Return Inductor's operation of the call."""
+        """Call an operator that writes the memory, after all stores so far and after the launch of
+        the graph's last collective before it: the call may launch a bucket, and ranks with other
+        graphs launch in the same order. Return Inductor's operation for the call."""
         graph, ir = graph_lowering(), inductor_ir()
         collective = last_collective()
         before = [*self._writers, *([] if collective is None else [collective])]

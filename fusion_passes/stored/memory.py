@@ -1,8 +1,9 @@
-"""Memory in which gradients are stored, each in its place, as it is lowered.
+"""Lowers stores of gradients into one flat memory, each gradient at its place.
 
-What produces a gradient is pointed at its place: a library's matrix product by ``out=``, a
-generated kernel by storing there. What cannot be pointed there is copied: on CUDA the small ones of
-such gradients by one kernel (of up to 125 copies), and each large one by its own.
+The kernel that computes a gradient writes it directly to its place: a library's matrix product
+through ``out=``, a generated kernel by its own store. A gradient whose kernel cannot write there is
+copied. On CUDA, one kernel (of up to 125 copies) copies the small ones of these gradients, and each
+large one has a copy kernel of its own.
 """
 
 from __future__ import annotations
@@ -33,16 +34,22 @@ from fusion_passes.torch_private.inductor import (
 )
 
 GROUPED_ELEMENTS: Final = 2**20
-"""Gradients of fewer elements are copied by one kernel. Inductor gives its kernels of several
-copies blocks of 1,024 elements, of which an H200 runs 0.45 in a nanosecond: in bf16 that is 0.44 of
-its bandwidth (docs/gpu.md). From about this size on, a kernel of one copy is worth its launch."""
+"""Gradients with fewer elements share one copy kernel. Inductor runs a kernel of several copies in
+blocks of 1,024 elements, and an H200 runs 0.45 such blocks per nanosecond: in bf16 that is 0.44 of
+its bandwidth (docs/gpu.md). From about this size on, a separate copy kernel is worth its launch."""
 
 
 @dataclass(eq=False)
 class Memory(ABC):
-    """Memory that gradients are being stored in. ``data`` is Inductor's value of it, ``gradients``
-    are those of ``nodes``. :meth:`fill` notes in ``sums`` the buffer, by its name, of each sum that
-    is not copied unless Inductor keeps that buffer, by the gradient's number."""
+    """Flat memory that gradients are stored in during lowering.
+
+    Attributes:
+        data: Inductor's value of the memory.
+        nodes: graph nodes of the gradients.
+        gradients: Inductor's values of ``nodes``.
+        sums: index of a gradient to the name of its buffer, set by :meth:`fill`, for each gradient
+            that is a sum and is copied only if Inductor does not fuse that buffer away.
+    """
 
     data: Any
     nodes: Sequence[fx.Node]
@@ -55,7 +62,7 @@ class Memory(ABC):
         """Store the gradients at these offsets and strides, in elements.
 
         Returns:
-            Why a gradient is copied, by its number, for those that are.
+            The reason for each gradient that is copied, by its index.
         """
         views = [self._view(*item) for item in zip(self.gradients, places, strict=True)]
         obstacles, relaid = {}, {}
@@ -97,20 +104,20 @@ class Memory(ABC):
         return relaid | obstacles
 
     def change_of(self, gradient: Any) -> Callable[[Any], Any] | None:
-        """What is done to a gradient as it is stored; ``None`` if it is stored as it is."""
+        """The function applied to a gradient when it is stored; ``None`` if it is stored as is."""
         del gradient
         return None
 
     @abstractmethod
     def note_writer(self, writer: Any) -> None:
-        """Take a buffer that stands for a gradient's place."""
+        """Receive the buffer that writes a gradient's place."""
 
-    def end_stores(self) -> None:  # noqa: B027 - for most, nothing is left to do
-        """Finish what kernels store; what a call copies is lowered after that."""
+    def end_stores(self) -> None:  # noqa: B027 - the default does nothing
+        """Finish the stores of kernels; copies by an operator call are lowered after this."""
 
     @abstractmethod
     def copy(self, values: list[Any], offsets: list[int], strides: list[int]) -> None:
-        """Copy gradients by one call of ``STORE``, which takes their places in this form."""
+        """Copy gradients by one call of ``STORE``, which takes offsets and strides in this form."""
 
     def _view(self, gradient: Any, place: tuple[int, Sequence[int]]) -> Any:
         ir = inductor_ir()
@@ -132,13 +139,13 @@ def store_at(
     is_grouped: bool,
     change: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Point a gradient's kernel at a view of its place, or where it cannot write there
-    (``is_copied``) add a kernel that stores it, by itself or with others (``is_grouped``); Inductor
-    may fuse the two, if it generates both. A sum that Inductor may leave in a tensor of its own
-    always gets the second one.
+    """Make the kernel of a gradient write to ``view``, a view of its place. If the kernel cannot
+    write there (``is_copied``), add a kernel that copies the gradient, alone or together with
+    others (``is_grouped``). Inductor may fuse the two kernels if it generates both. A sum that
+    Inductor may leave in another tensor always gets the second kernel.
 
     Returns:
-        The buffer that stands for the place.
+        The buffer that writes the place.
     """
     ir = inductor_ir()
     is_stored_apart = may_be_bound_anew(gradient)
@@ -158,7 +165,7 @@ def store_at(
 
 
 def _computed_again(value: Any) -> Any:
-    """A value of its own, computed from ``value`` where it is stored."""
+    """A new pointwise value that loads the elements of ``value``, to be stored elsewhere."""
     return inductor_ir().Pointwise.create(
         device=value.get_device(),
         dtype=value.get_dtype(),
@@ -168,9 +175,9 @@ def _computed_again(value: Any) -> Any:
 
 
 def _in_order_of(place: Any, value: Any) -> Any:
-    """As :func:`_computed_again`, in one loop over the memory of ``place``. Inductor puts such
-    loops into one kernel, whatever they read; loops over two dimensions, as it makes them where a
-    layout changes, only if one of the two has the same size in all."""
+    """As :func:`_computed_again`, as one loop over the memory of ``place``. Inductor puts such
+    one-dimensional loops into one kernel, whatever they read. When a layout changes, Inductor would
+    loop over two dimensions, and share a kernel only if one dimension has the same size in all."""
     load, sizes, strides = value.make_loader(), place.get_size(), place.get_stride()
 
     def load_at(index: Sequence[Any]) -> Any:
@@ -186,7 +193,7 @@ def _in_order_of(place: Any, value: Any) -> Any:
 
 
 def _flat(place: Any) -> Any:
-    """The memory of a place, which is dense, as one dimension."""
+    """A one-dimensional view of the memory of a place, which is dense."""
     ir = inductor_ir()
     old = place.layout
     layout = ir.FixedLayout(old.device, old.dtype, [math.prod(old.size)], [1], old.offset)

@@ -1,5 +1,5 @@
-"""Which gradients can be stored in their bucket by the kernel that produces them, and why others
-cannot."""
+"""Which gradients the kernel that computes them can store in their bucket, and the reasons why
+other gradients are copied."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def obstacle_to_storing(
     node: fx.Node, gradient: Any, place: Any, *, is_changed: bool
 ) -> str | None:
     """Why the gradient's kernel cannot store it in its place; ``None`` if it can. ``gradient`` and
-    ``place`` are Inductor's values; ``is_changed`` where it is cast or scaled as it is stored."""
+    ``place`` are Inductor's values; ``is_changed``: the gradient is cast or scaled when stored."""
     ir, box = inductor_ir(), box_of(gradient)
     buffer = box.data
     if _is_view(gradient) and isinstance(buffer, ir.Loops):
-        return None  # Its place's kernel computes it.
+        return None  # The kernel that writes the place computes it.
     whole = place_of_buffer(gradient, place)
     if whole is None:
         return "it is a view of a tensor that is laid out in another way"
@@ -49,9 +49,9 @@ def obstacle_to_storing(
 
 
 def place_of_buffer(gradient: Any, place: Any) -> Any | None:
-    """Where the whole buffer that holds the gradient would lie for the gradient to lie in
-    ``place``: a view in the buffer's shape. ``None`` if the gradient views a part of its buffer, or
-    all of it in another order than that of ``place``."""
+    """A view of ``place`` in the shape of the buffer that holds the gradient: a kernel that writes
+    the buffer there puts the gradient into ``place``. ``None`` if the gradient views only a part of
+    its buffer, or all of it in another order than that of ``place``."""
     if not _is_view(gradient):
         return place
     ir, view, buffer = inductor_ir(), gradient.data, box_of(gradient).data
@@ -72,8 +72,8 @@ def place_of_buffer(gradient: Any, place: Any) -> Any | None:
 
 
 def reason_for_copy(node: fx.Node, gradient: Any) -> str | None:
-    """Why Inductor itself copies the gradient, on its way to the bucket: a library has given it
-    another layout than it must have. That one copy stores it in its place."""
+    """Why Inductor itself copies the gradient: a library kernel returned it in another layout than
+    the gradient must have, and that copy stores it in its place. ``None`` if there is no copy."""
     ir, source = inductor_ir(), _source(node)
     is_generated = isinstance(box_of(gradient).data, ir.Loops | ir.ComputedBuffer)
     if is_generated and is_library_kernel(source) and not stores_unscaled(source):
@@ -82,8 +82,8 @@ def reason_for_copy(node: fx.Node, gradient: Any) -> str | None:
 
 
 def written_by_a_library(gradient: Any) -> bool:
-    """Whether no generated kernel has written the gradient's memory. A copy from there is a kernel
-    of its own; one from elsewhere becomes part of the kernel that writes there."""
+    """Whether the gradient's memory was not written by a generated kernel. Copying such a gradient
+    takes a separate kernel; the copy of any other is fused into the kernel that writes it."""
     ir = inductor_ir()
     return not isinstance(box_of(gradient).data, ir.Loops | ir.ComputedBuffer)
 
@@ -93,18 +93,19 @@ def _is_view(gradient: Any) -> bool:
 
 
 def box_of(gradient: Any) -> Any:
-    """The box of the buffer that holds the gradient, or that the gradient is a view of."""
+    """The storage box of the buffer that holds the gradient, or that the gradient views."""
     return gradient.data.unwrap_view() if _is_view(gradient) else gradient.data
 
 
 def _loops(box: Any) -> Any:
-    """What computes it, realized or not."""
+    """The loops that compute the box's buffer, realized or not."""
     return box.data.data if isinstance(box.data, inductor_ir().ComputedBuffer) else box.data
 
 
 def computed_from_a_library(gradient: Any) -> bool:
-    """Whether a pointwise kernel makes the gradient of what a library has written, such as a cast
-    of a matrix product. There is no generated kernel that it could become part of."""
+    """Whether a pointwise kernel computes the gradient from results of library kernels (and inputs
+    of the graph) alone, for example a cast of a matrix product. Then there is no other generated
+    kernel that it could be fused into."""
     ir, graph, box = inductor_ir(), graph_lowering(), box_of(gradient)
     if not isinstance(_loops(box), ir.Pointwise):
         return False
@@ -114,23 +115,23 @@ def computed_from_a_library(gradient: Any) -> bool:
 
 
 def may_be_bound_anew(gradient: Any) -> bool:
-    """Whether the kernel that sums the gradient may leave it in a tensor of its own, wherever it is
-    told to store it: see :func:`fusion_passes.torch_private.inductor.mixes_orders`. Which kernels
-    those are is decided later, by sizes that other versions of torch change."""
+    """Whether Inductor's mix-order reduction may rebind the gradient's buffer to another tensor
+    instead of writing it: see :func:`fusion_passes.torch_private.inductor.mixes_orders`. Inductor
+    picks these kernels later, by size thresholds that differ between versions of torch."""
     if not mixes_orders(gradient.get_device()):
         return False
     ir, graph, box = inductor_ir(), graph_lowering(), box_of(gradient)
     loops = _loops(box)
     if isinstance(loops, ir.Reduction):
         return True
-    # The second half of a sum of a few parts is no Reduction: it adds them one by one.
+    # The second half of a sum that is split in a few parts is no Reduction: it adds the parts.
     return isinstance(loops, ir.Loops) and any(
         is_split_sum(graph.try_get_buffer(name)) for name in box.data.get_read_names()
     )
 
 
 def _layout_obstacle(node: fx.Node, box: Any, place: Any) -> str | None:
-    """Why the kernel cannot store the gradient as it is where its place is."""
+    """Why the kernel cannot write the gradient, unchanged, to its place; ``None`` if it can."""
     ir = inductor_ir()
     buffer = box.data
     if isinstance(buffer, ir.Loops):
@@ -156,8 +157,8 @@ def _fits(layout: Any, place: Any) -> bool:
 
 
 def _is_read_elsewhere(node: fx.Node) -> bool:
-    """Whether anything but the bucket, which is reduced in place, sees the memory of the node's
-    value. Some operators give their input's memory on as their own."""
+    """Whether anything but the bucket, which is reduced in place, reads the memory of the node's
+    value. Some operators return the memory of an input, so inputs are checked too."""
     reads = sum(source is node for user in data_users(node) for source in _sources(user))
     if reads > 1:
         return True
@@ -170,14 +171,14 @@ def _is_read_elsewhere(node: fx.Node) -> bool:
 
 
 def _sources(user: fx.Node) -> list[Any]:
-    """What a node reads, as often as it reads it where that is a bucket."""
+    """The nodes that ``user`` reads, once each; for a ``pack``, one entry for each read."""
     if user.target is PACK:
         return list(user.args[0])  # type: ignore[arg-type]
     return list(user.all_input_nodes)
 
 
 def _memory(node: fx.Node) -> Any:
-    """What holds the node's value, to be compared by identity."""
+    """The object that holds the memory of the node's value, to be compared by identity."""
     value = graph_lowering().env.get(node)
     data = getattr(value, "data", None)
     if data is None:
@@ -190,8 +191,8 @@ def _operator(node: fx.Node) -> str:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """The node that computes the value: the nodes behind it only take the value out of several,
-    view it, or give it another layout."""
+    """The node that computes the value of ``node``. The nodes between the two only take the value
+    out of a list, view it, or change its layout."""
     while node.target in ITEMS | RELAYOUTS | VIEWS:
-        node = node.all_input_nodes[-1 if node.target is COPY else 0]  # Others are sizes.
+        node = node.all_input_nodes[-1 if node.target is COPY else 0]  # Other inputs are sizes.
     return without_pins(node)

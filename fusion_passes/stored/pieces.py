@@ -1,8 +1,8 @@
-"""Cuts the gradients of a backward into pieces that are stored, and marked ready, together. Pure.
+"""Divides the gradients of a backward into pieces that are stored and marked ready together. Pure.
 
-A piece is filled in the order of the graph. It is closed by the gradient that brings it to its cap,
-and takes along small ones that are ready with that one. Where a module has a layout, its graphs are
-cut as that is.
+A piece is filled in graph order. The gradient that brings the piece to its cap closes it; small
+gradients that are ready together with that gradient still join the piece. Once the buckets of a
+module have been rebuilt, the pieces follow its layout instead.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ class StoredInput:
     """An input of a compiled forward that is a parameter of a DDP module.
 
     Attributes:
-        index: among the inputs of the forward.
-        position: among its tensor inputs: the autograd node of the forward has an edge for each.
-        module: which of the modules that are found among the inputs, counted from 0.
-        shape: of the parameter, as are dtype and device.
-        strides: in which its gradient is stored.
-        place: index of its bucket, and offset there, where the module has a layout.
+        index: index among all inputs of the forward.
+        position: index among its tensor inputs, which is also the index of the parameter's edge in
+            ``next_functions`` of the forward's autograd node.
+        module: index of the DDP module among those that own inputs of the forward.
+        shape: shape of the parameter.
+        strides: strides in which the gradient is stored, in elements.
+        dtype: dtype of the parameter.
+        device: device of the parameter.
+        place: (index of the bucket, offset in the bucket in elements) of the gradient; ``None``
+            before the buckets of the module have been rebuilt.
     """
 
     index: int
@@ -56,12 +60,12 @@ class StoredInput:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Gradients that are stored together.
+    """Gradients that a graph stores together.
 
     Attributes:
-        inputs: of the forward, in the order in which their gradients lie.
-        offsets: of each, in elements.
-        numel: of all.
+        inputs: the inputs of the forward, in the order in which their gradients lie in memory.
+        offsets: offset of each gradient in the memory of the piece, in elements.
+        numel: number of elements of that memory.
     """
 
     inputs: tuple[StoredInput, ...]
@@ -74,8 +78,8 @@ def plan_pieces(
     gradients: Sequence[tuple[StoredInput, fx.Node]],
     caps: Sequence[BucketCaps],
 ) -> list[StoredPiece]:
-    """Cut the gradients of a backward that are stored, each after what it is the gradient of, into
-    pieces; with the caps of each module."""
+    """Divide the gradients that a backward stores into pieces. ``gradients`` has an (input, node of
+    its gradient) pair for each; ``caps`` has the caps of each module."""
     levels = _levels(graph)
     ordered = sorted(gradients, key=lambda item: (levels[item[1]], item[0].position))
     open_: dict[_Key, list[StoredInput]] = {}
@@ -98,7 +102,7 @@ def plan_pieces(
             full_at[key] = level
     for key, piece in open_.items():
         closed[key].append(piece)
-    # In the order in which they are full, so that ranks see it as the graph has it.
+    # In the order in which they are full: then the order that a rank observes is the graph's.
     order = {id(item): number for number, (item, _) in enumerate(ordered)}
     pieces = [piece for of_key in closed.values() for piece in of_key]
     pieces.sort(key=lambda piece: max(order[id(item)] for item in piece))
@@ -106,7 +110,8 @@ def plan_pieces(
 
 
 def _takes_along(done: Sequence[Sequence[StoredInput]], item: StoredInput, cap: int) -> bool:
-    """Whether a full piece takes a gradient along that is ready with what has filled it."""
+    """Whether the last full piece also takes ``item``, which is ready together with the gradient
+    that filled the piece."""
     size, along = 0, 0
     for member in done[-1]:
         along += member.nbytes if size >= cap else 0
@@ -115,8 +120,8 @@ def _takes_along(done: Sequence[Sequence[StoredInput]], item: StoredInput, cap: 
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, tuple[int, int]]:
-    """For each node, how many library kernels have run before it is there, and its position. What
-    is generated after a kernel is ready with it."""
+    """For each node, the number of library kernels up to and including it, and its position in the
+    graph. Gradients that generated kernels compute after a library kernel are ready with it."""
     levels, kernels = {}, 0
     for position, node in enumerate(graph.nodes):
         if node.op == "call_function" and is_library_kernel(node):
@@ -133,7 +138,8 @@ def _placed(piece: Sequence[StoredInput]) -> StoredPiece:
 
 
 def _as_laid_out(items: Sequence[StoredInput]) -> list[StoredPiece]:
-    """The parts of each bucket that a graph has: gradients that lie one behind the other."""
+    """The pieces of gradients that have a place: one for each run of gradients that lie back to
+    back in a bucket."""
     buckets: dict[tuple[int, int], list[StoredInput]] = {}
     for item in items:
         assert item.place is not None, "a layout has all parameters"
@@ -152,7 +158,7 @@ def _as_laid_out(items: Sequence[StoredInput]) -> list[StoredPiece]:
 
 
 def _in_bucket(run: Sequence[StoredInput]) -> StoredPiece:
-    # The memory begins where it is aligned, before the first of them.
+    # The memory of the piece begins at the aligned offset at or before its first gradient.
     start = _offset(run[0]) // ALIGNMENT * ALIGNMENT
     offsets = tuple(_offset(item) - start for item in run)
     return StoredPiece(tuple(run), offsets, offsets[-1] + run[-1].numel)

@@ -1,4 +1,4 @@
-"""Has a compiled backward store gradients in the memory of reducers."""
+"""The pass that makes a compiled backward store gradients in the memory of reducers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fusion_passes.torch_private.inductor import set_output_strides
 
 @dataclass(frozen=True)
 class StoreGradients:
-    """Stores the gradients of DDP modules in memory of their reducers, piece by piece, and says so
-    behind the last of each.
+    """Stores the gradients of DDP modules in memory of their reducers, piece by piece, and notifies
+    the reducer after the last gradient of each piece.
 
-    The graph is a backward that AOTAutograd has made with a forward. Before::
+    The graph is the backward that AOTAutograd made with a forward. Before::
 
         w_grad: f32[4, 4] = mm(...)
         b_grad: f32[4] = sum(...)
@@ -38,15 +38,16 @@ class StoreGradients:
         store_gradients_(bucket, [w_grad, b_grad], [0, 16], [4, 1, 1], [0, 1])
         return [as_strided(bucket, [4, 4], [4, 1], 0), as_strided(bucket, [4], [1], 16), None]
 
-    The library kernel that follows is bound to run after the store. If the graph has collectives of
-    its own, they and the stores keep their order. Nothing else of DDP is in the graph: no group, no
-    name, no collective and no wait. What is left alone: gradients that are sparse, of symbolic
-    sizes, or of another shape or dtype than their parameter.
+    The next library kernel gets a dependency on the store, so that it runs after the store.
+    Non-DDP collectives of the graph and the stores keep their order. The graph contains nothing
+    else of DDP: no process group, no module name, no collective and no wait. The pass leaves a
+    gradient alone if it is sparse, if its sizes are symbolic, or if its shape, dtype or device is
+    not that of its parameter.
 
     Attributes:
-        inputs: of the forward, those whose gradients are stored.
-        num_inputs: of the forward.
-        caps: of each module.
+        inputs: the inputs of the forward whose gradients are stored.
+        num_inputs: number of all inputs of the forward.
+        caps: bucket caps of each module, by :attr:`StoredInput.module`.
     """
 
     inputs: tuple[StoredInput, ...]
@@ -57,12 +58,12 @@ class StoreGradients:
         output = graph.output_node()
         gradients: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         if not _is_aot_backward(graph) or len(gradients) != self.num_inputs:
-            # Not so many: AOTAutograd has put one input in the place of several that share memory
-            # and are written, and has numbered all anew. Nothing else changes the numbers of
-            # tensors that are no subclasses (torch 2.13).
+            # The numbers differ if AOTAutograd has replaced several inputs that share memory and
+            # are mutated by one (a synthetic base), which renumbers all inputs. Nothing else
+            # renumbers inputs that are not tensor subclasses (torch 2.13).
             return False
         if graph.find_nodes(op="call_function", target=BUCKET, sort=False):
-            return False  # It has been here.
+            return False  # This pass has already run on the graph.
         stored = [
             (item, gradients[item.index])
             for item in self.inputs
@@ -87,13 +88,13 @@ class StoreGradients:
         return True
 
     def identity(self) -> str:
-        """What a cached graph depends on."""
+        """A hash of all that the pass reads besides the graph, for the key of a cached graph."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
 def _is_aot_backward(graph: fx.Graph) -> bool:
-    """Whether AOTAutograd has made the graph for the backward of a forward."""
-    # Its partitioner gives the gradients of the outputs this name (torch 2.11 to 2.15).
+    """Whether the graph is the backward that AOTAutograd made with a forward."""
+    # AOTAutograd's partitioner names the gradients of the outputs like this (torch 2.11 to 2.15).
     return any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder"))
 
 
@@ -111,14 +112,15 @@ def _can_be_stored(node: object, item: StoredInput) -> bool:
 def _store(
     piece: StoredPiece, nodes: Sequence[fx.Node], order: dict[fx.Node, int]
 ) -> tuple[fx.Node, list[fx.Node]]:
-    """Write what stores a piece. Return its node, and the gradients as they lie in the memory."""
+    """Add the nodes that store a piece. Return the ``store_gradients_`` node, and the views of the
+    memory that replace the gradients."""
     in_order = sorted(nodes, key=lambda node: order[node])
     first, last = in_order[0], in_order[-1]
     graph = first.graph
     positions = [item.position for item in piece.inputs]
     dtype, device = piece.inputs[0].dtype, piece.inputs[0].device
     offsets = list(piece.offsets)
-    # Not before it is needed: what the forward has saved is freed meanwhile.
+    # As late as possible: until then, the backward frees tensors that the forward has saved.
     with graph.inserting_before(first):
         bucket = graph.call_function(BUCKET, (positions, offsets, piece.numel, dtype, device))
     with nodes[0].meta["val"].fake_mode:
@@ -144,14 +146,14 @@ def _store(
 
 
 def _pin_behind(graph: fx.Graph, memory_of: Mapping[fx.Node, Any]) -> None:
-    """Have the next library kernel, and the next collective that is not DDP's, run after the stores
-    before it: Inductor's scheduler moves nodes. Of such a collective, the order among the launches
-    of buckets must be that of ranks with other graphs; the other order, of a store behind a
-    collective, its lowering keeps.
+    """Make the next library kernel and the next non-DDP collective run after the stores that
+    precede them: Inductor's scheduler reorders nodes. A store may launch buckets, and a non-DDP
+    collective must have the same place among these launches on ranks with other graphs. The reverse
+    order, a store after a collective, is kept by the lowering of the store.
 
     Args:
         graph: the backward.
-        memory_of: the memory of each store.
+        memory_of: the node of the memory that each store node writes.
     """
     for must_follow in (is_library_kernel, is_launch):
         before: list[fx.Node] = []
