@@ -110,8 +110,8 @@ def _follows(pinned: fx.Node, launch: fx.Node) -> bool:
 
 
 def _computed_inputs(kernel: fx.Node) -> list[fx.Node]:
-    """The inputs of a library kernel that generated kernels compute, which Inductor does no sooner
-    than something asks for them. Waits are not among them: they compute nothing."""
+    """The inputs of a library kernel that generated kernels compute: Inductor computes them no
+    sooner than a node asks for them. Waits are not among them, since they compute nothing."""
     return [
         source
         for source in kernel.all_input_nodes
