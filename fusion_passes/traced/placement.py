@@ -82,9 +82,9 @@ def plan_placement(graph: fx.Graph, groups: DdpGroups) -> PlacementPlan:
     """Plan to launch each of DDP's collectives right after the last of its inputs exists, and to
     wait for it right before the first node that reads a result.
 
-    The placement of a collective describes the order that the plan gives: library kernels, nodes
-    that launches follow, and nodes that read results keep their order among each other. The graph
-    must have its final launches.
+    The placement of each collective also holds in the order that the plan gives, because library
+    kernels, nodes that launches follow, and nodes that read results keep their order among each
+    other. The graph must have its final launches.
     """
     nodes = list(graph.nodes)
     index = {node: position for position, node in enumerate(nodes)}
