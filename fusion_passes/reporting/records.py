@@ -1,5 +1,5 @@
-"""What the flag did in this process, as plain values that can be printed, compared and stored: the
-results of ``fusion_passes.report()`` and ``fusion_passes.reports()``."""
+"""The effects of the flag in this process, as plain values that can be printed, compared and
+stored: the results of ``fusion_passes.report()`` and ``fusion_passes.reports()``."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class RejectionReport:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """What the passes did to one graph that compiled autograd traced.
+    """The effects of the passes on one graph that compiled autograd traced.
 
     Attributes:
         mode: how buckets are reduced.
@@ -200,7 +200,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Report:
-    """What the flag did in this process, and what was measured.
+    """The effects of the flag in this process, and what was measured.
 
     Attributes:
         schema: :data:`SCHEMA`.

@@ -1,4 +1,4 @@
-"""What a rank did at which time in a step, read from the events of torch's profiler."""
+"""The activity of a rank over a step, read from the events of torch's profiler."""
 
 from __future__ import annotations
 

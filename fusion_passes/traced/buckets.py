@@ -88,7 +88,7 @@ class TracedBucket:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What the passes do with a graph's collectives.
+    """The plan for a graph's collectives: those to fuse, in which buckets, and those to leave.
 
     Attributes:
         buckets: buckets, in launch order.

@@ -31,7 +31,7 @@ from fusion_passes.traced.owners import DdpGroups, Owner
 
 @dataclass(frozen=True)
 class ReductionKey:
-    """What the reductions of one bucket have in common: only reductions with equal keys share one.
+    """The common properties of a bucket's reductions: only reductions with equal keys share one.
 
     Attributes:
         group_name: group name of the DDP module.
