@@ -1,1 +1,1 @@
-"""What the flag did, for people."""
+"""Reports what the flag did, for people."""

@@ -1,4 +1,4 @@
-"""How the gradients of the backwards of this process were reduced, and why so."""
+"""How the gradients of this process's backwards were reduced, and why in this way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from fusion_passes.state import Lifetime, process_state
 
 @dataclass
 class Backwards:
-    """What is known of the backwards that were to be averaged; ``after`` is called after each."""
+    """Counts the backwards that averaged gradients, by how they did; calls ``after`` after each
+    one."""
 
     after: Callable[[], None] | None = None
     _counts: Counter[tuple[tuple[str, ...], ReducedIn, str, int]] = field(default_factory=Counter)
@@ -21,13 +22,14 @@ class Backwards:
     def note(
         self, modules: tuple[str, ...], reduced_in: ReducedIn, because: str = "", copied: int = 0
     ) -> None:
-        """Note a backward that has ended, its gradients averaged; see :class:`BackwardReport`."""
+        """Note a backward that has ended and averaged its gradients; see
+        :class:`BackwardReport`."""
         self._counts[modules, reduced_in, because, copied] += 1
         if self.after is not None:
             self.after()
 
     def reports(self) -> tuple[BackwardReport, ...]:
-        """In the order in which the first of each kind ran."""
+        """The reports, in the order in which the first backward of each kind ran."""
         return tuple(
             BackwardReport(modules, reduced_in, because, count, copied)
             for (modules, reduced_in, because, copied), count in self._counts.items()

@@ -1,5 +1,5 @@
-"""What was done to each graph that compiled autograd has traced and this process has compiled. No
-pass runs on one that comes from Inductor's FX graph cache, so none is known of it."""
+"""Records what the passes did to each graph that compiled autograd traced and this process
+compiled. Graphs from Inductor's FX graph cache are missing, because no pass runs on them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fusion_passes.torch_private.inductor import trace_artifact
 
 
 class CompileLog:
-    """The reports of this process, oldest first."""
+    """The reports of the graphs that this process compiled, oldest first."""
 
     def __init__(self) -> None:
         self._reports: list[FusionReport] = []
-        # Graphs that are being lowered, by label: the report so far, and the buckets still to come.
+        # Graphs that are being lowered, by label: the report so far, and the buckets not lowered.
         self._pending: dict[str, tuple[FusionReport, Collection[int]]] = {}
 
     def expect(self, report: FusionReport, label: str, buckets: Collection[int]) -> None:
-        """Record a graph once its lowering has told :meth:`packed`, by this label, how it stores
-        the gradients of these buckets."""
+        """Record a graph once :meth:`packed` has been called, with this label, for each of
+        ``buckets``: these calls say how the gradients are stored."""
         if buckets:
             self._pending[label] = report, buckets
         else:
@@ -31,8 +31,9 @@ class CompileLog:
             trace_artifact("ddp_fusion_report", lambda: format_report(report))
 
     def packed(self, label: str, copied: Mapping[int, str]) -> None:
-        """Note how a bucket's gradients are stored: ``label`` is the graph's, a colon and the
-        bucket's number, ``copied`` has the reason for each that is copied, by its number there."""
+        """Note how a bucket's gradients are stored. ``label`` is the graph's label, a colon and the
+        bucket's index; ``copied`` has the reason for each copied gradient, by its index in the
+        bucket."""
         name, _, number = label.rpartition(":")
         if name not in self._pending:
             return
@@ -58,7 +59,8 @@ compile_log: Final = process_state.keep(
 
 
 def one_for_each_plan(reports: Iterable[FusionReport]) -> tuple[FusionReport, ...]:
-    """The latest graph of each plan, in the order in which the first of each was compiled."""
+    """The latest report of each plan, in the order in which the first graph of each was
+    compiled."""
     by_plan: dict[str, list[FusionReport]] = {}
     for report in reports:
         by_plan.setdefault(report.digest, []).append(report)

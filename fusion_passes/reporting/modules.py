@@ -1,4 +1,4 @@
-"""The DDP modules whose gradients reducers average: their buckets, and what these had to copy."""
+"""Reports the DDP modules whose gradients reducers average, their buckets and what was copied."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _gone: Final = process_state.keep(
 
 
 def module_reports() -> tuple[ModuleReport, ...]:
-    """The modules of this process that reducers average, in the order of their construction; where
-    none is left, those that were freed last: a trainer can have freed its module."""
+    """The reports of the modules that reducers average, in the order of their construction; if none
+    is left, of the modules that were freed last: a trainer may have freed its module."""
     return tuple(_module(reducer) for reducer in reducers.alive()) or tuple(_gone)
 
 
 def report_when_freed(ddp: Any, reducer: Reducer) -> weakref.finalize[..., Any]:
-    """Keep what was done for a module when it is freed, until another one is constructed.
+    """Keep a module's report when the module is freed, until another module is constructed.
 
     Returns:
-        What ends that where the module gets another reducer.
+        The finalizer, to be detached if the module gets another reducer.
     """
     _gone.clear()
     finalizer = weakref.finalize(ddp, _note_gone, reducer)
@@ -69,14 +69,14 @@ def _module(reducer: Reducer) -> ModuleReport:
 
 
 def _buckets(reducer: Reducer) -> Iterator[BucketReport]:
-    """Those that are sent, in the order of their launches."""
+    """The reports of the buckets that are sent, in launch order."""
     if not reducer.has_rebuilt_buckets:
         return
     names, copied = reducer.parameters.names, reducer.why_copied()
     for bucket in reducer.layout.buckets:
         if not (bucket.numel or bucket.is_sparse):
             continue
-        # Of sparse gradients, as if all rows were there.
+        # Sparse gradients count with all of their rows.
         numel = sum(reducer.parameters.kinds[number].numel for number in bucket.numbers)
         planned_ns = reducer.predicted.get(bucket.index)
         if bucket.is_sparse:

@@ -1,5 +1,5 @@
-"""Records steps of an unchanged training loop with torch's profiler, and brings those of all ranks
-to rank 0."""
+"""Records steps of an unchanged training loop with torch's profiler, and gathers the steps of all
+ranks on rank 0."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ from fusion_passes.torch_private.profiling import (
 log = logging.getLogger(__name__)
 
 ENDED: Final = "the script ended before its steps were recorded"
-"""Why there is no timeline."""
+"""The reason why there is no timeline."""
 
 
 class Recording:
-    """Steps that are being recorded: first some that are only timed, then as many under torch's
-    profiler as were asked for. The step in which the recording began, and that in which the
-    profiler starts, are not counted.
+    """Steps that are being recorded: first ``plain_steps`` that are only timed, then ``steps``
+    under torch's profiler. The step in which the recording began, and the step in which the
+    profiler starts, do not count.
 
-    A step ends where a backward has ended that has completed the gradients of a module: every rank
-    knows that at the same point of its program, without a word from the training loop.
+    A step ends when a backward ends that has completed the gradients of a module. Every rank knows
+    that at the same point of its program, and the training loop need not tell it.
 
     Attributes:
-        timeline: of all ranks on rank 0, of this rank on others; ``None`` until it is done.
-        problem: why there is none; empty if there is, or none yet.
+        timeline: timeline of all ranks on rank 0, of this rank on others; ``None`` until it is
+            done.
+        problem: reason why there is no timeline; empty if there is one, or none yet.
     """
 
     def __init__(self, steps: int, plain_steps: int, gather: bool) -> None:
@@ -70,9 +71,9 @@ class Recording:
         return self.timeline is not None or bool(self.problem)
 
     def after_backward(self) -> None:
-        """Look whether a step has ended, and go on to what comes next."""
+        """Check whether a step has ended; if so, begin what comes next."""
         before, self._rounds = self._rounds, _rounds()
-        if self._rounds <= before or self.is_done:  # Fewer, where a module was freed.
+        if self._rounds <= before or self.is_done:  # Fewer if a module was freed.
             return
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -92,7 +93,7 @@ class Recording:
     def _start(self) -> None:
         if self.is_done:
             return
-        if is_profiling():  # A second one would take the first one's place.
+        if is_profiling():  # A second profiler would replace the first.
             self.abandon("the training runs a profiler of torch's itself, which knows the buckets")
             log.warning("No steps are recorded: %s", self.problem)
             return
@@ -117,9 +118,10 @@ class Recording:
             tuple((end - begin) / 1e9 for end in ends),
             whole.spans,
         )
-        # In the order of the ranks; each by the clock of rank 0.
+        # Ordered by rank; all times by the clock of rank 0.
         ranks, missing = _gather(mine) if self._gather else ((replace(mine, start_s=0.0),), ())
-        # As many are timed on each rank, whichever of them compile: what follows is the same step.
+        # Every rank times the same number of steps, even if some compile in them: so all ranks
+        # start the profiler in the same step.
         seconds = [seconds for seconds, has_compiled in self._plain if not has_compiled]
         plain = statistics.median(seconds) if seconds else 0.0
         buckets = [bucket for item in module_reports() for bucket in item.buckets]
@@ -127,7 +129,7 @@ class Recording:
         self.timeline = Timeline(ranks, names, plain, missing)
 
     def abandon(self, problem: str = ENDED) -> None:
-        """Record no more, if the steps are not recorded yet."""
+        """Stop recording, if the steps are not recorded yet."""
         if self.is_done:
             return
         if self._profiler is not None:
@@ -138,12 +140,12 @@ class Recording:
 
 
 def _compile_s() -> float:
-    """More than before if anything was compiled since."""
+    """A sum of torch's compile times, which grows whenever anything is compiled."""
     return sum(seconds_by_name().values())
 
 
 def _rounds() -> int:
-    """How often a module's gradients have been completed."""
+    """The number of times that a module's gradients have been completed."""
     return sum(reducer.steps for reducer in reducers.alive())
 
 
@@ -160,23 +162,23 @@ last_recording: Final = process_state.keep(
 def record_steps(steps: int = 3, *, plain_steps: int = 3, gather: bool = True) -> Recording:
     """Record the next steps of this training, on all ranks, without a change to its loop.
 
-    Call it on every rank, at the same place of the program; :func:`fusion_passes.report` then says
-    when each bucket was on its way, and ``report().timeline`` can be drawn. Recording ends by
-    itself. Where it is not called, nothing is measured and nothing costs any time.
+    Call it on every rank, at the same place of the program. :func:`fusion_passes.report` then says
+    when each bucket was on its way, and ``report().timeline`` can be drawn. The recording ends by
+    itself. If it is not called, nothing is measured, and nothing costs any time.
 
     Args:
-        steps: how many are recorded with torch's profiler.
-        plain_steps: how many are timed before that, without it; those in which torch compiles do
-            not count. Compare the two for what the profiler costs.
+        steps: number of steps to record with torch's profiler.
+        plain_steps: number of steps to time before that, without the profiler; their median leaves
+            out steps in which torch compiles. The two times show what the profiler costs.
         gather: whether rank 0 gets the steps of all ranks, over the store of the default process
             group. Each rank waits for that, a minute at most.
 
     Returns:
-        The recording; its ``timeline`` is ``None`` until it has ended. While one is on its way, as
-        under ``python -m fusion_passes.explain``, it is that one.
+        The recording; its ``timeline`` is ``None`` until it has ended. If a recording is already
+        under way, for example under ``python -m fusion_passes.explain``, that one is returned.
 
     Raises:
-        ValueError: a number is not positive.
+        ValueError: ``steps`` is less than 1, or ``plain_steps`` is negative.
     """
     for name, value, least in (("steps", steps, 1), ("plain_steps", plain_steps, 0)):
         if value < least:
@@ -192,19 +194,20 @@ def record_steps(steps: int = 3, *, plain_steps: int = 3, gather: bool = True) -
 
 
 def read_profile(profiler: profile, begin_ns: int, end_ns: int) -> RankTimeline:
-    """The timeline of what began between two times of ``time.time_ns()``."""
+    """The timeline of the events that began between two times of ``time.time_ns()``."""
     cuda = torch.cuda.is_available()
     events: list[Event] = []
     for name, start, end, on_host in recorded_events(profiler):
         if begin_ns <= start < end_ns and _counts(name, on_host, cuda):
-            # A GPU shows a range as long as what was launched in it runs: that is the network.
+            # On a GPU, a launch range lasts as long as the kernels launched in it: the network.
             shown = name if on_host or not name.startswith(PREFIX) else name.removesuffix(" launch")
             events.append((shown, (start - begin_ns) / 1e9, (end - begin_ns) / 1e9))
     return timeline_of(events, (end_ns - begin_ns) / 1e9, host_computes=not cuda)
 
 
 def _counts(name: str, on_host: bool, cuda: bool) -> bool:
-    """On a GPU, computing and sending is what its kernels do, not what the host says."""
+    """Whether an event counts. On a GPU, its kernels say what is computed and sent, not the host's
+    events."""
     if name.startswith(PREFIX):
         return on_host or name.endswith(" launch")
     return not cuda or on_host == (lane_of(name) in ("launch", "wait"))
@@ -213,33 +216,33 @@ def _counts(name: str, on_host: bool, cuda: bool) -> bool:
 # --- All ranks -----------------------------------------------------------------------------------
 
 QUESTIONS: Final = 5
-"""How often a rank asks rank 0 for the time; the fastest answer counts."""
+"""Number of times that a rank asks rank 0 for the time; the fastest answer counts."""
 
 PATIENCE_SECONDS: Final = 60.0
-"""How long a rank waits for the others here."""
+"""Time that a rank waits for the others here, in seconds."""
 
 POLLING_SECONDS: Final = 0.01
-"""How often rank 0 looks who asks."""
+"""Time between two checks of rank 0 for ranks that ask, in seconds."""
 
 
 def _gather(mine: RankSteps) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
-    """Bring what all ranks have recorded to rank 0, and their clocks together.
+    """Gather the recorded steps of all ranks on rank 0, and convert them to one clock.
 
-    All of it goes over the store of the default process group, so that no collective is added to
-    those of the training.
+    Everything goes over the store of the default process group, so that the training has no
+    additional collective.
 
     Returns:
-        On rank 0 the steps of all ranks by its clock, and the ranks that have not answered; on
-        others their own.
+        On rank 0, the steps of all ranks by its clock, and the ranks that have not answered; on
+        other ranks, their own steps.
     """
     world = dist.group.WORLD
     assert world is not None, "its gradients were averaged"
     found, missing = {mine.rank: mine}, list[int]()
     if world.size() > 1 and dist.get_backend(world) != "fake":
-        # A connection of its own: others in this process use the group's.
+        # A connection of its own: other code in this process uses the group's.
         store: Any = world.get_group_store().clone()  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=PATIENCE_SECONDS))
-        # Each rank counts its gatherings there: all have as many.
+        # Each rank counts its gatherings in the store: all ranks have the same number.
         place = f"fusion_passes/steps/{store.add(f'fusion_passes/gathered/{mine.rank}', 1)}"
         if mine.rank > 0:
             _send(mine, store, place)
@@ -255,8 +258,8 @@ def _gather(mine: RankSteps) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
 
 
 def _receive_all(world_size: int, store: Any, place: str) -> dict[int, RankSteps]:
-    """What the ranks have recorded that answer in time, by rank. Who has asked is answered first:
-    those that never do would else use up the others' patience."""
+    """The recorded steps of the ranks that answer in time, by rank. A rank that has asked is served
+    first: otherwise ranks that never ask would use up the time for the others."""
     found: dict[int, RankSteps] = {}
     waiting, until = set(range(1, world_size)), time.monotonic() + PATIENCE_SECONDS
     with contextlib.suppress(RuntimeError):  # The store is gone.
@@ -264,7 +267,7 @@ def _receive_all(world_size: int, store: Any, place: str) -> dict[int, RankSteps
             asking = [rank for rank in waiting if store.check([f"{place}/ask/{rank}/0"])]
             for rank in asking:
                 store.set_timeout(timedelta(seconds=max(until - time.monotonic(), 1.0)))
-                with contextlib.suppress(RuntimeError):  # It is gone.
+                with contextlib.suppress(RuntimeError):  # The rank is gone.
                     found[rank] = _receive(rank, store, place)
             waiting.difference_update(asking)
             time.sleep(POLLING_SECONDS)
@@ -272,7 +275,7 @@ def _receive_all(world_size: int, store: Any, place: str) -> dict[int, RankSteps
 
 
 def _receive(rank: int, store: Any, place: str) -> RankSteps:
-    """What a rank that asks has recorded; a ``RuntimeError`` if it has stopped asking."""
+    """The recorded steps of a rank that asks; a ``RuntimeError`` if it has stopped asking."""
     for number in range(QUESTIONS):
         store.get(f"{place}/ask/{rank}/{number}")
         store.set(f"{place}/answer/{rank}/{number}", str(time.time_ns()))
@@ -283,8 +286,8 @@ def _receive(rank: int, store: Any, place: str) -> RankSteps:
 
 
 def _send(mine: RankSteps, store: Any, place: str) -> None:
-    """Send rank 0 what this rank has recorded, by the clock of rank 0. That is off by half of the
-    time that the fastest answer took, at most."""
+    """Send rank 0 the recorded steps of this rank, by the clock of rank 0. The error of that clock
+    is at most half of the time that the fastest answer took."""
     ahead_s, error_s = 0.0, float("inf")
     try:
         for number in range(QUESTIONS):

@@ -1,5 +1,5 @@
-"""What the flag has done in this process, as plain values that can be printed, compared and stored:
-what ``fusion_passes.report()`` and ``fusion_passes.reports()`` return."""
+"""The effects of the flag in this process, as plain values that can be printed, compared and
+stored: the results of ``fusion_passes.report()`` and ``fusion_passes.reports()``."""
 
 from __future__ import annotations
 
@@ -12,43 +12,45 @@ from typing import Any, Final, Literal, TypeAlias
 from fusion_passes.reporting.timeline import BucketTimes, StepTimes, Timeline, write_page
 
 SCHEMA: Final = "fusion_passes.report/6"
-"""Name and version of the JSON. A field that comes makes no new version; one that goes, or means
-something else, does."""
+"""Name and version of the JSON. A new field does not change the version; a field that is removed,
+or changes its meaning, does."""
 
 
 @dataclass(frozen=True)
 class BucketReport:
-    """One bucket: what a step launches for DDP by one collective, and what became of it.
+    """One bucket: gradients that a step reduces with one collective for DDP, and what was done with
+    them.
 
     Attributes:
-        module: the DDP module, by number of construction on its group and by class.
+        module: DDP module, by its number in the order of construction on its process group, and
+            class.
         group: name of the process group.
-        dtype: of the gradients, as in torch.
-        num_bytes: size of the gradients.
-        sent_bytes: what is sent: less than ``num_bytes`` in a smaller dtype. Of sparse gradients
-            both are those of all rows.
-        scaling: how its gradients are scaled: :data:`fusion_passes.traced.scaling.ScalingMethod`,
-            or ``"hook"`` by a communication hook, or ``"rows"`` for sparse ones, of which each rank
-            divides its rows.
-        parameters: names of the parameters whose gradients it holds, in the order in which they
-            lie.
-        copied: for each gradient that is copied into the bucket, by a hook or by the compiled
-            backward, instead of stored there by the kernel that produces it: the parameter's name,
-            and why. Of a module's bucket that is so for the last step.
-        waited: where in a traced graph the result is waited for, and why there; empty for a
-            module's bucket. Likewise the next two.
-        overlapped: library kernels (matrix products, convolutions, attention) that run between
-            launch and wait.
-        following: library kernels that follow the launch: where more than ``overlapped``,
-            something in the graph reads the result before the end.
-        planned_s: when ``"auto"`` expects the network to begin and to be done with it, in seconds
+        dtype: dtype of the gradients, as torch names it.
+        num_bytes: size of the gradients, in bytes; sparse gradients count with all of their rows.
+        sent_bytes: bytes that are sent: fewer than ``num_bytes`` in a smaller dtype; sparse
+            gradients count with all of their rows.
+        scaling: how the gradients are scaled: a :data:`fusion_passes.traced.scaling.ScalingMethod`,
+            ``"hook"`` by a communication hook, or ``"rows"`` for sparse gradients, of which each
+            rank divides its own rows.
+        parameters: names of the parameters whose gradients the bucket holds, in the order in which
+            the gradients lie there.
+        copied: (parameter name, reason) of each gradient that a hook or the compiled backward
+            copies into the bucket, because the kernel that produces it does not store it there. A
+            module's bucket has those of the last step.
+        waited: where a traced graph waits for the result, and why there; empty for a module's
+            bucket.
+        overlapped: number of library kernels (matrix products, convolutions, attention) that run
+            between launch and wait in a traced graph; 0 for a module's bucket.
+        following: number of library kernels that follow the launch in a traced graph; if it exceeds
+            ``overlapped``, a node reads the result before the end. 0 for a module's bucket.
+        planned_s: when ``"auto"`` expects the network to begin and to finish the bucket, in seconds
             from the start of the backward; ``None`` in other modes.
-        name: in profiles and timelines: ``DDP 0 (Net) bucket 3``; empty for a traced graph's
-            bucket, which is one of its module's. Likewise the next two.
-        times: when it was on its way in recorded steps, of this rank; ``None`` where none were
-            recorded.
-        predicted_s: when ``"auto"`` expected the network to begin and to be done with it, by the
-            clock of those steps; ``None`` in other modes.
+        name: name in profiles and timelines: ``DDP 0 (Net) bucket 3``; empty for a traced graph's
+            bucket, which is one of its module's buckets.
+        times: when the bucket was on its way in recorded steps, on this rank; ``None`` if no
+            recorded step sent it, and for a traced graph's bucket.
+        predicted_s: when ``"auto"`` expected the network to begin and to finish the bucket, by the
+            clock of the recorded steps; ``None`` in other modes, and without recorded steps.
     """
 
     module: str
@@ -73,22 +75,22 @@ class ModuleReport:
     """A DDP module whose gradients a reducer averages.
 
     Attributes:
-        name: by number of construction on its group and by class: ``DDP 0 (Net)``.
+        name: number in the order of construction on its process group, and class: ``DDP 0 (Net)``.
         group: name of its process group.
-        group_size: ranks of that.
-        backend: that sends there: ``"gloo"``, ``"nccl"``.
-        mode: how a bucket is sent: ``"concat"``, ``"coalesced"``, or ``"hook"``, by a communication
-            hook.
-        hook: name of that hook; empty if there is none.
-        steps: how many it has averaged.
-        gradients: how many are averaged in a step.
-        stored: how many of them compiled backwards have stored in their buckets in the last step,
-            some by a copy. These and the others are among ``copied`` of their bucket, with the
-            reason.
-        decision: in the mode ``"auto"``, why these buckets were chosen; one sentence each.
-        memory: of its buckets: ``"plain"``, or what NCCL was told of it.
-        buckets: in the order of their launches; none before the first step has ended, since they
-            are rebuilt there.
+        group_size: number of ranks in the process group.
+        backend: backend that sends the buckets: ``"gloo"``, ``"nccl"``.
+        mode: how a bucket is sent: ``"concat"``, ``"coalesced"``, or ``"hook"`` (by a communication
+            hook).
+        hook: name of the communication hook; empty if there is none.
+        steps: number of steps whose gradients the reducer has averaged.
+        gradients: number of gradients that are averaged in a step.
+        stored: number of gradients that compiled backwards stored in their buckets in the last
+            step, some of them by a copy. The copied gradients, and those that were not stored, are
+            listed with the reason in ``copied`` of their bucket.
+        decision: why these buckets were chosen, in the mode ``"auto"``; one sentence per item.
+        memory: memory of the buckets: ``"plain"``, or how it is registered with NCCL.
+        buckets: buckets, in launch order; empty before the first step has ended, because the
+            buckets are rebuilt at its end.
     """
 
     name: str
@@ -110,8 +112,8 @@ class RejectionReport:
     """A collective that was left as it is.
 
     Attributes:
-        collective: its node in the graph, and its operator.
-        reason: why it was.
+        collective: name of its node in the graph, and its operator.
+        reason: why it was left as it is.
     """
 
     collective: str
@@ -120,17 +122,17 @@ class RejectionReport:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """What was done to one graph that compiled autograd has traced.
+    """The effects of the passes on one graph that compiled autograd traced.
 
     Attributes:
         mode: how buckets are reduced.
-        collectives_before: launches in the graph as it was traced, others than DDP's included.
-        collectives_after: launches in the graph as it runs.
-        buckets: in the order of their launches.
-        rejections: the launches that are not DDP's, in graph order.
-        digest: equal for equal plans, on every rank.
-        compiled: how many graphs with this plan the process has compiled, where it stands for all
-            of them.
+        collectives_before: number of launches in the graph as it was traced, DDP's and others.
+        collectives_after: number of launches in the graph as it runs.
+        buckets: buckets, in launch order.
+        rejections: launches that are not DDP's, in graph order.
+        digest: hash that is equal for equal plans, on every rank.
+        compiled: number of graphs with this plan that the process has compiled, if this report
+            stands for all of them.
     """
 
     mode: str
@@ -150,13 +152,16 @@ class BackwardReport:
     """Backwards whose gradients were reduced in the same way.
 
     Attributes:
-        modules: the DDP modules, by number of construction on their group and by class.
-        reduced_in: ``"reducer"``: by a reducer, while the backward ran; ``"compiled_autograd"``: in
-            a graph that compiled autograd has traced from the whole backward.
-        because: where the latter was asked for, why it was not traced; else empty.
-        count: how many there were.
-        copied: how many gradients of each were copied into their buckets, by hooks: all in the
-            first backward, and then those that no compiled backward can store there.
+        modules: DDP modules, each by its number in the order of construction on its process group,
+            and class.
+        reduced_in: ``"reducer"``: a reducer reduced the gradients while the backward ran;
+            ``"compiled_autograd"``: a graph that compiled autograd traced of the whole backward
+            reduced them.
+        because: reason why the backward was not traced although that was asked for; otherwise
+            empty.
+        count: number of these backwards.
+        copied: number of gradients that hooks copied into their buckets in each backward: all of
+            them in the first backward, and later those that no compiled backward can store there.
     """
 
     modules: tuple[str, ...]
@@ -168,18 +173,19 @@ class BackwardReport:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over what is used, and what was measured.
+    """Sums over all modules, and what was measured.
 
     Attributes:
-        gradients: how many a step has that are averaged in buckets, of all modules.
-        launches: how many buckets it launches for them, by one collective each.
-        num_bytes: of the gradients in buckets.
-        sent_bytes: of what is sent for them.
-        copied_gradients: how many gradients were copied into their bucket in the last step.
-        steps: times of recorded steps, of this rank; ``None`` where none were recorded.
-        overlap: share of the time of the network that is hidden by compute; ``None`` likewise, and
-            where nothing was sent.
-        plain_step_s: seconds of a step before the recording, without a profiler; ``None`` likewise.
+        gradients: number of gradients that a step averages in buckets.
+        launches: number of buckets that a step launches for them, one collective each.
+        num_bytes: size of the gradients in buckets, in bytes.
+        sent_bytes: bytes that are sent for them.
+        copied_gradients: number of gradients that were copied into their bucket in the last step.
+        steps: times of the recorded steps, on this rank; ``None`` if no steps were recorded.
+        overlap: share of the network's time that compute hides; ``None`` if no steps were recorded,
+            or nothing was sent.
+        plain_step_s: seconds of a step before the recording, without a profiler; ``None`` if no
+            steps were recorded.
     """
 
     gradients: int
@@ -194,24 +200,24 @@ class Totals:
 
 @dataclass(frozen=True)
 class Report:
-    """What the flag has done in this process, and what came of it.
+    """The effects of the flag in this process, and what was measured.
 
     Attributes:
         schema: :data:`SCHEMA`.
-        versions: of ``fusion_passes``, ``torch`` and ``python``.
-        rank: this rank; ``None`` without process groups.
-        world_size: number of ranks; likewise.
-        flag: the options that are set now, by name; ``None`` where the flag is off.
-        warnings: what the process has warned of.
+        versions: versions of ``fusion_passes``, ``torch`` and ``python``.
+        rank: number of this rank; ``None`` without process groups.
+        world_size: number of ranks; ``None`` without process groups.
+        flag: options that are set now, by name; ``None`` if the flag is off.
+        warnings: warnings that the process has issued.
         advice: one line on what is worth trying; empty if there is none.
-        modules: the DDP modules that are there now and that reducers average, in the order of their
-            construction; where none is left, those that were freed last.
-        graphs: of compiled autograd, as ``fusion_passes.reports()`` has them, but one for each
-            plan, in the order in which the first was compiled.
-        backwards: how gradients were reduced, and why so.
+        modules: DDP modules that exist now and that reducers average, in the order of their
+            construction; if none is left, the modules that were freed last.
+        graphs: graphs that compiled autograd traced, as ``fusion_passes.reports()`` has them, but
+            one per plan, in the order in which the first graph of each plan was compiled.
+        backwards: how gradients were reduced, and why in this way.
         totals: sums, and what was measured.
-        timeline: the steps that were recorded last, of all ranks on rank 0; ``None`` if there are
-            none. It is no part of the JSON.
+        timeline: steps that were recorded last: of all ranks on rank 0, of this rank on others;
+            ``None`` if there are none. Not part of the JSON.
     """
 
     schema: str
@@ -233,7 +239,7 @@ class Report:
         return json.dumps(data, default=asdict, indent=indent)
 
     def write_timeline(self, path: str | Path) -> None:
-        """Write the recorded steps as a page that any browser shows: one file that loads nothing.
+        """Write the recorded steps as a page for any browser: one file that loads nothing.
 
         Raises:
             ValueError: no steps were recorded on this rank.
@@ -247,7 +253,7 @@ class Report:
 
     def scalars(self) -> dict[str, float]:
         """Numbers to log beside the loss, by names that TensorBoard groups under ``ddp_fusion``.
-        Those that were not measured are missing."""
+        Numbers that were not measured are missing."""
         totals = self.totals
         known: dict[str, float | None] = {
             "gradients": totals.gradients,

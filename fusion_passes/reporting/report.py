@@ -22,10 +22,10 @@ from fusion_passes.warnings import warnings_so_far
 
 
 def report() -> Report:
-    """What the flag has done in this process, and what was measured of it.
+    """The report of what the flag did in this process, and of what was measured.
 
-    Without :func:`fusion_passes.record_steps` before, nothing is measured, and all times are
-    ``None``. Nothing is sent to other ranks.
+    If :func:`fusion_passes.record_steps` was not called before, nothing is measured, and all times
+    are ``None``. Nothing is sent to other ranks.
     """
     config = active_config()
     timeline = last_recording[0].timeline if last_recording else None
@@ -34,7 +34,7 @@ def report() -> Report:
     modules = module_reports()
     steps = None
     if timeline is not None:
-        # By its place: after destroy_process_group() nobody says which rank this was.
+        # By position: after destroy_process_group(), the number of this rank is unknown.
         mine = timeline.ranks[0]
         steps = mine.times()
         modules = tuple(_with_times(modules, mine.bucket_times(timeline.buckets)))
@@ -63,15 +63,16 @@ def report() -> Report:
 def _with_times(
     modules: Iterable[ModuleReport], times: Mapping[str, BucketTimes]
 ) -> Iterator[ModuleReport]:
-    """The modules with what this rank has recorded of their buckets."""
+    """The modules, each with the times that this rank recorded of its buckets."""
     for item in modules:
         buckets = [replace(bucket, times=times.get(bucket.name)) for bucket in item.buckets]
         yield replace(item, buckets=tuple(_with_predictions(buckets)))
 
 
 def _with_predictions(buckets: Sequence[BucketReport]) -> Iterator[BucketReport]:
-    """The buckets of a module with what its plan expected, by the clock of the recorded steps: the
-    bucket with which the network began first is put where that was."""
+    """The buckets of a module, each with the times that its plan expected, by the clock of the
+    recorded steps. Predictions are shifted so that the bucket that the network began first is
+    predicted to begin when it did."""
     sent = [
         (item.times.started_s, item.planned_s[0])
         for item in buckets
@@ -105,21 +106,21 @@ def _totals(
 # --- What is worth trying ------------------------------------------------------------------------
 
 NEGLIGIBLE: Final = 0.05
-"""Share of a step: with less exposed communication there is nothing to gain beyond noise."""
+"""Share of a step: with less exposed communication, there is nothing to gain beyond noise."""
 
 SMALL_BYTES: Final = 2**19
-"""A bucket of fewer bytes takes a network's latency, mostly."""
+"""Bytes of a bucket: the time of a smaller bucket is mostly the network's latency."""
 
 MOST: Final = 0.5
-"""Share of the exposed time from which one bucket is what matters."""
+"""Share of the exposed time: a bucket with this share, or more, is the one that matters."""
 
 
 def advice(
     steps: StepTimes | None, buckets: Sequence[BucketReport], traced: Sequence[BucketReport] = ()
 ) -> str:
-    """The most useful thing to try; empty where nothing was measured, or nothing is to be gained.
-    ``buckets`` are those of the modules, in the order of their launches, ``traced`` those of graphs
-    that compiled autograd has traced."""
+    """The most useful thing to try; empty if nothing was measured, or nothing can be gained.
+    ``buckets`` are the modules' buckets in launch order, ``traced`` the buckets of the graphs that
+    compiled autograd traced."""
     if steps is None or steps.exposed_s < NEGLIGIBLE * steps.step_s:
         return ""
     share = steps.exposed_s / steps.step_s

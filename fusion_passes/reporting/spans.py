@@ -1,4 +1,4 @@
-"""What a rank does when in a step: read from what torch's profiler has recorded."""
+"""The activity of a rank over a step, read from the events of torch's profiler."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ PATTERNS: Final[tuple[tuple[Lane, re.Pattern[str]], ...]] = (
     ("network", re.compile(r"^ddp_fusion: ")),
     ("compute", re.compile(r"aten::|mkl|graph_\d|cpp_fused|kernel|triton_|fusion_passes::|void ")),
 )
-"""The lane of an event, by its name in the profiler: that of the first pattern that is found
-there. An event of no lane holds others: regions, graphs, autograd nodes. Names that begin with
-``ddp_fusion`` are the package's own; one without launch or wait is what a GPU does for a launch."""
+"""The lane of an event, by its name in the profiler: the lane of the first pattern that matches. An
+event without a lane holds other events: regions, graphs, autograd nodes. Names that begin with
+``ddp_fusion`` are the package's own; such a name without launch or wait is what a GPU does for a
+launch."""
 
 _NAMED: Final = re.compile(r"ddp_fusion: (.*?)(?: launch| wait)?")
 
 Event: TypeAlias = tuple[str, float, float]
-"""Name, start and end, in seconds."""
+"""Name, start and end of an event; times in seconds."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a rank does.
+    """Something that a rank does for some time.
 
     Attributes:
-        lane: what kind of thing.
-        name: of the bucket that is launched, waited for or sent, where it has one; else of the
-            operator, or of the lane.
-        start_s: seconds from the start of the step.
-        end_s: likewise.
+        lane: kind of activity.
+        name: name of the bucket that is launched, waited for or sent, if there is one; otherwise
+            the name of the operator, or of the lane.
+        start_s: start, in seconds from the start of the step.
+        end_s: end, in seconds from the start of the step.
     """
 
     lane: Lane
@@ -51,15 +52,16 @@ class RankTimeline:
     """One step of a rank.
 
     Attributes:
-        seconds: of the step.
-        spans: in each lane, in time order, without overlap except on the network.
+        seconds: duration of the step.
+        spans: spans in the order of their starts; in one lane they do not overlap, except on the
+            network.
     """
 
     seconds: float
     spans: tuple[Span, ...]
 
     def busy_s(self, lane: Lane) -> float:
-        """Seconds in which something of a lane goes on."""
+        """Seconds in which a lane has a span."""
         return length(self.intervals(lane))
 
     def hidden_s(self) -> float:
@@ -73,12 +75,12 @@ class RankTimeline:
 
 
 def lane_of(name: str) -> Lane | None:
-    """The lane of an event with this name; ``None`` for one that only holds others."""
+    """The lane of an event with this name; ``None`` for an event that only holds others."""
     return next((lane for lane, pattern in PATTERNS if pattern.search(name)), None)
 
 
 def merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of intervals, in order."""
+    """The union of intervals, in order of time."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -91,7 +93,7 @@ def merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 def without(
     intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
 ) -> list[tuple[float, float]]:
-    """The parts of intervals that lie in none of others, in order."""
+    """The parts of ``intervals`` that lie in none of ``others``, in order of time."""
     removed, rest, at = merged(others), list[tuple[float, float]](), 0
     for start, end in merged(intervals):
         low = start
@@ -116,10 +118,11 @@ def length(intervals: Iterable[tuple[float, float]]) -> float:
 def timeline_of(
     events: Iterable[Event], seconds: float, *, host_computes: bool = False
 ) -> RankTimeline:
-    """The timeline of a step of some seconds, from events, of which operators hold others.
+    """The timeline of a step that takes ``seconds``, from events, which may hold each other.
 
-    With ``host_computes``, all that the host does but launch and wait is computing, as on a CPU,
-    where most kernels are none of the profiler's events. Else events say what is.
+    With ``host_computes``, everything that the host does counts as computing, except launch and
+    wait: on a CPU, the profiler has no events for most kernels. Otherwise events say what is
+    computing.
     """
     known = sorted(
         ((lane_of(name), name, start, end) for name, start, end in events),
@@ -142,7 +145,7 @@ def timeline_of(
 def _with_names(
     lane: Lane, parts: Iterable[tuple[float, float]], events: Sequence[Event]
 ) -> Iterator[Span]:
-    """Make spans of these parts, each with the name of the named event that it overlaps."""
+    """Make a span of each part, with the name of the named event that overlaps it."""
     named = [(match[1], a, b) for n, a, b in events if (match := _NAMED.fullmatch(n))]
     starts = [start for _, start, _ in named]
     for low, high in parts:
@@ -154,13 +157,13 @@ def _with_names(
 def _sent(sent: Sequence[Event], launches: Sequence[Event]) -> Iterator[Event]:
     """Give each event on the network the name of the bucket that it sends.
 
-    A backend runs what is launched in its order, so the nth that it runs is the nth launch. Where
-    several process groups run at once, their orders can mix, and so can the names.
+    A backend runs collectives in launch order, so the nth event on the network is the nth launch.
+    If several process groups run at once, their orders can mix, and so can the names.
     """
     own = [(match[1], a, b) for n, a, b in sent if (match := _NAMED.fullmatch(n))]
     yield from own
     others = [event for event in sent if not _NAMED.fullmatch(event[0])]
-    if own:  # A GPU: what it does for a bucket has the bucket's name.
+    if own:  # On a GPU, the work for a bucket has the bucket's name.
         for name, start, end in others:
             if not any(a <= start and end <= b for _, a, b in own):
                 yield name, start, end
@@ -168,7 +171,7 @@ def _sent(sent: Sequence[Event], launches: Sequence[Event]) -> Iterator[Event]:
     named = [(match[1], a, b) for n, a, b in launches if (match := _NAMED.fullmatch(n))]
     calls = [(a, b) for n, a, b in launches if n.startswith("c10d::")]
     labels = [next((n for n, a, b in named if a <= start <= b), "") for start, _ in calls]
-    if len(labels) != len(others):  # Under no_sync, what stays on its rank is launched, not sent.
+    if len(labels) != len(others):  # Under no_sync, some launches send nothing.
         labels = list(filter(None, labels))
     for index, (name, start, end) in enumerate(others):
         label = labels[index] if len(labels) == len(others) else ""

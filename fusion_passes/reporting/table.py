@@ -1,4 +1,4 @@
-"""A report as text: for a terminal, a log, or a trace of ``tlparse``."""
+"""Formats a report as text: for a terminal, a log, or a trace of ``tlparse``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCALED: Final = MappingProxyType(
 )
 
 MOST_ROWS: Final = 40
-"""Buckets of one module or graph that are shown; the report itself has all."""
+"""Number of buckets of one module or graph that are shown; the report itself has all of them."""
 
 _REDUCED_IN: Final[Mapping[ReducedIn, str]] = MappingProxyType(
     {
@@ -41,18 +41,18 @@ _REDUCED_IN: Final[Mapping[ReducedIn, str]] = MappingProxyType(
 )
 
 _Line: TypeAlias = tuple[str, str]
-"""What a line begins with, and its text, which is folded behind that."""
+"""The head of a line, and its text, which is folded behind the head."""
 
 _Column: TypeAlias = tuple[str, int, Callable[[BucketReport], str]]
-"""Its title, its width, and what it says of a bucket."""
+"""The title of a column, its width, and the function that gives a bucket's cell."""
 
 
 def format_report(report: Report | FusionReport, *, width: int = 100) -> str:
     """The report as plain text: warnings first, advice last.
 
     Args:
-        report: of this process, or of one graph.
-        width: columns; longer lines are folded.
+        report: report of this process, or of one graph.
+        width: number of columns; longer lines are folded.
     """
     lines = _of_graph(report) if isinstance(report, FusionReport) else _of_process(report)
     return "\n".join(part for head, text in lines for part in _folded(head, text, width))
@@ -132,7 +132,7 @@ def _of_graph(graph: FusionReport) -> Iterator[_Line]:
 
 
 def _rows(buckets: Sequence[BucketReport], *, shows_module: bool = False) -> Iterator[_Line]:
-    """A row for each bucket: its number, size and times, and behind these what was done."""
+    """A row for each bucket: its number, size and times, followed by what was done with it."""
     columns = list(_columns(buckets))
     titles = "".join(f"{title:>{width}}" for title, width, _ in columns)
     yield f"bucket{titles}  ", "what was done"
@@ -147,8 +147,8 @@ def _rows(buckets: Sequence[BucketReport], *, shows_module: bool = False) -> Ite
 
 
 def _columns(buckets: Sequence[BucketReport]) -> Iterator[_Column]:
-    """The size of a bucket; when the network was busy with it, when it was expected to be, and what
-    of it was exposed, where that is known of any."""
+    """The columns for the size of a bucket and, if any bucket was timed, for when the network sent
+    it, when that was predicted, and how much of it was exposed."""
     yield "size", 12, lambda bucket: format_bytes(bucket.num_bytes)
     if any(bucket.times is not None for bucket in buckets):
         yield "sent, ms", 18, _sent
@@ -182,7 +182,7 @@ def _done(bucket: BucketReport, shows_module: bool) -> Iterator[str]:
 
 
 def _copies(buckets: Sequence[BucketReport]) -> Iterator[_Line]:
-    """Which gradients are copied, by the reason."""
+    """The gradients that are copied, by reason."""
     names: dict[str, list[str]] = {}
     for bucket in buckets:
         for name, reason in bucket.copied:

@@ -1,4 +1,5 @@
-"""Steps of all ranks as they ran, what they say of each bucket, and the page that shows them."""
+"""The recorded steps of all ranks, the times of each bucket in them, and the page that shows
+them."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ class BucketTimes:
     step.
 
     Attributes:
-        launched_s: its launch begins.
-        started_s: the network begins with it.
-        ended_s: the network is done with it.
-        exposed_s: seconds in which the network is busy with it and the rank does not compute. Where
-            several buckets are on the network, they are the first one's: all sum up to the exposed
-            time of the step.
+        launched_s: start of its launch.
+        started_s: time at which the network begins with it.
+        ended_s: time at which the network is done with it.
+        exposed_s: duration in which the network is busy with it and the rank does not compute. If
+            several buckets are on the network, this time is the first one's, so that the buckets'
+            times sum up to the exposed time of the step.
     """
 
     launched_s: float
@@ -36,14 +37,14 @@ class BucketTimes:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Where the time of a step goes: medians over the recorded steps, in seconds.
+    """How the time of a step is spent: medians over the recorded steps, in seconds.
 
     Attributes:
-        step_s: of the step, with the profiler's own time.
-        compute_s: the rank computes.
-        network_s: the network is busy.
-        hidden_s: both.
-        exposed_s: the network is busy and the rank does not compute.
+        step_s: duration of the step, including the profiler's own time.
+        compute_s: time in which the rank computes.
+        network_s: time in which the network is busy.
+        hidden_s: time in which the network is busy and the rank computes.
+        exposed_s: time in which the network is busy and the rank does not compute.
     """
 
     step_s: float
@@ -55,16 +56,16 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class RankSteps:
-    """What one rank did in some steps, one after the other. A step ends where a backward has ended
-    that has completed the gradients of a module, and so begins with the optimizer's step.
+    """Consecutive steps of one rank. A step ends when a backward ends that has completed the
+    gradients of a module, so it begins with the optimizer's step.
 
     Attributes:
-        rank: its number.
+        rank: number of the rank.
         place: host and process.
-        start_s: when the first step began, in seconds since it did on rank 0.
-        clock_error_s: how far that may be off at most.
-        ends_s: when each step ended, in seconds since the first began.
-        spans: what it did, in seconds since the first step began.
+        start_s: start of the first step, in seconds since the first step began on rank 0.
+        clock_error_s: largest possible error of ``start_s``, in seconds.
+        ends_s: end of each step, in seconds since the first step began.
+        spans: what the rank did, in seconds since the first step began.
     """
 
     rank: int
@@ -75,8 +76,8 @@ class RankSteps:
     spans: tuple[Span, ...]
 
     def steps(self) -> Iterator[tuple[float, RankTimeline]]:
-        """When each step begins, and the step by itself, from 0 on. What goes on at its ends is cut
-        off there."""
+        """The start of each step, and the step by itself, from 0 on. A span that crosses the start
+        or end of a step is cut off there."""
         for begin, end in zip((0.0, *self.ends_s), self.ends_s, strict=False):
             inside = (span for span in self.spans if span.start_s < end and span.end_s > begin)
             cut = tuple(
@@ -86,7 +87,7 @@ class RankSteps:
             yield begin, RankTimeline(end - begin, cut)
 
     def times(self) -> StepTimes:
-        """Where the time goes."""
+        """How the time of a step is spent."""
         rows = [
             (step.seconds, step.busy_s("compute"), step.busy_s("network"), step.hidden_s())
             for _, step in self.steps()
@@ -95,8 +96,7 @@ class RankSteps:
         return StepTimes(*map(statistics.median, columns))
 
     def bucket_times(self, names: Iterable[str]) -> dict[str, BucketTimes]:
-        """The times of those of these buckets that were sent in some step, in the order of their
-        launches."""
+        """The times of the buckets with these names that some step sent, in launch order."""
         wanted = frozenset(names)
         seen: dict[str, list[BucketTimes]] = {}
         for _, step in self.steps():
@@ -111,13 +111,13 @@ class RankSteps:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Some steps of all ranks, by one clock.
+    """The recorded steps of all ranks, by one clock.
 
     Attributes:
-        ranks: by number, on rank 0; on others this one alone. Ranks that have not answered are
-            missing.
-        buckets: the parameters of each bucket, by its name.
-        plain_step_s: seconds of a step before the recording, without a profiler; 0 where none was
+        ranks: steps of each rank that has answered, by number, on rank 0; on others, their own
+            steps.
+        buckets: parameters of each bucket, by the bucket's name.
+        plain_step_s: seconds of a step before the recording, without a profiler; 0 if no step was
             timed, or torch compiled in all of them.
         missing: numbers of the ranks that have not answered.
     """
@@ -129,8 +129,9 @@ class Timeline:
 
 
 def exposed_of(step: RankTimeline) -> list[tuple[Span, list[tuple[float, float]]]]:
-    """The spans on the network in a step, in order, each with the intervals that it is to blame
-    for: it is on the network, none that began earlier is, and the rank does not compute."""
+    """The spans on the network in a step, in order of time, each with the intervals in which it is
+    to blame for exposed time: it is on the network, no span that began earlier is, and the rank
+    does not compute."""
     sent = sorted((s for s in step.spans if s.lane == "network"), key=lambda span: span.start_s)
     computing = merged(step.intervals("compute"))
     starts, ends = [start for start, _ in computing], [end for _, end in computing]
@@ -158,16 +159,16 @@ def _buckets_of(step: RankTimeline, wanted: frozenset[str]) -> Iterator[tuple[st
 
 
 def write_page(timeline: Timeline, path: str | Path) -> None:
-    """Write a timeline as a page for any browser, ``timeline.html`` with the steps in it: one file
-    that loads nothing."""
+    """Write a timeline as a page for any browser: one file that loads nothing, made of
+    ``timeline.html`` and the steps."""
     template = (resources.files("fusion_passes.reporting") / "timeline.html").read_text("utf-8")
-    # Text of the user's stands in it: nothing in it may end the script.
+    # The data contains the user's text, which must not end the script.
     data = json.dumps(_page_data(timeline), separators=(",", ":")).replace("</", "<\\/")
     Path(path).write_text(template.replace("/*TIMELINE*/null", data, 1), encoding="utf-8")
 
 
 def _page_data(timeline: Timeline) -> dict[str, Any]:
-    """What the page's script reads: times in microseconds, names by number."""
+    """The data that the page's script reads: times in microseconds, names by index."""
     names: dict[str, int] = {}
 
     def rows(spans: Iterable[Span], offset_s: float) -> list[list[float]]:
@@ -202,7 +203,7 @@ def _page_data(timeline: Timeline) -> dict[str, Any]:
 
 
 def _lanes(item: RankSteps) -> dict[str, list[Span]]:
-    """What a rank did, and what of it was exposed, by the bucket to blame."""
+    """The spans of a rank by lane, and the exposed parts of the network's spans, by bucket."""
     lanes: dict[str, list[Span]] = {
         lane: [span for span in item.spans if span.lane == lane] for lane in LANES
     }

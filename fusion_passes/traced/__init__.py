@@ -1,1 +1,1 @@
-"""What runs for backwards that compiled autograd traces alone."""
+"""Code that runs only for backwards that compiled autograd traces."""

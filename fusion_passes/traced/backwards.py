@@ -1,13 +1,14 @@
 """Backwards that compiled autograd traces, of modules whose gradients a reducer averages.
 
-Where it is asked for (``backward_graph="compiled_autograd"``, or compiled autograd that the user
-has switched on), a backward becomes one graph, with its hooks: a gradient's hook is traced as an
-all-reduce, on a name of the process group that is that gradient's own. The passes fuse them to the
-buckets of the layout, in its order, so that other ranks need not know of it: they may run any
-backward, traced or not.
+If the user asks for it (``backward_graph="compiled_autograd"``, or compiled autograd that the user
+has enabled), a backward becomes one graph together with its hooks. The hook of each gradient is
+traced as an all-reduce over a group name that this gradient alone has. The passes fuse these
+all-reduces into the buckets of the layout, in its order. Other ranks need not know of that: they
+may run any backward, traced or not.
 
-Traced is a backward whose graph can launch all that a module launches; of any other, compiled
-backwards and hooks tell the reducer of each gradient, and the report says why.
+A backward is traced only if its graph can launch all that its modules launch. In any other
+backward, compiled backwards and hooks notify the reducer of each gradient, and the report says why
+the backward was not traced.
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ FIRST: Final = "it is the first one, which shows in which order gradients come"
 
 @dataclass
 class TracedModules:
-    """The modules whose gradients graphs reduce, by the names of their process groups in graphs:
-    ``0/ddp1`` for the second module on group ``0``, and ``0/ddp1#5`` for the gradient of its
-    parameter 5."""
+    """The modules whose gradients graphs reduce, by their group names in graphs: ``0/ddp1`` for the
+    second module on process group ``0``, and ``0/ddp1#5`` for the gradient of its parameter 5."""
 
     _reducers: dict[str, weakref.ref[Reducer]] = field(default_factory=dict)
     _has_forgotten: bool = False
 
     def note(self, name: str, reducer: Reducer) -> None:
-        """Let a module's names stand for its process group, as long as it is there."""
+        """Register a module's group names for its process group, as long as its reducer is
+        alive."""
         known = self._reducers.get(name)
         if known is not None and known() is reducer:
             return
@@ -70,8 +71,8 @@ class TracedModules:
         if known is not None:
             self._forget(name, known, names)
         if self._has_forgotten:
-            # Compiled autograd knows its graphs by their autograd nodes and the names in their
-            # hooks: another module may get a name, on a group that is made anew.
+            # Compiled autograd caches graphs by their autograd nodes and the names in their hooks:
+            # another module may get a forgotten name, on a process group that was created anew.
             clear_backward_cache()
             self._has_forgotten = False
         reference = self._reducers[name] = weakref.ref(reducer)
@@ -81,15 +82,15 @@ class TracedModules:
 
     def _forget(self, name: str, reference: weakref.ref[Reducer], names: Sequence[str]) -> None:
         if self._reducers.get(name) is not reference:
-            return  # Another one has the name.
+            return  # Another reducer has the name now.
         del self._reducers[name]
         self._has_forgotten = True
-        if torch.distributed.is_initialized():  # Else destroying the groups has removed them.
+        if torch.distributed.is_initialized():  # Otherwise destroying the groups removed them.
             for each in names:
                 unregister_process_group(each)
 
     def owner_of(self, name: str) -> Owner | None:
-        """As :data:`fusion_passes.traced.owners.OwnerOf`."""
+        """The owner of a group name; see :data:`fusion_passes.traced.owners.OwnerOf`."""
         base, _, number = name.partition("#")
         reference = self._reducers.get(base)
         reducer = reference() if reference is not None else None
@@ -110,7 +111,7 @@ class TracedModules:
         )
 
     def buckets_of(self, name: str) -> ModuleBuckets:
-        """What a graph has to launch for a module."""
+        """The buckets that a graph has to launch for the module with this group name."""
         reducer = self._reducers[name]()
         assert reducer is not None, "its graph is being compiled"
         communication = reducer.communication
@@ -122,8 +123,8 @@ class TracedModules:
         )
 
     def identity(self) -> str:
-        """What a cached graph depends on: of each gradient, its strides and its name in the report
-        too."""
+        """Everything that a cached graph depends on, as text. For each gradient, it includes the
+        strides and the name in the report."""
         known = [(name, r) for name, ref in sorted(self._reducers.items()) if (r := ref())]
         numbers = [f"{name}#{number}" for name, r in known for number in r.numbers]
         return repr([*map(self.owner_of, numbers), *(self.buckets_of(name) for name, _ in known)])
@@ -146,12 +147,12 @@ traced_modules: Final = process_state.keep(
 
 @dataclass
 class TracedBackwards:
-    """Has backwards traced that are to be.
+    """Has compiled autograd trace the backwards that can be traced.
 
     Attributes:
-        options: those of Inductor in the last compile of a forward of a managed module.
-        config: the options of the modules whose traced backward is one graph, while that is being
-            compiled or runs; else ``None``.
+        options: Inductor's options in the last compile of a forward of a managed module.
+        config: options of the modules whose traced backward is one graph, while this graph is being
+            compiled or runs; otherwise ``None``.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -163,7 +164,7 @@ class TracedBackwards:
     def run_engine(
         self, run: RunningBackward, outputs: Sequence[Any], engine: Callable[[], Any]
     ) -> Any:
-        """Call autograd's engine; have compiled autograd trace it, or not."""
+        """Call autograd's engine, and have compiled autograd trace the backward or not."""
         self._threads.add(threading.get_ident())
         is_on = traces_backwards()
         modules = run.taking_part
@@ -181,18 +182,18 @@ class TracedBackwards:
                 except Exception as error:
                     if run.has_entered_graph:
                         raise
-                    # Compiled autograd cannot trace it: nothing of it has run.
+                    # Compiled autograd cannot trace the backward, and nothing of it has run yet.
                     _give_up(run, error)
                 finally:
                     self._run = None
-        with self._capturing:  # While another thread's backward is traced, this one would be.
+        with self._capturing:  # Wait: while another thread traces, it would trace this one.
             pass
         must_be_off = is_on and (modules or _reaches_managed(outputs))
         with tracing_none() if must_be_off else contextlib.nullcontext():
             return engine()
 
     def _why_not(self, run: RunningBackward) -> str:
-        """Why a backward is not traced; empty if it is."""
+        """The reason why a backward is not traced; empty if it is."""
         if len(self._threads) > 1:
             return "backwards run in several threads"
         if run.keeps_graph or run.creates_graph or run.only_some:
@@ -210,11 +211,12 @@ class TracedBackwards:
         return next(filter(None, itertools.chain(of_hooks, of_modules)), "")
 
     def _compile(self, traced: fx.GraphModule) -> Callable[..., Any]:
-        """Compile the graph of a traced backward, or run it as it is: then hooks run one by one."""
-        # With these two, a graph with collectives is not compiled.
+        """Compile the graph of a traced backward. If it cannot be compiled, run the graph as it is:
+        the hooks in it then run one by one."""
+        # With these two options on, a graph with collectives is not compiled.
         off = {"triton.cudagraphs": False, "fallback_by_default": False}
         compiled = torch.compile(traced, options={**self.options, **off}, dynamic=False)
-        why = ""  # It was not compiled.
+        why = ""  # The reason why the graph could not be compiled.
 
         def run(inputs: list[Tensor], *arguments: Any) -> Any:
             nonlocal why
@@ -235,7 +237,7 @@ class TracedBackwards:
                         raise
                     why = _give_up(running, error)
                 else:
-                    # Not where Dynamo has run it as it is, as it may be told to.
+                    # False if Dynamo ran the graph uncompiled, as it can be configured to.
                     running.is_traced = not any(r.has_begun for r in running.taking_part)
                     return result
             with self._running(running):
@@ -245,8 +247,8 @@ class TracedBackwards:
 
     @contextlib.contextmanager
     def _running(self, run: RunningBackward) -> Iterator[None]:
-        """Around the run of a backward's graph: compiled autograd is off, and other threads may go
-        on."""
+        """Set ``config`` and release the lock while the graph of a backward runs: compiled autograd
+        is off then, so other threads may go on."""
         self._capturing.release()
         self.config = run.taking_part[0].config
         try:
@@ -261,7 +263,7 @@ class TracedBackwards:
 
 
 def _give_up(run: RunningBackward, error: Exception) -> str:
-    """Trace no backward of these modules any more. Return why, in a line."""
+    """Trace no more backwards of these modules. Return the reason, in one line."""
     run.why_untraced = f"torch cannot make one graph of it: {_in_a_line(error)}"
     for reducer in run.taking_part:
         reducer.why_untraced = run.why_untraced
@@ -276,7 +278,8 @@ def _give_up(run: RunningBackward, error: Exception) -> str:
 
 
 def _why_not(reducer: Reducer, reached: Collection[int]) -> str:
-    """Why the gradients of a module cannot be reduced in a traced graph; empty if they can."""
+    """The reason why a module's gradients cannot be reduced in a traced graph; empty if they
+    can."""
     communication, kinds = reducer.communication, reducer.parameters.kinds
     reasons = {
         reducer.why_untraced: bool(reducer.why_untraced),
@@ -305,10 +308,10 @@ def _reaches_managed(outputs: Sequence[Any]) -> bool:
 
 
 def _raised_in(traced: fx.GraphModule, error: BaseException) -> BaseException | None:
-    """The error that a part of a traced backward has raised as it ran; ``None`` where none has run:
-    what it has done must not be done twice. Dynamo compiles the first part before anything of it
-    runs. An error of Dynamo's can hide the first one: it breaks the graph where ``GraphModule``
-    looks at the first one's traceback (torch 2.11 to 2.14)."""
+    """The error that a part of a traced backward raised as it ran; ``None`` if no part has run. A
+    part that has run must not run twice. Dynamo compiles the first part before any part runs. An
+    error of Dynamo can hide the first error: Dynamo breaks the graph where ``GraphModule`` looks at
+    the traceback of the first error (torch 2.11 to 2.14)."""
     code = traced.forward.__code__
     found: BaseException | None = error
     while found is not None:
@@ -320,7 +323,7 @@ def _raised_in(traced: fx.GraphModule, error: BaseException) -> BaseException | 
 
 
 def _in_a_line(error: Exception) -> str:
-    """What an error of a compile says, without its advice."""
+    """The text of a compile error in one line, without its advice."""
     error = getattr(error, "inner_exception", error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     explained = [line for line in lines if line.startswith("Explanation:")]

@@ -1,8 +1,8 @@
-"""Puts the gradient reductions of a traced backward into the buckets of their modules' layouts.
+"""Groups the gradient reductions of a traced backward into the buckets of their modules' layouts.
 Pure: reads the graph, changes nothing.
 
-Other ranks may have traced another graph, or none: what they launch are the buckets of the same
-layouts, in the same order. So a graph launches all of them, or is none that can be run.
+Other ranks may have traced another graph, or none. They launch the buckets of the same layouts, in
+the same order. A graph therefore launches all of these buckets, or it cannot be run.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from fusion_passes.traced.scaling import BucketScaling, choose_scaling
 
 
 class CannotLaunchError(Exception):
-    """A graph cannot launch all that its modules launch. The text says why, and goes on "The
-    backward ... because "."""
+    """A graph cannot launch all that its modules launch. The text is the reason, which completes
+    "The backward ... because "."""
 
 
 @dataclass(frozen=True)
 class ModuleBuckets:
-    """What a graph has to launch for a module.
+    """The buckets that a graph has to launch for a module.
 
     Attributes:
-        numbers: of the parameters in each bucket of its layout, in the order in which buckets are
-            launched, and gradients lie there.
-        reduce_dtype: in which wider floating-point gradients are sent; ``None``: in their own.
+        numbers: parameter numbers of each bucket of the module's layout: buckets in launch order,
+            and parameters in the order in which their gradients lie in the bucket.
+        reduce_dtype: dtype in which wider floating-point gradients are sent; ``None``: their own.
         scaling: the option ``scaling``.
     """
 
@@ -54,7 +54,7 @@ class ModuleBuckets:
 
 
 BucketsOf = Callable[[str], ModuleBuckets]
-"""What a graph has to launch for the module that owns a group name."""
+"""Returns what a graph has to launch for the module that owns a group name."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class TracedBucket:
     """Reductions that are fused into one collective.
 
     Attributes:
-        key: what they have in common.
-        members: in the order in which they lie in it.
-        reduce_dtype: in which they are sent.
-        scaling: where its gradients are scaled.
-        ready: the last reduction that must be ready before the bucket is launched: of a member, or
-            of a bucket that is launched before.
+        key: what the reductions have in common.
+        members: reductions, in the order in which their gradients lie in the bucket.
+        reduce_dtype: dtype in which the gradients are sent.
+        scaling: where and by what the gradients are scaled.
+        ready: the latest reduction that this bucket's launch depends on: a member, or a member of a
+            bucket of the module that is launched earlier.
     """
 
     key: ReductionKey
@@ -88,14 +88,14 @@ class TracedBucket:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What becomes of a graph's collectives.
+    """The plan for a graph's collectives: those to fuse, in which buckets, and those to leave.
 
     Attributes:
-        buckets: in the order in which they are launched.
-        rejections: what is left alone, in graph order.
-        placements: where each bucket is launched and waited for. Empty before that is decided, or
-            where it is switched off. No part of the digest: it follows from the graph, which may
-            differ between ranks.
+        buckets: buckets, in launch order.
+        rejections: collectives that are left alone, in graph order.
+        placements: where each bucket is launched and waited for. Empty until that is decided, or if
+            the pass is switched off. Not part of the digest: placements follow from the graph,
+            which may differ between ranks.
     """
 
     buckets: tuple[TracedBucket, ...]
@@ -103,7 +103,7 @@ class BucketPlan:
     placements: tuple[Placement, ...] = ()
 
     def describe(self) -> str:
-        """The plan for people: one line a bucket, one a rejection."""
+        """The plan for people: one line per bucket, one line per rejection."""
         lines = [
             f"bucket {index}: {len(bucket.members)} gradients, {bucket.num_bytes} bytes, "
             f"{bucket.key}, sent as {dtype_name(bucket.reduce_dtype)}, scaled: "
@@ -115,16 +115,16 @@ class BucketPlan:
         return "\n".join(lines)
 
     def digest(self) -> str:
-        """Equal for equal plans, in every process; 16 hexadecimal digits."""
+        """A hash that is equal for equal plans, in every process; 16 hexadecimal digits."""
         return hashlib.sha256(self.describe().encode()).hexdigest()[:16]
 
 
 def plan_buckets(graph: fx.Graph, found: FoundReductions, buckets_of: BucketsOf) -> BucketPlan:
-    """Put the reductions of a traced backward into the buckets that their modules launch.
+    """Group the reductions of a traced backward into the buckets that their modules launch.
 
     Raises:
-        CannotLaunchError: the graph has not all of these reductions, or they cannot be launched in
-            this order.
+        CannotLaunchError: the graph lacks some of these reductions, or cannot launch them in this
+            order.
     """
     by_module: dict[str, list[GradientReduction]] = {}
     for reduction in found.reductions:
@@ -142,7 +142,8 @@ def plan_buckets(graph: fx.Graph, found: FoundReductions, buckets_of: BucketsOf)
 
 
 def _check_others(found: FoundReductions) -> None:
-    """Refuse what could not be launched in the order in which other ranks may launch it."""
+    """Refuse a graph in which a gradient cannot be fused, or another collective runs on the same
+    ranks: other ranks may launch theirs in another order."""
     groups = {reduction.owner.process_group for reduction in found.reductions}
     for item in found.rejections:
         if item.owner is not None:
@@ -166,7 +167,7 @@ def _of_module(reductions: Sequence[GradientReduction], of: ModuleBuckets) -> li
     for bucket in of.numbers:
         members = tuple(by_number[number] for number in bucket)
         key = members[0].key
-        # Buckets are launched in their order, so that one may have to wait for another.
+        # Buckets are launched in order, so a bucket may have to wait for an earlier one.
         ready = max((*members, ready or members[0]), key=lambda reduction: reduction.position)
         if not any(member.num_bytes for member in members):
             raise CannotLaunchError(f"a bucket of {owner.module} has no elements")
@@ -180,7 +181,8 @@ def _of_module(reductions: Sequence[GradientReduction], of: ModuleBuckets) -> li
 
 
 def _check_writes(graph: fx.Graph, buckets: Sequence[TracedBucket]) -> None:
-    """Refuse gradients whose memory has something else in it when their bucket is launched."""
+    """Refuse a graph that overwrites a gradient's memory before the gradient's bucket is
+    launched."""
     base_of, writes = write_positions(graph.nodes)
     for bucket in buckets:
         for member in bucket.members:

@@ -1,4 +1,4 @@
-"""Fuses the reductions of a bucket into one collective over many tensors."""
+"""Fuses the reductions of a bucket into one collective over a list of tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fusion_passes.traced.verify import GraphFacts, GraphPass
 
 @dataclass(frozen=True)
 class FuseByCoalescing(GraphPass):
-    """One ``all_reduce_coalesced`` for each bucket; no buffer of our own.
+    """Makes one ``all_reduce_coalesced`` of each bucket, without a buffer of the package's own.
 
     Before, for two gradients::
 
@@ -33,16 +33,16 @@ class FuseByCoalescing(GraphPass):
         r0: f32[4, 8] -> wait -> user0
         r1: f32[8]    -> wait -> user1
 
-    Where the plan lets the collective average, nothing is left but the collective. Gradients are
-    sent as they lie in memory, whatever the order of their dimensions; where they are sent in a
-    smaller dtype, each is cast before and back after its wait.
+    If the plan lets the collective average, only the collective is left. Gradients are sent as they
+    lie in memory, whatever the order of their dimensions. If gradients are sent in a smaller dtype,
+    each one is cast before the launch and cast back after its wait.
 
     Each result has the shape and dtype of the reduction that it replaces, and the strides of the
     parameter, in which compiled autograd accumulates.
 
     Attributes:
-        buckets: which reductions to fuse; from :func:`fusion_passes.traced.buckets.plan_buckets`
-            for the graph that the pass is called with.
+        buckets: buckets to fuse, from :func:`fusion_passes.traced.buckets.plan_buckets` for the
+            graph that the pass is called with.
     """
 
     buckets: tuple[TracedBucket, ...]
@@ -59,7 +59,7 @@ class FuseByCoalescing(GraphPass):
 
 
 def _reduce(bucket: TracedBucket, gradients: list[Tensor]) -> list[Tensor]:
-    """The averaged gradients, each a tensor of its own."""
+    """Reduce a bucket; return the averaged gradients, each in a tensor of its own."""
     key, scaling = bucket.key, bucket.scaling
     flat = [_to_send(m, g) for m, g in zip(bucket.members, gradients, strict=True)]
     to_sum = _divided(flat, scaling.before)
@@ -71,7 +71,7 @@ def _reduce(bucket: TracedBucket, gradients: list[Tensor]) -> list[Tensor]:
 
 
 def _divided(tensors: Sequence[Tensor], divisor: float) -> list[Tensor]:
-    """Each tensor divided by a number, all by one operator."""
+    """Divide each tensor by a number, all of them with one operator."""
     if divisor == 1 or len(tensors) == 1:
         return [divided(tensor, divisor) for tensor in tensors]
     return list(torch._foreach_div(list(tensors), divisor))
@@ -92,8 +92,8 @@ def _in_place(member: GradientReduction, reduced: Tensor) -> Tensor:
 
 
 def _as_it_lies(tensor: Tensor, strides: Sequence[int]) -> Tensor:
-    """A contiguous tensor with the elements in the order in which they lie in memory with these
-    dense strides: a view, if ``tensor`` lies so too. Backends take contiguous tensors only."""
+    """A contiguous tensor with the elements of ``tensor`` in the memory order of dense strides: a
+    view, if ``tensor`` has that memory order. Backends take contiguous tensors only."""
     order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
     if order != sorted(order):
         tensor = tensor.permute(order)

@@ -1,4 +1,4 @@
-"""Fuses the reductions of a bucket by storing their gradients in one flat buffer."""
+"""Fuses the reductions of a bucket: all of its gradients are stored in one flat buffer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fusion_passes.traced.verify import GraphFacts, GraphPass
 
 @dataclass(frozen=True)
 class FuseByConcat(GraphPass):
-    """One flat buffer and one all-reduce for each bucket.
+    """Makes one flat buffer and one all-reduce of each bucket.
 
     Before, for two gradients::
 
@@ -33,19 +33,19 @@ class FuseByConcat(GraphPass):
         bucket -> all_reduce(sum) -> wait -> as_strided [4, 8] at 0  -> user0
                                           -> as_strided [8]    at 32 -> user1
 
-    ``pack`` is no kernel: what produces the gradients stores them in the bucket (see
-    :mod:`fusion_passes.traced.pack`), and they stay views of it. Where the bucket is scaled is
-    the plan's decision; where it is sent in a smaller dtype, ``pack`` casts too, and ``widen``
-    after the wait casts it back.
+    ``pack`` is no kernel: the kernels that produce the gradients store them in the bucket (see
+    :mod:`fusion_passes.traced.pack`), and the reduced gradients stay views of it. The plan decides
+    where the bucket is scaled. If the bucket is sent in a smaller dtype, ``pack`` also casts, and
+    ``widen`` casts back after the wait.
 
     Each result has the shape and dtype of the reduction that it replaces, and the strides of the
     parameter, in which compiled autograd accumulates. A complex gradient is packed as its real and
     imaginary parts, which is how c10d reduces it.
 
     Attributes:
-        buckets: which reductions to fuse; from :func:`fusion_passes.traced.buckets.plan_buckets`
-            for the graph that the pass is called with.
-        label: names the plan, for the report of what was copied.
+        buckets: buckets to fuse, from :func:`fusion_passes.traced.buckets.plan_buckets` for the
+            graph that the pass is called with.
+        label: name of the plan, for the report of what was copied.
     """
 
     buckets: tuple[TracedBucket, ...]
@@ -66,7 +66,7 @@ class FuseByConcat(GraphPass):
 
 
 def _input_of(member: GradientReduction, bucket: TracedBucket) -> tuple[fx.Node, tuple[int, ...]]:
-    """What is packed for a member, and the strides of its place."""
+    """The node that is packed for a member, and the strides of its place in the bucket."""
     if bucket.key.dtype.is_complex or not member.num_bytes:
         return member.gradient, (*(2 * stride for stride in member.strides), 1)
     is_cast = bucket.reduce_dtype != bucket.key.dtype and bucket.scaling.method != "store"
@@ -77,10 +77,10 @@ def _input_of(member: GradientReduction, bucket: TracedBucket) -> tuple[fx.Node,
 def _reduce(
     bucket: TracedBucket, strides: list[tuple[int, ...]], label: str, gradients: list[Tensor]
 ) -> list[Tensor]:
-    """The averaged gradients, as views of one buffer."""
+    """Pack and reduce a bucket; return the averaged gradients, as views of one buffer."""
     key, scaling = bucket.key, bucket.scaling
     reals = [torch.view_as_real(g) if key.dtype.is_complex else g for g in gradients]
-    # In the order of the layout, without a gap: as reducers of other ranks have them.
+    # In the order of the layout and without gaps, as the reducers of other ranks have them.
     offsets = list(itertools.accumulate((real.numel() for real in reals[:-1]), initial=0))
     filled = [index for index, real in enumerate(reals) if real.numel()]
     reduced = PACK(
@@ -111,6 +111,6 @@ def _view(member: GradientReduction, reduced: Tensor, offset: int) -> Tensor:
 
 
 def _empty(gradient: Tensor) -> Tensor:
-    """The result for a gradient without elements: there is nothing to send, and a view of nothing
-    would come back with other strides."""
+    """The result for a gradient without elements: there is nothing to send, and an empty view of
+    the buffer would come back with other strides."""
     return gradient.clone(memory_format=torch.contiguous_format)

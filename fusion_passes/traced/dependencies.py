@@ -1,5 +1,5 @@
-"""What depends on what in a graph, and orders that respect it. Each function is linear in the
-graph, but for the heap of :func:`reorder`."""
+"""The dependencies between the nodes of a graph, and orders that respect them. Each function is
+linear in the size of the graph, except for the heap of :func:`reorder`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from fusion_passes.torch_private import OpOverload
 from fusion_passes.torch_private.autograd import move_to_end, schema
 
 SortKey = tuple[float, ...]
-"""Where a node should stand. Smaller is earlier; ties keep the order that the nodes had."""
+"""Where a node should stand. A smaller key stands earlier; nodes with equal keys keep their
+order."""
 
 
 def dependents(graph: fx.Graph, sources: Collection[fx.Node]) -> set[fx.Node]:
-    """The nodes of a graph in topological order whose values depend on those of some nodes, which
-    are among them. A read after a write depends on what was written, though no edge of the graph
-    says so."""
+    """The nodes whose values depend on the values of ``sources``, including the sources. The graph
+    is in topological order. A read after a write depends on the written value, although no edge of
+    the graph says so."""
     base_of, _ = write_positions(graph.nodes)
     found: set[fx.Node] = set()
     written: set[fx.Node] = set()
@@ -39,11 +40,11 @@ def dependents(graph: fx.Graph, sources: Collection[fx.Node]) -> set[fx.Node]:
 def write_positions(
     nodes: Iterable[fx.Node],
 ) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, list[int]]]:
-    """What memory each node shows, and where it is written.
+    """The memory that each node aliases, and the places where that memory is written.
 
     Returns:
-        The node whose memory each node shows (itself, if it is no view), and by such a node the
-        ascending indices of the nodes that overwrite it.
+        The node whose memory each node aliases (itself, if it is no view), and for each such node
+        the ascending indices of the nodes that overwrite its memory.
     """
     base_of: dict[fx.Node, fx.Node] = {}
     writes: dict[fx.Node, list[int]] = {}
@@ -59,20 +60,21 @@ def reorder(
 ) -> bool:
     """Put the nodes into the topological order that follows ``keys`` as closely as it can.
 
-    Of the nodes whose inputs all stand already, the one with the smallest key comes next. Writes
-    keep their place among the reads of what they write (see :func:`_write_order`).
+    The next node is always the one with the smallest key among those whose inputs are already
+    placed. Writes keep their place among the reads of the memory that they write (see
+    :func:`_write_order`).
 
     Args:
-        graph: its nodes may stand in any order, even one that is not topological, but the reads
-            and writes of a value must be in the order that is meant.
-        keys: a key for every node.
-        chains: nodes that must keep the order in which they are listed.
+        graph: graph whose nodes may stand in any order, even one that is not topological; only the
+            reads and writes of a value must stand in the order that is meant.
+        keys: sort key of every node.
+        chains: lists of nodes that must keep the order in which they are listed.
 
     Returns:
         Whether any node moved.
 
     Raises:
-        ValueError: the nodes depend on each other in a circle.
+        ValueError: the nodes depend on each other in a cycle.
     """
     nodes = list(graph.nodes)
     successors = _successors(nodes, chains)
@@ -107,7 +109,7 @@ def _successors(
     successors: dict[fx.Node, dict[fx.Node, None]] = {
         node: dict.fromkeys(node.users) for node in nodes
     }
-    # Inputs keep their order: it is the calling convention.
+    # Placeholders keep their order: it is the calling convention.
     inputs = [node for node in nodes if node.op == "placeholder"]
     in_chains = [pair for chain in (*chains, inputs) for pair in pairwise(chain)]
     for before, after in _write_order(nodes) + in_chains:
@@ -117,7 +119,7 @@ def _successors(
 
 def _write_order(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
     """Pairs (before, after) that keep each write after the earlier reads and writes of the same
-    memory, and each later read after the write. Views count as what they view."""
+    memory, and each later read after the write. A view counts as the tensor that it views."""
     base_of, writes = write_positions(nodes)
     readers: dict[fx.Node, list[fx.Node]] = {}
     last_write: dict[fx.Node, fx.Node] = {}
@@ -140,7 +142,7 @@ def _write_order(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def _base(node: fx.Node, base_of: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """The node whose memory a view shows; the node itself if it is no view."""
+    """The node whose memory a view aliases; the node itself if it is no view."""
     target = node.target
     is_view = target is operator.getitem or (
         isinstance(target, OpOverload)

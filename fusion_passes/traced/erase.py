@@ -14,9 +14,9 @@ from fusion_passes.traced.verify import GraphPass
 
 @dataclass(frozen=True)
 class EraseDeadCode(GraphPass):
-    """Removes what nothing reads: it would pass for a reader of a gradient.
+    """Removes nodes that nothing reads: a dead node would count as a reader of a gradient.
 
-    Before, where Inductor has removed a copy but not what was copied::
+    Before, where Inductor has removed a copy but not the node that it copied::
 
         g0: f32[4, 8] -> div(2) -> all_reduce(sum) -> wait -> neg
                                                            -> user0
@@ -25,8 +25,8 @@ class EraseDeadCode(GraphPass):
 
         g0: f32[4, 8] -> div(2) -> all_reduce(sum) -> wait -> user0
 
-    Only operators that compute, the same each time, and write nothing: no collective, no wait, no
-    random number.
+    Only pure operators are removed: they compute the same result each time and write nothing.
+    Collectives, waits and random numbers stay.
     """
 
     def __call__(self, graph: fx.Graph) -> bool:

@@ -1,12 +1,12 @@
-"""Finds the gradient reductions of DDP in a traced backward and decodes each once into types.
+"""Finds DDP's gradient reductions in a traced backward and decodes each one once into types.
 
-What :func:`fusion_passes.ddp.module.reduce_in_graph` does to a gradient stands in the graph as::
+A gradient that :func:`fusion_passes.ddp.module.reduce_in_graph` reduces appears in the graph as::
 
     gradient -> div(number of ranks) -> all_reduce(sum) -> wait -> ...
 
-A reduction is recognised by this structure and by its group name: a DDP module under the flag
-reduces over names of its own, so a tensor-parallel all-reduce or one that a user wrote is never
-taken for one of DDP's.
+A reduction is recognised by this structure and by its group name. A DDP module under the flag
+reduces over group names of its own, so an all-reduce of tensor parallelism or of user code is never
+mistaken for one of DDP's.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from fusion_passes.traced.owners import DdpGroups, Owner
 
 @dataclass(frozen=True)
 class ReductionKey:
-    """What reductions must have in common to share a bucket. Only equal keys do.
+    """The common properties of a bucket's reductions: only reductions with equal keys share one.
 
     Attributes:
-        group_name: that of the module.
-        dtype: of the gradients.
-        device: of the gradients.
-        divisor: what they are divided by before they are summed.
+        group_name: group name of the DDP module.
+        dtype: dtype of the gradients.
+        device: device of the gradients.
+        divisor: number that the gradients are divided by before they are summed.
     """
 
     group_name: str
@@ -47,7 +47,7 @@ class ReductionKey:
 
     def __str__(self) -> str:
         division = "" if self.divisor == 1 else f" / {self.divisor:g}"
-        # Without the device's index: ranks have cards of their own, but must describe alike.
+        # Without the device's index: it differs between ranks, but their texts must be equal.
         where = f"{dtype_name(self.dtype)} {self.device.type} on {self.group_name}"
         return f"sum(gradient{division}) {where}"
 
@@ -57,16 +57,16 @@ class GradientReduction:
     """One gradient reduction of DDP.
 
     Attributes:
-        gradient: the node that is reduced, before it is divided.
-        nodes: all that the reduction consists of, each before its users: the division, if there is
-            one for it alone, the launch and the wait.
-        start: the launch.
-        wait: the only user of ``start``: what others read.
-        strides: in which the gradient lies in a bucket.
-        key: what it shares with the reductions that it can be fused with.
-        num_bytes: size of the gradient.
+        gradient: node that is reduced, before the division.
+        nodes: nodes of the reduction, each before its users: the division (if no other node uses
+            it), the launch and the wait.
+        start: launch node.
+        wait: wait node, the only user of ``start``; other nodes read the result from it.
+        strides: strides of the gradient's place in a bucket, in elements.
+        key: what this reduction shares with the reductions that it can be fused with.
+        num_bytes: size of the gradient, in bytes.
         position: index of ``start`` in the graph.
-        owner: the DDP module and parameter.
+        owner: DDP module and parameter of the gradient.
     """
 
     gradient: fx.Node
@@ -85,10 +85,10 @@ class Rejection:
     """A collective that is not fused.
 
     Attributes:
-        node: its launch.
-        reason: why, for people.
-        owner: the DDP module and parameter whose gradient it reduces all the same; ``None`` for one
-            that is not DDP's.
+        node: launch node of the collective.
+        reason: why it is not fused, for people.
+        owner: DDP module and parameter, if the collective reduces a gradient of DDP all the same;
+            ``None`` for any other collective.
     """
 
     node: fx.Node
@@ -108,8 +108,8 @@ class FoundReductions:
 
 
 def find_gradient_reductions(graph: fx.Graph, groups: DdpGroups) -> FoundReductions:
-    """All gradient reductions of a functional graph of ATen operators, with fake values in
-    ``meta["val"]``, and a rejection for every other collective."""
+    """All gradient reductions of DDP in a graph, and a rejection for every other collective. The
+    graph is functional, has ATen operators, and a fake value in each ``meta["val"]``."""
     reductions: list[GradientReduction] = []
     rejections: list[Rejection] = []
     for position, node in enumerate(graph.nodes):
@@ -124,14 +124,15 @@ def find_gradient_reductions(graph: fx.Graph, groups: DdpGroups) -> FoundReducti
 
 
 def _reduced_for(node: fx.Node, groups: DdpGroups) -> Owner | None:
-    """Whose gradient a collective reduces that cannot be fused; ``None`` for any other."""
+    """The owner of the gradient that a rejected all-reduce reduces; ``None`` for any other
+    collective."""
     owner = groups.owner_of(node)
     is_gradient = decode_all_reduce(node) and owner is not None and owner.number >= 0
     return owner if is_gradient else None
 
 
 def _decode(node: fx.Node, position: int, groups: DdpGroups) -> GradientReduction | str:
-    """The reduction that ``node`` launches, or the reason why it is none."""
+    """The reduction that ``node`` launches, or the reason why it cannot be fused."""
     call = decode_all_reduce(node)
     if call is None:
         return f"a collective of another kind, on group {group_name_of(node)!r}"
@@ -169,7 +170,7 @@ def _reduction(
 
 
 def _divides_for(launch: fx.Node, node: fx.Node) -> bool:
-    """Whether a node divides a gradient by a number, for this launch alone."""
+    """Whether ``node`` divides a gradient by a number, for this launch alone."""
     return (
         node.target in DIVISIONS
         and isinstance(node.args[1], int | float)

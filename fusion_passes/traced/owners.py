@@ -1,4 +1,4 @@
-"""Whose a collective is: the group names of a graph, and the DDP modules that reduce on them."""
+"""Maps the group names of a graph to the DDP modules that reduce over them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from fusion_passes.graph.collectives import group_name_of, is_launch
 
 @dataclass(frozen=True)
 class Owner:
-    """Who a group name of the graph belongs to.
+    """The DDP module, and the parameter, that a group name of the graph belongs to.
 
     Attributes:
-        group_name: the name that all reductions of this DDP module share once they are fused.
-        process_group: the process group's own name: names of one group issue on one queue.
-        module: the DDP module, for people.
-        parameter: the parameter's name in that module, for people.
+        group_name: group name that all reductions of this DDP module share once they are fused.
+        process_group: name of the process group; all group names of one process group share a
+            queue.
+        module: name of the DDP module, for people.
+        parameter: name of the parameter in that module, for people.
         backend: name of the process group's backend for the module's device: ``"gloo"``.
-        world_size: number of ranks of the process group.
-        number: the parameter's, in the order in which the module counts them; the same on all
-            ranks.
-        strides: of the parameter in memory, in which its gradient lies in a bucket: the same on
-            all ranks, as the order of elements must be; ``None`` for those of the result.
+        world_size: number of ranks in the process group.
+        number: parameter number, in the module's order, which is the same on all ranks; -1 for the
+            group name of the module itself.
+        strides: strides of the parameter, which its gradient has in a bucket. They are equal on all
+            ranks, as the order of elements must be. ``None``: the strides of the all-reduce's
+            result.
     """
 
     group_name: str
@@ -38,23 +40,23 @@ class Owner:
 
 
 OwnerOf = Callable[[str], Owner | None]
-"""The owner of a group name of the graph; ``None`` for a name that no DDP module uses."""
+"""Returns the owner of a group name of the graph; ``None`` for a name that no DDP module uses."""
 
 
 @dataclass(frozen=True)
 class DdpGroups:
-    """The group names on which the DDP modules of one graph reduce: plain values, read once.
+    """The group names over which the DDP modules of one graph reduce: plain values, read once.
 
     Attributes:
-        owners: by group name: the names in the graph as it was traced, one a gradient, and those
-            of the modules, on which fused gradients are reduced.
+        owners: owner by group name. The names are those of the traced graph, one per gradient, and
+            those of the modules, over which fused gradients are reduced.
     """
 
     owners: Mapping[str, Owner]
 
     @staticmethod
     def of(graph: fx.Graph, owner_of: OwnerOf) -> DdpGroups:
-        """The names in ``graph`` that belong to DDP modules."""
+        """The group names in ``graph`` that belong to DDP modules."""
         owners: dict[str, Owner] = {}
         for node in graph.nodes:
             name = group_name_of(node) if is_launch(node) else None
@@ -71,7 +73,7 @@ class DdpGroups:
         return self.owners.get(name) if name is not None else None
 
     def queue_of(self, launch: fx.Node) -> str:
-        """The process group on whose queue a collective is put, DDP's or not; the name in the
-        graph where nobody knows better."""
+        """The name of the process group on whose queue a launch is put. For a collective that is
+        not DDP's, that is its group name in the graph."""
         owner = self.owner_of(launch)
         return owner.process_group if owner else group_name_of(launch) or ""

@@ -1,7 +1,7 @@
 """Lowers a bucket of a traced graph to one buffer that its gradients' own kernels store into.
 
-``pack`` becomes Inductor's ``ConcatKernel``, which is no kernel at all: a buffer whose parts other
-kernels write (see :mod:`fusion_passes.stored.memory`).
+``pack`` becomes Inductor's ``ConcatKernel``, which is no kernel at all: it is a buffer whose parts
+other kernels write (see :mod:`fusion_passes.stored.memory`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fusion_passes.torch_private.inductor import (
 from fusion_passes.torch_private.older_torch import fix_strides_of_lists
 
 OnPacked = Callable[[str, Mapping[int, str]], None]
-"""Receives a bucket's label, and for each gradient that was copied, by its index, the reason."""
+"""Receives a bucket's label, and the reason for each gradient that was copied, by its index."""
 
 
 def register_lowerings(on_packed: OnPacked) -> None:
-    """Teach Inductor the package's operators, and an older torch the strides of coalesced
-    gradients. ``on_packed`` is called for each bucket that is lowered."""
+    """Register the lowerings of the package's operators with Inductor, and give coalesced gradients
+    their strides on an older torch. ``on_packed`` is called for each bucket that is lowered."""
 
     def pack(
         gradients: Sequence[Any],
@@ -64,7 +64,7 @@ class _Bucket(Memory):
         in_bucket: bool,
     ) -> None:
         ir, device = inductor_ir(), gradients[0].get_device()
-        # A gradient that was traced with symbols, before others have said what they are.
+        # int(): a gradient may be traced with symbolic sizes that got their values later.
         numel = sum(int(node.meta["val"].numel()) for node in nodes)
         layout = ir.FixedLayout(device, dtype, [numel], [1])
         self._kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
@@ -73,7 +73,7 @@ class _Bucket(Memory):
         self.value = ir.TensorBox(self.data)
 
     def change_of(self, gradient: Any) -> Callable[[Any], Any] | None:
-        """Divide it, then cast it."""
+        """A function that divides a gradient, then casts it; ``None`` if it needs neither."""
         if self._at_store == 1 and gradient.get_dtype() == self.dtype:
             return None
 
@@ -98,7 +98,7 @@ class _Bucket(Memory):
         inductor_ir().FallbackKernel.create(STORE, *arguments)
 
     def divide_in_place(self) -> None:
-        """Divide all of it by one pass, if that is how it is divided."""
+        """Divide the whole bucket in one pass, if its scaling is ``"bucket"``."""
         if self._in_bucket != 1:
             quotient = divided(self.value, self._in_bucket, inductor_lowerings())
             inductor_ir().MutationLayoutSHOULDREMOVE.realize_into(
@@ -110,6 +110,6 @@ def _lower_widen(bucket: Any, dtype: torch.dtype, divisor: float) -> Any:
     lowerings = inductor_lowerings()
     value = divided(lowerings.to_dtype(bucket, dtype), divisor, lowerings)
     value.realize()
-    # Fused with a kernel that needs no collective, it would make that one wait too.
+    # A kernel that does not need the collective would wait for it too if it were fused with this.
     graph_lowering().no_fuse_buffer_names.add(value.get_name())
     return value

@@ -1,4 +1,4 @@
-"""Pins launches and waits in their places through Inductor's scheduler."""
+"""Pins launches and waits, so that Inductor's scheduler keeps their order."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from fusion_passes.graph.operators import PACK
 from fusion_passes.traced.owners import DdpGroups
 from fusion_passes.traced.verify import GraphPass
 
-# A collective that sends a kernel's result through these reduces the memory that the kernel writes.
-# What casts, scales or copies writes other memory.
+# If only these operators stand between a kernel and a collective, the collective reduces the memory
+# that the kernel writes. Casts, scalings and copies write other memory.
 _SENT_THROUGH: Final = VIEWS | ITEMS | {PACK}
 
 
@@ -40,15 +40,16 @@ class PinOrder(GraphPass):
 
         all_reduce, mm @ [all_reduce], wait @ [all_reduce, mm]
 
-    The first library kernel (matrix product, convolution, attention) after a launch is bound to
-    follow it, and a wait to follow the last launch and the last such kernel before it, or the
-    launch that sends what that kernel gives. Pointwise kernels are left free: a dependency would
-    keep Inductor from fusing them. Those that the bound kernel reads are named beside the launch,
-    or Inductor would compute them inside of what it pins, after the launch as well. No value
+    The first library kernel (matrix product, convolution, attention) after a launch depends on that
+    launch. A wait depends on the last launch and on the last library kernel before it; if a launch
+    sends the result of that kernel, the wait depends on that launch in place of the kernel.
+    Pointwise kernels stay free: a dependency would keep Inductor from fusing them. The pointwise
+    kernels that a pinned kernel reads become its dependencies beside the launch; otherwise Inductor
+    would compute them inside the pinned subgraph, which also runs after the launch. No value
     changes.
 
     Attributes:
-        groups: the graph's names of DDP's groups.
+        groups: group names of DDP's modules in the graph.
     """
 
     groups: DdpGroups
@@ -61,7 +62,7 @@ class PinOrder(GraphPass):
         return bool(orderings)
 
     def _orderings(self, nodes: Sequence[fx.Node]) -> list[tuple[list[fx.Node], list[fx.Node]]]:
-        """Pairs (nodes to pin, nodes that they must follow), in graph order. The waits of one
+        """Pairs (nodes to pin, nodes that they must follow), in graph order. The waits for one
         launch are pinned together: a coalesced launch can have thousands."""
         orderings: list[tuple[list[fx.Node], list[fx.Node]]] = []
         unbound: list[fx.Node] = []
@@ -88,13 +89,13 @@ class PinOrder(GraphPass):
                     unbound = []
                 last_kernel = node
             elif node in waits_of:
-                # The earliest wait of a launch: they are pinned together, in its place.
+                # The earliest wait for a launch: all waits for it are pinned together, here.
                 waits = waits_of[node]
                 for wait in waits:
                     del waits_of[wait]
                 waits = [node, *(wait for wait in waits if wait is not node)]
-                # Named here, a gradient would pass for one that is read after its launch, and
-                # Inductor would reduce a copy of it; what follows its launch follows it too.
+                # A kernel that is named here counts as read after its result was launched, and
+                # Inductor would reduce a copy. A node after the launch is after the kernel too.
                 kernel = last_kernel and launch_of.get(last_kernel, last_kernel)
                 ends = (last_launch, kernel)
                 sources = list(dict.fromkeys(source for source in ends if source is not None))
@@ -103,14 +104,14 @@ class PinOrder(GraphPass):
 
 
 def _follows(pinned: fx.Node, launch: fx.Node) -> bool:
-    """Whether a node whose place is pinned is pinned after the launch, which its results stand for
-    (see :func:`fusion_passes.graph.edits.pin`)."""
+    """Whether a pinned node is pinned after the launch: its dependencies name a launch by one of
+    its results (see :func:`fusion_passes.graph.edits.pin`)."""
     return any(pinned in result.users for result in results_of(launch))
 
 
 def _computed_inputs(kernel: fx.Node) -> list[fx.Node]:
-    """What a library kernel reads of generated kernels, which Inductor computes no sooner than
-    something asks for it. A wait computes nothing."""
+    """The inputs of a library kernel that generated kernels compute: Inductor computes them no
+    sooner than a node asks for them. Waits are not among them, since they compute nothing."""
     return [
         source
         for source in kernel.all_input_nodes
@@ -122,7 +123,7 @@ def _computed_inputs(kernel: fx.Node) -> list[fx.Node]:
 
 
 def _kernels_sent(launch: fx.Node) -> list[fx.Node]:
-    """The library kernels whose results, or views of them, a launch sends."""
+    """The library kernels whose results, or views of their results, a launch sends."""
     kernels: list[fx.Node] = []
     pending = [launch]
     while pending:
@@ -135,6 +136,6 @@ def _kernels_sent(launch: fx.Node) -> list[fx.Node]:
 
 
 def _waits_of(launch: fx.Node) -> list[fx.Node]:
-    """The waits for a launch, of one tensor or of many."""
+    """The waits for the results of a launch, which sends one tensor or several."""
     users = [user for result in results_of(launch) for user in data_users(result)]
     return [user for user in users if is_wait(user)]

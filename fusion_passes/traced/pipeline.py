@@ -1,4 +1,4 @@
-"""The order of the passes, on one screen; runs them, and holds each to its contract."""
+"""The order of the passes, on one screen: runs them and checks each one against its contract."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ log = logging.getLogger(__name__)
 def run_pipeline(
     graph: fx.Graph, mode: ReduceMode, owner_of: OwnerOf, buckets_of: BucketsOf
 ) -> BucketPlan:
-    """Fuse the gradient reductions of a traced backward, in its post-grad graph; ``owner_of`` says
+    """Fuse the gradient reductions of a traced backward, in its post-grad graph. ``owner_of`` says
     which collectives are DDP's.
 
     Returns:
-        The plan that was carried out; without buckets where the graph has no reduction of DDP.
+        The plan that was carried out. It has no buckets if the graph has no gradient reduction of
+        DDP.
 
     Raises:
-        CannotLaunchError: the graph cannot launch what its modules launch.
-        BrokenInvariantError: a bug of a pass.
+        CannotLaunchError: the graph cannot launch the buckets that its modules launch.
+        BrokenInvariantError: a pass has a bug.
     """
     groups = DdpGroups.of(graph, owner_of)
     if not groups.owners:
         return BucketPlan((), find_gradient_reductions(graph, groups).rejections)
     runner = _Runner(graph, groups)
-    # What nothing reads would pass for a reader of a gradient.
+    # A dead node would count as a reader of a gradient.
     runner.run(EraseDeadCode())
     plan = plan_buckets(graph, find_gradient_reductions(graph, groups), buckets_of)
     if not plan.buckets:
@@ -50,14 +51,14 @@ def run_pipeline(
     if not runner.run(concat if mode == "concat" else FuseByCoalescing(plan.buckets)):
         raise CannotLaunchError("the pass that fuses them is switched off")
     placement = plan_placement(graph, groups)  # Needs the final launches.
-    is_placed = runner.run(PlaceReductions(placement))  # It moves, but adds nothing.
-    runner.run(PinOrder(groups))  # Last: it binds the order that it finds.
+    is_placed = runner.run(PlaceReductions(placement))  # Moves nodes, adds none.
+    runner.run(PinOrder(groups))  # Last: it pins the order that it finds.
     log.info("plan %s:\n%s", plan.digest(), plan.describe())
     return replace(plan, placements=placement.placements) if is_placed else plan
 
 
 class _Runner:
-    """Runs passes over one graph, and holds each to its contract."""
+    """Runs passes over one graph and checks each one against its contract."""
 
     def __init__(self, graph: fx.Graph, groups: DdpGroups) -> None:
         assert graph.owning_module is not None, "a post-grad graph belongs to a module"
@@ -72,10 +73,10 @@ class _Runner:
         """Run a pass.
 
         Returns:
-            Whether it ran; not so where it is switched off.
+            Whether the pass ran; False if it is switched off.
 
         Raises:
-            BrokenInvariantError: the pass has broken an invariant, or said what is not so.
+            BrokenInvariantError: the pass broke an invariant, or returned a wrong changed flag.
         """
         name, before = graph_pass.name, _structure(self._graph)
         changed: bool | None = run_observed(self._module, name, graph_pass)
@@ -92,12 +93,13 @@ class _Runner:
         return True
 
     def _trace(self, name: str) -> None:
-        """The graph after a pass, for ``tlparse``: what is before it is after the one before."""
+        """Write the graph after a pass for ``tlparse``; the one before is in the previous trace."""
         graph = self._graph
         trace_artifact(f"ddp_fusion_{self._number}_{name}", lambda: graph_text(graph))
         self._number += 1
 
 
 def _structure(graph: fx.Graph) -> list[tuple[object, ...]]:
-    """What two graphs have in common if nothing was changed: cheaper than their texts."""
+    """A value that stays equal as long as the graph does not change; cheaper than the graph's
+    text."""
     return [(node, node.name, node.target, node.args, node.kwargs) for node in graph.nodes]

@@ -1,4 +1,4 @@
-"""Places launches early and waits late."""
+"""Moves launches to early places and waits to late ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fusion_passes.traced.verify import GraphPass
 
 @dataclass(frozen=True)
 class PlaceReductions(GraphPass):
-    """Launches each of DDP's reductions as soon as its last gradient exists, and waits for it
-    just before the first use of its result.
+    """Launches each of DDP's reductions as soon as its last gradient exists, and waits for it just
+    before the first use of its result.
 
     Before::
 
@@ -22,12 +22,12 @@ class PlaceReductions(GraphPass):
         compute a, compute b
         return wait
 
-    After: ``g0, div, all_reduce, compute a, compute b, wait, split``. What packs and scales a
-    bucket goes with the launch, what splits it goes with the wait. Launches on one process group
-    keep their order, DDP's and others alike, and no other node moves but to make room for that.
+    After: ``g0, div, all_reduce, compute a, compute b, wait, split``. The nodes that pack and scale
+    a bucket move with its launch, and the nodes that split it move with its wait. The launches on
+    one process group, DDP's and others, keep their order. Other nodes move only to make room.
 
     Attributes:
-        plan: an order for the nodes of the graph.
+        plan: order for the nodes of the graph.
     """
 
     plan: PlacementPlan

@@ -1,4 +1,5 @@
-"""Decides where DDP's collectives are launched and waited for. Pure: moves nothing."""
+"""Decides where DDP's collectives are launched, and where they are waited for. Pure: moves
+nothing."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ from fusion_passes.graph.operators import PACK, WIDEN
 from fusion_passes.traced.dependencies import SortKey
 from fusion_passes.traced.owners import DdpGroups
 
-# What stands between a gradient and its launch, and costs less than a launch that is late, whatever
-# it does to the elements: what works on one gradient, and what works on all of a bucket.
+# Operators that may stand between a gradient and its launch. They cost less than a late launch,
+# whatever they do to the elements. The first set works on one gradient, the second on a bucket.
 _PACKING: Final = VIEWS | RELAYOUTS | CASTS | DIVISIONS
 _PACKING_ALL: Final = DIVISIONS_OF_LISTS | {PACK}
-# What brings a result into its place, shape, layout and dtype, and is no reason to wait for it.
+# Operators that give a result its place, shape, layout and dtype: no reason to wait for it yet.
 _SETTLING: Final = VIEWS | CASTS | DIVISIONS | ITEMS | {WIDEN}
 
 
@@ -36,14 +37,13 @@ _SETTLING: Final = VIEWS | CASTS | DIVISIONS | ITEMS | {WIDEN}
 class Placement:
     """Where one of DDP's collectives is waited for, and why.
 
-    Library kernels are matrix products, convolutions and attention: what a collective can hide
-    behind.
+    A collective can hide behind library kernels: matrix products, convolutions and attention.
 
     Attributes:
-        launch: the collective.
-        reader: the first node that reads a result; ``None`` if nothing waits for it.
-        overlapped: library kernels between launch and wait.
-        following: library kernels after the launch.
+        launch: launch node of the collective.
+        reader: first node that reads a result; ``None`` if no node does.
+        overlapped: number of library kernels between launch and wait.
+        following: number of library kernels after the launch.
     """
 
     launch: fx.Node
@@ -52,7 +52,7 @@ class Placement:
     following: int
 
     def why_waited(self) -> str:
-        """Where it is waited for, for people; empty if nowhere."""
+        """Where the collective is waited for, and why, for people; empty if it has no reader."""
         if self.reader is None:
             return ""
         if self.overlapped == self.following:
@@ -68,9 +68,9 @@ class PlacementPlan:
     """An order for the nodes of a graph.
 
     Attributes:
-        keys: where each node should stand.
-        queues: launches that must keep the order in which they are listed, by process group.
-        placements: of DDP's collectives, in the order in which the graph had them.
+        keys: sort key of each node, for the place where it should stand.
+        queues: launches of each process group, which must keep the order in which they are listed.
+        placements: placements of DDP's collectives, in the order of the graph before the plan.
     """
 
     keys: dict[fx.Node, SortKey]
@@ -79,12 +79,12 @@ class PlacementPlan:
 
 
 def plan_placement(graph: fx.Graph, groups: DdpGroups) -> PlacementPlan:
-    """Launch each of DDP's collectives right after the last of what it sends exists, and wait
-    for it right before the first node that reads a result.
+    """Plan to launch each of DDP's collectives right after the last of its inputs exists, and to
+    wait for it right before the first node that reads a result.
 
-    What is said of each launch holds in the order that the plan gives: library kernels, the nodes
-    that launches follow, and those that read results keep their order among each other. The graph
-    has its final launches.
+    The placement of each collective also holds in the order that the plan gives, because library
+    kernels, nodes that launches follow, and nodes that read results keep their order among each
+    other. The graph must have its final launches.
     """
     nodes = list(graph.nodes)
     index = {node: position for position, node in enumerate(nodes)}
@@ -106,7 +106,7 @@ def plan_placement(graph: fx.Graph, groups: DdpGroups) -> PlacementPlan:
 
 
 def _launch_early(start: fx.Node, keys: dict[fx.Node, SortKey], index: dict[fx.Node, int]) -> None:
-    """Keys for a launch and what packs its bucket: right after the last gradient."""
+    """Give a launch, and the nodes that pack its bucket, keys right after the last gradient."""
     chain = {start: None}
     pending = [start]
     while pending:
@@ -125,9 +125,9 @@ def _launch_early(start: fx.Node, keys: dict[fx.Node, SortKey], index: dict[fx.N
 def _packs(node: fx.Node) -> bool:
     """Whether a node only prepares gradients to be sent."""
     if node.target is operator.getitem:
-        # Else it is one of several gradients that a single kernel produces.
+        # An item of any other list is one of several gradients that a single kernel produces.
         return node.all_input_nodes[0].target in _PACKING_ALL
-    # A quotient of two tensors is a gradient, one by a number is scaled.
+    # A division by a tensor computes a gradient; a division by a number scales one.
     return node.target in _PACKING_ALL or (
         node.target in _PACKING and len(node.all_input_nodes) == 1
     )
@@ -136,8 +136,8 @@ def _packs(node: fx.Node) -> bool:
 def _wait_late(
     nodes: Sequence[fx.Node], launches: set[fx.Node], keys: dict[fx.Node, SortKey]
 ) -> dict[fx.Node, fx.Node]:
-    """Keys for the waits for ``launches``, and for what settles their results: right before the
-    first use by anything else.
+    """Give the waits for ``launches``, and the nodes that settle their results, keys right before
+    the first use by any other node.
 
     Returns:
         That first user, by launch.
@@ -176,8 +176,8 @@ def _settles(node: fx.Node) -> bool:
 
 
 def _queues(nodes: Sequence[fx.Node], groups: DdpGroups) -> list[list[fx.Node]]:
-    """The launches of each process group in their order: a group has one queue, and its ranks must
-    fill it alike."""
+    """The launches of each process group, in graph order. A process group has one queue, and all of
+    its ranks must fill the queue in the same order."""
     queues: dict[str, list[fx.Node]] = {}
     for node in nodes:
         if is_launch(node):
@@ -188,7 +188,8 @@ def _queues(nodes: Sequence[fx.Node], groups: DdpGroups) -> list[list[fx.Node]]:
 def _launched_at(
     queues: Sequence[Sequence[fx.Node]], keys: dict[fx.Node, SortKey]
 ) -> dict[fx.Node, int]:
-    """After which node of the graph each launch runs, those before it in its queue counted."""
+    """The index of the node after which each launch runs. A launch never runs before those that
+    precede it in its queue."""
     return {
         launch: position
         for queue in queues

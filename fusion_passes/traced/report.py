@@ -1,4 +1,4 @@
-"""The report of a plan that was carried out on a graph."""
+"""Converts a plan into its report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusion_passes.traced.placement import Placement
 
 
 def report_plan(plan: BucketPlan, mode: str) -> FusionReport:
-    """The report of a plan that was carried out."""
+    """The report of a plan that was carried out on a graph."""
     reductions = sum(len(bucket.members) for bucket in plan.buckets)
     left_alone = sum(item.owner is None for item in plan.rejections)
     return FusionReport(

@@ -1,4 +1,4 @@
-"""What the fusing passes share: a bucket's reductions are replaced by what a function does."""
+"""Replaces the reductions of a bucket by what tensor code does: the fusing passes share this."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fusion_passes.traced.find import GradientReduction
 
 @dataclass(frozen=True)
 class Replacement:
-    """What takes the place of a bucket's reductions.
+    """The tensor code that takes the place of a bucket's reductions.
 
     Attributes:
-        inputs: a node for each member: its gradient, or what the gradient is a view or cast of.
-        function: tensor code: the inputs' values in, the reduced gradients out.
+        inputs: one node per member: its gradient, or a node that the gradient is a view or cast of.
+        function: tensor code that takes the inputs' values and returns the reduced gradients.
     """
 
     inputs: tuple[fx.Node, ...]
@@ -34,9 +34,9 @@ def replace_buckets(
     buckets: Sequence[TracedBucket],
     replacement_for: Callable[[int, TracedBucket], Replacement],
 ) -> bool:
-    """Put the reduction of each bucket of a plan where its last member was launched, and give its
-    results to the users of the members' waits. Users that stood earlier move after the new wait;
-    collectives of one group keep their order all the same.
+    """Put the reduction of each bucket of a plan before the launch of its ``ready`` reduction, and
+    give its results to the users of the members' waits. Users that stood before the new wait move
+    after it; the collectives of one group keep their order all the same.
 
     Returns:
         Whether there was a bucket to fuse.
@@ -60,14 +60,14 @@ def _erase_reduction(member: GradientReduction) -> None:
     erase(member.nodes)
     node = member.gradient
     while not node.users and len(node.all_input_nodes) == 1:
-        # A view or cast that the new nodes have looked through.
+        # A view or cast that the new nodes do not read: they read its input.
         source = node.all_input_nodes[0]
         erase([node])
         node = source
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in ``dtype``; itself if it has that already."""
+    """The tensor in ``dtype``; the tensor itself if it already has that dtype."""
     if tensor.dtype == dtype:
         return tensor
     result: Tensor = CAST(tensor, dtype)

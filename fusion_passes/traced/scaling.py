@@ -13,24 +13,24 @@ from fusion_passes.traced.find import ReductionKey
 from fusion_passes.traced.owners import Owner
 
 ScalingMethod: TypeAlias = Literal["none", "collective", "store", "bucket", "result"]
-"""Where a bucket is scaled.
+"""Where the gradients of a bucket are scaled.
 
-* ``"none"``: nowhere: there is nothing to scale by.
-* ``"collective"``: the collective averages.
-* ``"store"``: by the kernels that store the gradients in the bucket.
-* ``"bucket"``: by one pass over the bucket, before the launch.
-* ``"result"``: by the kernel that casts the result back, after the wait.
+* ``"none"``: nowhere, since there is nothing to scale by.
+* ``"collective"``: in the collective, which averages.
+* ``"store"``: in the kernels that store the gradients in the bucket.
+* ``"bucket"``: in one pass over the bucket, before the launch.
+* ``"result"``: in the kernel that casts the result back, after the wait.
 """
 
 
 @dataclass(frozen=True)
 class BucketScaling:
-    """Where and by what a bucket is scaled.
+    """Where a bucket is scaled, and by what.
 
     Attributes:
         method: see :data:`ScalingMethod`.
-        reduce_op: what the collective does.
-        divisor: what the gradients are divided by outside of the collective.
+        reduce_op: reduce op of the collective: ``"sum"`` or ``"avg"``.
+        divisor: number that the gradients are divided by outside of the collective.
     """
 
     method: ScalingMethod
@@ -39,12 +39,13 @@ class BucketScaling:
 
     @property
     def before(self) -> float:
-        """What the gradients are divided by before the launch: stored, or in the bucket."""
+        """The number that gradients are divided by before the launch: as stored, or in the
+        bucket."""
         return 1.0 if self.method == "result" else self.divisor
 
     @property
     def after(self) -> float:
-        """What the results are divided by after the wait."""
+        """The number that results are divided by after the wait."""
         return self.divisor if self.method == "result" else 1.0
 
 
@@ -56,12 +57,12 @@ def choose_scaling(
     scaling: ScalingOption,
     folds: bool,
 ) -> BucketScaling:
-    """Where a bucket of ``key`` is scaled: as a reducer scales it, on which other ranks rely. If it
-    ``folds``, each gradient is stored by a kernel that can scale it."""
+    """Where a bucket with this ``key`` is scaled: where a reducer scales it, because other ranks
+    rely on that. With ``folds``, each gradient is stored by a kernel that can scale it."""
     if key.divisor == 1:
         return BucketScaling("none", "sum")
     if reduce_dtype != key.dtype:
-        # A dtype with a small range is scaled before it is summed, the others where it is exact.
+        # fp16 has a small range: scale before the sum. Scale others where the division is exact.
         method: ScalingMethod = "store" if reduce_dtype == torch.float16 else "result"
     elif key.divisor == owner.world_size and averages(
         owner.backend, reduce_dtype.to_real(), owner.world_size, scaling

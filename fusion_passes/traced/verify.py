@@ -1,5 +1,5 @@
-"""What a pass is, and the invariants that hold after every one. A broken one is a bug of the
-package, never a user's error: the compile stops before a wrong gradient can be computed."""
+"""The interface of a pass, and the invariants that hold after every pass. A broken invariant is a
+bug of the package, never a user's error: the compile stops before a wrong gradient is computed."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ class BrokenInvariantError(AssertionError):
 
 @dataclass(frozen=True)
 class GraphFacts:
-    """What no pass may change.
+    """Facts that a pass keeps, except for the changes that its :meth:`GraphPass.facts_after`
+    declares.
 
     Attributes:
         outputs: dtype, shape and strides of each output.
-        reduced: elements reduced, by (group of the DDP module, reduce op, dtype).
-        foreign: every other collective, in issue order, by process group.
+        reduced: number of elements reduced, by (group name of the DDP module, reduce op, dtype).
+        foreign: collectives that are not DDP's, in issue order, by group name.
         unwaited: names of DDP's collectives with a result that is read before it is waited for, or
             never waited for.
     """
@@ -46,8 +47,8 @@ class GraphFacts:
     unwaited: frozenset[str]
 
     def with_buckets(self, buckets: Sequence[TracedBucket]) -> GraphFacts:
-        """The facts as they must be once buckets are fused: each is reduced by the operation and
-        in the dtype that the plan says, and nothing else changes."""
+        """The facts that must hold once ``buckets`` are fused: each one is reduced with the reduce
+        op and in the dtype of the plan, and nothing else changes."""
         reduced = Counter(self.reduced)
         for bucket in buckets:
             group, dtype = bucket.key.group_name, bucket.reduce_dtype.to_real()
@@ -60,12 +61,13 @@ class GraphFacts:
 
 
 class GraphPass(ABC):
-    """A frozen dataclass whose fields are its options, all of them plain values."""
+    """A pass over a graph: a frozen dataclass whose fields are its options, all of them plain
+    values."""
 
     @property
     def name(self) -> str:
-        """By which ``TORCHINDUCTOR_DISABLED_PASSES`` switches it off, and under which it is timed
-        and traced."""
+        """The name by which ``TORCHINDUCTOR_DISABLED_PASSES`` switches the pass off, and under
+        which it is timed and traced."""
         return type(self).__name__
 
     @abstractmethod
@@ -73,11 +75,11 @@ class GraphPass(ABC):
         """Rewrite ``graph`` in place.
 
         Returns:
-            Whether it has changed the graph: exactly then.
+            True exactly when the graph has changed.
         """
 
     def facts_after(self, before: GraphFacts) -> GraphFacts:
-        """What must be true of the graph after the pass: the same as before, for most."""
+        """The facts that must hold after the pass: for most passes, those from before it."""
         return before
 
 
@@ -110,11 +112,11 @@ def graph_facts(graph: fx.Graph, groups: DdpGroups) -> GraphFacts:
 
 
 def verify(graph: fx.Graph, before: GraphFacts, groups: DdpGroups) -> GraphFacts:
-    """Check the invariants on a graph as a pass has left it, of which the facts ``before`` must be
-    true; return its facts.
+    """Check the invariants on a graph that a pass has rewritten. ``before`` are the facts that must
+    hold for the graph; return its facts.
 
     Raises:
-        BrokenInvariantError: it says which invariant, with both sides.
+        BrokenInvariantError: its text names the invariant and shows both sides.
     """
     try:
         graph.lint()
@@ -150,7 +152,7 @@ def _reduce_op(node: fx.Node) -> object:
 
 
 def _is_waited_for(launch: fx.Node) -> bool:
-    """Whether each tensor that the collective gives reaches a wait."""
+    """Whether the results of the collective are read, and only by waits."""
     # One pinned node can wait for thousands of results.
     readers = dict.fromkeys(user for result in results_of(launch) for user in data_users(result))
     return bool(readers) and all(is_wait(reader) for reader in readers)
