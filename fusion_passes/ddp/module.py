@@ -162,7 +162,7 @@ _REPLACED: Final = tuple(
 """Names of the methods that a managed module gets from :class:`ManagedDDP`."""
 
 _OVERRIDDEN: Final = tuple(name for name in _REPLACED if hasattr(DistributedDataParallel, name))
-"""Names of those methods of :class:`ManagedDDP` that DDP defines too."""
+"""Names of the methods in :data:`_REPLACED` that DDP defines too."""
 
 
 class IdleCppReducer:

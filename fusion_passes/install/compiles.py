@@ -117,8 +117,8 @@ def _value_of(name: str, options: Mapping[str, Any]) -> Any:
 
 
 class FusePass(CustomGraphPass):
-    """Runs the pipeline on a backward that compiled autograd has traced, and records the plan that
-    was carried out for the report."""
+    """Runs the pipeline on a backward that compiled autograd has traced, and records for the report
+    what the pipeline did."""
 
     def __init__(self, config: FusionConfig) -> None:
         self._config = config

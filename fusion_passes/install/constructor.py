@@ -72,7 +72,7 @@ def _keep_in_step(
     original: Callable[..., None], ddp: DistributedDataParallel, bound: inspect.BoundArguments
 ) -> None:
     """Run the collectives of DDP's constructor although this rank refuses the module. Ranks that do
-    not refuse it then miss this rank only behind these collectives, where they do not wait long."""
+    not refuse it then wait for this rank in ``meet_ranks``, behind these collectives: not long."""
     for name in ("mixed_precision", "bucket_cap_mb_list", *_DELAY):
         bound.arguments.pop(name, None)
     with contextlib.suppress(Exception), _python_reducer():

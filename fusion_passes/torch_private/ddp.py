@@ -52,8 +52,8 @@ def ignored_by_ddp(model: nn.Module) -> tuple[str, ...]:
 
 
 def dtensor_spec(parameter: nn.Parameter) -> Any:
-    """The spec of the DTensor of which DDP has made this parameter, its local shard; ``None`` for
-    other parameters."""
+    """The spec of the DTensor that DDP has replaced by this parameter, its local shard; ``None``
+    for other parameters."""
     return getattr(parameter, "_st_info", None)
 
 
@@ -123,8 +123,8 @@ def register_with_reducer(ddp: DistributedDataParallel, hook: Any, state: object
 
 
 def common_rank(ddp: DistributedDataParallel, *, is_candidate: bool) -> int:
-    """The highest rank of those that are candidates. All ranks of the module must call this: it is
-    a collective."""
+    """The highest rank that passes ``is_candidate=True``. All ranks of the module must call this:
+    it is a collective."""
     return int(ddp._find_common_rank(dist.get_rank(ddp.process_group), is_candidate))
 
 

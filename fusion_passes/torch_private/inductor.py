@@ -66,7 +66,7 @@ def control_deps() -> Any:
 
 
 def make_subgraph(owner: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """A module for a graph, whose Python code is generated only if somebody reads it."""
+    """A module for a graph. The module's Python code is generated only when it is first read."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(owner, graph)
@@ -157,7 +157,7 @@ def mixes_orders(device: torch.device) -> bool:
 
 def is_split_sum(buffer: Any) -> bool:
     """Whether a buffer holds the first half of a reduction that Inductor has split in two. The
-    mix-order reduction takes only what reads such a buffer for a second half."""
+    mix-order reduction takes only operations that read such a buffer for the second half."""
     return getattr(buffer, "_split_size", None) is not None
 
 
