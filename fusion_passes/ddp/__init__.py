@@ -1,2 +1,2 @@
-"""What a managed module has in place of DDP's forward, buffers, ``join`` and copies; which modules
-DDP's own reducer trains; which backwards are traced."""
+"""Replacements of DDP's methods in a managed module (forward, buffer broadcast, ``join``, hooks,
+copies), the fallback to DDP's own reducer, and tensor parallelism inside a DDP module."""

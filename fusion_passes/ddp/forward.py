@@ -1,5 +1,5 @@
-"""The forward of a managed DDP module: what DDP does around it, in a form that Dynamo can trace,
-and the broadcast of buffers before it."""
+"""The forward of a managed DDP module: the steps that DDP adds around the wrapped module's forward,
+in a form that Dynamo can trace, and the broadcast of buffers before it."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ from fusion_passes.torch_private.ddp import (
 from fusion_passes.torch_private.dynamo import begin_no_graph
 
 BUFFERS_IN: Final = "_ddp_fusion_buffers_in"
-"""Attribute of a managed module: the name of its group, if it has buffers; else ``None``."""
+"""Attribute of a managed module: the name of its process group if DDP is to broadcast buffers of
+it, else ``None``."""
 
 RANGE: Final = "DistributedDataParallel.forward"
-"""Eager DDP's name for its forward in a profile."""
+"""Name of the profiler range in which eager DDP runs its forward."""
 
 
 class ManagedForward(DistributedDataParallel):
-    """What a managed module has in place of DDP's forward and of its parts."""
+    """The methods of a managed module that replace DDP's forward and the steps around it."""
 
     @begin_no_graph
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module between the two parts that DDP adds."""
-        if torch.compiler.is_dynamo_compiling():  # Dynamo would warn of the range, and omit it.
+        """Run the wrapped module between DDP's pre-forward and post-forward steps."""
+        if torch.compiler.is_dynamo_compiling():  # Dynamo would warn about the range, and skip it.
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
         with _untraced(torch.autograd.profiler.record_function, RANGE):
@@ -57,7 +58,7 @@ class ManagedForward(DistributedDataParallel):
         if self.device_ids and not torch.compiler.is_dynamo_compiling():
             moved, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             return moved[0], moved_kwargs[0]
-        if self.device_ids:  # Dynamo cannot trace DDP's own.
+        if self.device_ids:  # Dynamo cannot trace DDP's ``to_kwargs``.
             device = torch.device(self.device_type, self.device_ids[0])
             return tree_map_only(Tensor, lambda tensor: tensor.to(device), (inputs, kwargs))
         return inputs, kwargs
@@ -66,7 +67,7 @@ class ManagedForward(DistributedDataParallel):
         return self.module(*inputs, **kwargs)
 
     def _post_forward(self, output: Any) -> Any:
-        """Note whether the next gradients are averaged: ``no_sync`` is decided here."""
+        """Note whether the next gradients are averaged: ``no_sync`` takes effect here."""
         if torch.is_grad_enabled():
             setattr(self, LOCAL, not self.require_backward_grad_sync)
             if self.require_backward_grad_sync:
@@ -74,7 +75,8 @@ class ManagedForward(DistributedDataParallel):
                 if self.find_unused_parameters and not torch.compiler.is_dynamo_compiling():
                     _note_outputs(self, output)
         if getattr(self, BUFFERS_IN):
-            # DDP's rule: buffers are broadcast if the forward before was to be synchronised.
+            # DDP's rule: a forward broadcasts buffers if the previous forward ran with gradients
+            # enabled and outside ``no_sync``.
             is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
             self.require_forward_param_sync = is_synced
         return output
@@ -82,7 +84,7 @@ class ManagedForward(DistributedDataParallel):
 
 @torch.compiler.disable
 def refuse_unfinished(ddp: DistributedDataParallel) -> None:
-    """Raise the error of a backward before, if the next forward is to be averaged too."""
+    """Raise the error that an unfinished backward has left, unless this runs under ``no_sync``."""
     error = getattr(ddp, UNFINISHED)
     if ddp.require_backward_grad_sync:
         reducer_of(ddp).leave_note_of_missing()
@@ -91,7 +93,7 @@ def refuse_unfinished(ddp: DistributedDataParallel) -> None:
 
 @torch.compiler.disable
 def _note_outputs(ddp: DistributedDataParallel, output: Any) -> None:
-    """Have the reducer know which outputs one forward has given."""
+    """Tell the reducer the autograd nodes of one forward's outputs, unless the graph is static."""
     reducer = reducer_of(ddp)
     if not reducer.is_static:
         tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
@@ -100,7 +102,8 @@ def _note_outputs(ddp: DistributedDataParallel, output: Any) -> None:
 
 @torch.compiler.disable
 def _begin_step(ddp: DistributedDataParallel) -> None:
-    """With ``join``: tell ranks without inputs that this one has some, and what comes."""
+    """With ``join``: tell ranks without inputs that this rank has some, broadcast buffers, and tell
+    those ranks whether gradients of this step are averaged."""
     work: Any = Join.notify_join_context(ddp)
     _count_ranks(ddp, work)
     if sends_buffers(ddp):
@@ -109,8 +112,9 @@ def _begin_step(ddp: DistributedDataParallel) -> None:
 
 
 def _count_ranks(ddp: DistributedDataParallel, work: Any) -> None:
-    """Divide gradients as ``join`` was asked to: by the number of all ranks, or of those that have
-    inputs for the step. A communication hook divides as it likes."""
+    """Set the divisor of gradients that ``join(divide_by_initial_world_size=...)`` asks for: the
+    number of all ranks, or of the ranks with inputs for this step. A communication hook divides by
+    what it likes."""
     communication = reducer_of(ddp).communication
     if not isinstance(communication, AllReduce):
         return
@@ -134,19 +138,19 @@ def _untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def prepare_buffers(ddp: DistributedDataParallel) -> None:
-    """Let the forwards of a managed module broadcast its buffers, if it has some."""
+    """Have the forwards of a managed module broadcast the buffers that DDP does not ignore."""
     names = {name for name, _ in ddp.module.named_buffers()}.difference(ddp.parameters_to_ignore)
     setattr(ddp, BUFFERS_IN, ddp.process_group.group_name if names else None)
 
 
 def sends_buffers(ddp: DistributedDataParallel) -> bool:
-    """Whether the ranks get buffers before the next forward."""
+    """Whether buffers are broadcast before the next forward."""
     is_synced: bool = ddp.require_forward_param_sync and ddp.broadcast_buffers
     return is_synced and getattr(ddp, BUFFERS_IN) is not None
 
 
 def broadcast_buffers(ddp: DistributedDataParallel, source: int = 0) -> None:
-    """Give every rank the buffers of one, with one collective for each dtype and device."""
+    """Broadcast the buffers of rank ``source``, with one collective for each dtype and device."""
     is_traced = torch.compiler.is_dynamo_compiling()
     if not is_traced and ddp.process_group.size() == 1:
         return
@@ -160,13 +164,13 @@ def broadcast_buffers(ddp: DistributedDataParallel, source: int = 0) -> None:
         for buffers in kinds.values():
             flat = flattened(buffers)
             if is_traced and waited is not None:
-                # It reads what was broadcast before, and so comes after it. Inductor can launch
-                # independent ones in another order, and so ranks with other graphs: with
-                # mode="lite", or in an evaluation (torch 2.11 to 2.14).
+                # This broadcast reads the result of the previous one, so it stays behind that one.
+                # Inductor may reorder independent broadcasts, differently on ranks with different
+                # graphs: with mode="lite", or in an evaluation (torch 2.11 to 2.14).
                 flat = torch.cat([flat, (waited[:1] != 0).to(flat)])[: flat.numel()]
             waited = broadcast(flat, source, group_name)
-            # A forward may have saved one for its backward: autograd sees no change of it, as with
-            # DDP's own broadcast.
+            # An earlier forward may have saved a buffer for its backward. A write through .data
+            # does not bump the version that autograd checks, as with DDP's own broadcast.
             targets, pieces = [buffer.data for buffer in buffers], unflattened(waited, buffers)
             if is_traced:  # Inductor has no kernel for lists of complex tensors.
                 for target, piece in zip(targets, pieces, strict=True):

@@ -1,4 +1,5 @@
-"""DDP modules whose gradients a :class:`fusion_passes.reducer.reducer.Reducer` averages."""
+"""Managed DDP modules: a :class:`fusion_passes.reducer.reducer.Reducer` averages their gradients
+in place of DDP's own reducer."""
 
 from __future__ import annotations
 
@@ -70,12 +71,13 @@ from fusion_passes.version import __version__
 
 
 class ManagedDDP(ManagedForward):
-    """Takes DDP's place among the bases of a managed module's class."""
+    """The methods of a managed module that replace DDP's: see :func:`_attach`."""
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Average as a known hook would, or call the hook with the module's buckets."""
+        """Average as a known hook of :data:`SENT_AS` would. Call any other hook with the module's
+        buckets, or have DDP's own reducer call it if :func:`_reason_against_hook` says so."""
         group = dist.group.WORLD if state is None else state
-        is_known = hook in tuple(SENT_AS)  # A hook may have no hash.
+        is_known = hook in tuple(SENT_AS)  # A tuple, because a hook may be unhashable.
         if is_known and group is self.process_group:
             _accept_comm_hook(self, hook, state)
             return
@@ -88,7 +90,7 @@ class ManagedDDP(ManagedForward):
             DistributedDataParallel.register_comm_hook(self, state, hook)
             return
         _note_comm_hook(self, hook, state)
-        ref = weakref.ref(self)  # And not of the reducer: another group brings another one.
+        ref = weakref.ref(self)  # Not to the reducer, which _update_process_group replaces.
         reducer = reducer_of(self)
         reducer.communication = HookCall(
             hook, state, reducer.parameters.all, lambda: reducer_of(ref()).hooked_buckets
@@ -111,7 +113,8 @@ class ManagedDDP(ManagedForward):
         reducer = reducer_of(self)
         communication = reducer.communication
         if isinstance(communication, AllReduce) and not divides_by_initial_size(self):
-            communication.count_ranks = lambda: 1.0  # The others sum too, and these are zeros.
+            # Have the collective sum, as on the other ranks. Zeros need no division.
+            communication.count_ranks = lambda: 1.0
         try:
             reducer.reduce_zeros()
         except Exception as error:
@@ -121,7 +124,7 @@ class ManagedDDP(ManagedForward):
             raise said from error
 
     def _match_unused_params_allreduce(self) -> None:
-        """Nothing is left to do: :meth:`Reducer.reduce_zeros` has sent the used map."""
+        """Do nothing: :meth:`Reducer.reduce_zeros` has all-reduced the used-parameter map."""
 
     def _update_process_group(self, new_process_group: Any) -> None:
         before, reducer = self.process_group, reducer_of(self)
@@ -129,21 +132,22 @@ class ManagedDDP(ManagedForward):
         try:
             update_process_group(self, new_process_group)
             attach_reducer(self, reducer.config, reducer.label)
-        except BaseException:  # The module has its reducer still.
+        except BaseException:  # The module still has its previous reducer.
             update_process_group(self, before)
             raise
 
     def _set_static_graph(self) -> None:
-        """As DDP, where this promise replaces ``find_unused_parameters``."""
+        """Declare the graph static, which as in DDP replaces ``find_unused_parameters``."""
         set_static_graph(self)
         reducer_of(self).is_static = True
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """DDP's, with what its reducer would have counted."""
+        """DDP's logging data, with the fields that its C++ reducer would have filled."""
         return {**ddp_logging_data(self), **logging_data(reducer_of(self))}
 
     def __reduce_ex__(self, _: object) -> Any:
-        """A copy of a managed module is managed too, and gets what belongs to one alone anew."""
+        """Reduce the module to a state without its reducer and :class:`ManagedDDP`'s methods: its
+        copy gets its own of these from :func:`_restore`."""
         left_out = {*_REPLACED, REDUCER}
         state = {name: value for name, value in self.__getstate__().items() if name not in left_out}
         return _blank, (_users_class(self),), state | {HOOKS_OF_REDUCER: []}
@@ -155,20 +159,20 @@ _REPLACED: Final = tuple(
     for name, value in vars(kind).items()
     if callable(value)
 )
-"""The methods that a managed module has from :class:`ManagedDDP`."""
+"""Names of the methods that a managed module gets from :class:`ManagedDDP`."""
 
 _OVERRIDDEN: Final = tuple(name for name in _REPLACED if hasattr(DistributedDataParallel, name))
-"""Those that DDP has too."""
+"""Names of the methods in :data:`_REPLACED` that DDP defines too."""
 
 
 class IdleCppReducer:
-    """The ``reducer`` attribute of a managed module: DDP's C++ reducer, which averages nothing, but
-    without those of its methods that would.
+    """The ``reducer`` attribute of a managed module: forwards to DDP's C++ reducer, which is idle,
+    and replaces the methods that would make that one average gradients or launch collectives.
 
     ``torch.distributed.pipelining`` runs all forwards under ``no_sync``, and calls
-    ``prepare_for_backward`` before the backward that is to be averaged. ``join`` lets ranks without
-    inputs rebuild its buckets, which is a collective that the others do not come to. Programs that
-    wrap a model anew call ``DistributedDataParallel._remove_autograd_hooks`` before.
+    ``prepare_for_backward`` before the backward that is to be averaged. ``join`` has ranks without
+    inputs rebuild buckets, which is a collective that the other ranks would not launch. Programs
+    that wrap a model again call ``DistributedDataParallel._remove_autograd_hooks`` first.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -176,7 +180,7 @@ class IdleCppReducer:
         self._reducer: Any = ddp.reducer
 
     def prepare_for_backward(self, outputs: Any) -> None:
-        # Not the C++ reducer's: it would average the gradients once more.
+        # Not forwarded: the C++ reducer would average the gradients a second time.
         del outputs
         setattr(self._ddp(), EXPECTED, True)
 
@@ -205,21 +209,21 @@ def manage_by_reducer(
     is_copy: bool = False,
     is_in_step: bool = False,
 ) -> None:
-    """Average the gradients of a module by a reducer of the package from now on. For a copy,
-    nothing is sent, as with DDP: one rank may make it alone. If this fails, the parameters keep no
-    hook of the module.
+    """Have a reducer of the package average the gradients of a module from now on. For a copy, no
+    collective is launched, as with DDP, because one rank may make a copy alone. If this fails, no
+    hook of the module stays on its parameters.
 
     Args:
         ddp: the module.
         config: options of the flag.
-        is_copy: whether it is a copy of a managed module.
-        is_in_step: whether all ranks have just been in a collective together.
+        is_copy: whether the module is a copy of a managed module.
+        is_in_step: whether all ranks have just run a collective together.
 
     Raises:
-        RanksDisagreeError: ranks have been given other settings, or one has not come.
-        ValueError: the options cannot be had.
+        RanksDisagreeError: the settings of ranks differ, or a rank has not constructed the module.
+        ValueError: the options cannot be satisfied.
     """
-    # Copies apart: a rank that makes one alone counts its modules as the others do.
+    # Copies are counted apart: a rank that makes one alone numbers its modules as the others do.
     kind, numbers = "DDP copy" if is_copy else "DDP", _count.setdefault(ddp.process_group, {})
     number = numbers.get(kind, -1) + 1
     label = f"{kind} {number} ({type(ddp.module).__name__})"
@@ -231,10 +235,10 @@ def manage_by_reducer(
         attach_reducer(ddp, config, label)
         reducer = reducer_of(ddp)
         settings = {} if is_copy else _settings_of(ddp, config)
-        # The other ranks of a fake group are nowhere.
+        # A fake process group has no other ranks.
         if not is_copy and backend_name(reducer.group, ddp.device) != "fake":
             meet_ranks(reducer.group, label, number, is_in_step=is_in_step)
-        numbers[kind] = number  # All ranks have counted it, or none.
+        numbers[kind] = number  # Either all ranks count this module, or none does.
         if not is_copy:
             compare_settings(reducer.group, label, settings, ddp.device)
         _refuse_memory(reducer, ddp.process_group)
@@ -249,14 +253,14 @@ def manage_by_reducer(
 
 
 def discard(ddp: DistributedDataParallel) -> None:
-    """Leave nothing on the parameters of a module whose constructor fails."""
+    """Remove the hooks and the reducer of a module whose constructor fails."""
     _remove_handles(hooks_of_reducer(ddp))
     if REDUCER in ddp.__dict__:
         _remove_hooks(ddp.__dict__.pop(REDUCER))
 
 
 def _settings_of(ddp: DistributedDataParallel, config: FusionConfig) -> dict[str, Any]:
-    """What must be the same on all ranks."""
+    """The settings that must be the same on all ranks, by name."""
     reducer = reducer_of(ddp)
     names = reducer.parameters.names
     return {
@@ -278,14 +282,14 @@ def _settings_of(ddp: DistributedDataParallel, config: FusionConfig) -> dict[str
 
 
 def _in_brief(layout: Layout) -> str:
-    """How many buckets there are, and a digest of what lies where in them."""
+    """The number of buckets, and a digest of the parameters, size and dtype of each bucket."""
     buckets = [(bucket.numbers, bucket.numel, str(bucket.dtype)) for bucket in layout.buckets]
     digest = hashlib.sha256(repr(buckets).encode()).hexdigest()
     return f"{len(buckets)} (digest {digest[:16]})"
 
 
 def _why_no_memory(reducer: Reducer, group: Any) -> str:
-    """Why buckets cannot have the memory that is asked for; empty if they can."""
+    """Why buckets cannot have the memory of option ``memory``; empty if they can."""
     if reducer.config.memory == "plain":
         return ""
     devices = [kind.device for kind in reducer.parameters.kinds.values()]
@@ -293,7 +297,8 @@ def _why_no_memory(reducer: Reducer, group: Any) -> str:
 
 
 def _refuse_memory(reducer: Reducer, group: Any) -> None:
-    """Raise an error where that is so: on all ranks, which have compared the reason."""
+    """Raise the reason of :func:`_why_no_memory`, if there is one, as an error. In the constructor
+    all ranks raise it, because :func:`compare_settings` has compared the reason."""
     why = _why_no_memory(reducer, group)
     if why:
         raise ValueError(
@@ -312,8 +317,8 @@ _count: Final = process_state.keep(
 
 
 def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: str) -> None:
-    """Give a module a new reducer, in the place of one that it may have, which stays if this
-    fails."""
+    """Give a module a new reducer, which replaces the one that it may have. If this fails, the
+    module keeps the old one."""
     old: Reducer | None = ddp.__dict__.get(REDUCER)
     group = ddp.process_group
     backend = backend_name(group, ddp.device)
@@ -356,7 +361,8 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: st
         caps=bucket_caps(config, _caps_of_ddp(ddp)),
         communication=communication,
     )
-    # A module that is wrapped anew keeps its parameters' nodes, and with them the hooks.
+    # If a model is wrapped again, the AccumulateGrad nodes of its parameters outlive this reducer,
+    # and so would the hooks on them.
     weakref.finalize(reducer, _remove_handles, reducer.hooks).atexit = False
     ref = weakref.ref(reducer)
     try:
@@ -397,14 +403,14 @@ def _accumulated(
 
 
 def reduce_in_graph(parameter: nn.Parameter, name: str, world_size: int) -> None:
-    """Average ``parameter.grad`` over the ranks, in place, as DDP's Python reducer does it: while
-    Dynamo traces a backward."""
+    """Average ``parameter.grad`` over the ranks in place, as DDP's Python reducer does. Called
+    while Dynamo traces a backward."""
     assert parameter.grad is not None, "it has been accumulated"
     parameter.grad.copy_(all_reduce(parameter.grad / world_size, "sum", name))
 
 
 def name_in_graphs(reducer: Reducer) -> str:
-    """The name of a module's process group in graphs."""
+    """The name of a module's process group in traced graphs, without the parameter's number."""
     return f"{reducer.group.group_name}/{reducer.label.partition(' (')[0].replace(' ', '').lower()}"
 
 
@@ -423,8 +429,8 @@ def _remove_handles(handles: list[Any]) -> None:
 
 
 def hand_over(ddp: DistributedDataParallel, reason: str) -> None:
-    """Have DDP's own reducer train a managed module from now on; tell the user for which reason.
-    All ranks of its group must do this between the same two steps."""
+    """Have DDP's own reducer train a managed module from now on, and warn with the reason. All
+    ranks of its process group must do this between the same two steps."""
     ddp.__class__ = _users_class(ddp)
     for name in _REPLACED:
         ddp.__dict__.pop(name, None)
@@ -438,9 +444,10 @@ def hand_over(ddp: DistributedDataParallel, reason: str) -> None:
 def _attach(ddp: DistributedDataParallel) -> None:
     """Give a module the methods of :class:`ManagedDDP`.
 
-    Where the user's class has some of them too, these must come first and reach ours by ``super``:
-    the module's class becomes one with ours between the user's and DDP's. Otherwise they are
-    attributes of the module, whose class stays what it is: programs compare ``type(model)``.
+    If the user's class overrides some of these methods, its overrides must run first and reach
+    :class:`ManagedDDP`'s by ``super``: the module gets a class that has :class:`ManagedDDP` between
+    the user's class and DDP. Otherwise the methods become attributes of the module, whose class
+    does not change, because programs compare ``type(model)``.
     """
     kind, ddps = type(ddp), DistributedDataParallel
     if any(getattr(kind, name) is not getattr(ddps, name) for name in _OVERRIDDEN):
@@ -453,7 +460,7 @@ def _attach(ddp: DistributedDataParallel) -> None:
 def _bound(
     ref: weakref.ref[DistributedDataParallel], function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A method that does not keep its module."""
+    """A bound method that holds its module by a weak reference."""
 
     @begin_no_graph
     @functools.wraps(function)
@@ -474,8 +481,8 @@ _classes: Final = process_state.keep(
 
 
 def _with_managed_methods(kind: type[DistributedDataParallel]) -> type[DistributedDataParallel]:
-    """A class like the user's, whose base is :class:`ManagedDDP` wherever it was DDP: one for all
-    modules of that class, or each would be compiled for itself."""
+    """A subclass of the user's class, with :class:`ManagedDDP` before DDP among its bases. All
+    modules of the user's class share it: Dynamo would compile each class separately."""
     managed = _classes.get(kind)
     if managed is None:
         names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -492,7 +499,8 @@ def _users_class(ddp: DistributedDataParallel) -> type[DistributedDataParallel]:
 
 
 def _sparse_ids(model: nn.Module) -> set[int]:
-    """The ids of the parameters of layers from which DDP expects sparse gradients."""
+    """Ids of the parameters from which DDP expects sparse gradients: those of embeddings with
+    ``sparse=True``."""
     return {
         id(parameter)
         for layer in model.modules()
@@ -502,7 +510,7 @@ def _sparse_ids(model: nn.Module) -> set[int]:
 
 
 def _caps_of_ddp(ddp: DistributedDataParallel) -> BucketCaps:
-    """The caps of a module's buckets, before any option."""
+    """The caps of a module's buckets by DDP's arguments alone, before any option of the flag."""
     if not ddp.bucket_bytes_cap_default:
         return given_caps(int(ddp.bucket_bytes_cap), ddp.bucket_bytes_cap_list)
     sparse = _sparse_ids(ddp.module)
@@ -511,14 +519,15 @@ def _caps_of_ddp(ddp: DistributedDataParallel) -> BucketCaps:
 
 
 def strides_to_send(parameter: Tensor) -> tuple[int, ...]:
-    """The strides in which a gradient is sent: the parameter's, or contiguous if not dense."""
+    """The strides in which a gradient is sent: those of the parameter if it is dense, otherwise
+    contiguous ones."""
     if _is_dense(parameter):
         return tuple(parameter.stride())
     return tuple(torch.empty(parameter.shape, device="meta").stride())
 
 
 def _is_dense(value: Tensor) -> bool:
-    """Whether the tensor's elements fill a stretch of memory, each once, in whatever order."""
+    """Whether the tensor is non-overlapping and dense, with its dimensions in any order."""
     expected = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size != 1:
@@ -537,7 +546,7 @@ def _check_first_hook(ddp: DistributedDataParallel) -> None:
 
 
 def _accept_comm_hook(ddp: DistributedDataParallel, hook: Any, state: object = None) -> None:
-    """Let a managed module's gradients be sent as a known hook would send them."""
+    """Send a managed module's gradients as a known hook would send them."""
     _check_first_hook(ddp)
     if SENT_AS[hook] is not None and reducer_of(ddp).config.memory == "registered":
         raise ValueError(
@@ -552,8 +561,8 @@ def _accept_comm_hook(ddp: DistributedDataParallel, hook: Any, state: object = N
 
 
 def _reason_against_hook(ddp: DistributedDataParallel, name: str) -> str | None:
-    """Why DDP's own reducer is to call a hook; ``None`` if the package's does."""
-    if name.startswith("_hook_then_optimizer."):  # That of ``_register_fused_optim``.
+    """Why DDP's own reducer must call a communication hook; ``None`` if the package's can."""
+    if name.startswith("_hook_then_optimizer."):  # The hook of ``_register_fused_optim``.
         return (
             f"its communication hook {name} steps an optimizer while a compiled backward may still "
             "read the parameters. To fuse, step the optimizer after the backward"
@@ -567,13 +576,13 @@ def _reason_against_hook(ddp: DistributedDataParallel, name: str) -> str | None:
 
 
 def _note_comm_hook(ddp: DistributedDataParallel, hook: Any, state: object) -> None:
-    """Let DDP know of a hook that its reducer does not call."""
+    """Add a communication hook to DDP's list and logging data; DDP's reducer does not call it."""
     comm_hooks(ddp).append((hook, state))
     log_comm_hook(ddp, name_of_hook(hook))
 
 
 def _check_reduce_dtype(config: FusionConfig, hook: Any) -> None:
-    """Refuse an option that contradicts a communication hook."""
+    """Refuse the option ``reduce_dtype`` beside a communication hook, which decides the dtype."""
     if config.reduce_dtype is not None:
         raise ValueError(
             f"reduce_dtype={config.reduce_dtype!r} of ddp_fusion contradicts communication hook "
@@ -586,28 +595,29 @@ def _check_reduce_dtype(config: FusionConfig, hook: Any) -> None:
 
 
 def _blank(kind: type[DistributedDataParallel]) -> DistributedDataParallel:
-    """An object that becomes a copy of a managed module when it is given its state."""
+    """An empty object that its ``__setstate__`` turns into a copy of a managed module."""
     ddp = kind.__new__(kind)
     ddp.__dict__["__setstate__"] = functools.partial(_restore, ddp)
     return ddp
 
 
 def _restore(ddp: DistributedDataParallel, state: dict[str, Any]) -> None:
-    """Give such an object its state. Where the flag is not set, DDP's own reducer trains it."""
+    """Give an object of :func:`_blank` its state. If the flag is not set now, DDP's own reducer
+    trains the copy."""
     del ddp.__dict__["__setstate__"]
     config = active_config()
     type(ddp).__setstate__(ddp, state | {USES_PYTHON_REDUCER: config is not None})
     if config is not None:
         manage_by_reducer(ddp, config, is_copy=True)
-        comm_hooks(ddp).clear()  # As in DDP: a copy has none.
+        comm_hooks(ddp).clear()  # As in DDP, a copy has no communication hook.
 
 
 # --- DDP's logging data ---------------------------------------------------------------------------
 
 
 def logging_data(reducer: Reducer) -> dict[str, Any]:
-    """What DDP's C++ reducer would have written into its logging data, but for times, which are not
-    measured. Sparse gradients lie in no bucket."""
+    """The fields that DDP's C++ reducer would have written into the logging data, except times,
+    which are not measured. Sparse gradients do not lie in buckets, and are left out."""
     layout, parameters = reducer.layout, reducer.parameters.all
     is_final = reducer.has_rebuilt_buckets
     buckets = [b.numbers for b in layout.buckets if not b.is_sparse] if is_final else []
@@ -626,31 +636,32 @@ def logging_data(reducer: Reducer) -> dict[str, Any]:
 
 # --- The end of a process -------------------------------------------------------------------------
 
-# The last reference to a bucket can be that of a thread of Gloo, which drops it right after its
-# collective, and needs Python for that. An interpreter that is ending ends threads that ask for it,
-# and with Gloo's the whole process aborts ("terminate called without an active exception", torch
-# 2.11 to 2.15, before Python 3.14): seen in one of 56 runs of two ranks on a busy machine that
-# ended right after their last step.
+# A Gloo thread may hold the last reference to a bucket. It drops the reference right after its
+# collective, and needs the GIL for that. A finalizing interpreter ends the threads that ask for the
+# GIL; if it ends one of Gloo's, the whole process aborts ("terminate called without an active
+# exception", torch 2.11 to 2.15, before Python 3.14). Seen in 1 of 56 runs of two ranks that ended
+# right after their last step, on a busy machine.
 #
-# Likewise, a group of Gloo that ends waits for its threads and keeps Python to itself meanwhile:
-# for ever, if one of them drops its last collective. Seen with eager DDP alone, too, in 1 of 7 runs
-# on a busy machine where a function that had destroyed the groups returned.
+# Likewise, the destructor of a Gloo process group joins the group's threads and holds the GIL
+# meanwhile. It hangs if one of those threads is dropping its last collective. Seen with eager DDP
+# alone, too, in 1 of 7 runs on a busy machine, when a function that had destroyed the groups
+# returned.
 
 
 @process_state.once("whether a pause at the program's end is registered")
 def pause_at_exit() -> None:
-    """Give Gloo's threads a moment with Python, once the program has ended."""
-    atexit.unregister(_pause)  # Of before a reset.
+    """Register a pause at the program's end, in which Gloo's threads can take the GIL."""
+    atexit.unregister(_pause)  # One that was registered before a reset.
     atexit.register(_pause)
 
 
 def _pause_without_groups() -> None:
-    """The same before a module goes, where all groups are destroyed: the last reference to its own
-    may go with it."""
+    """Pause before a module is freed after all process groups were destroyed: the module may hold
+    the last reference to its group."""
     if not dist.is_initialized():
         _pause()
 
 
 def _pause() -> None:
-    """Wait thousands of times as long as a running thread needs: nothing beside a start."""
+    """Wait thousands of times as long as a running thread needs; short beside a program's start."""
     time.sleep(0.05)

@@ -1,6 +1,6 @@
-"""What DDP offers and a managed module would leave out without a word: a module that uses it is
-trained by DDP's own reducer, and the user is warned; or it is refused, where that cannot be known
-to work with a compiled forward."""
+"""DDP features that the package's reducer does not implement. A module that uses one falls back to
+DDP's own reducer with a warning, or is refused if the feature is not known to work with a compiled
+forward."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ own_reducers: Final = process_state.keep(
 
 
 def check_supported(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments of DDP that work with neither reducer under the flag.
+    """Refuse arguments and parameters of DDP that neither reducer supports under the flag.
 
     Raises:
-        ValueError: it names the argument and the remedy.
+        ValueError: names the argument or parameter, and the remedy.
     """
     if arguments.get("mixed_precision"):
         raise ValueError(
@@ -43,7 +43,7 @@ def check_supported(arguments: Mapping[str, Any]) -> None:
 
 
 def warn_own_reducer(ddp: DistributedDataParallel, reason: str) -> None:
-    """Warn that the module is not fused."""
+    """Warn that DDP's own reducer trains the module, and that its gradients are not fused."""
     own_reducers.add(ddp)
     warn_once(
         f"own reducer {type(ddp.module).__name__} {reason}",

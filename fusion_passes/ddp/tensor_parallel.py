@@ -1,14 +1,16 @@
 """Tensor parallelism inside a DDP module, in a form that can be traced.
 
-DDP's reducers take no DTensors. Given one dimension of a larger mesh as its ``device_mesh``, DDP
-makes a parameter of each DTensor's local shard, and two forward hooks are to put DTensors in their
-places and to take them out again. These can't be compiled: Dynamo breaks the graph at them, and
-takes strides that differ for symbolic, with which a DTensor can't be hashed (``unhashable type:
-non-nested SymInt``). Nor do they take anything out: after one forward, the module has lost its
-parameters, and keeps DTensors that hang on the autograd graph of that forward.
+DDP's reducers do not support DTensors. If ``device_mesh`` is one dimension of a larger mesh, DDP
+replaces each DTensor by a parameter that is its local shard, and registers two forward hooks, which
+are to put DTensors in the place of the shards and to take them out again. The hooks can't be
+compiled: Dynamo breaks the graph at them, and makes strides that differ symbolic, and a DTensor
+with symbolic strides can't be hashed (``unhashable type: non-nested SymInt``). Nor does the second
+hook take anything out: after one forward, the module has lost its parameters, and keeps DTensors
+that belong to the autograd graph of that forward.
 
-Here, a module keeps its local parameters, and a DTensor is made whenever its forward reads one.
-That is traced with the forward, so the backward yields a plain gradient for a plain parameter.
+Here, a module keeps its local parameters, and makes a DTensor whenever its forward reads one of
+them. That is traced with the forward, so the backward yields a plain gradient for a plain
+parameter.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ from fusion_passes.torch_private.ddp import (
 )
 
 _LAYOUTS: Final = "_ddp_fusion_layouts"
-"""Attribute of a module that makes DTensors: a :class:`Layout` by parameter. It belongs to the
-module because Dynamo takes numbers in a module's attributes for constants; elsewhere, it takes
-those that differ for symbolic."""
+"""Attribute of a module that makes DTensors: a :class:`Layout` by parameter name. The layouts are
+an attribute of the module because Dynamo takes numbers in a module's attributes for constants;
+elsewhere, it makes numbers that differ symbolic."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the local shard of a DTensor does not say of it: the tensor-parallel mesh, a placement
-    for each of its dimensions, and the shape and stride of the whole tensor."""
+    """The properties of a DTensor that its local shard does not have: the tensor-parallel mesh, a
+    placement for each mesh dimension, and the shape and stride of the whole tensor."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -45,15 +47,15 @@ class Layout:
     stride: tuple[int, ...]
 
     def __deepcopy__(self, _: Any) -> Layout:
-        return self  # To the operators of DTensor, a copy of the mesh would be another mesh.
+        return self  # DTensor's operators would take a copy of the mesh for another mesh.
 
 
 def check_dtensors(model: nn.Module, device_mesh: DeviceMesh | None) -> None:
-    """Refuse DTensors that DDP would take for parameters, which none of its reducers can reduce.
-    Given a part of a larger mesh, DDP handles them.
+    """Refuse DTensors among the parameters: no reducer can reduce them. If ``device_mesh`` is a
+    part of a larger mesh, DDP replaces them by their local shards, and they are accepted.
 
     Raises:
-        ValueError: it names a parameter and the remedy.
+        ValueError: names a parameter and the remedy.
     """
     if device_mesh is not None and is_in_part_of_mesh(device_mesh):
         return
@@ -68,8 +70,8 @@ def check_dtensors(model: nn.Module, device_mesh: DeviceMesh | None) -> None:
 
 
 def make_dtensors_when_read(model: nn.Module) -> None:
-    """Let the modules of a model make DTensors of the local shards that DDP has given them, if it
-    has, and remove the two hooks that it has registered for that."""
+    """Have the modules in which DDP replaced DTensors by local shards make the DTensors themselves,
+    whenever a parameter is read. Remove the two forward hooks that DDP registered for that."""
     kinds: dict[tuple[type, tuple[str, ...]], type] = {}
     for module in model.modules():
         layouts = module.__dict__.get(_LAYOUTS) or _find_layouts(module)
@@ -77,7 +79,7 @@ def make_dtensors_when_read(model: nn.Module) -> None:
             continue
         if _LAYOUTS not in module.__dict__:
             setattr(module, _LAYOUTS, layouts)
-            # One class for all modules of a kind, or each would be compiled for itself.
+            # Modules of one class share the new one: Dynamo would compile each class separately.
             key = type(module), tuple(layouts)
             kinds[key] = kinds.get(key) or _reading_dtensors(*key)
             module.__class__ = kinds[key]
@@ -98,7 +100,7 @@ def _find_layouts(module: nn.Module) -> dict[str, Layout]:
 
 
 def _reading_dtensors(kind: type, names: tuple[str, ...]) -> type:
-    """A class like ``kind``, whose instances give DTensors for the parameters ``names``."""
+    """A subclass of ``kind`` whose instances return DTensors for the parameters ``names``."""
     same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind.__name__, (kind,), same | {name: _property(name) for name in names})
 

@@ -1,1 +1,1 @@
-"""What is changed in torch, from when to when, and how it is undone."""
+"""Patches of torch: which functions are replaced, from when to when, and how that is undone."""

@@ -1,7 +1,7 @@
-"""What is different in Inductor's compiles while a managed module is there: the backward that is
-compiled with a forward stores the gradients of managed modules in buckets, and a backward that
-compiled autograd has traced has its gradient reductions fused. Each by a pass among Inductor's
-post-grad passes. Both follow the options of the modules, and not what the flag is meanwhile."""
+"""Adds the package's passes to Inductor's post-grad passes, in compiles that concern a managed
+module. One pass stores gradients in buckets, in the backward that is compiled with a forward. The
+other fuses the gradient reductions of a backward that compiled autograd has traced. Both use the
+options that the modules were constructed with, not the flag's current value."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from fusion_passes.traced.report import report_plan
 from fusion_passes.version import __version__
 
 SLOT: Final = "post_grad_custom_post_pass"
-"""Inductor's option for passes of others, which run after its own on a post-grad graph."""
+"""Inductor's option for custom passes, which run after its own passes on a post-grad graph."""
 
 
 def compile_graph(
@@ -54,9 +54,9 @@ def compile_graph(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Compile a graph of Dynamo's as Inductor's backend of ``torch.compile`` does: a traced
-    backward with :class:`FusePass`, a forward that reads parameters of managed modules with
-    :class:`StorePass`. The parameters among the inputs are the module's own."""
+    """Compile a graph of Dynamo's as Inductor's backend of ``torch.compile`` does. Add
+    :class:`FusePass` for a traced backward, and :class:`StorePass` for a forward that reads
+    parameters of managed modules. The parameters among the inputs are the module's own objects."""
     options = {**compiler.config, **(kwargs.get("config_patches") or {})}
     config = traced_backwards.config
     if config is not None:
@@ -77,8 +77,8 @@ def compile_graph(
 def _with_pass(
     compiler: Any, options: Mapping[str, Any], added: CustomGraphPass, **more: Any
 ) -> Any:
-    """The backend as it is, but with a pass behind those that users have given it, and with more
-    options."""
+    """A copy of the backend with one more pass, behind those that users have given it, and with
+    more options."""
     given = _value_of(SLOT, options)
     if isinstance(given, PassChain):
         passes = [*given.passes, added]
@@ -93,23 +93,23 @@ def _with_pass(
 
 
 def _check_passes_run(options: Mapping[str, Any]) -> None:
-    """Refuse to compile a traced backward whose gradients would be reduced one by one: other ranks
-    launch buckets."""
+    """Refuse to compile a traced backward if Inductor would not run the pass: this rank would
+    all-reduce gradients one by one, and other ranks launch buckets."""
     switched_off = str(_value_of("disabled_passes", options) or "").split(",")
     if not _value_of("use_post_grad_passes", options) or SLOT in switched_off:
         raise CannotLaunchError("Inductor's passes on post-grad graphs are switched off")
 
 
 def compiles_usually(options: Mapping[str, Any]) -> bool:
-    """Whether what is compiled with these options can tell a reducer of its gradients. A replayed
-    CUDA graph writes to the memory that it has recorded, and calls no operator: there, and where
-    operators are not lowered, hooks bring the gradients."""
+    """Whether a backward that is compiled with these options can mark its gradients ready. A
+    replayed CUDA graph writes to the memory that it has recorded, and calls no operator. There, and
+    if operators are not lowered, hooks copy the gradients into buckets."""
     unusual = ("triton.cudagraphs", "fallback_by_default")
     return not any(_value_of(name, options) for name in unusual)
 
 
 def _value_of(name: str, options: Mapping[str, Any]) -> Any:
-    """What an option of Inductor is in a compile with these options."""
+    """The value of an option of Inductor in a compile with these options."""
     return options[name] if name in options else operator.attrgetter(name)(inductor_config)
 
 
@@ -117,8 +117,8 @@ def _value_of(name: str, options: Mapping[str, Any]) -> Any:
 
 
 class FusePass(CustomGraphPass):
-    """Runs the pipeline on a backward that compiled autograd has traced, and records what was
-    done."""
+    """Runs the pipeline on a backward that compiled autograd has traced, and records for the report
+    what the pipeline did."""
 
     def __init__(self, config: FusionConfig) -> None:
         self._config = config
@@ -134,18 +134,18 @@ class FusePass(CustomGraphPass):
             compile_log.expect(report_plan(plan, self._config.mode), plan.digest(), tuple(packed))
 
     def uuid(self) -> str:
-        """Identity of what this pass does to a graph, for the key of the FX graph cache. That does
-        not hold whether a backward may overwrite what its forward has saved (torch 2.11 to 2.14),
-        so this does."""
+        """The identity of what this pass does to a graph, for the key of the FX graph cache. It
+        includes whether a backward may overwrite buffers that its forward saved, because that key
+        does not (torch 2.11 to 2.14)."""
         mode = self._config.mode
         state = [__version__, source_hash(), mode, donates_buffers(), self._modules]
         return hashlib.sha256(repr(state).encode()).hexdigest()
 
 
 class StorePass(CustomGraphPass):
-    """Runs :class:`StoreGradients` on the backward that AOTAutograd has made with a forward. What
-    it knows of the modules is its identity in Inductor's caches: shapes, places and caps, and no
-    names."""
+    """Runs :class:`StoreGradients` on the backward that AOTAutograd has made with a forward. Its
+    identity in Inductor's caches is all that it knows of the modules: shapes, places and caps, and
+    no names."""
 
     def __init__(self, stores: StoreGradients) -> None:
         self._stores = stores
@@ -158,14 +158,14 @@ class StorePass(CustomGraphPass):
             trace_artifact("ddp_fusion_stored", lambda: graph_text(graph))
 
     def uuid(self) -> str:
-        """As :meth:`FusePass.uuid`."""
+        """The identity of what this pass does to a graph: see :meth:`FusePass.uuid`."""
         return f"{__version__} {source_hash()} {donates_buffers()} {self._stores.identity()}"
 
 
 def stores_of_forward(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients | None:
-    """Make the pass that stores the gradients of a forward's parameters in buckets; ``None`` if
-    none of its inputs is one of a managed module, or AOTAutograd would number the inputs
-    otherwise."""
+    """Make the pass that stores the gradients of a forward's parameters in buckets. Return ``None``
+    if no input is a parameter of a managed module, or if AOTAutograd would number the inputs
+    differently."""
     num_placeholders = len(graph.find_nodes(op="placeholder"))
     if num_placeholders != len(inputs) or any(map(is_tensor_subclass, inputs)):
         return None
@@ -202,13 +202,14 @@ def stores_of_forward(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients 
 
 @process_state.once("whether Inductor knows the package's operators")
 def _teach_inductor() -> None:
-    """Once, and not before something is compiled: Inductor takes a second to import."""
+    """Register the package's lowerings, once, and not before something is compiled: Inductor takes
+    a second to import."""
     register_lowerings(compile_log.packed)
     register_store_lowerings()
 
 
 @process_state.once("a hash of the package's code")
 def source_hash() -> str:
-    """Equal for the same code of the package."""
+    """The hash of all source files of the package."""
     files = sorted(Path(__file__).parent.parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -1,5 +1,5 @@
 """Constructs DDP modules under the flag, refuses settings of torch that contradict it, and warns
-about modules that were constructed before it."""
+about modules that were constructed before the flag was set."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ from fusion_passes.warnings import warn_once
 def construct(
     original: Callable[..., None], ddp: DistributedDataParallel, /, *args: Any, **kwargs: Any
 ) -> None:
-    """Do what ``DistributedDataParallel.__init__`` does, and manage the module.
+    """Take the place of ``DistributedDataParallel.__init__``: call it, and manage the module if the
+    flag is set.
 
     Raises:
-        ValueError: settings or arguments contradict the flag; the text names the remedy.
+        ValueError: settings or arguments contradict the flag; the message names the remedy.
     """
     config = active_config()
     if config is None:
@@ -52,7 +53,7 @@ def construct(
     except Exception:
         _keep_in_step(original, ddp, bound)
         raise
-    # DDP takes no list with the Python reducer, which has no buckets of its own.
+    # DDP refuses bucket_cap_mb_list with its Python reducer, which has no buckets.
     caps_mb = bound.arguments.pop("bucket_cap_mb_list", None) or ()
     if caps_mb:
         bound.arguments["bucket_cap_mb"] = max(caps_mb)
@@ -62,7 +63,7 @@ def construct(
     ddp.bucket_bytes_cap_list = [mib_to_bytes(cap_mb) for cap_mb in caps_mb]
     is_in_step = given.get("init_sync", True)
     manage_by_reducer(ddp, config, is_in_step=is_in_step)
-    if not is_in_step:  # DDP broadcasts these all the same.
+    if not is_in_step:  # DDP broadcasts delayed parameters even with init_sync=False.
         for parameter in delayed.values():
             dist.broadcast(parameter.detach(), group=ddp.process_group, group_src=0)
 
@@ -70,8 +71,8 @@ def construct(
 def _keep_in_step(
     original: Callable[..., None], ddp: DistributedDataParallel, bound: inspect.BoundArguments
 ) -> None:
-    """Take part in the collectives of DDP's constructor, though this rank refuses the module: where
-    the others do not, they wait for it behind these, and not for long."""
+    """Run the collectives of DDP's constructor although this rank refuses the module. Ranks that do
+    not refuse it then wait for this rank in ``meet_ranks``, behind these collectives: not long."""
     for name in ("mixed_precision", "bucket_cap_mb_list", *_DELAY):
         bound.arguments.pop(name, None)
     with contextlib.suppress(Exception), _python_reducer():
@@ -84,8 +85,8 @@ _DELAY: Final = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")
 
 def _take_delayed(arguments: dict[str, Any]) -> dict[str, nn.Parameter]:
     """Take ``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce`` out of DDP's
-    arguments, and return the named parameters. To DDP's constructor they are parameters like all
-    others; the reducer launches them last."""
+    arguments, and return the named parameters. DDP's constructor then treats these parameters like
+    all others; the reducer launches them last."""
     named, hooked = (arguments.get(name) for name in _DELAY)
     if named is None or hooked is None:
         return {}  # DDP refuses one without the other.
@@ -110,25 +111,25 @@ def _take_delayed(arguments: dict[str, Any]) -> dict[str, nn.Parameter]:
 
 @contextlib.contextmanager
 def _python_reducer() -> Iterator[None]:
-    """A context in which DDP's constructor chooses the Python reducer; what else it does to torch
-    then, and nobody would undo, is undone."""
+    """A context in which DDP's constructor chooses the Python reducer. Other changes that the
+    constructor then makes to torch, and never undoes, are undone at the end."""
     rules = trace_rules()
     inlined: set[str] = rules.LEGACY_MOD_INLINELIST
     before = set(inlined)
-    # With the Python reducer, it switches torch's own fusion on.
+    # With the Python reducer, DDP's constructor switches torch's own fusion on.
     with dynamo_config().patch(optimize_ddp="python_reducer"), without_torchs_ddp_fusion():
         try:
             yield
         finally:
-            # It has Dynamo inline the forward of every DDP module, with what only DDP's own
-            # reducer does in it.
+            # The constructor has Dynamo inline the forward of every DDP module, with the steps in
+            # it that only DDP's own reducer needs.
             inlined.intersection_update(before)
             rules.get_legacy_mod_inlinelist.cache_clear()
 
 
 def enter_forward(original: Callable[..., Any], ddp: DistributedDataParallel) -> Any:
-    """Do what ``DistributedDataParallel._inside_ddp_forward`` does, in each forward with DDP's own
-    reducer; warn if the module was to be managed."""
+    """Take the place of ``DistributedDataParallel._inside_ddp_forward``, which each forward with
+    DDP's own reducer calls: warn if the module was constructed before the flag was set."""
     if active_config() is not None and ddp not in own_reducers:
         name = type(ddp.module).__name__
         warn_once(
@@ -144,7 +145,7 @@ def enter_forward(original: Callable[..., Any], ddp: DistributedDataParallel) ->
 
 
 def _check_conflicts() -> None:
-    """Refuse settings that would undo or repeat what the passes do."""
+    """Refuse settings of Inductor that would undo or repeat the work of the passes."""
     overlap = inductor_config.aten_distributed_optimizations
     settings = {
         "bucket_all_reduces_fx": (inductor_config.bucket_all_reduces_fx, "none"),
@@ -164,7 +165,7 @@ def _check_conflicts() -> None:
 
 
 def _check_reducer_mode() -> None:
-    """Refuse a reducer that the fusion cannot use."""
+    """Refuse a value of ``optimize_ddp`` that chooses a reducer which the fusion cannot use."""
     mode = dynamo_config().optimize_ddp
     if mode not in (True, "python_reducer"):
         raise ValueError(
@@ -176,7 +177,8 @@ def _check_reducer_mode() -> None:
 
 
 def _check_tracing(config: FusionConfig) -> None:
-    """Refuse to trace the backwards of a module with a reducer, whose calls no graph can hold."""
+    """Refuse compiled autograd for a module whose backwards are not to be traced: compiled autograd
+    cannot trace the calls of its reducer."""
     if config.backward_graph == "aot_autograd" and dynamo_config().compiled_autograd:
         raise ValueError(
             "torch._dynamo.config.compiled_autograd = True cannot be combined with "

@@ -1,6 +1,6 @@
-"""Changes in torch what the fusion needs, and puts it back: what constructing a module needs while
-the flag is set; what training managed modules needs while the flag is set or one of them is there.
-``docs/patches.md`` has all that the package changes in torch, here and elsewhere."""
+"""Patches torch as the fusion needs it, and undoes that: the patches for constructing a module are
+in place while the flag is set, the patches for training while it is set or a managed module exists.
+``docs/patches.md`` lists all that the package changes in torch, here and elsewhere."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ replaced: Final = process_state.keep(
 
 
 def install_flag() -> None:
-    """Add the flag to torch's configuration, and follow it from now on."""
+    """Add the flag to torch's configuration, and patch or restore torch whenever it changes."""
     reducers.on_local = warn_stays_local
     reducers.on_rounded = warn_rounded
     reducers.on_unowned = warn_not_reduced
@@ -59,7 +59,7 @@ def install_flag() -> None:
 
 
 def _note_averaged(run: RunningBackward, names: Sequence[str], copied: int) -> None:
-    """Note a backward that reducers have averaged, for the report."""
+    """Note for the report a backward whose gradients were averaged."""
     if run.is_traced:
         backwards.note(tuple(names), "compiled_autograd")
     else:
@@ -76,20 +76,21 @@ def _warn_of_option() -> None:
 
 
 class _Installation:
-    """What is changed in torch now, and how to undo it."""
+    """The patches of torch that are in place now, and how to undo them."""
 
     def __init__(self) -> None:
         self._is_set = False
         self._undo: dict[Callable[[contextlib.ExitStack], None], contextlib.ExitStack] = {}
 
     def follow(self, config: FusionConfig | None) -> None:
-        """The flag has these options now; ``None`` where it is off."""
+        """Follow a change of the flag, which has these options now; ``None`` if it is off."""
         self._is_set = config is not None
         self.update()
 
     def update(self) -> None:
-        """Make torch what the flag and the managed modules need. The collector may call this, in
-        any thread, when a module is freed: the flag is what was set last, wherever that was."""
+        """Patch or restore torch as the flag and the managed modules need it. The garbage collector
+        may call this in any thread when a module is freed, so this takes the flag's value that was
+        set last in whichever thread."""
         self._switch(_for_flag, is_on=self._is_set)
         self._switch(_for_modules, is_on=self._is_set or bool(reducers.alive()))
 
@@ -102,7 +103,8 @@ class _Installation:
             self._undo.pop(change, contextlib.ExitStack()).close()
 
     def reset(self) -> None:
-        """Undo all, before anything else is forgotten, unless something runs that needs it."""
+        """Undo all patches, before other state of the package is reset. Raise an error if a
+        backward or a compile that needs them is running."""
         if reducers.running or backward_id() >= 0 or is_compiling_graph():
             raise RuntimeError(
                 "fusion_passes cannot be reset while a backward runs or a graph is being compiled: "
@@ -114,35 +116,35 @@ class _Installation:
 
 
 def _for_flag(undo: contextlib.ExitStack) -> None:
-    """Change what a module that is constructed now needs."""
-    # The module gets DDP's Python reducer, whose hooks the package's take the place of.
+    """Patch torch for the construction of modules."""
+    # The module gets DDP's Python reducer, whose hooks the package's hooks replace.
     _wrap(undo, f"{_DDP}.__init__", construct)
-    # Each forward with DDP's own reducer comes through it: a module that was constructed too early
-    # is warned about.
+    # Each forward with DDP's own reducer calls this function. The replacement warns about a module
+    # that was constructed before the flag was set.
     _wrap(undo, f"{_DDP}._inside_ddp_forward", enter_forward)
     # Torch's own fusion would fuse the same gradients.
     undo.enter_context(inductor_config.patch(**WITHOUT_TORCHS_FUSION))
 
 
 def _for_modules(undo: contextlib.ExitStack) -> None:
-    """Change what compiling and training managed modules needs. It leaves all other modules, and
-    what is compiled of them, as they are."""
-    # Tensor.backward and torch.autograd.backward come through it, which is one function with a name
-    # in two modules: reducers prepare for backwards that reach parameters.
+    """Patch torch for compiling and training managed modules. Other modules, and code that is
+    compiled for them, do not change."""
+    # Tensor.backward and torch.autograd.backward call this function, which has a name in two
+    # modules. Reducers prepare for backwards that reach their parameters.
     for module in ("torch.autograd", "torch.autograd.graph"):
         _wrap(undo, f"{module}._engine_run_backward", reducers.run)
-    # Each graph that torch.compile gives to Inductor comes through it.
+    # torch.compile calls this method with each graph that it gives to Inductor.
     _wrap(undo, "torch._TorchCompileInductorWrapper.__call__", compile_graph)
-    # Hooks on autograd nodes come through it, of which torch tells nobody: those on the nodes that
-    # accumulate gradients must see these before they are averaged.
+    # C++ autograd nodes call this function to register a Python hook, and torch tells nobody else
+    # of the hook. Hooks on AccumulateGrad nodes must see gradients before these are averaged.
     _wrap(undo, HOOKS_ON_NODES, register_on_node)
 
 
 def _wrap(undo: contextlib.ExitStack, what: str, replacement: Callable[..., Any]) -> None:
-    """Replace a function of torch, by its dotted name, with one that is called with torch's first,
-    and that a compiled region runs as it is. ``undo`` puts torch's back, unless somebody has put
-    something else there since: that stays, and where it calls what has been here, that calls
-    torch's function again."""
+    """Replace a function of torch, given by its dotted name. The replacement is called with torch's
+    function as its first argument, and Dynamo does not trace it. ``undo`` puts torch's function
+    back, unless somebody else has replaced ours since. Their function then stays, and if it calls
+    ours, ours calls torch's."""
     owner, name = owner_of_name(what)
     original = getattr(owner, name)
     is_undone = threading.Event()

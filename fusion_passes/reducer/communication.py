@@ -1,5 +1,5 @@
-"""Sends buckets: averages them, in their own dtype or a smaller one, or calls a communication hook
-in the place of that."""
+"""Sends buckets: launches an all-reduce that averages them, in their own dtype or a smaller one, or
+calls a communication hook instead."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from fusion_passes.torch_private.process_groups import (
 from fusion_passes.torch_private.profiling import range_in_profile
 
 Wait: TypeAlias = Callable[[], None]
-"""Waits for a bucket. When it has returned, the bucket's memory holds the average."""
+"""Waits for a launched bucket. When the call returns, the bucket's memory holds the average."""
 
 
 @dataclass
 class AllReduce:
-    """Averages by an all-reduce of each bucket.
+    """Averages each bucket by an all-reduce.
 
     Attributes:
         is_coalesced: whether a bucket is sent as a list of its gradients.
-        dtype: in which gradients of wider floating-point dtypes are sent; ``None``: in their own.
+        dtype: dtype in which wider floating-point gradients are sent; ``None``: their own.
         scaling_option: where gradients are divided, as far as the user has a choice.
-        count_ranks: of ``join``: what gradients are divided by in this backward, where that is not
-            the number of all ranks.
+        count_ranks: with ``join``: function that returns the divisor of gradients in this backward;
+            ``None``: the divisor is the number of all ranks.
     """
 
     group: Any
@@ -50,8 +50,9 @@ class AllReduce:
     count_ranks: Callable[[], float] | None = None
 
     def launch(self, bucket: Bucket, memory: Tensor, name: str = "") -> Wait:
-        """Begin to average a bucket, whose gradients lie in this memory one behind the other:
-        ``[bucket.numel]``. In a profile, the launch has the name."""
+        """Launch the all-reduce of a bucket, and return the function that waits for it. The
+        gradients lie in ``memory``, ``[bucket.numel]``, one behind the other. A profiler records
+        the launch under ``name``."""
         divisor = self.divisor()
         if self.sent_dtype(memory.dtype) != memory.dtype.to_real():
             return self._launch_smaller(memory, divisor, name)
@@ -62,7 +63,7 @@ class AllReduce:
         if not is_averaged:
             real.div_(divisor)
         operation = dist.ReduceOp.AVG if is_averaged else dist.ReduceOp.SUM
-        # A GPU shows the range for as long as what was launched in it runs: the collective alone.
+        # On a GPU, a range in a profile spans the kernels launched in it: the collective alone.
         with range_in_profile(f"{name} launch"):
             if self.is_coalesced:
                 ends = [*bucket.offsets[1:], bucket.numel]
@@ -72,7 +73,7 @@ class AllReduce:
             return begin_all_reduce(self.group, real, operation)
 
     def divisor(self) -> float:
-        """What the gradients of this backward are divided by."""
+        """The divisor of the gradients in this backward."""
         return self.group.size() if self.count_ranks is None else self.count_ranks()
 
     def scaling(self, dtype: torch.dtype) -> str:
@@ -89,15 +90,16 @@ class AllReduce:
         return sent_dtype(dtype, self.dtype).to_real()
 
     def averages(self, dtype: torch.dtype) -> bool:
-        """Whether the collective of gradients of this dtype averages them, where all ranks have
-        inputs; otherwise it sums."""
+        """Whether the collective averages gradients of this dtype, if all ranks have inputs;
+        otherwise it sums them."""
         sent = self.sent_dtype(dtype)
         return sent == dtype.to_real() and averages(
             self.backend, sent, self.group.size(), self.scaling_option
         )
 
     def _launch_smaller(self, memory: Tensor, divisor: float, name: str) -> Wait:
-        """A dtype with a small range is scaled before it is summed, others where that is exact."""
+        """Launch the all-reduce of a copy in the smaller dtype. Divide before the sum in fp16,
+        which has a small range, otherwise after it, in the bucket's wider dtype."""
         is_divided_first = self.dtype == torch.float16
         if is_divided_first:
             memory.div_(divisor)
@@ -110,7 +112,7 @@ class AllReduce:
         def wait() -> None:
             wait_for_sent()
             memory.copy_(sent)
-            if sent.device.type != "cpu":  # It was allocated on the stream of the launch.
+            if sent.device.type != "cpu":  # The copy was allocated on the stream of the launch.
                 sent.record_stream(torch.accelerator.current_stream(sent.device))
             if not is_divided_first:
                 memory.div_(divisor)
@@ -123,11 +125,11 @@ def nothing() -> None:
 
 
 def average_sparse(group: Any, gradient: Tensor, divisor: float, name: str = "") -> Tensor:
-    """Average the sparse gradients of all ranks, ``[rows, ...]``, as DDP does: one all-reduce of
-    rows. This rank's may be dense, where a compiled forward gives it so, or another layer reads the
-    table too; the average has its layout."""
+    """Average a sparse gradient, ``[rows, ...]``, over the ranks as DDP does, by one all-reduce of
+    its rows. The gradient of this rank may be dense, if a compiled forward returns it so or another
+    layer reads the table too; the average has the same layout."""
     is_dense = gradient.layout is torch.strided
-    # Divided first, as in eager DDP, to the last bit.
+    # Divide first: the average is then bitwise that of eager DDP.
     rows = ((gradient.to_sparse(1) if is_dense else gradient) / divisor).coalesce()
     if group.size() > 1:
         with range_in_profile(f"{name} launch"):
@@ -147,13 +149,15 @@ SENT_AS: Final[Mapping[object, torch.dtype | None]] = MappingProxyType(
         BuiltinCommHookType.FP16_COMPRESS: torch.float16,
     }
 )
-"""Hooks that only average, and the dtype in which they send gradients; ``None``: in their own."""
+"""Communication hooks that only average: the dtype in which each sends gradients; ``None``: their
+own."""
 
 
 class GradBucket:
-    """What a communication hook is given: DDP's ``GradBucket``, which cannot be made from Python.
-    Its index counts the calls of the hook in a step. Its buffer, ``[n]``, has the gradients of this
-    rank, not divided, one behind the other; of complex ones their real and imaginary parts."""
+    """The bucket that a communication hook gets, in place of DDP's ``GradBucket``, which cannot be
+    constructed from Python. ``index`` counts the calls of the hook in an iteration. ``buffer``,
+    ``[n]``, holds the gradients of this rank, not divided, one behind the other; a complex gradient
+    as its real and imaginary parts."""
 
     def __init__(
         self, index: int, buffer: Tensor, parameters: Sequence[nn.Parameter], is_last: bool
@@ -173,7 +177,7 @@ class GradBucket:
         return list(self._parameters)
 
     def buffer(self) -> Tensor:
-        """The flat buffer, or what :meth:`set_buffer` was given.
+        """The flat buffer, or the tensor that was given to :meth:`set_buffer`.
 
         Raises:
             RuntimeError: the hook's future is complete.
@@ -190,20 +194,20 @@ class GradBucket:
         self._buffer = tensor
 
     def gradients(self) -> list[Tensor]:
-        """Split the buffer into views of it, of the parameters' shapes, in their order."""
+        """Split the buffer into views with the shapes of the parameters, in their order."""
         sizes = [p.numel() * (2 if p.is_complex() else 1) for p in self._parameters]
         parts = self.buffer().split(sizes)
         return [_shaped(*pair) for pair in zip(parts, self._parameters, strict=True)]
 
     def take_back(self) -> None:
-        """Keep the hook from reading the buffer any more: its result is there."""
+        """Drop the buffer: the hook's future is complete, and the hook may not read it any more."""
         self._buffer = None
 
 
 @dataclass
 class HookCall:
-    """Calls a communication hook with its state and each bucket. ``order`` gives the indices of the
-    buckets that it is called with, in their order."""
+    """Calls a communication hook with its state and each bucket. ``order`` returns the indices of
+    the buckets that the hook is called with, in launch order."""
 
     hook: Callable[..., Any]
     state: object
@@ -212,7 +216,8 @@ class HookCall:
     _previous: Any = None
 
     def launch(self, bucket: Bucket, memory: Tensor, name: str = "") -> Wait:
-        """Call the hook; its future gives what the gradients become."""
+        """Call the hook with a bucket, and return the function that waits for the hook's future and
+        copies its value into the bucket."""
         _refuse_capture(memory)
         parameters = [self.parameters[number] for number in bucket.numbers]
         buffer = torch.view_as_real(memory).flatten() if memory.is_complex() else memory
@@ -220,8 +225,8 @@ class HookCall:
         index, is_last = order.index(bucket.index), bucket.index == order[-1]
         given = GradBucket(index, buffer, parameters, is_last)
         versions = [version_of_tensor(parameter) for parameter in parameters]
-        # What a hook does in callbacks of its future (PowerSGD launches collectives there) must
-        # come in one order on all ranks. A GPU's futures are complete at once.
+        # Callbacks of a hook's future (PowerSGD launches collectives there) must run in one order
+        # on all ranks: wait for the previous future. A future on a GPU is complete at once.
         if self._previous is not None and not self._previous.done():
             self._previous.wait()
         with torch.no_grad(), seen_by_autograd(), range_in_profile(f"{name} launch"):
@@ -240,7 +245,7 @@ class HookCall:
             if result.data_ptr() != buffer.data_ptr() or result.dtype != buffer.dtype:
                 buffer.copy_(result.reshape(-1))
             given.take_back()
-            self._previous = None  # It keeps the bucket.
+            self._previous = None  # The future keeps the bucket's memory.
 
         return wait
 
@@ -249,7 +254,7 @@ class HookCall:
         return "hook"
 
     def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What a hook sends, only it knows."""
+        """The dtype of the gradients. Only the hook knows in which dtype it sends them."""
         return dtype
 
     def _check(
@@ -281,7 +286,7 @@ Communication: TypeAlias = AllReduce | HookCall
 
 
 def name_of_hook(hook: object) -> str:
-    """A hook's name, for people."""
+    """The name of a communication hook, for messages."""
     return str(getattr(hook, "__qualname__", hook))
 
 

@@ -1,5 +1,5 @@
-"""Which gradients a round has copied into their buckets, and why no compiled backward has stored
-them there."""
+"""Which gradients of an iteration were copied into their buckets, and why no compiled backward
+stored them there."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ NOT_STORED: Final = (
 
 @dataclass
 class Copies:
-    """What a round knows of how its gradients have come into their buckets, by the parameters'
-    numbers. It keeps no gradients and no graph, so it outlives the round.
+    """How the gradients of one iteration came into their buckets, by parameter number. It holds
+    neither gradients nor a graph, so it outlives the iteration.
 
     Attributes:
-        stored: those that a compiled backward has stored.
-        reached: for each of its backwards, what it has reached, with the reason why no graph may
-            store a gradient; empty if one may.
-        refused: why a graph that would store them was given no memory.
-        unused: those of parameters that get none.
-        in_graphs: those that a compiled backward may copy to their places, and a reason for each,
-            with ``|`` between them; an empty one if it does not.
+        stored: numbers of the parameters whose gradients a compiled backward stored.
+        reached: for each backward of the iteration, the parameters that it reaches, each with the
+            reason why no graph may store its gradient; empty if one may.
+        refused: by number, why a graph got no bucket memory for a gradient that it could store.
+        unused: numbers of the parameters that get no gradient.
+        in_graphs: for each store of a compiled backward that may copy gradients to their places,
+            their numbers and a reason for each, joined by ``|``; empty if it does not copy.
         is_first: whether the buckets were not rebuilt yet.
         is_unseen: whether the package was not called when the backward began.
     """
@@ -77,11 +77,11 @@ class Copies:
     is_unseen: bool = False
 
     def refuse(self, numbers: Iterable[int], why: str) -> None:
-        """Note why a graph is given no memory for some gradients."""
+        """Note why a graph gets no bucket memory for these gradients."""
         self.refused.update(dict.fromkeys(numbers, why))
 
     def reasons(self, kinds: Mapping[int, GradientKind]) -> dict[int, str]:
-        """Why a gradient of a trained parameter was copied, by number, for those that were."""
+        """The reason why each copied gradient was copied, by parameter number."""
         in_graph: dict[int, str] = {}
         for copied, reasons in self.in_graphs:
             in_graph |= zip(copied, reasons.split("|"), strict=True)

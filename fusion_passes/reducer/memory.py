@@ -16,17 +16,17 @@ from fusion_passes.torch_private.process_groups import begin_all_reduce
 from fusion_passes.torch_private.registered_memory import RegisteredMemory, deregister_freed
 
 _BEGINS_AT: Final = 512
-"""Bytes: each bucket begins at a multiple of it, as torch's allocations do."""
+"""Alignment of the start of each bucket, in bytes, as of torch's allocations."""
 
 
 @dataclass
 class RegisteredBuckets:
-    """Memory that NCCL has registered with a group: one piece, in which all buckets lie in their
-    order.
+    """Memory that NCCL has registered with a process group: one allocation, which holds all buckets
+    in their order.
 
-    NCCL must find a bucket at the same offset on all ranks, in memory that all have registered.
-    What a rank frees, and when, depends on who else keeps a gradient there. So memory is allocated
-    once, where buckets are rebuilt, and every round has the same.
+    NCCL must find a bucket at the same offset on all ranks, in memory that all ranks registered.
+    When a rank could free such memory depends on who still holds a gradient in it. So the memory is
+    allocated once, when buckets are rebuilt, and all iterations use it.
     """
 
     group: Any
@@ -35,10 +35,11 @@ class RegisteredBuckets:
     _buckets: dict[int, Tensor] = field(default_factory=dict)
 
     def prepare(self, layout: Layout) -> None:
-        """The buckets have been rebuilt: all ranks call this, with the same layout.
+        """Allocate and register the memory of rebuilt buckets. All ranks call this, with the same
+        layout.
 
         Raises:
-            RanksDisagreeError: on every rank, where one could not allocate the memory.
+            RanksDisagreeError: on every rank, if one of them could not allocate the memory.
         """
         buckets = [bucket for bucket in layout.buckets if bucket.numel and not bucket.is_sparse]
         sizes = [bucket.numel * bucket.dtype.itemsize for bucket in buckets]
@@ -50,14 +51,14 @@ class RegisteredBuckets:
         self._memory.register()
         storage = self._memory.data.untyped_storage()
         for bucket, start in zip(buckets, [0, *ends], strict=False):
-            # No view: what is written to one bucket is nothing that another one has to know.
+            # Not a view: views share a version counter, and no bucket needs another one's.
             memory = torch.empty(0, dtype=bucket.dtype, device=device)
             memory.set_(storage, start // bucket.dtype.itemsize, (bucket.numel,), (1,))
             self._buckets[bucket.index] = memory
 
     def _allocate(self, device: torch.device, nbytes: int) -> RegisteredMemory:
-        """Allocate the memory, and agree that all ranks have it: to register it is a collective."""
-        # Where the device is full, there is no memory later for what is sent.
+        """Allocate the memory, and agree that all ranks have it: registering is a collective."""
+        # Allocated first: if the device is full, there is no memory for this tensor afterwards.
         are_there = torch.zeros(self.group.size(), dtype=torch.int32, device=device)
         memory, failure = None, None
         try:
@@ -78,12 +79,13 @@ class RegisteredBuckets:
         return memory
 
     def of(self, bucket: Bucket) -> Tensor | None:
-        """Memory of a bucket, ``[bucket.numel]``; ``None`` before buckets have been rebuilt."""
+        """The memory of a bucket, ``[bucket.numel]``; ``None`` before buckets are rebuilt."""
         deregister_freed()
         return self._buckets.get(bucket.index)
 
     def in_words(self) -> str:
-        """What it is, for the report. Which kernels NCCL picks then, only its log says."""
+        """A description of the memory for the report. Only NCCL's log says which kernels it picks
+        for registered memory."""
         if self._memory is None:
             return "registered with NCCL when the buckets are rebuilt"
         return (
@@ -92,6 +94,6 @@ class RegisteredBuckets:
         )
 
     def release(self) -> None:
-        """No bucket is launched any more."""
+        """Deregister the memory: no bucket is launched any more."""
         if self._memory is not None:
             self._memory.deregister()

@@ -1,5 +1,5 @@
-"""The operators by which a compiled backward and the reducers talk: which memory gradients are
-stored in, and that they are stored."""
+"""The custom ops by which a compiled backward calls the reducers: one returns the memory in which
+it stores gradients, the others mark the gradients ready."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fusion_passes.graph.operators import define, store
 from fusion_passes.reducer.backward import mark_ready, memory_of_bucket
 
 _TAGS: Final = (torch.Tag.cudagraph_unsafe,)
-"""Replayed, they would say nothing: Inductor cuts a CUDA graph in two around them."""
+"""Inductor splits a CUDA graph around these ops: a replayed graph would not call the reducers."""
 
 
 def _empty(_: object, __: object, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -42,16 +42,18 @@ BUCKET: Final = define(
     fake=_empty,
     tags=_TAGS,
 )
-"""Memory for gradients that a graph stores together.
+"""Returns memory for gradients that a graph stores together.
 
 Args:
-    positions: of the parameters among the tensor inputs of the forward, in the order in which their
-        gradients lie. The autograd node that runs says whose they are.
-    offsets: of each gradient, in elements.
-    numel: of all of them, as are dtype and device.
+    positions: indices of the parameters among the tensor inputs of the forward, in the order in
+        which their gradients lie in the memory. The running autograd node tells whose they are.
+    offsets: offset of each gradient in the memory, in elements.
+    numel: number of elements of all gradients together.
+    dtype: dtype of all gradients.
+    device: device of all gradients.
 
 Returns:
-    ``[numel]``, a part of a bucket, or memory of the graph's own.
+    ``[numel]``: a part of a bucket, or memory of the graph's own.
 """
 
 STORE_GRADIENTS: Final = define(
@@ -61,13 +63,13 @@ STORE_GRADIENTS: Final = define(
     meta=_nothing,
     tags=_TAGS,
 )
-"""Gradients in their places of :data:`BUCKET`'s memory, of which the reducer is told then.
+"""Stores gradients at their places in :data:`BUCKET`'s memory, and marks them ready.
 
 Args:
-    bucket: the memory.
-    gradients: of any shapes and strides.
-    offsets: of their places, in elements.
-    strides: of their places, one gradient's after the other's.
+    bucket: the memory that :data:`BUCKET` returned.
+    gradients: the gradients, of any shapes and strides.
+    offsets: offset of each gradient's place in the memory, in elements.
+    strides: strides of all places, one gradient's after the other's.
     positions: as for :data:`BUCKET`.
 """
 
@@ -78,18 +80,18 @@ MARK_READY: Final = define(
     meta=_nothing,
     tags=_TAGS,
 )
-"""Tells the reducer that all gradients of :data:`BUCKET`'s memory are stored: they are ready, once
-they are copied into the bucket if the memory is the graph's own. In the first round the reducer
-learns their order instead, and hooks copy them.
+"""Tells the reducer that all gradients of :data:`BUCKET`'s memory are stored. The reducer marks
+them ready; if the memory is the graph's own, it copies them into the bucket first. In the first
+iteration, the reducer only observes their order, and hooks copy them.
 
-It writes the memory where more is to be added to what the graph has stored: a gradient that exists
-already, or what other forwards give of a sum. Declared as a write, it also keeps the memory:
-Inductor neither frees nor reuses it before.
+The op writes the memory if something must be added to a stored gradient: a ``.grad`` that existed
+before, or the parts of a sum that other compiled forwards give. Because the op is declared as a
+write, Inductor neither frees nor reuses the memory before it.
 
 Args:
-    bucket: the memory.
+    bucket: the memory that :data:`BUCKET` returned.
     positions: as for :data:`BUCKET`.
-    copied: those of the positions whose gradients the graph may copy to their places, for the
-        report.
-    why: a reason for each of these, with ``|`` between them; an empty one if it is not copied.
+    copied: positions of the gradients that the graph may copy to their places, for the report.
+    why: a reason for each position in ``copied``, joined by ``|``; an empty one if the graph does
+        not copy that gradient.
 """

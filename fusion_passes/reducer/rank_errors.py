@@ -1,8 +1,8 @@
-"""Errors that ranks have together: a rank that constructs no module under the flag, settings that
-differ, which ranks compare when a module is constructed, and a rank that cannot finish a backward.
+"""Errors that concern several ranks: a rank does not construct a module under the flag, settings
+differ between ranks (compared when a module is constructed), or a rank cannot finish a backward.
 
-Such a rank leaves a note in the group's store, so that the others, whose collectives fail by their
-timeout, can say why. Nothing is sent in a backward that goes well.
+A rank that cannot finish a backward leaves a note in the process group's store. The other ranks,
+whose collectives time out, read the note and can say why. A backward that succeeds sends no note.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ import torch.distributed as dist
 from fusion_passes.torch_private.process_groups import all_gather, group_timeout
 
 MEET_SECONDS: Final = 60.0
-"""How long a rank waits for the others to construct a module under the flag; the group's timeout,
-if that is shorter. The collectives of DDP's constructor have just ended on all ranks. What lies
-between them and the wait takes a rank some seconds for the largest models, and a broadcast of
-parameters over a slow network ends on its first rank some seconds before the last one."""
+"""How long a rank waits for the other ranks to construct a module under the flag, in seconds; the
+group's timeout applies if it is shorter. Before the wait, all ranks have run the collectives of
+DDP's constructor. The code between these and the wait takes a rank some seconds for the largest
+models, and a broadcast of parameters over a slow network ends some seconds earlier on the first
+rank than on the last."""
 
 _ANSWER_SECONDS: Final = 10.0
-"""How much longer than it was told to wait the store may take to answer."""
+"""How long the store may take to answer beyond the time that it is told to wait, in seconds."""
 
 _NAMED_RANKS: Final = 8
-"""How many missing ranks an error names, at most."""
+"""Largest number of missing ranks that an error names."""
 
 _T = TypeVar("_T")
 
 
 class RanksDisagreeError(RuntimeError):
-    """The ranks of a module cannot run the same collectives. The text says why.
+    """The ranks of a module cannot run the same collectives. The message says why.
 
     Attributes:
-        module: the DDP module, for people.
+        module: label of the DDP module.
     """
 
     def __init__(self, module: str, text: str) -> None:
@@ -50,24 +51,25 @@ class RanksDisagreeError(RuntimeError):
 
 
 class SettingsDifferError(RanksDisagreeError):
-    """The ranks of a module have not been given the same settings. The text says which."""
+    """The ranks of a module have different settings. The message says which."""
 
 
 @dataclass
 class FailureNotes:
-    """What the ranks of a module leave in the store when they cannot finish a backward."""
+    """Notes that ranks of a module leave in the process group's store when they cannot finish a
+    backward."""
 
     group: Any
     label: str
     _left_in: int = -1
     _left: str = ""
     _is_silent: bool = False
-    """Whether the store has not answered: its host may be what has failed. It is not asked again,
-    so that an error comes no later than it must."""
+    """Whether the store did not answer: its host may be what failed. It is not asked again, so that
+    the error is not delayed further."""
 
     def leave(self, round_: int, text: str) -> None:
-        """Note why this rank cannot finish a round, by its number, which is the same on all ranks;
-        the first note of a round stays."""
+        """Note why this rank cannot finish an iteration. ``round_`` is the iteration's number, the
+        same on all ranks. Only the first note of an iteration is kept."""
         if self._left_in == round_ or self.group.size() == 1:
             return
         note = f"{self.group.rank()} {text[:500]}"
@@ -75,14 +77,15 @@ class FailureNotes:
         self._ask(lambda store: store.compare_set(self._key(round_), "", note))
 
     def take_back(self, round_: int) -> None:
-        """Remove this rank's note, if it has left one in this round, which it has ended after all:
-        nobody may take it for why a later collective fails."""
+        """Remove the note that this rank left in an iteration, if any, because the rank finished
+        the iteration after all: the note must not explain a later failure."""
         if self._left_in == round_:
             self._left_in, note = -1, self._left
             self._ask(lambda store: store.compare_set(self._key(round_), note, ""))
 
     def why_failed(self, round_: int, error: Exception) -> RanksDisagreeError | None:
-        """What another rank has noted, where a collective of this one has failed."""
+        """The error that quotes another rank's note, if a collective of this rank may have raised
+        ``error``; ``None`` if no other rank left a note."""
         if self.group.size() == 1 or not _may_be_a_collectives(error):
             return None
         key = self._key(round_)
@@ -99,7 +102,7 @@ class FailureNotes:
         )
 
     def _ask(self, ask: Callable[[Any], _T]) -> _T | None:
-        """What ``ask`` returns of the store; ``None`` if that does not answer within a second."""
+        """The result of ``ask(store)``; ``None`` if the store does not answer within a second."""
         answer = None if self._is_silent else _ask_store(self.group, ask, 1.0)
         self._is_silent = answer is None
         return answer
@@ -109,16 +112,16 @@ class FailureNotes:
 
 
 def _may_be_a_collectives(error: Exception) -> bool:
-    """Whether a collective has raised an error, as far as can be told: Gloo's errors have no class
-    of their own. A user's own goes on as it is, whatever the other ranks do."""
+    """Whether a collective may have raised an error: Gloo's errors have no class of their own, and
+    are known by their text. Any other error is raised unchanged, whatever other ranks noted."""
     if type(error) is not RuntimeError:
         return isinstance(error, dist.DistError)
     return any(text in str(error) for text in ("gloo", "pair closure", "timed out", "Timed out"))
 
 
 def _ask_store(group: Any, ask: Callable[[Any], _T], seconds: float) -> _T | None:
-    """What ``ask`` returns of a group's store; ``None`` if the store does not answer in this time,
-    or at all. It is asked in a thread: a request to it has no timeout of its own."""
+    """The result of ``ask(store)`` with a group's store; ``None`` if the store fails, or does not
+    answer in this time. ``ask`` runs in a thread: a store request has no timeout of its own."""
     answers: list[_T] = []
 
     def run() -> None:
@@ -135,21 +138,21 @@ def _ask_store(group: Any, ask: Callable[[Any], _T], seconds: float) -> _T | Non
 
 
 def meet_ranks(group: Any, label: str, number: int, *, is_in_step: bool) -> None:
-    """Wait until all ranks of a group have come here, for its module of this number. A rank without
-    the flag does not come, and a collective would wait for it until the group's timeout.
+    """Wait until all ranks of a process group have called this for the module of this number. A
+    rank without the flag does not, and a collective would wait for it until the group's timeout.
 
-    Each rank sends a few requests to the group's store, however many ranks there are; if the store
-    does not answer, nothing is known, and the next collective tells.
+    Each rank sends a few requests to the group's store, however many ranks there are. If the store
+    does not answer, this returns, and the next collective fails if a rank is missing.
 
     Args:
-        group: the module's.
-        label: of the module, for people.
-        number: of the module. It may be used again if this has failed.
-        is_in_step: whether DDP's constructor has just run collectives, after which ranks come here
+        group: process group of the module.
+        label: label of the module, for messages.
+        number: number of the module. It may be used again if this raises an error.
+        is_in_step: whether DDP's constructor has just run collectives, so that all ranks arrive
             within :data:`MEET_SECONDS`. Otherwise they may take the group's timeout.
 
     Raises:
-        RanksDisagreeError: it names ranks that have not come.
+        RanksDisagreeError: names ranks that have not arrived.
     """
     if group.size() == 1:
         return
@@ -159,19 +162,19 @@ def meet_ranks(group: Any, label: str, number: int, *, is_in_step: bool) -> None
         timeout = min(timeout, timedelta(seconds=MEET_SECONDS))
 
     def meet(store: Any) -> list[int]:
-        # Each rank appends its number when it comes, and once more when it gives up.
+        # Each rank appends its number when it arrives, and once more when it gives up.
         store.append(f"{place}/ranks", f"{rank} ")
         if store.add(f"{place}/count", 1) == group.size():
             store.set(f"{place}/all", "")
-        with contextlib.suppress(RuntimeError):  # A DistStoreError, or with a FileStore its base.
+        with contextlib.suppress(RuntimeError):  # DistStoreError; its base class with a FileStore.
             store.wait([f"{place}/all"], timeout)
             return []
         if store.add(f"{place}/count", -1) == group.size() - 1:
-            return []  # The last one has come just now.
+            return []  # The last rank has just arrived.
         store.append(f"{place}/ranks", f"{rank} ")
         times = Counter(store.get(f"{place}/ranks").decode().split())
         waiting_for = [r for r in range(group.size()) if times[str(r)] % 2 == 0 and r != rank]
-        # Others may have given up a moment ago: those that have never come count before them.
+        # Ranks that arrived and gave up a moment ago are named only if all ranks had arrived.
         return [r for r in waiting_for if not times[str(r)]] or waiting_for
 
     seconds = timeout.total_seconds()
@@ -195,17 +198,17 @@ def meet_ranks(group: Any, label: str, number: int, *, is_in_step: bool) -> None
 def compare_settings(
     group: Any, label: str, settings: Mapping[str, Any], device: torch.device
 ) -> None:
-    """Compare settings (by name; what JSON can hold) over the ranks of a process group, which all
-    call this: one all-gather of a digest. Where they differ, what they are comes over the group's
-    store.
+    """Compare settings (by name; values that JSON can hold) over the ranks of a process group, by
+    one all-gather of a digest. All ranks call this. If the digests differ, the ranks read each
+    other's settings from the group's store.
 
     Raises:
-        SettingsDifferError: on every rank; it names each setting that differs, and its values.
+        SettingsDifferError: on every rank; names each setting that differs, and its values.
     """
     if group.size() == 1:
         return
     text = json.dumps(settings, sort_keys=True)
-    # As a signed number of 64 bits.
+    # A signed 64-bit integer, which a tensor can hold.
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
     digests = all_gather(group, torch.tensor([number], device=device)).tolist()
     if len(set(digests)) == 1:

@@ -17,30 +17,32 @@ REDUCE_DTYPE_OF: Final[Mapping[ReduceDtype | None, torch.dtype | None]] = Mappin
         "fp16": torch.float16,
     }
 )
-"""The dtype of the option ``reduce_dtype``; ``None``: as the gradients."""
+"""The dtype for each value of the option ``reduce_dtype``; ``None``: the gradients' own."""
 
 _WIDE_RANGE: Final = (torch.float32, torch.float64, torch.bfloat16)
-"""Dtypes in which a sum over all ranks is far from overflow. In fp16 it is not: there gradients are
-divided before they are summed, as in eager DDP."""
+"""Dtypes in which a sum over all ranks is far from overflow. In fp16 it is not, so fp16 gradients
+are divided before they are summed, as in eager DDP."""
 
 _AVERAGING: Final = ("nccl", "gloo")
-"""Backends that average without a kernel of ours. NCCL multiplies while it reads, which costs
-nothing, by 1/n rounded to the gradients' dtype (``hostToDevRedOp``, read in 2.27.3 to 2.30.7). Gloo
-divides after the sum, in its own thread, in about the time that a pass before it takes
-(docs/buckets.md), but nothing waits for it before the launch."""
+"""Backends whose all-reduce averages, so that the package launches no kernel for it. NCCL
+multiplies by 1/n, rounded to the gradients' dtype, while it reads the gradients, which costs
+nothing (``hostToDevRedOp``, read in 2.27.3 to 2.30.7). Gloo divides after the sum, in its own
+thread. That takes about as long as a pass over the bucket before the launch (docs/buckets.md), but
+does not delay the launch."""
 
 
 def sent_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which gradients of a dtype are sent, where wider ones are sent in another."""
+    """The dtype in which gradients of ``dtype`` are sent: ``reduce_dtype`` if that is smaller, and
+    they are floating-point."""
     if reduce_dtype is None or not dtype.is_floating_point:
         return dtype
     return reduce_dtype if dtype.itemsize > reduce_dtype.itemsize else dtype
 
 
 def averages(backend: str, dtype: torch.dtype, world_size: int, scaling: ScalingOption) -> bool:
-    """Whether the collective itself averages gradients that are sent in this (real) dtype. NCCL
-    averages bf16 on a number of ranks that is no power of two only if the user asks for it: all
-    averages are off by one factor there, up to 0.2 %, since 1/n has no more than 8 bits."""
+    """Whether the collective itself averages gradients that are sent in this (real) dtype. If the
+    number of ranks is no power of two, NCCL averages bf16 only if the user asks for it: 1/n has no
+    more than 8 bits there, so all averages are off by one common factor, up to 0.2 %."""
     if scaling == "bucket" or backend not in _AVERAGING or dtype not in _WIDE_RANGE:
         return False
     is_exact = world_size.bit_count() == 1

@@ -1,4 +1,4 @@
-"""Private parts of DDP: of modules that are managed, and of those that its own reducer trains."""
+"""Private names of DDP, for managed modules and for modules that DDP's own reducer trains."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-# What register_comm_hook does beside noting the hook; its reducer can come later here.
+# DDP.register_comm_hook notes the hook, and calls one of these. Here, the C++ reducer that they
+# need may be created after the hook was noted.
 from torch.distributed import _register_builtin_comm_hook, _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-# Attributes that are part of a copy's state: whether the Python reducer trains the module, and what
-# :func:`hooks_of_reducer` returns.
+# Names of attributes in a copy's state: whether the Python reducer trains the module, and the
+# handles that :func:`hooks_of_reducer` returns.
 USES_PYTHON_REDUCER: Final = "_use_python_reducer"
 HOOKS_OF_REDUCER: Final = "_accum_grad_hooks"
 
 BuiltinCommHookType: Any = torch.distributed.BuiltinCommHookType
-"""The communication hooks that DDP's reducer has built in; it has no documented name."""
+"""The enum of the communication hooks that are built into DDP's reducer; it is not documented."""
 
 DEFAULT_FIRST_BUCKET_BYTES: int = torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
-"""DDP's cap for the first bucket of a module that sets none; it has no public name."""
+"""DDP's cap for the first bucket of a module that sets no caps, in bytes; it has no public name."""
 
 
 # --- What a module is made of --------------------------------------------------------------------
@@ -36,12 +37,12 @@ def parameters_of(ddp: DistributedDataParallel) -> list[nn.Parameter]:
 
 
 def hooks_of_reducer(ddp: DistributedDataParallel) -> list[RemovableHandle]:
-    """The handles of the hooks of DDP's Python reducer on the parameters."""
+    """The handles of the hooks that DDP's Python reducer has on the parameters."""
     return ddp._accum_grad_hooks
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
-    """The communication hooks that were registered, each with its state."""
+    """The registered communication hooks, each with its state."""
     return ddp._comm_hooks
 
 
@@ -51,37 +52,40 @@ def ignored_by_ddp(model: nn.Module) -> tuple[str, ...]:
 
 
 def dtensor_spec(parameter: nn.Parameter) -> Any:
-    """The spec of the DTensor that DDP has made a local shard of; ``None`` for other parameters."""
+    """The spec of the DTensor that DDP has replaced by this parameter, its local shard; ``None``
+    for other parameters."""
     return getattr(parameter, "_st_info", None)
 
 
 def data_parallel_hooks() -> tuple[Any, ...]:
-    """The forward hooks with which DDP, given a ``device_mesh``, puts DTensors in the places of a
-    module's local parameters."""
+    """The forward hooks that DDP registers if it has a ``device_mesh``: one makes local parameters
+    of a module's DTensors, the other one puts the DTensors back."""
     from torch.distributed.tensor.parallel.ddp import _localize_dtensor, _reconstruct_dtensor
 
     return _localize_dtensor, _reconstruct_dtensor
 
 
 def is_in_part_of_mesh(mesh: Any) -> bool:
-    """Whether a device mesh is a part of a larger one: DDP makes local tensors of DTensors then."""
+    """Whether a device mesh is a part of a larger one. If so, DDP replaces DTensors by their local
+    shards."""
     return mesh._get_root_mesh() != mesh
 
 
 def has_optimizer_in_backward(parameter: nn.Parameter) -> bool:
-    """Whether an optimizer steps the parameter in the backward, by torch's
+    """Whether an optimizer steps the parameter within the backward, set up by torch's
     ``_apply_optimizer_in_backward``."""
     return hasattr(parameter, "_in_backward_optimizers")
 
 
 def delayed_parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
-    """The parameters of ``delay_all_reduce_named_params``; a copy of the module has its own."""
+    """The parameters given by ``delay_all_reduce_named_params``; a copy of the module has its own
+    list."""
     return ddp._delay_all_reduce_params
 
 
 @contextlib.contextmanager
 def none_ignored(model: Any, names: Collection[str]) -> Iterator[None]:
-    """A context in which DDP ignores none of these parameters of a model."""
+    """A context in which DDP ignores none of the named parameters of a model."""
     ignored = ignored_by_ddp(model)
     if not set(ignored).isdisjoint(names):
         kept = model._ddp_params_and_buffers_to_ignore
@@ -97,7 +101,7 @@ def none_ignored(model: Any, names: Collection[str]) -> Iterator[None]:
 # --- What DDP does -------------------------------------------------------------------------------
 
 
-# DDP's own methods, whatever takes their places in a module.
+# DDP's own methods, which a managed module replaces.
 ddp_logging_data: Final = DistributedDataParallel._get_ddp_logging_data
 update_process_group: Final = DistributedDataParallel._update_process_group
 set_static_graph: Final = DistributedDataParallel._set_static_graph
@@ -111,7 +115,7 @@ def log_comm_hook(ddp: DistributedDataParallel, name: str) -> None:
 
 
 def register_with_reducer(ddp: DistributedDataParallel, hook: Any, state: object) -> None:
-    """Let DDP's own reducer call a communication hook, or one of its built-in ones."""
+    """Register a communication hook, built-in or not, with DDP's own reducer."""
     if isinstance(hook, BuiltinCommHookType):
         _register_builtin_comm_hook(ddp.reducer, hook)
     else:
@@ -119,34 +123,36 @@ def register_with_reducer(ddp: DistributedDataParallel, hook: Any, state: object
 
 
 def common_rank(ddp: DistributedDataParallel, *, is_candidate: bool) -> int:
-    """The highest of the module's ranks that say that they are candidates: a collective."""
+    """The highest rank that passes ``is_candidate=True``. All ranks of the module must call this:
+    it is a collective."""
     return int(ddp._find_common_rank(dist.get_rank(ddp.process_group), is_candidate))
 
 
 def tell_joined(ddp: DistributedDataParallel) -> None:
-    """Tell ranks that have run out of inputs whether this step is averaged: a collective."""
+    """Tell ranks that have run out of inputs whether gradients of this step are averaged, by a
+    collective."""
     ddp._check_global_requires_backward_grad_sync(is_joined_rank=False)
 
 
 def is_joining(ddp: DistributedDataParallel) -> bool:
-    """Whether ranks may run out of inputs: from the first ``join`` on, as in DDP."""
+    """Whether ranks may run out of inputs: true from the first ``join`` on, as in DDP."""
     return ddp._join_config.enable
 
 
 def divides_by_initial_size(ddp: DistributedDataParallel) -> bool:
-    """Whether gradients are divided by the number of all ranks, also of those without inputs."""
+    """Whether gradients are divided by the number of all ranks, including ranks without inputs."""
     return getattr(ddp, "_divide_by_initial_world_size", True)
 
 
 def raise_as_ddp(ddp: DistributedDataParallel, kind: type[Exception], text: str) -> NoReturn:
-    """Raise an error as DDP raises its own: its logging data name them too."""
+    """Raise an error as DDP raises its own errors, which also records it in DDP's logging data."""
     ddp._log_and_throw(kind, text)
     raise AssertionError("it has raised")
 
 
 def give_own_reducer(ddp: DistributedDataParallel) -> None:
-    """Give a module that was constructed with the Python reducer DDP's own, as the constructor
-    would have."""
+    """Give a module that was constructed with DDP's Python reducer the C++ reducer, as the
+    constructor would have."""
     ddp._use_python_reducer = False
     parameters, is_sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)

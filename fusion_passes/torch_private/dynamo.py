@@ -1,5 +1,5 @@
-"""Private names of Dynamo, and of compiled autograd, which has backwards traced and compiled as one
-graph. They take about a second to import, and are imported inside functions."""
+"""Private names of Dynamo, and of compiled autograd, which traces and compiles a backward as one
+graph. These modules take about a second to import, and are imported inside functions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def dynamo_config() -> Any:
-    """``torch._dynamo.config``: holds ``optimize_ddp`` and ``compiled_autograd``."""
+    """``torch._dynamo.config``, for its options ``optimize_ddp`` and ``compiled_autograd``."""
     import torch._dynamo.config
 
     return torch._dynamo.config
 
 
 def trace_rules() -> Any:
-    """``torch._dynamo.trace_rules``: DDP's constructor adds itself to the inlined modules."""
+    """``torch._dynamo.trace_rules``: DDP's constructor adds DDP to its list of inlined modules."""
     import torch._dynamo.trace_rules
 
     return torch._dynamo.trace_rules
@@ -39,8 +39,8 @@ def is_compiling_graph() -> bool:
 
 
 def begin_no_graph(function: _Function) -> _Function:
-    """Dynamo begins no graph in the function, but traces what it calls; where a graph that began
-    elsewhere calls the function, it is a part of that graph, which
+    """Have Dynamo begin no graph in the function, but trace the functions that it calls. If a graph
+    that began elsewhere calls the function, Dynamo traces it as a part of that graph, which
     ``torch._dynamo.decorators.skip`` would break."""
     from torch._dynamo.eval_frame import skip_code
 
@@ -49,7 +49,7 @@ def begin_no_graph(function: _Function) -> _Function:
 
 
 def is_compiled_forward(node: Any) -> bool:
-    """Whether an autograd node belongs to a compiled region."""
+    """Whether an autograd node is that of a compiled forward."""
     return hasattr(getattr(node, "_forward_cls", None), "maybe_subclass_metadata")
 
 
@@ -69,36 +69,36 @@ def is_compiling_backward() -> bool:
 
 
 def clear_backward_cache() -> None:
-    """Make compiled autograd forget its graphs: it knows them by their autograd nodes alone."""
+    """Make compiled autograd forget its graphs, which it looks up by their autograd nodes alone."""
     torch._C._dynamo.compiled_autograd.clear_cache()
 
 
 def traces_backwards() -> bool:
-    """Whether the backwards that begin now are traced."""
+    """Whether compiled autograd traces the backwards that begin now."""
     return _compiled_autograd().compiled_autograd_enabled
 
 
 def tracing_backwards(
     compiler: Callable[[fx.GraphModule], Any],
 ) -> contextlib.AbstractContextManager[None]:
-    """A context in which compiled autograd traces backwards, with sizes as they are, for this
-    compiler of graphs."""
+    """A context in which compiled autograd traces backwards with static sizes, and compiles the
+    graphs with ``compiler``."""
     return _compiled_autograd()._enable(compiler, dynamic=False)
 
 
 def tracing_none() -> contextlib.AbstractContextManager[None]:
-    """A context in which no backward is traced."""
+    """A context in which compiled autograd traces no backward."""
     return _compiled_autograd()._disable()
 
 
 def in_one_graph() -> contextlib.AbstractContextManager[None]:
-    """A context in which Dynamo raises an error where it would break a graph."""
+    """A context in which Dynamo raises an error instead of breaking a graph."""
     return torch._dynamo.error_on_graph_break(True)
 
 
 def is_error_of_a_compile(error: Exception) -> bool:
-    """Whether Dynamo could not trace something, refuses it, or breaks the graph there, or it or a
-    compiler behind it has come to grief in another way."""
+    """Whether an error comes from a compile: Dynamo could not trace something, refuses it, or
+    breaks the graph there, or Dynamo or a compiler behind it has failed in another way."""
     from torch._dynamo.exc import TorchDynamoException
 
     return isinstance(error, TorchDynamoException)
@@ -106,8 +106,8 @@ def is_error_of_a_compile(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def weak_marks(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """A context in which ``torch._dynamo.mark_dynamic`` means what ``maybe_mark_dynamic`` does on
-    these tensors. Both keep a set of dimensions as an attribute (torch 2.11 to 2.15)."""
+    """A context in which a ``torch._dynamo.mark_dynamic`` of these tensors has the meaning of
+    ``maybe_mark_dynamic``. Both keep a set of dimensions as an attribute (torch 2.11 to 2.15)."""
     strict, weak = "_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices"
     marked = {id(tensor): vars(tensor) for tensor in tensors if strict in vars(tensor)}
     before = {number: dict(attributes) for number, attributes in marked.items()}

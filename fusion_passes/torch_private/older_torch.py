@@ -1,9 +1,10 @@
-"""What only torch before 2.13 needs: all of it stands here, and goes from here.
+"""The code that only torch before 2.13 needs. All such code is in this file, to be removed later.
 
-The package supports the five newest minor releases of torch, which makes one every eight weeks:
-2.15 came on 28 October 2026. So 2.11 goes when 2.16 comes, about 23 December, and 2.12 with this
-file when 2.17 comes, about 17 February 2027. ``tests/test_versions.py`` says when something here is
-no longer needed. What is said of 2.12 was read in its code; the tests run on 2.11.
+The package supports the five newest minor releases of torch, which has one every eight weeks: 2.15
+was released on 28 October 2026. So support of 2.11 ends with the release of 2.16, about 23
+December, and support of 2.12, and this file with it, with that of 2.17, about 17 February 2027.
+``tests/test_versions.py`` names the code here that is no longer needed. Statements about 2.12 were
+read in its code; the tests run on 2.11.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ NEEDED_UP_TO: Final[Mapping[str, str]] = MappingProxyType(
         "first_of_list": "2.12",
     }
 )
-"""The newest torch that needs each of the names here."""
+"""The newest torch that needs each of the names in this file."""
 
 
 # --- The flag ------------------------------------------------------------------------------------
 
 
 def has_plain_entries() -> bool:
-    """Whether an entry of a config module keeps the user's value as a plain attribute. Later, it is
-    a context variable."""
+    """Whether an entry of a config module keeps the user's value as a plain attribute. Later
+    versions keep it in a context variable."""
     return "name" not in inspect.signature(ConfigEntry.__init__).parameters
 
 
 class PlainEntry(ConfigEntry):
-    """An entry of a config module whose user's value is kept by a variable all the same, with the
-    methods ``get`` and ``set`` of a ``ContextVar``."""
+    """An entry of a config module that keeps the user's value in a variable all the same; the
+    variable has the methods ``get`` and ``set`` of a ``ContextVar``."""
 
     def __init__(self, definition: ConfigDefinition[Any], variable: Any) -> None:
         self._variable = variable
@@ -64,14 +65,14 @@ class PlainEntry(ConfigEntry):
 
 
 def takes_one_pass() -> bool:
-    """Whether ``post_grad_custom_post_pass`` takes one pass only. Later, it takes a list."""
+    """Whether ``post_grad_custom_post_pass`` takes one pass only. Later versions take a list."""
     from torch._inductor import custom_graph_pass
 
     return not hasattr(custom_graph_pass, "get_custom_graph_passes")
 
 
 class PassChain(CustomGraphPass):
-    """Several passes in a slot for one."""
+    """Several passes as one, for an option that takes one pass."""
 
     def __init__(self, passes: list[Any]) -> None:
         self.passes = passes
@@ -88,13 +89,13 @@ class PassChain(CustomGraphPass):
 # --- Lists of tensors ----------------------------------------------------------------------------
 
 LAYOUT_CONSTRAINTS: Final = "torch._inductor.lowering._maybe_layout_constraints"
-"""What :func:`fix_strides_of_lists` adds to."""
+"""Name of the table of Inductor's to which :func:`fix_strides_of_lists` adds."""
 
 
 def fix_strides_of_lists(target: OpOverload) -> None:
-    """Give an operator whose first argument is a list of tensors these with the graph's strides.
-    Inductor did so for tensors by themselves only: it reduced a coalesced gradient in another
-    layout, and then waited for a copy that it had made of it under way."""
+    """Have Inductor give an operator, whose first argument is a list of tensors, these tensors with
+    the strides of the graph. Inductor did so for single tensors only: it all-reduced a coalesced
+    gradient in another layout, and then waited for a copy that it had made of it in between."""
     if torch.__version__ >= "2.13":
         return
 
@@ -110,11 +111,12 @@ def fix_strides_of_lists(target: OpOverload) -> None:
 
 
 def first_of_list(node: fx.Node) -> fx.Node:
-    """Return the node, or the first item of its list: Inductor ordered nothing after a list. That
-    is done on any torch, so that graphs are the same on all; goldens change when it goes."""
+    """Return the node, or the first item if the node is a list: Inductor ordered nothing after a
+    list. This is done on any torch, so that graphs are the same on all; goldens change when it
+    goes."""
     if not isinstance(node.meta["val"], tuple | list):
         return node
     item = next(user for user in node.users if user.target is operator.getitem)
-    # It reads nothing else, and must stand before what names it.
+    # The item reads nothing else, and must precede the node that will name it.
     node.append(item)
     return item

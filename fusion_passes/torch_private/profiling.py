@@ -1,4 +1,4 @@
-"""Private names of torch's profiler, and what torch has counted of its own compiling."""
+"""Private names of torch's profiler, and of the times that torch records of its compiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 PREFIX: Final = "ddp_fusion: "
-"""With which all names of the package in a profile begin."""
+"""Prefix of all names of the package in a profile."""
 
 
 def is_profiling() -> bool:
@@ -19,14 +19,15 @@ def is_profiling() -> bool:
 
 
 def range_in_profile(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Around a call that has a name in a profile, if one is recorded."""
+    """A context that has this name in a profile, if one is being recorded."""
     if not is_profiling():
         return contextlib.nullcontext()
     return torch.autograd.profiler.record_function(f"{PREFIX}{name}")
 
 
 def named_in_profile(call: Callable[[], Any], name: str) -> Callable[[], None]:
-    """A call as another one, that has a name in a profile, if one is recorded when it is called."""
+    """A function that does the same as ``call``, under a name in a profile if one is being recorded
+    at that time."""
 
     def named() -> None:
         with range_in_profile(name):
@@ -36,8 +37,9 @@ def named_in_profile(call: Callable[[], Any], name: str) -> Callable[[], None]:
 
 
 def recorded_events(profiler: torch.profiler.profile) -> list[tuple[str, int, int, bool]]:
-    """What a profiler that was stopped has recorded: name, start and end in nanoseconds since the
-    epoch, and whether it ran on the host. Its public tables have no ends of single events."""
+    """The events that a stopped profiler has recorded: name, start and end in nanoseconds since the
+    epoch, and whether the event ran on the host. The profiler's public tables do not have the ends
+    of single events."""
     assert profiler.profiler is not None, "it was started"
     results: Any = profiler.profiler.kineto_results
     return [
@@ -55,9 +57,9 @@ def recorded_events(profiler: torch.profiler.profile) -> list[tuple[str, int, in
 
 
 def seconds_by_name() -> dict[str, float]:
-    """Seconds that torch has spent under each of its names for the parts of a compile, in this
-    process; parts hold others. Nothing is imported for that: where nothing was compiled, there is
-    nothing. ``torch._dynamo.reset()`` forgets them."""
+    """Seconds that torch has spent in each part of its compiles, by torch's name of the part, in
+    this process. Parts can contain other parts. Nothing is imported for that: empty if nothing was
+    compiled. ``torch._dynamo.reset()`` clears the times."""
     utils = sys.modules.get("torch._dynamo.utils")
     if utils is None:
         return {}

@@ -1,7 +1,7 @@
-"""Memory that NCCL has allocated and registered, so that it can send it as it lies.
+"""Memory that NCCL has allocated and registered, so that NCCL can send from it without a copy.
 
 A backend's ``mem_allocator``, ``register_mem_pool`` and ``deregister_mem_pool`` have no
-documentation. Read on torch 2.11.0, 2.13.0 and 2.14.1.
+documentation. Their code was read on torch 2.11.0, 2.13.0 and 2.14.1.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import ProcessGroup
 
 _AVERAGES_FROM: Final = (2, 30)
-"""The first version of NCCL that averages what lies in registered memory without a copy, by its
-symmetric kernels. Before, none does: these kernels, NVLink SHARP and network cards use registered
-memory for sums alone, and rings and trees do not use it for an all-reduce in place
+"""The first version of NCCL that averages gradients in registered memory without a copy, by its
+symmetric kernels. Earlier versions do not: their symmetric kernels, NVLink SHARP and network cards
+use registered memory for sums alone, and rings and trees do not use it for an all-reduce in place
 (``ncclSymkImplemented`` and coll_reg.cc, read in 2.27.3 to 2.30.7)."""
 
 
 def why_not_registered(
     group: ProcessGroup, devices: Collection[torch.device], *, averages: bool
 ) -> str:
-    """Why memory on these devices cannot be registered with a group's backend, or would be in vain
-    (``averages``: the user asks for collectives that average), and what to do: the rest of a
-    sentence that begins with what the user has asked for. Empty if it can."""
+    """Why memory on these devices cannot be registered with a group's backend, or would be of no
+    use (``averages``: the user asks for collectives that average), and the remedy. The text
+    completes a sentence that begins with the user's option. Empty if the memory can be
+    registered."""
     device, *others = sorted(set(devices), key=str)
     backend: Any = group._get_backend(device)
     if backend.name() != "nccl":
@@ -60,14 +61,15 @@ def why_not_registered(
 
 
 class RegisteredMemory:
-    """One piece of memory of NCCL (``data``: bytes), alone in a pool of its own, registered as
+    """One allocation of NCCL's memory (``data``: bytes) in a memory pool of its own, registered as
     symmetric on the device to which the group is bound.
 
-    All ranks of the group must allocate it, of the same size, for NCCL wants each bucket at the
-    same offset on all ranks. It is deregistered when it is freed, or its group destroyed.
+    All ranks of the group must allocate the memory, with the same size, because NCCL needs each
+    bucket at the same offset on all ranks. The memory is deregistered when it is freed, or when its
+    group is destroyed.
 
     Raises:
-        RuntimeError: this rank cannot allocate it; others may have done so.
+        RuntimeError: this rank cannot allocate the memory; other ranks may have done so.
     """
 
     _end: weakref.finalize[..., Any]
@@ -82,37 +84,38 @@ class RegisteredMemory:
                 self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def register(self) -> None:
-        """Have NCCL register the memory: a collective, to which no rank must come alone."""
+        """Have NCCL register the memory: a collective, which all ranks of the group must run."""
         device = self.data.device
         with torch.cuda.device(device):
             self._backend.register_mem_pool(self._pool, symm=True)
-        # Tensors may outlive the pool: torch frees their memory with the last of them.
+        # Tensors may outlive the pool: torch frees the memory with the last of these tensors.
         self._end = weakref.finalize(self, _deregister, self._backend, self._pool, device)
         _alive.add(self)
         ProcessGroup.shutdown = _shutdown  # type: ignore[method-assign, assignment]
         ProcessGroup.abort = _abort  # type: ignore[method-assign, assignment]
 
     def deregister(self) -> None:
-        """Have NCCL forget the memory, which stays what it is; only on this rank."""
+        """Have NCCL deregister the memory on this rank only. The memory stays allocated."""
         self._end()
 
     def forget(self) -> None:
-        """NCCL has forgotten the memory itself."""
+        """Cancel the deregistration: NCCL has deregistered the memory by itself."""
         self._end.detach()
 
 
 def _deregister(backend: Any, pool: Any, device: torch.device) -> None:
-    """The garbage collector may call this while a CUDA graph is captured, which a synchronization
-    would break. The memory waits for :func:`deregister_freed` then."""
+    """Deregister a pool. If the garbage collector calls this while a CUDA graph is captured, which
+    a synchronization would break, the pool waits for :func:`deregister_freed`."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         _freed.append((backend, pool, device))
         return
-    torch.get_device_module(device).synchronize(device)  # Nothing may be on its way from there.
+    torch.get_device_module(device).synchronize(device)  # No collective may still read or write it.
     backend.deregister_mem_pool(pool)
 
 
 def deregister_freed() -> None:
-    """Deregister the memory that was freed while a CUDA graph was captured, unless one is now."""
+    """Deregister memory that was freed during the capture of a CUDA graph, unless one is captured
+    now."""
     for _ in range(len(_freed)):
         _deregister(*_freed.pop(0))
 
@@ -131,8 +134,8 @@ _alive: Final = process_state.keep(
     reset=lambda _: None,
 )
 
-# A pool that is registered with a communicator that is gone would fail when it is freed: torch
-# tells the communicator (2.11 to 2.14).
+# When a registered pool is freed, torch calls its communicator (2.11 to 2.14). If the communicator
+# was destroyed, that would fail.
 _torchs_shutdown: Final = ProcessGroup.shutdown
 _torchs_abort: Final = ProcessGroup.abort
 
@@ -142,7 +145,7 @@ def _of(group: ProcessGroup) -> list[RegisteredMemory]:
 
 
 def _shutdown(group: ProcessGroup) -> None:
-    """``ProcessGroup.shutdown``, which ``destroy_process_group`` calls."""
+    """Take the place of ``ProcessGroup.shutdown``, which ``destroy_process_group`` calls."""
     for memory in _of(group):
         memory.deregister()
     deregister_freed()
@@ -150,7 +153,8 @@ def _shutdown(group: ProcessGroup) -> None:
 
 
 def _abort(group: ProcessGroup) -> None:
-    """``ProcessGroup.abort``, which deregisters by itself, and must not wait."""
+    """Take the place of ``ProcessGroup.abort``, which deregisters memory itself, and must not
+    wait."""
     for memory in _of(group):
         memory.forget()
     _freed[:] = [each for each in _freed if each[0] is not group._get_backend(each[2])]
