@@ -9,44 +9,44 @@ from typing import Final
 
 from fusion_passes.layout.layout import GradientKind
 
-FIRST: Final = "the buckets are rebuilt at the end of the first averaged backward, which this was"
+FIRST: Final = "this was the first averaged backward, at whose end the buckets are rebuilt"
 NOT_COMPILED: Final = "the forward that reads the parameter is not compiled"
 SEVERAL: Final = (
-    "it comes from more than one place of the backward, and is a sum, which "
-    'backward_graph="compiled_autograd" can store'
+    "several graph nodes contribute to this gradient, so autograd sums it outside the compiled "
+    'backward; backward_graph="compiled_autograd" can store it'
 )
-HOOKED: Final = "a hook of yours on the parameter is to see it"
-NODE_HOOKED: Final = "a hook of yours on the parameter's autograd node is to see it"
+HOOKED: Final = "a hook of yours on the parameter must see this gradient first"
+NODE_HOOKED: Final = "a hook of yours on the parameter's autograd node must see this gradient first"
 HOOKS_UNKNOWN: Final = (
-    "a hook on the parameter's autograd node may have to see it: something has replaced "
-    "torch.autograd.function._HookMixin._register_hook, which tells of such hooks"
+    "the hooks on the parameter's autograd node are not known: something has replaced "
+    "torch.autograd.function._HookMixin._register_hook"
 )
 CREATES_GRAPH: Final = "the backward was called with create_graph=True"
-ANOMALY: Final = "torch.autograd.detect_anomaly looks at each gradient of this rank"
+ANOMALY: Final = "torch.autograd.detect_anomaly checks each gradient of this rank"
 SOME_INPUTS: Final = "the backward was called with inputs="
 SHARED: Final = "several DistributedDataParallel modules average it"
-BESIDE: Final = "its compiled backward stores it together with one that is copied"
+BESIDE: Final = "it is written in one piece with a gradient that has to be copied"
 ELSEWHERE: Final = (
-    "its compiled backward has it beside other gradients than the buckets: it was compiled before "
-    "they were rebuilt"
+    "this graph was compiled before the buckets were rebuilt, and groups gradients differently: it "
+    "is stored after a recompile"
 )
 RENUMBERED: Final = (
-    "its compiled backward gives it at the place of a gradient of another size: AOTAutograd has "
-    "numbered the inputs of the forward otherwise than Dynamo"
+    "its compiled backward returns a gradient of another size at this input: AOTAutograd numbered "
+    "the inputs differently than Dynamo"
 )
 CONVERTED: Final = "the parameter had another dtype when DistributedDataParallel was constructed"
-UNALIGNED: Final = "its place in the bucket is not aligned as generated code needs it"
-SPARSE: Final = "it is sparse, and is sent as rows"
-DELAYED: Final = "delay_all_reduce_named_params has its all-reduce wait for the end of the backward"
-INNER: Final = "it comes from a backward inside of another one, as of reentrant checkpointing"
+UNALIGNED: Final = "its offset in the bucket is not aligned as generated code requires"
+SPARSE: Final = "it is sparse: its rows are all-reduced by themselves"
+DELAYED: Final = "delay_all_reduce_named_params delays its all-reduce to the end of the backward"
+INNER: Final = "it comes from a nested backward, for example reentrant checkpointing"
 UNSEEN: Final = (
     "its backward was not started by torch.autograd.backward, or something has replaced "
     "torch.autograd.graph._engine_run_backward"
 )
-UNUSED: Final = "nothing on this rank has used the parameter in this step"
+UNUSED: Final = "the parameter is unused on this rank in this iteration"
 NOT_STORED: Final = (
-    "its compiled backward does not store it: its size is symbolic, its shape or dtype is another "
-    "than the parameter's, Inductor has not compiled it, or it was compiled before "
+    "its compiled backward does not store it: its size is symbolic, its shape or dtype differs "
+    "from the parameter's, Inductor did not compile it, or it was compiled before "
     "DistributedDataParallel was constructed"
 )
 
