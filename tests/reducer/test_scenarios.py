@@ -34,6 +34,8 @@ GROUPS: Final = {3: "three ranks", 4: "four ranks"}
 OTHERWISE_TRACED: Final = {
     "ddp-4/update-group": "over the other pairs, one graph is compiled anew",
     "ddp-2/set-meanwhile": "compiled autograd looks at gradients before any hook runs",
+    "ddp-2/hooks-meanwhile": "compiled autograd looks at hooks before any of them runs",
+    "ddp-2/node-hooks-meanwhile": "as hooks-meanwhile",
 }
 """Entries of which something is otherwise where backwards are traced, and what."""
 
