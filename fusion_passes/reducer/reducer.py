@@ -528,7 +528,7 @@ class Reducer:
             for number in numbers:
                 self._note_existing(now, number)  # A hook may have changed it meanwhile.
             existing = [number for number in numbers if number in now.existing]
-            if existing:  # What was there is averaged too.
+            if existing:  # The all-reduce averages the existing gradients too.
                 places = [self._place(now, number) for number in existing]
                 torch._foreach_add_(places, [now.existing[n].detach() for n in existing])
             now.received.update(numbers)
@@ -1061,17 +1061,24 @@ class Reducer:
             "several backwards then.",
         )
 
+    def _note_unfinished(self, now: Round, *, has_begun: bool) -> bool:
+        """Set the error of the next forward, if the round has begun; else drop the round. Return
+        whether there are gradients to leave."""
+        ddp = self._ddp()
+        if ddp is None:
+            return False
+        if not has_begun:
+            self._round = None
+            return False
+        setattr(ddp, UNFINISHED, self._unfinished(ddp, sorted(self._missing(now))))
+        return True
+
     def _leave_unfinished(self, now: Round) -> None:
         """Keep a round that has begun for another backward. Un-alias ``.grad`` from the bucket, so
         that edits between two backwards are not all-reduced. For a launched bucket, wait, and leave
         the average in ``.grad``; for others leave the gradient of this rank."""
-        ddp = self._ddp()
-        if ddp is None:
+        if not self._note_unfinished(now, has_begun=self.has_begun):
             return
-        if not self.has_begun:
-            self._round = None  # Nothing has come yet: as if it had not begun.
-            return
-        setattr(ddp, UNFINISHED, self._unfinished(ddp, sorted(self._missing(now))))
         for index, memory in now.memory.items():
             if index < len(now.waits):
                 now.waits[index]()
@@ -1082,13 +1089,8 @@ class Reducer:
         """As :meth:`_leave_unfinished`, after an error. This rank does not wait, because other
         ranks may never launch these buckets, and the error may be an out-of-memory error: ``.grad``
         is ``None`` if its bucket is launched, or if no memory is left to move it to."""
-        ddp = self._ddp()
-        if ddp is None:
+        if not self._note_unfinished(now, has_begun=has_begun or self.has_begun):
             return
-        if not (has_begun or self.has_begun):
-            self._round = None
-            return
-        setattr(ddp, UNFINISHED, self._unfinished(ddp, sorted(self._missing(now))))
         for index, memory in now.memory.items():
             bucket = self.layout.buckets[index]
             if index >= len(now.waits):
