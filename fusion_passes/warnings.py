@@ -61,20 +61,22 @@ def named(parameters: Sequence[str], of: str = "") -> str:
     return f"{len(parameters)}{of}: {names}" + (f" and {more} more" if more > 0 else "")
 
 
-def warn_stays_local(name: str) -> None:
+def warn_stays_local(reducer: Reducer) -> None:
     """Warn that gradients of a module were not averaged, although the user did not ask for that."""
+    # Eager DDP finds a second backward, which this cannot where Dynamo has traced the forward.
+    alike = ", where eager DDP raises an error," if reducer.used.is_found else ", as with eager DDP"
     warn_once(
-        f"local gradients of {name}",
-        f"The gradients of a backward of {name} stay on their rank, as with eager DDP: its "
-        "forward has had its backward before, or did not run through the DDP module. Call the "
-        "module anew before each backward that is to be averaged.",
+        f"local gradients of {reducer.name}",
+        f"The gradients of a backward of {reducer.name} stay on their rank{alike}: its forward ran "
+        "under no_sync, has had its backward before, or did not run through the DDP module. Call "
+        "the module anew before each backward that is to be averaged.",
     )
 
 
 def warn_rounded(reducer: Reducer) -> None:
     """Warn that gradients of a module are rounded to the dtype of their bucket, which is the dtype
     that they had when the module was constructed."""
-    names = [repr(reducer.parameters.names[number]) for number in sorted(reducer.rounded)]
+    names = [repr(reducer.parameters.names[number]) for number in sorted(reducer.memory.rounded)]
     warn_once(
         f"rounded {reducer.name}",
         f"Gradients of {reducer.name} ({named(names)}) are rounded before they are averaged: they "

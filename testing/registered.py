@@ -12,8 +12,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fusion_passes.ddp import module
-from fusion_passes.reducer import memory
+from fusion_passes.ddp import attachment
+from fusion_passes.reducer import registered
 
 CPU: Final = torch.device("cpu")
 
@@ -110,7 +110,7 @@ def registered_by_nobody() -> Iterator[Registry]:
             registry.ended += 1
 
     with (
-        mock.patch.object(module, "why_not_registered", return_value=""),
-        mock.patch.object(memory, "RegisteredMemory", Memory),
+        mock.patch.object(attachment, "why_not_registered", return_value=""),
+        mock.patch.object(registered, "RegisteredMemory", Memory),
     ):
         yield registry

@@ -13,14 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.graph.collectives import broadcast
 from fusion_passes.reducer.communication import AllReduce
-from fusion_passes.reducer.reducer import EXPECTED, LOCAL, UNFINISHED, reducer_of
+from fusion_passes.reducer.reducer import STATE, State, reducer_of
 from fusion_passes.torch_private import tree_leaves, tree_map_only
 from fusion_passes.torch_private.autograd import flattened, unflattened
 from fusion_passes.torch_private.ddp import (
     common_rank,
     divides_by_initial_size,
     is_joining,
-    raise_as_ddp,
     tell_joined,
 )
 from fusion_passes.torch_private.dynamo import begin_no_graph
@@ -49,7 +48,7 @@ class ManagedForward(DistributedDataParallel):
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Broadcast buffers, and move inputs to the module's device."""
-        if torch.is_grad_enabled() and getattr(self, UNFINISHED) is not None:
+        if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
             refuse_unfinished(self)
         if is_joining(self):
             _begin_step(self)
@@ -67,13 +66,11 @@ class ManagedForward(DistributedDataParallel):
         return self.module(*inputs, **kwargs)
 
     def _post_forward(self, output: Any) -> Any:
-        """Note whether the next gradients are averaged: ``no_sync`` takes effect here."""
-        if torch.is_grad_enabled():
-            setattr(self, LOCAL, not self.require_backward_grad_sync)
-            if self.require_backward_grad_sync:
-                setattr(self, EXPECTED, True)
-                if self.find_unused_parameters and not torch.compiler.is_dynamo_compiling():
-                    _note_outputs(self, output)
+        """Note that the next gradients are averaged: ``no_sync`` takes effect here."""
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            setattr(self, STATE, State.EXPECTED)
+            if self.find_unused_parameters and not torch.compiler.is_dynamo_compiling():
+                _note_outputs(self, output)
         if getattr(self, BUFFERS_IN):
             # DDP's rule: a forward broadcasts buffers if the previous forward ran with gradients
             # enabled and outside ``no_sync``.
@@ -82,22 +79,21 @@ class ManagedForward(DistributedDataParallel):
         return output
 
 
-@torch.compiler.disable
 def refuse_unfinished(ddp: DistributedDataParallel) -> None:
-    """Raise the error that an unfinished backward has left, unless this runs under ``no_sync``."""
-    error = getattr(ddp, UNFINISHED)
-    if ddp.require_backward_grad_sync:
-        reducer_of(ddp).leave_note_of_missing()
-        raise_as_ddp(ddp, RuntimeError, error)
+    """Raise the error that an unfinished backward has left, if any, unless this runs under
+    ``no_sync``. Where Dynamo traces the forward, the next backward raises it instead."""
+    reducer = reducer_of(ddp)
+    if reducer.state in (State.UNFINISHED, State.FORGOTTEN) and ddp.require_backward_grad_sync:
+        reducer.refuse_unfinished()
 
 
 @torch.compiler.disable
 def _note_outputs(ddp: DistributedDataParallel, output: Any) -> None:
     """Tell the reducer the autograd nodes of one forward's outputs, unless the graph is static."""
     reducer = reducer_of(ddp)
-    if not reducer.is_static:
+    if reducer.used.is_found:
         tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-        reducer.note_outputs(t.grad_fn for t in tensors if t.grad_fn is not None)
+        reducer.outputs.note(t.grad_fn for t in tensors if t.grad_fn is not None)
 
 
 @torch.compiler.disable
@@ -115,7 +111,7 @@ def _count_ranks(ddp: DistributedDataParallel, work: Any) -> None:
     """Set the divisor of gradients that ``join(divide_by_initial_world_size=...)`` asks for: the
     number of all ranks, or of the ranks with inputs for this step. A communication hook divides by
     what it likes."""
-    communication = reducer_of(ddp).communication
+    communication = reducer_of(ddp).queue.communication
     if not isinstance(communication, AllReduce):
         return
     if divides_by_initial_size(ddp) or work is None:

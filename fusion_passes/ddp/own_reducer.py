@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.ddp.tensor_parallel import check_dtensors
-from fusion_passes.reducer.backward import refuse_optimizer
+from fusion_passes.reducer.hooks import refuse_optimizer
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.warnings import warn_once
 

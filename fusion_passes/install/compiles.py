@@ -192,11 +192,11 @@ def stores_of_forward(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients 
             tuple(reducer.parameters.strides[number]),
             value.dtype,
             value.device,
-            reducer.layout.places[number] if reducer.has_rebuilt_buckets else None,
+            reducer.assignment.layout.places[number] if reducer.assignment.is_fixed else None,
         )
     if not has_some:
         return None
-    caps = tuple(reducer.piece_caps for reducer in modules)
+    caps = tuple(reducer.assignment.piece_caps for reducer in modules)
     return StoreGradients(tuple(found.values()), len(inputs), caps)
 
 

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.ddp.module import discard, manage_by_reducer
+from fusion_passes.ddp.attachment import discard
+from fusion_passes.ddp.module import manage_by_reducer
 from fusion_passes.ddp.own_reducer import (
     check_supported,
     own_reducers,

@@ -81,6 +81,11 @@ class Layout:
     buckets: tuple[Bucket, ...]
     places: Mapping[int, tuple[int, int]] = field(repr=False)
 
+    @property
+    def with_memory(self) -> list[int]:
+        """The indices of the buckets that have memory: neither sparse nor empty ones."""
+        return [b.index for b in self.buckets if b.numel and not b.is_sparse]
+
 
 def plan_layout(
     pieces: Iterable[Piece], kinds: Mapping[int, GradientKind], caps: BucketCaps

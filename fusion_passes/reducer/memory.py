@@ -1,99 +1,250 @@
-"""Buckets in memory that NCCL has registered."""
+"""The memory of a module's buckets, and the ``.grad`` of the parameters that alias it."""
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from fusion_passes.layout.layout import Bucket, Layout
-from fusion_passes.reducer.rank_errors import RanksDisagreeError
-from fusion_passes.torch_private.process_groups import begin_all_reduce
-from fusion_passes.torch_private.registered_memory import RegisteredMemory, deregister_freed
-
-_BEGINS_AT: Final = 512
-"""Alignment of the start of each bucket, in bytes, as of torch's allocations."""
+from fusion_passes.layout.layout import Bucket, Layout, Piece
+from fusion_passes.reducer.errors import Refuse, wrong_layout
+from fusion_passes.reducer.parameters import Parameters
+from fusion_passes.reducer.registered import RegisteredBuckets
+from fusion_passes.torch_private.autograd import tensor_in
 
 
-@dataclass
-class RegisteredBuckets:
-    """Memory that NCCL has registered with a process group: one allocation, which holds all buckets
-    in their order.
+class BucketMemory:
+    """The memory of the buckets of one iteration. A bucket is allocated when its first gradient is
+    stored; after the iteration, only the gradients that alias it keep it.
 
-    NCCL must find a bucket at the same offset on all ranks, in memory that all ranks registered.
-    When a rank could free such memory depends on who still holds a gradient in it. So the memory is
-    allocated once, when buckets are rebuilt, and all iterations use it.
+    Attributes:
+        registered: the buckets' memory that NCCL has registered; ``None`` if each iteration
+            allocates memory.
+        existing: the ``.grad`` that a parameter had before the backward, by number.
+        sparse: the sparse gradients, by number.
+        rounded: parameters whose gradient was of a wider dtype than its bucket, and was rounded.
     """
 
-    group: Any
-    label: str
-    _memory: RegisteredMemory | None = None
-    _buckets: dict[int, Tensor] = field(default_factory=dict)
+    def __init__(
+        self,
+        parameters: Parameters,
+        label: str,
+        registered: RegisteredBuckets | None,
+        refuse: Refuse,
+    ) -> None:
+        self.registered = registered
+        self.existing: dict[int, Tensor] = {}
+        self.sparse: dict[int, Tensor] = {}
+        self.rounded: set[int] = set()
+        self._parameters = parameters
+        self._label = label
+        self._refuse = refuse
+        self._layout = Layout((), {})
+        self._allocated: dict[int, Tensor] = {}
+        self._streams: dict[torch.device, torch.Stream] = {}
+        devices = {kind.device for kind in parameters.kinds.values()}
+        self._accelerators = [device for device in devices if device.type != "cpu"]
 
-    def prepare(self, layout: Layout) -> None:
-        """Allocate and register the memory of rebuilt buckets. All ranks call this, with the same
-        layout.
+    def begin(self, layout: Layout) -> None:
+        """Begin an iteration with this layout."""
+        self.end()
+        self._layout = layout
 
-        Raises:
-            RanksDisagreeError: on every rank, if one of them could not allocate the memory.
-        """
-        buckets = [bucket for bucket in layout.buckets if bucket.numel and not bucket.is_sparse]
-        sizes = [bucket.numel * bucket.dtype.itemsize for bucket in buckets]
-        ends = [*itertools.accumulate(-(-size // _BEGINS_AT) * _BEGINS_AT for size in sizes)]
-        if not buckets:
-            return
-        device = buckets[0].device
-        self._memory = self._allocate(device, ends[-1])
-        self._memory.register()
-        storage = self._memory.data.untyped_storage()
-        for bucket, start in zip(buckets, [0, *ends], strict=False):
-            # Not a view: views share a version counter, and no bucket needs another one's.
-            memory = torch.empty(0, dtype=bucket.dtype, device=device)
-            memory.set_(storage, start // bucket.dtype.itemsize, (bucket.numel,), (1,))
-            self._buckets[bucket.index] = memory
+    def end(self) -> None:
+        """Forget the memory, which the gradients in it keep."""
+        self.existing.clear()
+        self.sparse.clear()
+        self._allocated = {}
+        self._streams.clear()
 
-    def _allocate(self, device: torch.device, nbytes: int) -> RegisteredMemory:
-        """Allocate the memory, and agree that all ranks have it: registering is a collective."""
-        # Allocated first: if the device is full, there is no memory for this tensor afterwards.
-        are_there = torch.zeros(self.group.size(), dtype=torch.int32, device=device)
-        memory, failure = None, None
-        try:
-            memory = RegisteredMemory(self.group, device, nbytes)
-            are_there[self.group.rank()] = 1
-        except RuntimeError as error:
-            failure = error
-        if self.group.size() > 1:
-            begin_all_reduce(self.group, are_there, dist.ReduceOp.SUM)()
-        without = [str(rank) for rank, is_there in enumerate(are_there.tolist()) if not is_there]
-        if memory is None or without:
-            raise RanksDisagreeError(
-                self.label,
-                f"FusionConfig.memory = 'registered' of {self.label} needs {nbytes} bytes of "
-                f"NCCL's memory on each rank, which rank {', '.join(without)} could not allocate. "
-                "Free memory of the GPU there, or set memory = 'plain'.",
-            ) from failure
+    def of(self, bucket: Bucket) -> Tensor:
+        """The memory of a bucket, ``[bucket.numel]``."""
+        memory = self._allocated.get(bucket.index)
+        if memory is None:
+            memory = self.registered.of(bucket) if self.registered is not None else None
+            if memory is None:
+                memory = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            else:  # Gradients of earlier iterations, which accumulate further, may lie there.
+                self._move_out(bucket, memory)
+            self._allocated[bucket.index] = memory
         return memory
 
-    def of(self, bucket: Bucket) -> Tensor | None:
-        """The memory of a bucket, ``[bucket.numel]``; ``None`` before buckets are rebuilt."""
-        deregister_freed()
-        return self._buckets.get(bucket.index)
+    def place(self, number: int) -> Tensor:
+        """The place of a gradient in its bucket, in the parameter's shape. Autograd does not see it
+        as a view: ``.grad.detach_()``, which programs call before ``.grad.zero_()``, fails on a
+        view."""
+        index, offset = self._layout.places[number]
+        memory = self.of(self._layout.buckets[index])
+        shape, strides = self._parameters.all[number].shape, self._parameters.strides[number]
+        return tensor_in(memory, shape, strides, offset)
 
-    def in_words(self) -> str:
-        """A description of the memory for the report. Only NCCL's log says which kernels it picks
-        for registered memory."""
-        if self._memory is None:
-            return "registered with NCCL when the buckets are rebuilt"
-        return (
-            f"registered with NCCL as symmetric memory, {self._memory.data.nbytes} bytes in one "
-            "piece; which kernels it picks: NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING"
+    def join_streams(self) -> None:
+        """Have the current stream wait for the streams that stored gradients in this iteration.
+        Autograd runs a node on the stream of its forward, so gradients of one bucket may come from
+        several streams. The callback that finalizes runs on the stream that called the backward."""
+        for device in self._accelerators:
+            current, last = torch.accelerator.current_stream(device), self._streams.get(device)
+            self._streams[device] = current
+            if last is None or last == current:
+                continue
+            current.wait_stream(last)
+            for memory in self._allocated.values():
+                if memory.device == device:
+                    memory.record_stream(current)
+
+    # --- Gradients into buckets ------------------------------------------------------------------
+
+    def note_existing(self, numbers: Iterable[int]) -> None:
+        """Record which of these parameters have a ``.grad``. It may have gone since an earlier
+        backward of the iteration, or have come from it."""
+        for number in numbers:
+            gradient = self._parameters.all[number].grad
+            if gradient is not None:
+                self.existing[number] = gradient
+            else:
+                self.existing.pop(number, None)
+
+    def add_existing(self, numbers: Collection[int]) -> None:
+        """Add the existing ``.grad`` of these parameters to their stored gradients: the all-reduce
+        averages both."""
+        self.note_existing(numbers)  # A hook may have changed it since the backward began.
+        existing = [number for number in numbers if number in self.existing]
+        if existing:
+            places = [self.place(number) for number in existing]
+            torch._foreach_add_(places, [self.existing[n].detach() for n in existing])
+
+    def copy_in(self, number: int) -> None:
+        """Copy ``.grad`` into the bucket, or zeros if there is none."""
+        gradient = self._parameters.all[number].grad
+        if self._parameters.kinds[number].is_sparse:
+            if gradient is not None:
+                self.sparse[number] = gradient
+            return
+        with torch.no_grad():
+            place = self.place(number)
+            if gradient is None:
+                place.zero_()
+                return
+            if gradient.layout is not torch.strided:
+                name = self._parameters.names[number]
+                self._refuse(wrong_layout(name, self._label, gradient.layout))
+            self._note_rounded(number, gradient.dtype)
+            place.copy_(gradient)
+
+    def copy_flat(self, numbers: Piece, gradients: Sequence[Tensor]) -> None:
+        """Copy gradients, ``[numel]`` each and of one dtype, into the bucket."""
+        places = []
+        for number in numbers:
+            index, offset = self._layout.places[number]
+            memory = self.of(self._layout.buckets[index])
+            places.append(memory[offset : offset + self._parameters.kinds[number].numel])
+            self._note_rounded(number, gradients[0].dtype)
+        with torch.no_grad():
+            torch._foreach_copy_(places, list(gradients))
+
+    def _note_rounded(self, number: int, dtype: torch.dtype) -> None:
+        sent_as = self._parameters.kinds[number].dtype
+        if dtype != sent_as and torch.promote_types(dtype, sent_as) != sent_as:
+            self.rounded.add(number)
+
+    def sparse_gradient(self, number: int) -> Tensor:
+        """The sparse gradient of a parameter on this rank; one without rows if there is none."""
+        gradient = self.sparse.get(number)
+        if gradient is not None:
+            return gradient.detach()
+        parameter = self._parameters.all[number]
+        size = tuple(parameter.shape)
+        indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+        values = torch.empty((0, *size[1:]), dtype=parameter.dtype, device=parameter.device)
+        return torch.sparse_coo_tensor(indices, values, size)
+
+    # --- Gradients that alias buckets ------------------------------------------------------------
+
+    def alias(self, number: int) -> None:
+        """Let ``.grad`` be the bucket view, if the gradient is new in this iteration, which frees
+        the memory that it had. It is left alone if its strides differ from those of the bucket
+        view, because the parameter's strides changed after DDP was constructed: an optimizer may
+        iterate over both by address."""
+        parameter = self._parameters.all[number]
+        gradient = parameter.grad
+        is_plain = (
+            type(gradient) is Tensor
+            and not gradient.requires_grad
+            and gradient.dtype == self._parameters.kinds[number].dtype
+            and _same_strides(gradient, self._parameters.strides[number])
         )
+        if is_plain and number not in self.existing:
+            parameter.grad = self.place(number)
+
+    def give_back(self, bucket: Bucket, used: Collection[int] | None) -> None:
+        """Leave the averages of a bucket in ``.grad``, as eager DDP does. A new gradient aliases
+        the bucket already: autograd kept the view that the graph returned, or :meth:`alias` set it.
+        The average is copied into a ``.grad`` that existed before the backward. If this rank has no
+        gradient, ``.grad`` becomes the bucket view. Parameters that no rank used (``used``: those
+        that some rank has used; ``None``: all) keep their ``.grad``."""
+        memory = self._allocated.get(bucket.index)
+        gradients, averages = [], []
+        for number, offset in zip(bucket.numbers, bucket.offsets, strict=True):
+            if used is not None and number not in used:
+                continue
+            parameter = self._parameters.all[number]
+            if bucket.is_sparse:
+                parameter.grad = self.sparse[number]
+                continue
+            gradient = parameter.grad
+            if memory is None:  # It is empty.
+                continue
+            if gradient is None:
+                parameter.grad = self.place(number)
+            elif gradient.data_ptr() != memory.data_ptr() + offset * memory.itemsize:
+                gradients.append(gradient)
+                averages.append(self.place(number))
+        if gradients:
+            torch._foreach_copy_(gradients, averages)
+
+    def allocated(self) -> list[Bucket]:
+        """The buckets that have been allocated in this iteration."""
+        return [self._layout.buckets[index] for index in self._allocated]
+
+    def un_alias(self, bucket: Bucket) -> None:
+        """Move gradients out of a bucket, into memory of their own."""
+        self._move_out(bucket, self._allocated[bucket.index])
+
+    def un_alias_or_drop(self, bucket: Bucket) -> None:
+        """As :meth:`un_alias`, and as :meth:`drop` if no memory is left."""
+        try:
+            self.un_alias(bucket)
+        except RuntimeError:
+            self.drop(bucket)
+
+    def _move_out(self, bucket: Bucket, memory: Tensor) -> None:
+        for parameter in self._in_bucket(bucket, memory):
+            assert parameter.grad is not None, "it lies there"
+            parameter.grad.data = parameter.grad.clone()
+
+    def drop(self, bucket: Bucket) -> None:
+        """Set ``.grad`` of the gradients in a bucket to ``None``."""
+        for parameter in self._in_bucket(bucket, self._allocated[bucket.index]):
+            parameter.grad = None
+
+    def _in_bucket(self, bucket: Bucket, memory: Tensor) -> Iterator[nn.Parameter]:
+        """The parameters whose gradients lie in a bucket's memory."""
+        addresses = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
+        for number in bucket.numbers:
+            parameter = self._parameters.all[number]
+            gradient = parameter.grad
+            if gradient is None or type(gradient) is not Tensor:
+                continue
+            if gradient.layout is torch.strided and gradient.data_ptr() in addresses:
+                yield parameter
 
     def release(self) -> None:
-        """Deregister the memory: no bucket is launched any more."""
-        if self._memory is not None:
-            self._memory.deregister()
+        """Give up the registered memory: no bucket is launched any more."""
+        if self.registered is not None:
+            self.registered.release()
+
+
+def _same_strides(tensor: Tensor, strides: Sequence[int]) -> bool:
+    sizes = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return all(size == 1 or own == other for size, own, other in sizes)

@@ -10,10 +10,33 @@ import torch
 from torch import Tensor
 
 from fusion_passes.graph.operators import define, store
-from fusion_passes.reducer.backward import mark_ready, memory_of_bucket
+from fusion_passes.reducer.backward import reducers
+from fusion_passes.torch_private.autograd import running_node
 
 _TAGS: Final = (torch.Tag.cudagraph_unsafe,)
 """Inductor splits a CUDA graph around these ops: a replayed graph would not call the reducers."""
+
+
+def _bucket(
+    positions: Sequence[int],
+    offsets: Sequence[int],
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    forward = reducers.compiled.get(running_node())
+    memory = None
+    if forward is not None:
+        memory = forward.give_memory(positions, offsets, numel, dtype)
+    return torch.empty(numel, dtype=dtype, device=device) if memory is None else memory
+
+
+def _mark_ready(
+    bucket: Tensor, positions: Sequence[int], copied: Sequence[int] = (), why: str = ""
+) -> None:
+    forward = reducers.compiled.get(running_node())
+    if forward is not None:
+        forward.mark_ready(bucket, positions, copied, why)
 
 
 def _empty(_: object, __: object, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -28,7 +51,7 @@ def _store(
     positions: Sequence[int],
 ) -> None:
     store(bucket, gradients, offsets, strides)
-    mark_ready(bucket, positions)
+    _mark_ready(bucket, positions)
 
 
 def _nothing(*_: object) -> None:
@@ -38,7 +61,7 @@ def _nothing(*_: object) -> None:
 BUCKET: Final = define(
     "bucket",
     "(int[] positions, int[] offsets, int numel, ScalarType dtype, Device device) -> Tensor",
-    memory_of_bucket,
+    _bucket,
     fake=_empty,
     tags=_TAGS,
 )
@@ -76,7 +99,7 @@ Args:
 MARK_READY: Final = define(
     "mark_ready_",
     "(Tensor(a!) bucket, int[] positions, int[] copied=[], str why='') -> ()",
-    mark_ready,
+    _mark_ready,
     meta=_nothing,
     tags=_TAGS,
 )

@@ -9,6 +9,7 @@ from typing import Any, Final
 from fusion_passes.graph.text import dtype_name
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.communication import AllReduce, HookCall, name_of_hook
+from fusion_passes.reducer.launch_queue import bucket_name
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reporting.records import BucketReport, ModuleReport
 from fusion_passes.state import Lifetime, process_state
@@ -46,12 +47,13 @@ def _note_gone(reducer: Reducer) -> None:
 
 
 def _module(reducer: Reducer) -> ModuleReport:
-    communication = reducer.communication
+    communication = reducer.queue.communication
     if isinstance(communication, AllReduce):
         mode = "coalesced" if communication.is_coalesced else "concat"
     else:
         mode = "hook"
     device = next(iter(reducer.parameters.kinds.values())).device
+    registered = reducer.memory.registered
     return ModuleReport(
         reducer.name,
         reducer.group.group_name,
@@ -60,30 +62,30 @@ def _module(reducer: Reducer) -> ModuleReport:
         mode,
         name_of_hook(communication.hook) if isinstance(communication, HookCall) else "",
         reducer.steps,
-        len(reducer.numbers),
-        reducer.num_stored,
-        reducer.decision,
-        "plain" if reducer.registered is None else reducer.registered.in_words(),
+        len(reducer.parameters.numbers),
+        reducer.record.num_stored,
+        reducer.record.decision,
+        "plain" if registered is None else registered.in_words(),
         tuple(_buckets(reducer)),
     )
 
 
 def _buckets(reducer: Reducer) -> Iterator[BucketReport]:
     """The reports of the buckets that are sent, in launch order."""
-    if not reducer.has_rebuilt_buckets:
+    if not reducer.assignment.is_fixed:
         return
     names, copied = reducer.parameters.names, reducer.why_copied()
-    for bucket in reducer.layout.buckets:
+    for bucket in reducer.assignment.layout.buckets:
         if not (bucket.numel or bucket.is_sparse):
             continue
         # Sparse gradients count with all of their rows.
         numel = sum(reducer.parameters.kinds[number].numel for number in bucket.numbers)
-        planned_ns = reducer.predicted.get(bucket.index)
+        planned_ns = reducer.record.predicted.get(bucket.index)
         if bucket.is_sparse:
             sent_dtype, scaling = bucket.dtype, "rows"
         else:
-            sent_dtype = reducer.communication.sent_dtype(bucket.dtype)
-            scaling = reducer.communication.scaling(bucket.dtype)
+            sent_dtype = reducer.queue.communication.sent_dtype(bucket.dtype)
+            scaling = reducer.queue.communication.scaling(bucket.dtype)
         yield BucketReport(
             module=reducer.name,
             group=reducer.group.group_name,
@@ -94,5 +96,5 @@ def _buckets(reducer: Reducer) -> Iterator[BucketReport]:
             parameters=tuple(names[number] for number in bucket.numbers),
             copied=tuple((names[n], copied[n]) for n in bucket.numbers if n in copied),
             planned_s=planned_ns and (planned_ns[0] / 1e9, planned_ns[1] / 1e9),
-            name=reducer.bucket_name(bucket.index),
+            name=bucket_name(reducer.name, bucket),
         )

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor, fx
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.ddp.module import name_in_graphs
-from fusion_passes.reducer.backward import RunningBackward, reducers, walk
+from fusion_passes.ddp.attachment import name_in_graphs
+from fusion_passes.reducer.backward import RunningBackward, reducers
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import Reducer
+from fusion_passes.reducer.walk import walk
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.dynamo import (
     clear_backward_cache,
@@ -67,7 +68,7 @@ class TracedModules:
         known = self._reducers.get(name)
         if known is not None and known() is reducer:
             return
-        names = [name, *(f"{name}#{number}" for number in reducer.numbers)]
+        names = [name, *(f"{name}#{number}" for number in reducer.parameters.numbers)]
         if known is not None:
             self._forget(name, known, names)
         if self._has_forgotten:
@@ -97,7 +98,7 @@ class TracedModules:
         if reducer is None:
             return None
         index = int(number) if number else -1
-        communication = reducer.communication
+        communication = reducer.queue.communication
         assert isinstance(communication, AllReduce), "else it is not traced"
         return Owner(
             group_name=base,
@@ -114,10 +115,10 @@ class TracedModules:
         """The buckets that a graph has to launch for the module with this group name."""
         reducer = self._reducers[name]()
         assert reducer is not None, "its graph is being compiled"
-        communication = reducer.communication
+        communication = reducer.queue.communication
         assert isinstance(communication, AllReduce), "likewise"
         return ModuleBuckets(
-            tuple(bucket.numbers for bucket in reducer.layout.buckets),
+            tuple(bucket.numbers for bucket in reducer.assignment.layout.buckets),
             communication.dtype,
             communication.scaling_option,
         )
@@ -126,7 +127,7 @@ class TracedModules:
         """Everything that a cached graph depends on, as text. For each gradient, it includes the
         strides and the name in the report."""
         known = [(name, r) for name, ref in sorted(self._reducers.items()) if (r := ref())]
-        numbers = [f"{name}#{number}" for name, r in known for number in r.numbers]
+        numbers = [f"{name}#{number}" for name, r in known for number in r.parameters.numbers]
         return repr([*map(self.owner_of, numbers), *(self.buckets_of(name) for name, _ in known)])
 
     def reset(self) -> None:
@@ -266,7 +267,7 @@ def _give_up(run: RunningBackward, error: Exception) -> str:
     """Trace no more backwards of these modules. Return the reason, in one line."""
     run.why_untraced = f"torch cannot make one graph of it: {_in_a_line(error)}"
     for reducer in run.taking_part:
-        reducer.why_untraced = run.why_untraced
+        _untraced[reducer] = run.why_untraced
     labels = ", ".join(reducer.label for reducer in run.taking_part)
     warn_once(
         f"untraced {labels}",
@@ -280,24 +281,25 @@ def _give_up(run: RunningBackward, error: Exception) -> str:
 def _why_not(reducer: Reducer, reached: Collection[int]) -> str:
     """The reason why a module's gradients cannot be reduced in a traced graph; empty if they
     can."""
-    communication, kinds = reducer.communication, reducer.parameters.kinds
+    communication, kinds = reducer.queue.communication, reducer.parameters.kinds
+    untraced = _untraced.get(reducer, "")
     reasons = {
-        reducer.why_untraced: bool(reducer.why_untraced),
-        FIRST: not reducer.has_rebuilt_buckets,
+        untraced: bool(untraced),
+        FIRST: not reducer.assignment.is_fixed,
         "it is measured when its gradients are ready": reducer.clock is not None,
         "a communication hook is called with its buckets": not isinstance(communication, AllReduce),
         "join divides by the number of ranks that have inputs": (
             isinstance(communication, AllReduce) and communication.count_ranks is not None
         ),
         "find_unused_parameters has ranks tell each other which they have used": (
-            reducer.find_unused and not reducer.is_static
+            reducer.used.is_found
         ),
         "it has sparse gradients": any(kind.is_sparse for kind in kinds.values()),
         "it has delayed gradients, which may come several times": any(
             kind.is_delayed for kind in kinds.values()
         ),
         "it does not reach all parameters of a module": (
-            set(reached) != set(reducer.numbers) or reducer.has_begun
+            set(reached) != set(reducer.parameters.numbers) or reducer.has_begun
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
@@ -330,6 +332,13 @@ def _in_a_line(error: Exception) -> str:
     text = (explained or lines or [type(error).__name__])[0]
     return f"{type(error).__name__}: {text.removeprefix('Explanation: ')[:240]}"
 
+
+_untraced: Final = process_state.keep(
+    weakref.WeakKeyDictionary[Reducer, str](),
+    "why compiled autograd no longer traces backwards of a module",
+    Lifetime.MODULE,
+    reset=weakref.WeakKeyDictionary.clear,
+)
 
 traced_backwards: Final = process_state.keep(
     TracedBackwards(),

@@ -66,7 +66,7 @@ def learn_layout(reducer: Reducer) -> None:
         RuntimeError: a rank has failed or not come in time, or they differ in what no profile can
             hold for.
     """
-    kinds, communication = reducer.parameters.kinds.values(), reducer.communication
+    kinds, communication = reducer.parameters.kinds.values(), reducer.queue.communication
     assert isinstance(communication, AllReduce), "a hook comes after the constructor"
     in_buckets = {(k.dtype, k.device, k.is_delayed) for k in kinds if not k.is_sparse}
     if reducer.group.size() == 1 or not in_buckets:
@@ -90,7 +90,7 @@ def learn_layout(reducer: Reducer) -> None:
     assert kept is not None, "rank 0 has looked"
     for sentence in kept.said:
         log.warning("%s: %s", reducer.label, sentence)
-    reducer.decision = kept.said
+    reducer.record.decision = kept.said
     profile = kept.profile
     if profile is None:
         operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
@@ -112,7 +112,7 @@ def _find(reducer: Reducer, place: Place) -> Kept:
     key = parameters_key(
         [
             (n, known.names[n], tuple(known.all[n].shape), dtype_name(known.all[n].dtype))
-            for n in reducer.numbers
+            for n in reducer.parameters.numbers
         ]
     )
     path = ready_path(place, key)
@@ -134,7 +134,7 @@ def _find(reducer: Reducer, place: Place) -> Kept:
 
 def _times_of(path: Path, reducer: Reducer) -> ReadyTimes:
     times = ReadyTimes.from_json(path.read_text())
-    if not set(times.numbers) <= set(reducer.numbers):
+    if not set(times.numbers) <= set(reducer.parameters.numbers):
         raise ValueError("it is one of other parameters")
     return times
 
@@ -149,13 +149,13 @@ def _plan(
     kinds = reducer.parameters.kinds
     planned = of_first_rank(
         ranks,
-        plan_timetable(times, kinds, itemsize, profile.table, reducer.caps)
+        plan_timetable(times, kinds, itemsize, profile.table, reducer.assignment.caps)
         if ranks.is_first
         else None,
     )
     assert planned is not None, "rank 0 has planned"
     reducer.fix_layout(lay_out([[(n,) for n in numbers] for numbers in planned.buckets], kinds))
-    reducer.predicted = planned.sent_ns
+    reducer.record.predicted = planned.sent_ns
     source = (
         f"buckets are planned from the profile of {profile.place}, and from ready times of "
         f"{times.rounds} steps, measured {times.measured} ({path} of rank 0)"
@@ -175,11 +175,11 @@ def _measure(reducer: Reducer, ranks: Ranks, path: str) -> None:
         f"and steps {first} to {last} measure, in which nothing is sent before all gradients are "
         f"there; the next run plans from {path} of rank 0",
     )
-    caps = reducer.caps
+    caps = reducer.assignment.caps
     size = max(caps.cap_bytes // PIECES, 1)
-    reducer.piece_caps = replace(caps, first_bytes=size, cap_bytes=size, listed_bytes=())
+    reducer.assignment.piece_caps = replace(caps, first_bytes=size, cap_bytes=size, listed_bytes=())
     ended = functools.partial(_keep, weakref.ref(reducer), Path(path))
-    reducer.clock = ReadyClock(ranks.group, ranks.device, [*reducer.numbers], ended)
+    reducer.clock = ReadyClock(ranks.group, ranks.device, [*reducer.parameters.numbers], ended)
 
 
 def _keep(ref: weakref.ref[Reducer], path: Path, ready_ns: Mapping[int, int]) -> None:
@@ -197,6 +197,6 @@ def _keep(ref: weakref.ref[Reducer], path: Path, ready_ns: Mapping[int, int]) ->
 
 
 def _say(reducer: Reducer, *sentences: str) -> None:
-    reducer.decision += sentences
+    reducer.record.decision += sentences
     for sentence in sentences:
         log.info("%s: %s", reducer.label, sentence)

@@ -29,13 +29,13 @@ RUN = Callable[..., list[Any]]
 
 def sent_as(ddp: DistributedDataParallel) -> torch.dtype | None:
     """The dtype in which gradients are sent; ``None``: in their own, or a hook sends them."""
-    communication = reducer_of(ddp).communication
+    communication = reducer_of(ddp).queue.communication
     return communication.dtype if isinstance(communication, AllReduce) else None
 
 
 def is_hooked(ddp: DistributedDataParallel) -> bool:
     """Whether a hook is called with the module's buckets."""
-    return isinstance(reducer_of(ddp).communication, HookCall)
+    return isinstance(reducer_of(ddp).queue.communication, HookCall)
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def power_sgd_in_several_buckets() -> list[Tensors]:
         ddp, forward = run.compiled(run.mlp(), bucket_cap_mb=SMALL_MB)
         ddp.register_comm_hook(power_sgd_state(), powerSGD_hook.powerSGD_hook)
         backwards(run, ddp, forward, 6)
-        assert len(reducer_of(ddp).hooked_buckets) > 1
+        assert len(reducer_of(ddp).assignment.layout.with_memory) > 1
     return run.backwards
 
 

@@ -24,7 +24,7 @@ from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.ddp import module
 from fusion_passes.ddp.module import manage_by_reducer
 from fusion_passes.layout.caps import MIB, BucketCaps
-from fusion_passes.reducer import backward, rank_errors
+from fusion_passes.reducer import hooks, rank_errors
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import reducer_of
@@ -90,7 +90,9 @@ def test_delayed_parameters_have_the_last_buckets() -> None:
         param_to_hook_all_reduce=model[1].weight,
     )
     reducer = reducer_of(ddp)
-    names = [[reducer.parameters.names[n] for n in b.numbers] for b in reducer.layout.buckets]
+    names = [
+        [reducer.parameters.names[n] for n in b.numbers] for b in reducer.assignment.layout.buckets
+    ]
     assert names == [["1.weight"], ["0.weight", "1.bias"]]
     kept: Any = model._ddp_params_and_buffers_to_ignore
     assert kept is ignored
@@ -133,7 +135,10 @@ def test_sparse_gradients_count_in_no_bucket() -> None:
     model = nn.Sequential(nn.Embedding(2**20, 4, sparse=True), nn.Linear(4, 4))
     reducer = reducer_of(DistributedDataParallel(model))
     assert [number for number, kind in reducer.parameters.kinds.items() if kind.is_sparse] == [0]
-    assert reducer.caps == reducer_of(DistributedDataParallel(nn.Linear(4, 4))).caps
+    assert (
+        reducer.assignment.caps
+        == reducer_of(DistributedDataParallel(nn.Linear(4, 4))).assignment.caps
+    )
 
 
 @pytest.mark.parametrize("mode", ["no_optimization", "ddp_optimizer", False])
@@ -164,7 +169,7 @@ def test_refuses_settings_that_fuse_the_same_reductions(setting: str, value: obj
 def _caps(config: FusionConfig | str, model: nn.Module | None = None, **options: Any) -> BucketCaps:
     """Of a module that is constructed with these options."""
     with inductor_config.patch(ddp_fusion=config):
-        return reducer_of(DistributedDataParallel(model or two_layers(), **options)).caps
+        return reducer_of(DistributedDataParallel(model or two_layers(), **options)).assignment.caps
 
 
 def test_caps_are_the_modules_own_unless_set_by_option() -> None:
@@ -189,7 +194,7 @@ def _hooks_on(model: nn.Module) -> list[int]:
 def test_nodes_are_asked_for_hooks_once_and_again_after_one() -> None:
     ddp = DistributedDataParallel(nn.Linear(2, 2))
     asks: list[int] = []
-    with mock.patch.object(backward, "hooks_on_node", wraps=hooks_on_node) as asked:
+    with mock.patch.object(hooks, "hooks_on_node", wraps=hooks_on_node) as asked:
         for step in range(3):
             if step == 2:
                 node = torch.autograd.graph.get_gradient_edge(ddp.module.bias).node
@@ -224,7 +229,7 @@ def _raise(*_: Any, **__: Any) -> Any:
     [
         "attach_reducer",
         "report_when_freed",
-        "_settings_of",
+        "settings_of",
         "compare_settings",
         "learn_layout",
         "_attach",
@@ -264,7 +269,7 @@ def test_a_hook_that_cannot_be_registered_leaves_none(calls: int) -> None:
     model = two_layers()
     failing = mock.Mock(side_effect=_fails_after(calls))
     with (
-        mock.patch("fusion_passes.reducer.reducer.hook_behind_accumulation", failing),
+        mock.patch("fusion_passes.reducer.hooks.hook_behind_accumulation", failing),
         pytest.raises(ZeroDivisionError) as caught,
     ):
         DistributedDataParallel(model)
@@ -289,7 +294,7 @@ def test_another_group_that_fails_leaves_the_module_as_it_was() -> None:
     reducer, group = reducer_of(ddp), ddp.process_group
     failing = mock.Mock(side_effect=_fails_after(2))
     with (
-        mock.patch("fusion_passes.reducer.reducer.hook_behind_accumulation", failing),
+        mock.patch("fusion_passes.reducer.hooks.hook_behind_accumulation", failing),
         pytest.raises(ZeroDivisionError),
     ):
         ddp._update_process_group(dist.new_group([0, 1]))
@@ -298,15 +303,15 @@ def test_another_group_that_fails_leaves_the_module_as_it_was() -> None:
     assert _hooks_on(ddp.module) == [1] * 4
     ddp(torch.ones(2, 4)).sum().backward()
     assert reducer.steps == 1
-    assert isinstance(reducer.communication, AllReduce)
-    assert reducer.communication.group is group
+    assert isinstance(reducer.queue.communication, AllReduce)
+    assert reducer.queue.communication.group is group
 
 
 def test_ignored_parameters_are_none_of_the_reducers() -> None:
     model = two_layers()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])
     reducer = reducer_of(ddp := DistributedDataParallel(model))
-    names = [reducer.parameters.names[number] for number in reducer.numbers]
+    names = [reducer.parameters.names[number] for number in reducer.parameters.numbers]
     assert names == ["0.weight", "1.weight", "1.bias"]
     assert _hooks_on(model) == [1, 0, 1, 1]
     del ddp

@@ -104,7 +104,7 @@ def test_each_table_is_a_bucket_of_its_own_and_counts_in_no_other() -> None:
         ddp = DistributedDataParallel(Tables(), bucket_cap_mb=144 / 2**20)  # The last layer.
         for _ in range(2):
             ddp(torch.arange(ROWS).view(-1, 2), "b").sum().backward()
-    buckets = reducer_of(ddp).layout.buckets
+    buckets = reducer_of(ddp).assignment.layout.buckets
     assert [bucket.numbers for bucket in buckets if bucket.is_sparse] == [(1,), (0,)]
     assert [len(bucket.numbers) for bucket in buckets if not bucket.is_sparse] == [2, 2]
     logged = ddp._get_ddp_logging_data()

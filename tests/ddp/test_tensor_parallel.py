@@ -41,7 +41,7 @@ def test_compiled_backwards_store_them(mesh: DeviceMesh) -> None:
         compiled = torch.compile(ddp)
         for _ in range(2):
             compiled(torch.ones(2, LENGTH, WIDTH)).sum().backward()
-    assert reducer_of(ddp).num_stored == len(list(ddp.parameters())) == 12
+    assert reducer_of(ddp).record.num_stored == len(list(ddp.parameters())) == 12
 
 
 def test_eager_ones_may_be_collectives_that_run() -> None:

@@ -62,7 +62,7 @@ def _steps(ddp: DistributedDataParallel, step: Callable[[], object]) -> list[int
             step()
         assert said == []
         assert reducer_of(ddp).steps == number + 1
-        stored.append(reducer_of(ddp).num_stored)
+        stored.append(reducer_of(ddp).record.num_stored)
     assert torch._dynamo.utils.counters["compiled_autograd"]["captures"] == 0
     assert {backward.reduced_in for backward in fusion_passes.report().backwards} == {"reducer"}
     return stored
@@ -141,7 +141,7 @@ def test_another_value_of_the_flag_is_for_modules_to_come() -> None:
     ddp = _managed("concat")
     inductor_config.ddp_fusion = "coalesced"
     assert _steps(ddp, _compiled(ddp)) == IN_PLACE
-    communication = reducer_of(ddp).communication
+    communication = reducer_of(ddp).queue.communication
     assert isinstance(communication, AllReduce)
     assert not communication.is_coalesced
 

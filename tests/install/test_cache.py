@@ -58,7 +58,7 @@ def two_steps(
         "aot_hits": counters["aot_autograd"]["autograd_cache_hit"],
         "aot_misses": counters["aot_autograd"]["autograd_cache_miss"],
         "traced": counters["compiled_autograd"]["captures"],
-        "stored": reducer_of(ddp).num_stored,
+        "stored": reducer_of(ddp).record.num_stored,
     }
 
 

@@ -47,7 +47,7 @@ def stored(ddp: DistributedDataParallel, forward: Callable[..., Any], steps: int
     for _ in range(steps):
         ddp.zero_grad()
         forward(X).sum().backward()
-        counts.append(reducer_of(ddp).num_stored)
+        counts.append(reducer_of(ddp).record.num_stored)
     assert not reducer_of(ddp).why_copied()
     return counts
 

@@ -15,7 +15,7 @@ import torch._inductor.config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig
-from fusion_passes.ddp.module import name_in_graphs
+from fusion_passes.ddp.attachment import name_in_graphs
 from fusion_passes.install import compiles
 from fusion_passes.install.compiles import FusePass, StorePass, stores_of_forward
 from fusion_passes.reducer.reducer import reducer_of

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import fusion_passes
 from fusion_passes import FusionWarning
 from fusion_passes.reducer import backward, copies
+from fusion_passes.reducer.compiled_forward import CompiledForward
 from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.torch_private.autograd import hooks_on_node
 from testing.fake_world import one_rank
@@ -57,7 +58,7 @@ def reasons(ddp: Any, loss: Callable[[], Any], count: int = 2, **backward: Any) 
         loss().backward(**backward)
     reducer = reducer_of(ddp)
     found = {reducer.parameters.names[n]: why for n, why in reducer.why_copied().items()}
-    assert len(found) == reducer.num_copied or not count
+    assert len(found) == len(reducer.parameters.numbers) - reducer.record.num_stored or not count
     return dict(sorted(found.items()))
 
 
@@ -119,7 +120,7 @@ def test_hooks_on_nodes_that_nobody_tells_of(monkeypatch: pytest.MonkeyPatch) ->
     """Somebody has put torch's own registration of them back: there may be some."""
     ddp, compiled = layers()
     assert reasons(ddp, lambda: compiled(X).sum()) == {}
-    nodes = reducer_of(ddp).nodes.values()
+    nodes = reducer_of(ddp).hooks.nodes.values()
     replaced = torch.autograd.function._HookMixin._register_hook
     torchs = staticmethod(inspect.unwrap(replaced))
     with monkeypatch.context() as patch:
@@ -240,7 +241,7 @@ def test_gradients_at_other_positions_than_they_were_compiled_for() -> None:
     """A gradient of another size than that of the parameter is not stored as the parameter's."""
     ddp, compiled = layers()
     assert reasons(ddp, lambda: compiled(X).sum()) == {}
-    made = backward.CompiledForward
+    made = CompiledForward
 
     def renumbered(owners: Any, *args: Any) -> Any:
         return made(dict(zip(owners, [*owners.values()][::-1], strict=True)), *args)

@@ -230,7 +230,7 @@ def _rebuilt() -> tuple[list[Piece], list[float]]:
             ddp.zero_grad()
             ddp(X * (1 + dist.get_rank())).sum().backward()
         gradients = [float(p.grad.sum()) for p in ddp.parameters() if p.grad is not None]
-    return [bucket.numbers for bucket in reducer_of(ddp).layout.buckets], gradients
+    return [bucket.numbers for bucket in reducer_of(ddp).assignment.layout.buckets], gradients
 
 
 def test_all_ranks_take_the_buckets_that_rank_0_has_laid_out(run_on_ranks: RUN) -> None:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fusion_passes.reducer.communication import AllReduce
-from fusion_passes.reducer.reducer import Reducer
+from fusion_passes.reducer.used_parameters import FoundUnused
 from testing.models import fill_whole
 from testing.scenarios.features.models import MODELS
 from testing.scenarios.loop import backwards
@@ -86,17 +86,17 @@ class Used(nn.Module):
 def maps_between_buckets(takes: int) -> list[str]:
     """What two modules on one group launch, and how often the host reads a used-parameter map."""
     told: list[str] = []
-    launch, send_used = AllReduce.launch, Reducer._launch_used
+    launch, send_used = AllReduce.launch, FoundUnused.launch
 
     def bucket(self: AllReduce, *args: Any) -> Any:
         told.append("bucket")
         return launch(self, *args)
 
-    def used(self: Reducer, now: Any) -> None:
+    def used(self: Any) -> None:
         told.append("map")
-        send_used(self, now)
-        assert now.used is not None
-        now.used = _Read(now.used[0], told), now.used[1]
+        send_used(self)
+        counts, wait = self._launched
+        self._launched = _Read(counts, told), wait
 
     with inductor_config.patch(ddp_fusion="concat"):
         first, second = (
@@ -107,7 +107,7 @@ def maps_between_buckets(takes: int) -> list[str]:
             if step:
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(AllReduce, "launch", bucket)
-                    patch.setattr(Reducer, "_launch_used", used)
+                    patch.setattr(FoundUnused, "launch", used)
                     loss.backward()
             else:
                 loss.backward()

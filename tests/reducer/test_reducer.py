@@ -34,8 +34,11 @@ def _steps(run: Run, ddp: Any, losses: Callable[[int], list[Tensor]]) -> tuple[l
         run.note_backward(ddp)
         if run.is_fused:
             is_rebuilt = step == 0  # By a broadcast.
-            assert run.launches[-1].number == len(reducer_of(ddp).layout.buckets) + is_rebuilt
-            stored.append(reducer_of(ddp).num_stored)
+            assert (
+                run.launches[-1].number
+                == len(reducer_of(ddp).assignment.layout.buckets) + is_rebuilt
+            )
+            stored.append(reducer_of(ddp).record.num_stored)
     return stored, len(list(ddp.parameters()))
 
 
@@ -116,7 +119,7 @@ def in_wider_gradients(is_compiled: bool) -> None:
                 assert parameter.grad is not None
                 assert parameter.grad.dtype == torch.float32
                 torch.testing.assert_close(parameter.grad.double(), want, rtol=0, atol=0)
-        assert all(b.dtype == torch.float32 for b in reducer_of(ddp).layout.buckets)
+        assert all(b.dtype == torch.float32 for b in reducer_of(ddp).assignment.layout.buckets)
 
 
 @pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="torch has no grad_dtype yet")

@@ -22,11 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes import FusionConfig
-from fusion_passes.ddp import module
-from fusion_passes.reducer import memory
-from fusion_passes.reducer.memory import RegisteredBuckets
+from fusion_passes.ddp import attachment
+from fusion_passes.reducer import registered as registered_buckets
 from fusion_passes.reducer.rank_errors import RanksDisagreeError, SettingsDifferError
 from fusion_passes.reducer.reducer import reducer_of
+from fusion_passes.reducer.registered import RegisteredBuckets
 from fusion_passes.state import process_state
 from fusion_passes.torch_private import registered_memory
 from fusion_passes.torch_private.registered_memory import (
@@ -233,7 +233,7 @@ def refused_on_one_rank() -> str:
     why = "needs what rank 1 has not. Do" if dist.get_rank() == 1 else ""
     with (
         registered_by_nobody(),
-        mock.patch.object(module, "why_not_registered", return_value=why),
+        mock.patch.object(attachment, "why_not_registered", return_value=why),
         registered(),
         pytest.raises(SettingsDifferError) as caught,
     ):
@@ -270,10 +270,10 @@ def allocated_on_one_rank() -> tuple[str, bool, list[int], bool]:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return real(*arguments)
 
-        real: Any = vars(memory)["RegisteredMemory"]
+        real: Any = vars(registered_buckets)["RegisteredMemory"]
         rows = torch.ones(2, models.WIDTH)
         with (
-            mock.patch.object(memory, "RegisteredMemory", allocate),
+            mock.patch.object(registered_buckets, "RegisteredMemory", allocate),
             pytest.raises(RanksDisagreeError) as caught,
         ):
             ddp(rows).sum().backward()
@@ -317,7 +317,7 @@ def where_gradients_lie(run: Run) -> tuple[list[list[int]], str, list[int]]:
             return [], "", []
         (told,) = fusion_passes.report().modules
         fusion_passes.report().to_json()
-        assert reducer_of(ddp).num_stored > 0
+        assert reducer_of(ddp).record.num_stored > 0
     return places, told.memory, registry.sizes
 
 
@@ -360,14 +360,14 @@ def two_dtypes() -> tuple[list[int], int, bool]:
         model.register_parameter("empty", nn.Parameter(torch.ones(0, dtype=torch.bfloat16)))
         ddp = DistributedDataParallel(model)
         reducer = reducer_of(ddp)
-        reducer.rebuild_buckets()
-        buckets = [b for b in reducer.layout.buckets if b.numel]
-        memory = reducer.registered
+        reducer.fix_layout(reducer.assignment.rebuilt(reducer.group))
+        buckets = [b for b in reducer.assignment.layout.buckets if b.numel]
+        memory = reducer.memory.registered
         assert memory is not None
         first, second = (memory.of(bucket) for bucket in buckets)
         assert first is not None
         assert second is not None
-        (empty,) = (b for b in reducer.layout.buckets if not b.numel)
+        (empty,) = (b for b in reducer.assignment.layout.buckets if not b.numel)
         is_empty = memory.of(empty) is None
     return registry.sizes, second.data_ptr() - first.data_ptr(), is_empty
 

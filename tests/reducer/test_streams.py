@@ -58,14 +58,14 @@ class Streams:
         self.recorded: set[int] = set()
         self.given_back: list[bool] = []
         self.sent: set[object] = set()
-        reducer._accelerators = [torch.device("cpu")]
+        reducer.memory._accelerators = [torch.device("cpu")]
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: self.all[0])
         monkeypatch.setattr(Tensor, "record_stream", self._record())
         monkeypatch.setattr(Reducer, "mark_stored", self._on_another(Reducer.mark_stored))
         monkeypatch.setattr(Reducer, "accumulated", self._on_another(Reducer.accumulated))
-        monkeypatch.setattr(reducer.communication, "launch", self._launch)
+        monkeypatch.setattr(reducer.queue.communication, "launch", self._launch)
         monkeypatch.setattr(Reducer, "finalize", self._on_another(Reducer.finalize))
-        monkeypatch.setattr(reducer, "_give_back", self._give_back)
+        monkeypatch.setattr(reducer.memory, "give_back", self._give_back)
 
     def _on_another(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def on_another(*args: Any, **kwargs: Any) -> Any:
@@ -108,9 +108,9 @@ def test_a_launch_waits_for_the_streams_of_all_gradients(
     ddp.zero_grad()
     ddp(X).sum().backward()
     reducer = reducer_of(ddp)
-    assert reducer.num_stored == (4 if is_compiled else 0)
+    assert reducer.record.num_stored == (4 if is_compiled else 0)
     want = [parameter.grad.clone() for parameter in ddp.parameters()]
-    Streams.communication = reducer.communication  # type: ignore[assignment]
+    Streams.communication = reducer.queue.communication  # type: ignore[assignment]
     streams = Streams(reducer, monkeypatch)
     ddp.zero_grad()
     ddp(X).sum().backward()
@@ -124,7 +124,7 @@ def test_a_launch_waits_for_the_streams_of_all_gradients(
 
 def test_on_a_single_stream_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     ddp = DistributedDataParallel(nn.Sequential(Layer(4, 4), Layer(4, 4)))
-    reducer_of(ddp)._accelerators = [torch.device("cpu")]
+    reducer_of(ddp).memory._accelerators = [torch.device("cpu")]
     stream = mock.Mock()
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: stream)
     for _ in range(2):
@@ -147,11 +147,11 @@ def test_threads_launch_each_bucket_once(monkeypatch: pytest.MonkeyPatch) -> Non
         time.sleep(0.05)  # Another thread has Python meanwhile.
         return lambda: None
 
-    monkeypatch.setattr(reducer.communication, "launch", launch)
+    monkeypatch.setattr(reducer.queue.communication, "launch", launch)
     ddp(X)
     reducer.backward = object()
-    reducer.begin_backward(dict.fromkeys(reducer.numbers, ""))
-    order = [number for bucket in reducer.layout.buckets for number in bucket.numbers]
+    reducer.begin_backward(dict.fromkeys(reducer.parameters.numbers, ""))
+    order = [number for bucket in reducer.assignment.layout.buckets for number in bucket.numbers]
 
     def bring(numbers: list[int]) -> Callable[[], None]:
         def bring_all() -> None:

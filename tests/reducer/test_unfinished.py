@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.reducer.reducer import Reducer, reducer_of
+from fusion_passes.reducer.launch_queue import LaunchQueue
+from fusion_passes.reducer.memory import BucketMemory
+from fusion_passes.reducer.reducer import reducer_of
 from testing.fake_world import one_rank
 from testing.models import fill_whole
 
@@ -49,7 +51,7 @@ def left_between_two_backwards() -> dict[str, bool]:
         ddp = DistributedDataParallel(Heads(), bucket_cap_mb=1e-6)
         x = X * (1 + dist.get_rank())
         sum(output.sum() for output in ddp(x)).backward()
-        order = [b.numbers[0] for b in reducer_of(ddp).layout.buckets]
+        order = [b.numbers[0] for b in reducer_of(ddp).assignment.layout.buckets]
         first, second = (ddp.module.heads[number].weight for number in order)
         ddp.zero_grad()
         outputs = ddp(x)
@@ -103,23 +105,22 @@ def test_after_an_error_gradients_are_local_or_none() -> None:
     ddp = _layers()
     _two_steps(ddp)
     reducer = reducer_of(ddp)
-    caps = [bucket.numbers for bucket in reducer.layout.buckets]
+    caps = [bucket.numbers for bucket in reducer.assignment.layout.buckets]
     assert caps == [(2,), (1,), (0,)]
     expected = torch.autograd.grad(ddp.module(X).sum(), list(ddp.parameters()))
-    reducer.follows = None
     ddp.zero_grad()
     middle = ddp.module[0](X).requires_grad_()
     middle.register_hook(_fail)
     ddp(X)
     launches = iter([True, False, False])
-    launch = Reducer.launch_ready
+    launch = LaunchQueue.launch_ready
 
-    def launch_one(self: Reducer) -> None:
+    def launch_one(self: LaunchQueue) -> None:
         if next(launches, False):
             launch(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reducer, "launch_ready", launch_one)
+        patch.setattr(LaunchQueue, "launch_ready", launch_one)
         with pytest.raises(ZeroDivisionError):
             ddp.module[1:](middle).sum().backward()
     assert [p.grad is None for p in ddp.parameters()] == [True, False, True]
@@ -143,8 +144,8 @@ def test_an_error_is_raised_where_memory_has_run_out(monkeypatch: pytest.MonkeyP
     hidden.register_hook(_fail)
     failing(X)
     loss = failing.module[1:](hidden).sum() + other(X).sum()
-    monkeypatch.setattr(Reducer, "_move_out", run_out)
-    monkeypatch.setattr(Reducer, "launch_ready", lambda _: None)
+    monkeypatch.setattr(BucketMemory, "un_alias", run_out)
+    monkeypatch.setattr(LaunchQueue, "launch_ready", lambda _: None)
     with pytest.raises(ZeroDivisionError):
         loss.backward()
     monkeypatch.undo()

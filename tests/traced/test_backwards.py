@@ -350,7 +350,7 @@ def beside_a_rank_that_is_not_traced(run: Run) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FusionWarning)
         train_steps(run, ddp, forward, 4)
-    assert not run.is_fused or len(reducer_of(ddp).layout.buckets) > 2
+    assert not run.is_fused or len(reducer_of(ddp).assignment.layout.buckets) > 2
     return reasons()[-1][0] if run.is_fused else ""
 
 

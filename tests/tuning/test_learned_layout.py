@@ -102,14 +102,17 @@ def train(run: Run, count: int, versions: tuple[str, ...]) -> Start:
         backwards(run, ddp, forward, count)
         return Start()
     reducer = reducer_of(ddp)
-    planned = [b.numbers for b in reducer.layout.buckets] if reducer.has_rebuilt_buckets else []
-    begun = Start(planned, dict(reducer.predicted))
-    communication: Any = reducer.communication
+    planned = (
+        [b.numbers for b in reducer.assignment.layout.buckets]
+        if reducer.assignment.is_fixed
+        else []
+    )
+    begun = Start(planned, dict(reducer.record.predicted))
+    communication: Any = reducer.queue.communication
     launch = communication.launch
 
     def noting(*args: Any) -> Any:
-        assert reducer._round is not None
-        begun.missing[-1].append(sum(reducer._round.pending))
+        begun.missing[-1].append(sum(reducer.queue._pending))
         return launch(*args)
 
     communication.launch = noting
@@ -117,8 +120,8 @@ def train(run: Run, count: int, versions: tuple[str, ...]) -> Start:
         begun.missing.append([])
         backwards(run, ddp, forward, 1, first=step)
         assert not planned or run.launches[-1].number == len(planned), "no broadcast of a layout"
-        begun.stored.append(reducer.num_stored)
-    begun.decision, begun.clock = reducer.decision, reducer.clock is not None
+        begun.stored.append(reducer.record.num_stored)
+    begun.decision, begun.clock = reducer.record.decision, reducer.clock is not None
     return begun
 
 
@@ -241,7 +244,7 @@ def joined(directory: Path) -> tuple[tuple[str, ...], bool]:
         ddp, forward = run.compiled(run.mlp(2))
         with ddp.join():
             backwards(run, ddp, forward, ROUNDS + 1 if dist.get_rank() == 0 else 2)
-        return reducer_of(ddp).decision, reducer_of(ddp).clock is None
+        return reducer_of(ddp).record.decision, reducer_of(ddp).clock is None
 
 
 def test_ranks_without_inputs_take_part(run_on_ranks: RUN, tmp_path: Path) -> None:
@@ -331,7 +334,7 @@ def two_dtypes(directory: Path) -> tuple[tuple[str, ...], list[str], int]:
     flag = inductor_config.patch(ddp_fusion="auto")
     with files_in(directory) as calls, flag, noted_warnings() as warned:
         ddp = DistributedDataParallel(models.TwoDtypes())
-        return reducer_of(ddp).decision, warned, len(calls)
+        return reducer_of(ddp).record.decision, warned, len(calls)
 
 
 def test_several_dtypes_fill_caps_and_that_is_warned_of(run_on_ranks: RUN, tmp_path: Path) -> None:

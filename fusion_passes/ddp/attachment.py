@@ -1,0 +1,186 @@
+"""Gives a DDP module a reducer of the package, and compares what ranks must have in common."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import weakref
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fusion_passes.config import OPTION, FusionConfig
+from fusion_passes.ddp.forward import prepare_buffers
+from fusion_passes.ddp.gloo_exit import pause_at_exit, pause_without_groups
+from fusion_passes.ddp.parameters import caps_of_ddp, numbered_parameters
+from fusion_passes.graph.collectives import all_reduce
+from fusion_passes.layout.caps import bucket_caps
+from fusion_passes.layout.layout import Layout
+from fusion_passes.reducer.backward import reducers
+from fusion_passes.reducer.communication import AllReduce
+from fusion_passes.reducer.reducer import REDUCER, STATE, Reducer, State, reducer_of
+from fusion_passes.reducer.scaling import REDUCE_DTYPE_OF
+from fusion_passes.torch_private.ddp import hooks_of_reducer
+from fusion_passes.torch_private.process_groups import backend_name
+from fusion_passes.torch_private.registered_memory import why_not_registered
+from fusion_passes.version import __version__
+
+
+def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: str) -> None:
+    """Give a module a new reducer, which replaces the one that it may have. If this fails, the
+    module keeps the old one."""
+    old: Reducer | None = ddp.__dict__.get(REDUCER)
+    group = ddp.process_group
+    backend = backend_name(group, ddp.device)
+    if backend == "gloo":
+        pause_at_exit()
+        if old is None:
+            weakref.finalize(ddp, pause_without_groups).atexit = False
+    communication = (
+        old.queue.communication
+        if old is not None
+        else AllReduce(
+            group,
+            backend,
+            is_coalesced=config.reduces_by == "coalesced",
+            dtype=REDUCE_DTYPE_OF[config.reduce_dtype],
+            scaling_option=config.scales_by,
+        )
+    )
+    parameters = numbered_parameters(ddp)
+    reducer = Reducer(
+        ddp,
+        parameters,
+        group=group,
+        label=label,
+        config=config,
+        caps=bucket_caps(config, caps_of_ddp(ddp)),
+        communication=communication,
+    )
+    # If a model is wrapped again, the AccumulateGrad nodes of its parameters outlive this reducer,
+    # and so would the hooks on them.
+    weakref.finalize(reducer, remove_handles, reducer.hooks.handles).atexit = False
+    ref = weakref.ref(reducer)
+    try:
+        for n in parameters.numbers:
+            name = f"{name_in_graphs(reducer)}#{n}"
+            hook = functools.partial(_accumulated, ref, n, parameters.all[n], name, group.size())
+            reducer.hooks.add(n, hook)
+    except BaseException:
+        remove_handles(reducer.hooks.handles)
+        raise
+    if old is not None:
+        remove_hooks(old)
+    if isinstance(communication, AllReduce):
+        communication.group, communication.backend = group, backend
+    setattr(ddp, STATE, State.IDLE)
+    prepare_buffers(ddp)
+    ddp.__dict__[REDUCER] = reducer
+    reducers.add(reducer)
+    reducer.record.when_freed = reducers.report_when_freed(ddp, reducer)
+
+
+def _accumulated(
+    ref: weakref.ref[Reducer],
+    number: int,
+    parameter: nn.Parameter,
+    name: str,
+    world_size: int,
+    _: Any,
+    gradients: Any,
+) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        reduce_in_graph(parameter, name, world_size)
+        return
+    reducer = ref()
+    if reducer is not None:
+        reducer.accumulated(number, is_defined=gradients[0] is not None)
+
+
+def reduce_in_graph(parameter: nn.Parameter, name: str, world_size: int) -> None:
+    """Average ``parameter.grad`` over the ranks in place, as DDP's Python reducer does. Called
+    while Dynamo traces a backward."""
+    assert parameter.grad is not None, "it has been accumulated"
+    parameter.grad.copy_(all_reduce(parameter.grad / world_size, "sum", name))
+
+
+def name_in_graphs(reducer: Reducer) -> str:
+    """The name of a module's process group in traced graphs, without the parameter's number."""
+    return f"{reducer.group.group_name}/{reducer.label.partition(' (')[0].replace(' ', '').lower()}"
+
+
+def remove_hooks(reducer: Reducer) -> None:
+    """End the work of a reducer: its module gets another one, or none."""
+    reducers.discard(reducer)
+    if reducer.record.when_freed is not None:
+        reducer.record.when_freed.detach()
+    reducer.memory.release()
+    remove_handles(reducer.hooks.handles)
+
+
+def remove_handles(handles: list[Any]) -> None:
+    """Remove the hooks with these handles."""
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
+def discard(ddp: DistributedDataParallel) -> None:
+    """Remove the hooks and the reducer of a module whose constructor fails."""
+    remove_handles(hooks_of_reducer(ddp))
+    if REDUCER in ddp.__dict__:
+        remove_hooks(ddp.__dict__.pop(REDUCER))
+
+
+# --- What ranks must have in common ---------------------------------------------------------------
+
+
+def settings_of(ddp: DistributedDataParallel, config: FusionConfig) -> dict[str, Any]:
+    """The settings that must be the same on all ranks, by name."""
+    reducer = reducer_of(ddp)
+    names = reducer.parameters.names
+    return {
+        "the release of fusion_passes": __version__,
+        OPTION: asdict(config),
+        "bucket_cap_mb of DistributedDataParallel": caps_of_ddp(ddp).in_mib(),
+        "find_unused_parameters of DistributedDataParallel": ddp.find_unused_parameters,
+        "static_graph of DistributedDataParallel": bool(ddp.static_graph),
+        "parameters that require a gradient": [names[n] for n in reducer.parameters.numbers],
+        "embeddings with sparse=True": [
+            names[n] for n, kind in reducer.parameters.kinds.items() if kind.is_sparse
+        ],
+        "the first buckets": _in_brief(reducer.assignment.layout),
+        "parameters of delay_all_reduce_named_params": [
+            names[n] for n, kind in reducer.parameters.kinds.items() if kind.is_delayed
+        ],
+        "why NCCL can register no memory": _why_no_memory(reducer, ddp.process_group),
+    }
+
+
+def _in_brief(layout: Layout) -> str:
+    """The number of buckets, and a digest of the parameters, size and dtype of each bucket."""
+    buckets = [(bucket.numbers, bucket.numel, str(bucket.dtype)) for bucket in layout.buckets]
+    digest = hashlib.sha256(repr(buckets).encode()).hexdigest()
+    return f"{len(buckets)} (digest {digest[:16]})"
+
+
+def _why_no_memory(reducer: Reducer, group: Any) -> str:
+    """Why buckets cannot have the memory of option ``memory``; empty if they can."""
+    if reducer.config.memory == "plain":
+        return ""
+    devices = [kind.device for kind in reducer.parameters.kinds.values()]
+    return why_not_registered(group, devices, averages=reducer.config.scaling == "collective")
+
+
+def refuse_memory(reducer: Reducer, group: Any) -> None:
+    """Raise the reason of :func:`_why_no_memory`, if there is one, as an error. In the constructor
+    all ranks raise it, because :func:`compare_settings` has compared the reason."""
+    why = _why_no_memory(reducer, group)
+    if why:
+        raise ValueError(
+            f"FusionConfig.memory = {reducer.config.memory!r} of {reducer.label} {why}, or set "
+            "memory = 'plain'."
+        )

@@ -1,0 +1,114 @@
+"""Hooks on the AccumulateGrad nodes of parameters: those of the reducers, by which gradients arrive
+that no graph stores, and whether a node has hooks of others, which must see a gradient first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from fusion_passes.reducer.copies import HOOKS_UNKNOWN, NODE_HOOKED
+from fusion_passes.torch_private.autograd import (
+    hook_behind_accumulation,
+    hooks_on_node,
+    registers_hooks,
+)
+from fusion_passes.torch_private.ddp import has_optimizer_in_backward
+
+
+class ParameterHooks:
+    """The hooks of one reducer.
+
+    Attributes:
+        nodes: the AccumulateGrad node of each parameter, by number. A node keeps its hooks only as
+            long as somebody keeps the node.
+        handles: the handles of the hooks on these nodes.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.nodes: dict[int, Any] = {}
+        self.handles: list[Any] = []
+        self._parameters = parameters
+        self._callbacks: dict[int, Callable[..., None]] = {}
+
+    def add(self, number: int, callback: Callable[..., None]) -> None:
+        """Have autograd call a function when it has accumulated a gradient."""
+        node, handle = hook_behind_accumulation(self._parameters[number], callback)
+        self.nodes[number] = node
+        self.handles.append(handle)
+        self._callbacks[number] = callback
+
+    def follow(self, number: int, node: Any) -> None:
+        """Move to another node of a parameter: it gets one, without hooks, when it is converted to
+        another dtype."""
+        if self.nodes[number] is not node:
+            self.add(number, self._callbacks[number])
+
+
+class HooksOfOthers:
+    """Which AccumulateGrad nodes have hooks that are no reducer's. Torch does not report it, so all
+    nodes are asked, once after each registration of a hook on any node."""
+
+    def __init__(self) -> None:
+        self._found: Mapping[int, str] | None = None
+        self._found_by: object = None
+
+    def find(self, nodes: Iterable[tuple[str, nn.Parameter, Any, int]]) -> Mapping[int, str]:
+        """The parameters whose node has hooks of others, or may have some, by id, each with a
+        reason for the report that says which of the two it is.
+
+        ``nodes``: name, parameter, node and number of reducers for each parameter of each module.
+
+        Raises:
+            ValueError: a parameter has an optimizer that runs in the backward.
+        """
+        if not self.is_known:
+            found = dict[int, str]()
+            for name, parameter, node, num_owners in nodes:
+                why = _why(node, num_owners)
+                if why:
+                    refuse_optimizer(name, parameter)
+                    found[id(parameter)] = why
+            self._found, self._found_by = found, registers_hooks()
+        assert self._found is not None, "it was just found"
+        return self._found
+
+    @property
+    def is_known(self) -> bool:
+        """Whether no hook was registered on any node since all nodes were asked."""
+        return self._found is not None and self._found_by is registers_hooks()
+
+    def why(self, parameter: nn.Parameter, node: Any, num_owners: Callable[[], int]) -> str:
+        """That a node has hooks of others, or may have some, in words for the report; empty if it
+        has none."""
+        if self.is_known:
+            assert self._found is not None, "it is known"
+            return self._found.get(id(parameter), "")
+        return _why(node, num_owners())
+
+    def forget(self) -> None:
+        """Ask all nodes again: a hook may have been registered."""
+        self._found = None
+
+
+def _why(node: Any, num_owners: int) -> str:
+    hooks = hooks_on_node(node)
+    if hooks == (0, num_owners):
+        return ""
+    return NODE_HOOKED if hooks else HOOKS_UNKNOWN
+
+
+def refuse_optimizer(name: str, parameter: nn.Parameter) -> None:
+    """Refuse an optimizer that runs in the backward.
+
+    Raises:
+        ValueError: the parameter has one; it names the parameter and the remedy.
+    """
+    if has_optimizer_in_backward(parameter):
+        raise ValueError(
+            f"_apply_optimizer_in_backward, parameter {name!r}, is not supported while "
+            "torch._inductor.config.ddp_fusion is set: the optimizer would run before the "
+            "gradient is reduced. Step the optimizer after the backward, or set ddp_fusion = "
+            "None before this module is wrapped."
+        )
