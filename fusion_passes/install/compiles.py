@@ -97,7 +97,9 @@ def _check_passes_run(options: Mapping[str, Any]) -> None:
     all-reduce gradients one by one, and other ranks launch buckets."""
     switched_off = str(_value_of("disabled_passes", options) or "").split(",")
     if not _value_of("use_post_grad_passes", options) or SLOT in switched_off:
-        raise CannotLaunchError("Inductor's passes on post-grad graphs are switched off")
+        raise CannotLaunchError(
+            "Inductor's use_post_grad_passes or disabled_passes switches the fusion's pass off"
+        )
 
 
 def compiles_usually(options: Mapping[str, Any]) -> bool:

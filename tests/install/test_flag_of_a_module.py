@@ -96,7 +96,7 @@ def test_a_backward_of_modules_of_two_modes_is_not_traced() -> None:
         (forwards[0](X) + forwards[1](X)).sum().backward()
     last = fusion_passes.report().backwards[-1]
     assert (last.reduced_in, last.count) == ("reducer", 1)
-    assert last.because == "its modules were constructed with other modes of ddp_fusion each"
+    assert last.because == "its modules were constructed with different modes of ddp_fusion"
 
 
 def test_torchs_own_fusion_does_not_touch_a_traced_backward() -> None:

@@ -64,7 +64,8 @@ def _traced_on_one_rank() -> Iterator[None]:
 @pytest.mark.each_torch
 @inductor_config.patch(fx_graph_cache=False)  # A graph that comes from there has no report.
 def test_the_first_backward_is_not_traced() -> None:
-    """It shows in which order gradients come. What follows launches the layout's buckets."""
+    """The first averaged backward shows the gradient order. Later backwards launch the layout's
+    buckets."""
     expected = train(two_layers())
     ddp = DistributedDataParallel(two_layers())
     torch.testing.assert_close(train(torch.compile(ddp, dynamic=False)), expected)
@@ -134,20 +135,20 @@ class _WithTable(nn.Module):
     [
         (
             lambda: train(_managed(find_unused_parameters=True)),
-            "find_unused_parameters has ranks tell each other",
+            "find_unused_parameters=True makes ranks exchange",
         ),
-        (lambda: train(_hooked()), "a communication hook is called with its buckets"),
+        (lambda: train(_hooked()), "a communication hook all-reduces its buckets"),
         (
             lambda: train(_managed(), retain_graph=True),
             "it was called with retain_graph, create_graph or inputs",
         ),
         (
             lambda: train(nn.Sequential(_managed(), nn.Linear(4, 4))),
-            "it reaches parameters that are not trained under ddp_fusion",
+            "it reaches parameters of no module that was constructed under ddp_fusion",
         ),
         (
             lambda: train(nn.Sequential(_managed(), _managed())),
-            "several modules are averaged over the same ranks in it",
+            "several DistributedDataParallel modules in it share a process group",
         ),
         (lambda: train(DistributedDataParallel(_WithTable())), "it has sparse gradients"),
     ],
@@ -171,10 +172,10 @@ def test_a_graph_that_breaks_runs_as_it_is_once_and_is_then_left_to_the_reducer(
 
     expected = gradients(two_layers())
     ddp = DistributedDataParallel(two_layers())
-    with pytest.warns(FusionWarning, match="cannot make one graph of them") as said:
+    with pytest.warns(FusionWarning, match="cannot compile them as one graph") as said:
         torch.testing.assert_close(gradients(ddp), expected)
     assert [item[0] for item in reasons()] == ["reducer", "reducer"]
-    assert reasons()[-1][1].startswith("torch cannot make one graph of it")
+    assert reasons()[-1][1].startswith("torch cannot compile it as one graph")
     assert len([w for w in said if issubclass(w.category, FusionWarning)]) == 1
 
 
@@ -188,7 +189,7 @@ def test_a_graph_that_no_pass_would_see_is_left_to_the_reducer(settings: dict[st
     expected = train(two_layers())
     with inductor_config.patch(settings):
         ddp = DistributedDataParallel(two_layers())
-        with pytest.warns(FusionWarning, match="passes on post-grad graphs are switched off"):
+        with pytest.warns(FusionWarning, match="disabled_passes switches the fusion's pass off"):
             torch.testing.assert_close(train(ddp), expected)
         assert {item[0] for item in reasons()} == {"reducer"}
 
@@ -235,7 +236,7 @@ def test_what_compiled_autograd_cannot_trace_is_left_to_the_reducer() -> None:
 
     expected = gradients(_Jagged())
     ddp = DistributedDataParallel(_Jagged())
-    with pytest.warns(FusionWarning, match="cannot make one graph of them"):
+    with pytest.warns(FusionWarning, match="cannot compile them as one graph"):
         torch.testing.assert_close(gradients(ddp), expected)
 
 

@@ -119,12 +119,12 @@ def _overwritten(x, grad):
         (_some, ONE, [[0, 1, 2]], "has 2 of the 3 gradients of DDP0"),
         (_some, ONE, [[0]], "has 2 of the 1 gradients"),
         (_twice, ONE, [[0]], "has 2 of the 1 gradients"),
-        (_of_two_kinds, ONE, [[0, 1]], "gradients of a bucket of DDP0 are of several kinds"),
-        (_from_an_average, ONE, [[0, 1]], "computed from one that is averaged already"),
-        (_beside_a_collective, ONE, [[0, 1]], "a collective of the model's on the same ranks"),
-        (_read_before_its_wait, ONE, [[0, 1]], "of b cannot be fused: .* by max, not by sum"),
-        (_overwritten, ONE * 2, [[0, 1]], "overwritten before it is sent"),
-        (_some, [tensor(0)], [[0, 1]], "a bucket of DDP0 has no elements"),
+        (_of_two_kinds, ONE, [[0, 1]], "bucket of DDP0 differ in dtype, device or divisor"),
+        (_from_an_average, ONE, [[0, 1]], "depends on another gradient that is already averaged"),
+        (_beside_a_collective, ONE, [[0, 1]], "a collective of its own on the same process group"),
+        (_read_before_its_wait, ONE, [[0, 1]], "of b cannot be fused: .* op is max, not sum"),
+        (_overwritten, ONE * 2, [[0, 1]], "the gradient of a before the launch of its bucket"),
+        (_some, [tensor(0)], [[0, 1]], "all gradients in a bucket of DDP0 are empty"),
     ],
 )
 def test_a_graph_that_cannot_launch_all_of_it_is_refused(

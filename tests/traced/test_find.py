@@ -209,29 +209,29 @@ def _waited_for_twice(x):
         (
             _of_another_kind,
             [
-                "all_gather_into_tensor: a collective of another kind, on group 'ddp0'",
-                "all_reduce_coalesced: a collective of another kind, on group 'ddp0#w'",
+                "all_gather_into_tensor: it is not an all-reduce of one tensor, on group 'ddp0'",
+                "all_reduce_coalesced: it is not an all-reduce of one tensor, on group 'ddp0#w'",
             ],
         ),
         (
             lambda x: WAIT(ALL_REDUCE_IN_PLACE(torch.neg(x), "sum", "ddp0#w")),
-            ["all_reduce_: an in-place all-reduce"],
+            ["all_reduce_: it is an in-place all-reduce"],
         ),
         (
             lambda x: reduce(x, "w", op="max"),
-            ["all_reduce: reduces by max, not by sum"],
+            ["all_reduce: its reduce op is max, not sum"],
         ),
         (
             _read_before_its_wait,
-            ["all_reduce: its result is read by wait_tensor, neg, not by one wait alone"],
+            ["all_reduce: its result is read by wait_tensor, neg, not by a single wait"],
         ),
         (
             _waited_for_twice,
-            ["all_reduce: its result is read by wait_tensor, wait_tensor_1, not by one wait alone"],
+            ["all_reduce: its result is read by wait_tensor, wait_tensor_1, not by a single wait"],
         ),
         (
             lambda x: ALL_REDUCE(x, "sum", "ddp0#w"),
-            ["all_reduce: its result is read by output, not by one wait alone"],
+            ["all_reduce: its result is read by output, not by a single wait"],
         ),
     ],
 )
@@ -242,7 +242,7 @@ def test_what_is_left_alone(backward: Backward, reasons: list[str]) -> None:
 def test_a_symbolic_shape() -> None:
     module = trace(lambda x: reduce(x, "w"), [tensor(5, 4)], symbolic=True)
     assert _rejections(module.graph) == [
-        "all_reduce: its shape (s, s) is symbolic, but a parameter's is fixed"
+        "all_reduce: its shape (s, s) is symbolic, unlike a parameter's shape"
     ]
 
 
@@ -250,8 +250,6 @@ def test_what_a_graph_does_not_say() -> None:
     module = trace(lambda x: reduce(x, "w", divide=None), ROW)
     (start,) = module.graph.find_nodes(op="call_function", target=ALL_REDUCE)
     del start.meta["val"]
-    assert _rejections(module.graph) == [
-        "all_reduce: the graph does not say that it is a dense tensor"
-    ]
+    assert _rejections(module.graph) == ["all_reduce: its node has no metadata of a dense tensor"]
     start.args = (start.args[0], start.args[1], object())
     assert _rejections(module.graph) == ["all_reduce: its process group is not given by name"]
