@@ -55,9 +55,9 @@ UNKNOWN: Final = "\N{HORIZONTAL ELLIPSIS}"
 HEAD: Final = f"""\
 # Every warning and error
 
-Find a message here by its first words; `{UNKNOWN}` stands for what differs from case to case. It
-says itself what to do, and [symptoms](symptoms.md) has what to do where there is none. This page is
-made from the code (`python tools/messages.py > docs/messages.md`).
+Find a message by its first words; `{UNKNOWN}` stands for text that varies. Each message says what
+to do; [symptoms](symptoms.md) covers problems without a message. This page is generated from the
+code (`python tools/messages.py > docs/messages.md`).
 """
 
 

@@ -38,8 +38,8 @@ _DDP: Final = "torch.nn.parallel.DistributedDataParallel"
 
 replaced: Final = process_state.keep(
     dict[str, object](),
-    "the functions of torch that were replaced, by name: once the flag is unset and no managed "
-    "module is left, they must be there again",
+    "functions of torch that were replaced, by name; they are restored once the flag is unset and "
+    "no managed module is left",
     Lifetime.PROCESS,
     reset=dict.clear,
 )
@@ -69,9 +69,9 @@ def _note_averaged(run: RunningBackward, names: Sequence[str], copied: int) -> N
 def _warn_of_option() -> None:
     warn_once(
         "an option of one compile",
-        "torch.compile(options={'ddp_fusion': ...}) has no effect: a module has the options that "
+        "torch.compile(options={'ddp_fusion': ...}) has no effect: a module keeps the options that "
         "it was constructed with. Set torch._inductor.config.ddp_fusion before you construct "
-        "DistributedDataParallel, and leave the option out.",
+        "DistributedDataParallel, and omit the option.",
     )
 
 

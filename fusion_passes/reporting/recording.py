@@ -94,7 +94,7 @@ class Recording:
         if self.is_done:
             return
         if is_profiling():  # A second profiler would replace the first.
-            self.abandon("the training runs a profiler of torch's itself, which knows the buckets")
+            self.abandon("another torch profiler is running; its trace names the buckets too")
             log.warning("No steps are recorded: %s", self.problem)
             return
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
@@ -183,8 +183,8 @@ def record_steps(steps: int = 3, *, plain_steps: int = 3, gather: bool = True) -
     for name, value, least in (("steps", steps, 1), ("plain_steps", plain_steps, 0)):
         if value < least:
             raise ValueError(
-                f"{name} must be a whole number of at least {least}, but is {value!r}. Record at "
-                "least one step."
+                f"{name} must be an integer of at least {least}, but is {value!r}. Pass {least} or "
+                "more."
             )
     if last_recording and not last_recording[0].is_done:
         return last_recording[0]
@@ -250,7 +250,7 @@ def _gather(mine: RankSteps) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
         found |= _receive_all(world.size(), store, place)
         missing = [rank for rank in range(world.size()) if rank not in found]
     if missing:
-        log.warning("Ranks %s have not sent what they recorded.", missing)
+        log.warning("Ranks %s did not send their recorded steps.", missing)
     ranks = (
         replace(item, start_s=item.start_s - mine.start_s) for _, item in sorted(found.items())
     )
@@ -301,4 +301,4 @@ def _send(mine: RankSteps, store: Any, place: str) -> None:
         shifted = replace(mine, start_s=mine.start_s - ahead_s, clock_error_s=error_s)
         store.set(f"{place}/steps/{mine.rank}", zlib.compress(pickle.dumps(shifted)))
     except RuntimeError as error:
-        log.warning("Rank 0 does not take what this rank recorded: %s", error)
+        log.warning("Cannot send the recorded steps of this rank to rank 0: %s", error)

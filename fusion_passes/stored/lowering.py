@@ -23,7 +23,7 @@ from fusion_passes.torch_private.inductor import (
     run_behind,
 )
 
-OWN_TENSOR: Final = "Inductor sums it in a tensor of its own, as in its mix-order reductions"
+OWN_TENSOR: Final = "Inductor's mix-order reduction may return it in a new tensor"
 
 OnStored: TypeAlias = Callable[[Sequence[int], Mapping[int, str]], None]
 """Called with the positions of a piece's parameters, and with the reason for each gradient that is

@@ -102,14 +102,14 @@ BUCKET: Options = {"options": {"scaling": "bucket"}}
 FLAG_CAP: Options = {"options": {"bucket_cap_mb": SMALL_MB, "first_bucket_cap_mb": SMALL_MB}}
 """Options of the flag."""
 
-STAYS_LOCAL = ("stay on their rank, as with eager DDP: its forward has had its",)
+STAYS_LOCAL = ("are not all-reduced, as with eager DDP: its forward already had a backward",)
 OWN_REDUCER = (
     "is trained by DDP's own reducer, as without ddp_fusion, and its gradients are not fused:"
 )
 ON_BUFFERS = (f"{OWN_REDUCER} a hook of yours synchronises its buffers",)
 STEPS = (OWN_REDUCER,)
 NO_EFFECT = ("has no effect under ddp_fusion: it tunes the C++ reducer, which does not run",)
-NOT_DDPS_OWN = ("stay on their rank, as with eager DDP: DistributedDataParallel was constructed",)
+NOT_DDPS_OWN = ("are not all-reduced, as with eager DDP: DistributedDataParallel was constructed",)
 ONE_OWN_REDUCER = ("trained by DDP's own reducer",)
 """What the user is told in several scenarios."""
 

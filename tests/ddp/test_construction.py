@@ -120,7 +120,7 @@ def test_refuses_wrong_delayed_parameters_as_eager_ddp_does(flag: str | None) ->
 @pytest.mark.parametrize("name", ["0.weigth", "0.bias"])
 def test_refuses_delayed_parameters_under_other_names(name: str) -> None:
     model = two_layers()
-    others = "names another one" if name == "0.bias" else "names none of the module"
+    others = "is the name of another" if name == "0.bias" else "is the name of no"
     with pytest.raises(ValueError, match=f"delay_all_reduce_named_params.*{name}.*{others}"):
         DistributedDataParallel(
             model,

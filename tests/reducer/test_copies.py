@@ -368,5 +368,5 @@ def test_what_a_compiled_backward_copies_itself_is_in_the_report() -> None:
         *_, module = fusion_passes.report().modules
         copied = dict(pair for bucket in module.buckets for pair in bucket.copied)
         assert module.stored == 2
-        why = "aten.convolution_backward allocates its result itself"
+        why = "aten.convolution_backward allocates its own result"
         assert copied == {"weight": why, "bias": why}

@@ -213,7 +213,7 @@ def test_ranks_that_are_silent_keep_no_other_waiting(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": -1}, {"plain_steps": -1}])
 def test_wrong_numbers_are_refused(wrong: dict[str, Any]) -> None:
     ((name, value),) = wrong.items()
-    with pytest.raises(ValueError, match=f"{name} must be a whole number.*but is {value}"):
+    with pytest.raises(ValueError, match=f"{name} must be an integer.*but is {value}"):
         fusion_passes.record_steps(**wrong)
     assert backwards.after is None
 

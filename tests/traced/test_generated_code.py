@@ -283,11 +283,11 @@ return A[296:304], A[528:532], A[0:288], A[288:296], A[520:528], A[304:520]
     report = generated.reports[0]
     (bucket,) = report.buckets
     reasons = dict(bucket.copied)
-    library = "aten.convolution_backward neither casts nor scales its result"
-    relaid = "aten.convolution_backward gives it in another layout"
+    library = "aten.convolution_backward cannot cast or scale its result"
+    relaid = "aten.convolution_backward returns it in another layout"
     assert reasons["0.weight"] == reasons["3.weight"] == relaid
     assert reasons["0.bias"] == reasons["3.bias"] == library
-    assert reasons["1.bias"] == "something else reads it too"
+    assert reasons["1.bias"] == "another node reads it too"
     assert "copied: 2: 0.bias, 3.bias" in re.sub(r"\s+", " ", fusion_passes.format_report(report))
 
 
@@ -371,7 +371,7 @@ def test_what_a_pinned_kernel_gives_is_reported() -> None:
     report = generate("convolutions", cap_mb=1e-4).reports[0]
     assert len(report.buckets) > 1
     reasons = dict(item for bucket in report.buckets for item in bucket.copied)
-    relaid = "aten.convolution_backward gives it in another layout"
+    relaid = "aten.convolution_backward returns it in another layout"
     assert reasons["0.weight"] == reasons["3.weight"] == relaid
 
 

@@ -34,10 +34,10 @@ RESULTS = list[dict[str, dict[str, Any]]]
 """Of each rank, by the name of the case; see :func:`run_cases`."""
 _aten = torch.ops.aten
 
-ALLOCATES = "aten.convolution_backward allocates its result itself"
-ELSEWHERE = "something else reads it too"
-INPUT = "it is an input of the graph"
-VIEW = "it is a view of a tensor that is laid out in another way"
+ALLOCATES = "aten.convolution_backward allocates its own result"
+ELSEWHERE = "another node reads it too"
+INPUT = "it is a graph input"
+VIEW = "it is a view of a buffer with another layout"
 
 
 def reduced(
@@ -203,7 +203,7 @@ CASES: dict[str, Case] = {
     "a convolution that is laid out anew": Case(
         lambda x, v: reduced(_relaid(_convolution(x, v)), strides=[(27, 1, 9, 3)]),
         ((2, 3, 8, 8), (4, 3, 3, 3)),
-        ({0: "aten.convolution_backward gives it in another layout"},),
+        ({0: "aten.convolution_backward returns it in another layout"},),
     ),
     "the same one twice": Case(
         lambda x, y: reduced(*[x @ y] * 2), SQUARE, ({0: ELSEWHERE, 1: ELSEWHERE},), stores=1
@@ -220,13 +220,13 @@ CASES: dict[str, Case] = {
     "a product divided where stored": Case(
         lambda x, y: reduced(x @ y, x.sum(0), divisor=2.0),
         SQUARE,
-        ({0: "aten.mm neither casts nor scales its result"},),
+        ({0: "aten.mm cannot cast or scale its result"},),
         stores=1,
     ),
     "sums and a product in other shapes, divided where stored": Case(
         lambda x, y: reduced((x @ y).view(2, 8), x.sum(0, True).view(4), divisor=2.0),
         SQUARE,
-        ({0: "aten.mm neither casts nor scales its result"},),
+        ({0: "aten.mm cannot cast or scale its result"},),
         stores=1,
     ),
     "divided in the bucket": Case(
@@ -235,7 +235,7 @@ CASES: dict[str, Case] = {
     "sent as bf16": Case(
         lambda x, y: reduced(x @ y, x.sum(0), dtype=torch.bfloat16),
         SQUARE,
-        ({0: "aten.mm neither casts nor scales its result"},),
+        ({0: "aten.mm cannot cast or scale its result"},),
         stores=1,
     ),
     "sent as fp16, scaled": Case(
