@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.graph.operators import give_own_memory
+from fusion_passes.graph.custom_ops import give_own_memory
 from fusion_passes.graph.text import graph_text
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.reducer import Reducer
@@ -39,7 +39,7 @@ from fusion_passes.traced.backwards import traced_backwards, traced_modules
 from fusion_passes.traced.buckets import CannotLaunchError
 from fusion_passes.traced.pack import register_lowerings
 from fusion_passes.traced.pipeline import run_pipeline
-from fusion_passes.traced.report import report_plan
+from fusion_passes.traced.plan_report import report_plan
 from fusion_passes.version import __version__
 
 SLOT: Final = "post_grad_custom_post_pass"

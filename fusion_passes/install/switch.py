@@ -18,7 +18,7 @@ from fusion_passes.flag import active_config, add_flag
 from fusion_passes.install.compiles import compile_graph
 from fusion_passes.install.constructor import construct, enter_forward
 from fusion_passes.reducer.backward import RunningBackward, reducers, register_on_node
-from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.backward_counts import backwards
 from fusion_passes.reporting.modules import report_when_freed
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import inductor_config, owner_of_name

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fusion_passes.graph.operators import define, store
+from fusion_passes.graph.custom_ops import define, store
 from fusion_passes.reducer.backward import mark_ready, memory_of_bucket
 
 _TAGS: Final = (torch.Tag.cudagraph_unsafe,)

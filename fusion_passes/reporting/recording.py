@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from fusion_passes.reducer.backward import reducers
-from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.backward_counts import backwards
 from fusion_passes.reporting.modules import module_reports
 from fusion_passes.reporting.spans import Event, RankTimeline, lane_of, timeline_of
 from fusion_passes.reporting.timeline import RankSteps, Timeline

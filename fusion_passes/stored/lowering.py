@@ -1,6 +1,6 @@
 """Lowers the operators that store gradients in a reducer's memory. ``bucket`` becomes a call that
-returns the memory, and the gradients' own kernels write into it (see
-:mod:`fusion_passes.stored.memory`). The call that notifies the reducer runs after these kernels."""
+returns the memory, and the gradients' own kernels write into it: see
+:mod:`fusion_passes.stored.flat_buffer`. The call that notifies the reducer runs after them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import fx
 
-from fusion_passes.graph.operators import STORE, split_strides
+from fusion_passes.graph.custom_ops import STORE, split_strides
 from fusion_passes.reducer.operators import BUCKET, MARK_READY, STORE_GRADIENTS
-from fusion_passes.stored.memory import Memory
+from fusion_passes.stored.flat_buffer import Memory
 from fusion_passes.torch_private.inductor import (
     give_as_code_is_written,
     graph_lowering,

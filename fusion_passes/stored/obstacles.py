@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from fusion_passes.graph.collectives import data_users, without_pins
+from fusion_passes.graph.custom_ops import PACK
 from fusion_passes.graph.families import (
     COPY,
     ITEMS,
@@ -17,7 +18,6 @@ from fusion_passes.graph.families import (
     is_library_kernel,
     stores_unscaled,
 )
-from fusion_passes.graph.operators import PACK
 from fusion_passes.torch_private.inductor import (
     graph_lowering,
     inductor_ir,

@@ -20,6 +20,7 @@ from fusion_passes.graph.collectives import group_name_of
 from fusion_passes.graph.families import stores_unscaled
 from fusion_passes.graph.text import dtype_name
 from fusion_passes.reducer.scaling import sent_dtype
+from fusion_passes.traced.bucket_scaling import BucketScaling, choose_scaling
 from fusion_passes.traced.dependencies import dependents, write_positions
 from fusion_passes.traced.find import (
     FoundReductions,
@@ -29,7 +30,6 @@ from fusion_passes.traced.find import (
 )
 from fusion_passes.traced.placement import Placement
 from fusion_passes.traced.producers import source_of
-from fusion_passes.traced.scaling import BucketScaling, choose_scaling
 
 
 class CannotLaunchError(Exception):

@@ -1,7 +1,7 @@
 """Lowers a bucket of a traced graph to one buffer that its gradients' own kernels store into.
 
 ``pack`` becomes Inductor's ``ConcatKernel``, which is no kernel at all: it is a buffer whose parts
-other kernels write (see :mod:`fusion_passes.stored.memory`).
+other kernels write (see :mod:`fusion_passes.stored.flat_buffer`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from fusion_passes.graph.collectives import ALL_REDUCE_COALESCED, ALL_REDUCE_COALESCED_IN_PLACE
-from fusion_passes.graph.operators import PACK, STORE, WIDEN, divided, split_strides
-from fusion_passes.stored.memory import Memory
+from fusion_passes.graph.custom_ops import PACK, STORE, WIDEN, divided, split_strides
+from fusion_passes.stored.flat_buffer import Memory
 from fusion_passes.torch_private.inductor import (
     graph_lowering,
     inductor_ir,

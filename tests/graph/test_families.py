@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from fusion_passes.graph.custom_ops import AS_COMPLEX
 from fusion_passes.graph.families import (
     CAST,
     CASTS,
@@ -27,7 +28,6 @@ from fusion_passes.graph.families import (
     RESHAPES,
     VIEWS,
 )
-from fusion_passes.graph.operators import AS_COMPLEX
 
 _aten = torch.ops.aten
 

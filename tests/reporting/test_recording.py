@@ -28,7 +28,7 @@ import fusion_passes
 from fusion_passes import BucketReport
 from fusion_passes.config import ReduceMode
 from fusion_passes.reporting import recording
-from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.backward_counts import backwards
 from fusion_passes.reporting.report import _with_predictions
 from fusion_passes.reporting.timeline import BucketTimes, RankSteps
 from testing.fake_world import fake_world, two_layers

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes
 from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.reducer.reducer import reducer_of
-from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.backward_counts import backwards
 from fusion_passes.traced.backwards import FIRST
 from testing import models
 from testing.fake_world import one_rank, two_layers

@@ -23,7 +23,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_passes.graph.collectives import all_reduce
-from fusion_passes.graph.operators import PACK, WIDEN
+from fusion_passes.graph.custom_ops import PACK, WIDEN
 from fusion_passes.layout.layout import in_round_order
 from fusion_passes.reporting.graphs import compile_log
 from fusion_passes.torch_private import FakeTensorMode

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from benches.results import Row
-from fusion_passes.graph.operators import PACK, WIDEN
+from fusion_passes.graph.custom_ops import PACK, WIDEN
 from fusion_passes.traced.pack import register_lowerings
 from gpu_checks.sites import Note, Site
 from testing.scenarios.run import DTYPES
