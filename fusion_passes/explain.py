@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from fusion_passes.config import ENVIRONMENT_VARIABLE, FUSION_MODES
-from fusion_passes.reporting.backward_counts import backwards
+from fusion_passes.reporting.backward_counts import backward_counts
 from fusion_passes.reporting.recording import ENDED, Recording, record_steps
 from fusion_passes.reporting.report import report
 from fusion_passes.reporting.table import format_report
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> None:
     if ENVIRONMENT_VARIABLE not in os.environ:
         inductor_config.ddp_fusion = options.flag
     explained = _Explained(options, record_steps(options.steps, plain_steps=options.plain_steps))
-    backwards.after = explained.after_backward
+    backward_counts.after = explained.after_backward
     atexit.register(explained.show)
     sys.argv = [options.script, *options.arguments]
     if options.module:

@@ -102,7 +102,7 @@ def _bound_in(source: str) -> Iterator[str]:
 
 def undeclared(module: types.ModuleType) -> set[str]:
     """The names of a module, and of its classes, for what can change and is not declared."""
-    ids = {id(piece.value) for piece in process_state.pieces} | {id(process_state)}
+    ids = {id(item.value) for item in process_state.kept} | {id(process_state)}
     names = _bound_in(inspect.getsource(module))
     found = {name: vars(module)[name] for name in names if name != "__all__"}
     for name, kind in list(found.items()):
@@ -121,21 +121,21 @@ def test_no_module_keeps_what_is_not_declared() -> None:
         assert undeclared(module) == set(), module.__name__
 
 
-def test_each_piece_says_what_it_is() -> None:
-    pieces = process_state.pieces
-    assert len(pieces) == len({id(piece.value) for piece in pieces})
-    assert all(piece.holds and piece.holds[0].islower() for piece in pieces)
-    assert "how to undo" in pieces[-1].holds, "the switch is put back first"
+def test_each_value_says_what_it_is() -> None:
+    values = process_state.kept
+    assert len(values) == len({id(item.value) for item in values})
+    assert all(item.holds and item.holds[0].islower() for item in values)
+    assert "how to undo" in values[-1].holds, "the switch is put back first"
 
 
 # --- Nothing is kept for longer than it says -----------------------------------------------------
 
 
 def sizes() -> dict[str, int]:
-    """How many entries each piece has, in all of its tables."""
-    pieces = process_state.pieces
-    ids = {id(piece.value) for piece in pieces}  # One may hold another, which counts by itself.
-    return {piece.holds: _entries(piece.value, ids - {id(piece.value)}) for piece in pieces}
+    """How many entries each value has, in all of its tables."""
+    values = process_state.kept
+    ids = {id(item.value) for item in values}  # One may hold another, which counts by itself.
+    return {item.holds: _entries(item.value, ids - {id(item.value)}) for item in values}
 
 
 def _entries(value: Any, seen: set[int]) -> int:
@@ -154,7 +154,7 @@ def _entries(value: Any, seen: set[int]) -> int:
 
 
 def _of(*lifetimes: Lifetime) -> set[str]:
-    return {piece.holds for piece in process_state.pieces if piece.lives in lifetimes}
+    return {item.holds for item in process_state.kept if item.lives in lifetimes}
 
 
 def _step(ddp: DistributedDataParallel, run: Callable[..., Any] | None = None) -> None:

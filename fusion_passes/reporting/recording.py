@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from fusion_passes.reducer.backward import reducers
-from fusion_passes.reporting.backward_counts import backwards
+from fusion_passes.reporting.backward_counts import backward_counts
 from fusion_passes.reporting.modules import module_reports
 from fusion_passes.reporting.spans import Event, RankTimeline, lane_of, timeline_of
 from fusion_passes.reporting.timeline import RankSteps, Timeline
@@ -107,7 +107,7 @@ class Recording:
         profiler.stop()
         self._profiler = None
         atexit.unregister(self.abandon)
-        backwards.after = None
+        backward_counts.after = None
         begin, ends = self._ends[0], self._ends[1:]
         whole = read_profile(profiler, begin, ends[-1])
         mine = RankSteps(
@@ -136,7 +136,7 @@ class Recording:
             self._profiler.stop()
             self._profiler = None
         self.problem = problem
-        backwards.after = None
+        backward_counts.after = None
 
 
 def _compile_s() -> float:
@@ -189,7 +189,7 @@ def record_steps(steps: int = 3, *, plain_steps: int = 3, gather: bool = True) -
     if last_recording and not last_recording[0].is_done:
         return last_recording[0]
     last_recording[:] = [Recording(steps, plain_steps, gather)]
-    backwards.after = last_recording[0].after_backward
+    backward_counts.after = last_recording[0].after_backward
     return last_recording[0]
 
 

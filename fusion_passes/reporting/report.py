@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fusion_passes.flag import active_config
-from fusion_passes.reporting.backward_counts import backwards
+from fusion_passes.reporting.backward_counts import backward_counts
 from fusion_passes.reporting.graphs import compile_log, one_for_each_plan
 from fusion_passes.reporting.modules import module_reports
 from fusion_passes.reporting.recording import last_recording
@@ -54,7 +54,7 @@ def report() -> Report:
         advice(steps, sent, traced),
         modules,
         graphs,
-        backwards.reports(),
+        backward_counts.reports(),
         _totals(modules, steps, timeline),
         timeline,
     )

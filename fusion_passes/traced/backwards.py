@@ -170,7 +170,7 @@ class TracedBackwards:
         modules = run.taking_part
         is_to_be = (r.config.backward_graph == "compiled_autograd" for r in modules)
         is_asked = bool(modules) and (is_on or any(is_to_be))
-        run.why_untraced = self._why_not(run) if is_asked else ""
+        run.why_untraced = self._why_untraced(run) if is_asked else ""
         if is_asked and not run.why_untraced:
             for reducer in modules:
                 traced_modules.note(name_in_graphs(reducer), reducer)
@@ -192,7 +192,7 @@ class TracedBackwards:
         with tracing_none() if must_be_off else contextlib.nullcontext():
             return engine()
 
-    def _why_not(self, run: RunningBackward) -> str:
+    def _why_untraced(self, run: RunningBackward) -> str:
         """The reason why a backward is not traced; empty if it is."""
         if len(self._threads) > 1:
             return "backwards run in several threads"
@@ -207,7 +207,9 @@ class TracedBackwards:
         hooked = reducers.find_hooked()
         parameters = (r.parameters.all[n] for r in run.taking_part for n in run.reached[r])
         of_hooks = (hooked.get(id(parameter), "") for parameter in parameters)
-        of_modules = (_why_not(reducer, run.reached[reducer]) for reducer in run.taking_part)
+        of_modules = (
+            _why_module_untraced(reducer, run.reached[reducer]) for reducer in run.taking_part
+        )
         return next(filter(None, itertools.chain(of_hooks, of_modules)), "")
 
     def _compile(self, traced: fx.GraphModule) -> Callable[..., Any]:
@@ -277,7 +279,7 @@ def _give_up(run: RunningBackward, error: Exception) -> str:
     return run.why_untraced
 
 
-def _why_not(reducer: Reducer, reached: Collection[int]) -> str:
+def _why_module_untraced(reducer: Reducer, reached: Collection[int]) -> str:
     """The reason why a module's gradients cannot be reduced in a traced graph; empty if they
     can."""
     communication, kinds = reducer.communication, reducer.parameters.kinds

@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 
 import fusion_passes
 from fusion_passes import FusionConfig
-from fusion_passes.reporting.backward_counts import backwards
+from fusion_passes.reporting.backward_counts import backward_counts
 from testing.scenarios.entries import Scenario
 from testing.scenarios.outcomes import Failure, RankReport
 from testing.scenarios.run import DTYPES, Run, Tensors
@@ -51,7 +51,7 @@ def train_both(scenario: Scenario, dtype: str, flag: Any, device: torch.device) 
     fused = Run(is_fused=True, dtype=kind, device=device)
     unwaited = _get_work_registry_size()
     counters.clear()
-    backwards.reset()
+    backward_counts.reset()
     with (
         torch._inductor.config.patch(ddp_fusion=flag),
         torch._functorch.config.patch(donated_buffer=not scenario.keeps_graph),
@@ -64,7 +64,7 @@ def train_both(scenario: Scenario, dtype: str, flag: Any, device: torch.device) 
     return RankReport(
         rank,
         differences=tuple(found),
-        reduced_in=tuple(sorted({item.reduced_in for item in backwards.reports()})),
+        reduced_in=tuple(sorted({item.reduced_in for item in backward_counts.reports()})),
         launches=_launches(fused),
         traced=counters["compiled_autograd"]["captures"],
         unwaited=_get_work_registry_size() - unwaited,

@@ -28,7 +28,7 @@ import fusion_passes
 from fusion_passes import BucketReport
 from fusion_passes.config import ReduceMode
 from fusion_passes.reporting import recording
-from fusion_passes.reporting.backward_counts import backwards
+from fusion_passes.reporting.backward_counts import backward_counts
 from fusion_passes.reporting.report import _with_predictions
 from fusion_passes.reporting.timeline import BucketTimes, RankSteps
 from testing.fake_world import fake_world, two_layers
@@ -192,7 +192,7 @@ def test_a_profile_of_the_users_own_is_left_alone() -> None:
                 call(torch.ones(2, 4)).sum().backward()
         assert recording.timeline is None
         assert "runs a profiler" in recording.problem
-        assert backwards.after is None
+        assert backward_counts.after is None
 
 
 def test_ranks_that_are_silent_keep_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,14 +215,14 @@ def test_wrong_numbers_are_refused(wrong: dict[str, Any]) -> None:
     ((name, value),) = wrong.items()
     with pytest.raises(ValueError, match=f"{name} must be an integer.*but is {value}"):
         fusion_passes.record_steps(**wrong)
-    assert backwards.after is None
+    assert backward_counts.after is None
 
 
 def test_a_recording_that_is_on_its_way_goes_on() -> None:
     """Such as that of the command, around a script that records itself."""
     begun = fusion_passes.record_steps(1)
-    after = backwards.after
+    after = backward_counts.after
     assert fusion_passes.record_steps(2) is begun
-    assert backwards.after == after
+    assert backward_counts.after == after
     begun.abandon()
     assert fusion_passes.record_steps(1) is not begun
