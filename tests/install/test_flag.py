@@ -20,7 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes import FusionConfig, FusionWarning
-from fusion_passes.install.compiles import SLOT, FusePass, StorePass
+from fusion_passes.install.compiles import SLOT
+from fusion_passes.stored.store_pass import StorePass
+from fusion_passes.traced.fuse_pass import FusePass
 from testing.fake_world import fake_world, one_rank, two_layers, without_kernels
 
 

@@ -16,10 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig
 from fusion_passes.ddp.module import name_in_graphs
-from fusion_passes.install import compiles
-from fusion_passes.install.compiles import FusePass, StorePass, stores_of_forward
+from fusion_passes.graph import identity as identities_of_passes
 from fusion_passes.reducer.reducer import reducer_of
+from fusion_passes.stored.store_pass import StorePass, stores_of_forward
 from fusion_passes.traced.backwards import traced_modules
+from fusion_passes.traced.fuse_pass import FusePass
 from testing.fake_world import one_rank, two_layers
 
 
@@ -102,7 +103,7 @@ def test_donated_buffers_and_the_version_are_in_it(identity: Callable[[], str]) 
     before = identity()
     with torch._functorch.config.patch(donated_buffer=False):
         assert identity() != before
-    with mock.patch.object(compiles, "__version__", "0.0.0+another"):
+    with mock.patch.object(identities_of_passes, "__version__", "0.0.0+another"):
         assert identity() != before
 
 

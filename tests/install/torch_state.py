@@ -133,14 +133,16 @@ def changed_for_good() -> list[str]:
         importlib.import_module(name)
     before, callbacks = contents(), atexit._ncallbacks()
 
-    from fusion_passes.install import compiles
+    from fusion_passes.stored import store_pass
     from fusion_passes.torch_private.registered_memory import RegisteredMemory
+    from fusion_passes.traced import fuse_pass
     from testing.registered import Backend, Group, on_the_host
 
     backend = Backend()
     torch._inductor.config.ddp_fusion = "concat"
     DistributedDataParallel(torch.nn.Linear(2, 2))
-    compiles._teach_inductor()
+    store_pass._register_lowerings()
+    fuse_pass._register_lowerings()
     with on_the_host(backend):
         memory = RegisteredMemory(Group(backend), torch.device("cpu"), 8)  # type: ignore[arg-type]
         memory.register()
