@@ -1,4 +1,4 @@
-"""The wheel and the sdist: built from a clean copy, installed away from the checkout, and checked
+"""The wheel and the sdist: built from a clean copy, installed outside of the checkout, and checked
 there. Nothing here needs a network."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LINK: Final = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def run(*command: str, cwd: Path, path: str = "") -> list[str]:
-    """The lines that Python prints where it sees nothing of the checkout."""
+    """The lines that Python prints in a process that cannot import the checkout."""
     return launch(*command, cwd=cwd, PYTHONPATH=path, MYPYPATH="").stdout.splitlines()
 
 
@@ -46,7 +46,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def installed(built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the wheel was installed: the site-packages of an environment that has nothing else."""
+    """The site-packages of an environment that contains only the wheel."""
     environment = tmp_path_factory.mktemp("environment")
     venv.create(environment, symlinks=True)
     (target,) = environment.glob("lib/python*/site-packages")
@@ -99,7 +99,7 @@ def test_the_sdist_makes_the_same_wheel_and_has_nothing_else(
 def test_what_a_user_gets_beside_the_package(
     distribution: importlib.metadata.Distribution,
 ) -> None:
-    """Torch alone, and the license."""
+    """Only torch and the license."""
     (torch,) = (line for line in distribution.requires or [] if "extra ==" not in line)
     assert torch.startswith("torch<")
     licenses = [path for path in distribution.files or [] if path.name == "LICENSE"]

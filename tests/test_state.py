@@ -1,4 +1,4 @@
-"""What the package remembers: all of it is declared, forgotten in time, and can be put back."""
+"""The package's state: all of it is declared, freed in time, and can be reset."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ CONSTANTS = (
     torch._ops.OpOverloadPacket,
     torch._ops._OpNamespace,
 )
-"""Kinds of globals that are not changed; tuples, frozen sets, read-only mappings and frozen
-dataclasses of such are constants too."""
+"""Types of globals that do not change; tuples, frozen sets, read-only mappings and frozen
+dataclasses of these are constants too."""
 
 
 def _is_constant(value: object) -> bool:
@@ -91,7 +91,7 @@ def _is_constant(value: object) -> bool:
 
 
 def _bound_in(source: str) -> Iterator[str]:
-    """The names that a module binds itself, and does not import."""
+    """The names that a module binds itself, instead of importing them."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -101,7 +101,7 @@ def _bound_in(source: str) -> Iterator[str]:
 
 
 def undeclared(module: types.ModuleType) -> set[str]:
-    """The names of a module, and of its classes, for what can change and is not declared."""
+    """The names of mutable values of a module, and of its classes, that are not declared."""
     ids = {id(item.value) for item in process_state.kept} | {id(process_state)}
     names = _bound_in(inspect.getsource(module))
     found = {name: vars(module)[name] for name in names if name != "__all__"}
@@ -132,9 +132,9 @@ def test_each_value_says_what_it_is() -> None:
 
 
 def sizes() -> dict[str, int]:
-    """How many entries each value has, in all of its tables."""
+    """Number of entries of each value, in all of its tables."""
     values = process_state.kept
-    ids = {id(item.value) for item in values}  # One may hold another, which counts by itself.
+    ids = {id(item.value) for item in values}  # A value may hold another, which counts separately.
     return {item.holds: _entries(item.value, ids - {id(item.value)}) for item in values}
 
 
@@ -205,14 +205,14 @@ def _handed_over() -> Any:
 def _joining() -> Any:
     ddp = DistributedDataParallel(two_layers())
     with ddp.join(divide_by_initial_world_size=False):
-        ddp(torch.ones(2, 4))  # A fake group counts nobody, so there is no backward.
+        ddp(torch.ones(2, 4))  # A fake group counts no ranks, so there is no backward.
     return ddp
 
 
 def _late() -> Any:
     with inductor_config.patch(ddp_fusion=None):
         ddp = DistributedDataParallel(two_layers())
-    ddp(torch.ones(2, 4))  # DDP's own reducer runs over no fake group.
+    ddp(torch.ones(2, 4))  # DDP's own reducer does not run over a fake group.
     return ddp
 
 
@@ -289,14 +289,14 @@ def _world() -> Iterator[None]:
 
 
 def _forget() -> None:
-    torch._dynamo.reset()  # Compiled code can keep what it was traced with.
+    torch._dynamo.reset()  # Compiled code may keep objects that it was traced with.
     gc.collect()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_world")
 def test_what_is_about_a_module_goes_with_it() -> None:
-    # Torch keeps groups, and what it compiles with: all of that is there from now on.
+    # Torch keeps groups and objects that it compiles with: all of them exist from here on.
     made = [make() for make in KINDS]
     del made
     _forget()
@@ -316,7 +316,7 @@ def test_what_is_about_a_module_goes_with_it() -> None:
 
 
 def group_comes_and_goes() -> tuple[int, int, int]:
-    """Entries that are about a group: before there is one, meanwhile, and after."""
+    """Entries about a group: before it exists, while it exists, and afterwards."""
 
     def entries() -> int:
         gc.collect()
@@ -409,7 +409,7 @@ def test_a_flag_that_was_set_inside_of_a_reset_is_not_put_back() -> None:
 
 
 def main() -> None:
-    """Train, and reset: the process remembers then what it did after import."""
+    """Train, and reset: the process then has the same state as after the import."""
     flag, after_import = inductor_config.ddp_fusion, sizes()
     with fake_world(), warnings.catch_warnings():
         warnings.simplefilter("ignore", fusion_passes.FusionWarning)

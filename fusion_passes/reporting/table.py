@@ -118,7 +118,7 @@ def _of_graph(graph: FusionReport) -> Iterator[_Line]:
     times = f", compiled {graph.compiled} times" if graph.compiled > 1 else ""
     title = (
         f"ddp_fusion {graph.mode}: {graph.collectives_before} collectives traced, "
-        f"{graph.collectives_after} launched per step (plan {graph.digest}{times})"
+        f"{graph.collectives_after} launched a step (plan {graph.digest}{times})"
     )
     yield "", title
     if graph.buckets:

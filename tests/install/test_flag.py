@@ -1,4 +1,5 @@
-"""The flag: what can be set, what setting it does to torch, and that unsetting it undoes all."""
+"""The flag: its values, what setting it changes in torch, and that unsetting it restores
+everything."""
 
 from __future__ import annotations
 
@@ -138,7 +139,7 @@ def test_what_others_have_put_around_a_replacement_works_when_it_is_undone() -> 
                 assert all(parameter.grad is not None for parameter in module.parameters())
                 assert len(calls) == number + 1
                 module = two_layers()
-                gc.collect()  # The managed one: what it needs of torch is undone.
+                gc.collect()  # The managed module: torch's functions are restored.
         finally:
             torch.autograd._engine_run_backward = engine
 

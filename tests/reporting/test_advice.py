@@ -1,4 +1,4 @@
-"""What is worth trying: one line, from what was measured."""
+"""The advice of the report: one line, from the measurements."""
 
 from __future__ import annotations
 

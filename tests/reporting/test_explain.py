@@ -1,4 +1,4 @@
-"""``python -m fusion_passes.explain`` around a script that knows nothing of it."""
+"""``python -m fusion_passes.explain`` with a script that does not use the package."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
 
 
 def explain(folder: Path, *options: str, steps: int = 12, ranks: int = 1) -> tuple[str, str]:
-    """What the first rank has written to its output and its errors."""
+    """Output and errors of the first rank."""
     (folder / "script.py").write_text(SCRIPT)
     (folder / "helper.py").write_text(f"STEPS = {steps}")
     command = ["-m", "fusion_passes.explain", *options, str(folder / "script.py"), "--its-own"]

@@ -94,7 +94,7 @@ def test_a_graph() -> None:
     assert_expected_inline(
         format_report(REPORT),
         """\
-ddp_fusion concat: 8 collectives traced, 3 launched per step (plan 0123456789abcdef)
+ddp_fusion concat: 8 collectives traced, 3 launched a step (plan 0123456789abcdef)
 bucket        size  what was done
      0     1.5 KiB  2 of DDP 0 (Net): head.bias, head.weight
                     float32 sent as 768 B, scaled after the wait, stored without a copy
@@ -120,7 +120,7 @@ def test_a_graph_without_buckets_has_no_table() -> None:
     report = dataclasses.replace(REPORT, buckets=(), rejections=(), compiled=3)
     assert_expected_inline(
         format_report(report),
-        """ddp_fusion concat: 8 collectives traced, 3 launched per step (plan 0123456789abcdef, compiled 3 times)""",
+        """ddp_fusion concat: 8 collectives traced, 3 launched a step (plan 0123456789abcdef, compiled 3 times)""",
     )
 
 
@@ -154,7 +154,7 @@ def test_a_module_before_its_first_step_and_one_with_a_hook() -> None:
 
 
 def format_modules(module: ModuleReport) -> str:
-    """What is said of a module, between what comes first and what comes last."""
+    """The lines of a module, without the first and the last lines of the report."""
     report = dataclasses.replace(
         fusion_passes.report(), modules=(module,), warnings=("look here",), advice="try this"
     )

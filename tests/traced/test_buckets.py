@@ -20,8 +20,8 @@ from testing.graphs import (
 
 
 def _plan(function: Backward, *inputs: TensorSpec, **layouts: list[list[int]]) -> BucketPlan:
-    """The plan of a function's graph, with the numbers of the parameters in each module's buckets:
-    0 for ``a``."""
+    """The plan of a function's graph, with the parameter numbers in each bucket of each module: 0
+    for ``a``."""
     graph = trace(function, inputs).graph
     return plan_buckets(
         graph, find(graph), lambda module: ModuleBuckets(tuple(map(tuple, layouts[module])))
@@ -59,7 +59,7 @@ def test_buckets_and_what_lies_in_them_are_the_layouts(layout: list[list[int]]) 
 
 
 def test_a_bucket_is_launched_after_those_before_it() -> None:
-    """The last gradient fills the first bucket: the other two wait."""
+    """The last gradient fills the first bucket: the other two buckets wait for it."""
     plan = _plan(_three, tensor(4), ddp0=[[2], [1], [0]])
     assert [bucket.ready.owner.parameter for bucket in plan.buckets] == ["c", "c", "c"]
 

@@ -1,4 +1,4 @@
-"""Which collectives are DDP's gradient reductions, and what is said about the others."""
+"""Which collectives are DDP's gradient reductions, and the reasons for the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _functional = torch.ops._c10d_functional
 
 
 def _path(reduction: GradientReduction) -> str:
-    """The gradient, what the reduction consists of, and who reads it."""
+    """The gradient, the nodes of the reduction, and its readers."""
     path = " -> ".join(node.name for node in (reduction.gradient, *reduction.nodes))
     text = f"{path} -> [{', '.join(node.name for node in reduction.wait.users)}]"
     return text.replace("convert_element_type", "cast")
@@ -38,10 +38,10 @@ def _what(reduction: GradientReduction) -> str:
 
 
 def _rejections(graph: fx.Graph) -> list[str]:
-    """Why each collective is left alone, in a graph in which all are."""
+    """The rejection reason of each collective, in a graph in which all are rejected."""
     found = find(graph)
     assert found.reductions == ()
-    # Symbols are numbered by torch.
+    # Torch numbers symbols.
     return [f"{r.node.name}: " + re.sub(r"\bs\d+\b", "s", r.reason) for r in found.rejections]
 
 
@@ -174,7 +174,7 @@ NO_MODULE = "belongs to no DistributedDataParallel module that was constructed u
 
 def _on_groups_that_are_no_modules(x):
     tensor_parallel = all_reduce(torch.neg(x), "sum", "tensor_parallel")
-    # A user's own average looks like DDP's in all but the name, on whatever group.
+    # A user's own average looks like DDP's except for the group name, on any group.
     own = all_reduce(torch.div(x, 2), "sum", "world")
     return tensor_parallel, own
 

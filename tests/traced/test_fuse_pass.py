@@ -1,4 +1,4 @@
-"""What is reported of a plan."""
+"""The report of a plan."""
 
 from __future__ import annotations
 
