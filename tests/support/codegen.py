@@ -67,7 +67,7 @@ class Call:
     """A statement of the generated code.
 
     Attributes:
-        kind: ``alloc``: memory that is allocated; ``reuse``: memory that had another name before;
+        kind: ``allocate``: memory that is allocated; ``reuse``: memory that had another name before;
             ``kernel``: a library's (a matrix product, attention); ``fused``: a generated one;
             ``copy``: for example the package's own copy of several gradients; ``launch`` and
             ``wait`` of a collective; ``operator``: any other one; ``return`` of the graph.

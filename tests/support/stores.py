@@ -37,12 +37,10 @@ def check_stores(code: str) -> int:
         if call.kind in ("allocate", "reuse"):
             (place,) = call.writes
             written[place.memory] = torch.zeros(_extent(place), dtype=torch.bool)
-            if (
-                call.kind == "reuse"
-            ):  # An operator that works in place may read memory that was not written.
+            if call.kind == "reuse":  # In-place operators may read what was there before.
                 reused.add(place.memory)
             continue
-        if call.kind == "operator":  # A library allocated its own result.
+        if call.kind == "operator":  # It allocated its own result.
             for place in call.writes:
                 written.pop(place.memory, None)
         reads, writes = (
