@@ -67,9 +67,9 @@ class Call:
     """A statement of the generated code.
 
     Attributes:
-        kind: ``allocate``: memory that is allocated; ``reuse``: memory that had another name before;
-            ``kernel``: a library's (a matrix product, attention); ``fused``: a generated one;
-            ``copy``: for example the package's own copy of several gradients; ``launch`` and
+        kind: ``allocate``: memory that is allocated; ``reuse``: memory that had another name
+            before; ``kernel``: a library's (a matrix product, attention); ``fused``: a generated
+            one; ``copy``: for example the package's own copy of several gradients; ``launch`` and
             ``wait`` of a collective; ``operator``: any other one; ``return`` of the graph.
         name: name of the kernel or operator, such as ``extern_kernels.mm`` or
             ``aten.convolution_backward``; empty if memory is only given another name.
