@@ -1,6 +1,6 @@
-"""All state of the package in a process: each value is declared once, and all are reset together.
+"""All state of the package in a process: each piece is declared once, and all are reset together.
 
-A file keeps its own value in a global variable of the value's own type, and reads it directly::
+A file keeps its own piece in a global variable of the piece's own type, and reads it directly::
 
     participants: Final = process_state.keep(
         dict[str, Profile](), "...", Lifetime.MODULE, reset=dict.clear
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 class Lifetime(Enum):
-    """How long an entry of a kept value lives."""
+    """How long an entry of a piece is kept."""
 
     MODULE = "until the DDP module that it is about is freed"
     GROUP = "until the process group that it is about is freed"
@@ -30,12 +30,12 @@ class Lifetime(Enum):
 
 
 @dataclass(frozen=True)
-class KeptValue(Generic[_T]):
-    """One value of the process's state.
+class Piece(Generic[_T]):
+    """One piece of state.
 
     Attributes:
         value: the object that holds the state; it is never replaced by another.
-        holds: description of ``value``, for people.
+        holds: description of the value, for people.
         lives: how long an entry is kept; the longest time, if the value has several tables.
         reset: function that sets the value back to its state after the import of the package.
     """
@@ -47,16 +47,16 @@ class KeptValue(Generic[_T]):
 
 
 class ProcessState:
-    """All values of the package's state in the order of their declaration, which is import order:
-    the values of a file come after those of the files that it imports."""
+    """All pieces of the package's state in the order of their declaration, which is import order:
+    the pieces of a file come after those of the files that it imports."""
 
     def __init__(self) -> None:
-        self.kept: list[KeptValue[object]] = []
+        self.pieces: list[Piece[object]] = []
 
     def keep(self, value: _T, holds: str, lives: Lifetime, *, reset: Callable[[_T], None]) -> _T:
-        """Declare a :class:`KeptValue`. Return ``value``, which the caller keeps in a global."""
-        # mypy: each ``reset`` is only called with the value that it was declared with.
-        self.kept.append(KeptValue(value, holds, lives, reset))  # type: ignore[arg-type]
+        """Declare a :class:`Piece`. Return ``value``, which the caller keeps in a global."""
+        # mypy: ``reset`` of a piece is only called with the value of the same piece.
+        self.pieces.append(Piece(value, holds, lives, reset))  # type: ignore[arg-type]
         return value
 
     def once(self, holds: str) -> Callable[[Callable[[], _T]], Callable[[], _T]]:
@@ -83,10 +83,10 @@ class ProcessState:
         Raises:
             RuntimeError: a backward runs, or a graph is being compiled. Nothing was reset.
         """
-        # In reverse order: install/switch.py imports all other files with state, so its value comes
+        # In reverse order: install/switch.py imports all other files with state, so its piece comes
         # first. It raises the error, and undoes its patches before the state that they use is gone.
-        for item in reversed(self.kept):
-            item.reset(item.value)
+        for piece in reversed(self.pieces):
+            piece.reset(piece.value)
 
 
 process_state: Final = ProcessState()

@@ -1,4 +1,4 @@
-"""The package's state: all of it is declared, freed in time, and can be reset."""
+"""What the package remembers: all of it is declared, forgotten in time, and can be put back."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ CONSTANTS = (
     torch._ops.OpOverloadPacket,
     torch._ops._OpNamespace,
 )
-"""Types of globals that do not change; tuples, frozen sets, read-only mappings and frozen
-dataclasses of these are constants too."""
+"""Kinds of globals that are not changed; tuples, frozen sets, read-only mappings and frozen
+dataclasses of such are constants too."""
 
 
 def _is_constant(value: object) -> bool:
@@ -91,7 +91,7 @@ def _is_constant(value: object) -> bool:
 
 
 def _bound_in(source: str) -> Iterator[str]:
-    """The names that a module binds itself, instead of importing them."""
+    """The names that a module binds itself, and does not import."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -101,8 +101,8 @@ def _bound_in(source: str) -> Iterator[str]:
 
 
 def undeclared(module: types.ModuleType) -> set[str]:
-    """The names of mutable values of a module, and of its classes, that are not declared."""
-    ids = {id(item.value) for item in process_state.kept} | {id(process_state)}
+    """The names of a module, and of its classes, for what can change and is not declared."""
+    ids = {id(piece.value) for piece in process_state.pieces} | {id(process_state)}
     names = _bound_in(inspect.getsource(module))
     found = {name: vars(module)[name] for name in names if name != "__all__"}
     for name, kind in list(found.items()):
@@ -121,21 +121,21 @@ def test_no_module_keeps_what_is_not_declared() -> None:
         assert undeclared(module) == set(), module.__name__
 
 
-def test_each_value_says_what_it_is() -> None:
-    values = process_state.kept
-    assert len(values) == len({id(item.value) for item in values})
-    assert all(item.holds and item.holds[0].islower() for item in values)
-    assert "how to undo" in values[-1].holds, "the switch is put back first"
+def test_each_piece_says_what_it_is() -> None:
+    pieces = process_state.pieces
+    assert len(pieces) == len({id(piece.value) for piece in pieces})
+    assert all(piece.holds and piece.holds[0].islower() for piece in pieces)
+    assert "how to undo" in pieces[-1].holds, "the switch is put back first"
 
 
 # --- Nothing is kept for longer than it says -----------------------------------------------------
 
 
 def sizes() -> dict[str, int]:
-    """Number of entries of each value, in all of its tables."""
-    values = process_state.kept
-    ids = {id(item.value) for item in values}  # A value may hold another, which counts separately.
-    return {item.holds: _entries(item.value, ids - {id(item.value)}) for item in values}
+    """How many entries each piece has, in all of its tables."""
+    pieces = process_state.pieces
+    ids = {id(piece.value) for piece in pieces}  # One may hold another, which counts by itself.
+    return {piece.holds: _entries(piece.value, ids - {id(piece.value)}) for piece in pieces}
 
 
 def _entries(value: Any, seen: set[int]) -> int:
@@ -154,7 +154,7 @@ def _entries(value: Any, seen: set[int]) -> int:
 
 
 def _of(*lifetimes: Lifetime) -> set[str]:
-    return {item.holds for item in process_state.kept if item.lives in lifetimes}
+    return {piece.holds for piece in process_state.pieces if piece.lives in lifetimes}
 
 
 def _step(ddp: DistributedDataParallel, run: Callable[..., Any] | None = None) -> None:
@@ -205,14 +205,14 @@ def _handed_over() -> Any:
 def _joining() -> Any:
     ddp = DistributedDataParallel(two_layers())
     with ddp.join(divide_by_initial_world_size=False):
-        ddp(torch.ones(2, 4))  # A fake group counts no ranks, so there is no backward.
+        ddp(torch.ones(2, 4))  # A fake group counts nobody, so there is no backward.
     return ddp
 
 
 def _late() -> Any:
     with inductor_config.patch(ddp_fusion=None):
         ddp = DistributedDataParallel(two_layers())
-    ddp(torch.ones(2, 4))  # DDP's own reducer does not run over a fake group.
+    ddp(torch.ones(2, 4))  # DDP's own reducer runs over no fake group.
     return ddp
 
 
@@ -289,14 +289,14 @@ def _world() -> Iterator[None]:
 
 
 def _forget() -> None:
-    torch._dynamo.reset()  # Compiled code may keep objects that it was traced with.
+    torch._dynamo.reset()  # Compiled code can keep what it was traced with.
     gc.collect()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_world")
 def test_what_is_about_a_module_goes_with_it() -> None:
-    # Torch keeps groups and objects that it compiles with: all of them exist from here on.
+    # Torch keeps groups, and what it compiles with: all of that is there from now on.
     made = [make() for make in KINDS]
     del made
     _forget()
@@ -316,7 +316,7 @@ def test_what_is_about_a_module_goes_with_it() -> None:
 
 
 def group_comes_and_goes() -> tuple[int, int, int]:
-    """Entries about a group: before it exists, while it exists, and afterwards."""
+    """Entries that are about a group: before there is one, meanwhile, and after."""
 
     def entries() -> int:
         gc.collect()
@@ -409,7 +409,7 @@ def test_a_flag_that_was_set_inside_of_a_reset_is_not_put_back() -> None:
 
 
 def main() -> None:
-    """Train, and reset: the process then has the same state as after the import."""
+    """Train, and reset: the process remembers then what it did after import."""
     flag, after_import = inductor_config.ddp_fusion, sizes()
     with fake_world(), warnings.catch_warnings():
         warnings.simplefilter("ignore", fusion_passes.FusionWarning)
