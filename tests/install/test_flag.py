@@ -74,7 +74,7 @@ def test_an_option_of_one_compile_has_no_effect_and_says_so(
     with one_rank(), without_kernels():
         ddp = DistributedDataParallel(two_layers())
         compiled = torch.compile(lambda x: ddp(x).sum(), options=options)
-        with pytest.warns(FusionWarning, match="has no effect: a module has the options"):
+        with pytest.warns(FusionWarning, match="has no effect: a module keeps the options"):
             loss = compiled(torch.ones(2, 4))
         with warnings.catch_warnings():
             warnings.simplefilter("error", FusionWarning)
