@@ -112,8 +112,7 @@ def noted_warnings() -> Iterator[list[str]]:
 
 
 def differences(fused: Run, eager: Run, tolerance_eps: float) -> list[str]:
-    """Differences between the run under the flag and eager DDP's, in words; the first one of each
-    kind."""
+    """The first differences between the run under the flag and eager DDP's, in words."""
     if len(fused.backwards) != len(eager.backwards):
         return [f"{len(fused.backwards)} backwards instead of {len(eager.backwards)}"]
     stages = [

@@ -248,9 +248,9 @@ def test_ranks_that_differ_in_what_settings_there_are_say_so() -> None:
 
 
 def _note_after(ends_well: bool) -> tuple[str, bool]:
-    """The text that rank 0 gets for its failed collective if rank 1 left a note in that round and
-    perhaps finished it in a second attempt; and whether the store was read in a backward without an
-    error."""
+    """The text that rank 0 gets for its failed collective if rank 1 left a note in that round and,
+    with ``ends_well``, finished it in a second attempt; and whether a backward without an error
+    read the store."""
     with inductor_config.patch(ddp_fusion="concat"):
         ddp = DistributedDataParallel(models.mlp(2))
         failures = reducer_of(ddp).failures
@@ -283,8 +283,9 @@ def test_a_note_goes_when_its_round_ends_well(run_on_ranks: RUN, ends_well: bool
 
 
 def _constructs(flags: list[str | None], refused: int, ranks: list[int]) -> tuple[str, str, float]:
-    """Construct a module, on some ranks under a flag. Return the error and how long it took, after
-    constructing it on all ranks under the flag, with a step."""
+    """Construct a module on some ranks under a flag, then another one on all ranks under the flag,
+    and train that for a step. Return the error of the first, the label of the second, and the
+    seconds that the first took."""
     rank = dist.get_rank()
     group = dist.new_group(ranks)
     if rank not in ranks:

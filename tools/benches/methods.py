@@ -20,7 +20,7 @@ WARM_UP_STEPS: Final = 3
 MAX_STEPS: Final = 50
 
 MEASURING_STEPS: Final = SKIPPED_ROUNDS + MEASURED_ROUNDS
-"""Number of steps after which a method that plans its buckets from an earlier run has measured."""
+"""Number of steps in which a method measures, if it plans its buckets from an earlier run."""
 
 
 @dataclass
