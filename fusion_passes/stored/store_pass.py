@@ -81,6 +81,5 @@ def stores_of_forward(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients 
 
 @process_state.once("whether Inductor knows the operators that store gradients")
 def _register_lowerings() -> None:
-    """Register the lowerings once, and not before something is compiled: Inductor takes a second to
-    import."""
+    """Register the lowerings, not before a compile: Inductor takes a second to import."""
     register_store_lowerings()

@@ -45,8 +45,7 @@ class FusePass(CustomGraphPass):
 
 @process_state.once("whether Inductor knows the operators of traced buckets")
 def _register_lowerings() -> None:
-    """Register the lowerings once, and not before something is compiled: Inductor takes a second to
-    import."""
+    """Register the lowerings, not before a compile: Inductor takes a second to import."""
     register_lowerings(compile_log.packed)
 
 
