@@ -7,10 +7,6 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 
-# The project has no public address yet, and .example is nobody's: this line is all that a release
-# has to change. tests/test_packaging.py fails once CHANGELOG.md dates a release without it.
-REPOSITORY = "https://fusion-passes.example/fusion_passes"
-
 TEST = [
     "accelerate>=1.1",  # This, lightning and transformers: for the examples with trainers.
     "expecttest>=0.3",
@@ -42,31 +38,19 @@ def read_version() -> str:
     return match.group(1)
 
 
-def long_description(version: str) -> str:
-    """README for a package index, where there are no files beside it: its relative links lead to
-    the repository, at the tag of this version.
-
-    They are turned here and not in README itself, so that README's own work in every checkout,
-    branch and fork.
-    """
+def long_description() -> str:
+    """README for a package index, which has no other files of the repository: a relative link
+    becomes its text."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.sub(r"\]\((?![a-z]+:|#)", f"]({REPOSITORY}/blob/v{version}/", text)
+    return re.sub(r"\[([^][]+)\]\((?![a-z]+:)[^)\s]+\)", r"\1", text)
 
-
-VERSION = read_version()
 
 setup(
     name="fusion_passes",
-    version=VERSION,
+    version=read_version(),
     description="Fuses DistributedDataParallel's gradient all-reduces under torch.compile",
-    long_description=long_description(VERSION),
+    long_description=long_description(),
     long_description_content_type="text/markdown",
-    project_urls={
-        "Homepage": REPOSITORY,
-        "Documentation": f"{REPOSITORY}/blob/v{VERSION}/README.md",
-        "Issues": f"{REPOSITORY}/issues",
-        "Changelog": f"{REPOSITORY}/blob/v{VERSION}/CHANGELOG.md",
-    },
     keywords=[
         "all-reduce",
         "bucketing",

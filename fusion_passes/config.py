@@ -103,17 +103,17 @@ class FusionConfig:
                 _check_size(field.name, getattr(self, field.name))
 
     def _check_sent_as_it_lies(self) -> None:
-        """Refuse options under which anything but the buckets' own memory is all-reduced."""
+        """Refuse options with which registered memory would not be all-reduced itself."""
         if self.reduce_dtype is not None:
             raise ValueError(
-                "FusionConfig.memory = 'registered' needs gradients that are sent as they lie, and "
-                f"reduce_dtype = {self.reduce_dtype!r} sends a copy of them. Set reduce_dtype = "
+                "FusionConfig.memory = 'registered' all-reduces the memory of the bucket itself, "
+                f"but reduce_dtype = {self.reduce_dtype!r} all-reduces a copy. Set reduce_dtype = "
                 "None or memory = 'plain'."
             )
         if self.backward_graph == "compiled_autograd":
             raise ValueError(
-                "FusionConfig.memory = 'registered' needs buckets in memory of a reducer, and with "
-                "backward_graph = 'compiled_autograd' they are buffers of a graph. Set "
+                "FusionConfig.memory = 'registered' needs buckets that the reducer allocates, but "
+                "with backward_graph = 'compiled_autograd' the graph allocates them. Set "
                 "backward_graph = 'auto' or memory = 'plain'."
             )
 

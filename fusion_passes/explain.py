@@ -1,5 +1,5 @@
-"""``python -m fusion_passes.explain SCRIPT [ARGS...]``: run a training script unchanged, and after
-some of its steps print what the flag has done in them."""
+"""``python -m fusion_passes.explain SCRIPT [ARGS...]``: run a training script unchanged, and print
+the report after some of its steps."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Final
 
 from fusion_passes.config import ENVIRONMENT_VARIABLE, FUSION_MODES
-from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.backward_counts import backward_counts
 from fusion_passes.reporting.recording import ENDED, Recording, record_steps
 from fusion_passes.reporting.report import report
 from fusion_passes.reporting.table import format_report
 from fusion_passes.torch_private import inductor_config
 
 DESCRIPTION: Final = """\
-Runs a training script as it is, with gradients fused, and shows after some steps what was done:
-buckets, warnings, times. Under torchrun:
+Run a training script unchanged, with ddp_fusion set, and print the report after some steps:
+buckets, warnings, times. Use it under torchrun:
 
     torchrun --nproc-per-node=2 -m fusion_passes.explain SCRIPT [ARGS...]
     torchrun --nproc-per-node=2 -m fusion_passes.explain -m MODULE [ARGS...]
@@ -58,12 +58,12 @@ class _Explained:
         try:
             if options.json is not None:
                 options.json.write_text(found.to_json() + "\n", encoding="utf-8")
-                print(f"ddp_fusion: written: {options.json}", file=sys.stderr)
+                print(f"ddp_fusion: wrote {options.json}", file=sys.stderr)
             if options.timeline is not None and found.timeline is not None:
                 found.write_timeline(options.timeline)
-                print(f"ddp_fusion: written: {options.timeline}", file=sys.stderr)
+                print(f"ddp_fusion: wrote {options.timeline}", file=sys.stderr)
         except OSError as error:  # The training continues.
-            print(f"ddp_fusion: not written: {error}", file=sys.stderr)
+            print(f"ddp_fusion: cannot write the report: {error}", file=sys.stderr)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> None:
     if ENVIRONMENT_VARIABLE not in os.environ:
         inductor_config.ddp_fusion = options.flag
     explained = _Explained(options, record_steps(options.steps, plain_steps=options.plain_steps))
-    backwards.after = explained.after_backward
+    backward_counts.after = explained.after_backward
     atexit.register(explained.show)
     sys.argv = [options.script, *options.arguments]
     if options.module:
@@ -106,8 +106,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not options.module and not Path(options.script).is_file():
         parser.error(
-            f"SCRIPT must be a Python file, but {options.script!r} is none. To run a module, give "
-            "its name after -m."
+            f"SCRIPT must be the path of a Python file, but {options.script!r} is not a file. To "
+            "run a module, pass its name after -m."
         )
     return options
 
@@ -117,7 +117,7 @@ def _output(text: str) -> Path:
     path = Path(text).absolute()
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(
-            f"must be in a folder that is there, but is {text!r}. Make the folder first"
+            f"must be in a directory that exists, but is {text!r}. Create the directory first"
         )
     return path
 

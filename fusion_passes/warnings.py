@@ -67,27 +67,29 @@ def warn_stays_local(reducer: Reducer) -> None:
     alike = ", where eager DDP raises an error," if reducer.used.is_found else ", as with eager DDP"
     warn_once(
         f"local gradients of {reducer.name}",
-        f"The gradients of a backward of {reducer.name} stay on their rank{alike}: its forward ran "
-        "under no_sync, has had its backward before, or did not run through the DDP module. Call "
-        "the module anew before each backward that is to be averaged.",
+        f"The gradients of a backward of {reducer.name} are not all-reduced{alike}: its forward "
+        "ran under no_sync, already had a backward, or did not go through the "
+        "DistributedDataParallel module. Call that module before each backward whose gradients are "
+        "to be averaged.",
     )
 
 
 def warn_rounded(reducer: Reducer) -> None:
-    """Warn that gradients of a module are rounded to the dtype of their bucket, which is the dtype
-    that they had when the module was constructed."""
+    """Warn that gradients of a module are rounded to the dtype of their bucket: the dtype that
+    gradients had when the module was constructed."""
     names = [repr(reducer.parameters.names[number]) for number in sorted(reducer.memory.rounded)]
     warn_once(
         f"rounded {reducer.name}",
         f"Gradients of {reducer.name} ({named(names)}) are rounded before they are averaged: they "
-        "have a wider dtype than when DistributedDataParallel was constructed, which fixes the "
-        "dtype of each bucket. Convert the module, or set grad_dtype, before that.",
+        "have a wider dtype than their buckets, whose dtypes were fixed when "
+        "DistributedDataParallel was constructed. Convert the module, or set grad_dtype, before "
+        "you construct it.",
     )
 
 
 _looked_at: Final = process_state.keep(
     WeakTensorKeyDictionary(),
-    "parameters of which it is known whose they are, and the version of the reducers then",
+    "parameters whose owner was looked up, and the version of the reducers at that time",
     Lifetime.PROCESS,
     reset=WeakTensorKeyDictionary.clear,
 )
@@ -114,7 +116,7 @@ def warn_not_reduced(unmanaged: Iterable[Tensor]) -> None:
             warn_once(
                 f"not reduced {reducer.name}",
                 f"Gradients of {reducer.name} ({named(names)}) "
-                "stay on their rank, as with eager DDP: DistributedDataParallel was constructed "
-                "before these parameters were made, or required a gradient. Construct it after the "
-                "last change of the model.",
+                "are not all-reduced, as with eager DDP: DistributedDataParallel was constructed "
+                "before these parameters were created or required a gradient. Construct it after "
+                "the last change to the model.",
             )

@@ -1,1 +1,2 @@
-"""What tests and tools share: models, trainings, ranks to run on, readers of generated code."""
+"""Code that tests and tools share: models, trainings, a pool of ranks, readers of generated
+code."""

@@ -1,4 +1,5 @@
-"""A process group of any size in one process: graphs and generated code, but no numbers."""
+"""A process group of any size in one process, for tests that read graphs and generated code but no
+numbers."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextlib.contextmanager
 def fake_world(world_size: int = 2, rank: int = 0, *, has_kernels: bool = False) -> Iterator[None]:
-    """Default process group in which collectives return at once and change nothing. Generated
-    kernels compute nothing either, unless ``has_kernels``: see :func:`without_kernels`."""
+    """Default process group whose collectives return at once and change nothing. Generated kernels
+    compute nothing either, unless ``has_kernels``: see :func:`without_kernels`."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with contextlib.nullcontext() if has_kernels else without_kernels():
@@ -27,10 +28,10 @@ def fake_world(world_size: int = 2, rank: int = 0, *, has_kernels: bool = False)
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """Compile no C++: the kernels that generated code calls do nothing.
+    """Compile no C++: kernels that generated code calls do nothing.
 
-    The compiler takes most of the time where a graph and its code are all that is looked at. Code
-    that was loaded meanwhile is forgotten, so that nobody else runs it.
+    The C++ compiler takes most of the time of a test that only reads a graph and its code. Code
+    that was loaded meanwhile is dropped at the end, so that no other test runs it.
     """
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import PyCodeCache
@@ -53,9 +54,9 @@ _last_ended: Final[list[dist.ProcessGroup]] = []
 def one_rank() -> Iterator[None]:
     """Default process group of this process alone, over Gloo, which averages.
 
-    It is freed when the next one ends. A group that is freed waits for Gloo's threads and keeps
-    Python to itself meanwhile: for ever, if one of them is about to drop its last collective, as
-    they are where eager DDP's last backward has just been (docs/decisions.md).
+    The group is freed when the next one ends. Freeing a group waits for Gloo's threads while it
+    holds the GIL. It never returns if one of the threads is about to drop its last collective,
+    which happens right after eager DDP's last backward (docs/decisions.md).
     """
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     group = dist.group.WORLD
@@ -68,6 +69,6 @@ def one_rank() -> Iterator[None]:
 
 
 def two_layers(width: int = 4) -> nn.Sequential:
-    """Four gradients: the smallest module whose fusion is worth looking at."""
+    """Two linear layers with four gradients: the smallest module with an interesting fusion."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))

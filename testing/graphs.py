@@ -1,16 +1,16 @@
-"""Small graphs traced from tensor code, and a runner for what must be true of every rewrite.
+"""Small graphs traced from tensor code, and a runner that checks the properties of every rewrite.
 
-A test writes a backward as a tensor function. It is traced under a fake mode into the form in which
-Inductor's post-grad passes meet it::
+A test writes a backward as a tensor function. It is traced under a fake mode into the form that
+Inductor's post-grad passes get::
 
     def backward(x, y):
         return reduce(torch.neg(x), "a"), reduce(torch.neg(y), "b")
 
     check(backward, [tensor(2, 3), tensor(4)], concat())
 
-Group names say whose a reduction is: ``ddp0`` and ``ddp1`` are DDP modules on the process group
-``world``, ``ddp2`` is one on the process group ``pairs``, ``ddp3`` one on ``cards``, over NCCL,
-``ddp4`` one on ``others``, over a backend that is not known, and every other name is no module's.
+Group names identify the owner of a reduction: ``ddp0`` and ``ddp1`` are DDP modules on the process
+group ``world``, ``ddp2`` is one on the process group ``pairs``, ``ddp3`` one on ``cards`` (NCCL),
+``ddp4`` one on ``others`` (an unknown backend). Any other name belongs to no module.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from testing.fake_world import fake_world
 
 WORLD_SIZE = 4
 AVERAGED_OVER = 2
-"""World size of the DDP modules, which is what :func:`reduce` divides by."""
+"""World size of the DDP modules: :func:`reduce` divides by it."""
 
 PROCESS_GROUP_OF = {
     "ddp0": "world",
@@ -71,7 +71,7 @@ BACKEND_OF = {"world": "gloo", "pairs": "gloo", "cards": "nccl", "others": "unkn
 Backward = Callable[..., Any]
 Rewrite = Callable[[fx.Graph], bool]
 RewriteFor = Callable[[fx.Graph], Rewrite]
-"""Makes the pass for a graph: some passes take a plan of it."""
+"""Makes the pass for a graph; some passes take a plan of that graph."""
 
 
 # --- What graphs are made of -------------------------------------------------------------------
@@ -79,7 +79,7 @@ RewriteFor = Callable[[fx.Graph], Rewrite]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An input of a traced function."""
+    """Shape, strides, dtype and device of an input of a traced function."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -87,7 +87,7 @@ class TensorSpec:
     stride: tuple[int, ...] | None
 
     def fake(self) -> Tensor:
-        """To be called under a fake mode."""
+        """The input as a fake tensor; call it under a fake mode."""
         if self.stride is not None:
             return torch.empty_strided(
                 self.shape, self.stride, dtype=self.dtype, device=self.device
@@ -107,7 +107,7 @@ def tensor(
 def trace(
     function: Backward, inputs: Sequence[TensorSpec], *, symbolic: bool = False
 ) -> fx.GraphModule:
-    """The post-grad graph of a tensor function, in the module that it belongs to."""
+    """The post-grad graph of a tensor function, in its owning module."""
     if symbolic:
         real = [torch.empty(spec.shape, dtype=spec.dtype) for spec in inputs]
         module = make_fx(function, tracing_mode="symbolic")(*real)
@@ -129,23 +129,24 @@ def reduce(
     op: str = "sum",
     divide: float | None = 2,
 ) -> Tensor:
-    """What DDP's hook traces for a gradient, waited for: the new ``.grad`` where there was none."""
+    """The trace of DDP's hook for a gradient, including the wait: the new ``.grad`` if there was
+    none."""
     divided = gradient if divide is None else torch.div(gradient, divide)
     return all_reduce(divided, op, f"{module}#{parameter}")
 
 
 def reduce_into(grad: Tensor, gradient: Tensor, parameter: str, **options: Any) -> Tensor:
-    """The same with an existing ``.grad``, which is an input of the graph."""
+    """The trace of DDP's hook for a gradient with an existing ``.grad``, which is a graph input."""
     return grad.copy_(reduce(torch.add(grad, gradient), parameter, **options))
 
 
 def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A cast as Inductor's decompositions leave it."""
+    """A cast in the form that Inductor's decompositions produce."""
     return torch.ops.prims.convert_element_type.default(value, dtype)
 
 
 def owner_of(group_name: str) -> Owner | None:
-    """As :data:`fusion_passes.traced.owners.OwnerOf`, for the names of this file."""
+    """An :data:`fusion_passes.traced.owners.OwnerOf` for the group names of this file."""
     module, _, parameter = group_name.partition("#")
     process_group = PROCESS_GROUP_OF.get(module)
     if process_group is None:
@@ -163,17 +164,17 @@ def owner_of(group_name: str) -> Owner | None:
 
 
 def groups_of(graph: fx.Graph) -> DdpGroups:
-    """The graph's names that :func:`owner_of` knows."""
+    """The group names of the graph that :func:`owner_of` knows."""
     return DdpGroups.of(graph, owner_of)
 
 
 def find(graph: fx.Graph) -> FoundReductions:
-    """The gradient reductions of a graph with names of this file."""
+    """The gradient reductions of a graph with the group names of this file."""
     return find_gradient_reductions(graph, groups_of(graph))
 
 
 def number_of(parameter: str) -> int:
-    """3 for ``w3`` and for ``d``."""
+    """The parameter number in a name: 3 for ``w3`` and for ``d``."""
     digits = parameter.lstrip(string.ascii_letters + "_")
     return int(digits) if digits.isdigit() else ord(parameter[:1] or "a") - ord("a")
 
@@ -181,7 +182,7 @@ def number_of(parameter: str) -> int:
 def buckets_of(
     graph: fx.Graph, cap: int = 1 << 40, owners: OwnerOf = owner_of, **options: Any
 ) -> BucketsOf:
-    """Layouts for the modules of a graph, as if it were that of the first averaged backward.
+    """Layouts for the modules of a graph, as if the graph was that of the first averaged backward.
     ``cap`` bytes close a bucket of gradients of one kind; ``options`` are those of
     :class:`fusion_passes.traced.buckets.ModuleBuckets`."""
     found = find_gradient_reductions(graph, DdpGroups.of(graph, owners))
@@ -227,7 +228,7 @@ def pin() -> RewriteFor:
 
 
 def pipeline(mode: ReduceMode = "concat", cap: int = 1 << 40, **options: Any) -> RewriteFor:
-    """All passes, as one: it returns whether the graph's text changed."""
+    """All passes as one pass, which returns whether the graph's text changed."""
 
     def rewrite_for(graph: fx.Graph) -> Rewrite:
         of = buckets_of(graph, cap, **options)
@@ -243,7 +244,7 @@ def pipeline(mode: ReduceMode = "concat", cap: int = 1 << 40, **options: Any) ->
 
 
 def chain(*rewrites: RewriteFor) -> RewriteFor:
-    """Passes after one another; each is made for what the one before has left."""
+    """Passes that run one after another; each is made for the graph that the one before leaves."""
 
     def run(graph: fx.Graph) -> bool:
         changed = [rewrite_for(graph)(graph) for rewrite_for in rewrites]
@@ -262,11 +263,11 @@ def check(
     *,
     runs_twice: bool = True,
 ) -> str:
-    """Run a pass on the graph of a function, and return the text of what it leaves.
+    """Run a pass on the graph of a function, and return the text of the resulting graph.
 
-    Asserts what holds for every pass and every graph: it tells the truth about change, the
-    invariants hold, a second run (if it is tried) changes nothing, the numbers are bitwise those of
-    the graph as it was traced, and the text is the same on the first and on the last rank.
+    Asserts the properties of every pass on every graph: the changed flag is right, the invariants
+    hold, a second run (if requested) changes nothing, the numbers are bitwise those of the traced
+    graph, and the text is the same on the first and on the last rank.
     """
     first, last = (
         _check_on(rank, function, inputs, rewrite_for, runs_twice) for rank in (0, WORLD_SIZE - 1)
@@ -278,7 +279,7 @@ def check(
 def check_unchanged(
     function: Backward, inputs: Sequence[TensorSpec], rewrite_for: RewriteFor
 ) -> None:
-    """As :func:`check`, for a graph that the pass must leave alone."""
+    """Run :func:`check` on a graph that the pass must leave alone."""
     assert check(function, inputs, rewrite_for) == graph_text(trace(function, inputs).graph)
 
 
@@ -308,14 +309,14 @@ def _check_on(
 
 
 def _verify_rewritten(graph: fx.Graph, before: GraphFacts) -> GraphFacts:
-    """The invariants, but that another operation or dtype may reduce the same elements."""
+    """Check the invariants, except that another reduce op or dtype may reduce the same elements."""
     after = graph_facts(graph, groups_of(graph))
     assert _elements(after) == _elements(before)
     return verify(graph, replace(before, reduced=after.reduced), groups_of(graph))
 
 
 def _elements(facts: GraphFacts) -> Counter[str]:
-    """Elements that are reduced, by the DDP module's group."""
+    """Number of elements that are reduced, by the DDP module's group."""
     elements: Counter[str] = Counter()
     for (group, _, _), count in facts.reduced.items():
         elements[group] += count
@@ -323,7 +324,7 @@ def _elements(facts: GraphFacts) -> Counter[str]:
 
 
 def assert_same_numbers(expected: Sequence[Any], actual: Sequence[Any]) -> None:
-    """Bitwise, with dtype and strides."""
+    """Assert that values, dtypes and strides are bitwise equal."""
     assert len(expected) == len(actual)
     for index, (one, other) in enumerate(zip(expected, actual, strict=True)):
         assert (one.dtype, one.stride()) == (other.dtype, other.stride()), f"value {index}"
@@ -334,10 +335,10 @@ def assert_same_numbers(expected: Sequence[Any], actual: Sequence[Any]) -> None:
 
 
 def execute(module: fx.GraphModule) -> list[Tensor]:
-    """Run a graph on CPU tensors that depend on nothing but the inputs' shapes.
+    """Run a graph on CPU tensors that depend only on the shapes of the inputs.
 
-    Collectives are played: each process group and reduce op has a function of its own, and what a
-    collective gives is NaN until it is waited for.
+    Collectives are simulated: each process group and reduce op has a function of its own, and the
+    result of a collective is NaN until its wait.
 
     Returns:
         The outputs, and then the inputs as the graph leaves them.
@@ -361,7 +362,7 @@ def _real_input(index: int, fake: Tensor) -> Tensor:
 
 
 class _Player(fx.Interpreter):
-    """Runs a graph with played collectives."""
+    """Runs a graph with simulated collectives."""
 
     def __init__(self, module: fx.GraphModule, pending: dict[int, tuple[Tensor, Tensor]]) -> None:
         super().__init__(module)
@@ -399,8 +400,8 @@ class _Player(fx.Interpreter):
 
 
 def _reduced(value: Tensor, reduce_op: Any, group_name: str) -> Tensor:
-    """Elementwise, so that it can be compared whatever is beside it, and by powers of two, so that
-    what is scaled or cast before or after is the same in every bit."""
+    """The simulated reduction: elementwise, so that the neighbours in a bucket do not matter, and
+    by powers of two, so that scaling or casting before or after is bitwise the same."""
     owner = owner_of(group_name)
     if reduce_op == "avg":
         value, reduce_op = value / AVERAGED_OVER, "sum"

@@ -1,9 +1,9 @@
 """Tiny models to train, and their data.
 
-Most are *exact*: weights and data are small whole numbers, the loss is linear in the output, and
-each parameter moves by one against its gradient's sign, which keeps it whole. So no sum or product
-is ever rounded, and the order in which anything is summed (by a kernel, by Gloo) does not matter:
-two ways of training must agree in every bit. The others (normalisation, softmax) do round.
+Most are *exact*: weights and data are small integers, the loss is linear in the output, and each
+parameter moves by one against its gradient's sign, so it stays an integer. No sum or product is
+ever rounded, and the order of any summation (by a kernel, by Gloo) does not matter: two ways of
+training must agree bitwise. The other models (normalization, softmax) round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def fill_whole(module: nn.Module, seed: int = 0) -> nn.Module:
-    """Set each parameter to whole numbers from -2 to 2, the same on every rank."""
+    """Set each parameter to integers from -2 to 2, the same on every rank."""
     generator = Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -38,7 +38,7 @@ def fill_whole(module: nn.Module, seed: int = 0) -> nn.Module:
 def mlp(
     depth: int = 3, outputs: int = OUTPUTS, dtype: torch.dtype = torch.float32
 ) -> nn.Sequential:
-    """Exact. ``depth`` linear layers with bias."""
+    """An exact model: ``depth`` linear layers with bias."""
     hidden = [layer for _ in range(depth - 1) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     model = nn.Sequential(*hidden, nn.Linear(WIDTH, outputs)).to(dtype)
     fill_whole(model)
@@ -46,8 +46,8 @@ def mlp(
 
 
 class Exact(nn.Module):
-    """Exact. Layers by name: linear ones, for which a class says how many numbers they give, such
-    as ``class Two(Exact, first=WIDTH, last=OUTPUTS)``, and behind them what it is made with."""
+    """Exact. Linear layers by name: a class gives the number of outputs of each, such as ``class
+    Two(Exact, first=WIDTH, last=OUTPUTS)``, and the options that they are made with after it."""
 
     widths: ClassVar[Mapping[str, int]] = MappingProxyType({})
 
@@ -62,7 +62,7 @@ class Exact(nn.Module):
             setattr(self, name, value)
         fill_whole(self)
 
-    if TYPE_CHECKING:  # A layer is called, and its weight used.
+    if TYPE_CHECKING:  # Some models call a layer, others use its weight.
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -79,8 +79,8 @@ class Tied(Exact, first=WIDTH, middle=WIDTH, last=WIDTH):
 
 
 class Checkpointed(Exact):
-    """Exact. The middle layers are computed again in the backward: in one of its nodes, by a
-    backward of its own, if ``reentrant``."""
+    """Exact. The middle layers are recomputed in the backward; if ``reentrant``, by a nested
+    backward inside an autograd node."""
 
     def __init__(self, *, reentrant: bool = False) -> None:
         super().__init__(layers=mlp())
@@ -93,7 +93,7 @@ class Checkpointed(Exact):
 
 
 class TwoDtypes(Exact, single=WIDTH, low=WIDTH, single_again=WIDTH, low_again=OUTPUTS):
-    """Exact in fp32; in bf16 each gradient is rounded once, which any order of sums survives."""
+    """Exact in fp32. In bf16 each gradient is rounded once, whatever the order of the sums."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,8 +124,8 @@ class Layouts(Exact):
 
 
 class Branching(Exact, first=WIDTH, a=WIDTH, b=WIDTH, c=WIDTH):
-    """Exact. Takes the branches ``a``, ``b`` and ``c`` that it is asked to take; they may have
-    other dtypes."""
+    """Exact. Runs the requested branches among ``a``, ``b`` and ``c``, which may have different
+    dtypes."""
 
     def __init__(
         self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({}), outputs: int = WIDTH
@@ -160,7 +160,7 @@ class Shapes(Exact):
 
 
 class Complex(Exact):
-    """Exact. Two complex weights beside two real ones."""
+    """Exact. Two complex weights and two real ones."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -179,8 +179,8 @@ class Complex(Exact):
 class ConvNet(nn.Module):
     """Rounds. Convolutions and BatchNorm; ``channels_last`` for its weights.
 
-    The convolutions have no bias: BatchNorm takes it out again, so that its gradient would be
-    nothing but rounding errors, of which no two kernels make the same.
+    The convolutions have no bias: BatchNorm subtracts it again, so its gradient would consist of
+    rounding errors only, which differ between kernels.
     """
 
     def __init__(self, channels_last: bool = False) -> None:
@@ -202,7 +202,7 @@ class ConvNet(nn.Module):
 
 
 def gpt2(layers: int = 2) -> nn.Module:
-    """Rounds. Some layers of GPT-2, with its tied embedding, and no dropout."""
+    """Rounds. Layers of GPT-2 with its tied embedding, without dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -213,7 +213,7 @@ def gpt2(layers: int = 2) -> nn.Module:
 
 
 def whole_rows(generator: Generator, size: int, dtype: torch.dtype = torch.float32) -> Batch:
-    """Rows of whole numbers, and what each output counts in the loss."""
+    """Rows of integers, and the factor of each output in the loss."""
     rows = torch.randint(-3, 4, (size, WIDTH + OUTPUTS), generator=generator)
     inputs, factors = rows.to(dtype).split([WIDTH, OUTPUTS], 1)
     return inputs.contiguous(), factors.contiguous()
@@ -233,8 +233,8 @@ Loss = Callable[..., Tensor]
 
 
 def linear_loss(model: Any, batch: Batch, *takes: Any) -> Tensor:
-    """Linear in the output, so that gradients of whole numbers are whole numbers. ``takes`` are the
-    branches that a model with branches takes."""
+    """A loss that is linear in the output, so that gradients of integers are integers. ``takes``:
+    the branches that a model with branches runs."""
     inputs, factors = batch
     return (model(inputs, *takes) * factors).sum()
 
@@ -252,7 +252,7 @@ def language_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 class Average(torch.autograd.Function):
     """The average over the ranks of a group: a collective in the forward, and one in the backward,
-    as ``SyncBatchNorm`` has them on GPUs."""
+    as in ``SyncBatchNorm`` on GPUs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -1,5 +1,5 @@
-"""Stands for NCCL where there is none: notes what it is asked to register, or lets a module train
-with buckets that stay where they are, as registered ones do."""
+"""Stands in for NCCL on a machine without it: records the registrations, or lets a module train
+with buckets in fixed memory, as registered buckets are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU: Final = torch.device("cpu")
 
 
 class Backend:
-    """A backend that notes what it is asked for, in order."""
+    """A backend that records its calls in order."""
 
     mem_allocator = "NCCL's allocator"
 
@@ -38,7 +38,7 @@ class Backend:
 
 
 class Group:
-    """A process group of one such backend."""
+    """A process group with one such backend."""
 
     def __init__(self, backend: Any, bound: torch.device | None = CPU) -> None:
         self.backend = backend
@@ -51,7 +51,7 @@ class Group:
 
 @contextlib.contextmanager
 def on_the_host(backend: Backend) -> Iterator[None]:
-    """Pools of a GPU's memory are possible on the CPU. The backend notes what happens in them."""
+    """Make pools of GPU memory possible on the CPU. The backend records what happens in them."""
 
     @contextlib.contextmanager
     def allocating_in(pool: Any, device: Any) -> Iterator[None]:
@@ -75,13 +75,13 @@ def on_the_host(backend: Backend) -> Iterator[None]:
 
 @dataclass
 class Registry:
-    """What a rank has asked NCCL for.
+    """The registrations that a rank requested from NCCL.
 
     Attributes:
-        sizes: of the memory that was allocated, in bytes, in order.
-        data: the memory itself.
-        registered: the sizes of what was registered.
-        ended: how many pieces were deregistered.
+        sizes: sizes of the allocations, in bytes, in order.
+        data: the allocated memory.
+        registered: sizes of the registered memory.
+        ended: number of deregistrations.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -92,13 +92,13 @@ class Registry:
 
 @contextlib.contextmanager
 def registered_by_nobody() -> Iterator[Registry]:
-    """``FusionConfig(memory="registered")`` is possible, and its memory is the host's."""
+    """Make ``FusionConfig(memory="registered")`` possible with host memory."""
     registry = Registry()
 
     class Memory:
         def __init__(self, group: Any, device: torch.device, nbytes: int) -> None:
             del group
-            # NaN in each dtype: what nobody has written must not be sent.
+            # NaN in each dtype: memory that was not written must not be all-reduced.
             self.data = torch.full((nbytes,), 255, dtype=torch.uint8, device=device)
             registry.sizes.append(nbytes)
             registry.data.append(self.data)

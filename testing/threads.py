@@ -1,4 +1,4 @@
-"""Functions at once, each in a thread of its own."""
+"""Functions that run at the same time, each in its own thread."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def run_at_once(functions: Sequence[Callable[[], None]]) -> None:
-    """Run functions in threads that see the caller's context variables, torch's options among them.
+    """Run functions in threads that see the caller's context variables, including torch's options.
 
     Raises:
-        Exception: what one of them has raised, once all have ended.
+        Exception: the error of one of them, after all have ended.
     """
     with ThreadPoolExecutor(len(functions)) as pool:
         running = [pool.submit(contextvars.copy_context().run, each) for each in functions]

@@ -1,4 +1,5 @@
-"""What every test gets: caches of its own session, ranks to run on, and a look at what it left."""
+"""Fixtures of every test: its session's own caches, ranks to run on, and a check of what it leaves
+behind."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ EACH_TORCH = frozenset(
         *("test_comm_hooks.py", "test_construction.py", "test_forward.py"),
     }
 )
-"""Folders and files whose tests depend on torch's version, but for slow ones and those that are for
-the newest alone; those, and tests of others, are marked by themselves."""
+"""Folders and files whose tests depend on torch's version, except slow tests and those for the
+newest torch only; these, and tests elsewhere, are marked individually."""
 
 FLAG_VARIABLE = "FUSION_PASSES_DDP_FUSION"
 
@@ -35,10 +36,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # Before -m chooses by marker.
+@pytest.hookimpl(tryfirst=True)  # Before -m selects by marker.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is for nightly jobs; what trains in processes of its own is slow, and files
-    with such tests come first."""
+    """Deselect tests for nightly jobs. Tests that train in their own processes are slow, and files
+    with such tests run first."""
     for item in items:
         if "run_on_ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
@@ -55,17 +56,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays: the collections of tests need not look through all of torch."""
+    """Freeze existing objects, so that garbage collections of tests need not scan all of torch."""
     gc.freeze()
     gc.set_threshold(*COLLECTED_AFTER)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Gives the session an Inductor cache of its own, shared by all of its processes.
+    """Give the session its own Inductor cache, shared by all of its processes.
 
-    A user's cache stays as it is, and an old one cannot make a test pass. Kernels are compiled in
-    the process that needs them: pools of compilers beside the ranks only compete for the cores.
-    Torch takes this machine's vectors without a trial, which compiles six programs for each cache.
+    A user's cache is not changed, and an old one cannot make a test pass. Kernels are compiled in
+    the process that needs them, because pools of compilers would only compete with the ranks for
+    the cores. Torch uses this machine's vector instructions without a test, which would compile six
+    programs per cache.
     """
     if os.environ.get(FLAG_VARIABLE):
         raise pytest.UsageError(f"{FLAG_VARIABLE} is set: the tests need the flag off. Unset it.")
@@ -77,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
         database=None,
     )
     hypothesis.settings.load_profile("everywhere")
-    if not hasattr(config, "workerinput"):  # Workers of pytest-xdist have their parent's.
+    if not hasattr(config, "workerinput"):  # Workers of pytest-xdist share their parent's cache.
         directory = tempfile.mkdtemp(prefix="fusion-passes-cache-")
         config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory
@@ -85,9 +87,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
     import torch._inductor.config
 
-    # As on ranks: models of a few rows are computed by one thread, and others only spin.
+    # As on ranks: one thread computes models with few rows, and others would only spin.
     torch.set_num_threads(1)
-    # Read from the environment when torch was imported, which was before this.
+    # Torch reads it from the environment when it is imported, which already happened.
     torch._inductor.config.compile_threads = 1
     torch._inductor.config.cpp.vec_isa_ok = True
 
@@ -115,7 +117,7 @@ def run_on_ranks(pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
 
 @pytest.fixture(scope="session")
 def compiler() -> Iterator[Any]:
-    """A compiler for a GPU that need not be there."""
+    """A compiler for a GPU that need not exist."""
     import torch
 
     from tests.support.cuda_codegen import CardCompiler
@@ -129,10 +131,10 @@ def compiler() -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def _leaves_torch_as_it_was() -> Iterator[None]:
-    """The flag is off after a test, and what it and managed modules have changed in torch can be
-    put back, whoever still holds a module.
+    """Check that the flag is off after a test, and that changes in torch by it and by managed
+    modules can be undone, whoever still holds a module.
 
-    Each test begins as in a new process: the package has forgotten what tests before it have done.
+    Each test starts as in a new process: the package's state is reset.
     """
     import torch._inductor.config
 
@@ -167,11 +169,11 @@ def _leaves_no_processes(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _children() -> set[int]:
-    """Processes that this one has started, or had forked; empty where the system does not tell."""
+    """Processes that this one started or forked; empty if the system does not tell."""
     children: set[int] = set()
     for parent in ("self", fork_server_pid()):
         for file in Path(f"/proc/{parent}/task").glob("*/children"):
-            # A thread that ends meanwhile leaves its children to another.
+            # When a thread ends, another one inherits its children.
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 children.update(int(pid) for pid in file.read_text().split())
     return children

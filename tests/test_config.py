@@ -1,4 +1,4 @@
-"""Values of the flag: what is taken, and what is said about the others."""
+"""Values of the flag: the valid ones, and the errors for the others."""
 
 from __future__ import annotations
 

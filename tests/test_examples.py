@@ -1,4 +1,4 @@
-"""The small examples and those of trainers, each run as their page says, and fused."""
+"""The small examples and those of trainers: each runs as its page says, and is fused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_all_are_listed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly  # tests/reporting/test_explain.py has the command under torchrun.
+@pytest.mark.nightly  # tests/reporting/test_explain.py tests the command under torchrun.
 @pytest.mark.parametrize("name", sorted(path.stem for path in SMALL.glob("*.py")))
 def test_an_example_is_fused(name: str, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
@@ -52,5 +52,5 @@ def test_a_trainer_needs_nothing_but_the_flag(name: str, tmp_path: Path) -> None
     assert report["totals"]["gradients"] >= 41, "one for each parameter"
     assert report["totals"]["launches"] == 1
     for parameter, value in weights[""].items():
-        # Another compile: sums may be rounded otherwise. 8 steps of SGD move weights by 1e-3.
+        # Another compile may round sums differently. 8 steps of SGD move weights by 1e-3.
         torch.testing.assert_close(weights["concat"][parameter], value, rtol=1e-6, atol=1e-7)

@@ -1,4 +1,4 @@
-"""The pages of docs/: examples run, and that of messages is made from the code."""
+"""The pages of docs/: their examples run, and the page of messages is generated from the code."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_to_do_about_copied_gradients_is_in_the_symptoms() -> None:
     "path", [path for path in PAGES if ">>> " in path.read_text()], ids=lambda path: path.stem
 )
 def test_examples_run(path: Path) -> None:
-    """Those that are written as at Python's prompt, in a process group that sends nothing."""
+    """Run the examples of a page that are written for Python's prompt, in a fake process group."""
     torch._dynamo.reset()
     try:
         with fake_world():

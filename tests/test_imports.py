@@ -1,4 +1,4 @@
-"""The shape of the package: which way imports point, and who may name what."""
+"""The structure of the package: the direction of imports, and where private names may be used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOMS: Final = [
     *re.findall(r"^\| `fusion_passes/(\w+)", TABLE, re.MULTILINE),
     "__init__",
 ]
-"""Each room imports from those before it."""
+"""Each room imports only from rooms before it."""
 
 CORE: Final = ("graph", "layout", "reducer", "stored", "ddp")
 SLICES: Final = ("traced", "tuning", "reporting")
@@ -49,7 +49,7 @@ def _label(path: Path) -> str:
 
 
 def _room_of(path: Path) -> str:
-    """The folder of the package that a file is in, or the file itself beside those."""
+    """The folder of the package that a file is in, or the file itself if it is in none."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -91,7 +91,7 @@ def test_no_file_comes_to_import_itself() -> None:
         & modules.keys()
         for module, path in modules.items()
     }
-    TopologicalSorter(edges).prepare()  # An error that names the circle, if there is one.
+    TopologicalSorter(edges).prepare()  # Raises an error that names the cycle, if there is one.
 
 
 # --- torch's private names ---------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is made of what ranks tell of a scenario, and of two tensors."""
+"""The outcome of a scenario from the reports of its ranks, and the comparison of two tensors."""
 
 from __future__ import annotations
 

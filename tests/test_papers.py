@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING, the changelog and docs/: what they link to and name is there."""
+"""README, CONTRIBUTING, the changelog and docs/: their links and the names in them exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.launch import ROOT, tracked
 PAPERS: Final = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 FIRST_PAGES: Final = ("README", "start", "options", "support", "symptoms", "how_it_works")
-"""What somebody new to the package reads, in ``docs/``."""
+"""The pages for newcomers, in ``docs/``."""
 
 MAX_FIRST_WORDS: Final = 4000
 
@@ -29,7 +29,7 @@ CODE: Final = re.compile(r"`([^`\n]+)`")
 NAME: Final = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*(?:\(\))?")
 
 PLACEHOLDERS: Final = {"ddp_fusion_1_EraseDeadCode"}
-"""What a page itself gives a name to, or the code puts together."""
+"""Names that a page defines itself, or that code assembles."""
 
 
 def _label(path: Path) -> str:
@@ -43,12 +43,12 @@ def words_of_code() -> frozenset[str]:
 
 
 def prose(text: str) -> str:
-    """Without blocks of code."""
+    """The text without code blocks."""
     return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def anchors(text: str) -> set[str]:
-    """What links to headings of a page end with, as repository hosts make them."""
+    """Link targets of the headings of a page, as repository hosts make them."""
     headings = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -67,7 +67,7 @@ def broken_links(path: Path) -> Iterator[str]:
 
 
 def missing_files(text: str) -> Iterator[str]:
-    """Paths that a text names and that are not there, and tests that a file has not."""
+    """Paths and tests in a text that do not exist."""
     for name, test in PATH.findall(text):
         found = list(ROOT.glob(name.rstrip("/"))) if "*" in name else [ROOT / name]
         if not found or not found[0].exists():
@@ -98,7 +98,7 @@ def test_files_that_are_named_are_there() -> None:
 
 
 def test_names_are_those_of_the_code() -> None:
-    """But for the changelog, which also names what there was."""
+    """The changelog is excluded, because it also names earlier things."""
     papers = [path for path in PAPERS if path.stem != "CHANGELOG"]
     found = {_label(path): list(unknown_names(path.read_text())) for path in papers}
     assert {path: names for path, names in found.items() if names} == {}
@@ -119,7 +119,8 @@ def test_every_page_can_be_reached_from_readme() -> None:
 
 
 def test_options_are_explained() -> None:
-    """Where a user looks for them: in their table, and in the docstring that ``help`` shows."""
+    """Options are explained where a user looks: in their table, and in the docstring that ``help``
+    shows."""
     table = (ROOT / "docs" / "options.md").read_text()
     for field in dataclasses.fields(FusionConfig):
         assert f"| `{field.name}` |" in table

@@ -74,8 +74,8 @@ CONSTANTS = (
     torch._ops.OpOverloadPacket,
     torch._ops._OpNamespace,
 )
-"""Kinds of globals that are not changed; tuples, frozen sets, read-only mappings and frozen
-dataclasses of such are constants too."""
+"""Types of globals that do not change; tuples, frozen sets, read-only mappings and frozen
+dataclasses of these are constants too."""
 
 
 def _is_constant(value: object) -> bool:
@@ -91,7 +91,7 @@ def _is_constant(value: object) -> bool:
 
 
 def _bound_in(source: str) -> Iterator[str]:
-    """The names that a module binds itself, and does not import."""
+    """The names that a module binds itself, instead of importing them."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -101,7 +101,7 @@ def _bound_in(source: str) -> Iterator[str]:
 
 
 def undeclared(module: types.ModuleType) -> set[str]:
-    """The names of a module, and of its classes, for what can change and is not declared."""
+    """The names of mutable values of a module, and of its classes, that are not declared."""
     ids = {id(piece.value) for piece in process_state.pieces} | {id(process_state)}
     names = _bound_in(inspect.getsource(module))
     found = {name: vars(module)[name] for name in names if name != "__all__"}
@@ -132,9 +132,11 @@ def test_each_piece_says_what_it_is() -> None:
 
 
 def sizes() -> dict[str, int]:
-    """How many entries each piece has, in all of its tables."""
+    """Number of entries of each piece, in all of its tables."""
     pieces = process_state.pieces
-    ids = {id(piece.value) for piece in pieces}  # One may hold another, which counts by itself.
+    ids = {
+        id(piece.value) for piece in pieces
+    }  # A piece may hold another, which counts separately.
     return {piece.holds: _entries(piece.value, ids - {id(piece.value)}) for piece in pieces}
 
 
@@ -205,14 +207,14 @@ def _handed_over() -> Any:
 def _joining() -> Any:
     ddp = DistributedDataParallel(two_layers())
     with ddp.join(divide_by_initial_world_size=False):
-        ddp(torch.ones(2, 4))  # A fake group counts nobody, so there is no backward.
+        ddp(torch.ones(2, 4))  # A fake group counts no ranks, so there is no backward.
     return ddp
 
 
 def _late() -> Any:
     with inductor_config.patch(ddp_fusion=None):
         ddp = DistributedDataParallel(two_layers())
-    ddp(torch.ones(2, 4))  # DDP's own reducer runs over no fake group.
+    ddp(torch.ones(2, 4))  # DDP's own reducer does not run over a fake group.
     return ddp
 
 
@@ -289,14 +291,14 @@ def _world() -> Iterator[None]:
 
 
 def _forget() -> None:
-    torch._dynamo.reset()  # Compiled code can keep what it was traced with.
+    torch._dynamo.reset()  # Compiled code may keep objects that it was traced with.
     gc.collect()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_world")
 def test_what_is_about_a_module_goes_with_it() -> None:
-    # Torch keeps groups, and what it compiles with: all of that is there from now on.
+    # Torch keeps groups and objects that it compiles with: all of them exist from here on.
     made = [make() for make in KINDS]
     del made
     _forget()
@@ -316,7 +318,7 @@ def test_what_is_about_a_module_goes_with_it() -> None:
 
 
 def group_comes_and_goes() -> tuple[int, int, int]:
-    """Entries that are about a group: before there is one, meanwhile, and after."""
+    """Entries about a group: before it exists, while it exists, and afterwards."""
 
     def entries() -> int:
         gc.collect()

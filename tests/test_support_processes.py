@@ -1,4 +1,5 @@
-"""The harness itself: what a failure or a hang of one rank does to the others, and what is told."""
+"""The harness itself: the effect of a failure or hang of one rank on the others, and what is
+reported."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ def _abort_on_one() -> None:
 
 
 def _begin_together() -> None:
-    """Rank 0 may still be in the barrier with which a job begins, which a rank that is gone ends
-    with an error."""
+    """Wait until rank 0 has left the barrier at the start of a job: a rank that ends would make
+    that barrier fail."""
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
         store.set("rank 0 has begun", "")

@@ -1,7 +1,8 @@
-"""The installed torch has every name of it that the package needs.
+"""The installed torch has every private name that the package needs.
 
-The names are read from the code, so a new one is asked for without being listed. What is asked of
-objects that are made while a model trains, mypy and the other tests with ``each_torch`` show.
+The names are read from the code, so a new one is checked without being listed. Attributes of
+objects that are made while a model trains are covered by mypy and the other tests with
+``each_torch``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FILES: Final = sorted(PACKAGE.rglob("*.py"))
 PRIVATE: Final = sorted((PACKAGE / "torch_private").glob("*.py"))
 
 OLDER: Final = "older_torch.py"
-"""What it names, torch has before 2.13 only."""
+"""The file whose names exist only in torch before 2.13."""
 
 SOURCES: Final = {
     "_accum_grad_hooks": "torch.nn.parallel.distributed",
@@ -46,12 +47,12 @@ SOURCES: Final = {
     "maybe_subclass_metadata": "torch._functorch._aot_autograd.runtime_wrappers",
     "original_output_strides": "torch._inductor.compile_fx",
 }
-"""Names that the package looks up as texts, most with a default, so that nothing fails where they
+"""Names that the package looks up as strings, most with a default, so that nothing fails if they
 are gone; and the module of torch whose source has them."""
 
 
 def _missing(names: set[str]) -> list[str]:
-    """Dotted names that torch does not have."""
+    """Dotted names that do not exist in torch."""
     missing = []
     for name in sorted(names):
         try:

@@ -1,4 +1,4 @@
-"""The example: a small run under the real launcher, its gradient check, and Ctrl-C."""
+"""The example: a small run with the real launcher, its gradient check, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = ("--layers=1", "--width=32", "--batch=2", "--context=16", "--steps=8")
 
 
 @pytest.mark.slow
-@pytest.mark.nightly  # .ci/run trains it by its own launcher.
+@pytest.mark.nightly  # .ci/run trains it with its own launcher.
 def test_trains_fused_under_torchrun(tmp_path):
     timeline = tmp_path / "timeline.html"
     ways = ("--fusion=concat", "--style=inside", f"--timeline={timeline}")
@@ -113,7 +113,7 @@ def test_loss_that_does_not_fall_fails(after):
 
 @pytest.mark.parametrize(("factor", "exit_code"), [(1.0, 0), (2.0, 1)])
 def test_exit_code_follows_the_gradients(monkeypatch, capsys, factor, exit_code):
-    """One rank, uncompiled; the gradients of the run itself are multiplied by the factor."""
+    """One rank, uncompiled; the gradients of the run are multiplied by the factor."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -1,4 +1,4 @@
-"""Which versions of torch are supported, and what is kept for the older ones of them."""
+"""The supported versions of torch, and the code that exists only for older ones."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ PACKAGE = Path(fusion_passes.__file__).parent
 SETUP = PACKAGE.parent / "setup.py"
 
 SUPPORTED = 5
-"""Minor releases of torch, the newest ones."""
+"""Number of supported minor releases of torch, the newest ones."""
 
 
 def _range() -> tuple[int, int]:
-    """The oldest supported minor release of torch 2, and the first that is not yet."""
+    """The oldest supported minor release of torch 2, and the first unsupported one after it."""
     found = re.search(r'"torch>=2\.(\d+),<2\.(\d+)"', SETUP.read_text())
     assert found is not None, "setup.py says which torch it needs"
     return int(found[1]), int(found[2])
@@ -55,7 +55,8 @@ def test_each_name_for_older_torch_says_how_long_it_stays() -> None:
 
 
 TELLING = ("measure.py", "registered_memory.py", "report.py")
-"""Files that say which torch it was, of a profile, a report, an error, and decide nothing by it."""
+"""Files that record the version of torch (of a profile, a report, an error), and decide nothing by
+it."""
 
 
 def test_other_code_asks_for_no_version_of_torch() -> None:

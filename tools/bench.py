@@ -1,10 +1,9 @@
-r"""The same training step under each way of reducing gradients that there is, side by side.
+r"""Compares the same training step under each way to reduce gradients.
 
-Each method runs in processes of its own, one a rank, and takes its turn in each round; its figure
-is its time over that of the model without DDP, compiled, in the same round. Beside the methods
-stands an all-reduce of all gradients alone. Gradients are compared with eager DDP's in the same
-run. Prints a table; ``--output DIR`` has all that was measured and the logs. docs/bench.md says
-what the figures mean.
+Each method runs in its own processes, one per rank, and takes its turn in each round; its figure is
+its time divided by that of the compiled model without DDP in the same round. The table also has an
+all-reduce of all gradients alone. Gradients are compared with eager DDP's in the same run. Prints a
+table; ``--output DIR`` keeps all measurements and the logs. docs/bench.md explains the figures.
 
     python tools/bench.py --quick                             # under 3 minutes, to see that it runs
     python tools/bench.py --model gpt2 mlp                    # on the network as it is
@@ -64,13 +63,13 @@ from workloads.ways import AUTO, EAGER, OURS, PLAIN, WAYS
 FILE: Final = "bench.json"
 
 DEFAULT_WAYS: Final = ("DDPOptimizer", "torch concat", *OURS, AUTO)
-"""Beside no DDP and eager DDP."""
+"""Methods that are measured by default, besides no DDP and eager DDP."""
 
 QUICK: Final = {
     "model": ["mlp"],
     "size": "tiny",
-    # Whether torch's passes run is no result of a quick run. Of ours, the one that also measures
-    # what collectives cost.
+    # Whether torch's passes run is no result of a quick run. One of ours is enough: the one that
+    # also measures the costs of collectives.
     "ways": [AUTO],
     "rounds": 2,
     "round_seconds": 0.1,
@@ -78,11 +77,11 @@ QUICK: Final = {
 """Defaults of the quick form."""
 
 START_S: Final = 900.0
-"""At most, for a first step: compilation on a busy core."""
+"""Time limit of a first step, in seconds: compilation on a busy core."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the bench; 1 if a method of ours failed or is wrong."""
+    """Run the bench; 1 if one of our methods failed or is wrong."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _options(given)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -103,7 +102,7 @@ def _rows(cells: Sequence[Comparison]) -> list[Row]:
 
 
 def _origin(arguments: Sequence[str]) -> dict[str, str]:
-    """Where figures are from that are measured now."""
+    """Origin of figures that are measured now."""
     return {
         "date": str(datetime.date.today()),
         "command": shlex.join(["python", "tools/bench.py", *arguments]),
@@ -113,7 +112,7 @@ def _origin(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _write(cells: Sequence[Comparison], origin: dict[str, str], output: Path) -> None:
-    """Keep all that was measured."""
+    """Write all measurements to files."""
     rows = [dataclasses.asdict(row) for row in _rows(cells)]
     data: dict[str, Any] = {**origin, "cells": [cell.to_json() for cell in cells], "rows": rows}
     (output / FILE).write_text(json.dumps(data) + "\n")
@@ -178,8 +177,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 def _measure(
     cells: list[Comparison], options: argparse.Namespace, keep: Callable[[], None]
 ) -> None:
-    """Measure all models: a cell for each, and ``keep`` what there is so far, if the next one is
-    too much for the machine."""
+    """Measure all models: one cell per model. ``keep`` the results after each, in case the next one
+    exhausts the machine."""
     with contextlib.ExitStack() as stack:
         network = local_network(options.ranks)
         if options.rate:
@@ -197,7 +196,8 @@ def _measure(
 
 
 def methods_of(options: argparse.Namespace) -> list[Method]:
-    """No DDP, eager DDP, and those that are asked for, at their defaults before all with caps."""
+    """No DDP, eager DDP, and the requested methods: first with their defaults, then with all
+    caps."""
     names = list(dict.fromkeys([PLAIN, EAGER, *options.ways]))
     capped = [(name, cap) for name in names if WAYS[name].caps for cap in options.caps]
     defaults = [Method(name, answer_s=options.timeout) for name in names]
@@ -232,11 +232,11 @@ class Measuring:
         shutil.rmtree(self._directory / "caches", ignore_errors=True)
 
     def _measure_at(self, rate: str) -> None:
-        """Let all methods take turns at a rate."""
+        """Measure all methods in turns at a rate."""
         cell, options = self._cell, self._options
         self._network.set_rate(rate)
         for method in cell.methods:
-            # Its buckets follow from what it measures there.
+            # Its buckets depend on measurements at this rate.
             if method.way.measures_network and not method.wrong:
                 method.kill()
                 method.planned_for = rate
@@ -255,7 +255,7 @@ class Measuring:
             cell.measure_firsts(rate, self._place(rate), START_S, options.first)
 
     def _start(self, method: Method, rate: str) -> None:
-        """Start a method; twice, if its first run measures what the second plans from."""
+        """Start a method; twice if its second run plans from the measurements of its first one."""
         place = self._place(rate)
         if method.way.measures_network:
             self._say(f"{method.label}, a run that measures")
@@ -270,7 +270,7 @@ class Measuring:
         method.check(self._reference, TOLERANCE, writes=method is self._cell.methods[1])
 
     def _place(self, rate: str) -> Place:
-        """Where ranks run, with the profiles of a network of a rate."""
+        """The place where ranks run, with the profiles of a network of this rate."""
         options, network = self._options, self._network
         variables = {DIRECTORY_VARIABLE: str(self._directory / "profiles" / rate)}
         if network.interface == DEVICE:

@@ -1,4 +1,4 @@
-"""What the commands share: where ``testing/`` is, their help, and how they are interrupted."""
+"""Common code of the commands: the path of ``testing/``, their help, and interrupts."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from types import FrameType
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-"""In which testing/ is beside tools/; no installed package has it."""
+"""The folder that contains testing/ and tools/, which no installed package has."""
 
-sys.path.append(str(ROOT))  # Last: what is installed counts.
+sys.path.append(str(ROOT))  # Appended last: an installed package takes precedence.
 
 INTERRUPTED: Final = 130
-"""Exit status of a run that was interrupted, as a shell's."""
+"""Exit status of an interrupted run, as in a shell."""
 
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is a tool's docstring, as it stands there."""
+    """A parser whose help is a tool's docstring, unchanged."""
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
 def exit_on_signals() -> None:
-    """Have an interrupt, a termination and the end of the terminal exit the program, so that it
-    cleans up and says what it has found: whatever stands in ``finally``."""
+    """Make an interrupt, a termination and a hangup of the terminal exit the program normally, so
+    that it cleans up and prints its results: all ``finally`` blocks run."""
 
     def end(_: int, __: FrameType | None) -> None:
         sys.exit(INTERRUPTED)
@@ -40,8 +40,8 @@ def exit_on_signals() -> None:
 
 
 def run_pytest(file: Path, arguments: Sequence[str]) -> int:
-    """Run the tests of a file, with options for pytest. Where the run is terminated, tests clean up
-    as where it is interrupted."""
+    """Run the tests of a file, with options for pytest. On termination, tests clean up as on an
+    interrupt."""
     import pytest
 
     for number in ENDING:

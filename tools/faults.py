@@ -1,9 +1,9 @@
-"""Injects faults into small trainings over Gloo, with the flag and without, and fails where the
-flag makes it worse: a hang, an error that comes later or hides another, something left behind.
+"""Injects faults into small trainings over Gloo, with the flag and without, and fails if the flag
+makes the result worse: a hang, an error that is later or hides another one, or leftovers.
 
 Each scenario runs with eager DDP and with stock torch.compile(ddp), then under each mode of the
-flag. This is a run of pytest, with its options: ``-rP`` also shows what became of the ranks of a
-scenario that passes.
+flag. This is a pytest run with pytest's options: ``-rP`` also shows the ranks of scenarios that
+pass.
 
     python tools/faults.py                            # all: hours
     python tools/faults.py -k 'kill and concat'

@@ -1,8 +1,7 @@
 """Trains random models in random loops under the flag and beside eager DDP, and compares.
 
-A case follows from its seed alone. Each runs on processes that stay from case to case; what
-differs, crashes or hangs is run again on new ones, made as small as it gets, and written to the
-output directory.
+A case depends only on its seed. Cases run on processes that are kept from case to case; a case that
+differs, crashes or hangs is repeated on new ones, shrunk, and written to the output directory.
 
     python tools/fuzz.py --seeds 0:100
     python tools/fuzz.py --seeds 200:300 --seconds 1800 --output fuzz
@@ -62,8 +61,8 @@ def _seeds(text: str) -> range:
 
 def _prepare() -> None:
     """Set the environment of the ranks: kernels are kept in a directory that this user's runs
-    share, and a rank compiles where it needs one. Pools of compilers beside the ranks only compete
-    for the cores."""
+    share, and a rank compiles in its own process, because pools of compilers would compete with the
+    ranks for the cores."""
     cache = f"{tempfile.gettempdir()}/fusion-passes-fuzz-{os.getuid()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -96,8 +95,8 @@ def _run_all(runner: Runner, options: argparse.Namespace) -> int:
 def _run_again(
     runner: Runner, case: Case, outcome: Outcome, past: list[int], options: argparse.Namespace
 ) -> None:
-    """Run a finding on new ranks, for what a case before left behind could be its cause. Write it
-    as it was drawn, then as small as it gets."""
+    """Repeat a finding on new ranks, because an earlier case could be its cause. Write the case as
+    drawn, then the shrunk one."""
     runner.renew()
     again = runner.run(case)
     path = options.output / f"{case.seed}.json"

@@ -1,10 +1,10 @@
-"""Runs all that needs a GPU, in minutes, with the torch that is installed.
+"""Runs all checks that need a GPU, in minutes, with the installed torch.
 
-Trains norms in sizes that people train, all options, and buckets that NCCL has registered beside
-eager DDP; sets steps, peak memory and starts beside no DDP and torch's own methods, on two ranks of
-one GPU and a network of several rates (over NCCL where it allows that, else over Gloo); counts CUDA
-graphs; and times kernels that move gradients. Each part runs in processes of its
-own with a time limit, and its result is kept as soon as it ends. In the end all figures are
+Trains norms of realistic sizes, all options, and buckets that NCCL has registered, and compares
+with eager DDP; measures steps, peak memory and starts against no DDP and torch's own methods, on
+two ranks of one GPU and a network of several rates (over NCCL if it allows that, otherwise over
+Gloo); counts CUDA graphs; and times kernels that move gradients. Each part runs in its own
+processes with a time limit, and its result is kept as soon as it ends. At the end, all figures are
 printed, and which parts are wrong or were not run: ``--only`` runs those.
 
 The exit status is 1 if anything differs, failed, or was not run.
@@ -39,7 +39,7 @@ SECONDS: Final = 480.0
 
 
 def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
-    """Run parts; 1 if something is wrong, or there is no GPU."""
+    """Run parts; 1 if something is wrong, or if there is no GPU."""
     options = _parser([part.name for part in parts]).parse_args(arguments)
     chosen = [part for part in parts if not options.only or part.name in options.only]
     if options.list:
@@ -86,12 +86,12 @@ class Session:
         self._mps = ""
 
     def run(self, parts: Sequence[Part]) -> int:
-        """Run them, and print what there is to know; the exit status."""
+        """Run the parts, and print the results; the exit status."""
         (self._options.results / "logs").mkdir(parents=True, exist_ok=True)
         try:
             parts = self._able(parts)
             for is_timed, group in itertools.groupby(parts, lambda part: bool(part.measure)):
-                # What is timed runs alone; on the CPU no time says anything.
+                # Timed parts run alone; on the CPU, times have no meaning.
                 is_alone = is_timed and self._machine.device == "cuda"
                 self._run_all(list(group), 1 if is_alone else self._options.jobs)
         finally:
@@ -103,7 +103,7 @@ class Session:
         return int(not are_right)
 
     def _able(self, parts: Sequence[Part]) -> list[Part]:
-        """The parts that the machine can run; say which it cannot."""
+        """The parts that the machine can run; print those that it cannot."""
         if any(part.ranks > 1 for part in parts):
             self._backend_of_two, reason = self._choose_backend()
             print(f"Two ranks: {self._backend_of_two}{f', since {reason}' if reason else ''}.")
@@ -111,14 +111,14 @@ class Session:
         for part in parts:
             where = (self._backend(part), self._machine.device, part.mode)
             if where == ("gloo", "cuda", "coalesced"):
-                # In torch, all_reduce_coalesced of Gloo refuses tensors of a GPU.
+                # In torch, all_reduce_coalesced of Gloo refuses GPU tensors.
                 print(f"Left out: {part.name}: Gloo has no coalesced all-reduce on GPUs.")
             else:
                 able.append(part)
         return able
 
     def _choose_backend(self) -> tuple[str, str]:
-        """Over what two ranks reduce, and why not over NCCL."""
+        """The backend for two ranks, and the reason if it is not NCCL."""
         if self._machine.device == "cpu":
             return "gloo", "this is the CPU"
         self._backend_of_two, failure = "nccl", ""
@@ -133,7 +133,7 @@ class Session:
         return ("gloo", failure) if failure else ("nccl", "")
 
     def _services(self) -> Iterator[str]:
-        """The directory of a Multi-Process Service, where one can be started; then none."""
+        """The directory of a Multi-Process Service if one can be started; then none."""
         directory = self._work / "mps"
         if control_mps(directory, "-d"):
             yield str(directory)
@@ -146,7 +146,7 @@ class Session:
         return "nccl" if self._machine.device == "cuda" else "gloo"
 
     def _run_all(self, parts: Sequence[Part], jobs: int) -> None:
-        """Run parts in their order, some at a time; keep each result as it comes."""
+        """Run parts in their order, ``jobs`` at a time; keep each result as it arrives."""
         with ThreadPoolExecutor(jobs) as pool:
             futures = [pool.submit(self._run_part, part) for part in parts]
             try:
@@ -160,7 +160,7 @@ class Session:
                 raise
 
     def _run_part(self, part: Part) -> Result | None:
-        """Run a part; ``None`` if there is no time for it."""
+        """Run a part; ``None`` if there is not enough time."""
         left_s = self._deadline - time.monotonic()
         if left_s < min(part.least_s, self._options.seconds):
             print(f"{part.name}: not run, {max(0.0, left_s):.0f} s are left", flush=True)
@@ -173,7 +173,7 @@ class Session:
             memory_gib=self._machine.memory_gib,
             mps=self._mps,
         )
-        # Who gives more time has a slow machine.
+        # A user who gives more time has a slow machine.
         limit_s = min(part.limit_s * max(1.0, self._options.seconds / SECONDS), left_s)
         logs = self._options.results / "logs"
         return run_part(part, site, work=self._work, logs=logs, limit_s=limit_s)
@@ -190,7 +190,7 @@ class Session:
                 print(f"  {row.title}: {row.words}", flush=True)
 
     def _say(self, parts: Sequence[Part]) -> None:
-        """Print the figures of all parts that measure, and how many parts are right."""
+        """Print the figures of all parts that measure, and the number of parts that are right."""
         print(f"\n{self._machine.words}")
         for part in parts:
             if part.measure and (result := self._results.get(part.name)):

@@ -1,8 +1,8 @@
-"""docs/messages.md, from the code: what the package says to people, by its first words.
+"""Generates docs/messages.md from the code: the package's messages, by their first words.
 
     python tools/messages.py > docs/messages.md
 
-The sources alone are read. What differs from case to case is written as an ellipsis.
+Only the sources are read. Text that varies is written as an ellipsis.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOT_FOR_USERS: Final = (
     "torch_private",
     "traced",
 )
-"""Rooms whose errors are bugs of the package, but for files with parts."""
+"""Rooms whose errors are bugs of the package, except files of :data:`WITH_PARTS`."""
 
 WITH_PARTS: Final = (
     "config.py",
@@ -34,8 +34,8 @@ WITH_PARTS: Final = (
     "tuning",
     "warnings.py",
 )
-"""Rooms and files that also return and keep what becomes a part of a message, or a reason in the
-report."""
+"""Rooms and files that also return and keep strings that become a part of a message, or a reason in
+the report."""
 
 PARTS: Final = "Reasons and parts"
 
@@ -45,25 +45,26 @@ KINDS: Final = {
     "In the log and on the screen": re.compile("warning|info|print|exit"),
     PARTS: re.compile("append"),
 }
-"""What is called with a message, by the heading under which the message is."""
+"""Functions that are called with a message, by the heading of the page."""
 
 SHORTEST: Final = 30
-"""Characters of a message. What is shorter is a part of one, or for no people."""
+"""Minimum length of a message, in characters. A shorter string is a part of one, or not for
+people."""
 
 UNKNOWN: Final = "\N{HORIZONTAL ELLIPSIS}"
 
 HEAD: Final = f"""\
 # Every warning and error
 
-Find a message here by its first words; `{UNKNOWN}` stands for what differs from case to case. It
-says itself what to do, and [symptoms](symptoms.md) has what to do where there is none. This page is
-made from the code (`python tools/messages.py > docs/messages.md`).
+Find a message by its first words; `{UNKNOWN}` stands for text that varies. Each message says what
+to do; [symptoms](symptoms.md) covers problems without a message. This page is generated from the
+code (`python tools/messages.py > docs/messages.md`).
 """
 
 
 def text_of(node: ast.AST | None, names: dict[str, str]) -> str:
-    """The text that an expression makes, with an ellipsis for each part that is not known; in
-    ``names`` are the texts of constants."""
+    """The string of an expression, with an ellipsis for each unknown part; ``names``: strings of
+    constants."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return re.sub(r"%[sdr]", UNKNOWN, node.value)
     if isinstance(node, ast.JoinedStr):
@@ -76,7 +77,7 @@ def text_of(node: ast.AST | None, names: dict[str, str]) -> str:
 
 
 def constants(trees: Iterable[ast.Module]) -> dict[str, str]:
-    """The texts of constants, of those that have one text wherever they are defined."""
+    """The strings of constants that have one value wherever they are defined."""
     found: dict[str, set[str]] = {}
     for node in (node for tree in trees for node in tree.body):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -86,7 +87,7 @@ def constants(trees: Iterable[ast.Module]) -> dict[str, str]:
 
 
 def messages(tree: ast.Module, names: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """The texts that a file has for people, each with its heading."""
+    """The messages of a file for people, each with its heading."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func).rpartition(".")[2]

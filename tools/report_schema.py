@@ -1,5 +1,5 @@
-"""The JSON Schema of a report's JSON, from the classes that it is written from: their fields, and
-what their docstrings say of each.
+"""Generates the JSON Schema of a report's JSON from its classes: their fields, and the descriptions
+in their docstrings.
 
 python tools/report_schema.py > docs/report.schema.json
 """
@@ -19,7 +19,7 @@ from fusion_passes.reporting.records import SCHEMA, Report
 def json_schema() -> dict[str, Any]:
     """The schema, with a sentence for each field."""
     schema = TypeAdapter(Report).json_schema(mode="serialization")
-    # It is no part of the JSON.
+    # It is not in the JSON.
     del schema["properties"]["timeline"]
     for name in ("Timeline", "RankSteps", "Span"):
         del schema["$defs"][name]
@@ -32,7 +32,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _describe(item: dict[str, Any]) -> None:
-    """Give each field of a class what the class's docstring says of it."""
+    """Add the description in a class's docstring to each of its fields."""
     said, _, attributes = item["description"].partition("\n\nAttributes:\n")
     item["description"] = _one_line(said)
     for name, words in re.findall(r"^    (\w+): (.+(?:\n {5,}.+)*)", attributes, re.MULTILINE):

@@ -3,8 +3,8 @@
     python3 tools/setup_env.py [--torch REQUIREMENT] -- COMMAND [ARGUMENT ...]
 
 The environment is a folder in the checkout: ``.venv`` for the default torch, ``.venv-newest`` for
-``--torch torch``, ``.venv-2.15.0`` for ``--torch torch==2.15.0``. It is made once; a change of
-setup.py, of the Python, or of the checkout's place makes it anew.
+``--torch torch``, ``.venv-2.15.0`` for ``--torch torch==2.15.0``. It is made once, and again after
+a change of setup.py, of the Python, or of the checkout's path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IMPORTED = "import torch._dynamo.compiled_autograd, torch._inductor.compile_fx, 
 
 
 def main() -> NoReturn:
-    """Set up, and replace this process; or exit, and say what is wrong."""
+    """Set up, and replace this process; on an error, print it and exit."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [--torch REQUIREMENT] -- COMMAND [ARGUMENT ...]"
     )
@@ -38,7 +38,7 @@ def main() -> NoReturn:
             f"setup: Python must be 3.10 or newer, but {sys.executable} is "
             f"{platform.python_version()}. Choose another: make PYTHON=python3.11 ..."
         )
-    # make gives an empty one.
+    # make passes an empty one.
     requirement = options.torch or DEFAULT_TORCH
     environment = ROOT / folder_name(requirement)
     try:
@@ -49,17 +49,17 @@ def main() -> NoReturn:
 
 
 def folder_name(requirement: str) -> str:
-    """Where the environment for this torch stands in the checkout."""
+    """Folder of the environment for this torch in the checkout."""
     if requirement == DEFAULT_TORCH:
         return ".venv"
     return ".venv-" + requirement.replace("torch==", "").replace("torch", "newest")
 
 
 def ensure(environment: Path, requirement: str) -> None:
-    """Make the environment anew, or do nothing where it is already right.
+    """Create the environment anew, or do nothing if it is up to date.
 
     Raises:
-        subprocess.CalledProcessError: venv or pip failed, and has said why.
+        subprocess.CalledProcessError: venv or pip failed, and printed the reason.
     """
     stamp = environment / STAMP
     decisive = "\0".join([requirement, sys.version, sys.executable, str(ROOT), ""])
@@ -74,22 +74,22 @@ def ensure(environment: Path, requirement: str) -> None:
         stamp.unlink()
     subprocess.check_call([sys.executable, "-m", "venv", "--clear", str(environment)])
     python = str(environment / "bin" / "python")
-    # A fifth of the 12,600 files is ever imported: not to compile the others saves 20 s of a core.
-    # One process imports them here: of several that start at once, each would compile all.
+    # A fifth of the 12,600 files is ever imported: skipping the others saves 20 s of a core. One
+    # process imports them here: several that start at once would each compile all.
     command = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-compile"]
     command += [requirement, "--editable", f"{ROOT}[dev]"]
     if not sys.stderr.isatty():
         command.append("--quiet")
     subprocess.check_call(command)
-    # A torch that cannot be imported is for the user's command to say.
+    # If torch cannot be imported, the user's command reports it.
     subprocess.call([python, "-c", IMPORTED], stderr=subprocess.DEVNULL, env=keeping_bytecode())
     stamp.write_text(wanted)
 
 
 def keeping_bytecode() -> dict[str, str]:
-    """This process's variables, for one that keeps what it has compiled.
+    """This process's environment, for a process that keeps its bytecode.
 
-    Else each process compiles modules anew, which no user of an installed package does.
+    Otherwise each process would compile modules anew, which no user of an installed package does.
     """
     variables = dict(os.environ)
     variables.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -1,4 +1,4 @@
-"""Real text that is on every machine: the sources of Python's own standard library."""
+"""Real text that exists on every machine: the sources of Python's standard library."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Corpus:
         """Random pieces of this rank's share of the text.
 
         Returns:
-            inputs and targets, both ``int64[batch, context]``; a target is the byte that
-            follows. Equal arguments give equal batches.
+            inputs and targets, both ``int64[batch, context]``; a target is the byte that follows.
+            Equal arguments give equal batches.
         """
         share = self.train.numel() // world_size
         text = self.train[rank * share : (rank + 1) * share]
@@ -44,7 +44,7 @@ class Corpus:
         return _pieces(text, starts, context)
 
     def held_out_batch(self, *, batch: int, context: int) -> tuple[Tensor, Tensor]:
-        """Pieces spread evenly over the held-out text, the same at every call and rank."""
+        """Pieces spread evenly over the held-out text, the same in every call and on every rank."""
         starts = torch.linspace(0, self.held_out.numel() - context - 1, batch).long()
         return _pieces(self.held_out, starts, context)
 

@@ -18,25 +18,25 @@ Gradients: TypeAlias = "Mapping[str, Tensor]"
 TOLERANCE: Final = 2e-4
 """Largest error allowed, as a share of the largest element of the eager gradient.
 
-It stands between two numbers. Rounding: the compiled and the eager kernels sum the same fp32
-products in another order, which moves an element by a few 2**-24 (6e-8) of the sum of their
-magnitudes; carried through the layers and amplified by Adam over the steps compared, it comes to
-about 3e-5 (the run prints it). A wrong reduction: a gradient that was not averaged, averaged
-twice, from the wrong bucket, or from the step before is wrong by 0.1 to 1 and more, as the ranks
-train on different text.
+It lies between two numbers. Rounding: the compiled and the eager kernels sum the same fp32 products
+in another order, which moves an element by a few 2**-24 (6e-8) of the sum of their magnitudes;
+carried through the layers and amplified by Adam over the compared steps, it is about 3e-5 (the run
+prints it). A wrong reduction: a gradient that was not averaged, averaged twice, from the wrong
+bucket, or from the step before is wrong by 0.1 to 1 or more, because the ranks train on different
+text.
 """
 
 
 @dataclass(frozen=True)
 class GradientDifference:
-    """How far the gradients of one step are from the reference.
+    """The difference between the gradients of one step and the reference.
 
     Attributes:
         step: the optimizer step, from 0.
-        parameter: the name of the parameter that is furthest off.
+        parameter: name of the parameter with the largest error.
         max_abs_error: largest error of one element of any gradient; inf for a gradient that is
             missing or not finite.
-        max_relative_error: the largest error of an element over the largest element of its
+        max_relative_error: the largest error of an element divided by the largest element of its
             gradient, for the worst parameter.
     """
 
@@ -47,7 +47,7 @@ class GradientDifference:
 
     @property
     def ok(self) -> bool:
-        """Whether the gradients are equal but for rounding."""
+        """Whether the gradients are equal except for rounding."""
         return self.max_relative_error <= TOLERANCE
 
 
@@ -61,7 +61,7 @@ def copy_gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 def compare_gradients(step: int, actual: Gradients, expected: Gradients) -> GradientDifference:
-    """The largest differences over all parameters, on this rank alone."""
+    """The largest differences over all parameters, on this rank only."""
     names = sorted(actual.keys() | expected.keys())
     errors = {name: _errors(actual.get(name), expected.get(name)) for name in names}
     worst = max(names, key=lambda name: errors[name][1])
@@ -74,14 +74,14 @@ def compare_gradients(step: int, actual: Gradients, expected: Gradients) -> Grad
 
 
 def worst_over_ranks(difference: GradientDifference) -> GradientDifference:
-    """The difference on the rank where it is largest, so that all ranks decide alike."""
+    """The difference on the rank where it is largest, so that all ranks decide the same."""
     gathered: list[GradientDifference | None] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, difference)
     return max((d for d in gathered if d is not None), key=lambda d: d.max_relative_error)
 
 
 def _errors(actual: Tensor | None, expected: Tensor | None) -> tuple[float, float]:
-    """Largest error of an element, and that over the largest element expected."""
+    """Largest error of an element, and that error divided by the largest expected element."""
     if actual is None or expected is None or actual.shape != expected.shape:
         return math.inf, math.inf
     if expected.numel() == 0:

@@ -1,7 +1,7 @@
-"""Starts the example's processes with torchrun, and ends them all at once.
+"""Starts the example's processes with torchrun, and ends them all together.
 
-``torchrun`` itself answers Ctrl-C with a page of traceback; this calls the same code and turns
-the signal into an exit code. Torch is imported late, so that Ctrl-C is quiet from the start.
+``torchrun`` itself answers Ctrl-C with a page of traceback; this calls the same code and turns the
+signal into an exit code. Torch is imported late, so that Ctrl-C is quiet from the start.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CPU_PROCESSES: Final = 2
-"""Processes on a machine without CUDA: the fewest that have gradients to reduce."""
+"""Processes on a machine without CUDA: the smallest number with gradients to reduce."""
 
 
 def started_by_torchrun() -> bool:
@@ -27,16 +27,15 @@ def started_by_torchrun() -> bool:
 def end_at_once_on_interrupt() -> None:
     """Let SIGINT and SIGTERM end this process in the kernel.
 
-    Python's own handler for SIGINT runs only between two bytecodes: a rank that waits inside a
-    collective for a peer that is gone would never come to it, and would print a traceback if
-    it did.
+    Python's own handler for SIGINT runs only between two bytecodes: a rank that waits in a
+    collective for a peer that is gone would never reach it, and would print a traceback otherwise.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def launch(script: str, arguments: Sequence[str]) -> int:
-    """Run ``script`` once a rank on this machine and wait for all of them.
+    """Run ``script`` once per rank on this machine and wait for all ranks.
 
     Returns:
         0 where every rank ended well, the exit code of the first that failed, or 128 + the
@@ -46,7 +45,7 @@ def launch(script: str, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # torchrun logs each signal that it passes on and each rank that fails: both are told below.
+    # torchrun logs each signal that it passes on and each rank that fails: both are reported below.
     logging.disable(logging.ERROR)
     processes = _process_count()
     _set_environment(processes)
@@ -65,15 +64,15 @@ def launch(script: str, arguments: Sequence[str]) -> int:
 
 
 def _process_count() -> int:
-    """One process a GPU, or ``CPU_PROCESSES`` without CUDA."""
+    """One process per GPU, or ``CPU_PROCESSES`` without CUDA."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else CPU_PROCESSES
 
 
 def _set_environment(processes: int) -> None:
-    """Defaults for a run on one machine; what the user has set stays."""
-    # torchrun's own default is one thread a process, with a warning.
+    """Defaults for a run on one machine; the user's settings are kept."""
+    # torchrun's own default is one thread per process, with a warning.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // processes)))
     # Gloo looks up the host's name to choose an interface, and many containers can't.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

@@ -18,8 +18,8 @@ BYTES: Final = 256
 class Block(nn.Module):
     """Pre-norm transformer block: ``float[batch, context, width]`` to the same.
 
-    No linear layer has a bias. The bias of a key has a gradient of exactly zero in theory, so
-    what arithmetic leaves of it is rounding noise, which Adam would scale to full steps.
+    No linear layer has a bias. The bias of a key has a gradient of exactly zero in theory, so its
+    computed gradient is rounding noise, which Adam would scale to full steps.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what attention and then what the MLP makes of ``x``."""
+        """Add the output of attention, then that of the MLP, to ``x``."""
         batch, context, width = x.shape
         joined = self.query_key_value(self.attention_norm(x))
         split = joined.view(batch, context, 3, self.heads, width // self.heads)
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Next-byte model; its forward returns the mean cross entropy in nats a byte."""
+    """Next-byte model; its forward returns the mean cross entropy in nats per byte."""
 
     def __init__(self, *, layers: int, width: int, heads: int, context: int) -> None:
         super().__init__()

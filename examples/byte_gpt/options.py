@@ -1,4 +1,5 @@
-"""The example's command line. Imports no torch, so that ``--help`` and mistakes answer at once."""
+"""The example's command line. Imports no torch, so that ``--help`` and errors are printed at
+once."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ HEAD_WIDTH: Final = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What one run does; the same on every rank.
+    """The options of a run; the same on every rank.
 
     Attributes:
-        fusion: value for ``torch._inductor.config.ddp_fusion``; ``None`` leaves it off.
+        fusion: value of ``torch._inductor.config.ddp_fusion``; ``None`` leaves it off.
         style: where ``loss.backward()`` is called: ``"inside"`` the compiled function, or
             ``"outside"`` of it.
         steps: optimizer steps.
@@ -26,10 +27,10 @@ class Options:
         width: features of the residual stream.
         batch: sequences in one step of one rank.
         context: bytes in one sequence.
-        seed: of the initial weights, and with rank and step of every batch.
+        seed: seed of the initial weights and, with rank and step, of every batch.
         bucket_cap_mb: DDP's own option of this name, MiB. DDP's default of 25 would put this
             small model into two buckets, which shows little.
-        timeline: file for the page of the steps that were recorded; ``.html``.
+        timeline: file for the page of the recorded steps; ``.html``.
     """
 
     fusion: str | None
@@ -50,7 +51,7 @@ class Options:
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """The options on a command line; a mistake ends the process with code 2 and a sentence."""
+    """The options on a command line; an error ends the process with code 2 and a message."""
     values = vars(_parser().parse_args(arguments))
     if values["fusion"] == "none":
         values["fusion"] = None

@@ -1,4 +1,4 @@
-"""What a training does now: a bar in a terminal, a line now and then in a log."""
+"""Shows the progress of a training: a bar in a terminal, a line every few seconds in a log."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Final
 from tqdm import tqdm
 
 LOG_SECONDS: Final = 10.0
-"""Between two lines in a log."""
+"""Seconds between two lines in a log."""
 
 
 class Progress:
-    """Shows steps as they end, with the loss and the tokens a second.
+    """Shows steps when they end, with the loss and the tokens per second.
 
     Args:
-        steps: how many there will be.
-        step_tokens: of all ranks, in one step.
-        is_shown: whether on this rank.
+        steps: total number of steps.
+        step_tokens: tokens of all ranks in one step.
+        is_shown: whether to show it on this rank.
     """
 
     def __init__(self, steps: int, step_tokens: int, is_shown: bool) -> None:
@@ -31,7 +31,7 @@ class Progress:
             desc="compiling",
             unit="step",
             disable=self._is_log or not is_shown,
-            # Without tqdm's own rate, which counts the time of compiling.
+            # Without tqdm's own rate, which includes the time of compiling.
             bar_format="{desc}|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",
             mininterval=0.2,
         )
@@ -43,7 +43,7 @@ class Progress:
         self._bar.close()
 
     def advance(self, loss: float) -> None:
-        """Count a step. The rate leaves the first one out, in which everything compiles."""
+        """Count a step. The rate excludes the first step, in which everything compiles."""
         now = time.perf_counter()
         if self._steps == 0:
             self._start = now

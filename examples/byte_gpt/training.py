@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from byte_gpt.options import Options
 
 CHECKED_STEPS: Final = 3
-"""First steps whose gradients are compared with eager DDP's: the third comes after two updates
-of the parameters, so it is wrong if an earlier reduction was."""
+"""Number of first steps whose gradients are compared with eager DDP's: the third one comes after
+two updates of the parameters, so it is wrong if an earlier reduction was."""
 
 LEARNING_RATE: Final = 1e-3
 
@@ -46,7 +46,7 @@ Backward: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 
 @dataclass(frozen=True)
 class Rank:
-    """This process's place among the others."""
+    """The place of this process among the others."""
 
     index: int
     world_size: int
@@ -94,12 +94,12 @@ def _train(options: Options, rank: Rank) -> int:
 
 
 def failures(differences: list[GradientDifference], before: float, after: float) -> list[str]:
-    """A sentence for each thing that makes the run a failure.
+    """A sentence for each reason why the run is a failure.
 
     Args:
-        differences: of the checked steps, each from the rank where it is largest.
-        before: loss on held-out text before training, nats a byte.
-        after: the same after it.
+        differences: differences of the compared steps, each from the rank where it is largest.
+        before: loss on held-out text before training, in nats per byte.
+        after: the same loss after training.
     """
     sentences = [
         f"In step {difference.step} the gradient of {difference.parameter} is not eager DDP's: its "
@@ -113,7 +113,8 @@ def failures(differences: list[GradientDifference], before: float, after: float)
 
 
 def _join() -> Rank:
-    """Join the process group that torchrun describes: NCCL with one GPU a rank, else Gloo."""
+    """Join the process group that torchrun describes: NCCL with one GPU per rank, otherwise
+    Gloo."""
     local_rank = int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
@@ -146,7 +147,7 @@ def _wrap(model: nn.Module, options: Options, rank: Rank) -> DistributedDataPara
 
 
 def _compiled_backward(ddp: DistributedDataParallel, style: str) -> Backward:
-    """The two ways of writing a compiled training step."""
+    """The two ways to write a compiled training step."""
     if style == "inside":
 
         def whole_step(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -236,14 +237,14 @@ def _fused_training(
 
 @torch.no_grad()
 def _held_out_loss(model: nn.Module, options: Options, corpus: Corpus, rank: Rank) -> float:
-    """Nats a byte on text that no rank trains on, without compiling."""
+    """Loss on text that no rank trains on, in nats per byte, without compiling."""
     inputs, targets = corpus.held_out_batch(batch=HELD_OUT_BATCH, context=options.context)
     loss: Tensor = model(inputs.to(rank.device), targets.to(rank.device))
     return loss.item()
 
 
 def _show_report(options: Options, rank: Rank) -> None:
-    """What the flag did, and when each bucket was on its way in some of the first steps."""
+    """Print the report, and when each bucket was sent in some of the first steps."""
     if options.fusion is None:
         rank.say("\nNothing was fused: --fusion none leaves torch as it is.\n")
         return

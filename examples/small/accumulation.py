@@ -1,4 +1,4 @@
-"""Several batches a step: gradients are sent once, after the last of them."""
+"""Several batches per step: gradients are sent once, after the last batch."""
 
 import contextlib
 

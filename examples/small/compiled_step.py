@@ -17,7 +17,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 
 @torch.compile
 def train_step(inputs: torch.Tensor) -> torch.Tensor:
-    """Leave gradients, clipped, and return the loss."""
+    """Compute clipped gradients, and return the loss."""
     loss: torch.Tensor = (ddp(inputs) - inputs).square().mean()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)

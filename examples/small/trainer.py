@@ -13,22 +13,22 @@ torch._inductor.config.ddp_fusion = "concat"
 
 
 class Autoencoder(nn.Module):
-    """Returns its loss, as the trainer expects of a model."""
+    """Returns its loss, as the trainer expects."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
 
     def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """``float[batch, 64]`` to the mean square of what is lost."""
+        """``float[batch, 64]`` to the mean square of the reconstruction error."""
         return {"loss": (self.layers(inputs) - inputs).square().mean()}
 
 
 class LogReport(TrainerCallback):
-    """Puts the report's numbers into what the trainer logs, here and in TensorBoard."""
+    """Adds the report's numbers to those that the trainer logs, here and in TensorBoard."""
 
     def on_log(self, *_: Any, **known: Any) -> None:
-        """Add to the numbers of a step."""
+        """Add the numbers of a step."""
         known["logs"].update(fusion_passes.report().scalars())
 
 

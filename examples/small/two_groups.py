@@ -1,4 +1,4 @@
-"""Two modules of one model, each averaged over a process group of its own."""
+"""Two modules of one model, each averaged over its own process group."""
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ optimizer = torch.optim.AdamW(parameters)
 
 @torch.compile
 def reconstruct(inputs: torch.Tensor) -> torch.Tensor:
-    """Return what the two make of the inputs."""
+    """Return the two modules' reconstruction of the inputs."""
     outputs: torch.Tensor = decoder(encoder(inputs).relu())
     return outputs
 

@@ -1,4 +1,5 @@
-"""What the examples train: a small BERT that is to tell whether a text has more of one token."""
+"""The training of the examples: a small BERT that predicts whether a text contains one token more
+often than another."""
 
 import sys
 from pathlib import Path
@@ -14,14 +15,15 @@ import fusion_passes  # Reads FUSION_PASSES_DDP_FUSION, which sets the flag.
 
 STEPS: Final = 8
 BATCH: Final = 8
-"""Texts a step, on each process."""
+"""Texts per step, on each process."""
 
 RATE: Final = 0.05
-"""Of SGD: an optimizer that divides by the gradient's size would enlarge its rounding."""
+"""Rate of SGD: an optimizer that divides by the gradient's size would amplify its rounding."""
 
 
 def new_model() -> BertForSequenceClassification:
-    """The same on every process, and without dropout, so that two runs can be compared."""
+    """The model, the same on every process and without dropout, so that two runs can be
+    compared."""
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=64,
@@ -51,7 +53,7 @@ class Texts(Dataset[dict[str, Tensor]]):
 
 
 def save(model: torch.nn.Module) -> None:
-    """Write the weights, and what the flag has done, to the files that the command names."""
+    """Write the weights and the report to the files that the command names."""
     if dist.get_rank() == 0:
         weights, report = map(Path, sys.argv[1:])
         torch.save(model.state_dict(), weights)

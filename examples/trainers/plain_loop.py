@@ -1,4 +1,4 @@
-"""A loop of one's own over DistributedDataParallel."""
+"""A plain training loop with DistributedDataParallel."""
 
 import torch
 import torch.distributed as dist

@@ -31,13 +31,13 @@ from fusion_passes.torch_private.ddp import (
 )
 
 _LAYOUTS: Final = "_ddp_fusion_layouts"
-"""Attribute of a module that makes DTensors: a :class:`Layout` by parameter name. The layouts are
-an attribute of the module because Dynamo takes numbers in a module's attributes for constants;
-elsewhere, it makes numbers that differ symbolic."""
+"""Attribute of a module that makes DTensors: a :class:`DTensorLayout` by parameter name. The
+layouts are an attribute of the module because Dynamo takes numbers in a module's attributes for
+constants; elsewhere, it makes numbers that differ symbolic."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class DTensorLayout:
     """The properties of a DTensor that its local shard does not have: the tensor-parallel mesh, a
     placement for each mesh dimension, and the shape and stride of the whole tensor."""
 
@@ -46,7 +46,7 @@ class Layout:
     shape: torch.Size
     stride: tuple[int, ...]
 
-    def __deepcopy__(self, _: Any) -> Layout:
+    def __deepcopy__(self, _: Any) -> DTensorLayout:
         return self  # DTensor's operators would take a copy of the mesh for another mesh.
 
 
@@ -91,9 +91,9 @@ def make_dtensors_when_read(model: nn.Module) -> None:
             del table[number]
 
 
-def _find_layouts(module: nn.Module) -> dict[str, Layout]:
+def _find_layouts(module: nn.Module) -> dict[str, DTensorLayout]:
     return {
-        name: Layout(spec.mesh, tuple(spec.placements), spec.shape, tuple(spec.stride))
+        name: DTensorLayout(spec.mesh, tuple(spec.placements), spec.shape, tuple(spec.stride))
         for name, parameter in own_parameters(module).items()
         if parameter is not None and (spec := dtensor_spec(parameter)) is not None
     }
@@ -110,7 +110,7 @@ def _property(name: str) -> property:
         parameter = own_parameters(module).get(name)
         if parameter is None or isinstance(parameter, DTensor):
             return parameter
-        layout: Layout = module.__dict__[_LAYOUTS][name]
+        layout: DTensorLayout = module.__dict__[_LAYOUTS][name]
         return DTensor.from_local(
             parameter,
             layout.mesh,

@@ -34,7 +34,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import fx
 
-from fusion_passes.graph.operators import AS_COMPLEX
+from fusion_passes.graph.custom_ops import AS_COMPLEX
 from fusion_passes.torch_private import OpOverload
 from fusion_passes.torch_private.autograd import schema
 

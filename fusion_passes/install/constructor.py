@@ -96,14 +96,15 @@ def _take_delayed(arguments: dict[str, Any]) -> dict[str, nn.Parameter]:
     for name, parameter in delayed.items():
         if known.get(name) is not parameter:
             raise ValueError(
-                f"delay_all_reduce_named_params of DistributedDataParallel: {name!r} must name the "
-                "parameter that it is given with, as module.named_parameters() does, and "
-                f"{'names another one' if name in known else 'names none of the module'}."
+                f"delay_all_reduce_named_params of DistributedDataParallel: {name!r} must be the "
+                "name that module.named_parameters() has for the parameter, but is the name of "
+                f"{'another' if name in known else 'no'} parameter. Pass pairs of "
+                "module.named_parameters()."
             )
     if not hooked.requires_grad:
         raise RuntimeError(
             "cannot register a hook on a tensor that doesn't require gradient: "
-            "param_to_hook_all_reduce of DistributedDataParallel must be a trained parameter."
+            "param_to_hook_all_reduce of DistributedDataParallel must be a parameter that does."
         )
     for name in _DELAY:
         del arguments[name]
@@ -137,7 +138,7 @@ def enter_forward(original: Callable[..., Any], ddp: DistributedDataParallel) ->
             f"late {name}",
             f"DistributedDataParallel({name}) was constructed before "
             "torch._inductor.config.ddp_fusion was set, so its gradients are not fused: DDP's own "
-            "reducer sends them. Set ddp_fusion before you construct it.",
+            "reducer all-reduces them. Set ddp_fusion before you construct it.",
         )
     return original(ddp)
 
@@ -172,7 +173,7 @@ def _check_reducer_mode() -> None:
         raise ValueError(
             f"torch._dynamo.config.optimize_ddp = {mode!r} contradicts "
             f"torch._inductor.config.ddp_fusion = {getattr(inductor_config, FLAG)!r}: the fusion "
-            "needs DDP's Python reducer, which it switches on itself. Leave optimize_ddp at its "
+            "needs DDP's Python reducer, which it enables itself. Leave optimize_ddp at its "
             "default, or set ddp_fusion = None."
         )
 
@@ -183,6 +184,6 @@ def _check_tracing(config: FusionConfig) -> None:
     if config.backward_graph == "aot_autograd" and dynamo_config().compiled_autograd:
         raise ValueError(
             "torch._dynamo.config.compiled_autograd = True cannot be combined with "
-            "FusionConfig.backward_graph = 'aot_autograd': compiled autograd cannot trace what a "
-            "reducer does. Set it to False, or leave backward_graph out."
+            "FusionConfig.backward_graph = 'aot_autograd': compiled autograd cannot trace calls of "
+            "the reducer. Set compiled_autograd = False, or omit backward_graph."
         )

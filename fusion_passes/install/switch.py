@@ -18,7 +18,7 @@ from fusion_passes.flag import active_config, add_flag
 from fusion_passes.install.compiles import compile_graph
 from fusion_passes.install.constructor import construct, enter_forward
 from fusion_passes.reducer.backward import RunningBackward, reducers, register_on_node
-from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.backward_counts import backward_counts
 from fusion_passes.reporting.modules import report_when_freed
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import inductor_config, owner_of_name
@@ -38,8 +38,8 @@ _DDP: Final = "torch.nn.parallel.DistributedDataParallel"
 
 replaced: Final = process_state.keep(
     dict[str, object](),
-    "the functions of torch that were replaced, by name: once the flag is unset and no managed "
-    "module is left, they must be there again",
+    "functions of torch that were replaced, by name; they are restored once the flag is unset and "
+    "no managed module is left",
     Lifetime.PROCESS,
     reset=dict.clear,
 )
@@ -61,17 +61,17 @@ def install_flag() -> None:
 def _note_averaged(run: RunningBackward, names: Sequence[str], copied: int) -> None:
     """Note for the report a backward whose gradients were averaged."""
     if run.is_traced:
-        backwards.note(tuple(names), "compiled_autograd")
+        backward_counts.note(tuple(names), "compiled_autograd")
     else:
-        backwards.note(tuple(names), "reducer", run.why_untraced, copied=copied)
+        backward_counts.note(tuple(names), "reducer", run.why_untraced, copied=copied)
 
 
 def _warn_of_option() -> None:
     warn_once(
         "an option of one compile",
-        "torch.compile(options={'ddp_fusion': ...}) has no effect: a module has the options that "
+        "torch.compile(options={'ddp_fusion': ...}) has no effect: a module keeps the options that "
         "it was constructed with. Set torch._inductor.config.ddp_fusion before you construct "
-        "DistributedDataParallel, and leave the option out.",
+        "DistributedDataParallel, and omit the option.",
     )
 
 

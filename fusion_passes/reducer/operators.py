@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fusion_passes.graph.operators import define, store
+from fusion_passes.graph.custom_ops import define, store
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.torch_private.autograd import running_node
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from fusion_passes.reducer.backward import reducers
-from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.backward_counts import backward_counts
 from fusion_passes.reporting.modules import module_reports
 from fusion_passes.reporting.spans import Event, RankTimeline, lane_of, timeline_of
 from fusion_passes.reporting.timeline import RankSteps, Timeline
@@ -94,7 +94,7 @@ class Recording:
         if self.is_done:
             return
         if is_profiling():  # A second profiler would replace the first.
-            self.abandon("the training runs a profiler of torch's itself, which knows the buckets")
+            self.abandon("another torch profiler is running; its trace names the buckets too")
             log.warning("No steps are recorded: %s", self.problem)
             return
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
@@ -107,7 +107,7 @@ class Recording:
         profiler.stop()
         self._profiler = None
         atexit.unregister(self.abandon)
-        backwards.after = None
+        backward_counts.after = None
         begin, ends = self._ends[0], self._ends[1:]
         whole = read_profile(profiler, begin, ends[-1])
         mine = RankSteps(
@@ -136,7 +136,7 @@ class Recording:
             self._profiler.stop()
             self._profiler = None
         self.problem = problem
-        backwards.after = None
+        backward_counts.after = None
 
 
 def _compile_s() -> float:
@@ -183,13 +183,13 @@ def record_steps(steps: int = 3, *, plain_steps: int = 3, gather: bool = True) -
     for name, value, least in (("steps", steps, 1), ("plain_steps", plain_steps, 0)):
         if value < least:
             raise ValueError(
-                f"{name} must be a whole number of at least {least}, but is {value!r}. Record at "
-                "least one step."
+                f"{name} must be an integer of at least {least}, but is {value!r}. Pass {least} or "
+                "more."
             )
     if last_recording and not last_recording[0].is_done:
         return last_recording[0]
     last_recording[:] = [Recording(steps, plain_steps, gather)]
-    backwards.after = last_recording[0].after_backward
+    backward_counts.after = last_recording[0].after_backward
     return last_recording[0]
 
 
@@ -250,7 +250,7 @@ def _gather(mine: RankSteps) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
         found |= _receive_all(world.size(), store, place)
         missing = [rank for rank in range(world.size()) if rank not in found]
     if missing:
-        log.warning("Ranks %s have not sent what they recorded.", missing)
+        log.warning("Ranks %s did not send their recorded steps.", missing)
     ranks = (
         replace(item, start_s=item.start_s - mine.start_s) for _, item in sorted(found.items())
     )
@@ -301,4 +301,4 @@ def _send(mine: RankSteps, store: Any, place: str) -> None:
         shifted = replace(mine, start_s=mine.start_s - ahead_s, clock_error_s=error_s)
         store.set(f"{place}/steps/{mine.rank}", zlib.compress(pickle.dumps(shifted)))
     except RuntimeError as error:
-        log.warning("Rank 0 does not take what this rank recorded: %s", error)
+        log.warning("Cannot send the recorded steps of this rank to rank 0: %s", error)

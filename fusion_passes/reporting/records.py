@@ -29,9 +29,9 @@ class BucketReport:
         num_bytes: size of the gradients, in bytes; sparse gradients count with all of their rows.
         sent_bytes: bytes that are sent: fewer than ``num_bytes`` in a smaller dtype; sparse
             gradients count with all of their rows.
-        scaling: how the gradients are scaled: a :data:`fusion_passes.traced.scaling.ScalingMethod`,
-            ``"hook"`` by a communication hook, or ``"rows"`` for sparse gradients, of which each
-            rank divides its own rows.
+        scaling: how the gradients are scaled: a
+            :data:`fusion_passes.traced.bucket_scaling.ScalingMethod`, ``"hook"`` by a communication
+            hook, or ``"rows"`` for sparse gradients, whose rows each rank divides itself.
         parameters: names of the parameters whose gradients the bucket holds, in the order in which
             the gradients lie there.
         copied: (parameter name, reason) of each gradient that a hook or the compiled backward

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fusion_passes.flag import active_config
-from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.backward_counts import backward_counts
 from fusion_passes.reporting.graphs import compile_log, one_for_each_plan
 from fusion_passes.reporting.modules import module_reports
 from fusion_passes.reporting.recording import last_recording
@@ -54,7 +54,7 @@ def report() -> Report:
         advice(steps, sent, traced),
         modules,
         graphs,
-        backwards.reports(),
+        backward_counts.reports(),
         _totals(modules, steps, timeline),
         timeline,
     )
@@ -128,14 +128,14 @@ def advice(
     if steps.network_s > steps.compute_s:
         return (
             f"{begin}: the network is busy for {_ms(steps.network_s)} and the rank computes for "
-            f"{_ms(steps.compute_s)}, so no order of buckets hides it all. Send less (reduce_dtype="
-            '"bf16"), or less often (more samples a step, or no_sync).'
+            f"{_ms(steps.compute_s)}, so no order of buckets can hide all of it. Send less "
+            '(reduce_dtype="bf16"), or less often (a larger batch per step, or no_sync).'
         )
     early = [item for item in traced if item.overlapped < item.following]
     if early:
         return (
             f"{begin}: the bucket of {early[0].parameters[0]} is waited for {early[0].waited}. "
-            "Leave what reads gradients out of the compiled backward."
+            "Keep code that reads gradients out of the compiled backward."
         )
     return f"{begin}: {_worst(steps, buckets)}"
 
@@ -143,29 +143,29 @@ def advice(
 def _worst(steps: StepTimes, buckets: Sequence[BucketReport]) -> str:
     timed = [(item, item.times) for item in buckets if item.times is not None]
     if not timed:
-        return "other collectives than the buckets' are what is not hidden."
+        return "it comes from collectives other than the buckets' all-reduces."
     worst, times = max(timed, key=lambda pair: pair[1].exposed_s)
     share = times.exposed_s / steps.exposed_s
     if share < MOST:
         if any(item.planned_s is not None for item in buckets):
-            return "no bucket has most of it. Compare the steps with those of fixed caps."
+            return "no single bucket causes most of it. Compare the step time with fixed caps."
         return (
-            'no bucket has most of it. Try ddp_fusion = "auto", which measures the network, or '
-            "another bucket_cap_mb, and compare the steps."
+            'no single bucket causes most of it. Try ddp_fusion = "auto", which measures the '
+            "network, or another bucket_cap_mb, and compare the step time."
         )
     names = worst.parameters
     last = "the last bucket" if worst is timed[-1][0] else worst.name
     held = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     if worst.num_bytes < SMALL_BYTES:
         remedy = (
-            "That is the latency of a message, which no cap makes shorter: a larger batch, or "
-            "no_sync, sends fewer."
+            "Its time is the latency of a message, which no cap shortens: use a larger batch, or "
+            "no_sync, to send fewer."
         )
     elif len(names) == 1:
-        remedy = "It is a single gradient, which no cap makes smaller: reduce_dtype does."
+        remedy = "It is a single gradient, which no cap makes smaller: use reduce_dtype."
     else:
-        remedy = "A lower bucket_cap_mb launches a part of it sooner."
-    return f"{last} has {share:.0%} of that: it holds {held}. {remedy}"
+        remedy = "A lower bucket_cap_mb launches a part of it earlier."
+    return f"{last} causes {share:.0%} of that: it holds {held}. {remedy}"
 
 
 def _ms(seconds: float) -> str:

@@ -21,10 +21,10 @@ from fusion_passes.warnings import named
 SCALED: Final = MappingProxyType(
     {
         "none": "not scaled",
-        "rows": "sparse, rows divided and summed",
+        "rows": "sparse: rows divided and summed",
         "collective": "averaged by the collective",
-        "hook": "given to its communication hook",
-        "store": "scaled where stored",
+        "hook": "passed to the communication hook",
+        "store": "scaled when stored",
         "bucket": "scaled in the bucket",
         "result": "scaled after the wait",
     }
@@ -35,7 +35,7 @@ MOST_ROWS: Final = 40
 
 _REDUCED_IN: Final[Mapping[ReducedIn, str]] = MappingProxyType(
     {
-        "reducer": "by a reducer, while the backward ran",
+        "reducer": "by the reducer while the backward ran",
         "compiled_autograd": "in a graph that compiled autograd traced",
     }
 )
@@ -97,7 +97,7 @@ def _of_module(module: ModuleReport) -> Iterator[_Line]:
     hook = f" {module.hook}" if module.hook else ""
     where = f"{module.mode}{hook}, {_counted(module.group_size, 'rank')} over {module.backend}"
     if not module.buckets:
-        text = f"{module.name}: no averaged backward has ended, so it has no buckets ({where})"
+        text = f"{module.name}: no averaged backward has ended yet, so it has no buckets ({where})"
         yield "", text
         return
     title = (
@@ -143,7 +143,7 @@ def _rows(buckets: Sequence[BucketReport], *, shows_module: bool = False) -> Ite
             yield head, text
             head = " " * len(head)
     if len(buckets) > MOST_ROWS:
-        yield "", f"and {len(buckets) - MOST_ROWS} buckets more, which the JSON has"
+        yield "", f"and {len(buckets) - MOST_ROWS} more buckets, which the JSON lists"
 
 
 def _columns(buckets: Sequence[BucketReport]) -> Iterator[_Column]:
@@ -210,7 +210,7 @@ def _of_totals(totals: Totals) -> Iterator[_Line]:
     if totals.steps is not None:
         steps = totals.steps
         overlap = f"{totals.overlap:.0%} of it hidden, " if totals.overlap is not None else ""
-        plain = f", {totals.plain_step_s * 1e3:.1f} ms without" if totals.plain_step_s else ""
+        plain = f", {totals.plain_step_s * 1e3:.1f} ms without it" if totals.plain_step_s else ""
         text = (
             f"{steps.step_s * 1e3:.1f} ms under the profiler{plain}; network busy for "
             f"{steps.network_s * 1e3:.1f} ms, {overlap}{steps.exposed_s * 1e3:.1f} ms "
@@ -219,7 +219,7 @@ def _of_totals(totals: Totals) -> Iterator[_Line]:
         yield "a step: ", text
     if totals.launches:
         text = (
-            f"{totals.gradients} gradients in {_counted(totals.launches, 'bucket')} a step; "
+            f"{totals.gradients} gradients in {_counted(totals.launches, 'bucket')} per step; "
             f"{format_bytes(totals.num_bytes)} of gradients, {format_bytes(totals.sent_bytes)} "
             f"sent, {totals.copied_gradients} gradients copied"
         )

@@ -1,6 +1,6 @@
 """Lowers the operators that store gradients in a reducer's memory. ``bucket`` becomes a call that
-returns the memory, and the gradients' own kernels write into it (see
-:mod:`fusion_passes.stored.memory`). The call that notifies the reducer runs after these kernels."""
+returns the memory, and the gradients' own kernels write into it: see
+:mod:`fusion_passes.stored.flat_buffer`. The call that notifies the reducer runs after them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import fx
 
-from fusion_passes.graph.operators import STORE, split_strides
+from fusion_passes.graph.custom_ops import STORE, split_strides
 from fusion_passes.reducer.operators import BUCKET, MARK_READY, STORE_GRADIENTS
-from fusion_passes.stored.memory import Memory
+from fusion_passes.stored.flat_buffer import FlatBuffer
 from fusion_passes.torch_private.inductor import (
     give_as_code_is_written,
     graph_lowering,
@@ -23,7 +23,7 @@ from fusion_passes.torch_private.inductor import (
     run_behind,
 )
 
-OWN_TENSOR: Final = "Inductor sums it in a tensor of its own, as in its mix-order reductions"
+OWN_TENSOR: Final = "Inductor's mix-order reduction may return it in a new tensor"
 
 OnStored: TypeAlias = Callable[[Sequence[int], Mapping[int, str]], None]
 """Called with the positions of a piece's parameters, and with the reason for each gradient that is
@@ -34,7 +34,7 @@ def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
     """Register Inductor lowerings of the operators of :mod:`fusion_passes.reducer.operators`, and
     call ``on_stored`` for each piece that is lowered."""
 
-    def store(
+    def lower_store(
         bucket: Any,
         gradients: Sequence[Any],
         offsets: Sequence[int],
@@ -43,16 +43,16 @@ def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
     ) -> None:
         bucket.realize()
         nodes: list[fx.Node] = graph_lowering().current_node.args[1]
-        memory = _ReducersMemory(bucket, nodes, gradients)
+        buffer = _ReducerBuffer(bucket, nodes, gradients)
         places = split_strides([node.meta["val"] for node in nodes], strides)
-        copied = memory.fill(list(zip(offsets, places, strict=True)))
+        copied = buffer.fill(list(zip(offsets, places, strict=True)))
         on_stored(positions, copied)
         arguments: list[Any] = [list(positions)]
-        sums = memory.sums
+        sums = buffer.sums
         if reported := [*copied, *sums]:
             # A graph from a cache is not lowered again, so it reports its copies when it runs.
             arguments += [[positions[number] for number in reported], ""]
-        marked = memory.call_behind(MARK_READY, *arguments)
+        marked = buffer.call_behind(MARK_READY, *arguments)
 
         def why() -> str:
             of_sums = ["" if is_fused_away(name) else OWN_TENSOR for name in sums.values()]
@@ -62,7 +62,7 @@ def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
             give_as_code_is_written(marked, why)
 
     register_lowering(BUCKET, _lower_bucket)
-    register_lowering(STORE_GRADIENTS, store)
+    register_lowering(STORE_GRADIENTS, lower_store)
 
 
 def _lower_bucket(
@@ -77,8 +77,8 @@ def _lower_bucket(
     return made if isinstance(made, ir.TensorBox) else ir.TensorBox.create(made)
 
 
-class _ReducersMemory(Memory):
-    """Memory of a reducer. ``bucket`` is the realized Inductor value of this memory."""
+class _ReducerBuffer(FlatBuffer):
+    """A buffer that the reducer allocates. ``bucket`` is its realized Inductor value."""
 
     def __init__(self, bucket: Any, nodes: Sequence[fx.Node], gradients: Sequence[Any]) -> None:
         super().__init__(bucket.data, nodes, gradients, bucket.get_device(), bucket.get_dtype())

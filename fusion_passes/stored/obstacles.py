@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from fusion_passes.graph.collectives import data_users, without_pins
+from fusion_passes.graph.custom_ops import PACK
 from fusion_passes.graph.families import (
     COPY,
     ITEMS,
@@ -17,7 +18,6 @@ from fusion_passes.graph.families import (
     is_library_kernel,
     stores_unscaled,
 )
-from fusion_passes.graph.operators import PACK
 from fusion_passes.torch_private.inductor import (
     graph_lowering,
     inductor_ir,
@@ -37,14 +37,14 @@ def obstacle_to_storing(
         return None  # The kernel that writes the place computes it.
     whole = place_of_buffer(gradient, place)
     if whole is None:
-        return "it is a view of a tensor that is laid out in another way"
+        return "it is a view of a buffer with another layout"
     if isinstance(buffer, ir.InputBuffer | ir.ConstantBuffer):
-        return "it is an input of the graph"
+        return "it is a graph input"
     if _is_read_elsewhere(node):
-        return "something else reads it too"
+        return "another node reads it too"
     if is_changed:
         is_generated = isinstance(buffer, ir.Loops | ir.ComputedBuffer)
-        return None if is_generated else f"{_operator(node)} neither casts nor scales its result"
+        return None if is_generated else f"{_operator(node)} cannot cast or scale its result"
     return _layout_obstacle(node, box, whole)
 
 
@@ -77,7 +77,7 @@ def reason_for_copy(node: fx.Node, gradient: Any) -> str | None:
     ir, source = inductor_ir(), _source(node)
     is_generated = isinstance(box_of(gradient).data, ir.Loops | ir.ComputedBuffer)
     if is_generated and is_library_kernel(source) and not stores_unscaled(source):
-        return f"{_operator(node)} gives it in another layout"
+        return f"{_operator(node)} returns it in another layout"
     return None
 
 
@@ -137,13 +137,13 @@ def _layout_obstacle(node: fx.Node, box: Any, place: Any) -> str | None:
     if isinstance(buffer, ir.Loops):
         return None
     if isinstance(buffer, ir.ExternKernelAlloc | ir.MultiOutput):
-        return f"{_operator(node)} allocates its result itself"
+        return f"{_operator(node)} allocates its own result"
     if isinstance(buffer, ir.MultiTemplateBuffer):
         fits = ir.ConcatKernel.can_realize_into_without_copy(box, place)
-        return None if fits else "max_autotune has not chosen its kernel yet"
+        return None if fits else "max_autotune chooses its kernel later"
     if not isinstance(buffer, ir.ComputedBuffer | ir.ExternKernelOut | ir.TemplateBuffer):
-        return f"its kernel is a {type(buffer).__name__}"
-    return None if _fits(buffer.layout, place) else "its kernel has fixed another layout"
+        return f"its kernel is of an unsupported kind, {type(buffer).__name__}"
+    return None if _fits(buffer.layout, place) else "its kernel needs another layout"
 
 
 def _fits(layout: Any, place: Any) -> bool:

@@ -78,7 +78,7 @@ class StoreGradients:
         stores = []
         for piece in plan_pieces(graph, stored, self.caps):
             nodes = [node_of[item.index] for item in piece.inputs]
-            store, results = _store(piece, nodes, order)
+            store, results = _store_piece(piece, nodes, order)
             stores.append(store)
             for item, result in zip(piece.inputs, results, strict=True):
                 gradients[item.index] = result
@@ -109,7 +109,7 @@ def _can_be_stored(node: object, item: StoredInput) -> bool:
     )
 
 
-def _store(
+def _store_piece(
     piece: StoredPiece, nodes: Sequence[fx.Node], order: dict[fx.Node, int]
 ) -> tuple[fx.Node, list[fx.Node]]:
     """Add the nodes that store a piece. Return the ``store_gradients_`` node, and the views of the

@@ -49,7 +49,7 @@ from fusion_passes.traced.buckets import ModuleBuckets
 from fusion_passes.traced.owners import Owner
 from fusion_passes.warnings import warn_once
 
-FIRST: Final = "it is the first one, which shows in which order gradients come"
+FIRST: Final = "it is the first averaged backward, whose gradient order the buckets are rebuilt in"
 
 # --- Names ---------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class TracedBackwards:
         modules = run.taking_part
         is_to_be = (r.config.backward_graph == "compiled_autograd" for r in modules)
         is_asked = bool(modules) and (is_on or any(is_to_be))
-        run.why_untraced = self._why_not(run) if is_asked else ""
+        run.why_untraced = self._why_untraced(run) if is_asked else ""
         if is_asked and not run.why_untraced:
             for reducer in modules:
                 traced_modules.note(name_in_graphs(reducer), reducer)
@@ -193,22 +193,24 @@ class TracedBackwards:
         with tracing_none() if must_be_off else contextlib.nullcontext():
             return engine()
 
-    def _why_not(self, run: RunningBackward) -> str:
+    def _why_untraced(self, run: RunningBackward) -> str:
         """The reason why a backward is not traced; empty if it is."""
         if len(self._threads) > 1:
             return "backwards run in several threads"
         if run.keeps_graph or run.creates_graph or run.only_some:
             return "it was called with retain_graph, create_graph or inputs"
         if run.has_others:
-            return "it reaches parameters that are not trained under ddp_fusion"
+            return "it reaches parameters of no module that was constructed under ddp_fusion"
         if len({reducer.group for reducer in run.taking_part}) < len(run.taking_part):
-            return "several modules are averaged over the same ranks in it"
+            return "several DistributedDataParallel modules in it share a process group"
         if len({reducer.config.mode for reducer in run.taking_part}) > 1:
-            return "its modules were constructed with other modes of ddp_fusion each"
+            return "its modules were constructed with different modes of ddp_fusion"
         hooked = reducers.find_hooked()
         parameters = (r.parameters.all[n] for r in run.taking_part for n in run.reached[r])
         of_hooks = (hooked.get(id(parameter), "") for parameter in parameters)
-        of_modules = (_why_not(reducer, run.reached[reducer]) for reducer in run.taking_part)
+        of_modules = (
+            _why_module_untraced(reducer, run.reached[reducer]) for reducer in run.taking_part
+        )
         return next(filter(None, itertools.chain(of_hooks, of_modules)), "")
 
     def _compile(self, traced: fx.GraphModule) -> Callable[..., Any]:
@@ -265,20 +267,20 @@ class TracedBackwards:
 
 def _give_up(run: RunningBackward, error: Exception) -> str:
     """Trace no more backwards of these modules. Return the reason, in one line."""
-    run.why_untraced = f"torch cannot make one graph of it: {_in_a_line(error)}"
+    run.why_untraced = f"torch cannot compile it as one graph: {_in_a_line(error)}"
     for reducer in run.taking_part:
         _untraced[reducer] = run.why_untraced
     labels = ", ".join(reducer.label for reducer in run.taking_part)
     warn_once(
         f"untraced {labels}",
-        f"Backwards of {labels} are not traced by compiled autograd, as it was asked for: torch "
-        f"cannot make one graph of them: {_in_a_line(error)}. Their gradients are averaged in the "
-        "same buckets, by compiled backwards and hooks.",
+        f"Compiled autograd was requested but does not trace backwards of {labels}: torch cannot "
+        f"compile them as one graph: {_in_a_line(error)}. Compiled backwards and hooks fill the "
+        "same buckets instead.",
     )
     return run.why_untraced
 
 
-def _why_not(reducer: Reducer, reached: Collection[int]) -> str:
+def _why_module_untraced(reducer: Reducer, reached: Collection[int]) -> str:
     """The reason why a module's gradients cannot be reduced in a traced graph; empty if they
     can."""
     communication, kinds = reducer.queue.communication, reducer.parameters.kinds
@@ -286,19 +288,19 @@ def _why_not(reducer: Reducer, reached: Collection[int]) -> str:
     reasons = {
         untraced: bool(untraced),
         FIRST: not reducer.assignment.is_fixed,
-        "it is measured when its gradients are ready": reducer.clock is not None,
-        "a communication hook is called with its buckets": not isinstance(communication, AllReduce),
-        "join divides by the number of ranks that have inputs": (
+        "this step measures when each gradient becomes ready": reducer.clock is not None,
+        "a communication hook all-reduces its buckets": not isinstance(communication, AllReduce),
+        "join divides its gradients by the number of ranks that still have inputs": (
             isinstance(communication, AllReduce) and communication.count_ranks is not None
         ),
-        "find_unused_parameters has ranks tell each other which they have used": (
+        "find_unused_parameters=True makes ranks exchange which parameters they used": (
             reducer.used.is_found
         ),
         "it has sparse gradients": any(kind.is_sparse for kind in kinds.values()),
-        "it has delayed gradients, which may come several times": any(
+        "delay_all_reduce_named_params delays gradients, which may accumulate several times": any(
             kind.is_delayed for kind in kinds.values()
         ),
-        "it does not reach all parameters of a module": (
+        "it does not reach every parameter of a module": (
             set(reached) != set(reducer.parameters.numbers) or reducer.has_begun
         ),
     }

@@ -20,6 +20,7 @@ from fusion_passes.graph.collectives import group_name_of
 from fusion_passes.graph.families import stores_unscaled
 from fusion_passes.graph.text import dtype_name
 from fusion_passes.reducer.scaling import sent_dtype
+from fusion_passes.traced.bucket_scaling import BucketScaling, choose_scaling
 from fusion_passes.traced.dependencies import dependents, write_positions
 from fusion_passes.traced.find import (
     FoundReductions,
@@ -29,7 +30,6 @@ from fusion_passes.traced.find import (
 )
 from fusion_passes.traced.placement import Placement
 from fusion_passes.traced.producers import source_of
-from fusion_passes.traced.scaling import BucketScaling, choose_scaling
 
 
 class CannotLaunchError(Exception):
@@ -132,7 +132,7 @@ def plan_buckets(graph: fx.Graph, found: FoundReductions, buckets_of: BucketsOf)
     _check_others(found)
     averaged = dependents(graph, {reduction.wait for reduction in found.reductions})
     if any(reduction.start in averaged for reduction in found.reductions):
-        raise CannotLaunchError("a gradient is computed from one that is averaged already")
+        raise CannotLaunchError("a gradient depends on another gradient that is already averaged")
     buckets: list[TracedBucket] = []
     for name, reductions in by_module.items():
         buckets += _of_module(reductions, buckets_of(name))
@@ -143,7 +143,7 @@ def plan_buckets(graph: fx.Graph, found: FoundReductions, buckets_of: BucketsOf)
 
 def _check_others(found: FoundReductions) -> None:
     """Refuse a graph in which a gradient cannot be fused, or another collective runs on the same
-    ranks: other ranks may launch theirs in another order."""
+    process group: other ranks may launch their collectives in another order."""
     groups = {reduction.owner.process_group for reduction in found.reductions}
     for item in found.rejections:
         if item.owner is not None:
@@ -151,7 +151,9 @@ def _check_others(found: FoundReductions) -> None:
                 f"the gradient of {item.owner.parameter} cannot be fused: {item}"
             )
         if group_name_of(item.node) in groups:
-            raise CannotLaunchError(f"it has a collective of the model's on the same ranks: {item}")
+            raise CannotLaunchError(
+                f"the model has a collective of its own on the same process group: {item}"
+            )
 
 
 def _of_module(reductions: Sequence[GradientReduction], of: ModuleBuckets) -> list[TracedBucket]:
@@ -160,7 +162,7 @@ def _of_module(reductions: Sequence[GradientReduction], of: ModuleBuckets) -> li
     numbers = {number for bucket in of.numbers for number in bucket}
     if len(by_number) < len(reductions) or by_number.keys() != numbers:
         raise CannotLaunchError(
-            f"a graph of it has {len(reductions)} of the {len(numbers)} gradients of {owner.module}"
+            f"its graph has {len(reductions)} of the {len(numbers)} gradients of {owner.module}"
         )
     buckets: list[TracedBucket] = []
     ready: GradientReduction | None = None
@@ -170,9 +172,11 @@ def _of_module(reductions: Sequence[GradientReduction], of: ModuleBuckets) -> li
         # Buckets are launched in order, so a bucket may have to wait for an earlier one.
         ready = max((*members, ready or members[0]), key=lambda reduction: reduction.position)
         if not any(member.num_bytes for member in members):
-            raise CannotLaunchError(f"a bucket of {owner.module} has no elements")
+            raise CannotLaunchError(f"all gradients in a bucket of {owner.module} are empty")
         if any(member.key != key for member in members):
-            raise CannotLaunchError(f"gradients of a bucket of {owner.module} are of several kinds")
+            raise CannotLaunchError(
+                f"gradients in a bucket of {owner.module} differ in dtype, device or divisor"
+            )
         folds = not any(stores_unscaled(source_of(member).node) for member in members)
         sent_as = sent_dtype(key.dtype, of.reduce_dtype)
         scaling = choose_scaling(key, owner, reduce_dtype=sent_as, scaling=of.scaling, folds=folds)
@@ -189,5 +193,6 @@ def _check_writes(graph: fx.Graph, buckets: Sequence[TracedBucket]) -> None:
             at = writes.get(base_of[member.gradient], [])
             if bisect.bisect(at, member.position) < bisect.bisect_left(at, bucket.ready.position):
                 raise CannotLaunchError(
-                    f"the gradient of {member.owner.parameter} is overwritten before it is sent"
+                    f"the graph overwrites the gradient of {member.owner.parameter} before the "
+                    "launch of its bucket"
                 )

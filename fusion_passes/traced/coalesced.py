@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fusion_passes.graph.collectives import all_reduce_coalesced
-from fusion_passes.graph.operators import AS_COMPLEX, divided
+from fusion_passes.graph.custom_ops import AS_COMPLEX, divided
 from fusion_passes.traced.buckets import TracedBucket
 from fusion_passes.traced.find import GradientReduction
 from fusion_passes.traced.rewrite import Replacement, cast, replace_buckets

@@ -135,7 +135,7 @@ def _decode(node: fx.Node, position: int, groups: DdpGroups) -> GradientReductio
     """The reduction that ``node`` launches, or the reason why it cannot be fused."""
     call = decode_all_reduce(node)
     if call is None:
-        return f"a collective of another kind, on group {group_name_of(node)!r}"
+        return f"it is not an all-reduce of one tensor, on group {group_name_of(node)!r}"
     if call.group_name is None:
         return "its process group is not given by name"
     owner = groups.owner_of(node)
@@ -184,16 +184,16 @@ def _unsupported(node: fx.Node, call: AllReduceNode, owner: Owner) -> str | None
     users = list(node.users)
     reason = None
     if owner.number < 0:
-        reason = "it reduces a bucket already"
+        reason = "it already reduces a bucket"
     elif node.target is not ALL_REDUCE:
-        reason = "an in-place all-reduce"
+        reason = "it is an in-place all-reduce"
     elif call.reduce_op != "sum":
-        reason = f"reduces by {call.reduce_op or 'an operation with a factor'}, not by sum"
+        reason = f"its reduce op is {call.reduce_op or 'a premultiplied sum'}, not sum"
     elif len(users) != 1 or not is_wait(users[0]):
         names = ", ".join(user.name for user in users) or "nothing"
-        reason = f"its result is read by {names}, not by one wait alone"
+        reason = f"its result is read by {names}, not by a single wait"
     elif not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        reason = "the graph does not say that it is a dense tensor"
+        reason = "its node has no metadata of a dense tensor"
     elif not all(isinstance(size, int) for size in value.shape):
-        reason = f"its shape {tuple(value.shape)} is symbolic, but a parameter's is fixed"
+        reason = f"its shape {tuple(value.shape)} is symbolic, unlike a parameter's shape"
     return reason

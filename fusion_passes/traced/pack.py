@@ -1,7 +1,7 @@
 """Lowers a bucket of a traced graph to one buffer that its gradients' own kernels store into.
 
 ``pack`` becomes Inductor's ``ConcatKernel``, which is no kernel at all: it is a buffer whose parts
-other kernels write (see :mod:`fusion_passes.stored.memory`).
+other kernels write (see :mod:`fusion_passes.stored.flat_buffer`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from fusion_passes.graph.collectives import ALL_REDUCE_COALESCED, ALL_REDUCE_COALESCED_IN_PLACE
-from fusion_passes.graph.operators import PACK, STORE, WIDEN, divided, split_strides
-from fusion_passes.stored.memory import Memory
+from fusion_passes.graph.custom_ops import PACK, STORE, WIDEN, divided, split_strides
+from fusion_passes.stored.flat_buffer import FlatBuffer
 from fusion_passes.torch_private.inductor import (
     graph_lowering,
     inductor_ir,
@@ -31,7 +31,7 @@ def register_lowerings(on_packed: OnPacked) -> None:
     """Register the lowerings of the package's operators with Inductor, and give coalesced gradients
     their strides on an older torch. ``on_packed`` is called for each bucket that is lowered."""
 
-    def pack(
+    def lower_pack(
         gradients: Sequence[Any],
         offsets: Sequence[int],
         strides: Sequence[int],
@@ -41,20 +41,20 @@ def register_lowerings(on_packed: OnPacked) -> None:
         label: str,
     ) -> Any:
         nodes: list[fx.Node] = graph_lowering().current_node.args[0]
-        bucket = _Bucket(nodes, gradients, dtype, divisor, in_bucket)
+        bucket = _PackBuffer(nodes, gradients, dtype, divisor, in_bucket)
         places = split_strides([node.meta["val"] for node in nodes], strides)
         copied = bucket.fill(list(zip(offsets, places, strict=True)))
         bucket.divide_in_place()
         on_packed(label, copied)
         return bucket.value
 
-    register_lowering(PACK, pack)
+    register_lowering(PACK, lower_pack)
     register_lowering(WIDEN, _lower_widen)
     for coalesced in (ALL_REDUCE_COALESCED, ALL_REDUCE_COALESCED_IN_PLACE):
         fix_strides_of_lists(coalesced)
 
 
-class _Bucket(Memory):
+class _PackBuffer(FlatBuffer):
     def __init__(
         self,
         nodes: Sequence[fx.Node],

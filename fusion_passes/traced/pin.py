@@ -16,9 +16,9 @@ from fusion_passes.graph.collectives import (
     is_wait,
     results_of,
 )
+from fusion_passes.graph.custom_ops import PACK
 from fusion_passes.graph.edits import pin
 from fusion_passes.graph.families import ITEMS, VIEWS, is_library_kernel
-from fusion_passes.graph.operators import PACK
 from fusion_passes.traced.owners import DdpGroups
 from fusion_passes.traced.verify import GraphPass
 

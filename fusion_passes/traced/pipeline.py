@@ -49,7 +49,7 @@ def run_pipeline(
         return plan
     concat = FuseByConcat(plan.buckets, plan.digest())
     if not runner.run(concat if mode == "concat" else FuseByCoalescing(plan.buckets)):
-        raise CannotLaunchError("the pass that fuses them is switched off")
+        raise CannotLaunchError("TORCHINDUCTOR_DISABLED_PASSES switches off the pass that fuses")
     placement = plan_placement(graph, groups)  # Needs the final launches.
     is_placed = runner.run(PlaceReductions(placement))  # Moves nodes, adds none.
     runner.run(PinOrder(groups))  # Last: it pins the order that it finds.

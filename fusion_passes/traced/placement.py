@@ -12,6 +12,7 @@ from typing import Final
 from torch import fx
 
 from fusion_passes.graph.collectives import is_launch, is_wait
+from fusion_passes.graph.custom_ops import PACK, WIDEN
 from fusion_passes.graph.families import (
     CASTS,
     DIVISIONS,
@@ -21,7 +22,6 @@ from fusion_passes.graph.families import (
     VIEWS,
     is_library_kernel,
 )
-from fusion_passes.graph.operators import PACK, WIDEN
 from fusion_passes.traced.dependencies import SortKey
 from fusion_passes.traced.owners import DdpGroups
 

@@ -1,4 +1,6 @@
-"""All that is trained beside eager DDP: ``catalog`` says what, ``features`` have the trainings.
+"""All trainings that are compared with eager DDP: ``catalog`` lists them, ``features`` has their
+code.
 
-``tests/reducer/test_scenarios.py`` trains all of it, ``make gpu`` what depends on the device.
+``tests/reducer/test_scenarios.py`` trains all of them, ``make gpu`` those that depend on the
+device.
 """

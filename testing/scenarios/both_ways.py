@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 
 import fusion_passes
 from fusion_passes import FusionConfig
-from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.backward_counts import backward_counts
 from testing.scenarios.entries import Scenario
 from testing.scenarios.outcomes import Failure, RankReport
 from testing.scenarios.run import DTYPES, Run, Tensors
@@ -31,27 +31,28 @@ MAX_DIFFERENCES = 40
 
 
 def target_of(scenario: Scenario) -> Callable[[Run], None]:
-    """The function that trains."""
+    """The function that trains a scenario."""
     module, _, function = scenario.target.partition(":")
     target: Callable[..., None] = getattr(importlib.import_module(module), function)
     return functools.partial(target, **dict(scenario.arguments))
 
 
 def flag_of(scenario: Scenario, mode: str, graph: str = "auto") -> FusionConfig:
-    """What ``ddp_fusion`` is set to, the scenario's own options in it."""
+    """The value of ``ddp_fusion`` for a scenario, with the scenario's own options."""
     options: dict[str, Any] = {"mode": mode, "backward_graph": graph, **dict(scenario.options)}
     return FusionConfig(**options)
 
 
 def train_both(scenario: Scenario, dtype: str, flag: Any, device: torch.device) -> RankReport:
-    """Train both ways on this rank, with ``ddp_fusion`` set to ``flag`` for ours, and compare."""
+    """Train with eager DDP and under the flag on this rank, and compare. ``flag`` is the value of
+    ``ddp_fusion`` for the second training."""
     target, kind, rank = target_of(scenario), DTYPES[dtype], dist.get_rank()
     eager = Run(is_fused=False, dtype=kind, device=device)
     eager_failure = _attempt(target, eager)
     fused = Run(is_fused=True, dtype=kind, device=device)
     unwaited = _get_work_registry_size()
     counters.clear()
-    backwards.reset()
+    backward_counts.reset()
     with (
         torch._inductor.config.patch(ddp_fusion=flag),
         torch._functorch.config.patch(donated_buffer=not scenario.keeps_graph),
@@ -64,7 +65,7 @@ def train_both(scenario: Scenario, dtype: str, flag: Any, device: torch.device) 
     return RankReport(
         rank,
         differences=tuple(found),
-        reduced_in=tuple(sorted({item.reduced_in for item in backwards.reports()})),
+        reduced_in=tuple(sorted({item.reduced_in for item in backward_counts.reports()})),
         launches=_launches(fused),
         traced=counters["compiled_autograd"]["captures"],
         unwaited=_get_work_registry_size() - unwaited,
@@ -73,8 +74,8 @@ def train_both(scenario: Scenario, dtype: str, flag: Any, device: torch.device) 
 
 
 def _launches(run: Run) -> tuple[int, ...]:
-    """Collectives in the backwards that average; of the first one, at whose end buckets are
-    rebuilt, where there is no other."""
+    """Collectives in the averaged backwards after the first one, at whose end buckets are rebuilt;
+    in the first one if there is no other."""
     averaging = [item.number for item in run.launches if item.synced]
     return tuple(sorted({*(averaging[1:] or averaging)}))
 
@@ -89,13 +90,14 @@ def _attempt(target: Callable[[Run], None], run: Run) -> Failure | None:
         print(f"rank {dist.get_rank()}, {way}:\n{traceback.format_exc()}", flush=True)
         return Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
     finally:
-        gc.collect()  # Modules of one way do not reduce gradients of the other.
+        gc.collect()  # Otherwise modules of one training would reduce gradients of the other.
     return None
 
 
 @contextlib.contextmanager
 def noted_warnings() -> Iterator[list[str]]:
-    """The texts of the package's warnings, once it is left; all others are printed then."""
+    """The texts of the package's warnings, available after the block; other warnings are printed
+    then."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", fusion_passes.FusionWarning)
@@ -110,7 +112,7 @@ def noted_warnings() -> Iterator[list[str]]:
 
 
 def differences(fused: Run, eager: Run, tolerance_eps: float) -> list[str]:
-    """In what the run under the flag differs from eager DDP's, in words; the first of them."""
+    """The first differences between the run under the flag and eager DDP's, in words."""
     if len(fused.backwards) != len(eager.backwards):
         return [f"{len(fused.backwards)} backwards instead of {len(eager.backwards)}"]
     stages = [
@@ -124,7 +126,7 @@ def differences(fused: Run, eager: Run, tolerance_eps: float) -> list[str]:
         for difference in _of_stage(stage, ours, theirs, tolerance_eps)
     ]
     for index, (ours, theirs) in enumerate(zip(fused.launches, eager.launches, strict=True)):
-        # More than none: eager DDP rebuilds its buckets once, whatever the backward.
+        # At least one: eager DDP rebuilds its buckets once, whatever the backward.
         if not ours.synced and ours.number > theirs.number + (index == 0 and theirs.number > 0):
             pair = f"{ours.number} collectives instead of {theirs.number}"
             found.append(f"backward {index}: {pair}, with no_sync")
@@ -147,9 +149,9 @@ def _of_stage(stage: str, ours: Tensors, theirs: Tensors, tolerance_eps: float) 
 def tensor_difference(
     actual: Tensor | None, expected: Tensor | None, tolerance_eps: float
 ) -> str | None:
-    """In what two tensors differ: dtype, shape, strides, or values by more than a scenario's
-    ``tolerance_eps``. ``None`` if in nothing. NaN equals NaN: a step with infinite gradients makes
-    some."""
+    """Difference between two tensors: dtype, shape, strides, or values by more than a scenario's
+    ``tolerance_eps``. ``None`` if there is none. NaN equals NaN, because a step with infinite
+    gradients produces NaN."""
     if actual is None or expected is None:
         return None if actual is expected else f"{actual} instead of {expected}"
     allowed = 0.0

@@ -1,9 +1,9 @@
-"""All scenarios, and what must come of each: the contract of the package. ``features`` have their
-trainings. Nothing here imports torch: a list must come at once.
+"""All scenarios and their expected results: the contract of the package. ``features`` has their
+trainings. Nothing here imports torch, so that listing them is fast.
 
-A model that rounds may differ from eager DDP by what its compiled kernels round otherwise than
-PyTorch's own. All others must be the same in every bit, whatever the number of ranks: nothing is
-ever rounded in them (:mod:`testing.models`).
+A model that rounds may differ from eager DDP as far as its compiled kernels round differently than
+PyTorch's own. All other models must agree bitwise on any number of ranks, because nothing in them
+is ever rounded (:mod:`testing.models`).
 """
 
 from __future__ import annotations
@@ -21,37 +21,36 @@ UNFUSED = "equal, unfused"
 Options = dict[str, Any]
 
 ROUNDS: Options = {"tolerance_eps": 32.0}
-"""For models that round, after three steps. Sums of n terms in two orders differ by about sqrt(n)
-eps; n is at most 4 x 8 x 8 = 256 here (a BatchNorm statistic; a row of the embedding's gradient has
-fewer), which gives 16, and twice that is left to the steps that follow from it. 10.6 was
-measured."""
+"""Tolerance of models that round, after three steps. Sums of n terms in two orders differ by about
+sqrt(n) eps; n is at most 4 x 8 x 8 = 256 here (a BatchNorm statistic; a row of the embedding's
+gradient has fewer terms), which gives 16, doubled for the following steps. 10.6 was measured."""
 
 AUTOCAST: Options = {"dtypes": ("bf16",), "launches": 1}
 AUTOCAST_FP16: Options = {"dtypes": ("fp16",), "tolerance_eps": 2.0**13}
-"""Eps of fp16 in eps of fp32. A compiled kernel sums the gradient of a bias in fp32, where eager
-rounds each step to fp16: half a rounding in the gradient, and as much again in the fp16 copies of
+"""Eps of fp16 in eps of fp32. A compiled kernel sums the gradient of a bias in fp32, while eager
+rounds each step to fp16: half a rounding in the gradient, and the same again in the fp16 copies of
 the trained weights."""
 
 THIRDS_EPS = 4.0
-"""For averages over three ranks. Each rank's share is rounded once by a division and twice by a
-multiplication with the rounded reciprocal, and two sums are rounded in another order: at most half
-an eps each, of values that are at most the largest, is 3; a cancelled sum makes it a little more.
-0.83 was measured."""
+"""Tolerance of averages over three ranks. Each rank's share is rounded once by a division and twice
+by a multiplication with the rounded reciprocal, and two sums are rounded in another order: at most
+half an eps each, relative to the largest value, which makes 3; a cancelled sum adds a little. 0.83
+was measured."""
 THREE: Options = {"ranks": 3, "tolerance_eps": THIRDS_EPS}
 
 POWER_SGD: Options = {"hook": "power sgd", "steps": 5, "moves": False, "tolerance_eps": 64.0}
-"""Products that are summed in another order, twice what rounds otherwise. What rounds leaves no
-parameter that others start from."""
+"""PowerSGD: matrix products that are summed in another order, so twice the tolerance of other
+rounding. Parameters do not move, so that rounding errors do not reach later steps."""
 
 FP16_PRODUCTS_EPS = 2.0**14
-"""The same where they are sent in fp16, whose eps is this many of fp32's: one rounding, and one
-that follows from it."""
+"""The same for products that are sent in fp16, whose eps is this multiple of fp32's: one rounding,
+and one that follows from it."""
 
 CONCAT, COALESCED = "concat", "coalesced"
-"""Modes in which a check trains a scenario: they take turns."""
+"""Modes in which the check trains a scenario; scenarios alternate between them."""
 
 EACH_TORCH, NEWEST_TORCH = "each torch", "newest torch"
-"""On which torches beside the usual one a check does so."""
+"""Further versions of torch on which the check trains a scenario."""
 
 INSIDE: Options = {"style": "inside"}
 TRACED: Options = {"options": {"backward_graph": "compiled_autograd"}}
@@ -75,15 +74,15 @@ IN_TURN: Options = {"takes": TURNS}
 SOME_IN_TURN: Options = {"takes": "a/b ab/ b/a a/a"}
 FOUR_IN_TURN = "/a/a/a a//a/a a/a//a ///"
 FOUR_OTHERS = "a/b/c/ /a/b/c a/a/b/b ///c"
-"""The branches that ranks take: ``a/bc b`` are two steps, in the first of which rank 0 takes ``a``
-and rank 1 ``b`` and ``c``; in the second both take ``b``."""
+"""The branches that ranks run: ``a/bc b`` are two steps; in the first, rank 0 runs ``a`` and rank 1
+runs ``b`` and ``c``; in the second, both run ``b``."""
 
 NEVER_THE_SAME = (
     f"b/ac bc/a abc/b ab/c a/bc ac/ab{' b/c' * 10} abc/b c/ab{' b/a' * 10} c/ab abc/b bc/ac"
 )
-"""When ranks meet first, a later block comes from another rank than an earlier one, and one comes
-from none. A block that all leave out for long comes back, as the last of a backward and as the
-first."""
+"""In the first averaged backward, a later block comes from another rank than an earlier one, and
+one block comes from none. A block that all ranks skip for a long time returns, as the last of a
+backward and as the first."""
 
 NESTED: Options = {"keeps_graph": True, "uses": 2}
 FIND_UNUSED = {"find_unused_parameters": True}
@@ -92,38 +91,39 @@ JOINED_UNUSED: Options = {"steps": ((2, 5), (4, 2)), "model": "branches", "ddp":
 SMALL_MB = 300 / 2**20
 SMALL_BUCKETS: Options = {"ddp": {"bucket_cap_mb": SMALL_MB}}
 CAP_LIST: Options = {"ddp": {"bucket_cap_mb_list": [SMALL_MB, 2 * SMALL_MB]}}
-"""What several of them train; a cap that gives small models several buckets."""
+"""Options of several scenarios; a cap that gives small models several buckets."""
 
 ONE_BACKWARD = 2
-"""Launches where there is no other: a bucket, and what rebuilds them."""
+"""Launches of a training with a single backward: a bucket, and the broadcast that rebuilds
+buckets."""
 
 COLLECTIVE: Options = {"options": {"scaling": "collective"}}
 BUCKET: Options = {"options": {"scaling": "bucket"}}
 FLAG_CAP: Options = {"options": {"bucket_cap_mb": SMALL_MB, "first_bucket_cap_mb": SMALL_MB}}
-"""Options of the flag."""
+"""Options of ``FusionConfig``."""
 
-STAYS_LOCAL = ("stay on their rank, as with eager DDP: its forward has had its",)
+STAYS_LOCAL = ("are not all-reduced, as with eager DDP: its forward ran under no_sync",)
 OWN_REDUCER = (
     "is trained by DDP's own reducer, as without ddp_fusion, and its gradients are not fused:"
 )
 ON_BUFFERS = (f"{OWN_REDUCER} a hook of yours synchronises its buffers",)
 STEPS = (OWN_REDUCER,)
 NO_EFFECT = ("has no effect under ddp_fusion: it tunes the C++ reducer, which does not run",)
-NOT_DDPS_OWN = ("stay on their rank, as with eager DDP: DistributedDataParallel was constructed",)
+NOT_DDPS_OWN = ("are not all-reduced, as with eager DDP: DistributedDataParallel was constructed",)
 ONE_OWN_REDUCER = ("trained by DDP's own reducer",)
-"""What the user is told in several scenarios."""
+"""Warnings that several scenarios expect."""
 
 TORCH_CRASHES = "torch 2.11 can crash where one thread is traced while another one runs"
-"""Seen once in three runs; docs/support.md."""
+"""Observed once in three runs; docs/support.md."""
 
 
 def on_two(feature: str, target: str, *checked: str, **options: Any) -> Scenario:
-    """A scenario of one DDP module on two ranks.
+    """A scenario with one DDP module on two ranks.
 
     Args:
-        feature: its name.
+        feature: name of the scenario.
         target: ``module:function`` among the features.
-        checked: the modes that it is tested in, :data:`EACH_TORCH`, :data:`NEWEST_TORCH`.
+        checked: modes in which the check trains it, :data:`EACH_TORCH`, :data:`NEWEST_TORCH`.
         options: fields of :class:`testing.scenarios.entries.Scenario`, ``options`` as a dictionary;
             all others are arguments of the target.
     """
@@ -133,7 +133,7 @@ def on_two(feature: str, target: str, *checked: str, **options: Any) -> Scenario
 def on_ranks(
     parallelism: str, feature: str, target: str, *checked: str, ranks: int = 4, **options: Any
 ) -> Scenario:
-    """A scenario of some parallelism, on four ranks if it does not say otherwise."""
+    """A scenario of a kind of parallelism, by default on four ranks."""
     arguments = {name: options.pop(name) for name in [*options] if name not in _FIELDS}
     return Scenario(
         parallelism,
@@ -150,17 +150,17 @@ def on_ranks(
 
 
 def plain(feature: str, *checked: str, **options: Any) -> Scenario:
-    """A scenario of a loop as most write it, on two ranks."""
+    """A scenario with the most common training loop, on two ranks."""
     return on_two(feature, "loops:plain", *checked, **options)
 
 
 def branches(feature: str, *checked: str, **options: Any) -> Scenario:
-    """A scenario of a model some of whose branches a step does not take, on two ranks."""
+    """A scenario of a model with branches, some of which a step skips, on two ranks."""
     return plain(feature, *checked, **{**BRANCHES, **options})
 
 
 def around_construction(feature: str, *checked: str, **options: Any) -> Scenario:
-    """A scenario whose flag is set while DDP is constructed, and no longer."""
+    """A scenario whose flag is set only while DDP is constructed."""
     target = "backwards:flag_around_construction"
     return on_two(feature, target, *checked, **options, launches=1)
 
@@ -335,7 +335,7 @@ SCENARIOS = (
     branches("unused-some", takes="a/ a/ a/ a/"),
     branches("unused-some-inside", takes="a/ a/ a/ a/", **INSIDE),
     branches("unused-changing", takes="/a a/ /a /"),
-    # A bucket, and what each rank has used.
+    # A bucket, and the used-parameter map.
     branches("unused-in-turn", CONCAT, **IN_TURN, launches=2),
     branches("unused-many", takes=f"{OTHERS} c/a b/b a/b /c"),
     branches("unused-changing-inside", takes=OTHERS, **INSIDE),
@@ -386,7 +386,7 @@ SCENARIOS = (
         is_dense=True,
         ddp=FIND_UNUSED,
     ),
-    # Torch makes dense gradients of it, if the forward is compiled.
+    # Torch produces dense gradients for it if the forward is compiled.
     on_two(
         "sparse-max-norm",
         "sparse:tables",
@@ -395,7 +395,8 @@ SCENARIOS = (
         of_first={"max_norm": 0.5},
         launches=3,
     ),
-    # The last layer fills a bucket, the other one another, and each table is one.
+    # The last layer fills one bucket, the other layer another one, and each table is a bucket of
+    # its own.
     on_ranks(
         "ddp-3",
         "sparse-tables",

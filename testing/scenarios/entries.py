@@ -1,4 +1,5 @@
-"""What an entry of the catalogue says. Nothing here imports torch: a list must come at once."""
+"""The fields of an entry of the catalogue. Nothing here imports torch, so that listing them is
+fast."""
 
 from __future__ import annotations
 
@@ -12,37 +13,39 @@ Becomes = Literal["equal", "equal, unfused"]
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is trained, how, and what must come of it, in each dtype that it is trained in.
+    """A training, its options and its expected result, in each dtype that it is trained in.
 
     Attributes:
-        parallelism: how the ranks share the work; a word for selections.
-        feature: what is tried; a word for selections, and with the parallelism its name.
-        target: the function that trains, as ``module:function``; it takes a
+        parallelism: how the ranks share the work; a word to select by.
+        feature: the feature under test; a word to select by. The name is parallelism and feature.
+        target: the function that trains, as ``module:function``; its argument is a
             :class:`testing.scenarios.run.Run`.
-        ranks: processes.
-        modes: in which it is trained: those that have its options.
-        dtypes: of the gradients, or of autocast where the target is about that.
-        tolerance_eps: what an element may differ by from eager DDP, in eps of its dtype and
-            of the largest element of its tensor; 0 for the same bits.
-        becomes: as eager DDP and fused; as eager DDP, but not all of it fused.
-        averages: whether any backward is averaged. Where each is eager DDP's error, or gives no
-            gradient of DDP's, there is nothing to fuse.
-        warns: a part of each text that each rank warns of.
-        launches: collectives of DDP's groups in each backward that averages, behind the first one,
-            at whose end buckets are rebuilt by one more; 0 if that is not said.
-        keeps_graph: whether a second backward goes through a compiled forward, with
-            ``retain_graph=True``: torch wants ``torch._functorch.config.donated_buffer = False``
-            there, with DDP or without.
-        leaves_unwaited: whether a backward fails, whose collectives nobody waits for then.
-        options: of ``FusionConfig``, by name, beside mode and graph.
-        arguments: of the target, by name, beside the run; mostly fields of
+        ranks: number of processes.
+        modes: modes in which it can be trained: those that have its options.
+        dtypes: dtypes of the gradients, or of autocast if the target tests autocast.
+        tolerance_eps: largest difference of an element from eager DDP, in eps of its dtype and of
+            the largest element of its tensor; 0 for bitwise equality.
+        becomes: expected kind: equal to eager DDP and fused, or equal to eager DDP and not all of
+            it fused.
+        averages: whether any backward is averaged. If each backward is an error of eager DDP's, or
+            gives no gradient of DDP's, there is nothing to fuse.
+        warns: a part of each warning that each rank gives.
+        launches: collectives of DDP's groups in each averaged backward after the first one, at
+            whose end buckets are rebuilt by one more; 0 if unspecified.
+        keeps_graph: whether a second backward runs through a compiled forward with
+            ``retain_graph=True``: torch then needs ``torch._functorch.config.donated_buffer =
+            False``, with DDP or without.
+        leaves_unwaited: whether a backward fails, so that nobody waits for its collectives.
+        options: options of ``FusionConfig`` by name, except mode and graph.
+        arguments: arguments of the target by name, except the run; mostly fields of
             :class:`testing.scenarios.loop.Loop`.
-        tested: in which modes a check trains it, as ``"concat"`` or, in another dtype than the
+        tested: modes in which the check trains it, as ``"concat"`` or, in another dtype than the
             first, ``"concat/bf16"``. Nightly jobs train it in all modes and dtypes.
-        each_torch: whether a check trains it on the oldest and the newest torch too, in its first
-            dtype.
-        newest_torch: as that, but costly, and left to nightly jobs on the oldest.
-        fails_on_oldest: why torch 2.11 cannot train it.
+        each_torch: whether the check also trains it on the oldest and the newest torch, in its
+            first dtype.
+        newest_torch: the same for a costly scenario, which on the oldest torch only nightly jobs
+            train.
+        fails_on_oldest: the reason why torch 2.11 cannot train it.
     """
 
     parallelism: str

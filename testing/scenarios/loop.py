@@ -1,4 +1,4 @@
-"""The training loops that most features are tried in."""
+"""The training loops that most features are tested in."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class BySign(torch.optim.Optimizer):
-    """Moves each parameter by one against its gradient's sign: whole numbers stay whole."""
+    """Moves each parameter by one against its gradient's sign, so that integers stay integers."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step; ``closure`` is not called."""
+        """Take one step; ``closure`` is not called."""
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -37,35 +37,35 @@ class BySign(torch.optim.Optimizer):
 
 
 def sgd(rate: float, **options: Any) -> OptimizerOf:
-    """An optimizer for models that round, and for gradients that have no sign."""
+    """An optimizer for models that round, and for gradients without a sign."""
     return lambda parameters: torch.optim.SGD(parameters, lr=rate, **options)
 
 
 @dataclass(frozen=True)
 class Loop:
-    """How a training loop is written.
+    """The fields of a training loop.
 
     Attributes:
-        style: the backward outside of a compiled model, inside of a compiled step, or a model of
-            which the target has compiled what it wants.
-        steps: of the optimizer; by default three, or as many as ``takes`` names.
-        micro_batches: backwards in a step.
+        style: the backward outside of a compiled model, inside of a compiled step, or a model whose
+            parts the target compiled itself.
+        steps: number of optimizer steps; by default three, or as many as ``takes`` names.
+        micro_batches: backwards per step.
         no_sync: whether all but the last of these are under ``no_sync``.
-        local: the steps that run under ``no_sync``, after which gradients stay.
-        takes: the branches of the model that each rank takes, by step: ``a/bc b`` is ``a`` on rank
-            0 and ``bc`` on rank 1, and then ``b`` on both; empty for a model without branches.
-        zero: ``"none"``: gradients are dropped before each step; ``"kept"``: set to zero;
-            ``"detached"``: likewise, as older programs do it; ``"never"``: added to from step to
+        local: the steps that run under ``no_sync``, after which gradients are kept.
+        takes: the branches of the model that each rank runs, by step: ``a/bc b`` is ``a`` on rank 0
+            and ``bc`` on rank 1, and then ``b`` on both; empty for a model without branches.
+        zero: ``"none"``: gradients are set to None before each step; ``"kept"``: set to zero;
+            ``"detached"``: set to zero as older programs do; ``"never"``: accumulated from step to
             step.
-        loss: of a model and a batch.
-        draw: makes a batch of a size; by default whole numbers in the run's dtype.
-        sizes: of the batches, in turn.
-        seat: ranks with the same number get the same batch; by default, each its own.
-        optimizer: of the model's parameters.
-        moves: whether it steps; if not, parameters stay as they are.
+        loss: function of a model and a batch.
+        draw: makes a batch of a given size; by default integers in the run's dtype.
+        sizes: batch sizes, in turn.
+        seat: ranks with the same number get the same batch; by default, each rank gets its own.
+        optimizer: makes the optimizer of the model's parameters.
+        moves: whether the optimizer steps; otherwise parameters do not change.
         compiling: options of ``torch.compile``.
-        before_step: called with the number of the step.
-        before_note: called with the model before its gradients are noted.
+        before_step: called with the step number.
+        before_note: called with the model before its gradients are recorded.
         before_update: called between the last backward of a step and the optimizer.
     """
 
@@ -89,7 +89,7 @@ class Loop:
 
     @property
     def count(self) -> int:
-        """How many steps there are."""
+        """Number of steps."""
         default = len(self.takes.split(" ")) if self.takes else 3
         return default if self.steps is None else self.steps
 
@@ -98,15 +98,15 @@ class Loop:
         return step not in self.local and (not self.no_sync or micro == self.micro_batches - 1)
 
     def taken(self, step: int) -> list[str]:
-        """What this rank calls the model with, beside its inputs."""
+        """Arguments of this rank's model, besides its inputs."""
         steps = self.takes.split(" ")
         ranks = steps[step % len(steps)].split("/")
         return [ranks[dist.get_rank() % len(ranks)]] if self.takes else []
 
 
 def train(run: Run, model: nn.Module, **loop: Any) -> None:
-    """Train a model, all of whose DDP modules are made, and note all that is to be compared; the
-    loop is written as a :class:`Loop` with these fields."""
+    """Train a model whose DDP modules are all constructed, and record everything that is compared;
+    the loop is a :class:`Loop` with these fields."""
     written = Loop(**loop)
     backward = backward_of(run, model, written)
     optimizer = written.optimizer(model.parameters())
@@ -127,8 +127,8 @@ def train(run: Run, model: nn.Module, **loop: Any) -> None:
 
 
 def clear_gradients(model: nn.Module, zero: Zero, zero_grad: Callable[..., None]) -> None:
-    """Clear a model's gradients, as a :class:`Loop` says. With tensor parallelism, where torch's
-    forward hooks put others in the places of its parameters, the optimizer's ``zero_grad`` does it.
+    """Clear a model's gradients as the :class:`Loop` specifies. With tensor parallelism, the
+    optimizer's ``zero_grad`` does it, because torch's forward hooks replace the model's parameters.
     """
     if zero == "detached":
         for parameter in model.parameters():
@@ -147,7 +147,7 @@ def batch_of(run: Run, loop: Loop, step: int, micro: int) -> Batch:
 
 
 def backward_of(run: Run, model: nn.Module, loop: Loop) -> Callable[..., None]:
-    """Forward and backward of a batch, compiled as the loop says."""
+    """Forward and backward of a batch, compiled as the loop specifies."""
     forward = run.compile(model, **loop.compiling) if loop.style == "outside" else model
 
     def backward(batch: Batch, *takes: str) -> None:
@@ -168,19 +168,19 @@ def backwards(
     zero: Zero = "none",
     synced: bool = True,
 ) -> None:
-    """Forwards with a backward each, from no gradients; parameters stay as they are.
+    """Run forwards with one backward each, starting without gradients; parameters do not change.
 
     Args:
-        run: where gradients are noted.
-        model: whose.
-        forward: what is called: the model, or what was compiled of it.
-        steps: how many.
-        takes: more arguments of the forward.
-        first: the number of the first batch.
-        micro: which batch of that number.
-        size: of a batch.
-        zero: as of a :class:`Loop`, before each backward.
-        synced: whether they are averaged: not under ``no_sync``.
+        run: run in which gradients are recorded.
+        model: model whose gradients are recorded.
+        forward: the function to call: the model, or its compiled version.
+        steps: number of forwards.
+        takes: further arguments of the forward.
+        first: number of the first batch.
+        micro: number of the micro-batch.
+        size: batch size.
+        zero: as in :class:`Loop`, before each backward.
+        synced: whether gradients are averaged, that is, not under ``no_sync``.
     """
     for step in range(first, first + steps):
         clear_gradients(model, zero, model.zero_grad)

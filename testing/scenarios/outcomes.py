@@ -1,4 +1,4 @@
-"""What became of a scenario, from what its ranks tell. Nothing here imports torch."""
+"""The outcome of a scenario, from the reports of its ranks. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from testing.scenarios.entries import Scenario
 Kind = Literal["equal", "equal, unfused", "broken"]
 
 MAX_WORDS = 600
-"""Characters in a line."""
+"""Maximum length of a line, in characters."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Failure:
     """An exception.
 
     Attributes:
-        text: its class, and what it says.
-        trace: where it was raised.
+        text: its class and message.
+        trace: its traceback.
     """
 
     text: str
@@ -29,21 +29,21 @@ class Failure:
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's part.
+    """The report of one rank.
 
     Attributes:
-        rank: which.
-        eager: why eager DDP could not be trained.
-        fused: why it could not be trained under the flag.
-        differences: where the two differ, in words.
-        reduced_in: where the package says that gradients of its backwards were reduced: by a
-            reducer, in graphs, or ``"none"``.
-        launches: collectives of DDP's groups in the backwards that average, from the least to the
-            most, without the first of several.
-        traced: backwards that compiled autograd has traced.
-        unwaited: tensors of compiled collectives that nobody has waited for: numbers can be right
-            by luck where a bucket was read too early.
-        warned: the texts of the package's warnings.
+        rank: number of the rank.
+        eager: the reason why eager DDP could not be trained.
+        fused: the reason why it could not be trained under the flag.
+        differences: differences between the two trainings, in words.
+        reduced_in: where the package reports that gradients were reduced: by a reducer, in graphs,
+            or ``"none"``.
+        launches: collectives of DDP's groups in the averaged backwards, the least and the most,
+            without the first of several.
+        traced: number of backwards that compiled autograd traced.
+        unwaited: tensors of compiled collectives that were never waited for: numbers can be right
+            by luck although a bucket was read too early.
+        warned: texts of the package's warnings.
     """
 
     rank: int
@@ -58,20 +58,19 @@ class RankReport:
 
     @property
     def is_fused(self) -> bool:
-        """Whether each backward was reduced while it ran, in buckets: by reducers or in traced
-        graphs, which launch all buckets of a module or are not run."""
+        """Whether each backward was reduced in buckets while it ran: by reducers, or in traced
+        graphs, which always launch all buckets of a module."""
         return bool(self.reduced_in) and "none" not in self.reduced_in
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a scenario.
+    """The outcome of a scenario.
 
     Attributes:
-        kind: ``equal``: trained as eager DDP does it, fused. ``equal, unfused``: trained as eager
-            DDP does it, and a warning has said that not all of it is fused. ``broken``: all else.
-        words: what the user was warned of, or what is broken, in a line; more lines behind it help
-            to find out why.
+        kind: ``equal``: trained as with eager DDP, and fused. ``equal, unfused``: trained as with
+            eager DDP, with a warning that not all of it is fused. ``broken``: anything else.
+        words: the warnings, or what is broken, in one line; further lines help to find the cause.
     """
 
     kind: Kind
@@ -79,8 +78,8 @@ class Outcome:
 
 
 def judge(scenario: Scenario, reports: Sequence[RankReport | None], *, fate: str = "") -> Outcome:
-    """The outcome of a scenario from the reports of all ranks; ``fate`` is how the processes have
-    ended if not as they should: ``not done after 180 s``."""
+    """The outcome of a scenario from the reports of all ranks; ``fate``: how the processes ended if
+    not normally, such as ``not done after 180 s``."""
     present = [report for report in reports if report is not None]
     if len(present) < len(reports):
         missing = [rank for rank, report in enumerate(reports) if report is None]
@@ -91,7 +90,8 @@ def judge(scenario: Scenario, reports: Sequence[RankReport | None], *, fate: str
             return _broken(words, *_traces(present))
     raised = {report.rank: report.fused for report in present if report.fused is not None}
     if raised:
-        # The rank that says most about the flag knows more than those that were left waiting.
+        # The rank whose report says most about the flag knows more than ranks that were left
+        # waiting.
         failure = max(raised.values(), key=lambda failure: "ddp_fusion" in failure.text)
         return _broken(f"on ranks {[*raised]}: {failure.text}", *_traces(present))
     return _judge_training(scenario, present)
@@ -132,6 +132,6 @@ def _broken(words: str, *details: str) -> Outcome:
 
 
 def _line(text: str) -> str:
-    """For a row of a table; what is longer stands whole in the log."""
+    """Text for a row of a table; the log has the whole text."""
     text = " ".join(text.split())
     return text if len(text) <= MAX_WORDS else text[: MAX_WORDS - 3] + "..."

@@ -27,10 +27,10 @@ Tensors = dict[str, Tensor | None]
 
 
 class Launches(NamedTuple):
-    """Collectives of DDP's groups up to a backward, since the one before.
+    """Collectives of DDP's groups between the previous backward and the end of this one.
 
     Attributes:
-        number: of them.
+        number: number of collectives.
         synced: whether gradients were to be averaged.
     """
 
@@ -39,19 +39,19 @@ class Launches(NamedTuple):
 
 
 class Run:
-    """What a target trains with, and where it notes what is to be compared.
+    """The tools of a target for training and for recording the values that are compared.
 
-    A target is called twice, with eager DDP first. It must do the same each time, and leave to this
-    object what differs: :meth:`ddp` and :meth:`compile`.
+    A target is called twice, first with eager DDP. It must do the same both times, and use this
+    object for everything that differs: :meth:`ddp` and :meth:`compile`.
 
     Attributes:
         is_fused: whether it trains under the flag, and compiled.
-        dtype: of its gradients, or of autocast.
-        device: of this rank.
+        dtype: dtype of the gradients, or of autocast.
+        device: device of this rank.
         backwards: gradients after each backward, by the parameter's name.
-        end: what is compared beside them, by name.
-        others: the same, of what is no tensor.
-        launches: of each backward.
+        end: further tensors to compare, by name.
+        others: further values to compare that are not tensors, by name.
+        launches: launches of each backward.
     """
 
     def __init__(self, is_fused: bool, dtype: torch.dtype, device: torch.device) -> None:
@@ -72,34 +72,35 @@ class Run:
         """``module`` on this rank's device, in DDP."""
         wrapped = DistributedDataParallel(module.to(self.device), **options)
         self.manage(wrapped)
-        # With tensor parallelism, torch's forward hooks put others in their places.
+        # With tensor parallelism, torch's forward hooks replace the parameters.
         self._parameters[wrapped] = dict(wrapped.named_parameters())
         return wrapped
 
     def manage(self, module: DistributedDataParallel) -> None:
-        """Count the launches of a module that :meth:`ddp` did not make."""
+        """Count the launches of a module that :meth:`ddp` did not construct."""
         self._groups[id(module.process_group)] = module.process_group
-        self._count_launches()  # What the constructor does is no backward's.
+        self._count_launches()  # The collectives of the constructor belong to no backward.
 
     def compile(self, target: T, **options: Any) -> T:
-        """``torch.compile``, but for eager DDP."""
+        """``target`` under ``torch.compile``; ``target`` itself for eager DDP."""
         if not self.is_fused:
             return target
         return torch.compile(target, **options)  # type: ignore[call-overload]
 
     def compiled(self, module: nn.Module, **options: Any) -> tuple[DistributedDataParallel, Any]:
-        """:meth:`ddp` of a module, and what :meth:`compile` makes of that."""
+        """:meth:`ddp` of a module, and its compiled version."""
         ddp = self.ddp(module, **options)
         return ddp, self.compile(ddp)
 
     def mlp(self, depth: int = 3, outputs: int = models.OUTPUTS) -> nn.Sequential:
-        """An exact model in the run's dtype. In 16 bits, two layers stay exact, and no more."""
+        """An exact model in the run's dtype. In 16 bits, at most two layers stay exact."""
         depth = depth if self.dtype.itemsize >= torch.float32.itemsize else min(depth, 2)
         return models.mlp(depth, outputs, self.dtype)
 
     def rows(self, step: int, micro: int = 0, *, seat: int | None = None, size: int = 4) -> Batch:
-        """A batch of whole numbers in the run's dtype for an exact model, another one in each
-        ``step`` and ``micro``. Ranks of the same ``seat`` get the same; by default, each its own.
+        """A batch of integers in the run's dtype for an exact model, a different one for each
+        ``step`` and ``micro``. Ranks with the same ``seat`` get the same batch; by default, each
+        rank gets its own.
         """
         draw = functools.partial(models.whole_rows, dtype=self.dtype)
         return self.drawn(draw, step, micro, seat=seat, size=size)
@@ -107,7 +108,7 @@ class Run:
     def drawn(
         self, draw: Any, step: int, micro: int = 0, *, seat: int | None = None, size: int = 4
     ) -> Batch:
-        """A batch that ``draw(generator, size)`` makes; see :meth:`rows`."""
+        """A batch from ``draw(generator, size)``; see :meth:`rows`."""
         seat = dist.get_rank() if seat is None else seat
         generator = Generator().manual_seed((step * 100 + micro) * 100 + seat)
         inputs, targets = draw(generator, size)
@@ -117,34 +118,36 @@ class Run:
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
     def note_backward(self, model: nn.Module, *, synced: bool = True) -> None:
-        """Note the gradients of all parameters; ``synced`` if they were to be averaged."""
+        """Record the gradients of all parameters; ``synced``: whether they were to be averaged."""
         gradients = {name: parameter.grad for name, parameter in self._parameters_of(model).items()}
         self.backwards.append(_detached(gradients))
         self.launches.append(Launches(self._count_launches(), synced))
 
     def _count_launches(self) -> int:
-        """Collectives since the last call; none can hide, for each backend numbers them."""
+        """Count collectives since the last call; none is missed, because each backend numbers
+        them."""
         total = sum(group._get_sequence_number_for_group() for group in self._groups.values())
         launched, self._launched = total - self._launched, total
         return launched
 
     def _parameters_of(self, model: nn.Module) -> Mapping[str, nn.Parameter]:
-        """By name: those that a DDP module was made with, where ``model`` is one."""
+        """Parameters by name: those that the DDP module was constructed with, if ``model`` is
+        one."""
         return self._parameters.get(model) or dict(model.named_parameters())
 
     def note_end(self, model: nn.Module) -> None:
-        """Note parameters and buffers."""
+        """Record parameters and buffers."""
         self.end |= _detached(self._parameters_of(model))
         self.end |= _detached(dict(model.named_buffers()))
 
     def note_values(self, **values: Any) -> None:
-        """Note numbers or tensors, by name."""
+        """Record numbers or tensors by name."""
         self.end |= {
             name: torch.as_tensor(value).detach().clone() for name, value in values.items()
         }
 
     def note(self, name: str, value: Any) -> None:
-        """Note a value that must equal eager DDP's: words of an error, a number."""
+        """Record a value that must equal eager DDP's: the text of an error, a number."""
         self.others[name] = value
 
 
@@ -166,7 +169,7 @@ def _detached(tensors: Mapping[str, Any]) -> Tensors:
 
 
 def _local(tensor: Any) -> Tensor:
-    """This rank's part, dense."""
+    """This rank's part of a tensor, dense."""
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     if getattr(tensor, "is_sparse", False):
@@ -176,5 +179,5 @@ def _local(tensor: Any) -> Tensor:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the levels that wrappers add."""
+    """A parameter's name without the prefixes that wrappers add."""
     return name.replace("module.", "").replace("_orig_mod.", "")

@@ -1,4 +1,4 @@
-"""Which communication hooks a module takes under the flag, and what is said about the others."""
+"""Which communication hooks a module accepts under the flag, and the errors for the others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RUN = Callable[..., list[Any]]
 
 
 def sent_as(ddp: DistributedDataParallel) -> torch.dtype | None:
-    """The dtype in which gradients are sent; ``None``: in their own, or a hook sends them."""
+    """The dtype in which gradients are sent; ``None`` if it is their own or the hook's choice."""
     communication = reducer_of(ddp).queue.communication
     return communication.dtype if isinstance(communication, AllReduce) else None
 
@@ -66,7 +66,7 @@ def test_builtin_hooks(ddp: DistributedDataParallel, kind: str, dtype: torch.dty
     assert sent_as(ddp) == dtype
 
 
-def users_hook(state, bucket):  # DDP compares annotations, which must be no strings.
+def users_hook(state, bucket):  # DDP compares annotations, which must not be strings.
     return default_hooks.allreduce_hook(state, bucket)
 
 
@@ -115,7 +115,7 @@ def test_a_hook_over_another_group_is_called(ddp: DistributedDataParallel) -> No
     assert sent_as(on_other) == torch.float16
     ddp.register_comm_hook(other, default_hooks.fp16_compress_hook)
     assert is_hooked(ddp)
-    # In DDP's hooks, no state is the default group, whatever the module's is.
+    # In DDP's hooks, a state of None means the default group, whatever the module's group is.
     on_other = DistributedDataParallel(two_layers(), process_group=other)
     on_other.register_comm_hook(None, default_hooks.allreduce_hook)
     assert is_hooked(on_other)
@@ -180,7 +180,7 @@ WRONG = {
 
 @pytest.mark.parametrize("hook", WRONG)
 def test_errors_reach_the_user(hook: Callable[..., Any]) -> None:
-    """Those of two steps; then the module trains on, if it is let."""
+    """Errors in two steps reach the user; then the module continues to train, if it can."""
     errors = []
     torch._dynamo.reset()
     with one_rank(), without_kernels(), inductor_config.patch(ddp_fusion="concat"):
@@ -202,8 +202,8 @@ def noting(state, bucket):
 
 
 def register_in_turn() -> list[int]:
-    """How often hooks were called: one that comes after a step, one of a copy, and one that goes
-    with its module to DDP's own reducer."""
+    """Number of calls of a hook that is registered after a step, of one on a copy, and of one whose
+    module falls back to DDP's own reducer."""
     import fusion_passes  # noqa: F401 - the ranks have not
 
     late: list[Any] = []
@@ -234,7 +234,7 @@ def test_hooks_that_come_late_or_stay(run_on_ranks: RUN) -> None:
 
 
 def power_sgd_in_several_buckets() -> list[Tensors]:
-    """Gradients after each of a few backwards, on this rank."""
+    """Gradients on this rank after each of several backwards."""
     run = Run(is_fused=True, dtype=torch.float32, device=torch.device("cpu"))
     with inductor_config.patch(ddp_fusion="concat"):
         ddp, forward = run.compiled(run.mlp(), bucket_cap_mb=SMALL_MB)
@@ -245,8 +245,9 @@ def power_sgd_in_several_buckets() -> list[Tensors]:
 
 
 def test_power_sgd_launches_in_one_order_on_all_ranks(run_on_ranks: RUN) -> None:
-    """Its callbacks launch collectives: with eager DDP over Gloo several buckets' come in any
-    order, and the processes crash. So the catalogue of scenarios cannot have this training."""
+    """The hook's callbacks launch collectives. With eager DDP over Gloo, those of several buckets
+    are launched in any order, and the processes crash, so the catalogue of scenarios cannot have
+    this training."""
     for ours, others in zip(*run_on_ranks(2, power_sgd_in_several_buckets), strict=True):
         for name, value in ours.items():
             assert value is not None

@@ -1,4 +1,4 @@
-"""Constructing DDP under the flag: what is refused, and in which words."""
+"""Constructing DDP under the flag: what is refused, and the text of the errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from testing.fake_world import fake_world, two_layers
 
 @pytest.fixture(autouse=True)
 def _world() -> Iterator[None]:
-    gc.collect()  # Modules that other tests have left to the collector would be counted below.
+    gc.collect()  # Otherwise modules of other tests would be counted below.
     with fake_world(), inductor_config.patch(ddp_fusion="concat"):
         yield
 
@@ -58,7 +58,7 @@ def test_refuses_synchronised_batch_norm_on_the_cpu_as_eager_ddp_does(flag: str 
 
 
 def test_inputs_go_to_the_device_of_device_ids() -> None:
-    # DDP takes device_ids for GPUs only: another device stands for one.
+    # DDP accepts device_ids for GPUs only: another device stands in for one.
     ddp = DistributedDataParallel(two_layers())
     ddp.device_type, ddp.device_ids = "meta", [0]
     x = torch.ones(2)
@@ -122,7 +122,7 @@ def test_refuses_wrong_delayed_parameters_as_eager_ddp_does(flag: str | None) ->
 @pytest.mark.parametrize("name", ["0.weigth", "0.bias"])
 def test_refuses_delayed_parameters_under_other_names(name: str) -> None:
     model = two_layers()
-    others = "names another one" if name == "0.bias" else "names none of the module"
+    others = "is the name of another" if name == "0.bias" else "is the name of no"
     with pytest.raises(ValueError, match=f"delay_all_reduce_named_params.*{name}.*{others}"):
         DistributedDataParallel(
             model,
@@ -167,7 +167,7 @@ def test_refuses_settings_that_fuse_the_same_reductions(setting: str, value: obj
 
 
 def _caps(config: FusionConfig | str, model: nn.Module | None = None, **options: Any) -> BucketCaps:
-    """Of a module that is constructed with these options."""
+    """The bucket caps of a module that is constructed with these options."""
     with inductor_config.patch(ddp_fusion=config):
         return reducer_of(DistributedDataParallel(model or two_layers(), **options)).assignment.caps
 
@@ -185,7 +185,7 @@ def test_caps_are_the_modules_own_unless_set_by_option() -> None:
 
 
 def _hooks_on(model: nn.Module) -> list[int]:
-    """How many functions are called behind the accumulation of each gradient."""
+    """Number of hooks that run after the accumulation of each gradient."""
     nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in model.parameters()]
     counts = [hooks_on_node(node) for node in nodes]
     return [sum(count) for count in counts if count is not None]
@@ -205,7 +205,7 @@ def test_nodes_are_asked_for_hooks_once_and_again_after_one() -> None:
 
 
 def test_settings_are_compared_on_the_modules_device() -> None:
-    """Not on the current one: a program need not set that."""
+    """The comparison does not use the current device, which a program need not set."""
     ddp = DistributedDataParallel(two_layers())
     ddp.device = torch.device("cuda", 1)
     with mock.patch.object(module, "compare_settings") as compared:
@@ -278,7 +278,7 @@ def test_a_hook_that_cannot_be_registered_leaves_none(calls: int) -> None:
 
 
 def _fails_after(calls: int) -> Callable[..., Any]:
-    """In the place of ``hook_behind_accumulation``: an error after so many calls."""
+    """A replacement of ``hook_behind_accumulation`` that raises after this number of calls."""
     left = iter(range(calls))
 
     def register(*args: Any) -> Any:
@@ -331,7 +331,7 @@ def test_a_module_is_freed_and_leaves_no_hook() -> None:
 
 def test_a_model_is_wrapped_anew_once_its_hooks_are_removed() -> None:
     old = DistributedDataParallel(two_layers())
-    old(torch.ones(2, 4))  # It waits for gradients.
+    old(torch.ones(2, 4))  # The hook waits for gradients.
     old._remove_autograd_hooks()
     new = DistributedDataParallel(old.module)
     new(torch.ones(2, 4)).sum().backward()
@@ -348,7 +348,7 @@ def test_modules_of_equal_names_on_other_groups_are_warned_of_by_themselves() ->
         model[0].weight.requires_grad_(True)
     for ddp in modules:
         name = f"DDP 0 (Sequential) on group {ddp.process_group.group_name}"
-        with pytest.warns(FusionWarning, match=re.escape(f"of {name} (1: '0.weight') stay")):
+        with pytest.warns(FusionWarning, match=re.escape(f"of {name} (1: '0.weight') are not")):
             ddp(torch.ones(2, 4)).sum().backward()
 
 

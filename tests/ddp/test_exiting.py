@@ -1,4 +1,4 @@
-"""A module over Gloo that goes after its group gives Gloo's threads a moment."""
+"""A module over Gloo that is freed after its group gives Gloo's threads a moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a managed module's forward does around the wrapped module, compiled and not."""
+"""The steps of a managed module's forward around the wrapped module, compiled and uncompiled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Tripled(DistributedDataParallel):
 
 
 def _ranges(flag: str | None, kind: type[DistributedDataParallel], fullgraph: bool | None) -> int:
-    """How often DDP's range is in a profile of two forwards."""
+    """Number of times that DDP's range is in a profile of two forwards."""
     with inductor_config.patch(ddp_fusion=flag):
         call: Callable[..., Any] = kind(two_layers())
         if fullgraph is not None:
@@ -45,8 +45,8 @@ def _ranges(flag: str | None, kind: type[DistributedDataParallel], fullgraph: bo
 
 
 def test_a_full_graph_is_the_first_thing_that_a_process_compiles() -> None:
-    """Nothing around the wrapped module is compiled, though it runs for the first time, as what
-    Python's typing has not seen before does in a generator."""
+    """Nothing around the wrapped module is compiled, although it runs for the first time: types
+    that Python's typing has not seen before are made in a generator."""
     for forget in typing._cleanups:  # type: ignore[attr-defined]
         forget()
     with inductor_config.patch(ddp_fusion="concat"):
@@ -86,8 +86,8 @@ def test_settings_of_ddp_compile_nothing_anew() -> None:
 @pytest.mark.parametrize("is_lite", [False, True])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_compiled_step_broadcasts_buffers_in_their_order(batch: int, is_lite: bool) -> None:
-    """A complex one, floating-point ones, and how many batches there were: also where operators are
-    called and not lowered, in any graph. Ranks can have others."""
+    """Broadcasts of a complex buffer, floating-point buffers, and the number of batches; also if
+    operators are called instead of lowered, in any graph. Ranks may have different buffers."""
     norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
     model = nn.Sequential(nn.Unflatten(1, (2, 4)), norm)
     model.register_buffer("turns", torch.ones(2, dtype=torch.complex64))

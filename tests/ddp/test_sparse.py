@@ -1,5 +1,5 @@
-"""Sparse embeddings: what needs no other rank. The catalogue of scenarios has trainings beside
-eager DDP."""
+"""Sparse embeddings, in tests that need no other rank. The catalogue of scenarios compares
+trainings with eager DDP."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Tied(nn.Module):
 
 
 class _Called(nn.Module):
-    """Exact. A sparse gradient of which DDP knows nothing."""
+    """Exact. A sparse gradient that DDP does not know about."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_a_communication_hook_is_given_sparse_gradients_by_ddps_own_reducer() ->
         done.set_result(bucket.buffer())
         return done
 
-    mine.__annotations__.clear()  # DDP takes no text for a type.
+    mine.__annotations__.clear()  # DDP does not accept a string as a type.
     with inductor_config.patch(ddp_fusion="concat"):
         ddp = DistributedDataParallel(_Towers())
         words = "it has sparse gradients and communication hook .*mine, which is to be given them"
@@ -101,7 +101,7 @@ def test_a_communication_hook_is_given_sparse_gradients_by_ddps_own_reducer() ->
 @pytest.mark.usefixtures("one_rank")
 def test_each_table_is_a_bucket_of_its_own_and_counts_in_no_other() -> None:
     with inductor_config.patch(ddp_fusion="concat"):
-        ddp = DistributedDataParallel(Tables(), bucket_cap_mb=144 / 2**20)  # The last layer.
+        ddp = DistributedDataParallel(Tables(), bucket_cap_mb=144 / 2**20)  # Of the last layer.
         for _ in range(2):
             ddp(torch.arange(ROWS).view(-1, 2), "b").sum().backward()
     buckets = reducer_of(ddp).assignment.layout.buckets
@@ -114,8 +114,8 @@ def test_each_table_is_a_bucket_of_its_own_and_counts_in_no_other() -> None:
 
 
 class _Towers(nn.Module):
-    """Two tables, with a layer above each, in such an order that Inductor lets what it computes for
-    the first one overwrite the gradient of the second one, where it knows no better."""
+    """Two tables with a layer above each, in such an order that Inductor, unless it is prevented,
+    overwrites the gradient of the second table with values for the first one."""
 
     def __init__(self) -> None:
         super().__init__()

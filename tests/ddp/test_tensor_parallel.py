@@ -1,5 +1,5 @@
 """DDP over one dimension of a mesh of 2 x 2 ranks, around a tensor-parallel model: where gradients
-are stored, and what becomes of the module. The catalogue of scenarios has trainings beside eager
+are stored, and the resulting module. The catalogue of scenarios compares trainings with eager
 DDP."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from testing.scenarios.features.tensor import LENGTH, FeedForward, columns_and_r
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    torch._dynamo.reset()  # Sizes of another test's inputs would be taken for dynamic ones.
+    torch._dynamo.reset()  # Otherwise sizes of another test's inputs would count as dynamic.
     with fake_world(4):
         yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         torch._dynamo.reset()

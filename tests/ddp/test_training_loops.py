@@ -1,8 +1,8 @@
-"""Every way of writing a training loop is averaged by the module's reducer while the backward runs,
+"""For every way to write a training loop, the module's reducer averages while the backward runs,
 and compiled backwards store what they can.
 
-One process with a fake group of two ranks: what is looked at is who has stored gradients, and what
-was said. The numbers are looked at by the catalogue of scenarios.
+One process with a fake group of two ranks: the tests check who stored gradients, and the warnings.
+The catalogue of scenarios checks the numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.each_torch
 
 @pytest.fixture(autouse=True)
 def _world(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Its parameter is whether kernels compute anything."""
+    """A fake process group; the parameter says whether kernels compute anything."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     has_kernels = getattr(request, "param", False)
@@ -53,8 +53,8 @@ def _inputs() -> Tensor:
 
 
 def _steps(ddp: DistributedDataParallel, step: Callable[[], object]) -> list[int]:
-    """How many gradients compiled backwards store in their buckets, in each of two steps. Nothing
-    is said, each is averaged, and none traced."""
+    """Number of gradients that compiled backwards store in their buckets, in each of two steps.
+    Asserts that there is no warning, and that each backward is averaged and none traced."""
     stored = []
     for number in range(2):
         ddp.zero_grad()
@@ -69,7 +69,7 @@ def _steps(ddp: DistributedDataParallel, step: Callable[[], object]) -> list[int
 
 
 IN_PLACE = [0, 4]
-"""In the first backward there are no buckets yet."""
+"""The first backward has no buckets yet."""
 BY_HOOKS = [0, 0]
 
 
@@ -126,7 +126,7 @@ def _with_a_hook_that_dynamo_does_not_trace(ddp: DistributedDataParallel) -> Cal
 def test_who_stores_gradients(
     way: Callable[[DistributedDataParallel], Callable[[], object]], stored: list[int]
 ) -> None:
-    ddp = _managed("coalesced")  # The tests below are of the other mode.
+    ddp = _managed("coalesced")  # The tests below use the other mode.
     assert _steps(ddp, way(ddp)) == stored
 
 
@@ -147,7 +147,7 @@ def test_another_value_of_the_flag_is_for_modules_to_come() -> None:
 
 
 class _Halved(nn.Module):
-    """Its backward fills a tensor of the batch's size, rather than to keep it."""
+    """Its backward fills a tensor of the batch's size instead of saving it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class _Halved(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("_world", [True], indirect=True, ids=["with kernels"])
 def test_dynamic_shapes_from_the_cache() -> None:
-    """A second start takes forward and backward from AOTAutograd's cache."""
+    """A second start loads forward and backward from AOTAutograd's cache."""
     inductor_config.ddp_fusion = "concat"
     seen: list[list[Any]] = []
     with fresh_cache():
@@ -176,7 +176,7 @@ def test_dynamic_shapes_from_the_cache() -> None:
 
 
 def test_gradients_share_the_memory_of_their_bucket_which_is_freed_with_them() -> None:
-    """What docs/buckets.md says of it."""
+    """Checks the statements of docs/buckets.md."""
     ddp = _managed()
     step = _compiled(ddp)
     for _ in range(2):
@@ -234,8 +234,9 @@ def test_module_constructed_before_the_flag_is_warned_about_once(tmp_path: Path)
 
 
 class _Deep(nn.Module):
-    """Two layers. So many backwards are inside of one another that autograd runs the second's in a
-    thread of its own, as it runs all on a GPU; ``between`` is called before the first's."""
+    """Two layers. Backwards are nested so deeply that autograd runs the second layer's in a thread
+    of its own, as it does for all backwards on a GPU; ``between`` is called before the first
+    layer's."""
 
     def __init__(self, between: Callable[[], object]) -> None:
         super().__init__()
@@ -276,7 +277,7 @@ def test_a_backward_in_threads_of_autograds_is_not_ended_by_that_of_another_thre
 
 
 def test_modules_may_be_freed_while_another_one_trains() -> None:
-    """As the collector does, which may run at any time."""
+    """The garbage collector, which may run at any time, frees modules like this."""
     ddp = _managed()
     victims = [_managed() for _ in range(5)]
     ddp.module[1].weight.register_hook(lambda _: victims.clear())

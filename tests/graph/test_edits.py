@@ -1,4 +1,4 @@
-"""Tensor code that is written into a graph."""
+"""Tensor code that is traced into a graph."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ return (add, cat, sub, [x_1, (y_1)])
 
 
 def test_what_is_pinned_behind_a_list_follows_its_first_item() -> None:
-    """Torch 2.11 orders nothing behind a value that is no tensor."""
+    """Torch 2.11 adds no dependency on a value that is not a tensor."""
 
     def function(x, y):
         product = torch.mm(x, x)

@@ -1,4 +1,4 @@
-"""The families of operators that a gradient passes through, and that none is missing."""
+"""The families of operators that a gradient passes through; none is missing."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from fusion_passes.graph.custom_ops import AS_COMPLEX
 from fusion_passes.graph.families import (
     CAST,
     CASTS,
@@ -27,7 +28,6 @@ from fusion_passes.graph.families import (
     RESHAPES,
     VIEWS,
 )
-from fusion_passes.graph.operators import AS_COMPLEX
 
 _aten = torch.ops.aten
 
@@ -67,14 +67,15 @@ FORMS: Final[dict[str, Callable[[Tensor], Any]]] = {
     "view_as_complex": lambda x: torch.view_as_complex(x.view(4, 2, 2)),
     "view_as_real": lambda x: torch.view_as_real(torch.complex(x, x)),
 }
-"""All the ways in which torch's Python and its backward formulas write what is transparent."""
+"""All ways in which torch's Python and its backward formulas write operators that pass a gradient
+through."""
 
 OTHERS: Final = ("mm", "add", "complex", "empty_strided")
-"""What else the graph of :data:`FORMS` computes."""
+"""Other operators in the graph of :data:`FORMS`."""
 
 
 class _SeenError(Exception):
-    """Ends a compile that has shown its post-grad graph."""
+    """Ends a compile once its post-grad graph is recorded."""
 
 
 class _See(CustomGraphPass):
@@ -143,7 +144,7 @@ CALLS: Final[dict[object, tuple[Any, ...]]] = {
 
 
 def _value(call: tuple[Any, ...]) -> Tensor:
-    """The tensor that passes through: the last of them."""
+    """The tensor that passes through: the last tensor of the call."""
     value: Tensor = [argument for argument in call if isinstance(argument, Tensor)][-1]
     return value
 
@@ -154,7 +155,7 @@ def _numbers(value: Tensor) -> list[float]:
 
 
 def _calls(family: frozenset[object]) -> list[tuple[Tensor, Tensor]]:
-    """Value and result of each operator of a family."""
+    """Input and result of each operator of a family."""
     return [(_value(CALLS[target]), target(*CALLS[target])) for target in family]  # type: ignore[operator]
 
 

@@ -1,4 +1,4 @@
-"""A value in the text of a graph; the goldens of passes have the rest."""
+"""A value in the text of a graph; the goldens of the passes cover the rest."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Inductor's FX graph cache: a second process takes graphs that store gradients from it, and only
-the same ones (``test_pass_identity.py`` has what tells them apart)."""
+equal ones (``test_pass_identity.py`` tests their keys)."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from testing.processes import RankPool
 
-# The first fills the cache for all.
+# The first test fills the cache for all.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cache")]
 
 
 def two_steps(
     cache: Path, mode: str = "concat", load: Path | None = None, save: Path | None = None
 ) -> dict[str, int]:
-    """Train, and count what came out of Inductor's caches, and what the second backward has stored
-    in its bucket; a job for a process that has not imported the package. Kernels compute nothing.
+    """Train, and count the hits in Inductor's caches and the gradients that the second backward
+    stored in its bucket; a job for a process that has not imported the package. Kernels compute
+    nothing.
 
     Args:
         cache: the folder of the caches.
-        mode: of the flag.
+        mode: mode of the flag.
         load: a file of ``torch.compiler.save_cache_artifacts()`` to start from.
-        save: where to leave one.
+        save: file to save such artifacts to.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     if load is not None:
@@ -70,7 +71,7 @@ def in_a_new_process(**options: Any) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
-    """A cache, and what the process said that filled it."""
+    """A cache, and the output of the process that filled it."""
     cache = tmp_path_factory.mktemp("inductor")
     return cache, in_a_new_process(cache=cache, save=cache / "artifacts")
 
@@ -85,7 +86,7 @@ def cache(first: tuple[Path, dict[str, int]], tmp_path: Path) -> Path:
 def test_first_process_fills_the_cache(first: tuple[Path, dict[str, int]]) -> None:
     _, said = first
     assert (said["hits"], said["bypasses"]) == (0, 0)
-    # The forward and the backward, which fresh gradients and kept ones have in common.
+    # The forward and the backward, which is the same for fresh and for existing gradients.
     assert (said["misses"], said["traced"]) == (2, 0)
     assert said["stored"] == 4
 
@@ -93,7 +94,7 @@ def test_first_process_fills_the_cache(first: tuple[Path, dict[str, int]]) -> No
 @pytest.mark.each_torch
 @pytest.mark.parametrize("mode", ["concat", pytest.param("coalesced", marks=pytest.mark.nightly)])
 def test_second_process_hits_and_stores_in_place(cache: Path, mode: str) -> None:
-    """In another mode too: how a bucket is sent is in no graph."""
+    """Another mode hits too: no graph contains the way a bucket is sent."""
     said = in_a_new_process(cache=cache, mode=mode)
     assert (said["misses"], said["bypasses"]) == (0, 0)
     assert said["aot_hits"] == 1
@@ -104,8 +105,8 @@ def test_second_process_hits_and_stores_in_place(cache: Path, mode: str) -> None
 def test_saved_artifacts_start_another_machine(
     first: tuple[Path, dict[str, int]], tmp_path: Path, machines: int
 ) -> None:
-    """On an empty cache, by ``torch.compiler.load_cache_artifacts``; and what was saved there once
-    more starts a third one."""
+    """With an empty cache, by ``torch.compiler.load_cache_artifacts``; the artifacts that are saved
+    there start a third machine."""
     source = first[0] / "artifacts"
     for number in range(machines):
         saved = tmp_path / f"artifacts{number}"

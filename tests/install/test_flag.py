@@ -1,4 +1,5 @@
-"""The flag: what can be set, what setting it does to torch, and that unsetting it undoes all."""
+"""The flag: its values, what setting it changes in torch, and that unsetting it restores
+everything."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes import FusionConfig, FusionWarning
-from fusion_passes.install.compiles import SLOT, FusePass, StorePass
+from fusion_passes.install.compiles import SLOT
+from fusion_passes.stored.store_pass import StorePass
+from fusion_passes.traced.fuse_pass import FusePass
 from testing.fake_world import fake_world, one_rank, two_layers, without_kernels
 
 
@@ -71,7 +74,7 @@ def test_an_option_of_one_compile_has_no_effect_and_says_so(
     with one_rank(), without_kernels():
         ddp = DistributedDataParallel(two_layers())
         compiled = torch.compile(lambda x: ddp(x).sum(), options=options)
-        with pytest.warns(FusionWarning, match="has no effect: a module has the options"):
+        with pytest.warns(FusionWarning, match="has no effect: a module keeps the options"):
             loss = compiled(torch.ones(2, 4))
         with warnings.catch_warnings():
             warnings.simplefilter("error", FusionWarning)
@@ -136,7 +139,7 @@ def test_what_others_have_put_around_a_replacement_works_when_it_is_undone() -> 
                 assert all(parameter.grad is not None for parameter in module.parameters())
                 assert len(calls) == number + 1
                 module = two_layers()
-                gc.collect()  # The managed one: what it needs of torch is undone.
+                gc.collect()  # The managed module: torch's functions are restored.
         finally:
             torch.autograd._engine_run_backward = engine
 

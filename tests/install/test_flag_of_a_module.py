@@ -1,4 +1,4 @@
-"""A module keeps the flag that it was constructed under, whatever the flag is meanwhile."""
+"""A module keeps the flag that it was constructed under, whatever the flag's later value is."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def managed(flag: Any = "concat", **options: Any) -> DistributedDataParallel:
 
 
 def stored(ddp: DistributedDataParallel, forward: Callable[..., Any], steps: int = 3) -> list[int]:
-    """How many gradients of each step were stored in their bucket; nothing else has no reason."""
+    """Number of gradients in each step that were stored in their bucket; all others have a
+    reason."""
     counts = []
     for _ in range(steps):
         ddp.zero_grad()
@@ -83,7 +84,7 @@ def test_graphs_of_modules_of_one_structure_are_fused_as_each_was_to_be() -> Non
 
 
 def test_a_backward_of_modules_of_two_modes_is_not_traced() -> None:
-    """A graph has one way to fuse, and each module its own."""
+    """A graph is fused in one mode, and each module has its own."""
     modules = [
         managed(
             FusionConfig(mode=mode, backward_graph="compiled_autograd"),
@@ -96,11 +97,12 @@ def test_a_backward_of_modules_of_two_modes_is_not_traced() -> None:
         (forwards[0](X) + forwards[1](X)).sum().backward()
     last = fusion_passes.report().backwards[-1]
     assert (last.reduced_in, last.count) == ("reducer", 1)
-    assert last.because == "its modules were constructed with other modes of ddp_fusion each"
+    assert last.because == "its modules were constructed with different modes of ddp_fusion"
 
 
 def test_torchs_own_fusion_does_not_touch_a_traced_backward() -> None:
-    """It is on again once the flag is unset, as for modules of torch's Python reducer."""
+    """Torch's fusion is on again once the flag is unset, for modules with torch's Python
+    reducer."""
     with inductor_config.patch(_fuse_ddp_communication=False):
         ddp = managed(TRACED)
         inductor_config._fuse_ddp_communication = True
@@ -113,14 +115,15 @@ def test_torchs_own_fusion_does_not_touch_a_traced_backward() -> None:
 
 
 def train(ddp: nn.Module) -> None:
-    """Two steps: DDP rebuilds its buckets after the first."""
+    """Train for two steps: DDP rebuilds its buckets after the first."""
     for _ in range(2):
         ddp.zero_grad()
         torch.compile(ddp)(X).square().sum().backward()
 
 
 def assert_trained_by_ddp(ddp: DistributedDataParallel) -> None:
-    """Its C++ reducer averages what a module alone gives, and nobody else looks at it."""
+    """Assert that DDP's C++ reducer averages the gradients of the module, without any part of the
+    package."""
     assert REDUCER not in vars(ddp)
     train(ddp)
     train(expected := two_layers())

@@ -1,5 +1,5 @@
-"""What the keys of torch's caches hold of the package, so that no graph is taken for another, and
-graphs are shared where they can be."""
+"""The identities of the passes in the keys of torch's caches: different graphs have different keys,
+and graphs that can be shared have the same."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionConfig
 from fusion_passes.ddp.attachment import name_in_graphs
-from fusion_passes.install import compiles
-from fusion_passes.install.compiles import FusePass, StorePass, stores_of_forward
+from fusion_passes.graph import identity as identities_of_passes
 from fusion_passes.reducer.reducer import reducer_of
+from fusion_passes.stored.store_pass import StorePass, stores_of_forward
 from fusion_passes.traced.backwards import traced_modules
+from fusion_passes.traced.fuse_pass import FusePass
 from testing.fake_world import one_rank, two_layers
 
 
 def _identity(
     order: list[tuple[int, int]], flag: Any = "concat", *, steps: int = 0, **options: Any
 ) -> str:
-    """Of the backward of a forward with these parameters of these modules as its inputs.
+    """The identity of the backward of a forward whose inputs are these parameters of these modules.
 
     Args:
-        order: of the inputs: the number of a module, and that of a parameter.
-        flag: of ``ddp_fusion``.
-        steps: how many backwards both modules have had.
-        options: of DDP.
+        order: module number and parameter number of each input.
+        flag: value of ``ddp_fusion``.
+        steps: number of backwards that both modules have had.
+        options: options of DDP.
     """
     with one_rank(), inductor_config.patch(ddp_fusion=flag):
         modules = [DistributedDataParallel(two_layers(), **options) for _ in range(2)]
@@ -74,11 +75,11 @@ def test_instances_and_modes_share_graphs() -> None:
 
 
 def _identity_of_traced(*, is_transposed: bool = False, **options: Any) -> str:
-    """Of a traced backward of a module that has had its first one.
+    """The identity of a traced backward of a module that has had its first backward.
 
     Args:
-        is_transposed: whether its weights lay otherwise when DDP was constructed.
-        options: of DDP.
+        is_transposed: whether its weights were transposed when DDP was constructed.
+        options: options of DDP.
     """
     flag = FusionConfig()
     with one_rank(), inductor_config.patch(ddp_fusion=flag):
@@ -96,13 +97,13 @@ def _identity_of_traced(*, is_transposed: bool = False, **options: Any) -> str:
 
 @pytest.mark.parametrize("identity", [lambda: _identity(FIRST), _identity_of_traced])
 def test_donated_buffers_and_the_version_are_in_it(identity: Callable[[], str]) -> None:
-    """The key of torch's cache has no ``donated_buffer`` in it: a second backward of a forward was
-    wrong by 0.9 of the largest element, in silence, in a process that had found what another one
-    had compiled with it on."""
+    """The key of torch's cache does not contain ``donated_buffer``. In a process that found a graph
+    compiled with it on, a second backward of a forward was silently wrong by 0.9 of the largest
+    element."""
     before = identity()
     with torch._functorch.config.patch(donated_buffer=False):
         assert identity() != before
-    with mock.patch.object(compiles, "__version__", "0.0.0+another"):
+    with mock.patch.object(identities_of_passes, "__version__", "0.0.0+another"):
         assert identity() != before
 
 

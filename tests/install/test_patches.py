@@ -1,4 +1,4 @@
-"""What docs/patches.md lists as changed in torch, against what changes."""
+"""Compares the changes of torch that docs/patches.md lists with the actual changes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def one_rank() -> Iterator[None]:
 
 
 def _canonical(what: str) -> str:
-    """The name of what is changed by the class that has it, not by one of the class's names."""
+    """The name of a changed attribute by the class that defines it, of several names of the
+    class."""
     owner, name = owner_of_name(what)
     if isinstance(owner, type):
         return f"{owner.__module__}.{owner.__qualname__}.{name}"
@@ -60,7 +61,7 @@ OF_MODULES = "While the flag is set, or a managed module is there"
 
 def test_what_the_flag_changes_is_what_is_listed() -> None:
     with inductor_config.patch(_fuse_ddp_communication=True):
-        inductor_config.ddp_fusion = "concat"  # Imports what it needs.
+        inductor_config.ddp_fusion = "concat"  # Imports its own dependencies.
         inductor_config.ddp_fusion = None
         before = contents()
         inductor_config.ddp_fusion = "concat"
@@ -72,10 +73,10 @@ def test_what_the_flag_changes_is_what_is_listed() -> None:
 
 
 DYNAMOS_MODULES = "torch._dynamo.mutation_guard.GenerationTracker.generation_values"
-"""Where Dynamo notes each module that is made, once it has compiled something."""
+"""The attribute in which Dynamo records each new module, once it has compiled something."""
 
 ALWAYS = {DYNAMOS_MODULES, "torch.utils.hooks.RemovableHandle.next_id"}
-"""What any module changes."""
+"""Attributes that any module changes."""
 
 
 def _managed(model: nn.Module) -> DistributedDataParallel:
@@ -103,7 +104,7 @@ def _reset(_: object) -> None:
 def test_what_modules_need_is_there_until_the_last_one_is_gone(
     one_rank: None, end: Callable[[list[DistributedDataParallel]], None]
 ) -> None:
-    end([_managed(two_layers())])  # Imports what it needs.
+    end([_managed(two_layers())])  # Imports its own dependencies.
     models = two_layers(), two_layers()
     before = contents()
     first, modules = ([_managed(model)] for model in models)
@@ -130,13 +131,13 @@ def test_a_module_on_another_group_keeps_what_modules_need(one_rank: None) -> No
 
 
 def _torchs(function: Any) -> Any:
-    """What the package has put its own function around."""
+    """The function of torch that a function of the package wraps."""
     return inspect.unwrap(function)
 
 
 def test_constructing_a_module_changes_nothing_beside_it(one_rank: None) -> None:
     inductor_config.ddp_fusion = "concat"
-    DistributedDataParallel(two_layers())  # Imports what it needs.
+    DistributedDataParallel(two_layers())  # Imports its own dependencies.
     model = two_layers()
     before = contents()
     ddp = DistributedDataParallel(model, bucket_cap_mb=7)
@@ -153,7 +154,7 @@ def test_a_constructor_that_fails_leaves_nothing_changed(
         inside.update(during_a_call())
         raise ArithmeticError
 
-    # Whoever has constructed a module without the flag has left DDP's file in it.
+    # Constructing a module without the flag leaves DDP's file in it.
     inlined = torch._dynamo.trace_rules.LEGACY_MOD_INLINELIST - {DistributedDataParallel.__module__}
     monkeypatch.setattr(torch._dynamo.trace_rules, "LEGACY_MOD_INLINELIST", inlined)
     before, inside = during_a_call(), dict[str, object]()
@@ -171,7 +172,7 @@ def test_a_constructor_that_fails_leaves_nothing_changed(
 
 
 def during_a_call() -> dict[str, object]:
-    """What there is in the places that are changed during calls."""
+    """The values of attributes that are changed during calls."""
     return {what: value_of(what) for what in listed("During a call")}
 
 
@@ -188,7 +189,7 @@ class _Own(DistributedDataParallel):
 def _pair(
     kind: type[DistributedDataParallel],
 ) -> tuple[DistributedDataParallel, DistributedDataParallel]:
-    """A module with DDP's Python reducer, and a managed one, else alike."""
+    """A module with DDP's Python reducer and a managed one, otherwise equal."""
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"), _undoing_what_ddp_sets():
         theirs = kind(two_layers(), bucket_cap_mb=25)
     inductor_config.ddp_fusion = "concat"
@@ -209,7 +210,7 @@ def _undoing_what_ddp_sets() -> Iterator[None]:
 
 
 def _launches_of_torchs_own_fusion() -> int:
-    """Collectives of a step of a module that has torch's Python reducer, and compiled autograd."""
+    """Collectives of a step of a module with torch's Python reducer and compiled autograd."""
     torch._dynamo.reset()
     options: dict[str, Any] = {"optimize_ddp": "python_reducer", "compiled_autograd": True}
     with torch._dynamo.config.patch(**options), _undoing_what_ddp_sets():
@@ -223,7 +224,8 @@ def _launches_of_torchs_own_fusion() -> int:
 
 
 def test_torchs_own_fusion_goes_on_beside_a_managed_module(one_rank: None) -> None:
-    """As it is alone: torch 2.14 launches four all-reduces, earlier ones a fused one."""
+    """The collectives equal those without a managed module: torch 2.14 launches four all-reduces,
+    earlier versions a fused one."""
     alone = _launches_of_torchs_own_fusion()
     beside = _managed(two_layers())
     assert _launches_of_torchs_own_fusion() == alone
@@ -258,17 +260,17 @@ def test_a_module_that_is_handed_over_has_what_ddp_has(one_rank: None) -> None:
 OPERATORS = "torch.ops.fusion_passes"
 
 TORCHS_OWN = {
-    "torch._logging.structured.INTERN_TABLE": None,  # Names in what is written for tlparse.
-    "torch.jit._builtins._builtin_table": None,  # Made when somebody looks.
+    "torch._logging.structured.INTERN_TABLE": None,  # Names in the output for tlparse.
+    "torch.jit._builtins._builtin_table": None,  # Made when somebody reads it.
     "torch.library._defs": OPERATORS,
     "torch.library._impls": OPERATORS,
     "torch.ops._dir": OPERATORS,
     "torch.utils.hooks.RemovableHandle.next_id": None,  # Counts all hooks.
 }
-"""What torch keeps itself, and the row of the page that this comes from."""
+"""Values that torch keeps itself, and the row of the page that is responsible."""
 
 BEFORE_2_13 = {"torch._inductor.lowering._maybe_layout_constraints"}
-"""What only an older torch is given."""
+"""Attributes that are changed in older torch only."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Looks at all of torch that is imported: what changes between two looks, nobody has to foresee."""
+"""Compares two snapshots of all of torch that is imported, so that no test has to foresee a
+change."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ import torch.utils._config_module
 from torch.nn.parallel import DistributedDataParallel
 
 Values = dict[str, Any]
-"""By dotted name; of modules, classes and config modules."""
+"""Values by dotted name: of modules, classes and config modules."""
 
 IMPORTED_FIRST = (
     "torch._dynamo.compiled_autograd",
@@ -29,13 +30,13 @@ IMPORTED_FIRST = (
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "torch.distributed.tensor.parallel.ddp",
 )
-"""What the package imports of torch: that alone changes other modules, too."""
+"""Torch's modules that the package imports: their import alone changes other modules."""
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "patches.md"
 
 
 def listed(heading: str) -> set[str]:
-    """The names in the first column of the tables of docs/patches.md under a heading."""
+    """The names in the first column of the tables under a heading of docs/patches.md."""
     text = PAGE.read_text()
     _, found, after = text.partition(f"\n## {heading}\n")
     assert found, f"{PAGE.name} has no heading {heading!r}"
@@ -44,15 +45,15 @@ def listed(heading: str) -> set[str]:
 
 
 def value_of(what: str) -> Any:
-    """What a dotted name of torch stands for; a copy of a set."""
+    """The value of a dotted name of torch; a copy if it is a set."""
     value = pkgutil.resolve_name(what)
     return set(value) if isinstance(value, set) else value
 
 
 def contents() -> Values:
-    """What each global name, attribute of a class, and setting of torch is, or holds: a container,
-    or an object of a class of torch's, is what is in it."""
-    gc.collect()  # Torch's weak tables hold what is there, and no garbage.
+    """The value of each global name, class attribute and setting of torch. A container, or an
+    object of a class of torch's, is represented by its content."""
+    gc.collect()  # So that torch's weak tables contain no garbage.
     values: Values = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # Some names are deprecated.
@@ -92,8 +93,8 @@ def _held(value: Any, depth: int) -> Any:
 
 
 def changed(before: Values, after: Values, known: Collection[str] = ()) -> set[str]:
-    """Names of what is something else now, or holds something else. What has several names, as in
-    each module that imports it, has those that are known, or one."""
+    """Names whose value or content changed. Of several names of one value, as in each module that
+    imports it, the known ones are returned, or one."""
     names: dict[int, set[str]] = {}
     for name, (key, held) in before.items():
         if held != after.get(name, (0, None))[1]:
@@ -102,7 +103,7 @@ def changed(before: Values, after: Values, known: Collection[str] = ()) -> set[s
 
 
 def different(theirs: DistributedDataParallel, ours: DistributedDataParallel) -> set[str]:
-    """Attributes that one of the two has alone, or that have another type or value."""
+    """Attributes that only one of the two has, or whose type or value differs."""
     one, other = vars(theirs), vars(ours)
     names = one.keys() ^ other.keys()
     for name in one.keys() & other.keys():
@@ -118,7 +119,7 @@ def different(theirs: DistributedDataParallel, ours: DistributedDataParallel) ->
 
 
 def hook_modules(ddp: DistributedDataParallel) -> set[str]:
-    """Where the functions come from that a module has put on its parameters."""
+    """Modules that define the functions that a module has registered on its parameters."""
     ids = {handle.id for handle in ddp._accum_grad_hooks}
     hooks = [p._post_accumulate_grad_hooks or {} for p in ddp.module.parameters()]
     functions = [hook for table in hooks for key, hook in table.items() if key in ids]
@@ -126,21 +127,23 @@ def hook_modules(ddp: DistributedDataParallel) -> set[str]:
 
 
 def changed_for_good() -> list[str]:
-    """What a process has changed once it has imported the package, constructed a module, taught
-    Inductor its operators, and unset the flag again; a job for a process that has not imported the
+    """The changes left in a process that imported the package, constructed a module, registered the
+    operators with Inductor, and unset the flag again; a job for a process that has not imported the
     package."""
     for name in IMPORTED_FIRST:
         importlib.import_module(name)
     before, callbacks = contents(), atexit._ncallbacks()
 
-    from fusion_passes.install import compiles
+    from fusion_passes.stored import store_pass
     from fusion_passes.torch_private.registered_memory import RegisteredMemory
+    from fusion_passes.traced import fuse_pass
     from testing.registered import Backend, Group, on_the_host
 
     backend = Backend()
     torch._inductor.config.ddp_fusion = "concat"
     DistributedDataParallel(torch.nn.Linear(2, 2))
-    compiles._teach_inductor()
+    store_pass._register_lowerings()
+    fuse_pass._register_lowerings()
     with on_the_host(backend):
         memory = RegisteredMemory(Group(backend), torch.device("cpu"), 8)  # type: ignore[arg-type]
         memory.register()

@@ -1,4 +1,4 @@
-"""Which option or module decides how large a bucket becomes."""
+"""Which option or module determines the size of a bucket."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_no_bucket_mixes_gradients_that_cannot_be_sent_together(known, data) -> 
         assert len({(kind.dtype, kind.device, kind.is_delayed) for kind in kinds_there}) == 1
         assert (bucket.dtype, bucket.device) == (kinds_there[0].dtype, kinds_there[0].device)
         assert len(kinds_there) == 1 or not any(kind.is_sparse for kind in kinds_there)
-        for piece in pieces:  # The order within a piece stays.
+        for piece in pieces:  # The order within a piece is kept.
             there = [number for number in piece if number in bucket.numbers]
             assert there == [number for number in bucket.numbers if number in piece]
     delayed = [known[bucket.numbers[0]].is_delayed for bucket in layout.buckets]

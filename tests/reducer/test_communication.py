@@ -1,4 +1,4 @@
-"""What a reducer has a process group do with a bucket, and what it has done to it before."""
+"""The calls of a process group for a bucket, and what a reducer does to the bucket before."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusion_passes.reducer.communication import AllReduce
 
 
 class Group:
-    """A process group that notes what it is given."""
+    """A process group that records its calls."""
 
     def __init__(self, size: int) -> None:
         self.size = lambda: size
@@ -35,7 +35,7 @@ VALUES = torch.tensor([1.0, 2.0, 3.0, 4.0])
 
 
 def launch(config: FusionConfig, ranks: int, dtype: torch.dtype, backend: str) -> Group:
-    """What a process group is given of a bucket of two gradients."""
+    """The call of the process group for a bucket of two gradients."""
     group = Group(ranks)
     communication = AllReduce(
         group,
@@ -83,9 +83,9 @@ def is_divided(group: Group, dtype: torch.dtype) -> bool:
 def test_a_bucket_is_divided_or_averaged(
     mode: Any, options: dict[str, Any], ranks: int, dtype: torch.dtype, backend: str, divided: bool
 ) -> None:
-    """In both modes a bucket is one memory, which is divided in one pass. Registered memory is
-    summed, which NCCL does with symmetric kernels and NVLink SHARP: before 2.30 it averages from
-    copies."""
+    """In both modes, a bucket is one block of memory, which is divided in one pass. Registered
+    memory is summed, because NCCL sums it with symmetric kernels and NVLink SHARP; before 2.30 it
+    averages copies."""
     group = launch(FusionConfig(mode=mode, **options), ranks, dtype, backend)
     assert is_divided(group, dtype) == divided
     assert len(group.sent) == (2 if mode == "coalesced" else 1)

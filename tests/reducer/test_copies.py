@@ -1,4 +1,5 @@
-"""Why gradients are copied into their buckets, instead of stored there by a compiled backward."""
+"""Reasons why gradients are copied into their buckets instead of being stored there by a compiled
+backward."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def _flag() -> Iterator[None]:
 
 
 def layers() -> tuple[Any, Any]:
-    """Three of them in DDP, and compiled."""
+    """Three layers in DDP, compiled."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
     return ddp, torch.compile(ddp)
@@ -52,7 +53,7 @@ class Parts(nn.Module):
 
 
 def reasons(ddp: Any, loss: Callable[[], Any], count: int = 2, **backward: Any) -> dict[str, str]:
-    """Why gradients of the last of some steps were copied, by the parameter."""
+    """The reasons for the copies in the last of several steps, by parameter."""
     for _ in range(count):
         ddp.zero_grad()
         loss().backward(**backward)
@@ -80,19 +81,20 @@ def test_a_weight_that_the_loss_reads_too() -> None:
     weight = ddp.module[1].weight
     found = reasons(ddp, lambda: compiled(X).sum() + weight.sum())
     assert found.pop("1.weight") == copies.SEVERAL
-    # What its graph stores together with it cannot be marked ready without it.
+    # Gradients that a graph stores in one piece with it cannot be marked ready without it.
     assert found == {name: copies.BESIDE for name in ALL if name != "1.weight"}
 
 
 def test_several_forwards_of_one_backward() -> None:
-    """The last one stores what all have given."""
+    """The last backward stores the sum of all gradients."""
     ddp, compiled = layers()
     found = reasons(ddp, lambda: sum(compiled(n * X).sum() for n in range(3)))
     assert found == {}
 
 
 def test_a_layer_that_is_used_more_often_than_the_others() -> None:
-    """Its gradient is another sum than those that its graph stores together with it."""
+    """Its gradient is the sum of a different number of parts than the other gradients of its
+    piece."""
     ddp, compiled = layers()
     last = torch.compile(ddp.module[2])
     found = reasons(ddp, lambda: compiled(X).sum() + last(X).sum())
@@ -117,7 +119,8 @@ def test_a_hook_of_the_user(register: str) -> None:
 
 
 def test_hooks_on_nodes_that_nobody_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody has put torch's own registration of them back: there may be some."""
+    """Somebody has restored torch's own function, so hooks may exist that the package does not
+    know."""
     ddp, compiled = layers()
     assert reasons(ddp, lambda: compiled(X).sum()) == {}
     nodes = reducer_of(ddp).hooks.nodes.values()
@@ -138,7 +141,7 @@ def test_hooks_on_nodes_that_nobody_tells_of(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_backward_that_the_package_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody has put torch's own function back."""
+    """Somebody has restored torch's own function."""
     ddp, compiled = layers()
     torchs = inspect.unwrap(torch.autograd._engine_run_backward)
     for module in (torch.autograd, torch.autograd.graph):
@@ -155,7 +158,7 @@ def test_how_backward_is_called(options: dict[str, Any], why: str) -> None:
     ddp, compiled = layers()
     if "inputs" in options:
         options = {"inputs": list(ddp.parameters())}
-    with functorch_config.patch(donated_buffer=False):  # Torch asks for that with create_graph.
+    with functorch_config.patch(donated_buffer=False):  # Torch requires it for create_graph.
         found = reasons(ddp, lambda: compiled(X).sum(), **options)
     assert found == dict.fromkeys(ALL, why)
 
@@ -168,7 +171,7 @@ def test_two_modules_that_average_one_weight() -> None:
 
 
 def test_a_graph_that_was_compiled_before_the_buckets_were_agreed_on() -> None:
-    """In the order of another branch, with the gradients beside others."""
+    """The graph was compiled in the order of another branch, and groups gradients differently."""
 
     class Branches(Parts):
         def forward(self, x: Tensor, *, is_first: bool) -> Tensor:
@@ -188,7 +191,7 @@ def test_a_graph_that_was_compiled_before_the_buckets_were_agreed_on() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_module_that_was_converted(dtype: torch.dtype) -> None:
-    """Its buckets are of the dtype that it was constructed in; eager DDP does not average then."""
+    """Its buckets keep the dtype of construction; eager DDP does not average then."""
     ddp, compiled = layers()
     for _ in range(2):
         compiled(X).sum().backward()
@@ -205,7 +208,7 @@ def test_a_module_that_was_converted(dtype: torch.dtype) -> None:
 
 
 def test_under_anomaly_mode() -> None:
-    """It would find another rank's NaN in a bucket that is on its way."""
+    """Otherwise it would find another rank's NaN in a bucket that is being all-reduced."""
     ddp, compiled = layers()
     assert reasons(ddp, lambda: compiled(X).sum()) == {}
     with torch.autograd.detect_anomaly():
@@ -216,8 +219,8 @@ def test_under_anomaly_mode() -> None:
 
 @pytest.mark.parametrize("on_node", [False, True])
 def test_a_hook_that_comes_when_its_gradient_is_marked_ready(on_node: bool) -> None:
-    """The hook of an input registers it: behind the graph that has stored the gradients, before
-    autograd has accumulated all of them."""
+    """An input's hook registers it, after the graph stored the gradients and before autograd
+    accumulated all of them."""
     ddp, compiled = layers()
     for _ in range(2):
         compiled(X).sum().backward()
@@ -238,7 +241,7 @@ def test_a_hook_that_comes_when_its_gradient_is_marked_ready(on_node: bool) -> N
 
 
 def test_gradients_at_other_positions_than_they_were_compiled_for() -> None:
-    """A gradient of another size than that of the parameter is not stored as the parameter's."""
+    """A gradient whose size differs from the parameter's is not stored as the parameter's."""
     ddp, compiled = layers()
     assert reasons(ddp, lambda: compiled(X).sum()) == {}
     made = CompiledForward
@@ -255,9 +258,10 @@ def test_gradients_at_other_positions_than_they_were_compiled_for() -> None:
 
 
 def test_a_module_that_is_wrapped_anew() -> None:
-    """The hooks of its first reducer are gone, though its parameters' nodes are there."""
+    """The hooks of its first reducer are removed, although the nodes of its parameters still
+    exist."""
     ddp = layers()[0]
-    loss = ddp(X).sum()  # It keeps the nodes.
+    loss = ddp(X).sum()  # Keeps the nodes alive.
     model = ddp.module
     del ddp
     gc.collect()
@@ -324,9 +328,9 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize("reads_all", [False, True])
 def test_inputs_that_torch_numbers_otherwise_are_not_stored(reads_all: bool) -> None:
-    """AOTAutograd puts one base in the place of inputs that overlap, if the forward writes one of
-    them, and moves it to the front: other inputs have other positions then, and there are fewer.
-    Views that do not overlap keep their positions."""
+    """If the forward writes one of several overlapping inputs, AOTAutograd replaces these by one
+    base and moves it to the front: other inputs get other positions, and there are fewer. Views
+    that do not overlap keep their positions."""
     torch.manual_seed(0)
     model = Counting(reads_all=reads_all)
     alone, ddp = copy.deepcopy(model), DistributedDataParallel(model, broadcast_buffers=False)
@@ -342,7 +346,8 @@ def test_inputs_that_torch_numbers_otherwise_are_not_stored(reads_all: bool) -> 
 
 @pytest.mark.parametrize("follows_another", [False, True])
 def test_delayed_gradients_are_left_out_of_graphs(follows_another: bool) -> None:
-    """Also where another module of the class was compiled before, with none of them delayed."""
+    """This also holds if another module of the class was compiled before without delayed
+    gradients."""
     other, others = layers()
     reasons(other, lambda: others(X).sum(), 2 if follows_another else 0)
     model = layers()[0].module
@@ -358,7 +363,7 @@ def test_delayed_gradients_are_left_out_of_graphs(follows_another: bool) -> None
 
 
 def test_what_a_compiled_backward_copies_itself_is_in_the_report() -> None:
-    """Also of a graph from a cache, which is not lowered in this process."""
+    """This includes a graph from a cache, which is not lowered in this process."""
     for _ in range(2):
         torch._dynamo.reset()
         ddp = DistributedDataParallel(nn.Conv2d(1, 4, 3))
@@ -369,5 +374,5 @@ def test_what_a_compiled_backward_copies_itself_is_in_the_report() -> None:
         *_, module = fusion_passes.report().modules
         copied = dict(pair for bucket in module.buckets for pair in bucket.copied)
         assert module.stored == 2
-        why = "aten.convolution_backward allocates its result itself"
+        why = "aten.convolution_backward allocates its own result"
         assert copied == {"weight": why, "bias": why}

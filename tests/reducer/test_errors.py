@@ -1,4 +1,4 @@
-"""What ranks learn of each other's errors and settings, with a reducer."""
+"""What ranks with a reducer learn of each other's errors and settings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ X = torch.ones(4, models.WIDTH)
 
 
 def _time_out_soon(group: dist.ProcessGroup) -> None:
-    """From here on, for nothing is compiled any more."""
+    """Set a short timeout; called late, because nothing is compiled any more."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), group)
 
 
@@ -44,7 +44,7 @@ def _raise(_: Any) -> None:
 
 
 def lacks_a_gradient(group: dist.ProcessGroup) -> None:
-    """After two steps, rank 1 leaves out a branch that rank 0 takes."""
+    """After two steps, rank 1 skips a branch that rank 0 uses."""
     ddp = DistributedDataParallel(models.Branching(), process_group=group)
     for step in range(4):
         if step == 2:
@@ -54,7 +54,7 @@ def lacks_a_gradient(group: dist.ProcessGroup) -> None:
 
 
 def fails(group: dist.ProcessGroup) -> None:
-    """The third backward of rank 1 raises an error of the user's."""
+    """The third backward of rank 1 raises a user's error."""
     ddp = DistributedDataParallel(models.mlp(3), process_group=group)
     for step in range(3):
         ddp.zero_grad()
@@ -75,7 +75,7 @@ def runs_out_first(group: dist.ProcessGroup) -> None:
 
 
 def fails_alone(group: dist.ProcessGroup) -> None:
-    """Rank 0 has no inputs, and the first backward of rank 1 raises an error of the user's."""
+    """Rank 0 has no inputs, and the first backward of rank 1 raises a user's error."""
     ddp = DistributedDataParallel(models.mlp(), process_group=group)
     with ddp.join():
         if dist.get_rank() == 1:
@@ -104,8 +104,8 @@ FAILING = ("rank 1 cannot finish its backward: ZeroDivisionError: a user's error
 @pytest.mark.parametrize(
     ("job", "words"),
     [
-        # Eager DDP's error, in the next forward of the rank that lacks a gradient; and why, on the
-        # one that waits for it.
+        # Eager DDP's error, in the next forward of the rank that lacks a gradient; and its cause,
+        # on the rank that waits for it.
         (
             lacks_a_gradient,
             (
@@ -132,7 +132,7 @@ def test_each_rank_learns_what_is_wrong(
 
 
 def _other_settings(flag: dict[str, Any], options: dict[str, Any]) -> str:
-    """The error of this rank, where rank 1 has some options of the flag and of DDP."""
+    """The error of this rank if rank 1 has other options of the flag and of DDP."""
     is_other = dist.get_rank() == 1
     with (
         registered_by_nobody(),
@@ -192,7 +192,7 @@ def test_other_settings_are_an_error_on_every_rank_that_names_them(
 
 
 def _other_release() -> str:
-    """The error of this rank, where rank 1 has a release that lays buckets out otherwise."""
+    """The error of this rank if rank 1 has a release with another layout of buckets."""
     with contextlib.ExitStack() as other:
         other.enter_context(inductor_config.patch(ddp_fusion="concat"))
         if dist.get_rank() == 1:
@@ -206,7 +206,7 @@ def _other_release() -> str:
 def one_bucket_each(
     pieces: Iterable[Piece], kinds: Mapping[int, GradientKind], _: BucketCaps
 ) -> Layout:
-    """Another layout than that of this release."""
+    """A different layout than that of this release."""
     return lay_out([[(n,)] for piece in pieces for n in reversed(piece)], kinds)
 
 
@@ -220,7 +220,7 @@ def test_another_release_on_a_rank_is_an_error_on_every_rank(run_on_ranks: RUN) 
 
 
 def _rebuilt() -> tuple[list[Piece], list[float]]:
-    """The buckets of this rank, and gradients, where rank 1 would lay out others."""
+    """The buckets and gradients of this rank if rank 1 would choose another layout."""
     with contextlib.ExitStack() as other:
         other.enter_context(inductor_config.patch(ddp_fusion="concat"))
         ddp = DistributedDataParallel(models.mlp(2))
@@ -248,9 +248,9 @@ def test_ranks_that_differ_in_what_settings_there_are_say_so() -> None:
 
 
 def _note_after(ends_well: bool) -> tuple[str, bool]:
-    """What rank 0 is told of its failed collective, where rank 1 has left a note in that round and,
-    perhaps, ended it at a second try; and whether the store was asked in a backward that went
-    well."""
+    """The text that rank 0 gets for its failed collective if rank 1 left a note in that round and,
+    with ``ends_well``, finished it in a second attempt; and whether a backward without an error
+    read the store."""
     with inductor_config.patch(ddp_fusion="concat"):
         ddp = DistributedDataParallel(models.mlp(2))
         failures = reducer_of(ddp).failures
@@ -283,8 +283,9 @@ def test_a_note_goes_when_its_round_ends_well(run_on_ranks: RUN, ends_well: bool
 
 
 def _constructs(flags: list[str | None], refused: int, ranks: list[int]) -> tuple[str, str, float]:
-    """Construct a module, on some ranks under a flag: the error, and how long it took; then on all
-    ranks under the flag, with a step."""
+    """Construct a module on some ranks under a flag, then another one on all ranks under the flag,
+    and train that for a step. Return the error of the first, the label of the second, and the
+    seconds that the first took."""
     rank = dist.get_rank()
     group = dist.new_group(ranks)
     if rank not in ranks:

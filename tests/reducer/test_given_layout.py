@@ -1,5 +1,5 @@
-"""What the catalogue of scenarios says, where a reducer has its layout before the first backward,
-as in the mode ``"auto"``: in an order that no backward has."""
+"""The scenarios of the catalogue for a reducer that has its layout before the first backward, as in
+the mode ``"auto"``, in an order that no backward has."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ _CHECKED: Final = (
     "static-graph-reentrant",
     *("join-several-times", "join-static-graph", "unused-some", "unused-changing"),
 )
-"""Features that a first backward with a layout is about, on two ranks; nightly jobs train all."""
+"""Features that depend on a first backward with a layout, on two ranks; nightly jobs train all."""
 
 BY_BUCKET: Final = ("hook-powersgd", "hook-wrapper-powersgd")
-"""What a bucket of theirs becomes depends on which gradients are in it: eager DDP has others."""
+"""Features whose result for a bucket depends on the gradients in it: eager DDP has other
+buckets."""
 
 COUNTED: Final = "collectives instead of"
-"""A difference in how many there are: one for each bucket. Eager DDP has fewer."""
+"""A difference in the number of collectives: one for each bucket. Eager DDP has fewer."""
 
 IN_A_BUCKET: Final = 3
 
 
 def give_layout(reducer: Any) -> None:
-    """In the place of one that was learned: parameters in no order, some in each bucket."""
+    """Give a reducer a layout as if learned: parameters in no order, several per bucket."""
     kinds = reducer.parameters.kinds
     mixed = sorted(kinds, key=lambda number: (number * 7919 % 13, number))
     buckets: list[tuple[int, ...]] = []
@@ -57,7 +58,7 @@ def _cases() -> list[Any]:
 
 
 def train_given(scenario: Scenario) -> RankReport:
-    """A job for every rank."""
+    """Train a scenario with a given layout; a job for every rank."""
     with mock.patch.object(reducers, "learn_layout", give_layout):
         return train(scenario, "auto", scenario.dtypes[0])
 

@@ -1,4 +1,4 @@
-"""A backward goes on beside its launches: no graph, and nothing between graphs, waits for a bucket
+"""A backward continues after its launches: no graph, and nothing between graphs, waits for a bucket
 before all are launched."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RUN = Callable[..., list[Any]]
 
 
 def goes_on_beside_its_launches(mode: str, is_disabled: bool) -> None:
-    """Rank 1 launches nothing before rank 0 has run all graphs, which launch the same."""
+    """Rank 1 launches nothing before rank 0 has run all graphs, which have the same launches."""
     others, word = dist.new_group(), torch.zeros(1)
 
     def hear(_: Tensor) -> None:
@@ -42,7 +42,7 @@ def goes_on_beside_its_launches(mode: str, is_disabled: bool) -> None:
     with inductor_config.patch(ddp_fusion=mode):
         ddp = run.ddp(make(run), bucket_cap_mb=1e-6)
         call = run.compile(ddp)
-        backwards(run, ddp, call, 2)  # Buckets are rebuilt in the first one.
+        backwards(run, ddp, call, 2)  # Buckets are rebuilt in the first backward.
         ddp.zero_grad()
         x.requires_grad_()
         y = call(x)
@@ -71,7 +71,7 @@ def test_a_backward_does_not_wait_for_what_was_launched_before(
 
 
 class Used(nn.Module):
-    """Takes one of its layers, or both."""
+    """Uses one of its layers, or both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,8 @@ class Used(nn.Module):
 
 
 def maps_between_buckets(takes: int) -> list[str]:
-    """What two modules on one group launch, and how often the host reads a used-parameter map."""
+    """The launches of two modules on one group, and how often the host reads a used-parameter
+    map."""
     told: list[str] = []
     launch, send_used = AllReduce.launch, FoundUnused.launch
 
@@ -115,7 +116,7 @@ def maps_between_buckets(takes: int) -> list[str]:
 
 
 class _Read:
-    """A map that notes when it is read."""
+    """A map that counts its reads."""
 
     def __init__(self, counts: Tensor, told: list[str]) -> None:
         self.counts, self.told = counts, told
@@ -127,7 +128,8 @@ class _Read:
 
 @pytest.mark.parametrize("takes", [1, 2])
 def test_the_used_map_is_launched_behind_the_last_bucket(run_on_ranks: RUN, takes: int) -> None:
-    """Before another module's buckets. The host reads it where this rank has unused parameters."""
+    """The map is launched before another module's buckets. The host reads it if this rank has
+    unused parameters."""
     reads = ["read"] * 2 if takes == 1 else []
     for told in run_on_ranks(2, maps_between_buckets, takes=takes):
         assert [each for each in told if each != "read"] == ["bucket", "map"] * 2
@@ -135,7 +137,7 @@ def test_the_used_map_is_launched_behind_the_last_bucket(run_on_ranks: RUN, take
 
 
 class Recomputed(nn.Module):
-    """Exact. All of it is in reentrant checkpointing, where no walk sees it."""
+    """Exact. Everything is in reentrant checkpointing, which the walk does not see."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -146,7 +148,7 @@ class Recomputed(nn.Module):
 
 
 def in_another_order() -> None:
-    """The gradients of one module come first on rank 0, those of the other one on rank 1."""
+    """The gradients of one module are first on rank 0, those of the other module on rank 1."""
     models = [Recomputed(2), Recomputed(3)]
     with inductor_config.patch(ddp_fusion="concat"):
         ddps = [DistributedDataParallel(model) for model in models]

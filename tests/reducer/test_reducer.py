@@ -1,4 +1,4 @@
-"""Ranks that run other graphs store their gradients in the same buckets."""
+"""Ranks that run different graphs store their gradients in the same buckets."""
 
 from __future__ import annotations
 
@@ -25,25 +25,23 @@ RUN = Callable[..., list[Any]]
 
 
 def _steps(run: Run, ddp: Any, losses: Callable[[int], list[Tensor]]) -> tuple[list[int], int]:
-    """How many gradients compiled backwards store in their buckets, in each of five steps, which
-    launch each bucket once; and how many there are."""
+    """Number of gradients that compiled backwards store in their buckets, in each of five steps
+    that launch each bucket once; and the number of gradients."""
     stored = []
     for step in range(5):
         ddp.zero_grad()
         torch.stack(losses(step)).sum().backward()
         run.note_backward(ddp)
         if run.is_fused:
-            is_rebuilt = step == 0  # By a broadcast.
-            assert (
-                run.launches[-1].number
-                == len(reducer_of(ddp).assignment.layout.buckets) + is_rebuilt
-            )
+            is_rebuilt = step == 0  # Buckets are rebuilt with a broadcast.
+            buckets = reducer_of(ddp).assignment.layout.buckets
+            assert run.launches[-1].number == len(buckets) + is_rebuilt
             stored.append(reducer_of(ddp).record.num_stored)
     return stored, len(list(ddp.parameters()))
 
 
 def other_batch_sizes(run: Run, forwards: int) -> tuple[list[int], int]:
-    """Rank 1 has a batch of one in each third step, in its last forward, and another graph for
+    """In every third step, rank 1 has a batch of one in its last forward, and another graph for
     it."""
     ddp, forward = run.compiled(run.mlp(), bucket_cap_mb=SMALL_MB)
 
@@ -57,8 +55,8 @@ def other_batch_sizes(run: Run, forwards: int) -> tuple[list[int], int]:
 
 
 class Breaking(Exact):
-    """Exact. Breaks its graph on rank 1. Gradients of such sizes are aligned wherever they lie:
-    graphs that are compiled before the layout store them whatever else is in their bucket."""
+    """Exact. Breaks its graph on rank 1. Gradients of these sizes are aligned at any offset, so
+    graphs that were compiled before the layout store them whatever else is in their bucket."""
 
     def __init__(self) -> None:
         layers = [nn.Linear(16, 16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)]
@@ -94,7 +92,7 @@ def test_ranks_with_other_graphs_store_in_the_same_buckets(
 
 
 def _averaged_by_hand(run: Run, model: nn.Module, inputs: Tensor) -> list[Tensor]:
-    """What no reducer has a part in: this rank's gradients, averaged."""
+    """This rank's gradients, averaged without a reducer."""
     gradients = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
     averaged = [gradient.double() for gradient in gradients]
     for gradient in averaged:
@@ -103,7 +101,7 @@ def _averaged_by_hand(run: Run, model: nn.Module, inputs: Tensor) -> list[Tensor
 
 
 def in_wider_gradients(is_compiled: bool) -> None:
-    """bf16 weights that accumulate in fp32."""
+    """bf16 weights whose gradients accumulate in fp32."""
     run = Run(is_fused=is_compiled, dtype=torch.float32, device=torch.device("cpu"))
     model = run.mlp(2).bfloat16()
     for parameter in model.parameters():
@@ -150,7 +148,7 @@ def converted_after_construction(is_compiled: bool) -> None:
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_a_module_that_is_converted_is_still_averaged(run_on_ranks: RUN, is_compiled: bool) -> None:
-    """With eager DDP its gradients stay on their rank."""
+    """Eager DDP does not all-reduce its gradients."""
     run_on_ranks(2, converted_after_construction, is_compiled=is_compiled)
 
 
@@ -164,8 +162,8 @@ class _Heads(nn.Module):
 
 
 def forwards_in_threads() -> None:
-    """Sequence numbers of autograd nodes begin anew in each thread. A second backward, through
-    another forward and another output of it, is none that goes on with the first one."""
+    """Sequence numbers of autograd nodes start anew in each thread. A second backward, through
+    another forward and another output of it, does not continue the first one."""
     with inductor_config.patch(ddp_fusion="concat"):
         ddp = DistributedDataParallel(_Heads())
         forward = torch.compile(ddp)
@@ -178,7 +176,7 @@ def forwards_in_threads() -> None:
         ddp.zero_grad()
         found[0][0].sum().backward(retain_graph=True)
         ddp.zero_grad()
-        with pytest.warns(FusionWarning, match="stay on their rank"):
+        with pytest.warns(FusionWarning, match="are not all-reduced"):
             found[1][1].sum().backward()
         local = x.expand(2, 2)
         assert torch.equal(ddp.module.heads[1].weight.grad, local)

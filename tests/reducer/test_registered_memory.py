@@ -1,5 +1,5 @@
-"""``FusionConfig(memory="registered")``: buckets that lie in one piece of memory for good, and what
-NCCL is told of it. A fake backend, and ranks over Gloo, show it without a GPU."""
+"""``FusionConfig(memory="registered")``: buckets at fixed addresses in one allocation, and the
+calls to NCCL for it. A fake backend, and ranks over Gloo, test it without a GPU."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def registered() -> contextlib.AbstractContextManager[None]:
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
-    """Of groups that nobody shuts down."""
+    """A fake backend whose groups are never shut down."""
     for name in ("shutdown", "abort"):
         monkeypatch.setattr(registered_memory, f"_torchs_{name}", lambda _: None)
     backend = Backend()
@@ -93,7 +93,7 @@ def test_memory_is_deregistered_with_the_last_reference(backend: Backend) -> Non
     del made
     gc.collect()
     assert backend.calls == [("deregister", POOL)]
-    assert gradient.sum() == 0  # It is memory still.
+    assert gradient.sum() == 0  # The memory still exists.
 
 
 def test_memory_is_deregistered_once(backend: Backend) -> None:
@@ -129,7 +129,8 @@ def test_an_aborted_group_has_forgotten_its_memory(backend: Backend) -> None:
 
 @pytest.fixture
 def capture() -> Iterator[mock.Mock]:
-    """Says whether a CUDA graph is captured, from here on; returns False until it is told."""
+    """Return a function that reports whether a CUDA graph is being captured, from here on; False
+    until it is set."""
     is_capturing = mock.Mock(return_value=False)
     with mock.patch.multiple(
         torch.cuda, is_initialized=lambda: True, is_current_stream_capturing=is_capturing
@@ -141,7 +142,7 @@ def capture() -> Iterator[mock.Mock]:
 def test_memory_that_is_freed_during_a_capture_is_deregistered_later(
     backend: Backend, capture: mock.Mock, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    """Where the garbage collector runs, a synchronization may be illegal."""
+    """A synchronization may be illegal when the garbage collector runs."""
     synchronized = mock.Mock()
     monkeypatch.setattr(torch.cpu, "synchronize", synchronized)
     group, made = _make(backend)
@@ -260,8 +261,8 @@ def test_a_hook_that_sends_a_copy_is_refused(run_on_ranks: RUN) -> None:
 
 
 def allocated_on_one_rank() -> tuple[str, bool, list[int], bool]:
-    """What a rank learns when another one has no memory; whether it knows the cause; what it has
-    registered then; and whether it does so when memory is there."""
+    """The result on this rank if another one cannot allocate memory: the error, whether it knows
+    the cause, the sizes registered so far, and whether it registers once memory is available."""
     with registered_by_nobody() as registry, registered():
         ddp = DistributedDataParallel(models.mlp(2))
 
@@ -284,7 +285,7 @@ def allocated_on_one_rank() -> tuple[str, bool, list[int], bool]:
 
 
 def test_no_rank_registers_memory_that_another_could_not_allocate(run_on_ranks: RUN) -> None:
-    """To register is a collective, in which the others would wait."""
+    """Registration is a collective: the other ranks would wait in it."""
     first, second = run_on_ranks(2, allocated_on_one_rank)
     text = first[0]
     assert re.fullmatch(
@@ -301,14 +302,14 @@ def test_no_rank_registers_memory_that_another_could_not_allocate(run_on_ranks: 
 
 
 def where_gradients_lie(run: Run) -> tuple[list[list[int]], str, list[int]]:
-    """The first rank keeps a gradient of each step, as a user may: the second one does not."""
+    """The first rank keeps a gradient of each step, as a user may; the second does not."""
     kept, places = [], []
     with registered_by_nobody() as registry:
         ddp, forward = run.compiled(run.mlp(4), bucket_cap_mb=SMALL_MB)
         for step in range(4):
             backwards(run, ddp, forward, 1, first=step)
             gradients = [parameter.grad for parameter in ddp.parameters()]
-            if run.is_fused and step:  # The buckets of the first step are others, in plain memory.
+            if run.is_fused and step:  # The first step has other buckets, in plain memory.
                 (data,) = registry.data
                 places.append([gradient.data_ptr() - data.data_ptr() for gradient in gradients])
             if dist.get_rank() == 0:
@@ -331,8 +332,8 @@ def test_buckets_lie_at_the_same_offsets_in_each_step_and_on_each_rank(run_on_ra
 
 
 def ended_pieces() -> list[int]:
-    """How many pieces of memory are deregistered: as long as the module trains, when it has got
-    another group, when it is freed, and, of another module, after a reset."""
+    """Number of deregistered allocations: while the module trains, after it gets another group,
+    after it is freed, and for another module after a reset."""
     ended = []
     with registered_by_nobody() as registry, registered():
         ddp = DistributedDataParallel(models.mlp(2))
@@ -353,8 +354,8 @@ def test_memory_is_deregistered_when_nothing_is_launched_from_it(run_on_ranks: R
 
 
 def two_dtypes() -> tuple[list[int], int, bool]:
-    """Sizes of what was registered, where the second bucket begins in it, and whether an empty
-    one is left out."""
+    """Sizes of the registered memory, the offset of the second bucket, and whether an empty bucket
+    is left out."""
     with registered_by_nobody() as registry, registered():
         model = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1).double()])
         model.register_parameter("empty", nn.Parameter(torch.ones(0, dtype=torch.bfloat16)))
@@ -382,8 +383,8 @@ _CHECKED: Final = (
     *("no-sync", "kept-gradients", "added-gradients", "several-backwards", "unused-some"),
     *("unused-no-sync", "join-several-times", "static-graph", "second-instance", "second-ddp"),
 )
-"""Features in which gradients of one round are there in the next, on two ranks; nightly jobs train
-all."""
+"""Features in which gradients of one round still exist in the next, on two ranks; nightly jobs
+train all."""
 
 _NOT_AS_THEY_LIE: Final = (
     *("hook-bf16", "hook-fp16", "hook-builtin", "unused-hook-fp16", "saved-module"),
@@ -401,7 +402,7 @@ def _cases() -> list[Any]:
 
 
 def train_registered(scenario: Scenario) -> RankReport:
-    """A job for every rank."""
+    """Train a scenario with registered memory; a job for every rank."""
     options = dataclasses.replace(flag_of(scenario, scenario.modes[0]), memory="registered")
     with registered_by_nobody():
         return train_both(scenario, scenario.dtypes[0], options, CPU)

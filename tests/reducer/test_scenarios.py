@@ -1,8 +1,8 @@
-"""What the catalogue of scenarios says, on ranks: gradients of eager DDP, in buckets, while the
-backward runs, with the launches and the warnings that each entry names.
+"""The scenarios of the catalogue on ranks: gradients equal eager DDP's, are reduced in buckets
+while the backward runs, with the launches and the warnings that each entry names.
 
-A check trains each entry in the modes and dtypes that it names, nightly jobs in all of them, and
-with traced backwards.
+A check trains each entry in the modes and dtypes that it names; nightly jobs train it in all of
+them, and with traced backwards.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RUN = Callable[..., list[Any]]
 
 
 GROUPS: Final = {3: "three ranks", 4: "four ranks"}
-"""Tests of as many ranks take turns: each worker has ranks of its own."""
+"""Tests with the same number of ranks take turns: each worker has its own ranks."""
 
 OTHERWISE_TRACED: Final = {
     "ddp-4/update-group": "over the other pairs, one graph is compiled anew",
@@ -37,14 +37,15 @@ OTHERWISE_TRACED: Final = {
     "ddp-2/hooks-meanwhile": "compiled autograd looks at hooks before any of them runs",
     "ddp-2/node-hooks-meanwhile": "as hooks-meanwhile",
 }
-"""Entries of which something is otherwise where backwards are traced, and what."""
+"""Entries whose result differs if backwards are traced, and the difference."""
 
 NAMED: Final = {"model": MODELS, "loss": LOSSES, "hook": HOOKS}
-"""What an argument is the name of."""
+"""Tables in which the value of an argument is a name."""
 
 
 def _cases() -> list[Any]:
-    """``(scenario, mode, dtype)`` of what a check trains, and by night of all else."""
+    """``(scenario, mode, dtype)`` of each training of a check, and of the additional ones of
+    nightly jobs."""
     found = []
     for scenario in SCENARIOS:
         now = {(mode, dtype or scenario.dtypes[0]) for mode, dtype in map(_parts, scenario.tested)}
@@ -60,13 +61,13 @@ def _cases() -> list[Any]:
 
 
 def case_of(scenario: Scenario, *, is_now: bool) -> Any:
-    """A scenario as a parameter of a test that trains it in one way: in each check, or by night."""
+    """A scenario as a parameter of a test that trains it in one way: in each check, or nightly."""
     name = f"{scenario.parallelism}/{scenario.feature}"
     return pytest.param(scenario, marks=_marks(scenario, is_now=is_now), id=name)
 
 
 def _traced() -> list[Any]:
-    """What nightly jobs train with ``backward_graph="compiled_autograd"``, each in one mode."""
+    """Trainings of nightly jobs with ``backward_graph="compiled_autograd"``, each in one mode."""
     return [
         case_of(scenario, is_now=False)
         for scenario in SCENARIOS
@@ -101,7 +102,7 @@ def test_each_entry_has_a_name_of_its_own_and_a_training() -> None:
     assert names.most_common(1)[0][1] == 1, names.most_common(1)
     for scenario in SCENARIOS:
         target = inspect.signature(target_of(scenario))
-        target.bind(Run)  # Its arguments are the target's.
+        target.bind(Run)  # Further arguments belong to the target.
         for name, value in scenario.arguments:
             if name in NAMED:
                 assert value in NAMED[name], f"{scenario.feature}: {value}"
@@ -110,10 +111,10 @@ def test_each_entry_has_a_name_of_its_own_and_a_training() -> None:
 
 
 def train(scenario: Scenario, mode: str, dtype: str, graph: str = "auto") -> RankReport:
-    """A job for every rank."""
+    """Train a scenario; a job for every rank."""
     report = train_both(scenario, dtype, flag_of(scenario, mode, graph), torch.device("cpu"))
     failure = report.eager or report.fused
-    assert failure is None, failure.trace  # At once, for others wait for this rank.
+    assert failure is None, failure.trace  # Immediately, because other ranks wait for this one.
     return report
 
 
@@ -140,7 +141,7 @@ def test_trains_as_eager_ddp_where_backwards_are_traced(
 
 
 def _assert_warned(report: RankReport, warns: tuple[str, ...]) -> None:
-    """All of it is said, nothing else, and nothing twice."""
+    """Assert that the warnings are exactly the expected ones, each given once."""
     assert all(any(words in text for text in report.warned) for words in warns), report.warned
     assert all(any(words in text for words in warns) for text in report.warned), report.warned
     assert len(set(report.warned)) == len(report.warned)

@@ -1,5 +1,5 @@
-"""A bucket with gradients of several streams, and of several of autograd's threads: what a GPU has,
-and several GPUs, played on the CPU."""
+"""A bucket with gradients from several streams and several autograd threads, as on one and on
+several GPUs, simulated on the CPU."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def _flag() -> Iterator[None]:
 
 
 class Layer(nn.Linear):
-    """Dynamo compiles no class of torch's by itself."""
+    """Dynamo does not compile a class of torch's by itself."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
 
 
 class Stream:
-    """Knows what has happened before it goes on."""
+    """A stream that records which events it has waited for."""
 
     def __init__(self) -> None:
         self.past: set[object] = set()
@@ -48,8 +48,8 @@ class Stream:
 
 
 class Streams:
-    """Has each call that brings gradients to a reducer run on another stream than the one before,
-    and each launch look at what its stream has waited for."""
+    """Makes each call that passes gradients to a reducer run on another stream than the one before,
+    and each launch check what its stream has waited for."""
 
     def __init__(self, reducer: Reducer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.all = [Stream(), Stream(), Stream()]
@@ -133,7 +133,7 @@ def test_on_a_single_stream_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_threads_launch_each_bucket_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of two GPUs come in two of autograd's threads."""
+    """Gradients of two GPUs are produced in two autograd threads."""
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-6)
     for _ in range(2):
@@ -144,7 +144,7 @@ def test_threads_launch_each_bucket_once(monkeypatch: pytest.MonkeyPatch) -> Non
     def launch(bucket: Bucket, memory: Tensor, name: str = "") -> Wait:
         del memory, name
         launched.append(bucket.index)
-        time.sleep(0.05)  # Another thread has Python meanwhile.
+        time.sleep(0.05)  # Another thread holds the GIL meanwhile.
         return lambda: None
 
     monkeypatch.setattr(reducer.queue.communication, "launch", launch)

@@ -1,4 +1,4 @@
-"""Gradients, and other modules, after a backward that did not end its round."""
+"""Gradients, and other modules, after a backward that did not finish its round."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = torch.ones(1, 2)
 
 
 class Heads(nn.Module):
-    """Exact. Two layers that have a backward each."""
+    """Exact. Two layers with a backward each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def _average(value: Tensor) -> Tensor:
 
 
 def left_between_two_backwards() -> dict[str, bool]:
-    """Rank 1 launches its first bucket later than rank 0 has ended its first backward."""
+    """Rank 1 launches its first bucket after rank 0 has ended its first backward."""
     told: dict[str, bool] = {}
     with inductor_config.patch(ddp_fusion="concat"):
         ddp = DistributedDataParallel(Heads(), bucket_cap_mb=1e-6)
@@ -59,13 +59,13 @@ def left_between_two_backwards() -> dict[str, bool]:
         local = x.expand(2, 2)
         told["the average"] = torch.equal(first.grad, _average(local))
         told["of its own"] = first.grad.untyped_storage().nbytes() == first.nbytes
-        first.grad.zero_()  # Is not what is averaged, as with eager DDP.
+        first.grad.zero_()  # The edit is not averaged, as with eager DDP.
         outputs[order[1]].sum().backward()
         for weight in (first, second):
             told[f"averaged {len(told)}"] = torch.equal(weight.grad, _average(local))
         ddp.zero_grad()
         outputs = ddp(x)
-        outputs[order[1]].sum().backward()  # Its bucket comes second: nothing is launched.
+        outputs[order[1]].sum().backward()  # Its bucket is the second one: nothing is launched.
         told["the local one"] = torch.equal(second.grad, local)
         second.grad.zero_()
         outputs[order[0]].sum().backward()
@@ -75,7 +75,7 @@ def left_between_two_backwards() -> dict[str, bool]:
 
 
 def test_gradients_between_two_backwards_of_a_round(run_on_ranks: RUN) -> None:
-    """Averages where the bucket was launched, local gradients elsewhere; no value that is being
+    """Averages if the bucket was launched, local gradients otherwise; never a value that is being
     written."""
     for told in run_on_ranks(2, left_between_two_backwards):
         assert all(told.values()), told
@@ -101,7 +101,7 @@ def _layers() -> Any:
 
 @pytest.mark.usefixtures("_alone")
 def test_after_an_error_gradients_are_local_or_none() -> None:
-    """``None`` where the bucket is on its way: what will be there, this rank does not know."""
+    """``None`` if the bucket is being all-reduced: this rank does not know its final value."""
     ddp = _layers()
     _two_steps(ddp)
     reducer = reducer_of(ddp)
@@ -131,7 +131,7 @@ def test_after_an_error_gradients_are_local_or_none() -> None:
 
 @pytest.mark.usefixtures("_alone")
 def test_an_error_is_raised_where_memory_has_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And other modules go on."""
+    """Other modules continue."""
     failing, other = _layers(), _layers()
     for ddp in (failing, other):
         _two_steps(ddp)

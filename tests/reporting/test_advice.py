@@ -1,4 +1,4 @@
-"""What is worth trying: one line, from what was measured."""
+"""The advice of the report: one line, from the measurements."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def test_a_bucket_that_is_waited_for_early_is_named_with_what_reads_it() -> None
 
 def test_the_bucket_that_is_most_of_the_exposed_time_is_named_with_what_it_holds() -> None:
     said = advice(STEPS, [bucket(0, 0.076, "head"), bucket(1, 0.124, "embedding")])
-    assert "the last bucket has 62% of that: it holds embedding. It is a single gradient" in said
+    assert "the last bucket causes 62% of that: it holds embedding. It is a single gradient" in said
     said = advice(STEPS, [bucket(0, 0.124, "head", "bias"), bucket(1, 0.076, "embedding")])
-    assert "bucket 0 has 62% of that: it holds head and 1 more. A lower bucket_cap_mb" in said
+    assert "bucket 0 causes 62% of that: it holds head and 1 more. A lower bucket_cap_mb" in said
 
 
 def test_a_small_bucket_takes_what_a_message_takes() -> None:

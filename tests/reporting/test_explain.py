@@ -1,4 +1,4 @@
-"""``python -m fusion_passes.explain`` around a script that knows nothing of it."""
+"""``python -m fusion_passes.explain`` with a script that does not use the package."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
 
 
 def explain(folder: Path, *options: str, steps: int = 12, ranks: int = 1) -> tuple[str, str]:
-    """What the first rank has written to its output and its errors."""
+    """Output and errors of the first rank."""
     (folder / "script.py").write_text(SCRIPT)
     (folder / "helper.py").write_text(f"STEPS = {steps}")
     command = ["-m", "fusion_passes.explain", *options, str(folder / "script.py"), "--its-own"]
@@ -56,14 +56,14 @@ def test_a_script_is_run_as_it_is_and_explained(tmp_path: Path) -> None:
     assert f"copied: 1: weight: {SEVERAL}" in said
     assert f"copied: 1: bias: {BESIDE}" in said
     assert "sent, ms" in said
-    assert "of DDP 0 (Linear): reduced by a reducer, while the backward ran" in said
+    assert "of DDP 0 (Linear): reduced by the reducer while the backward ran" in said
     found: dict[str, Any] = json.loads(report.read_text())
     schema = json.loads((ROOT / "docs" / "report.schema.json").read_text())
     jsonschema.validate(found, schema)
     assert found["flag"]["mode"] == "coalesced"
     assert found["modules"][0]["mode"] == "coalesced"
     assert found["modules"][0]["buckets"][0]["times"]["ended_s"] > 0
-    assert f"written: {report}" in errors
+    assert f"wrote {report}" in errors
     assert page.read_text().startswith("<!doctype html>")
 
 
@@ -79,7 +79,7 @@ def test_what_is_known_is_shown_where_the_script_ends_too_soon(tmp_path: Path) -
     ("options", "said"),
     [
         (["--steps=many"], "invalid int value: 'many'"),
-        (["--json=/not/there/report.json"], "in a folder that is there, but is '/not/there/rep"),
+        (["--json=/not/there/report.json"], "in a directory that exists, but is '/not/there/rep"),
     ],
 )
 def test_wrong_options_are_refused_in_words(

@@ -1,4 +1,4 @@
-"""What a process remembers of its graphs."""
+"""The reports that a process keeps of its graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch's own tools show of the package: TORCH_LOGS and tlparse."""
+"""The package's output in torch's own tools: TORCH_LOGS and tlparse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The timeline as a page."""
+"""The timeline as an HTML page."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def test_the_page_is_one_file_that_loads_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(20)
 def test_a_thousand_buckets_are_written_at_once(tmp_path: Path) -> None:
-    """And linearly: a quadratic search would take minutes."""
+    """The time is linear: a quadratic search would take minutes."""
     write_page(timeline(buckets=1000, ranks=4), tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size < 2**20

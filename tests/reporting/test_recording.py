@@ -1,4 +1,4 @@
-"""Recording the steps of a training, and the report with what was measured."""
+"""Recording the steps of a training, and the report of the measurements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ import fusion_passes
 from fusion_passes import BucketReport
 from fusion_passes.config import ReduceMode
 from fusion_passes.reporting import recording
-from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.backward_counts import backward_counts
 from fusion_passes.reporting.report import _with_predictions
 from fusion_passes.reporting.timeline import BucketTimes, RankSteps
 from testing.fake_world import fake_world, two_layers
@@ -38,10 +38,10 @@ SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "report.schema.json").
 
 
 def _training() -> tuple[nn.Module, Callable[..., None]]:
-    """A model of three buckets, and a step of its training."""
+    """A model with three buckets, and a step of its training."""
     torch.manual_seed(0)
     layers = [nn.Linear(32, 32) for _ in range(3)]
-    model = nn.Sequential(nn.BatchNorm1d(32, affine=False), *layers)  # It has buffers.
+    model = nn.Sequential(nn.BatchNorm1d(32, affine=False), *layers)  # Has buffers.
     ddp = DistributedDataParallel(model, bucket_cap_mb=4100 / 2**20)
     call = torch.compile(ddp)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -55,7 +55,7 @@ def _training() -> tuple[nn.Module, Callable[..., None]]:
 
 
 def record(mode: ReduceMode) -> dict[str, Any]:
-    """Record steps, and say what was found on this rank."""
+    """Record steps, and return the result on this rank."""
     torch._dynamo.reset()
     with inductor_config.patch(ddp_fusion=mode):
         model, step = _training()
@@ -107,7 +107,7 @@ def test_steps_of_all_ranks_are_recorded(run_on_ranks: RUN, mode: str) -> None:
             assert times["ended_s"] < found["report"]["totals"]["steps"]["step_s"]
             sent_s = times["ended_s"] - times["started_s"]
             assert times["exposed_s"] >= 0
-            # Both are differences of times, rounded each in its own way.
+            # Both are differences of times, each rounded separately.
             assert times["exposed_s"] <= sent_s or math.isclose(times["exposed_s"], sent_s)
         assert found["profiled"] == {
             f"ddp_fusion: {name} bucket {n} {what}" for n in range(3) for what in ("launch", "wait")
@@ -137,7 +137,7 @@ def test_a_report_without_a_flag_says_that_nothing_was_done() -> None:
 
 
 def test_modules_that_were_freed_are_reported_until_another_one_is_constructed() -> None:
-    """A trainer frees its module before the script asks."""
+    """A trainer frees its module before the script calls report()."""
     with fake_world(), inductor_config.patch(ddp_fusion="concat"):
         both = [DistributedDataParallel(two_layers()) for _ in range(2)]
         for ddp in both:
@@ -191,12 +191,12 @@ def test_a_profile_of_the_users_own_is_left_alone() -> None:
             for _ in range(3):
                 call(torch.ones(2, 4)).sum().backward()
         assert recording.timeline is None
-        assert "runs a profiler" in recording.problem
-        assert backwards.after is None
+        assert "another torch profiler is running" in recording.problem
+        assert backward_counts.after is None
 
 
 def test_ranks_that_are_silent_keep_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor rank 0 for longer than its patience, however many they are."""
+    """Rank 0 does not wait longer than its patience either, however many ranks are silent."""
     store = dist.HashStore()
     group = mock.Mock(size=lambda: 5, get_group_store=lambda: store)
     monkeypatch.setattr(dist, "group", mock.Mock(WORLD=group))
@@ -213,16 +213,16 @@ def test_ranks_that_are_silent_keep_no_other_waiting(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": -1}, {"plain_steps": -1}])
 def test_wrong_numbers_are_refused(wrong: dict[str, Any]) -> None:
     ((name, value),) = wrong.items()
-    with pytest.raises(ValueError, match=f"{name} must be a whole number.*but is {value}"):
+    with pytest.raises(ValueError, match=f"{name} must be an integer.*but is {value}"):
         fusion_passes.record_steps(**wrong)
-    assert backwards.after is None
+    assert backward_counts.after is None
 
 
 def test_a_recording_that_is_on_its_way_goes_on() -> None:
-    """Such as that of the command, around a script that records itself."""
+    """The command, for example, runs a script that records itself."""
     begun = fusion_passes.record_steps(1)
-    after = backwards.after
+    after = backward_counts.after
     assert fusion_passes.record_steps(2) is begun
-    assert backwards.after == after
+    assert backward_counts.after == after
     begun.abandon()
     assert fusion_passes.record_steps(1) is not begun

@@ -1,4 +1,4 @@
-"""What a profile says of a step: lanes, the names of buckets, and what is exposed."""
+"""Reading a profile of a step: lanes, names of buckets, and exposed time."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_without_is_what_each_unit_of_time_says(
 
 
 def _events() -> list[Event]:
-    """Two buckets and a barrier of the user's, as the profiler shows them on the CPU."""
+    """Two buckets and a user's barrier, as the profiler shows them on the CPU."""
     events: list[Event] = []
     for number, at in enumerate((1.0, 3.0)):
         name = f"ddp_fusion: {NAME.format(number)}"
@@ -105,7 +105,7 @@ def test_names_are_left_out_where_launches_and_transfers_do_not_match() -> None:
 
 
 def test_launches_that_stay_on_their_rank_take_no_bucket_its_name() -> None:
-    """Under no_sync: nothing of them is on the network."""
+    """Under no_sync, nothing is sent."""
     events = [event for event in _events() if event[0] not in ("gloo:barrier", "c10d::barrier")]
     events.append(("c10d::allreduce_", 0.0, 0.1))
     step = timeline_of(events, 8.0, host_computes=True)

@@ -134,7 +134,7 @@ bucket        size          sent, ms         predicted  exposed  what was done
                                                                  float32 sent as 768 B, averaged by the collective,
                                                                  stored without a copy
      1     1.5 KiB      15.0 to 19.0                        1.5  7: layers.0, layers.1, layers.2, layers.3 and 3 more
-                                                                 float32 sent as 768 B, sparse, rows divided and summed,
+                                                                 float32 sent as 768 B, sparse: rows divided and summed,
                                                                  7 copied
 buckets: planned from profile abc
 memory: registered with NCCL
@@ -147,14 +147,14 @@ def test_a_module_before_its_first_step_and_one_with_a_hook() -> None:
     new = dataclasses.replace(MODULE, buckets=(), steps=0, group_size=1)
     assert_expected_inline(
         format_modules(new),
-        """DDP 0 (Net): no averaged backward has ended, so it has no buckets (concat, 1 rank over gloo)""",
+        """DDP 0 (Net): no averaged backward has ended yet, so it has no buckets (concat, 1 rank over gloo)""",
     )
     hooked = dataclasses.replace(MODULE, mode="hook", hook="powerSGD_hook")
     assert "(hook powerSGD_hook, 2 ranks over gloo)" in " ".join(format_modules(hooked).split())
 
 
 def format_modules(module: ModuleReport) -> str:
-    """What is said of a module, between what comes first and what comes last."""
+    """The lines of a module, without the first and the last lines of the report."""
     report = dataclasses.replace(
         fusion_passes.report(), modules=(module,), warnings=("look here",), advice="try this"
     )
@@ -173,7 +173,7 @@ def test_without_recorded_steps_there_are_no_times() -> None:
 def test_of_many_buckets_the_first_are_shown() -> None:
     many = dataclasses.replace(MODULE, buckets=MODULE.buckets[:1] * 43)
     text = format_modules(many)
-    assert "and 3 buckets more, which the JSON has" in text
+    assert "and 3 more buckets, which the JSON lists" in text
     assert text.count(" to ") == 2 * 40
 
 

@@ -1,5 +1,5 @@
-"""What Inductor has been wrong about where several buffers share memory, and buckets are not: each
-test has the number of torch's issue or pull request, and says why."""
+"""Bugs of Inductor with several buffers that share memory, which buckets do not have: each test
+names torch's issue or pull request, and the reason."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ TEMPLATES = {"max_autotune": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
 def test_templates_read_each_place_by_its_own_strides(
     compiler: CardCompiler, step: Callable[..., Any], reading: str
 ) -> None:
-    """182333, torch before 2.13: ``max_autotune`` kept the layout that a template expects of its
-    input by the input's name, and all places in a buffer have that one's. It keeps none of what has
-    a fixed layout, as a bucket has; and what a template reads before is never stored in one."""
+    """182333, torch before 2.13: ``max_autotune`` stored the layout that a template expects of its
+    input under the input's name, and all places in a buffer have the buffer's name. It stores none
+    for a value with a fixed layout, as a bucket has; and an input of a template is never stored in
+    a bucket before."""
     inputs = [tensor(*size) for size in SIZES]
     generated = compiler.generate(
         step, inputs, has_kernels=False, fastest="Triton", settings=TEMPLATES
@@ -49,8 +50,8 @@ def test_templates_read_each_place_by_its_own_strides(
 
 
 def test_no_operator_returns_what_it_writes_to() -> None:
-    """189735, torch 2.14: where a called operator did, the memory was used again while its result
-    was alive. Those of the package return nothing of what they change."""
+    """189735, torch 2.14: if a called operator returned what it wrote to, that memory was reused
+    while its result was alive. The package's operators return nothing that they change."""
     names = torch._C._dispatch_get_all_op_names()
     own = [name.split("::")[1] for name in names if name.startswith("fusion_passes::")]
     assert {"store_", "store_gradients_", "mark_ready_"} <= {*own}

@@ -36,7 +36,8 @@ def trace(function: Callable[..., Any], *shapes: Sequence[int]) -> fx.GraphModul
 def check(
     module: fx.GraphModule, inputs: Sequence[StoredInput], num_inputs: int, *caps: BucketCaps
 ) -> str:
-    """The text of the graph behind the pass, which says what it has done, and does it once."""
+    """The text of the graph after the pass; asserts the changed flag, and that the pass runs
+    once."""
     before = graph_text(module.graph)
     run = StoreGradients(tuple(inputs), num_inputs, caps or (LARGE,))
     changed = run(module.graph)
@@ -174,8 +175,8 @@ def test_a_gradient_of_two_parameters_is_stored_once() -> None:
 
 
 def test_collectives_and_stores_keep_their_order() -> None:
-    """Two stores before one, and one behind it. What a store tells the reducer, the lowering has
-    behind the collective."""
+    """Two stores before a collective, and one after it. The lowering notifies the reducer after the
+    collective."""
 
     def backward(tangents_1: Tensor, x: Tensor) -> Any:
         first, second = tangents_1.sum(0), x.sum(0)

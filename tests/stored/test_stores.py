@@ -1,5 +1,5 @@
-"""What generated code sends is written, every element of it, whatever the graph: for an H100, where
-nothing is run here. test_generated_code.py has the CPU's."""
+"""Generated code writes every element that it sends, whatever the graph: for an H100, without
+running it. test_generated_code.py has the CPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def mixed(generated: Generated) -> int:
 
 
 def why_copied(generated: Generated) -> list[str]:
-    """The reasons that the code gives a reducer."""
+    """The reasons that the code passes to a reducer."""
     calls = [call for call in read_calls(generated.code) if call.name == MARK_READY]
     return [why for call in calls for text in call.texts for why in text.split("|") if why]
 
@@ -70,7 +70,7 @@ def test_gradients_of_norms_are_stored_for_a_reducer(generate: Generate, name: s
 @pytest.mark.newest_torch
 @pytest.mark.parametrize(("rows", "count"), [(NORM_ROWS, 2), (2048, 0)])
 def test_a_reducer_is_told_which_sums_are_copied(generate: Generate, rows: int, count: int) -> None:
-    """Those of kernels that mix orders, which leave them in tensors of their own; other sums are
+    """Sums of mix-order kernels, which return them in new tensors, are copied; other sums are
     stored by the kernels that compute them."""
     inputs = norm_inputs("layer_norm", rows=rows)
     generated = generate(norm_step("layer_norm", gradients), inputs, store_gradients)
@@ -81,8 +81,8 @@ def test_a_reducer_is_told_which_sums_are_copied(generate: Generate, rows: int, 
 @pytest.mark.newest_torch
 @pytest.mark.parametrize("width", [768, 2304, 3072])
 def test_sums_over_the_rows_of_a_batch_are_stored(generate: Generate, width: int) -> None:
-    """As of a bias, which AOTAutograd makes ``[1, n]``; Inductor splits sums of so many rows. The
-    second half of one stores it."""
+    """For example of a bias, which AOTAutograd makes ``[1, n]``; Inductor splits a sum of that many
+    rows. The second half of the sum stores it."""
     inputs = [tensor(NORM_ROWS, width), tensor(NORM_ROWS, width, dtype=torch.bfloat16)]
     generated = generate(sums_over_rows, inputs, store_gradients)
     assert check_stores(generated.code) == 2 * width
@@ -107,7 +107,7 @@ def test_gradients_of_norms_are_stored(generate: Generate, name: str) -> None:
 
 @pytest.mark.each_torch
 def test_their_sums_are_computed_by_kernels_that_mix_orders(generate: Generate) -> None:
-    """What the test above is about; 5 * 2**20 elements are needed for it."""
+    """The case of the test above; it needs 5 * 2**20 elements."""
     for rows, count in ((NORM_ROWS, 1), (6827, 1), (6826, 0)):
         generated = generate(norm_step("layer_norm"), norm_inputs("layer_norm", rows=rows))
         assert mixed(generated) == count, f"{rows} rows"
@@ -115,7 +115,8 @@ def test_their_sums_are_computed_by_kernels_that_mix_orders(generate: Generate) 
 
 @pytest.mark.each_torch
 def test_a_sum_of_few_parts_is_stored(generate: Generate) -> None:
-    """Inductor adds them one by one, which is no reduction any more, but part of one for it."""
+    """Inductor adds them one by one: no reduction any more, but mix-order kernels count it as
+    one."""
     settings = {"triton.mix_order_reduction_non_strict_mode": True}
     inputs = norm_inputs("layer_norm", rows=9216, width=15360)
     generated = generate(norm_step("layer_norm"), inputs, settings=settings)
@@ -137,7 +138,7 @@ def test_with_other_options_too(generate: Generate, config: FusionConfig) -> Non
     inputs = norm_inputs("post_norm")
     generated = generate(norm_step("post_norm"), inputs, partial(fuse, config=config))
     assert mixed(generated) > 0
-    # Where there is no bucket, the norms' sums are sent from where they are.
+    # Without a bucket, the sums of the norms are sent from where they are.
     parameters = inputs[1:3] if config.mode == "coalesced" else inputs[1:]
     assert check_stores(generated.code) == numel(parameters)
 

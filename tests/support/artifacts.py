@@ -1,4 +1,4 @@
-"""What is written for ``tlparse``."""
+"""The texts written for ``tlparse``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._logging._internal import trace_log
 
 @contextlib.contextmanager
 def traced_artifacts() -> Iterator[dict[str, str]]:
-    """The package's texts in torch's structured trace, by name, in their order."""
+    """The package's texts in torch's structured trace, by name, in order."""
     texts: dict[str, str] = {}
 
     def note(record: Any) -> None:

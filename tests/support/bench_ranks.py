@@ -1,4 +1,4 @@
-"""Ranks of the bench that measure nothing: each method answers as a test needs it."""
+"""Ranks of the bench that measure nothing: each method answers what a test needs."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ WRONG = "bucket_all_reduces_fx"
 
 STEP_S = {"no DDP": 0.1, "eager DDP": 0.2, "DDP, one graph": 0.2, "concat": 0.15}
 PLANNED_STEP_S = 0.12
-"""Of ``"auto"``, where a run before this one has measured."""
+"""Step of ``"auto"`` after an earlier run has measured."""
 MEASURING_STEPS = 8
 
 
@@ -26,7 +26,7 @@ class FakeRank:
         else:
             assert connection.recv() == 1
         self.way, self.forwards = assignment.way, assignment.place.forwards
-        # As the package's own.
+        # The same as the package's.
         self.measured = Path(os.environ.get("FUSION_PASSES_PROFILE_DIR", "/never"), "measured")
         self.is_planned = self.way == "auto" and self.measured.exists()
 

@@ -1,4 +1,4 @@
-"""A training beside eager DDP that tells more than the catalogue of scenarios asks for."""
+"""Compares a training with eager DDP, and returns more than the catalogue of scenarios checks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ T = TypeVar("T")
 def beside_eager(
     train: Callable[..., T], flag: Any, *, tolerance_eps: float = 0.0, **arguments: Any
 ) -> T:
-    """Train with eager DDP and under the flag, which must not differ; a job for every rank.
+    """Train with eager DDP and under the flag, and assert that the results are equal; a job for
+    every rank.
 
     Args:
         train: called with a run and the arguments, once for each way.
         flag: value of ``ddp_fusion``.
-        tolerance_eps: as of a :class:`testing.scenarios.entries.Scenario`.
-        arguments: of the function, beside the run.
+        tolerance_eps: as in :class:`testing.scenarios.entries.Scenario`.
+        arguments: arguments of the function, except the run.
 
     Returns:
         What the function has returned under the flag.

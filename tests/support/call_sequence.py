@@ -16,11 +16,12 @@ from tests.support.codegen import Call, Place, read_calls
 
 
 def call_sequence(code: str) -> str:
-    """The calls of the last graph in ``code``, one a line, in order.
+    """The calls of the last graph in ``code``, one per line, in order.
 
-    Buckets are ``A``, ``B``, ... in the order of their launches, or in which a reducer is asked for
-    their memory; ``A[16:32]`` are elements of one. Those that a call reads are in parentheses.
-    C++ kernels that touch no bucket are left out: how many there are is Inductor's.
+    Buckets are named ``A``, ``B``, ... in the order of their launches, or of the calls that ask a
+    reducer for their memory; ``A[16:32]`` are elements of one. Places that a call reads are in
+    parentheses. C++ kernels that touch no bucket are left out, because their number is up to
+    Inductor.
     """
     calls = read_calls(code)
     sent = [
@@ -34,7 +35,7 @@ def call_sequence(code: str) -> str:
 
 
 def _text(call: Call, buckets: dict[str, str]) -> str:
-    """A line; empty for what is left out."""
+    """The line of a call; empty if it is left out."""
     reads, writes = (_places(places, buckets) for places in (call.reads, call.writes))
     if call.name.startswith("_c10d_functional.all_reduce_"):
         return f"launch {reads}, {call.texts[0]}"
@@ -42,7 +43,7 @@ def _text(call: Call, buckets: dict[str, str]) -> str:
         return f"wait for {reads}"
     if call.kind == "return":
         return f"return {reads or 'what was given'}"
-    if call.name.startswith("fusion_passes."):  # A reducer's.
+    if call.name.startswith("fusion_passes."):  # In memory of a reducer.
         written = call.reads[0] if call.reads else None
         return f"{call.name} -> {buckets[written.memory]}" if written else call.name
     if call.kind not in ("kernel", "fused"):

@@ -1,7 +1,7 @@
-"""Reads generated wrappers, for the CPU and for CUDA: the calls that a compiled graph makes, in
-order, and the places in memory that each of them reads and writes.
+"""Reads generated wrappers, for the CPU and for CUDA: the calls of a compiled graph in order, and
+the places in memory that each of them reads and writes.
 
-A kernel is taken to read and to write all of the place that it is given, if it does so at all.
+If a kernel reads or writes a place that it is given, it counts as reading or writing all of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Kind = Literal[
 ]
 
 MARK_READY: Final = "fusion_passes.mark_ready_"
-"""Behind it, a reducer launches what it is given, and waits for it."""
+"""After this call, a reducer launches and waits for the gradients that it is given."""
 
 _KIND_OF: Final[dict[str, Kind]] = {
     "_c10d_functional.all_reduce_": "launch",
@@ -27,10 +27,10 @@ _KIND_OF: Final[dict[str, Kind]] = {
     "fusion_passes.store_": "copy",
     "fusion_passes.bucket": "allocate",
 }
-"""Of operators; those of libraries are kernels."""
+"""Kinds of operators; operators of libraries are kernels."""
 
 _SAYS_SIZE: Final = ("assert_size_stride", "assert_tensor_metadata")
-"""Of an input or a library's result; the second one from torch 2.14 on."""
+"""Checks of the size of an input or a library's result; the second one from torch 2.14 on."""
 
 _LIBRARIES: Final = ("extern_kernels.", "torch.ops.aten.", "torch.ops.mkldnn.", "torch.ops.mkl.")
 
@@ -45,14 +45,14 @@ _CPP_SIGNATURE: Final = re.compile(
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value lies.
+    """A place in memory of a value.
 
     Attributes:
-        memory: the name of what was allocated, or of what the graph or a library was given.
-        size: in elements, by dimension; none where the wrapper does not say it.
+        memory: name of the allocation, or of the graph's input or a library's result.
+        size: size in elements, by dimension; empty if the wrapper does not contain it.
         stride: in elements.
-        offset: of the first element.
-        is_view: whether it is said where in the memory it lies.
+        offset: offset of the first element.
+        is_view: whether the wrapper says where in the memory it lies.
     """
 
     memory: str
@@ -64,19 +64,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Call:
-    """One statement of the generated code.
+    """A statement of the generated code.
 
     Attributes:
-        kind: memory that is allocated, or that had another name before (``reuse``); a library's
-            ``kernel`` (a matrix product, attention) or a generated one (``fused``); a ``copy``, as
-            the package's own of several gradients; a collective's ``launch``, a ``wait``; another
-            ``operator``; the graph's ``return``.
-        name: of the kernel or operator, as ``extern_kernels.mm`` or ``aten.convolution_backward``;
-            empty where something else gives a name that was allocated other memory.
-        reads: what it reads, sends or waits for.
-        writes: what it fills or allocates.
-        texts: arguments that are texts, such as a group's name.
-        line: as it was written.
+        kind: ``allocate``: memory that is allocated; ``reuse``: memory that had another name
+            before; ``kernel``: a library's (a matrix product, attention); ``fused``: a generated
+            one; ``copy``: for example the package's own copy of several gradients; ``launch`` and
+            ``wait`` of a collective; ``operator``: any other one; ``return`` of the graph.
+        name: name of the kernel or operator, such as ``extern_kernels.mm`` or
+            ``aten.convolution_backward``; empty if memory is only given another name.
+        reads: places that it reads, sends or waits for.
+        writes: places that it writes or allocates.
+        texts: string arguments, such as a group's name.
+        line: the statement's text.
     """
 
     kind: Kind
@@ -88,7 +88,7 @@ class Call:
 
 
 def read_calls(code: str) -> list[Call]:
-    """The calls of the last graph in a generated code.
+    """The calls of the last graph in generated code.
 
     Raises:
         AssertionError: a name that stands for a place in another's memory is bound anew, or the
@@ -98,7 +98,7 @@ def read_calls(code: str) -> list[Call]:
     for raw in code[code.rindex("def call(") :].splitlines():
         line = raw.strip()
         try:
-            # Where there is a second statement, it deletes a name.
+            # A second statement on a line deletes a name.
             statement = next(iter(ast.parse(line).body), None)
         except SyntaxError:
             continue  # The head of a block.
@@ -109,7 +109,7 @@ def read_calls(code: str) -> list[Call]:
 
 
 def read_kernels(code: str) -> dict[str, str]:
-    """The sources of the Triton kernels in a generated code, by name."""
+    """The sources of the Triton kernels in generated code, by name."""
     return dict(_TRITON.findall(code))
 
 
@@ -135,12 +135,12 @@ class _Reader:
             if _is_view(value):
                 self._bind(target, value, line)
             elif not (isinstance(value, ast.Call) and self._call(target, value, line)):
-                if target in self._places:  # What was allocated under this name is not used.
+                if target in self._places:  # The allocation with this name is not used.
                     self.calls.append(Call("operator", "", (), (Place(target),), (), line))
                 self._let(target, Place(target), line)
 
     def _let(self, name: str, place: Place, line: str) -> None:
-        """Let a name stand for a place."""
+        """Bind a name to a place."""
         before = self._places.get(name)
         anew = f"{name} is {before}, and bound anew: {line.partition(' = ')[2]}"
         assert before is None or before.memory == name, anew
@@ -155,7 +155,7 @@ class _Reader:
         self._let(name, place, line)
 
     def _note_size(self, name: ast.expr, size: ast.expr, stride: ast.expr) -> None:
-        """Note the size of an input, or of what a library has allocated."""
+        """Record the size of an input, or of a library's allocation."""
         place = self._place(name)
         if not place.size:
             sized = replace(place, size=_numbers(size), stride=_numbers(stride))
@@ -165,7 +165,7 @@ class _Reader:
         if isinstance(value, ast.Name):
             return self._places.get(value.id, Place(value.id))
         if isinstance(value, ast.Subscript):
-            return self._place(value.value)  # One of a library's results.
+            return self._place(value.value)  # One of several results of a library.
         if isinstance(value, ast.Call) and _is_view(value):
             base, size, stride, offset = value.args
             place = self._place(base)
@@ -176,7 +176,7 @@ class _Reader:
         return Place(ast.unparse(value))
 
     def _call(self, target: str | None, call: ast.Call, line: str) -> bool:
-        """Note a call, and whether it is one that is followed."""
+        """Record a call. Return whether its kind is known."""
         called = ast.unparse(call.func)
         name = called.removesuffix(".run").removesuffix(".default").removeprefix("torch.ops.")
         kind = self._kind_of(called, name)
@@ -193,7 +193,7 @@ class _Reader:
             reads = []
         elif kind == "fused":
             accesses = self._accesses[name]
-            # What follows the pointers are sizes.
+            # The arguments after the pointers are sizes.
             pairs = list(zip(accesses, call.args[: len(accesses)], strict=True))
             reads = [self._place(item) for access, item in pairs if "in" in access]
             writes = [self._place(item) for access, item in pairs if "out" in access]
@@ -258,7 +258,7 @@ def _numbers(value: ast.expr) -> tuple[int, ...]:
 
 
 def _accesses(code: str) -> dict[str, list[str]]:
-    """For each kernel what it does with its pointers, in their order: ``in``, ``out``, or both."""
+    """For each kernel, the use of its pointers in their order: ``in``, ``out``, or both."""
     on_card = {name: _accesses_of(source) for name, source in read_kernels(code).items()}
     on_cpu = {
         name: ["in" if "const" in kind else "out" for kind in types.split(", ")]
@@ -268,7 +268,8 @@ def _accesses(code: str) -> dict[str, list[str]]:
 
 
 def _accesses_of(source: str) -> list[str]:
-    """Of a Triton kernel, whose pointers have such names; a template's ``arg_A`` is read."""
+    """The use of a Triton kernel's pointers, which have such names; a template's ``arg_A`` is
+    read."""
     signature = _TRITON_SIGNATURE.search(source)
     assert signature is not None, "a kernel without a signature"
     pointers = re.findall(r"'(\w+)': '\*", signature.group(1))
@@ -278,9 +279,9 @@ def _accesses_of(source: str) -> list[str]:
 
 
 def _stores_to(pointer: str, source: str) -> bool:
-    # A kernel for tensors of several sizes calls what it stores to by one name for all of them.
+    # A kernel for tensors of several sizes uses one name for all pointers that it stores to.
     names = [pointer, *re.findall(rf"(\w+) = {pointer}$", source, re.MULTILINE)]
-    # A block of memory is made of the pointer, and stored to by a name of its own.
+    # A block of memory is made from the pointer, and stored to under its own name.
     called = r"(?:store|atomic_\w+|make_block_ptr|make_tensor_descriptor)"
     pattern = rf"{called}\((?:{'|'.join(names)})\b"
     return "out" in pointer and re.search(pattern, source) is not None

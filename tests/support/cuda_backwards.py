@@ -1,5 +1,5 @@
-"""Backwards whose code for a card is worth looking at: of layers, of norms, of the bench's models.
-They are traced on fake tensors, so that sizes cost nothing::
+"""Backwards with interesting CUDA code: of layers, of norms, of the bench's models. They are traced
+on fake tensors, so that sizes cost nothing::
 
     with CardCompiler() as compiler:
         compiler.generate(norm_step("llama_norm"), norm_inputs("llama_norm"))
@@ -33,8 +33,8 @@ def gradients(forward: Forward, count: int, *inputs: Tensor) -> tuple[Tensor, ..
 
     Args:
         forward: called with ``inputs``.
-        count: how many of them, the last ones, are parameters.
-        inputs: as the graph gets them.
+        count: number of parameters, which are the last inputs.
+        inputs: the inputs of the graph.
     """
     parameters = [value.detach().requires_grad_() for value in inputs[-count:]]
     loss = forward(*inputs[:-count], *parameters).float().square().mean()
@@ -42,12 +42,13 @@ def gradients(forward: Forward, count: int, *inputs: Tensor) -> tuple[Tensor, ..
 
 
 def train(forward: Forward, count: int, *inputs: Tensor) -> list[Tensor]:
-    """The same, averaged in the order in which they are made."""
+    """The gradients of :func:`gradients`, averaged in the order in which they are computed."""
     return averaged(gradients(forward, count, *inputs), last_first=True)
 
 
 def train_into(forward: Forward, count: int, *inputs: Tensor) -> None:
-    """The same, added to gradients that exist: the inputs behind the parameters."""
+    """The averages of :func:`train`, added to existing gradients: the inputs after the
+    parameters."""
     made = gradients(forward, count, *inputs[:-count])
     for number, (grad, gradient) in enumerate(zip(inputs[-count:], made, strict=True)):
         reduce_into(grad, gradient, f"p{number}", module=ON_CARDS)
@@ -56,7 +57,7 @@ def train_into(forward: Forward, count: int, *inputs: Tensor) -> None:
 def averaged(
     values: Sequence[Tensor], module: str = ON_CARDS, *, last_first: bool = False
 ) -> list[Tensor]:
-    """What a DDP module's group makes of its gradients; a backward makes the last one first."""
+    """The averages over a DDP module's group; a backward computes the last gradient first."""
     numbered = list(enumerate(values))
     return [
         reduce(gradient, f"p{number}", module=module)
@@ -70,7 +71,7 @@ WIDTH: Final = 256
 
 
 def feed_forward(x: Tensor, *parameters: Tensor) -> Tensor:
-    """Half of a transformer's block."""
+    """Half of a transformer block."""
     gain, shift, up, up_bias, down, down_bias = parameters
     normal = functional.layer_norm(x, (WIDTH,), gain, shift)
     inner = functional.gelu(functional.linear(normal, up, up_bias))
@@ -111,13 +112,13 @@ def pointwise(*inputs: Tensor) -> list[Tensor]:
 
 
 def multiplied_behind(*inputs: Tensor) -> list[Tensor]:
-    """Averages that are multiplied in the same graph, as an optimizer for matrices does."""
+    """Averages that are multiplied in the same graph, as in an optimizer for matrices."""
     averages = pointwise(*inputs)
     return averages + [torch.mm(average, average.T) for average in averages]
 
 
 def multiplied_before(*inputs: Tensor) -> list[Tensor]:
-    """Gradients that something else reads too, a product."""
+    """Gradients that another node, a product, reads too."""
     values = [value.sin() for value in inputs]
     return averaged(values) + [torch.mm(gradient, gradient.T) for gradient in values]
 
@@ -137,7 +138,7 @@ def _layer_norm(x: Tensor, up: Tensor, gain: Tensor, shift: Tensor, down: Tensor
 
 
 def _llama_norm(x: Tensor, up: Tensor, gain: Tensor, down: Tensor) -> Tensor:
-    """As models of Llama write it."""
+    """Written as in models of Llama."""
     inner = functional.linear(x, up)
     wide = inner.float()
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
@@ -145,14 +146,14 @@ def _llama_norm(x: Tensor, up: Tensor, gain: Tensor, down: Tensor) -> Tensor:
 
 
 def _autocast_norm(x: Tensor, up: Tensor, gain: Tensor, shift: Tensor, down: Tensor) -> Tensor:
-    """What autocast makes of fp32 parameters: products in bf16, and norms in fp32."""
+    """fp32 parameters under autocast: products in bf16, and norms in fp32."""
     inner = functional.linear(x.bfloat16(), up.bfloat16())
     normal = functional.layer_norm(inner.float(), gain.shape, gain, shift)
     return functional.linear(normal.bfloat16(), down.bfloat16())
 
 
 def _post_norm(x: Tensor, up: Tensor, down: Tensor, *norms: Tensor) -> Tensor:
-    """Half of a transformer's block as it once was, between two norms."""
+    """Half of an older transformer block, between two norms."""
     gain, shift, gain2, shift2 = norms
     x = functional.layer_norm(functional.linear(x, up), gain.shape, gain, shift)
     inner = x + functional.gelu(functional.linear(x, down))
@@ -171,7 +172,7 @@ _NORMS: Final[dict[str, tuple[Forward, str]]] = {
     "post_norm": (_post_norm, "mmvvvv"),
     "layer_scale": (_layer_scale, "mvm"),
 }
-"""Forwards, and which of their parameters are matrices and vectors."""
+"""Forwards, and a string that says which of their parameters are matrices and vectors."""
 NORMS: Final = tuple(_NORMS)
 
 
@@ -204,13 +205,15 @@ _BATCHES: Final = {
     "resnet": (16, 448),
     "dlrm": (64, 1024),
 }
-"""Sequences, images or examples, and their tokens; an image's edge in pixels is half of that."""
+"""Sequences, images or examples, and their tokens; the edge of an image in pixels is half of
+that."""
 MODELS: Final = tuple(_BATCHES)
 
 
 def model_inputs(name: str) -> tuple[list[TensorSpec], ...]:
-    """The batch, parameters and buffers of a model: the inputs of its backward. To be called
-    in the process that traces it, first: how a model is made is no part of a backward."""
+    """The batch, parameters and buffers of a model: the inputs of its backward. Call it first in
+    the process that traces it, because the construction of a model is not a part of its
+    backward."""
     model, batch = _made(name)
     groups: tuple[list[Tensor], ...] = ([*batch], [*model.parameters()], [*model.buffers()])
     return tuple(
@@ -220,7 +223,7 @@ def model_inputs(name: str) -> tuple[list[TensorSpec], ...]:
 
 
 def train_model(name: str, autocast: bool, *inputs: Tensor) -> list[Tensor]:
-    """The averages of a model's gradients, in the order in which they are made."""
+    """The averages of a model's gradients, in the order in which they are computed."""
     model, batch = _made(name)
     names = [key for key, _ in model.named_parameters()]
     count = len(batch)
@@ -228,7 +231,7 @@ def train_model(name: str, autocast: bool, *inputs: Tensor) -> list[Tensor]:
     buffers = [buffer.clone() for buffer in inputs[count + len(names) :]]
     names += [key for key, _ in model.named_buffers()]
     state = dict(zip(names, [*values, *buffers], strict=True))
-    # Attention as the card's own kernels compute it has no form on the CPU, where this is traced.
+    # The GPU's own attention kernels have no CPU version, and this is traced on the CPU.
     with sdpa_kernel(SDPBackend.MATH), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = functional_call(model, state, inputs[:count], tie_weights=True)
     return averaged(torch.autograd.grad(loss, values), last_first=True)
@@ -238,7 +241,7 @@ def train_model(name: str, autocast: bool, *inputs: Tensor) -> list[Tensor]:
 def _made(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
     rows, tokens = _BATCHES[name]
     width = 1024 if name == "dlrm" else 768
-    # More layers would be like the last.
+    # More layers would repeat the last one.
     size = Size(width=width, layers=1, rows=rows, tokens=tokens, channels=64)
     made = subject(name, size)
     with torch.device("meta"):

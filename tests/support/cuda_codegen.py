@@ -1,7 +1,7 @@
 """Generates a graph's code for an H100 on a machine without a GPU, and compiles its kernels.
 
-Inductor asks torch and Triton about the card; stand-ins answer. What they have answered stays in
-caches all over torch, so all of this happens in a process of its own::
+Inductor asks torch and Triton about the GPU; stand-ins answer. Their answers stay in caches all
+over torch, so all of this happens in a process of its own::
 
     with CardCompiler() as compiler:
         generated = compiler.generate(backward, [tensor(64, 32), tensor(32)])
@@ -55,12 +55,12 @@ _H100: Final = SimpleNamespace(
 
 @dataclass(frozen=True)
 class Generated:
-    """What became of a graph.
+    """Generated code of a graph.
 
     Attributes:
         code: the wrapper and its kernels, as Inductor writes them.
-        copies: for each bucket the reasons why gradients are copied into it, by number.
-        ptx: what each Triton kernel was compiled to, by name.
+        copies: for each bucket, the reasons why gradients are copied into it, by index.
+        ptx: the PTX of each Triton kernel, by name.
     """
 
     code: str
@@ -69,16 +69,16 @@ class Generated:
 
 
 def fuse(graph: fx.Graph, config: FusionConfig | None = None) -> None:
-    """The package's passes, all of a module's gradients in one bucket of each dtype."""
+    """Run the package's passes, with all gradients of a module in one bucket per dtype."""
     config = config or FusionConfig()
     dtype = REDUCE_DTYPE_OF[config.reduce_dtype]
     pipeline(config.reduces_by, reduce_dtype=dtype, scaling=config.scaling)(graph)(graph)
 
 
 def store_gradients(graph: fx.Graph) -> None:
-    """A pass that stores the gradients that a graph returns in the memory of a reducer, in one
+    """A pass that stores the gradients that a graph returns in memory of a reducer, in one
     piece."""
-    next(iter(graph.nodes))._rename("tangents_1")  # As AOTAutograd calls it in a backward.
+    next(iter(graph.nodes))._rename("tangents_1")  # AOTAutograd's name in a backward.
     gradients: Any = graph.output_node().args[0]
     inputs = []
     for number, node in enumerate(gradients):
@@ -91,12 +91,12 @@ def store_gradients(graph: fx.Graph) -> None:
 
 
 class CardCompiler(ProcessPoolExecutor):
-    """The process in which the stand-ins answer. What it is given to call is pickled."""
+    """The process in which the stand-ins answer. Functions that it calls are pickled."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         super().__init__(1, mp_context=context, initializer=_hide_real_cards)
-        self.submit(os.getpid).result()  # It is there when the first test begins.
+        self.submit(os.getpid).result()  # The process has started when the first test begins.
 
     def generate(
         self,
@@ -112,12 +112,13 @@ class CardCompiler(ProcessPoolExecutor):
 
         Args:
             function: a backward that calls :func:`testing.graphs.reduce`.
-            inputs: for it, on the CPU; the graph is moved to the card once it is traced.
-            rewrite: what is done to the graph before it is lowered.
+            inputs: inputs of the function, on the CPU; the graph is moved to the GPU after it is
+                traced.
+            rewrite: function that changes the graph before it is lowered.
             has_kernels: whether the kernels are compiled too.
-            fastest: part of the name of the kind of kernels that ``max_autotune`` is to find the
-                fastest: there is no card to measure them on.
-            settings: of ``torch._inductor.config``.
+            fastest: part of the name of the kernels that ``max_autotune`` shall choose: there is no
+                GPU to time them on.
+            settings: settings of ``torch._inductor.config``.
         """
         settings = {"post_grad_custom_post_pass": rewrite, **(settings or {})}
         return self.submit(_generate, function, inputs, has_kernels, fastest, settings).result()
@@ -142,7 +143,7 @@ def _generate(
     copies: list[Mapping[int, str]] = []
     register_lowerings(lambda _, reasons: copies.append(dict(reasons)))
     register_store_lowerings(lambda _, reasons: copies.append(dict(reasons)))
-    # Nothing is launched, and choices of an earlier graph must not come back from a cache.
+    # Nothing is launched, and choices of an earlier graph must not come from a cache.
     settings = {"use_static_triton_launcher": False, "autotune_local_cache": False, **settings}
     with fake_world(), inductor_config.patch(settings):
         module, mode = _trace_on_card(function, inputs)
@@ -156,8 +157,8 @@ def _generate(
 def _trace_on_card(
     function: Callable[..., Any], inputs: Sequence[TensorSpec]
 ) -> tuple[fx.GraphModule, FakeTensorMode]:
-    """The graph of a function on fake CUDA tensors. Autograd wants a stream of the card, so the
-    function is traced on the CPU, and its graph on the card."""
+    """The graph of a function on fake CUDA tensors. Autograd needs a CUDA stream, so the function
+    is traced on the CPU, and its graph again on the GPU."""
     from torch._inductor.decomposition import select_decomp_table
 
     card = torch.device("cuda", 0)
@@ -178,7 +179,7 @@ def _trace_on_card(
 
 
 def _lower(module: fx.GraphModule, mode: FakeTensorMode) -> str:
-    """What Inductor makes of a graph, from its post-grad passes on."""
+    """Inductor's code of a graph, from its post-grad passes on."""
     import torch._inductor.config as inductor_config
     from torch._inductor.debug import DebugContext
     from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
@@ -198,8 +199,8 @@ def _lower(module: fx.GraphModule, mode: FakeTensorMode) -> str:
 
 
 def _compile(kernels: Mapping[str, str]) -> dict[str, str]:
-    """PTX of Triton kernels, each with the first of the configurations that Inductor would try;
-    ``triton.compile`` assembles it too."""
+    """PTX of Triton kernels, each with the first configuration that Inductor would try;
+    ``triton.compile`` also assembles it."""
     from torch._inductor.codecache import PyCodeCache
 
     ptx = {}
@@ -215,7 +216,7 @@ def _compile(kernels: Mapping[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _on_h100() -> Iterator[None]:
-    """Torch and Triton answer as if there were the card. What they keep of the answers stays."""
+    """Make torch and Triton answer as if there was an H100. Cached answers stay."""
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor.runtime import triton_helpers
     from triton.backends.compiler import GPUTarget
@@ -247,7 +248,8 @@ def _on_h100() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _autotuned(fastest: str) -> Iterator[None]:
-    """Choices are timed by the names of their kinds, and fusing them always pays."""
+    """Make autotuning choose by the names of the kernels, and fusion of choices always
+    profitable."""
     from torch._inductor.codegen.triton import TritonScheduling
     from torch._inductor.select_algorithm import AlgorithmSelectorCache
 

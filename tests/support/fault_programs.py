@@ -1,4 +1,4 @@
-"""Programs for the runner of faults that are done in a moment: without torch, without a group."""
+"""Programs for tests of the fault runner that end quickly: without torch, and without a group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PEER_ERROR_S = 0.2
 
 
 def ends(run: Run) -> dict[str, Any]:
-    """All ranks end right, but rank 1 raises where the options say so."""
+    """All ranks end normally, but rank 1 raises if the options say so."""
     run.note("fault")
     if run.rank == 1 and run.way in run.options.get("raises", []):
         raise UserError("the user's own error")
@@ -21,7 +21,7 @@ def ends(run: Run) -> dict[str, Any]:
 
 
 def hangs(run: Run) -> dict[str, Any]:
-    """Rank 1 hangs where the options say so, with a process that it has started."""
+    """Rank 1 hangs if the options say so, with a child process."""
     run.note("fault")
     if run.rank == 1 and run.way in run.options["hangs"]:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -30,7 +30,7 @@ def hangs(run: Run) -> dict[str, Any]:
 
 
 def fails(run: Run) -> dict[str, Any]:
-    """All ranks fail: after some time, and with an error, that the options give."""
+    """All ranks fail, after a time and with an error that the options give."""
     run.note("fault")
     time.sleep(run.options["seconds"].get(run.way, PEER_ERROR_S))
     raise RuntimeError(run.options["texts"].get(run.way, "Connection closed by peer"))
@@ -45,7 +45,7 @@ def stops(run: Run) -> dict[str, Any]:
 
 
 def leaves(run: Run) -> dict[str, Any]:
-    """Ends right, and leaves a process behind under the flag."""
+    """Ends normally, and leaves a process behind under the flag."""
     if run.rank == 0 and run.way == "concat":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     return {}

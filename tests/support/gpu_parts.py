@@ -32,14 +32,14 @@ def dies(site: Any, note: Any) -> None:
 
 
 def hangs(site: Any, note: Any) -> None:
-    """With a process of its own, which must not be left behind."""
+    """Hangs with a child process, which must not be left behind."""
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     subprocess.Popen(command, start_new_session=True)
     time.sleep(600)
 
 
 def wrong(run: Any, *, adds: float = 0.0, failing: tuple[int, ...] = ()) -> None:
-    """Another gradient under the flag, or an error on some ranks."""
+    """Returns another gradient under the flag, or raises an error on some ranks."""
     import torch
     import torch.distributed as dist
 

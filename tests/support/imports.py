@@ -1,5 +1,4 @@
-"""What a file imports, and which names of torch it writes out: read from its code, wherever in it
-they stand."""
+"""The imports of a file, and the names of torch in its code, at any place."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ _DOTTED: Final = re.compile(r"\w+(\.\w+)+")
 
 
 def imported_names(path: Path) -> Iterator[str]:
-    """Full names of all that a file imports: a module, or a name in one."""
+    """Full names of everything that a file imports: modules, and names in modules."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -23,13 +22,13 @@ def imported_names(path: Path) -> Iterator[str]:
 
 
 def names_of_torch(path: Path) -> set[str]:
-    """Dotted names of torch that a file imports or writes out, by whatever alias: each with those
-    that it begins with, but for ``torch`` itself."""
+    """Dotted names of torch that a file imports or writes, under any alias: each with its prefixes,
+    except ``torch`` itself."""
     aliases = _torch_aliases(path)
     found = {name for name in imported_names(path) if name.startswith("torch.")}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute):
-            # A call has its arguments there, and is no name.
+            # A call ends the name before its arguments.
             head, _, rest = ast.unparse(node).partition(".")
             if head in aliases and _DOTTED.fullmatch(f"{head}.{rest}"):
                 found.add(f"{aliases[head]}.{rest}")
@@ -37,7 +36,7 @@ def names_of_torch(path: Path) -> set[str]:
 
 
 def _torch_aliases(path: Path) -> dict[str, str]:
-    """What the names that a file gives to torch's modules stand for: ``dist``, ``nn``."""
+    """Torch's modules by the names that a file gives them: ``dist``, ``nn``."""
     aliases = {}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -51,8 +50,8 @@ def _torch_aliases(path: Path) -> dict[str, str]:
 
 
 def is_private(name: str) -> bool:
-    """Whether a dotted name of torch has a part with a leading underscore. Operators are no part of
-    torch's Python, and their names are stable."""
+    """Whether a dotted name of torch has a part with a leading underscore. Operators are excluded:
+    they are no part of torch's Python, and their names are stable."""
     if name.startswith(("torch.ops.", "torch._foreach_")):
         return False
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))

@@ -1,5 +1,5 @@
-"""The checkout: its files, and its programs, run as a user runs them: in processes of their own, on
-the CPU."""
+"""The checkout: its files, and its programs, run in their own processes on the CPU, as a user runs
+them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tracked() -> frozenset[str]:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's, for ranks with one thread each and no GPU."""
+    """This process's environment, for ranks with one thread each and no GPU."""
     return {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -46,8 +46,8 @@ def environment(**variables: str) -> dict[str, str]:
 def launch(
     *command: str, ranks: int = 1, cwd: str | Path = ".", **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script, ``-m`` and a module, or ``-c`` and code, to its end without an error; several
-    ranks under torchrun, which shows the first."""
+    """Run a script, ``-m`` and a module, or ``-c`` and code, and require that it ends without an
+    error; several ranks run under torchrun, which shows the first rank."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-ranks-filter=0"]
     launcher = [*torchrun, f"--nproc-per-node={ranks}"] if ranks > 1 else []
     process = subprocess.Popen(
@@ -61,7 +61,7 @@ def launch(
     try:
         output, errors = process.communicate(timeout=TIMEOUT_S)
     finally:
-        process.terminate()  # Not killed: it ends its ranks.
+        process.terminate()  # Terminated instead of killed, so that it ends its ranks.
         process.wait(timeout=30)
     assert process.returncode == 0, output + errors
     return subprocess.CompletedProcess(command, process.returncode, output, errors)

@@ -1,12 +1,12 @@
-"""Whether a generated wrapper, for the CPU or CUDA, fills what it sends, and leaves it alone on the
-way. That holds for any graph:
+"""Checks that a generated wrapper, for the CPU or CUDA, writes the memory that it sends and leaves
+it alone until the wait. The rules hold for any graph:
 
 * what a collective sends is written, every element of it, before the launch;
 * nothing reads or writes it until it has been waited for, as each launch is;
 * no kernel reads what nothing has written; one that works in place fills nothing;
 * a name that stands for a place in another's memory goes on to stand for it.
 
-What inputs and libraries bring with them is written.
+Memory of inputs and of library results counts as written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def check_stores(code: str) -> int:
     """Check the last graph of a generated code, a module as Inductor writes it in Python.
 
     Returns:
-        The number of elements that it sends, without what libraries have allocated.
+        The number of elements that it sends, without those that libraries allocated.
 
     Raises:
         AssertionError: what it sends is not all written, or is touched before it was waited for, or
@@ -37,17 +37,17 @@ def check_stores(code: str) -> int:
         if call.kind in ("allocate", "reuse"):
             (place,) = call.writes
             written[place.memory] = torch.zeros(_extent(place), dtype=torch.bool)
-            if call.kind == "reuse":  # What works in place may read what was left there.
+            if call.kind == "reuse":  # In-place operators may read what was there before.
                 reused.add(place.memory)
             continue
-        if call.kind == "operator":  # What it gives it has allocated itself.
+        if call.kind == "operator":  # It allocated its own result.
             for place in call.writes:
                 written.pop(place.memory, None)
         reads, writes = (
             [place for place in places if place.memory in written]
             for places in (call.reads, call.writes)
         )
-        # A generated kernel may read what it has stored before, but for a place that it works on.
+        # A generated kernel may read what it stored before, except in a place that it works on.
         _note({*writes} - {*reads} if call.kind == "fused" else (), written)
         if call.kind == "launch":
             sent += sum(math.prod(place.size) for place in reads)
@@ -70,7 +70,7 @@ def _note(places: Iterable[Place], written: Mapping[str, Tensor]) -> None:
 
 
 def _check(name: str, places: Iterable[Place], written: Mapping[str, Tensor]) -> None:
-    """Check that places are written that a call of this name reads."""
+    """Check that the places which a call with this name reads are written."""
     for place in places:
         where = (place.size, place.stride, place.offset)
         is_written = written[place.memory].as_strided(*where)
@@ -81,7 +81,7 @@ def _check(name: str, places: Iterable[Place], written: Mapping[str, Tensor]) ->
 
 
 def check_launches(calls: Sequence[Call]) -> None:
-    """Check that what is launched is waited for, and left alone until then."""
+    """Check that each launch is waited for, and that its memory is left alone until then."""
     on_the_way: set[str] = set()
     for call in calls:
         given = {place.memory for place in call.reads}

@@ -1,4 +1,4 @@
-"""The bench: its figures, its command; and what it trains."""
+"""The bench: its figures, its command, and its models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workloads.ways import EAGER, PLAIN, TRACED
 
 
 def method(name: str, *ratios: float, cap_mb: float | None = None, **values) -> Method:
-    """With steps of a tenth of a second times ``ratios``, one for each round."""
+    """A method with steps of a tenth of a second times ``ratios``, one per round."""
     made = Method(name, cap_mb, **values)
     if ratios:
         made.seconds["1gbit"] = [0.1 * ratio for ratio in ratios]
@@ -101,7 +101,7 @@ WEIGHT, BIAS = torch.linspace(-1, 1, 64), torch.full((4,), 1e-9)
 
 
 def checked(factor: float) -> Checked:
-    """With a wrong sum of what is rounding alone in the bias."""
+    """A check with an error of this factor times the rounding in the bias."""
     expected = {"weight": WEIGHT, "bias": BIAS}
     return compare({"weight": WEIGHT * factor, "bias": BIAS * -3}, expected)
 
@@ -130,7 +130,7 @@ def test_gradients_of_one_rank_that_differ_make_a_method_wrong(
 
 
 def test_a_table_has_the_columns_that_a_row_has_a_figure_for() -> None:
-    """With three digits, or more where a figure is larger."""
+    """Figures have three digits, or more if they are larger."""
     rows = [
         Row("a", False, "no", {"ms": 1.0, "none": None}),
         Row("b", figures={"GB/s": 2871.4}),

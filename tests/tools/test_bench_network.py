@@ -22,7 +22,8 @@ from benches.network import (
 
 
 class System:
-    """Keeps a list of namespaces; refuses a command that holds certain words."""
+    """A system that keeps a list of namespaces, and refuses a command that contains certain
+    words."""
 
     def __init__(self) -> None:
         self.namespaces: list[str] = []
@@ -46,7 +47,7 @@ class System:
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> System:
-    """In the place of this machine's, which others may use."""
+    """Replaces this machine's network, which others may use."""
     system = System()
     monkeypatch.setattr(networks, "LOCK", tmp_path / "lock")
     monkeypatch.setattr(networks, "run_command", system.run)
@@ -94,7 +95,7 @@ def test_the_best_network_that_the_system_has_is_used(
 
 @pytest.mark.parametrize("refused", ["", "netns add fusion-bench-1", "veth", "lo up"])
 def test_nothing_is_left(system: System, refused: str) -> None:
-    """Nor of a setup that fails, and of what a killed bench has left; what is another's stays."""
+    """Nothing is left of a setup that fails, or of a killed bench; others' namespaces stay."""
     system.namespaces, system.refuses = ["mine", NAMES[1]], refused
 
     def interrupted() -> None:

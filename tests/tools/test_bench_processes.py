@@ -26,8 +26,8 @@ Measured = Callable[..., tuple[dict[str, Row], list[str], dict[str, dict[str, An
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
-    """Run the command at two rates, with ranks that measure nothing. Rows by title, the rates that
-    were set, and what was kept of methods by name."""
+    """Run the command at two rates, with ranks that measure nothing. Returns rows by title, the
+    rates that were set, and the records of methods by name."""
 
     def run(ways: list[str], *options: str, worker: str = bench_ranks.__name__) -> Any:
         network, rates = local_network(2), list[str]()
@@ -62,7 +62,7 @@ def test_a_method_that_fails_says_why_and_ends_no_other(measured: Measured) -> N
 def test_auto_is_measured_with_the_buckets_that_a_run_before_has_planned(
     measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On each network: it is measured there."""
+    """It measures on each network."""
     rows, _, _ = measured(["auto"])
     said = capsys.readouterr().out
     for rate in RATES:
@@ -73,7 +73,7 @@ def test_auto_is_measured_with_the_buckets_that_a_run_before_has_planned(
 def test_first_averaged_steps_and_starts_are_measured_in_processes_of_their_own(
     measured: Measured,
 ) -> None:
-    """First steps where what is compiled without averaging is what runs with it."""
+    """First steps are measured if the same compiled code runs with and without averaging."""
     ways = ["concat", "concat, traced", "Python reducer"]
     _, _, methods = measured(ways, "--first", "2", "--starts", "2", "--forwards", "2")
     firsts = {name: method["first_s"].get("10gbit") for name, method in methods.items()}
@@ -95,9 +95,9 @@ def test_cores_are_shared() -> None:
     assert cores_of(3, [4, 5]) == ((4,), (5,), (4,))
 
 
-@pytest.mark.nightly  # A check runs the quick form as a stage of its own.
+@pytest.mark.nightly  # The check runs the quick form as a separate stage.
 def test_the_quick_form_measures_and_writes(tmp_path: Path) -> None:
-    """Real ranks: eager DDP and ours, on the network as it is. Judges no time."""
+    """Real ranks: eager DDP and ours, on the network without a limit. Judges no time."""
     options = ["--quick", "--ways", "concat", "concat, traced", "--forwards", "2"]
     options += ["--first", "1", "--starts", "1"]
     assert bench.main([*options, "--output", str(tmp_path), "--timeout", "120"]) == 0

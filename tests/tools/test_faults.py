@@ -1,4 +1,4 @@
-"""The runner of faults, and its rule. The programs here train nothing; those that do run under
+"""The fault runner and its rule. The programs here train nothing; those that do run under
 ``tools/faults.py``."""
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def scenario(program: str, **values: Any) -> Scenario:
 
 
 def run(tmp_path: Path, fake: Scenario) -> tuple[list[str], list[RunRecord]]:
-    """What breaks the rule, and what became of each way."""
+    """Violations of the rule, and the record of each way."""
     runs = [run_scenario(fake, way, tmp_path) for way in (*fake.peers, "concat")]
     return violations(fake, runs[-1], runs[:-1]), runs
 
 
 def fails(seconds: float = 0.2, text: str = "Connection closed by peer") -> Scenario:
-    """Peers fail as Gloo does, after 0.2 s."""
+    """Peers fail like Gloo, after 0.2 s."""
     return scenario("fails", options={"seconds": {"concat": seconds}, "texts": {"concat": text}})
 
 

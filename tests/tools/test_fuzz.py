@@ -1,4 +1,4 @@
-"""The fuzzer: what it draws, what it calls different, how it shrinks; and a few of its cases.
+"""The fuzzer: how it draws, compares and shrinks cases; and a few of its cases.
 
 ``tools/fuzz.py`` runs many.
 """
@@ -58,7 +58,7 @@ def test_everything_is_drawn_at_times() -> None:
 
 @pytest.mark.parametrize("name", sorted(BLOCKS))
 def test_block(name: str) -> None:
-    """It takes batches down to one row, and each of its parameters gets a gradient."""
+    """Each block accepts batches down to one row, and each of its parameters gets a gradient."""
     for size in (1, 3):
         torch.manual_seed(0)
         made = BLOCKS[name]()
@@ -211,7 +211,7 @@ def test_a_drawn_case_is_equal() -> None:
 
 @pytest.mark.newest_torch
 def test_what_was_read_before_the_write_is_equal(run_on_ranks: Callable[..., list[Any]]) -> None:
-    """A small form of a case that once differed, and has no test of its own."""
+    """A small form of a case that once differed, and has no other test."""
     case = Case(
         10020,
         (Part(("batch_norm_counting",), hook="fp16_compress_hook"),),
@@ -241,7 +241,7 @@ def test_threads_train_as_one_after_the_other(
 
 
 def test_training_is_compared_with_itself(run_on_ranks: Callable[..., list[Any]]) -> None:
-    """Two eager trainings are equal; with another seed they are not."""
+    """Two eager trainings are equal; with different seeds they are not."""
     case = Case(1, (Part(("mlp",)),))
     first, second, other = (
         run_on_ranks(2, train, case=replace(case, seed=seed), kind="eager") for seed in (1, 1, 2)

@@ -1,4 +1,5 @@
-"""The tool that runs what needs a GPU: its plan, and on the CPU whatever a CPU can run of it."""
+"""The tool that runs checks that need a GPU: its plan, and on the CPU everything that a CPU can run
+of it."""
 
 from __future__ import annotations
 
@@ -187,8 +188,8 @@ def test_nccl_is_asked_before_it_is_used(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the service that runs kernels side by side, where there is one, then without. What only
-    NCCL can do is left out where it refuses."""
+    """First with the service that runs kernels at the same time, if there is one, then without it.
+    Checks that only NCCL can do are skipped if it refuses."""
     tried: list[str] = []
 
     def probe(part: Part) -> Result:
@@ -245,13 +246,13 @@ def test_ranks_know_which_gpu_is_theirs() -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """With ranks that answer and measure nothing."""
+    """A site with ranks that answer and measure nothing."""
     monkeypatch.setattr(sites, "Place", functools.partial(Place, worker=bench_ranks.__name__))
     return Site("cpu", "gloo", str(tmp_path), cores=1, deadline=time.monotonic() + 1000)
 
 
 def test_methods_are_compared_at_each_rate(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each time with the processes that have started before the first."""
+    """The same processes, started before the first rate, run at each rate."""
     network, rates = Network("a network", ((), ()), devices=(("ns", "eth0"),)), list[str]()
     monkeypatch.setattr(network, "set_rate", rates.append)
     monkeypatch.setattr(net, "best_network", lambda: contextlib.nullcontext(network))
@@ -278,7 +279,7 @@ def test_methods_are_compared_at_each_rate(site: Site, monkeypatch: pytest.Monke
 def test_what_the_time_was_too_short_for_is_not_right(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a network that cannot be shaped."""
+    """On a network whose rate cannot be limited."""
     monkeypatch.setattr(net, "best_network", lambda: contextlib.nullcontext(local_network(2)))
     monkeypatch.setattr(net, "COMPARED_IF_SMALL", ("no DDP", "DDP, one graph"))
     late: list[Row] = []
@@ -306,8 +307,8 @@ def test_norms_have_sizes_from_which_orders_are_mixed() -> None:
 
 
 def test_averages_that_are_all_too_large_are_told_from_rounding() -> None:
-    """What three ranks make of their gradients: eager DDP, our division before the sum, Gloo's
-    after it, and NCCL's average, which multiplies by 1/3 in bf16."""
+    """Compares the gradients of three ranks: eager DDP's, ours with a division before the sum,
+    Gloo's with a division after it, and NCCL's average, which multiplies by 1/3 in bf16."""
     generator = torch.Generator().manual_seed(0)
 
     def gradient() -> Tensor:
@@ -329,7 +330,7 @@ def test_averages_that_are_all_too_large_are_told_from_rounding() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly  # A check runs the shorter ones as a stage of its own.
+@pytest.mark.nightly  # The check runs the shorter ones as a separate stage.
 @pytest.mark.parametrize("part", ["net-gpt2", "net-resnet", "starts"])
 def test_what_is_measured_runs_on_the_cpu(part: str, tmp_path: Path) -> None:
     assert _run(tmp_path, "--only", part, "--seconds", "2000", parts=PARTS) == 0

@@ -1,4 +1,5 @@
-"""The tool that runs torch's own DDP tests: which it takes, how it rewrites them, what it compares.
+"""The tool that runs torch's own DDP tests: which tests it selects, how it rewrites them, and how
+it compares.
 
 A few of torch's tests run here; all of them take hours.
 """
@@ -116,7 +117,7 @@ IS_LEFT_OUT = pytest.raises(pytest.skip.Exception)
 def test_verdict(
     reference: Outcome, outcome: Outcome, verdict: contextlib.AbstractContextManager[Any]
 ) -> None:
-    """A known difference is one that fails in the same words."""
+    """A known difference fails with the same text."""
     known = [Known("test_ddp", "not close", "another"), Known("test_ddp", "not equal", "why")]
     with verdict:
         judge(reference, outcome, known)
@@ -198,7 +199,7 @@ def test_a_run_that_hangs_or_dies_leaves_nothing(
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_torch_s_tests_run() -> None:
-    """One that trains, which is averaged, one that differs, and two that do not pass here."""
+    """A test that trains and is averaged, one that differs, and two that do not pass here."""
     names = "across_ranks_with_no_sync or static_graph_api_cpu or mixed_precision_grad_as_bucket"
     chosen = f"({names}) and as-is and coalesced"
     said = launch(torch_tests.__file__, "-q", "-k", chosen).stdout

@@ -1,5 +1,5 @@
-"""Backwards that compiled autograd traces: which are, what they launch, and what becomes of those
-that are not."""
+"""Backwards that compiled autograd traces: which ones, their launches, and what happens to the
+others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes
 from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.reducer.reducer import reducer_of
-from fusion_passes.reporting.backwards import backwards
+from fusion_passes.reporting.backward_counts import backward_counts
 from fusion_passes.traced.backwards import FIRST
 from testing import models
 from testing.fake_world import one_rank, two_layers
@@ -36,12 +36,12 @@ TRACED = FusionConfig(backward_graph="compiled_autograd")
 
 
 def reasons() -> list[tuple[str, str, int]]:
-    """Where the backwards of this process were reduced, why, and how many."""
+    """Where the backwards of this process were reduced, the reason, and their number."""
     return [(b.reduced_in, b.because, b.count) for b in fusion_passes.report().backwards]
 
 
 def train(ddp: Any, steps: int = 3, **backward: Any) -> list[Tensor | None]:
-    """The gradients of some steps, averaged over one rank."""
+    """The gradients of several steps, averaged over one rank."""
     gradients = []
     for step in range(steps):
         ddp.zero_grad()
@@ -53,7 +53,7 @@ def train(ddp: Any, steps: int = 3, **backward: Any) -> list[Tensor | None]:
 @pytest.fixture(autouse=True)
 def _traced_on_one_rank() -> Iterator[None]:
     torch._dynamo.reset()
-    backwards.reset()
+    backward_counts.reset()
     with inductor_config.patch(ddp_fusion=TRACED), one_rank():
         yield
 
@@ -62,9 +62,10 @@ def _traced_on_one_rank() -> Iterator[None]:
 
 
 @pytest.mark.each_torch
-@inductor_config.patch(fx_graph_cache=False)  # A graph that comes from there has no report.
+@inductor_config.patch(fx_graph_cache=False)  # A graph from the cache has no report.
 def test_the_first_backward_is_not_traced() -> None:
-    """It shows in which order gradients come. What follows launches the layout's buckets."""
+    """The first averaged backward shows the gradient order. Later backwards launch the layout's
+    buckets."""
     expected = train(two_layers())
     ddp = DistributedDataParallel(two_layers())
     torch.testing.assert_close(train(torch.compile(ddp, dynamic=False)), expected)
@@ -75,7 +76,7 @@ def test_the_first_backward_is_not_traced() -> None:
 
 @inductor_config.patch(fx_graph_cache=False)
 def test_a_graph_is_not_for_a_later_module_on_a_group_of_the_same_name() -> None:
-    """Its backward looks alike, and its hooks have the same names: its buckets are others."""
+    """Its backward looks the same, and its hooks have the same names, but its buckets differ."""
     layer_bytes = 80
     for number, cap_mb in enumerate((layer_bytes / 2**20, 25)):
         if number:
@@ -134,20 +135,20 @@ class _WithTable(nn.Module):
     [
         (
             lambda: train(_managed(find_unused_parameters=True)),
-            "find_unused_parameters has ranks tell each other",
+            "find_unused_parameters=True makes ranks exchange",
         ),
-        (lambda: train(_hooked()), "a communication hook is called with its buckets"),
+        (lambda: train(_hooked()), "a communication hook all-reduces its buckets"),
         (
             lambda: train(_managed(), retain_graph=True),
             "it was called with retain_graph, create_graph or inputs",
         ),
         (
             lambda: train(nn.Sequential(_managed(), nn.Linear(4, 4))),
-            "it reaches parameters that are not trained under ddp_fusion",
+            "it reaches parameters of no module that was constructed under ddp_fusion",
         ),
         (
             lambda: train(nn.Sequential(_managed(), _managed())),
-            "several modules are averaged over the same ranks in it",
+            "several DistributedDataParallel modules in it share a process group",
         ),
         (lambda: train(DistributedDataParallel(_WithTable())), "it has sparse gradients"),
     ],
@@ -171,10 +172,10 @@ def test_a_graph_that_breaks_runs_as_it_is_once_and_is_then_left_to_the_reducer(
 
     expected = gradients(two_layers())
     ddp = DistributedDataParallel(two_layers())
-    with pytest.warns(FusionWarning, match="cannot make one graph of them") as said:
+    with pytest.warns(FusionWarning, match="cannot compile them as one graph") as said:
         torch.testing.assert_close(gradients(ddp), expected)
     assert [item[0] for item in reasons()] == ["reducer", "reducer"]
-    assert reasons()[-1][1].startswith("torch cannot make one graph of it")
+    assert reasons()[-1][1].startswith("torch cannot compile it as one graph")
     assert len([w for w in said if issubclass(w.category, FusionWarning)]) == 1
 
 
@@ -184,18 +185,18 @@ def test_a_graph_that_breaks_runs_as_it_is_once_and_is_then_left_to_the_reducer(
     ids=str,
 )
 def test_a_graph_that_no_pass_would_see_is_left_to_the_reducer(settings: dict[str, Any]) -> None:
-    """Its gradients would be reduced one by one, where other ranks launch buckets."""
+    """Its gradients would be reduced one by one, while other ranks launch buckets."""
     expected = train(two_layers())
     with inductor_config.patch(settings):
         ddp = DistributedDataParallel(two_layers())
-        with pytest.warns(FusionWarning, match="passes on post-grad graphs are switched off"):
+        with pytest.warns(FusionWarning, match="disabled_passes switches the fusion's pass off"):
             torch.testing.assert_close(train(ddp), expected)
         assert {item[0] for item in reasons()} == {"reducer"}
 
 
 @pytest.mark.parametrize("how", ["disable", "force_eager"])
 def test_what_dynamo_runs_as_it_is_is_averaged_by_the_reducer(how: str) -> None:
-    """Hooks run one by one then, in what was to be a graph."""
+    """Then the hooks of the graph run one by one."""
     expected = train(two_layers())
     ddp = DistributedDataParallel(two_layers())
     first = train(ddp, 1)
@@ -211,7 +212,7 @@ def test_what_dynamo_runs_as_it_is_is_averaged_by_the_reducer(how: str) -> None:
 
 
 class _Jagged(nn.Module):
-    """Takes nested tensors, which compiled autograd cannot read the sizes of."""
+    """Takes nested tensors, whose sizes compiled autograd cannot read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +236,7 @@ def test_what_compiled_autograd_cannot_trace_is_left_to_the_reducer() -> None:
 
     expected = gradients(_Jagged())
     ddp = DistributedDataParallel(_Jagged())
-    with pytest.warns(FusionWarning, match="cannot make one graph of them"):
+    with pytest.warns(FusionWarning, match="cannot compile them as one graph"):
         torch.testing.assert_close(gradients(ddp), expected)
 
 
@@ -249,7 +250,7 @@ def test_a_users_error_in_a_traced_backward_is_theirs() -> None:
 
 @torch.library.custom_op("fusion_passes_tests::fails", mutates_args=())
 def fails(x: Tensor) -> Tensor:
-    """A copy; an error once ``_FAILING`` says so."""
+    """A copy; raises once ``_FAILING`` says so."""
     if _FAILING:
         raise RuntimeError("it fails as the graph runs")
     return x.clone()
@@ -284,7 +285,7 @@ class _Failing(nn.Module):
 
 
 def test_after_a_graph_that_fails_as_it_runs_the_next_forward_raises() -> None:
-    """It may have launched some of its buckets; other ranks have launched all."""
+    """It may have launched some of its buckets, while other ranks have launched all."""
     ddp = DistributedDataParallel(_Failing())
     train(ddp, 2)
     _FAILING.append(True)
@@ -338,7 +339,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def tolerance_eps(options: dict[str, Any]) -> float:
-    """A unit of what is sent, for each rank, and for what is divided."""
+    """One unit of the dtype that is sent, for each rank and for the division."""
     return {"bf16": 2.0**16, "fp16": 2.0**13}.get(options.get("reduce_dtype", ""), 8.0)
 
 
@@ -357,14 +358,14 @@ def beside_a_rank_that_is_not_traced(run: Run) -> str:
 @pytest.mark.parametrize(
     "options",
     [
-        # fp16 is sent by it too.
+        # The hook also sends fp16.
         pytest.param(options, marks=[pytest.mark.nightly] if options == OPTIONS[1] else [])
         for options in OPTIONS
     ],
     ids=str,
 )
 def test_a_rank_may_trace_what_another_does_not(run_on_ranks: RUN, options: dict[str, Any]) -> None:
-    """What they send are the same buckets, with the elements in the same order, divided alike."""
+    """All ranks send the same buckets, with the elements in the same order, divided alike."""
     flag = FusionConfig(backward_graph="compiled_autograd", **options)
     job = {"train": beside_a_rank_that_is_not_traced, "tolerance_eps": tolerance_eps(options)}
     told = run_on_ranks(2, beside_eager, flag=flag, **job)
@@ -372,7 +373,7 @@ def test_a_rank_may_trace_what_another_does_not(run_on_ranks: RUN, options: dict
 
 
 def not_averaged_in_between(run: Run) -> list[tuple[str, int]]:
-    """Compiled autograd is the user's, on in all steps; others of them run under ``no_sync``."""
+    """The user enables compiled autograd in all steps; some steps run under ``no_sync``."""
     ddp = run.ddp(run.mlp(), bucket_cap_mb=SMALL_MB)
 
     def backward(number: Tensor, batch: Any) -> None:

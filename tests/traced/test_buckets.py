@@ -20,8 +20,8 @@ from testing.graphs import (
 
 
 def _plan(function: Backward, *inputs: TensorSpec, **layouts: list[list[int]]) -> BucketPlan:
-    """The plan of a function's graph, with the numbers of the parameters in each module's buckets:
-    0 for ``a``."""
+    """The plan of a function's graph, with the parameter numbers in each bucket of each module: 0
+    for ``a``."""
     graph = trace(function, inputs).graph
     return plan_buckets(
         graph, find(graph), lambda module: ModuleBuckets(tuple(map(tuple, layouts[module])))
@@ -59,7 +59,7 @@ def test_buckets_and_what_lies_in_them_are_the_layouts(layout: list[list[int]]) 
 
 
 def test_a_bucket_is_launched_after_those_before_it() -> None:
-    """The last gradient fills the first bucket: the other two wait."""
+    """The last gradient fills the first bucket: the other two buckets wait for it."""
     plan = _plan(_three, tensor(4), ddp0=[[2], [1], [0]])
     assert [bucket.ready.owner.parameter for bucket in plan.buckets] == ["c", "c", "c"]
 
@@ -119,12 +119,12 @@ def _overwritten(x, grad):
         (_some, ONE, [[0, 1, 2]], "has 2 of the 3 gradients of DDP0"),
         (_some, ONE, [[0]], "has 2 of the 1 gradients"),
         (_twice, ONE, [[0]], "has 2 of the 1 gradients"),
-        (_of_two_kinds, ONE, [[0, 1]], "gradients of a bucket of DDP0 are of several kinds"),
-        (_from_an_average, ONE, [[0, 1]], "computed from one that is averaged already"),
-        (_beside_a_collective, ONE, [[0, 1]], "a collective of the model's on the same ranks"),
-        (_read_before_its_wait, ONE, [[0, 1]], "of b cannot be fused: .* by max, not by sum"),
-        (_overwritten, ONE * 2, [[0, 1]], "overwritten before it is sent"),
-        (_some, [tensor(0)], [[0, 1]], "a bucket of DDP0 has no elements"),
+        (_of_two_kinds, ONE, [[0, 1]], "bucket of DDP0 differ in dtype, device or divisor"),
+        (_from_an_average, ONE, [[0, 1]], "depends on another gradient that is already averaged"),
+        (_beside_a_collective, ONE, [[0, 1]], "a collective of its own on the same process group"),
+        (_read_before_its_wait, ONE, [[0, 1]], "of b cannot be fused: .* op is max, not sum"),
+        (_overwritten, ONE * 2, [[0, 1]], "the gradient of a before the launch of its bucket"),
+        (_some, [tensor(0)], [[0, 1]], "all gradients in a bucket of DDP0 are empty"),
     ],
 )
 def test_a_graph_that_cannot_launch_all_of_it_is_refused(

@@ -68,7 +68,7 @@ def test_a_bucket_is_sent_in_the_small_dtype() -> None:
     def backward(x, y):
         return reduce(cast(x, torch.float32), "a"), reduce(cast(y, torch.float32), "b")
 
-    # Of numbers that bf16 has, so that nothing is rounded.
+    # Integers that bf16 can represent, so that nothing is rounded.
     small = tensor(4, dtype=torch.bfloat16)
     assert_expected_inline(
         check(backward, [small, small], concat(reduce_dtype=torch.bfloat16)),

@@ -1,4 +1,4 @@
-"""What depends on what, and orders that respect it."""
+"""Dependencies between nodes, and orders that respect them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _order(module: fx.GraphModule) -> list[str]:
 
 
 def _keys(module: fx.GraphModule, **wanted: float) -> dict[fx.Node, tuple[float, ...]]:
-    """Where each node stands, but for those that are named."""
+    """The current positions of the nodes as sort keys, except of the named ones."""
     return {
         node: (wanted.get(node.name, position),) for position, node in enumerate(module.graph.nodes)
     }
@@ -115,7 +115,7 @@ def _write_between_reads(x, y):
 
 
 def test_a_read_moves_behind_a_later_write_of_other_memory() -> None:
-    """The twin of what random programs do below."""
+    """The deterministic version of the random programs below."""
     module = trace(_write_between_reads, [tensor(4)] * 2)
     (neg,) = module.graph.find_nodes(op="call_function", target=_aten.neg.default)
     x, y = module.graph.find_nodes(op="placeholder")
@@ -183,7 +183,7 @@ def test_any_order_that_is_asked_for_means_the_same(program: int, order: int) ->
     choose = random.Random(order)
     moved = list(module.graph.nodes)
     keys = {node: (choose.random(),) for node in moved}
-    keys[moved[-1]] = (1.0,)  # A graph ends with its output.
+    keys[moved[-1]] = (1.0,)  # A graph ends with its output node.
     assert reorder(module.graph, keys) == (list(module.graph.nodes) != moved)
     module.graph.lint()
     assert_same_numbers(numbers, execute(module))

@@ -1,4 +1,4 @@
-"""What nothing reads goes; what does more than to compute stays."""
+"""Dead nodes are erased, unless they have a side effect."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_writes_random_numbers_and_collectives_stay() -> None:
 
 
 def test_a_dead_reader_of_what_a_gradient_is_a_view_of() -> None:
-    """Else the kernel of ``neg`` could not store it in its bucket."""
+    """Otherwise the kernel of ``neg`` could not store it in its bucket."""
 
     def backward(x):
         value = torch.neg(x)

@@ -1,4 +1,4 @@
-"""Which collectives are DDP's gradient reductions, and what is said about the others."""
+"""Which collectives are DDP's gradient reductions, and the reasons for the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _functional = torch.ops._c10d_functional
 
 
 def _path(reduction: GradientReduction) -> str:
-    """The gradient, what the reduction consists of, and who reads it."""
+    """The gradient, the nodes of the reduction, and its readers."""
     path = " -> ".join(node.name for node in (reduction.gradient, *reduction.nodes))
     text = f"{path} -> [{', '.join(node.name for node in reduction.wait.users)}]"
     return text.replace("convert_element_type", "cast")
@@ -38,10 +38,10 @@ def _what(reduction: GradientReduction) -> str:
 
 
 def _rejections(graph: fx.Graph) -> list[str]:
-    """Why each collective is left alone, in a graph in which all are."""
+    """The rejection reason of each collective, in a graph in which all are rejected."""
     found = find(graph)
     assert found.reductions == ()
-    # Symbols are numbered by torch.
+    # Torch numbers symbols.
     return [f"{r.node.name}: " + re.sub(r"\bs\d+\b", "s", r.reason) for r in found.rejections]
 
 
@@ -174,7 +174,7 @@ NO_MODULE = "belongs to no DistributedDataParallel module that was constructed u
 
 def _on_groups_that_are_no_modules(x):
     tensor_parallel = all_reduce(torch.neg(x), "sum", "tensor_parallel")
-    # A user's own average looks like DDP's in all but the name, on whatever group.
+    # A user's own average looks like DDP's except for the group name, on any group.
     own = all_reduce(torch.div(x, 2), "sum", "world")
     return tensor_parallel, own
 
@@ -209,29 +209,29 @@ def _waited_for_twice(x):
         (
             _of_another_kind,
             [
-                "all_gather_into_tensor: a collective of another kind, on group 'ddp0'",
-                "all_reduce_coalesced: a collective of another kind, on group 'ddp0#w'",
+                "all_gather_into_tensor: it is not an all-reduce of one tensor, on group 'ddp0'",
+                "all_reduce_coalesced: it is not an all-reduce of one tensor, on group 'ddp0#w'",
             ],
         ),
         (
             lambda x: WAIT(ALL_REDUCE_IN_PLACE(torch.neg(x), "sum", "ddp0#w")),
-            ["all_reduce_: an in-place all-reduce"],
+            ["all_reduce_: it is an in-place all-reduce"],
         ),
         (
             lambda x: reduce(x, "w", op="max"),
-            ["all_reduce: reduces by max, not by sum"],
+            ["all_reduce: its reduce op is max, not sum"],
         ),
         (
             _read_before_its_wait,
-            ["all_reduce: its result is read by wait_tensor, neg, not by one wait alone"],
+            ["all_reduce: its result is read by wait_tensor, neg, not by a single wait"],
         ),
         (
             _waited_for_twice,
-            ["all_reduce: its result is read by wait_tensor, wait_tensor_1, not by one wait alone"],
+            ["all_reduce: its result is read by wait_tensor, wait_tensor_1, not by a single wait"],
         ),
         (
             lambda x: ALL_REDUCE(x, "sum", "ddp0#w"),
-            ["all_reduce: its result is read by output, not by one wait alone"],
+            ["all_reduce: its result is read by output, not by a single wait"],
         ),
     ],
 )
@@ -242,7 +242,7 @@ def test_what_is_left_alone(backward: Backward, reasons: list[str]) -> None:
 def test_a_symbolic_shape() -> None:
     module = trace(lambda x: reduce(x, "w"), [tensor(5, 4)], symbolic=True)
     assert _rejections(module.graph) == [
-        "all_reduce: its shape (s, s) is symbolic, but a parameter's is fixed"
+        "all_reduce: its shape (s, s) is symbolic, unlike a parameter's shape"
     ]
 
 
@@ -250,8 +250,6 @@ def test_what_a_graph_does_not_say() -> None:
     module = trace(lambda x: reduce(x, "w", divide=None), ROW)
     (start,) = module.graph.find_nodes(op="call_function", target=ALL_REDUCE)
     del start.meta["val"]
-    assert _rejections(module.graph) == [
-        "all_reduce: the graph does not say that it is a dense tensor"
-    ]
+    assert _rejections(module.graph) == ["all_reduce: its node has no metadata of a dense tensor"]
     start.args = (start.args[0], start.args[1], object())
     assert _rejections(module.graph) == ["all_reduce: its process group is not given by name"]

@@ -30,13 +30,13 @@ from tests.support.codegen import Call, Place, read_calls
 from tests.support.stores import check_stores
 from workloads.models import MAKERS, TINY, subject
 
-pytestmark = pytest.mark.xdist_group("generated code")  # Some compiles serve many tests.
+pytestmark = pytest.mark.xdist_group("generated code")  # Several tests share a compile.
 
 WIDTH = 16
 
 
 class Block(nn.Module):
-    """A transformer's, with an embedding in front of it."""
+    """A transformer block with an embedding before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """A transformer's, behind a normalisation."""
+    """The feed-forward of a transformer, after a normalization."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -69,14 +69,14 @@ class FeedForward(nn.Module):
 
 
 def convolutions() -> nn.Module:
-    """Whose weights' gradients are allocated by the library that computes them."""
+    """Convolutions, whose library kernels allocate the weights' gradients."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten()
     )
 
 
 def made(name: str) -> tuple[nn.Module, Sequence[Tensor]]:
-    """A model, and a batch for it: one of these, or of the bench's."""
+    """A model and a batch for it: one of this file's, or of the bench's."""
     if name == "block":
         return Block(), [torch.arange(16).view(2, 8)]
     if name == "deep":
@@ -91,14 +91,14 @@ def made(name: str) -> tuple[nn.Module, Sequence[Tensor]]:
 
 @dataclass(frozen=True)
 class Generated:
-    """The code of a module's backwards, and what the package says of those that were traced.
+    """The code of a module's backwards, and the reports of the traced ones.
 
     Attributes:
-        first: compiled with the forward; a reducer launches its buckets.
-        fresh: traced, and makes gradients.
-        existing: traced, and adds to the gradients that there are.
-        reports: of the traced ones, in this order.
-        sent: how many elements each of the three sends.
+        first: code compiled with the forward; a reducer launches its buckets.
+        fresh: code of a traced backward without existing gradients.
+        existing: code of a traced backward that accumulates into existing gradients.
+        reports: reports of the traced ones, in this order.
+        sent: number of elements that each of the three sends.
     """
 
     first: str
@@ -111,20 +111,21 @@ class Generated:
 TRACED = FusionConfig(backward_graph="compiled_autograd")
 
 
-@functools.cache  # Tests share what is compiled: they run in one process.
+@functools.cache  # Tests share compiled code: they run in one process.
 def generate(
     name: str,
     config: FusionConfig = TRACED,
     *,
-    cap_mb: float = 0.004,  # Between the size of the largest gradients of a block and of all.
+    cap_mb: float = 0.004,  # Between the size of the largest gradients of a block and of all gradients.
     world_size: int = 1,
     **settings: Any,
 ) -> Generated:
-    """Compile all backwards of a module; what they send is written, and left alone on the way."""
+    """Compile all backwards of a module. Asserts that the memory they send is written, and left
+    alone until the wait."""
     torch._dynamo.reset()
     compile_log.reset()
     module, batch = made(name)
-    # The code of a graph that comes from the cache cannot be caught.
+    # The code of a graph from the cache cannot be captured.
     settings |= {"ddp_fusion": config, "fx_graph_cache": False}
     with fake_world(world_size), inductor_config.patch(settings):
         ddp = DistributedDataParallel(module, bucket_cap_mb=cap_mb)
@@ -147,8 +148,7 @@ def generate(
 
 @pytest.mark.slow
 def test_the_calls_of_a_transformers_backward() -> None:
-    """Each gradient is stored where it is sent by the kernel that computes it. Nothing is behind
-    the waits."""
+    """The kernel that computes a gradient stores it in its bucket. Nothing runs after the waits."""
     assert_expected_inline(
         call_sequence(generate("block").fresh),
         """\
@@ -180,8 +180,8 @@ return B[1088:1104], B[272:1040], B[0:256], A[1040:2064], A[0:1024], A[1024:1040
 
 @pytest.mark.slow
 def test_the_calls_of_the_backward_that_is_compiled_with_the_forward() -> None:
-    """Each gradient is stored where it is sent; a reducer is told of each bucket when its last one
-    is there, and launches it."""
+    """Each gradient is stored in its bucket; the reducer is notified of each bucket after its last
+    gradient, and launches it."""
     assert_expected_inline(
         call_sequence(generate("block").first),
         """\
@@ -230,8 +230,8 @@ def encoder() -> nn.Module:
 def test_a_sum_over_rows_is_stored_by_its_own_kernel(
     make: Callable[[], nn.Module], rows: tuple[int, ...]
 ) -> None:
-    """A bias's gradient is a view, ``[n]``, of a sum over rows, which AOTAutograd makes
-    ``[1, n]``."""
+    """A bias's gradient is a view, ``[n]``, of a sum over rows, which AOTAutograd makes ``[1,
+    n]``."""
     torch._dynamo.reset()
     x = torch.ones(*rows, 64)
     with fake_world(), inductor_config.patch(ddp_fusion=FusionConfig(), fx_graph_cache=False):
@@ -254,7 +254,7 @@ def test_a_sum_over_rows_is_stored_by_its_own_kernel(
 
 @pytest.mark.slow
 def test_existing_gradients_are_added_to_as_they_are_stored() -> None:
-    """By the same calls; what comes back is written by one kernel for each bucket."""
+    """The calls are the same; one kernel per bucket writes the results."""
     generated = generate("block")
     calls = call_sequence(generated.fresh).replace("mm ->", "addmm ->")
     calls = re.sub(r"wait for (\w)\n", r"\g<0>generated(\1)\n", calls)
@@ -264,8 +264,8 @@ def test_existing_gradients_are_added_to_as_they_are_stored() -> None:
 
 @pytest.mark.each_torch
 def test_the_calls_of_convolutions() -> None:
-    """One call copies what the library allocates; all that is stored by generated kernels is
-    scaled there. What was copied is reported."""
+    """One call copies the gradients that the library allocates; generated kernels scale the others
+    when they store them. The copies are reported."""
     generated = generate("convolutions", cap_mb=25, world_size=2)
     assert_expected_inline(
         call_sequence(generated.fresh),
@@ -283,19 +283,19 @@ return A[296:304], A[528:532], A[0:288], A[288:296], A[520:528], A[304:520]
     report = generated.reports[0]
     (bucket,) = report.buckets
     reasons = dict(bucket.copied)
-    library = "aten.convolution_backward neither casts nor scales its result"
-    relaid = "aten.convolution_backward gives it in another layout"
+    library = "aten.convolution_backward cannot cast or scale its result"
+    relaid = "aten.convolution_backward returns it in another layout"
     assert reasons["0.weight"] == reasons["3.weight"] == relaid
     assert reasons["0.bias"] == reasons["3.bias"] == library
-    assert reasons["1.bias"] == "something else reads it too"
+    assert reasons["1.bias"] == "another node reads it too"
     assert "copied: 2: 0.bias, 3.bias" in re.sub(r"\s+", " ", fusion_passes.format_report(report))
 
 
 @pytest.mark.slow
 @pytest.mark.newest_torch
 def test_averages_of_convolutions_come_back_as_they_were_sent() -> None:
-    """In the layouts of the parameters: the library gives gradients channels last, and a copy into
-    that layout would be copied once more on the way to ``.grad``."""
+    """Gradients have the layouts of the parameters: the library returns channels last, and a copy
+    into that layout would be copied once more on the way to ``.grad``."""
     assert_expected_inline(
         call_sequence(generate("convolutions", cap_mb=25, world_size=2).first),
         """\
@@ -312,7 +312,8 @@ return A[304:520], A[520:528], A[296:304], A[288:296], A[0:288], A[528:532]
 
 @pytest.mark.slow
 def test_the_calls_in_a_smaller_dtype() -> None:
-    """One call casts what matrix products give, and one kernel casts and scales what comes back."""
+    """One call casts the results of matrix products, and one kernel casts and scales the reduced
+    bucket."""
     generated = generate("block", replace(TRACED, reduce_dtype="bf16"), cap_mb=25)
     assert_expected_inline(
         call_sequence(generated.fresh),
@@ -358,7 +359,7 @@ def test_every_element_is_stored(name: str, mode: FusionMode) -> None:
     generated = generate(name, replace(TRACED, mode=mode), cap_mb=0.004 if name == "block" else 25)
     parameters = sum(parameter.numel() for parameter in made(name)[0].parameters())
     for sent in generated.sent:
-        # Where there is no bucket, what libraries have allocated is sent from where it is.
+        # Without a bucket, gradients that libraries allocated are sent from there.
         assert sent == parameters if mode == "concat" else 0 < sent <= parameters
     if name == "block":
         assert all(bucket.copied == () for report in generated.reports for bucket in report.buckets)
@@ -367,11 +368,12 @@ def test_every_element_is_stored(name: str, mode: FusionMode) -> None:
 
 
 def test_what_a_pinned_kernel_gives_is_reported() -> None:
-    """In small buckets, the first convolution is pinned behind the launch of the others."""
+    """With small buckets, the first convolution is pinned after the launch of the other
+    gradients."""
     report = generate("convolutions", cap_mb=1e-4).reports[0]
     assert len(report.buckets) > 1
     reasons = dict(item for bucket in report.buckets for item in bucket.copied)
-    relaid = "aten.convolution_backward gives it in another layout"
+    relaid = "aten.convolution_backward returns it in another layout"
     assert reasons["0.weight"] == reasons["3.weight"] == relaid
 
 
@@ -383,8 +385,8 @@ def memory_of(places: Sequence[Place]) -> set[str]:
 
 
 def kernels_not_needed(calls: Sequence[Call]) -> list[Call]:
-    """The library kernels directly in front of launches that their gradients do not need: those
-    behind the last one that they do, and behind the launch before."""
+    """The library kernels directly before launches whose gradients do not need them: those after
+    the last kernel that they need, and after the previous launch."""
     late = []
     for index, launch in enumerate(calls):
         needed = memory_of(launch.reads)
@@ -406,7 +408,7 @@ def kernels_not_needed(calls: Sequence[Call]) -> list[Call]:
     [("coalesced", False), pytest.param("concat", True, marks=pytest.mark.nightly)],
 )
 def test_launched_as_soon_as_the_last_gradient_exists(mode: FusionMode, reorders: bool) -> None:
-    """Also where torch itself reorders for overlap; waits are behind all that is computed."""
+    """This also holds if torch itself reorders for overlap; waits are after all computation."""
     config = replace(TRACED, mode=mode)
     generated = generate("deep", config, cap_mb=0.06, reorder_for_compute_comm_overlap=reorders)
     codes = (generated.fresh, generated.existing)
@@ -419,7 +421,7 @@ def test_launched_as_soon_as_the_last_gradient_exists(mode: FusionMode, reorders
         assert sum(sizes) == report.collectives_before
         assert mode == "concat" or [len(launch.reads) for launch in launches] == sizes
         assert max(sizes) > 1
-        # With one launch at the end no kernel would be needless either.
+        # With a single launch at the end, no kernel would be needless either.
         order = "".join(call.kind[0] for call in calls if call.kind in ("kernel", "launch", "wait"))
         assert len(re.findall("kl", order)) > len(sizes) / 2, order
         assert "w" not in order.rstrip("w"), order
@@ -427,7 +429,7 @@ def test_launched_as_soon_as_the_last_gradient_exists(mode: FusionMode, reorders
 
 @pytest.mark.slow
 def test_the_order_is_lost_without_pinning_it() -> None:
-    """Why there is a pass that pins the order: the twin that makes the test above fail."""
+    """The reason for the pass that pins the order: a version of the test above that fails."""
     unpinned = generate("deep", cap_mb=0.06, disabled_passes="PinOrder").fresh
     if not kernels_not_needed(read_calls(unpinned)):
         pytest.skip(f"torch {torch.__version__} keeps this model's order without being told")

@@ -60,7 +60,7 @@ return A[0:256], A[256:262400], A[262400:263424], A[263424:525568], A[525568:525
 
 
 def test_without_the_passes_there_is_a_kernel_for_each_gradient(compiler: CardCompiler) -> None:
-    """The twin of the tests above."""
+    """The counterpart of the tests above."""
     calls = read_calls(compiler.generate(step_on_cards, block_inputs(), None).code)
     assert sum(call.kind == "launch" for call in calls) == len(block_inputs()) - 1
     assert not any(place.is_view for call in calls for place in call.writes), "nothing is stored"
@@ -71,7 +71,7 @@ def test_scaled_by_one_kernel_where_the_collective_does_not_average(compiler: Ca
     lines = call_sequence(generated.code).splitlines()
     assert lines[-4:-1] == ["triton_poi(A) -> A", "launch A, sum", "wait for A"]
     assert not [line for line in lines[:-4] if "(" in line], "nothing else reads the bucket"
-    # Inductor times a kernel's configurations on copies of what it says is changed in place.
+    # Inductor times a kernel's configurations on copies of the arguments that it changes in place.
     *_, source = read_kernels(generated.code).values()
     assert "'mutated_arg_names': ['in_ptr0', 'out_ptr0']" in source
 
@@ -95,7 +95,7 @@ return A[0:128], A[128:224]
 
 
 def widest_stores(generated: Generated) -> list[int]:
-    """How many values the widest store of each launched kernel stores."""
+    """Number of values that the widest store of each launched kernel stores."""
     launched = [call.name for call in read_calls(generated.code) if call.kind == "fused"]
     widths = [re.findall(r"st\.global(?:\.v(\d))?\.", generated.ptx[name]) for name in launched]
     return [max(int(width or 1) for width in found) for found in widths]
@@ -118,7 +118,7 @@ return A[0:8192], A[8192:20192], A[20192:20322], A[20322:20452]
 """,
     )
     assert widest_stores(unfused) == [2, 2, 2, 2]
-    # The last place is not aligned: the one before it has no round size.
+    # The last place is not aligned, because the size of the one before it is not round.
     assert widest_stores(fused) == [2, 2, 2, 1]
 
 
@@ -154,7 +154,7 @@ def test_what_inductor_lays_out_anew_is_copied_by_one_kernel_too(compiler: CardC
 
 
 def widest_accesses(ptx: str) -> tuple[int, int]:
-    """How many bytes the widest load and the widest store of a kernel move."""
+    """Number of bytes that the widest load and the widest store of a kernel move."""
 
     def widest(what: str) -> int:
         found = re.findall(rf"{what}\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
@@ -167,7 +167,7 @@ def widest_accesses(ptx: str) -> tuple[int, int]:
 def test_large_copies_move_16_bytes_a_thread_and_small_ones_share_a_kernel(
     compiler: CardCompiler, dtype: torch.dtype
 ) -> None:
-    """Shapes of half of a transformer's block, as the GPU's part ``copies`` times them."""
+    """Shapes of half a transformer block, as in the GPU check ``copies``."""
     shapes = [(1024, 1024), (1024,), (4096, 1024), (4096,)]
     generated = compiler.generate(given, [tensor(*shape, dtype=dtype) for shape in shapes])
     assert_expected_inline(
@@ -186,7 +186,8 @@ return A[0:1048576], A[1048576:1049600], A[1049600:5243904], A[5243904:5248000]
 
 
 def test_large_products_are_cast_by_kernels_of_their_own(compiler: CardCompiler) -> None:
-    """The twin of the test above: a gradient of one row less is cast with others."""
+    """The counterpart of the test above: a gradient with one row less is cast together with
+    others."""
     weights = [tensor(1024, 64), tensor(1024, 1024), tensor(1023, 1024)]
     generated = compiler.generate(autocast_step, [tensor(32, 64), *weights])
     stores = [line for line in call_sequence(generated.code).splitlines() if "->" in line]
@@ -202,7 +203,7 @@ def test_max_autotune_stores_in_the_bucket(
     compiler: CardCompiler, fastest: str, fuses_late: bool
 ) -> None:
     its_name = "benchmark_template_fusion"
-    if not hasattr(inductor_config, its_name):  # Older than torch 2.15.
+    if not hasattr(inductor_config, its_name):  # Torch older than 2.15.
         its_name = "benchmark_epilogue_fusion"
     settings = {
         "max_autotune": True,

@@ -1,7 +1,7 @@
 """A bucket, lowered by Inductor and run on two ranks, against the same operators in eager torch.
 
-What a collective gives differs from what it gets here, so a gradient that something else reads
-would show it if the bucket were reduced in the gradient's own memory.
+The result of a collective differs from its input here, so a gradient with another reader would show
+it if the bucket were reduced in the gradient's own memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_passes.graph.collectives import all_reduce
-from fusion_passes.graph.operators import PACK, WIDEN
+from fusion_passes.graph.custom_ops import PACK, WIDEN
 from fusion_passes.layout.layout import in_round_order
 from fusion_passes.reporting.graphs import compile_log
 from fusion_passes.torch_private import FakeTensorMode
@@ -31,13 +31,13 @@ from fusion_passes.traced.pack import register_lowerings
 
 RUN = Callable[..., list[Any]]
 RESULTS = list[dict[str, dict[str, Any]]]
-"""Of each rank, by the name of the case; see :func:`run_cases`."""
+"""The results of each rank, by the name of the case; see :func:`run_cases`."""
 _aten = torch.ops.aten
 
-ALLOCATES = "aten.convolution_backward allocates its result itself"
-ELSEWHERE = "something else reads it too"
-INPUT = "it is an input of the graph"
-VIEW = "it is a view of a tensor that is laid out in another way"
+ALLOCATES = "aten.convolution_backward allocates its own result"
+ELSEWHERE = "another node reads it too"
+INPUT = "it is a graph input"
+VIEW = "it is a view of a buffer with another layout"
 
 
 def reduced(
@@ -77,13 +77,13 @@ def _contiguous(tensor: Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Case:
-    """A graph, and which of its gradients are copied.
+    """A graph, and the gradients that are copied.
 
     Attributes:
-        function: of tensors; gives tensors.
-        shapes: of its inputs.
-        copied: for each bucket in order, the reasons by the gradient's number.
-        stores: calls that copy several gradients.
+        function: function from tensors to tensors.
+        shapes: shapes of its inputs.
+        copied: for each bucket in order, the reasons by the gradient's index.
+        stores: number of calls that copy several gradients.
     """
 
     function: Callable[..., list[Tensor]]
@@ -203,7 +203,7 @@ CASES: dict[str, Case] = {
     "a convolution that is laid out anew": Case(
         lambda x, v: reduced(_relaid(_convolution(x, v)), strides=[(27, 1, 9, 3)]),
         ((2, 3, 8, 8), (4, 3, 3, 3)),
-        ({0: "aten.convolution_backward gives it in another layout"},),
+        ({0: "aten.convolution_backward returns it in another layout"},),
     ),
     "the same one twice": Case(
         lambda x, y: reduced(*[x @ y] * 2), SQUARE, ({0: ELSEWHERE, 1: ELSEWHERE},), stores=1
@@ -220,13 +220,13 @@ CASES: dict[str, Case] = {
     "a product divided where stored": Case(
         lambda x, y: reduced(x @ y, x.sum(0), divisor=2.0),
         SQUARE,
-        ({0: "aten.mm neither casts nor scales its result"},),
+        ({0: "aten.mm cannot cast or scale its result"},),
         stores=1,
     ),
     "sums and a product in other shapes, divided where stored": Case(
         lambda x, y: reduced((x @ y).view(2, 8), x.sum(0, True).view(4), divisor=2.0),
         SQUARE,
-        ({0: "aten.mm neither casts nor scales its result"},),
+        ({0: "aten.mm cannot cast or scale its result"},),
         stores=1,
     ),
     "divided in the bucket": Case(
@@ -235,7 +235,7 @@ CASES: dict[str, Case] = {
     "sent as bf16": Case(
         lambda x, y: reduced(x @ y, x.sum(0), dtype=torch.bfloat16),
         SQUARE,
-        ({0: "aten.mm neither casts nor scales its result"},),
+        ({0: "aten.mm cannot cast or scale its result"},),
         stores=1,
     ),
     "sent as fp16, scaled": Case(
@@ -262,7 +262,7 @@ EACH_TORCH = frozenset(
     }
 )
 """Each reason for a copy, each kind of kernel that stores, and each place of a division. A check
-compiles these alone."""
+compiles only these."""
 
 AUTOTUNED = ("a product beside others", "an addition to what was there")
 
@@ -270,8 +270,8 @@ AUTOTUNED = ("a product beside others", "an addition to what was there")
 def lower(
     function: Callable[..., Any], inputs: Sequence[Tensor], settings: dict[str, Any]
 ) -> tuple[Callable[..., Any], str, list[dict[int, str]]]:
-    """Trace and compile a function as Inductor does a backward; the cache is off: its hits generate
-    nothing.
+    """Trace and compile a function as Inductor does a backward; the cache is off, because nothing
+    is generated on a hit.
 
     Returns:
         What is called with a list of tensors, its code, and for each bucket the reasons for copies.
@@ -290,7 +290,7 @@ def lower(
 
 
 def run_cases(names: Sequence[str], settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Compiles cases and runs them; a job for ranks.
+    """Compile cases and run them; a job for ranks.
 
     Returns:
         For each case: the outputs that differ from eager torch's, what was copied, and how often
@@ -300,7 +300,7 @@ def run_cases(names: Sequence[str], settings: dict[str, Any]) -> dict[str, dict[
     for name in names:
         case = CASES[name]
         generator = torch.Generator().manual_seed(dist.get_rank())
-        # Whole numbers: nothing is rounded, in whatever order it is summed.
+        # Integers: nothing is rounded, whatever the order of sums.
         inputs = [torch.randint(-4, 5, s, generator=generator).float() for s in case.shapes]
         compiled, code, copied = lower(case.function, inputs, settings)
         expected = case.function(*inputs)
@@ -319,9 +319,9 @@ def run_cases(names: Sequence[str], settings: dict[str, Any]) -> dict[str, dict[
 
 @pytest.fixture(scope="module")
 def results_of(run_on_ranks: RUN) -> Callable[[bool], RESULTS]:
-    """The results of the cases that are for each torch, or of the others, from one job each."""
+    """The results of the cases for each torch, or of the others, from one job each."""
 
-    # No parameter of the fixture: pytest makes it anew for each set of several arguments.
+    # Not a parameter of the fixture: pytest would run it again for each set of several arguments.
     @functools.cache
     def run(is_for_each: bool) -> RESULTS:
         names = [name for name in CASES if (name in EACH_TORCH) == is_for_each]
@@ -330,7 +330,7 @@ def results_of(run_on_ranks: RUN) -> Callable[[bool], RESULTS]:
     return run
 
 
-@pytest.mark.xdist_group("lowered")  # One job serves all of a kind.
+@pytest.mark.xdist_group("lowered")  # One job runs all cases of a kind.
 @pytest.mark.parametrize(
     "name",
     [
@@ -351,7 +351,7 @@ def test_lowered_is_what_eager_torch_gives(
 
 
 def test_lowered_with_max_autotune(run_on_ranks: RUN) -> None:
-    """Kernels are chosen among several then, which fix the layouts of their results."""
+    """Then kernels are chosen among several, which fix the layouts of their results."""
     results = run_on_ranks(2, run_cases, names=AUTOTUNED, settings={"max_autotune": True})
     for rank in results:
         for name in AUTOTUNED:

@@ -24,7 +24,7 @@ _aten = torch.ops.aten
 
 
 def _pinned(function: Backward, *rewrites: RewriteFor, runs_twice: bool = True) -> str:
-    """The lines of what is pinned, and behind what."""
+    """Lines that say which nodes are pinned, and after which."""
     inputs = [tensor(2, 2)]
     text = check(function, inputs, chain(*rewrites, place(), pin()), runs_twice=runs_twice)
     return "".join(f"{line}\n" for line in text.splitlines() if " = control_deps(" in line)
@@ -52,7 +52,8 @@ return (pinned_wait_tensor_1, pinned_mm_2)
 
 
 def test_a_kernel_that_reads_two_results_of_one_launch_follows_both_waits() -> None:
-    """The second wait is pinned with the first, and no node that a kernel could follow any more."""
+    """The second wait is pinned together with the first, and is no longer a node that a kernel
+    could follow."""
 
     def backward(x):
         return torch.mm(reduce(x, "a"), reduce(torch.neg(x), "b"))
@@ -91,7 +92,7 @@ pinned_wait_tensor_1: f32[2, 2] = control_deps((all_reduce, mm_1), pinned_wait_t
 
 
 def test_what_a_pinned_kernel_reads_is_not_pinned_with_it() -> None:
-    """Inductor computes what a node has named before it lowers what is pinned."""
+    """Inductor computes the inputs of a node before it lowers the pinned node."""
 
     def backward(x):
         return reduce(x, "a"), torch.mm(torch.exp(x).t(), x)
@@ -106,7 +107,7 @@ pinned_wait_tensor_1: f32[2, 2] = control_deps((all_reduce, pinned_mm_1), pinned
 
 
 def test_two_buckets_between_kernels() -> None:
-    """Each kernel is bound to the launches since the last one, each wait to the last of both."""
+    """Each kernel depends on the launches since the last kernel, each wait on the later of both."""
 
     def backward(x):
         first = reduce(torch.neg(x), "a", module="ddp2")
@@ -169,7 +170,7 @@ def test_what_inductor_fuses_is_left_free(operation: Backward) -> None:
     ],
 )
 def test_a_wait_does_not_name_the_kernel_whose_result_is_sent(view: Backward) -> None:
-    """Inductor would reduce a copy of it."""
+    """Otherwise Inductor would reduce a copy of it."""
 
     def backward(x):
         return reduce(view(torch.mm(x, x)), "a", divide=None)

@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (a golden has one line a node)
-"""All passes in their order, and what checks them."""
+"""All passes in their order, and the checks after them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.support.artifacts import traced_artifacts
 
 
 def _layers(x, w1, w2):
-    """The backward of two layers: the second one's gradient is there first."""
+    """The backward of two layers: the second layer's gradient is computed first."""
     g2 = reduce(torch.mm(x, w2), "w2")
     hidden = torch.mm(w2, x)
     g1 = reduce(torch.mm(hidden, w1), "w1")
@@ -108,7 +108,7 @@ def test_passes_that_order_can_be_switched_off() -> None:
 
 @pytest.mark.parametrize("disabled", ["FuseByConcat", "EraseDeadCode"])
 def test_without_a_pass_that_fuses_a_graph_cannot_be_run(disabled: str) -> None:
-    """Other ranks launch buckets. A gradient with a dead reader is none that can be fused."""
+    """Other ranks launch buckets. A gradient with a dead reader cannot be fused."""
 
     def backward(x):
         launch = ALL_REDUCE(torch.div(x, 2), "sum", "ddp0#a")
@@ -132,7 +132,7 @@ def test_each_pass_is_timed_under_its_name() -> None:
 
 
 def test_each_pass_leaves_its_graph_in_a_trace() -> None:
-    """As for ``tlparse``: what is before a pass is after the one before it."""
+    """As for ``tlparse``: the trace before a pass is the trace after the previous one."""
     module = trace(_layers, _INPUTS)
     traced = graph_text(module.graph)
     with traced_artifacts() as texts:
@@ -189,7 +189,7 @@ def _send_elsewhere(graph: fx.Graph) -> bool:
 def test_a_pass_that_lies_or_breaks_an_invariant_stops_the_compile(
     monkeypatch: pytest.MonkeyPatch, function: Callable[[fx.Graph], bool], said: str
 ) -> None:
-    """It stands in the place of those that fuse and place."""
+    """It replaces the passes that fuse and place."""
     monkeypatch.setattr(pipeline_module, "FuseByConcat", lambda *_: _Calls(function))
     monkeypatch.setattr(pipeline_module, "PlaceReductions", lambda *_: _Calls(lambda _: False))
     with pytest.raises(BrokenInvariantError, match=said):
@@ -242,7 +242,7 @@ def _backward_of(steps: list[tuple[str, int, str]]) -> Backward:
 @settings(max_examples=20, derandomize=True, deadline=None, database=None)
 @given(steps=_STEPS, cap=st.sampled_from([1, 40, 1000]))
 def test_any_graph_gives_the_same_numbers(mode, steps, cap) -> None:
-    """The pipeline's own invariants hold too: it raises where they do not."""
+    """The pipeline also raises if its own invariants do not hold."""
     module = trace(_backward_of(steps), _INPUTS)
     before, numbers = graph_text(module.graph), execute(module)
     try:
@@ -262,8 +262,8 @@ def test_any_graph_gives_the_same_numbers(mode, steps, cap) -> None:
 @settings(max_examples=20, derandomize=True, deadline=None, database=None)
 @given(steps=_STEPS, cap=st.sampled_from([1, 40, 1000]))
 def test_placing_changes_nothing_that_the_placement_says(fuse, steps, cap) -> None:
-    """The report reads the plan that was made before anything moved: one of the graph as it then
-    stands would say the same."""
+    """The report uses the plan that was made before nodes moved: a plan of the resulting graph
+    would be the same."""
     graph = trace(_backward_of(steps), _INPUTS).graph
     try:
         fuse(cap)(graph)(graph)

@@ -1,4 +1,4 @@
-"""Launches early, waits late."""
+"""Launches are early, and waits are late."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _aten = torch.ops.aten
 def _placed(
     function: Backward, *inputs: TensorSpec, rewrite: RewriteFor | None = None
 ) -> list[str]:
-    """Names of the nodes in the order that the pass gives them, or several passes."""
+    """Names of the nodes in the order after one or several passes."""
     text = check(function, list(inputs), rewrite or place())
     return [line.split(":")[0] for line in text.splitlines() if "=" in line]
 
@@ -149,8 +149,7 @@ def test_a_view_or_cast_before_the_launch_goes_with_it(view: Backward) -> None:
     ],
 )
 def test_what_merely_follows_a_wait_does_not_hold_it_back(form: Backward) -> None:
-    """A change of shape, dtype or scale that only the output reads can be as late as the
-    output."""
+    """A change of shape, dtype or scale that only the output reads can be as late as the output."""
 
     def backward(x, y):
         return form(torch.neg(x), "a"), torch.mm(y, y)
@@ -160,14 +159,15 @@ def test_what_merely_follows_a_wait_does_not_hold_it_back(form: Backward) -> Non
 
 
 def test_coalesced_results_that_are_scaled_together_do_not_hold_back_their_waits() -> None:
-    """Sent as bf16, they are scaled where they are exact: after the wait, by one operator."""
+    """Gradients that are sent as bf16 are scaled in their exact dtype: after the wait, by one
+    operator."""
 
     def backward(x, y):
         first, second = cast(x, torch.float32), cast(y, torch.float32)
         return reduce(first, "a"), reduce(second, "b"), torch.mm(y, y)
 
     sent = coalesced(reduce_dtype=torch.bfloat16)
-    small = tensor(2, 2, dtype=torch.bfloat16)  # Nothing of it is rounded.
+    small = tensor(2, 2, dtype=torch.bfloat16)  # Nothing is rounded.
     order = _placed(backward, small, small, rewrite=chain(sent, place()))
     assert order.index("mm") < order.index("wait_tensor_default")
     assert order.index("wait_tensor_default_1") < order.index("_foreach_div_scalar")
@@ -186,7 +186,7 @@ def test_results_that_are_scaled_together_with_others_are_waited_for_before() ->
 
 
 def test_a_gradient_that_is_computed_like_a_scaling_stays() -> None:
-    """It is of two tensors: moved to the launch, it would keep both alive."""
+    """It has two tensor inputs: if it moved to the launch, it would keep both alive."""
 
     def backward(x, y):
         first, second = torch.abs(x), torch.abs(y)
@@ -231,7 +231,7 @@ def test_a_kernel_with_several_gradients_stays() -> None:
 def test_launches_on_one_group_keep_their_order(
     first: Backward, early_module: str, issued: list[str]
 ) -> None:
-    """The second one's gradient is ready first. Others' launches keep their place too."""
+    """The second launch's gradient is ready first. Launches of others keep their place too."""
 
     def backward(x):
         early = torch.neg(x)

@@ -1,4 +1,4 @@
-"""Where collectives are launched and waited for, and what is said of it."""
+"""Where collectives are launched and waited for, and the texts about it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_first_of_several_readers_counts() -> None:
 
 
 def test_a_collective_of_its_group_can_hold_a_launch_back() -> None:
-    """Both are on the queue of one process group, and the order there is kept."""
+    """Both are in the queue of one process group, whose order is kept."""
 
     def backward(x, y):
         early, late = torch.neg(x), torch.mm(x, y)

@@ -35,7 +35,7 @@ def test_a_transposed_product_is_stored_transposed() -> None:
 
 
 def test_dimensions_that_turn_round() -> None:
-    """Of a gradient [4, 2, 3] with strides (6, 3, 1), the source is [2, 3, 4]."""
+    """For a gradient [4, 2, 3] with strides (6, 3, 1), the source is [2, 3, 4]."""
 
     def backward(x):
         return reduce(_aten.permute.default(torch.neg(x), [2, 0, -2]), "w")
@@ -52,7 +52,7 @@ def test_a_chain_of_shapes() -> None:
 
 
 def test_a_shape_that_would_need_other_strides_is_no_view() -> None:
-    """The result lies in channels-last order, which no shape of the source can say."""
+    """The result is in channels-last order, which no shape of the source expresses."""
 
     def backward(x):
         return reduce(torch.reshape(torch.neg(x), [2, 3, 2, 2]), "w")
@@ -82,7 +82,7 @@ def test_what_repeats_elements_is_no_view_of_them() -> None:
 
 
 def test_what_is_no_view_of_it_is_not_looked_behind() -> None:
-    """Also where torch calls Python's operators, whose errors are of another type."""
+    """This also holds if torch calls Python's operators, whose errors have another type."""
 
     def backward(x):
         return reduce(torch.reshape(torch.neg(x), [8, 2, 4, 1]).permute(1, 2, 0, 3), "w")

@@ -1,5 +1,5 @@
-"""What both ways of fusing have in common: what shares a bucket, what stays as it was traced, and
-in which order the rest of the graph stands then."""
+"""The common parts of both ways of fusing: which gradients share a bucket, which nodes are left
+alone, and the order of the rest of the graph."""
 
 from __future__ import annotations
 
@@ -179,7 +179,8 @@ def test_a_read_behind_a_write_that_moves_stays_behind_it(fuse: RewriteFor) -> N
 
 
 def test_other_collectives_keep_their_order(fuse: RewriteFor) -> None:
-    """The first needs a's result and so moves behind the bucket; the second goes with it."""
+    """The first needs the result of ``a`` and so moves after the bucket; the second moves with
+    it."""
 
     def backward(x, y):
         first = all_reduce(reduce(x, "a"), "sum", "tensor_parallel")

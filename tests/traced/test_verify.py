@@ -1,4 +1,4 @@
-"""Each invariant, broken on purpose, and what is said then."""
+"""Each invariant, broken on purpose, and the error."""
 
 from __future__ import annotations
 

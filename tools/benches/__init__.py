@@ -1,1 +1,1 @@
-"""The parts of :mod:`bench`, and what measures: ranks, networks, rounds, pages."""
+"""The parts of :mod:`bench`: ranks, networks, rounds, pages."""

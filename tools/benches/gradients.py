@@ -1,4 +1,4 @@
-"""Whether gradients are eager DDP's."""
+"""Compares gradients with eager DDP's."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from benches.processes import Checked
 
 TOLERANCE = 1e-3
-"""Of an element, over the largest of its gradient. Kernels of the compiler add in another order,
-which is some 1e-6 of the largest element; a gradient that was not averaged is wrong by half."""
+"""Largest allowed error of an element, divided by the largest element of its gradient. Compiled
+kernels sum in another order, which is an error of some 1e-6; the error of a gradient that was not
+averaged is a half."""
 
 FLOOR = 1e-5
-"""Of the largest element of all gradients: what is smaller is rounding, as the gradient of the bias
-of keys in attention, which is zero."""
+"""Gradients below this share of the largest element of all gradients are rounding errors, such as
+the gradient of the bias of keys in attention, which is zero."""
 
 
 def compare_with(reference: str, model: nn.Module, *, write: bool) -> Checked:
@@ -30,7 +31,7 @@ def compare_with(reference: str, model: nn.Module, *, write: bool) -> Checked:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients that there are, by name, on the CPU."""
+    """Existing gradients by name, on the CPU."""
     return {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -1,4 +1,4 @@
-"""Methods of training whose processes take turns in rounds, and what was measured of them."""
+"""Methods of training whose processes take turns in rounds, and their measurements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WARM_UP_STEPS: Final = 3
 MAX_STEPS: Final = 50
 
 MEASURING_STEPS: Final = SKIPPED_ROUNDS + MEASURED_ROUNDS
-"""Of a method that plans its buckets from what an earlier run has measured: it has by then."""
+"""Number of steps in which a method measures, if it plans its buckets from an earlier run."""
 
 
 @dataclass
@@ -28,19 +28,19 @@ class Method:
     """A method of training, and its processes while they are alive.
 
     Attributes:
-        name: in :data:`workloads.ways.WAYS`.
-        cap_mb: of a bucket, in MiB; ``None`` is the method's default.
-        answer_s: at most, for what its ranks are asked.
-        processes: its ranks; ``None`` where it failed, or has not started.
-        planned_for: the rate for which its buckets were chosen, where it measures the network.
-        seconds: of a step on the slowest rank, by rate, one for each round.
-        cpu_s: CPU seconds of a step, of all ranks together, likewise.
-        first_s: seconds of the first averaged step of a process beyond compiling, by rate, one for
-            each process.
-        start_cpu_s: CPU seconds of a cold start, of all ranks together, then of each warm one.
-        plans: by rate, its buckets and why they are these; empty where it measures nothing.
-        peak_bytes: most memory of a step beyond parameters, buckets of DDP's reducer included.
-        error: largest difference of its gradients from eager DDP's, over the largest element.
+        name: name in :data:`workloads.ways.WAYS`.
+        cap_mb: size of a bucket in MiB; ``None``: the method's default.
+        answer_s: time limit for an answer of its ranks, in seconds.
+        processes: its ranks; ``None`` if it failed or has not started.
+        planned_for: rate that its buckets were planned for, if it measures the network.
+        seconds: seconds per step on the slowest rank, by rate, one value per round.
+        cpu_s: CPU seconds per step of all ranks together, by rate, one value per round.
+        first_s: seconds of the first averaged step of a process without compiling, by rate, one
+            value per process.
+        start_cpu_s: CPU seconds of a cold start, of all ranks together, then of each warm start.
+        plans: its buckets and the reason for them, by rate; empty if it measures nothing.
+        peak_bytes: peak memory of a step beyond parameters, including the buckets of DDP's reducer.
+        error: largest difference of its gradients from eager DDP's, divided by the largest element.
         wrong: why it failed, or what is wrong with its gradients.
     """
 
@@ -68,7 +68,7 @@ class Method:
         return WAYS[self.name]
 
     def launch(self, place: Place, timeout_s: float) -> None:
-        """Start its processes, and build their model."""
+        """Start its processes, and build its model."""
         try:
             self.processes = RankProcesses(self.name, place, self.cap_mb)
         except RanksFailed as error:
@@ -79,15 +79,15 @@ class Method:
     def start(
         self, place: Place, timeout_s: float, *, averages: bool = True
     ) -> list[Started] | None:
-        """Start its processes, up to the first step, whose gradients are averaged or not. The
-        model, its wrapping, and the step may each take so long."""
+        """Start its processes, and run the first step, whose gradients are averaged or not. The
+        time limit applies to the model, to its wrapping, and to the step, each."""
         self.launch(place, timeout_s)
         self.ask("wrap", timeout_s=timeout_s)
         return self.ask("start", averages, timeout_s=timeout_s)
 
     def ask(self, command: str, *values: object, timeout_s: float = 0.0) -> list[Any] | None:
-        """What its ranks answer within ``answer_s``, unless given; ``None`` if it fails, or has
-        failed before."""
+        """The answers of its ranks within ``answer_s`` unless another limit is given; ``None`` if
+        it fails, or failed before."""
         if self.processes is None:
             return None
         try:
@@ -97,7 +97,7 @@ class Method:
             return None
 
     def fail(self, words: str) -> None:
-        """Note why it cannot go on, and kill its processes."""
+        """Record why it cannot continue, and kill its processes."""
         self.wrong = self.wrong or words
         self.kill()
 
@@ -109,14 +109,14 @@ class Method:
 
     def check(self, reference: str, tolerance: float, *, writes: bool) -> None:
         """Compare its gradients with the reference's in a file, which the reference itself writes,
-        and measure its peak."""
+        and measure its peak memory."""
         if self.way.has_ddp:
             self.judge(self.ask("check", reference, writes), tolerance)
         peaks = self.ask("peak")
         self.peak_bytes = max(peaks) if peaks else None
 
     def judge(self, answers: Sequence[Checked] | None, tolerance: float) -> None:
-        """Note what is wrong with its gradients."""
+        """Record errors of its gradients."""
         if answers is None:
             return
         worst = max(answers, key=lambda one: one.error)
@@ -125,7 +125,7 @@ class Method:
         self.wrong = next(filter(None, found), self.wrong)
 
     def over(self, other: Method, rate: str) -> list[float]:
-        """Ratios of the step's time to another method's in the same rounds."""
+        """Ratios of its step times to another method's in the same rounds."""
         return ratios(self.seconds.get(rate, ()), other.seconds.get(rate, ()))
 
 
@@ -134,12 +134,13 @@ class Comparison:
     """Methods on a model.
 
     Attributes:
-        model: its name, for titles.
-        methods: that are compared; the first one has no DDP, the second one is the reference.
-        rates: of the network, or :data:`benches.network.UNSHAPED`.
-        gradient_bytes: of all gradients.
-        alone: seconds of an all-reduce of all gradients, by rate, one for each round.
-        alone_cpu_s: CPU seconds of it, of all ranks together, likewise.
+        model: name of the model, for titles.
+        methods: the methods to compare; the first has no DDP, the second is the reference.
+        rates: rates of the network, or :data:`benches.network.UNSHAPED`.
+        gradient_bytes: total size of the gradients.
+        alone: seconds of an all-reduce of all gradients, by rate, one value per round.
+        alone_cpu_s: CPU seconds of that all-reduce, of all ranks together, by rate, one value per
+            round.
     """
 
     model: str
@@ -158,15 +159,15 @@ class Comparison:
         deadline: float = math.inf,
         on_round: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Let all methods take turns at a rate, in rounds after one that warms up and chooses how
-        many steps fit in a turn.
+        """Measure all methods in turns at a rate. A first round warms up, and determines how many
+        steps fit in a turn.
 
         Args:
-            rate: of the network now. A method that planned for another one is left out.
-            rounds: how many.
-            round_s: seconds of a turn, about; two steps at least.
-            deadline: by the clock ``time.monotonic``.
-            on_round: called after each, with its number.
+            rate: the network's current rate. A method that planned for another rate is left out.
+            rounds: number of rounds.
+            round_s: approximate length of a turn, in seconds; at least two steps.
+            deadline: time of ``time.monotonic`` at which to stop.
+            on_round: called with the round's number after each round.
         """
         counts: dict[str, int] = {}
         for number in range(rounds + 1):
@@ -194,8 +195,8 @@ class Comparison:
             on_round(number)
 
     def measure_firsts(self, rate: str, place: Place, timeout_s: float, count: int) -> None:
-        """Measure the first averaged step of ``count`` new processes of each method in which
-        ``no_sync`` compiles what runs without, one after the other."""
+        """Measure the first averaged step of ``count`` new processes, one after the other, of each
+        method that runs the same compiled code with and without ``no_sync``."""
         for _ in range(count):
             for method in self.methods:
                 if not method.way.compiles_the_same or method.cap_mb is not None:
@@ -210,13 +211,15 @@ class Comparison:
                     method.first_s.setdefault(rate, []).append(max(seconds))
 
     def measure_starts(self, place: Place, timeout_s: float, count: int) -> None:
-        """Measure the CPU seconds of a cold start of each method at its default, then of ``count``
-        warm ones: from the wrapping in DDP to the end of the first step of a new process.
+        """Measure the CPU seconds of a cold start of each method with its defaults, then of
+        ``count`` warm starts: from the wrapping in DDP to the end of the first step of a new
+        process.
 
         Args:
-            place: where; without a compiler cache of its methods yet, and with one for each.
-            timeout_s: for each of the model, its wrapping, and the step.
-            count: how many warm ones.
+            place: place of the ranks; no method has a compiler cache there yet, and each gets its
+                own.
+            timeout_s: time limit for the model, for its wrapping, and for the step, each.
+            count: number of warm starts.
         """
         for method in self.methods:
             if method.cap_mb is not None or method.wrong:
@@ -231,7 +234,7 @@ class Comparison:
                 method.start_cpu_s.append(sum(rank.cpu_s for rank in started))
 
     def rows(self) -> Iterator[Row]:
-        """What there is so far."""
+        """The results so far."""
         for rate in self.rates:
             case = f"{self.model}, {words_of(rate)}"
             if rate in self.alone:
@@ -242,7 +245,7 @@ class Comparison:
                     yield self._row(case, method, rate)
 
     def plans(self) -> Iterator[str]:
-        """What was planned, a sentence for each method and rate."""
+        """The plans, one sentence per method and rate."""
         for method in self.methods:
             for rate, plan in method.plans.items():
                 yield f"{self.model}, {words_of(rate)}, {method.label}: {plan}."
@@ -274,13 +277,13 @@ class Comparison:
             ),
             "gradients off by": method.error,
         }
-        # What is wrong with another of torch's is no fault of ours.
+        # An error in one of torch's other methods is not our fault.
         counts = method.way.is_ours or method in (plain, reference)
         is_right = not counts or (bool(over) and not method.wrong)
         return Row(f"{case}: {method.label}", is_right, method.wrong, figures)
 
     def _over_theirs(self, method: Method, rate: str) -> float | None:
-        """The median ratio of the step's time to that of torch's fastest method at its default."""
+        """The median ratio of its step time to that of torch's fastest method with defaults."""
         theirs = [
             other
             for other in self.methods
@@ -293,7 +296,7 @@ class Comparison:
         return _median(method.over(fastest, rate))
 
     def _cpu(self, method: Method, rate: str) -> float | None:
-        """CPU seconds of a step over those of one without DDP and an all-reduce, each alone."""
+        """CPU seconds per step, divided by those of a step without DDP plus an all-reduce alone."""
         plain, alone = self.methods[0].cpu_s.get(rate), self.alone_cpu_s.get(rate)
         own = _median(method.cpu_s.get(rate))
         if method.name == PLAIN or not (own and plain and alone):
@@ -301,18 +304,18 @@ class Comparison:
         return own / (statistics.median(plain) + statistics.median(alone))
 
     def to_json(self) -> dict[str, Any]:
-        """All that was measured."""
+        """All measurements."""
         methods = [{**vars(method), "processes": None} for method in self.methods]
         return {**vars(self), "methods": methods}
 
 
 def ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Of the same rounds."""
+    """Ratios of values of the same rounds."""
     return [one / other for one, other in zip(mine, theirs, strict=False)]
 
 
 def spread(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
-    """First quartile, median and third quartile; of one value no quartiles."""
+    """First quartile, median and third quartile; a single value has no quartiles."""
     if len(values) < 2:
         return None, values[0] if values else None, None
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")

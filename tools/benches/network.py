@@ -1,8 +1,8 @@
-"""A slow network between two processes of one machine: each in a network namespace of its own.
+"""A slow network between two processes of one machine, each in a network namespace of its own.
 
-They are joined by a pair of veth devices, and ``tbf`` on each bounds what it sends. All of it is in
-the namespaces, so that nothing is left when they are deleted. Their names are always the same, and
-who has the lock has them: what a bench that was killed has left, the next one deletes.
+The namespaces are joined by a pair of veth devices, and ``tbf`` on each limits its sending rate.
+All of it belongs to the namespaces, so nothing is left after they are deleted. Their names are
+fixed, and belong to the holder of the lock: a bench deletes what a killed bench left.
 """
 
 from __future__ import annotations
@@ -18,40 +18,41 @@ from typing import Final
 
 PREFIX: Final = "fusion-bench"
 NAMES: Final = (f"{PREFIX}-0", f"{PREFIX}-1")
-"""Of the ranks' namespaces."""
+"""Network namespaces of the ranks."""
 
 ADDRESSES: Final = ("198.18.0.1", "198.18.0.2")
-"""Of the range for tests of network devices: a machine's own networks are elsewhere."""
+"""From the range for tests of network devices, which a machine's own networks do not use."""
 
 LOCK: Final = Path(tempfile.gettempdir()) / f"{PREFIX}.lock"
 DEVICE: Final = "eth0"
-"""Of a rank, in its namespace."""
+"""Device of a rank in its namespace."""
 
 SOCKETS_ALONE: Final = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
-"""Environment variables: else NCCL would pass by the network, within the machine or the GPU."""
+"""Environment variables without which NCCL would bypass the network, within the machine or the
+GPU."""
 
 UNSHAPED: Final = "unshaped"
-"""In the place of a rate: the network as it is."""
+"""Used in place of a rate: the network without a limit."""
 
 UNIT: Final = "gbit"
-"""Of rates: ``2.5gbit``."""
+"""Unit of rates: ``2.5gbit``."""
 
 BURST_S: Final = 0.0005
 MIN_BURST_BYTES: Final = 256 * 1024
-"""A token bucket holds what the rate sends in that time, at least so much: less than a segment that
-TCP hands to the device at once could not pass at all."""
+"""Minimum size of a token bucket, which holds the bytes that the rate sends in that time. A smaller
+one could not pass a segment that TCP hands to the device at once."""
 
 LATENCY: Final = "50ms"
-"""Of packets that wait for tokens, at most; what comes then is dropped."""
+"""Longest time that packets wait for tokens; later packets are dropped."""
 
 
 def words_of(rate: str) -> str:
-    """A rate, or :data:`UNSHAPED`, for people: ``2.5 Gbit/s``."""
+    """A rate, or :data:`UNSHAPED`, in words: ``2.5 Gbit/s``."""
     return rate.replace(UNIT, " Gbit/s")
 
 
 def run_command(command: list[str]) -> str:
-    """What a command prints; what it says on standard error is part of the error."""
+    """The output of a command; its standard error is part of the raised error."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     if done.returncode:
         words = f"{' '.join(command)}: {done.stderr.strip()}"
@@ -61,15 +62,15 @@ def run_command(command: list[str]) -> str:
 
 @dataclass
 class Network:
-    """Where ranks find each other.
+    """The network that ranks meet on.
 
     Attributes:
-        words: what it is, for people.
-        prefixes: for each rank, the command that starts another there.
-        interface: of each rank's sockets.
+        words: description for people.
+        prefixes: for each rank, the command that starts another command in its namespace.
+        interface: network interface of each rank's sockets.
         host: address of rank 0.
-        devices: namespace and name of each device that is bounded; none where it cannot be.
-        passes: how often a device is passed by what one rank sends.
+        devices: namespace and name of each device with a limit; empty if none can be set.
+        passes: how often data that one rank sends passes a device.
     """
 
     words: str
@@ -81,7 +82,8 @@ class Network:
     _rate: str = UNSHAPED
 
     def set_rate(self, rate: str) -> None:
-        """Bound what each rank sends, whatever it was bounded to; :data:`UNSHAPED` to nothing."""
+        """Limit the sending rate of each rank, replacing any earlier limit; :data:`UNSHAPED`
+        removes it."""
         for namespace, device in self.devices:
             queue = ["tc", "-n", namespace, "qdisc"]
             if rate != UNSHAPED:
@@ -92,7 +94,7 @@ class Network:
         self._rate = rate
 
     def _shape(self, rate: str) -> list[str]:
-        """The queue that bounds a device, as ``tc`` reads it."""
+        """The queue that limits a device, in the syntax of ``tc``."""
         bits = self.passes * float(rate.removesuffix(UNIT)) * 1e9
         burst = max(MIN_BURST_BYTES, int(bits / 8 * BURST_S))
         bound = ["tbf", "rate", f"{bits / 1e6:.0f}mbit"]
@@ -100,14 +102,13 @@ class Network:
 
 
 def local_network(ranks: int, why: str = "") -> Network:
-    """This machine's loopback device, unshaped; and why."""
+    """This machine's loopback device without a limit, and the reason for it."""
     return Network(f"network not shaped: {why}" if why else UNSHAPED, ((),) * ranks)
 
 
 @contextlib.contextmanager
 def shaped_network() -> Iterator[Network]:
-    """A namespace for each of two ranks, joined by a pair of devices; deleted at the end whatever
-    happens.
+    """A namespace for each of two ranks, joined by a pair of devices; always deleted at the end.
 
     Raises:
         OSError: another bench has them, or a command is not there.
@@ -129,7 +130,7 @@ def shaped_network() -> Iterator[Network]:
 
 @contextlib.contextmanager
 def shaped_loopback() -> Iterator[Network]:
-    """A namespace's own loopback device for two ranks: what is shaped there slows nothing else."""
+    """A namespace's own loopback device for two ranks: its limit slows nothing else."""
     name = NAMES[0]
     with _namespaces((name,)):
         run_command(["ip", "-n", name, "link", "set", "lo", "up"])
@@ -139,14 +140,14 @@ def shaped_loopback() -> Iterator[Network]:
 
 @contextlib.contextmanager
 def best_network() -> Iterator[Network]:
-    """The best network that two ranks can have here: a pair of devices; else a namespace's
-    loopback; else this machine's, unshaped."""
+    """The best available network for two ranks: a pair of devices, otherwise a namespace's
+    loopback, otherwise this machine's without a limit."""
     reasons = []
     with contextlib.ExitStack() as stack:
         for kind in (shaped_network, shaped_loopback):
             try:
                 network = stack.enter_context(kind())
-                # Whether the system has the queue that bounds, and lets processes in.
+                # Whether the system has the queue that limits rates, and lets processes in.
                 network.set_rate("100gbit")
                 for prefix in network.prefixes:
                     run_command([*prefix, "true"])
@@ -160,13 +161,13 @@ def best_network() -> Iterator[Network]:
 
 
 def _prefix(name: str) -> tuple[str, ...]:
-    """Command that starts another in a namespace."""
+    """The command that starts another command in a namespace."""
     return ("ip", "netns", "exec", name)
 
 
 @contextlib.contextmanager
 def _namespaces(names: tuple[str, ...]) -> Iterator[None]:
-    """Have these namespaces, new, and nothing of them before and after."""
+    """Create these namespaces, and remove every trace of them before and after."""
     with LOCK.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,7 +183,7 @@ def _namespaces(names: tuple[str, ...]) -> Iterator[None]:
 
 
 def _delete_all() -> None:
-    """Delete the namespaces, and with them their devices; one that is not there is no matter."""
+    """Delete the namespaces, and with them their devices; missing ones are ignored."""
     for name in NAMES:
         with contextlib.suppress(subprocess.CalledProcessError):
             run_command(["ip", "netns", "delete", name])

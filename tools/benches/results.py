@@ -1,4 +1,4 @@
-"""Rows of figures, of the bench and of the GPU check, and the table that shows them. Nothing here
+"""Rows of figures of the bench and of the GPU check, and the table that shows them. Nothing here
 imports torch."""
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table.
+    """A row of a table.
 
     Attributes:
-        title: what it is about; Markdown. Of a method: its case, a colon, and its name.
-        is_right: whether it is as it must be.
-        words: what else there is to say: why not, or a warning.
-        figures: by their column's name, with the unit in it; ``None`` where there is none.
+        title: subject of the row, in Markdown. For a method: its case, a colon, and its name.
+        is_right: whether the result is as expected.
+        words: a remark: the error, or a warning.
+        figures: figures by column name, which contains the unit; ``None`` if there is none.
     """
 
     title: str
@@ -26,7 +26,8 @@ class Row:
 
 
 def figures_table(rows: Sequence[Row]) -> str:
-    """All figures of rows as a table of Markdown, a column for each that one of them has."""
+    """All figures of the rows as a Markdown table, with a column for each figure that any row
+    has."""
     names = dict.fromkeys(
         name for row in rows for name, value in row.figures.items() if value is not None
     )
@@ -39,7 +40,7 @@ def figures_table(rows: Sequence[Row]) -> str:
 
 
 def number(value: float | None) -> str:
-    """A figure with three digits, or more where it is larger."""
+    """A figure with three digits, or more if it is larger."""
     if value is None or not math.isfinite(value):
         return ""
     digits = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0

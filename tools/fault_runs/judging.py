@@ -1,4 +1,5 @@
-"""The rule: under the flag a training ends right, or in a clear error no later than without it.
+"""The rule: under the flag, a training ends normally, or with a clear error that is no later than
+without the flag.
 
 Nothing here imports torch.
 """
@@ -17,16 +18,17 @@ STORE_ERRORS = ("DistNetworkError", "DistStoreError")
 STORE_TEXTS = ("Failed to recv, got 0 bytes", "Broken pipe", "wait timeout after")
 BACKEND_TEXTS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 OWN_ERRORS = ("RanksDisagreeError",)
-"""Clear ones of the package's own."""
+"""The package's own clear errors."""
 
 RELATIVE = 1e-4
 
 END_S = 6.0
-"""For the end of an interpreter with torch in it, on a busy core: on top of a scenario's slack."""
+"""Time for the end of an interpreter with torch on a busy core, in seconds, in addition to a
+scenario's slack."""
 
 
 def violations(scenario: Scenario, run: RunRecord, peers: Sequence[RunRecord]) -> list[str]:
-    """What is wrong with a run under the flag, beside the runs without it, in words."""
+    """Violations by a run under the flag, compared with the runs without it, in words."""
     known = {item for peer in peers for item in peer.left}
     found = [f"left behind: {item}" for item in run.left if item not in known]
     if scenario.fault is not None and not any(rank.is_hit for rank in run.ranks):
@@ -39,7 +41,7 @@ def violations(scenario: Scenario, run: RunRecord, peers: Sequence[RunRecord]) -
 
 
 def _of_rank(scenario: Scenario, rank: RankRecord, others: list[RankRecord]) -> Iterator[str]:
-    """``others`` are the same rank without the flag."""
+    """Violations by one rank; ``others`` are the same rank without the flag."""
     if rank.exit_code is None:
         hung = sum(other.exit_code is None for other in others)
         if hung == 0 or hung < len(others):
@@ -52,7 +54,7 @@ def _of_rank(scenario: Scenario, rank: RankRecord, others: list[RankRecord]) -> 
 
 
 def _end(scenario: Scenario, rank: RankRecord, others: list[RankRecord]) -> Iterator[str]:
-    """Whether it ends as well as the better one of the peers."""
+    """Violation if it does not end as well as the better one of the peers."""
     must = scenario.must_end_right or any(other.is_right for other in others)
     best = max((other.steps for other in others), default=0)
     if must and not rank.is_right:
@@ -65,7 +67,7 @@ def _end(scenario: Scenario, rank: RankRecord, others: list[RankRecord]) -> Iter
 
 
 def _lateness(scenario: Scenario, rank: RankRecord, others: list[RankRecord]) -> Iterator[str]:
-    """Whether its first error and its end come in time."""
+    """Violations if its first error or its end is late."""
     times = [s for other in others if (s := other.first_error_s) is not None]
     own = rank.first_error_s
     if own is not None and times and own > max(times) + scenario.slack_s:
@@ -76,7 +78,7 @@ def _lateness(scenario: Scenario, rank: RankRecord, others: list[RankRecord]) ->
 
 
 def _replaced(rank: RankRecord, others: list[RankRecord]) -> Iterator[str]:
-    """Whether the user's or the backend's error is still there."""
+    """Violation if the user's or the backend's error is gone."""
     if not rank.failures:
         return
     first = rank.failures[0]
@@ -98,7 +100,7 @@ def _is_backends(rank: RankRecord) -> bool:
 
 
 def _growth(scenario: Scenario, rank: RankRecord, others: list[RankRecord]) -> Iterator[str]:
-    """Whether what must be flat is as flat as without the flag."""
+    """Violations if a value that must stay flat grows more than without the flag."""
     for name, value in rank.value_of("growth", {}).items():
         peers = [other.value_of("growth", {}).get(name, 0) for other in others]
         if value > max(peers, default=0) + scenario.may_grow.get(name, 0):
@@ -106,7 +108,8 @@ def _growth(scenario: Scenario, rank: RankRecord, others: list[RankRecord]) -> I
 
 
 def _numbers(rank: RankRecord, others: list[RankRecord]) -> Iterator[str]:
-    """Whether parameters are those of a peer that ended right, if this rank has too."""
+    """Violation if the parameters differ from those of a peer that ended normally, like this
+    rank."""
     own = rank.value_of("parameters", None)
     references = [other for other in others if other.is_right]
     if own is None or not references or not rank.is_right:
@@ -127,7 +130,7 @@ def _is_dead_by_fault(scenario: Scenario, rank: RankRecord) -> bool:
 
 
 def exit_words(code: int | None) -> str:
-    """An exit code for people."""
+    """An exit code in words."""
     if code is None:
         return "hung"
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -1,9 +1,9 @@
-"""One rank of a training that meets a fault: a program of its own, so that it can be killed.
+"""One rank of a training with a fault: a program of its own, so that it can be killed.
 
     python -m fault_runs.rank PROGRAM WAY DIRECTORY OPTIONS
 
-It trains as a user's script would: an exception ends it as it ends any program. What happens is
-appended to a file of events.
+It trains like a user's script: an exception ends it as it ends any program. Events are appended to
+a file.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ USER_TEXT = "the user's own error"
 
 @dataclass
 class Run:
-    """What a program knows.
+    """The data of a program's run.
 
     Attributes:
         way: eager, compiled, or a mode of the flag.
-        directory: of this run.
-        options: of the scenario.
-        group_timeout_s: of process groups that the program makes.
-        fault: which, if any.
-        step: which is being done.
-        is_armed: whether a gradient hook is to raise.
+        directory: directory of this run.
+        options: options of the scenario.
+        group_timeout_s: timeout of the process groups that the program makes, in seconds.
+        fault: the fault, if any.
+        step: number of the current step.
+        is_armed: whether a gradient hook shall raise.
     """
 
     way: str
@@ -65,11 +65,11 @@ class Run:
         self.note("error", step=self.step, **failure_of(error))
 
     def is_hit(self, point: str) -> bool:
-        """Whether the fault hits this rank here and now."""
+        """Whether the fault hits this rank at this point now."""
         return self.fault is not None and self.fault.hits(self.rank, point, self.step)
 
     def meet(self, point: str) -> None:
-        """Let the fault happen if it is to happen here."""
+        """Cause the fault if it is due here."""
         if self.fault is None or not self.is_hit(point):
             return
         fault, self.fault = self.fault, None
@@ -88,8 +88,9 @@ class Run:
         """Make the process group.
 
         Args:
-            file: of its store, in the run's directory. By default rank 0 has the store, and a port
-                of one group serves no other: a rank that is ahead finds the store of the last one.
+            file: file of its store, in the run's directory. By default rank 0 has the store. The
+                port of one group serves no other, because a rank that is ahead would find the store
+                of the previous group.
         """
         import torch.distributed as dist
 
@@ -102,7 +103,7 @@ class Run:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the program; raises what it raises."""
+    """Run the program, and let its exceptions through."""
     program, way, directory, text = arguments
     values = json.loads(text)
     fault = Fault(**values["fault"]) if values["fault"] else None

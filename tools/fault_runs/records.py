@@ -1,4 +1,4 @@
-"""What ranks write while they run, and what is known of a run once it is over.
+"""The events that ranks write while they run, and the record of a finished run.
 
 A rank appends a line of JSON for each event, so that nothing is lost when it is killed. Nothing
 here imports torch.
@@ -18,13 +18,13 @@ LAST_LINES = 3
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception with those behind it, the outermost first.
+    """An exception with its causes, the outermost first.
 
     Attributes:
-        kinds: names of their classes.
-        texts: what they say.
-        after_s: when it was caught, from the first fault.
-        step: in which step.
+        kinds: class names.
+        texts: messages.
+        after_s: time at which it was caught, from the first fault, in seconds.
+        step: number of the step.
     """
 
     kinds: tuple[str, ...]
@@ -39,17 +39,18 @@ class Failure:
 
 @dataclass
 class RankRecord:
-    """What became of one rank. Times are from the first fault of the run, or its start.
+    """The record of one rank. Times are in seconds, from the first fault of the run, or from its
+    start.
 
     Attributes:
-        rank: which.
-        exit_code: as of :class:`subprocess.Popen`; ``None`` if it hung.
-        end_s: when it ended.
-        is_hit: whether the fault has come to it.
-        steps: how many it has done without an error.
-        failures: which exceptions it caught or died of.
-        failed_before: how many of them before a launcher has started it again.
-        result: what its program returned.
+        rank: number of the rank.
+        exit_code: as in :class:`subprocess.Popen`; ``None`` if it hung.
+        end_s: time of its end.
+        is_hit: whether the fault reached it.
+        steps: number of steps without an error.
+        failures: exceptions that it caught or died of.
+        failed_before: number of these before a launcher restarted it.
+        result: return value of its program.
         log: the last lines that it printed.
     """
 
@@ -70,24 +71,24 @@ class RankRecord:
 
     @property
     def first_error_s(self) -> float | None:
-        """When it raised first, or ended in a way that is none of Python's."""
+        """Time at which it first raised, or ended in a way other than by a Python exception."""
         if self.failures:
             return self.failures[0].after_s
         return self.end_s if self.exit_code else None
 
     def value_of(self, name: str, default: Any) -> Any:
-        """A value of what its program returned."""
+        """A value in the result of its program."""
         return (self.result or {}).get(name, default)
 
 
 @dataclass
 class RunRecord:
-    """What became of all ranks.
+    """The record of all ranks.
 
     Attributes:
         way: eager, compiled, or a mode.
-        ranks: of the first training, then of the others.
-        left: processes that were still there after the ranks had ended, and files in TMPDIR.
+        ranks: ranks of the first training, then of the others.
+        left: processes that still existed after the ranks had ended, and files in TMPDIR.
     """
 
     way: str
@@ -96,18 +97,18 @@ class RunRecord:
 
 
 def events_path(directory: Path, rank: int) -> Path:
-    """Where a rank writes."""
+    """File that a rank writes its events to."""
     return directory / f"rank-{rank}.jsonl"
 
 
 def write_event(path: Path, **values: Any) -> None:
-    """Append an event, with the machine's time."""
+    """Append an event with the machine's time."""
     with path.open("a") as file:
         file.write(json.dumps({"time": time.time(), **values}) + "\n")
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of events, also while it is written."""
+    """The complete lines of a file of events, which may still be being written."""
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
@@ -128,7 +129,7 @@ def failure_of(error: BaseException) -> dict[str, Any]:
 
 
 def add_events(record: RankRecord, events: list[dict[str, Any]], origin: float) -> None:
-    """Put what a rank has written into its record; ``origin`` is when the fault came."""
+    """Add a rank's events to its record; ``origin``: time of the fault."""
     for item in events:
         if item["event"] == "start":
             record.failed_before = len(record.failures)

@@ -1,4 +1,4 @@
-"""What a scenario is, and all of them. Nothing here imports torch."""
+"""The scenarios. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 Way = Literal["eager", "compiled", "concat", "coalesced"]
-"""Eager DDP and stock ``torch.compile(ddp)``, which are the peers; or a mode of the flag."""
+"""Eager DDP and stock ``torch.compile(ddp)``, which are the peers, or a mode of the flag."""
 
 PEERS: tuple[Way, ...] = ("eager", "compiled")
 MODES: tuple[Way, ...] = ("concat", "coalesced")
@@ -18,19 +18,19 @@ MODES: tuple[Way, ...] = ("concat", "coalesced")
 Action = Literal["kill", "stop", "raise", "skip"]
 
 Point = Literal["step", "forward", "forward-op", "hook", "backward", "compile", "compile-backward"]
-"""Where a training can meet its fault: see :mod:`fault_runs.training`."""
+"""Points of a training at which a fault can happen: see :mod:`fault_runs.training`."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a rank.
+    """A fault of a rank.
 
     Attributes:
-        action: kill -9, SIGSTOP, an exception of the user's, or a step that is left out.
-        rank: which, or ``None`` for all.
-        point: where in the training.
-        step: when.
-        continue_s: after how many seconds a stopped rank goes on; never if ``None``.
+        action: kill -9, SIGSTOP, a user's exception, or a skipped step.
+        rank: number of the rank; ``None`` for all ranks.
+        point: point in the training.
+        step: number of the step.
+        continue_s: seconds after which a stopped rank continues; ``None``: never.
     """
 
     action: Action
@@ -45,27 +45,28 @@ class Fault:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A program, and what becomes of it.
+    """A program with a fault, and its limits.
 
     Attributes:
-        name: by which it is selected.
+        name: name to select it by.
         program: ``module:function``, called with a :class:`fault_runs.rank.Run` on each rank.
-        options: what the program reads from its run.
-        fault: what is injected by the program.
-        ranks: how many processes.
-        group_timeout_s: of the process group.
-        limit_s: from the fault (or the start, where there is none) until a rank counts as hung.
-        slack_s: how much later than the latest peer an error may come.
-        environment: of all ranks.
-        rank_environment: of single ones.
-        prepare: is given the directory of Inductor's cache, filled by a run without a fault.
+        options: options that the program reads from its run.
+        fault: fault that the program injects.
+        ranks: number of processes.
+        group_timeout_s: timeout of the process group, in seconds.
+        limit_s: seconds from the fault (or the start, if there is none) until a rank counts as
+            hung.
+        slack_s: how much later than the latest peer an error may be, in seconds.
+        environment: environment variables of all ranks.
+        rank_environment: environment variables of single ranks.
+        prepare: called with the directory of Inductor's cache, filled by a run without a fault.
         warm: whether the cache is filled before.
-        trainings: how many run at the same time, on one cache.
-        launcher: ``"torchrun"`` starts ranks again once.
-        interrupt_step: at which step of any rank the launcher and all ranks are sent SIGINT.
-        must_end_right: whether an error is one however the peers end.
-        may_grow: by how much more than the peers what must be flat may grow, by its name.
-        peers: what it is compared with.
+        trainings: number of trainings that run at the same time, on one cache.
+        launcher: ``"torchrun"`` restarts ranks once.
+        interrupt_step: step of any rank at which the launcher and all ranks get SIGINT.
+        must_end_right: whether an error is a violation even if the peers end with one.
+        may_grow: how much more than the peers a value that must stay flat may grow, by name.
+        peers: the ways that it is compared with.
     """
 
     name: str
@@ -89,21 +90,21 @@ class Scenario:
 
 
 SLOW_S: Final = 120.0
-"""Group's timeout where a rank compiles what others have in their cache."""
+"""Timeout of a group in which a rank compiles what others have in their cache, in seconds."""
 
 LONG_S: Final = 240.0
 
 OWN_STORE: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""In the launcher's store, restarted ranks find the addresses of those that died, and Gloo cannot
+"""Restarted ranks find the addresses of dead ranks in the launcher's store, and Gloo cannot
 connect: with eager DDP too (torch 2.13)."""
 
 _ONLY_STEPS: Final[Mapping[Point, int]] = MappingProxyType({"compile": 0, "compile-backward": 1})
-"""The only step that comes to a point, of those that not every step comes to: a module's first
-backward is not traced."""
+"""The only step in which a point is reached, for points that not every step reaches: a module's
+first backward is not traced."""
 
 
 def _signals() -> Iterator[Scenario]:
-    """Ranks that die, stall, or stall for good; rank 0 has the store."""
+    """Ranks that die, stall for a time, or stall for good; rank 0 has the store."""
     points: tuple[Point, ...] = ("step", "compile", "compile-backward", "backward")
     waits: tuple[tuple[Action, str, float | None], ...] = (
         ("kill", "", None),
@@ -128,12 +129,12 @@ def _signals() -> Iterator[Scenario]:
 
 
 def _options_of(point: Point) -> dict[str, object]:
-    """A backward starts a compile where compiled autograd traces it."""
+    """Options of a point: a backward starts a compile if compiled autograd traces it."""
     return {"graph": "compiled_autograd"} if point == "compile-backward" else {}
 
 
 def _exceptions() -> Iterator[Scenario]:
-    """The user's exceptions: on one rank or on all, at the end or with training going on."""
+    """User's exceptions: on one rank or on all, ending the training or caught."""
     points: tuple[tuple[str, Point, str | None], ...] = (
         ("step", "step", None),
         ("forward", "forward", None),
@@ -178,7 +179,7 @@ def _caches() -> Iterator[Scenario]:
         yield slow(f"cold-cache-on-{rank}", rank_environment={rank: cold})
         yield slow(f"no-fx-cache-on-{rank}", rank_environment={rank: no_graphs})
     for name, prepare in BROKEN_CACHES.items():
-        # What stock Inductor makes of its broken files is no promise of ours.
+        # We make no promise about stock Inductor with broken files.
         yield slow(name, prepare=prepare, must_end_right=False, peers=("compiled",))
     yield slow("two-trainings-on-a-cold-cache", warm=False, trainings=2)
     yield slow("two-trainings-on-a-warm-cache", trainings=2)
@@ -192,7 +193,7 @@ def _rewrite_graphs(change: Callable[[bytes], bytes], cache: Path) -> None:
 
 
 def _empty_code(cache: Path) -> None:
-    """Empty the generated code, which the cached graphs name."""
+    """Empty the generated code that the cached graphs name."""
     for path in cache.rglob("*.py"):
         path.write_bytes(b"")
 
@@ -200,16 +201,16 @@ def _empty_code(cache: Path) -> None:
 BROKEN_CACHES: Final[Mapping[str, Callable[[Path], None]]] = MappingProxyType(
     {
         "corrupt-graphs": partial(_rewrite_graphs, lambda _: b"\x80\xffnot what was written here"),
-        # As a full disk or a crash does.
+        # As after a full disk or a crash.
         "truncate-graphs": partial(_rewrite_graphs, lambda data: data[: len(data) // 2]),
         "corrupt-code": _empty_code,
     }
 )
-"""By the name of their scenarios, what is done to Inductor's files."""
+"""Functions that break Inductor's files, by scenario name."""
 
 
 def _lifetimes() -> Iterator[Scenario]:
-    """Launchers, and what is made and dropped."""
+    """Launchers, and objects that are created and freed."""
     yield Scenario(
         "restart-under-torchrun",
         options={"checkpoint": True},

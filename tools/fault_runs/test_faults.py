@@ -1,4 +1,4 @@
-"""The run of all scenarios."""
+"""Runs all scenarios."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ def runs() -> Iterator[Path]:
 
 @pytest.fixture(scope="module", params=SCENARIOS, ids=lambda scenario: scenario.name)
 def scenario(request: pytest.FixtureRequest) -> Scenario:
-    """One of all."""
+    """One of all scenarios."""
     chosen: Scenario = request.param
     return chosen
 
 
 @pytest.fixture(scope="module")
 def peers(scenario: Scenario, runs: Path) -> list[RunRecord]:
-    """What becomes of a scenario without the flag."""
+    """The records of a scenario without the flag."""
     return [_run(scenario, way, runs) for way in scenario.peers]
 
 
 @pytest.mark.timeout(0)  # A run has time limits of its own.
 @pytest.mark.parametrize("mode", MODES)
 def test_breaks_no_rule(scenario: Scenario, peers: list[RunRecord], mode: Way, runs: Path) -> None:
-    """Those of :mod:`fault_runs.judging`."""
+    """The rules of :mod:`fault_runs.judging`."""
     found = violations(scenario, _run(scenario, mode, runs), peers)
     assert not found
 
 
 def _run(scenario: Scenario, way: Way, runs: Path) -> RunRecord:
-    """Run a scenario, and print what became of each rank."""
+    """Run a scenario, and print the record of each rank."""
     run = run_scenario(scenario, way, runs)
     for rank in run.ranks:
         print(f"{way}, rank {rank.rank}: {_words(rank)}")

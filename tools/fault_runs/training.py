@@ -37,12 +37,12 @@ CHECKPOINT = "checkpoint.pt"
 LIVES = 3
 
 _points: dict[str, Callable[[str], None]] = {}
-"""Under ``"meet"``: what an operator calls."""
+"""Under ``"meet"``: the function that an operator calls."""
 
 
 @torch.library.custom_op("faults::point", mutates_args=())
 def point(tensor: Tensor, name: str) -> Tensor:
-    """Copy a tensor, and meet the fault of that name."""
+    """Copy a tensor, and cause the fault with this name."""
     _points["meet"](name)
     return tensor.clone()
 
@@ -60,7 +60,7 @@ point.register_autograd(_backward)
 
 
 class Net(nn.Module):
-    """Linear layers; the second one has the points."""
+    """Linear layers; the second one contains the points."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def _hook(run: Run) -> Callable[[Tensor], Tensor]:
 
 
 def batch(step: int, rank: int) -> Tensor:
-    """Different on each rank, in each step."""
+    """A batch, different on each rank and in each step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(ROWS, WIDTH, generator=generator)
 
@@ -124,8 +124,9 @@ def batch(step: int, rank: int) -> Tensor:
 def train(run: Run) -> dict[str, Any]:
     """Train some steps.
 
-    Options: ``steps``; ``goes_on`` catches what a step raises and goes to the next, ``"at once"``
-    or ``"together"``, when all ranks are done with the step; ``checkpoint`` resumes from one.
+    Options: ``steps``; ``goes_on`` catches the exception of a step and continues with the next one,
+    ``"at once"`` or ``"together"``, when all ranks are done with the step; ``checkpoint`` resumes
+    from one.
     """
     run.init_group()
     net, ddp = build(run)
@@ -156,7 +157,7 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def _launches() -> int:
-    """How many collectives the backend was given."""
+    """Number of collectives that the backend was given."""
     group: Any = dist.distributed_c10d._get_default_group()
     return int(group._get_sequence_number_for_group())
 
@@ -187,7 +188,7 @@ def _step(
 
 
 def _meet_in_compiles(run: Run) -> None:
-    """Put points into the compiles; with a warm cache, a graph passes here before it is found."""
+    """Insert points into compiles; with a warm cache, a graph passes here before it is found."""
     inner = torch._inductor.compile_fx.compile_fx
 
     @functools.wraps(inner)
@@ -199,8 +200,8 @@ def _meet_in_compiles(run: Run) -> None:
 
 
 def wait_for_all(run: Run, wait_s: float = 40.0) -> None:
-    """Return once all ranks are done with a step, whatever has become of it. Rank 0, which has the
-    store, is the last one that returns: it may end then."""
+    """Return once all ranks are done with a step, successfully or not. Rank 0, which has the store,
+    returns last, because it may end then."""
     _count_to_all(f"done/{run.step}", wait_s)
     if run.rank == 0:
         _count_to_all(f"returns/{run.step}", wait_s)
@@ -249,14 +250,14 @@ def remake_groups(run: Run) -> dict[str, Any]:
         run.init_group(f"store-{life}")
         result = {"parameters": _train(run, int(run.options.get("steps", 3)))}
         gc.collect()
-        # Gloo ends what another rank is still in, without the flag too.
+        # Gloo ends operations that another rank is still in, without the flag too.
         wait_for_all(run)
         dist.destroy_process_group()
     return result
 
 
 def make_many(run: Run) -> dict[str, Any]:
-    """Make DDP modules and drop them; each tenth is trained."""
+    """Construct DDP modules and free them; every tenth one is trained."""
     run.init_group()
     modules = int(run.options.get("modules", 200))
     parameters, before = list[float](), dict[str, int]()
@@ -275,7 +276,7 @@ def make_many(run: Run) -> dict[str, Any]:
 
 
 def train_long(run: Run) -> dict[str, Any]:
-    """Train many steps, and measure what has grown in the last two thirds."""
+    """Train many steps, and measure the growth in the last two thirds."""
     run.init_group()
     steps = int(run.options.get("steps", 1000))
     measured = list[dict[str, int]]()
@@ -313,7 +314,7 @@ def _growth(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 
 
 def _measures() -> dict[str, int]:
-    """What must stay flat, when all ranks are in the same place."""
+    """Values that must stay flat, when all ranks are at the same point."""
     gc.collect()
     dist.barrier()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

@@ -1,1 +1,1 @@
-"""Random trainings under the flag, each beside eager DDP."""
+"""Random trainings under the flag, each compared with eager DDP."""

@@ -1,8 +1,8 @@
-"""The blocks that random models are made of: each maps rows of 8 numbers, with a token a row, to
-such rows.
+"""The blocks of random models: each maps rows of 8 numbers, with one token per row, to rows of 8
+numbers.
 
-All blocks have this one shape, so that any of them can follow any other, and compiled kernels are
-found again in the cache. A name that is new, or gone, makes other cases of all seeds.
+All blocks have this shape, so that any block can follow any other, and compiled kernels are found
+in the cache. A new or removed name changes the cases of all seeds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOKENS: Final = 6
 
 
 class Plain(nn.Module):
-    """A module of rows, seen in another shape inside, such as ``(2, 4)`` for two channels."""
+    """A module that works on rows in another shape, such as ``(2, 4)`` for two channels."""
 
     def __init__(self, inner: nn.Module, *shape: int) -> None:
         super().__init__()
@@ -35,7 +35,8 @@ class Plain(nn.Module):
 
 
 class Computed(nn.Module):
-    """Modules, parameters, buffers and numbers, and a function of them, the rows and the tokens."""
+    """Modules, parameters, buffers and numbers, with a function of them, the rows and the
+    tokens."""
 
     def __init__(
         self, compute: Callable[[Computed, Tensor, Tensor], Any], **parts: nn.Module | Tensor | int
@@ -63,12 +64,13 @@ def _linear(width: int = WIDTH, out: int = WIDTH) -> nn.Linear:
 
 
 def _around(compute: Callable[[Computed, Tensor, Tensor], Any]) -> Callable[[], nn.Module]:
-    """What makes a function of a linear layer ``m.inner``, the rows and the tokens."""
+    """Returns a maker of a linear layer ``m.inner`` with a function of it, the rows and the
+    tokens."""
     return lambda: Computed(compute, inner=_linear())
 
 
 def _changed(change: Callable[[Any], object]) -> Callable[[], nn.Module]:
-    """What makes a linear layer to which something was done."""
+    """Returns a maker of a changed linear layer."""
 
     def make() -> nn.Module:
         inner = _linear()
@@ -82,7 +84,7 @@ def _changed(change: Callable[[Any], object]) -> Callable[[], nn.Module]:
 
 
 def _lazy() -> nn.Module:
-    """A layer that learnt its width from a first call."""
+    """A lazy layer that got its width from a first call."""
     layer = nn.LazyLinear(WIDTH)
     layer(torch.zeros(2, WIDTH))
     return Plain(layer)
@@ -144,7 +146,7 @@ _LAYERS: Final[dict[str, Callable[[], nn.Module]]] = {
     "bilinear": lambda: Computed(
         lambda m, x, _: m.inner(x, x), inner=nn.Bilinear(WIDTH, WIDTH, WIDTH)
     ),
-    # An adapter beside a frozen layer.
+    # An adapter parallel to a frozen layer.
     "low_rank": lambda: Computed(
         lambda m, x, _: m.frozen(x) + x @ m.a @ m.b,
         frozen=_linear().requires_grad_(False),
@@ -179,7 +181,7 @@ _LAYERS: Final[dict[str, Callable[[], nn.Module]]] = {
     "batch_norm_2d": lambda: Plain(
         nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.ReLU()), 2, 2, 2
     ),
-    # It averages by its count of batches.
+    # It averages by its number of batches.
     "batch_norm_counting": lambda: Plain(nn.BatchNorm1d(2, momentum=None), 2, 4),
     "batch_norm_frozen": lambda: Plain(
         nn.Sequential(nn.BatchNorm1d(2, affine=False), nn.Conv1d(2, 2, 1)), 2, 4
@@ -195,7 +197,7 @@ _LAYERS: Final[dict[str, Callable[[], nn.Module]]] = {
     "embedding_bag": lambda: Computed(
         _look_up_bags, table=nn.EmbeddingBag(TOKENS, WIDTH, mode="mean")
     ),
-    # The embedding is also the layer of the logits.
+    # The embedding is also the weight of the logits layer.
     "embedding_tied": lambda: Computed(
         lambda m, x, t: ((x + m.table(t)) @ m.table.weight.t()).softmax(1) @ m.table.weight,
         table=nn.Embedding(TOKENS, WIDTH),
@@ -267,7 +269,7 @@ class _Symmetric(nn.Module):
 
 
 class _Marked(nn.Parameter):
-    """A parameter of a class of its own."""
+    """A parameter of a subclass."""
 
 
 def _swap(layer: nn.Linear) -> None:
@@ -295,7 +297,7 @@ _PARAMETERS: Final[dict[str, Callable[[], nn.Module]]] = {
     "empty": lambda: Computed(
         lambda m, x, _: m.inner(x) + m.none.sum(0), none=_weight(0, 8), inner=_linear()
     ),
-    # Rows that are last in memory, permuted dimensions, and gaps.
+    # Rows as the last dimension in memory, permuted dimensions, and gaps.
     "transposed": lambda: Computed(
         lambda m, x, _: x @ m.matrix, matrix=nn.Parameter(_weight(8, 8).detach().t())
     ),
@@ -349,7 +351,7 @@ _PARAMETERS: Final[dict[str, Callable[[], nn.Module]]] = {
     ),
     # A parameter that is used once with and once without a gradient.
     "detached": _around(lambda m, x, _: m.inner(x) - 0.5 * m.inner.weight.detach()[0]),
-    # DDP is to ignore it: see :class:`fuzzing.models.Model`.
+    # DDP ignores it: see :class:`fuzzing.models.Model`.
     "ignored": _changed(lambda layer: setattr(layer, "ddp_ignores", True)),
 }
 
@@ -358,7 +360,7 @@ _PARAMETERS: Final[dict[str, Callable[[], nn.Module]]] = {
 
 
 class _Cube(torch.autograd.Function):
-    """A function with a derivative of its own, which isn't the true one."""
+    """A function with a custom derivative, which isn't the true one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
@@ -372,7 +374,7 @@ class _Cube(torch.autograd.Function):
 
 
 class _Reverse(torch.autograd.Function):
-    """The identity, with the gradient turned around."""
+    """The identity, with a negated gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -446,7 +448,7 @@ def _shared_child() -> nn.Module:
 
 
 def _take_mean(m: Computed, x: Tensor, _: Tensor) -> Any:
-    """A mean of what passed, and a counter of integers, as buffers."""
+    """A mean of earlier rows, and an integer counter, as buffers."""
     y = m.inner(x)
     with torch.no_grad():
         m.mean.lerp_(y.detach().mean(0).to(m.mean.dtype), 0.1)
@@ -463,7 +465,7 @@ def _replace_buffer(m: Computed, x: Tensor, _: Tensor) -> Any:
 
 
 def _count_calls(m: Computed, x: Tensor, _: Tensor) -> Any:
-    """A number of Python's that changes what is computed, so that Dynamo compiles anew."""
+    """A Python number that changes the computation, so that Dynamo recompiles."""
     if m.training:
         m.calls += 1
     return m.inner(x) if m.calls < 2 else torch.tanh(m.inner(x))
@@ -491,14 +493,14 @@ def _rearrange(m: Computed, x: Tensor, _: Tensor) -> Any:
 
 
 def _stop(m: Computed, x: Tensor, _: Tensor) -> Any:
-    """A target without gradients, beside a branch with them."""
+    """A target without gradients, and a branch with them."""
     with torch.no_grad():
         target = m.inner(x)
     return m.inner(x) - 0.5 * target
 
 
 def _call_functionally(m: Computed, x: Tensor, _: Tensor) -> Any:
-    """A layer with parameters that are computed."""
+    """A layer whose parameters are computed."""
     values = {name: value * 0.5 for name, value in m.inner.named_parameters()}
     return torch.func.functional_call(m.inner, values, (x,))
 
@@ -542,7 +544,7 @@ _PROGRAM: Final[dict[str, Callable[[], nn.Module]]] = {
     "hook_on_parameter_disabled": _changed(
         lambda layer: layer.weight.register_hook(_double_disabled)
     ),
-    # On the accumulated gradient, before DDP has a hook there.
+    # A hook on the accumulated gradient, registered before DDP has one.
     "hook_after_accumulation": _changed(
         lambda layer: layer.weight.register_post_accumulate_grad_hook(_halve)
     ),
@@ -589,4 +591,4 @@ _PROGRAM: Final[dict[str, Callable[[], nn.Module]]] = {
 }
 
 BLOCKS: Final = _LAYERS | _PARAMETERS | _PROGRAM
-"""All blocks by name: what makes one."""
+"""All blocks: makers by name."""

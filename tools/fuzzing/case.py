@@ -1,4 +1,4 @@
-"""What a random training is: plain values that can be printed, read again, and made smaller."""
+"""A random training as plain values that can be printed, read, and shrunk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Output = Literal["tensor", "tuple", "dict"]
 Joined = Literal["serial", "parallel", "turns", "threads"]
 
 Batches = tuple[tuple[tuple[int, ...], ...], ...]
-"""Sizes: of each step, of each rank, of each micro-batch."""
+"""Batch sizes: for each step, each rank, each micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Part:
     """One model in one DDP module.
 
     Attributes:
-        blocks: names of blocks, in order; dealt out to the heads where these are ``split``.
+        blocks: names of blocks, in order; distributed over the heads if these are ``split``.
         residual: whether each block's output is added to its input.
-        heads: how many outputs the model has.
-        split: whether the heads have no parameter in common.
-        output: in what the outputs are returned.
-        traits: what is done to the model: see :mod:`fuzzing.models`.
+        heads: number of outputs of the model.
+        split: whether the heads share no parameter.
+        output: container in which the outputs are returned.
+        traits: changes of the model: see :mod:`fuzzing.models`.
         ddp: options of ``DistributedDataParallel``.
         hook: a communication hook of torch's ``default_hooks``, by name.
         subclass: whether it is a subclass of ``DistributedDataParallel`` with a forward.
@@ -51,27 +51,27 @@ class Part:
 
 @dataclass(frozen=True)
 class Loop:
-    """How the training loop is written.
+    """The fields of a training loop.
 
     Attributes:
         style: what is compiled: the model (``outside``), a step with its backward (``inside``), the
             model with its loss, the DDP module by its own ``compile``, the model before it is
-            wrapped (``inner``), half of its blocks (``part``), or nothing but the backward.
-        pattern: which backwards follow which forwards: see :mod:`fuzzing.training`.
-        batches: their sizes.
+            wrapped (``inner``), half of its blocks (``part``), or only the backward.
+        pattern: order of forwards and backwards: see :mod:`fuzzing.training`.
+        batches: batch sizes.
         no_sync: whether all micro-batches but the last are under ``no_sync``.
-        some_outputs: whether the loss leaves out an output, another one in each step and on each
+        some_outputs: whether the loss skips an output, a different one in each step and on each
             rank.
-        zero: how gradients are dropped: set to None, to zero, or never.
+        zero: how gradients are cleared: set to None, to zero, or never.
         clip: gradient clipping.
         scaler: whether a ``GradScaler`` scales the loss.
         autocast: whether forwards run under autocast to bf16.
         evaluates: whether there is an evaluation after each step.
-        optimizer: which.
+        optimizer: name of the optimizer.
         dynamic: option of ``torch.compile``.
         fullgraph: option of ``torch.compile``.
-        kernels: whether Inductor compiles kernels; else it calls ATen's operators, in graphs that
-            have been through the same passes, and a case takes a fraction of the time.
+        kernels: whether Inductor compiles kernels. If not, it calls ATen's operators in graphs that
+            the same passes have rewritten, and a case takes a fraction of the time.
     """
 
     style: Style = "outside"
@@ -95,14 +95,14 @@ class Case:
     """A training.
 
     Attributes:
-        seed: of parameters and data.
+        seed: seed of parameters and data.
         ranks: number of processes.
         parts: models, each in its DDP module.
-        joined: one after the other, beside each other, with a step each, in turns, or each in a
-            thread of its own, over a group of its own.
+        joined: how the modules are combined: one after the other, in parallel, with a step each, in
+            turns, or each in its own thread over its own group.
         groups: whether each DDP module has a process group of its own.
         flag: a mode, or the options of a ``FusionConfig``.
-        loop: how they are trained.
+        loop: the training loop.
     """
 
     seed: int
@@ -115,7 +115,7 @@ class Case:
 
     @property
     def steps(self) -> int:
-        """How many steps of the optimizer there are."""
+        """Number of optimizer steps."""
         return len(self.loop.batches)
 
 
@@ -130,8 +130,8 @@ def from_json(text: str) -> Case:
 
 
 def smaller(case: Case) -> Iterator[Case]:
-    """Cases that are smaller by one thing, those that leave out most first. Where there is nothing
-    to leave out, some are the case itself."""
+    """Cases that are smaller by one thing, the largest reductions first. If there is nothing to
+    leave out, some equal the case itself."""
     if len(case.parts) > 1:
         for part in case.parts:
             yield replace(case, parts=(part,), joined="serial", groups=False)
@@ -176,7 +176,7 @@ def _smaller_loops(loop: Loop) -> Iterator[Loop]:
 
 
 def _with_defaults(value: Any, plain: Any) -> Iterator[Any]:
-    """The value with one field as ``plain`` has it, for each that differs."""
+    """The value with one field set as in ``plain``, for each field that differs."""
     for item in dataclasses.fields(value):
         default = getattr(plain, item.name)
         if getattr(value, item.name) != default:

@@ -1,16 +1,16 @@
 """Compares two records of a training.
 
-What may differ is rounding: compiled kernels and collectives add in another order, and keep
-numbers in fp32 where eager autocast rounds to bf16. A tensor's error is bounded by
+Rounding may differ: compiled kernels and collectives sum in another order, and keep numbers in fp32
+where eager autocast rounds to bf16. The error of a tensor is bounded by
 
     relative x (its own largest element) + absolute x (the largest of all in this backward)
 
-The second part is for gradients that cancel, as a bias's before a BatchNorm: what is left of them
-is rounding of numbers as large as the others. ``relative`` is 300 roundings of fp32 (3e-5), for
-sums of up to 512 terms and a few steps on top of each other, or 8 of bf16 (0.06) where anything
-is rounded to it; ``absolute`` is 3e-6, or 0.02. An average that is missing is wrong by a factor of
-2 to 4, or by the difference between two ranks' gradients, which is as large as they are: both are
-far over it.
+The second term is for gradients that cancel, such as that of a bias before a BatchNorm: the rest is
+rounding of numbers as large as the others. ``relative`` is 300 roundings of fp32 (3e-5), for sums
+of up to 512 terms and a few consecutive steps, or 8 of bf16 (0.06) if anything is rounded to it;
+``absolute`` is 3e-6, or 0.02. The error of a missing average is a factor of 2 to 4, or the
+difference between two ranks' gradients, which is as large as they are: both are far above the
+bound.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Named = Mapping[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What a tensor may differ by: see the module."""
+    """The allowed difference of a tensor: see the module."""
 
     relative: float
     absolute: float
@@ -51,7 +51,7 @@ def tolerance_of(case: Case) -> Tolerance:
 def differences(
     actual: Sequence[Record], expected: Sequence[Record], tolerance: Tolerance
 ) -> list[str]:
-    """Where two trainings differ, in words; each has one record a rank."""
+    """Differences between two trainings, in words; each training has one record per rank."""
     return [
         f"rank {rank}: {difference}"
         for rank, (ours, theirs) in enumerate(zip(actual, expected, strict=True))

@@ -1,7 +1,7 @@
-"""Draws a case from its seed: the same one in every process, whatever Python's hash seed is.
+"""Draws a case from its seed: the same one in every process, independent of Python's hash seed.
 
-The models of ``FAMILY`` seeds in a row are the same, and so are most of their compiled kernels: a
-case costs mostly what its compiles cost.
+The models of ``FAMILY`` consecutive seeds are the same, and so are most of their compiled kernels,
+because most of a case's time is compilation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRAITS = {
     "unused": 1,
     "swapped after": 1,
 }
-"""How often each is drawn, of a hundred."""
+"""Probability of each trait, in percent."""
 
 BREAKING = ("disabled", "graph_break", "read_value", "rnn", "gru", "lstm", "reentrant", "_disabled")
 """Parts of names of blocks that cannot be compiled into one graph."""
@@ -60,10 +60,10 @@ def draw(seed: int) -> Case:
     ranks = _pick(random, {2: 12, 3: 1, 4: 1})
     joined: Joined = random.choice(("serial", "parallel", "turns")) if len(parts) > 1 else "serial"
     groups = random.random() < 0.5 and len(parts) > 1
-    # Drawn apart: seeds are still the cases that they were before there were threads.
+    # Drawn separately, so that seeds keep the cases that they had before there were threads.
     if joined == "turns" and Random(f"threads {seed}").random() < 0.5:
         joined, groups = "threads", True
-        # Torch's hooks that compress take a compile in any thread for one of theirs, and fail.
+        # Torch's compressing hooks mistake a compile in any thread for one of their own, and fail.
         parts = tuple(
             replace(part, hook=None) if part.hook == "fp16_compress_hook" else part
             for part in parts
@@ -82,24 +82,24 @@ def draw(seed: int) -> Case:
 
 
 def _using_some(case: Case, random: Random) -> Case:
-    """The case, or of some of those with several outputs one that leaves outputs out. Drawn apart,
-    as threads are."""
+    """The case; for some cases with several outputs, one that skips outputs. Drawn separately, like
+    threads."""
     names = [name for part in case.parts for name in (*part.ddp, *part.traits, *part.blocks)]
-    # Eager DDP gives hooks None for what is left out, and the graph of a static one changes.
+    # Eager DDP passes None to hooks for skipped outputs, and the graph of a static one changes.
     is_plain = case.loop.pattern == "plain" and not any(
         word in name for name in names for word in ("hook", "static_graph")
     )
     if max(part.heads for part in case.parts) == 1 or not is_plain or random.random() < 0.7:
         return case
-    # Else ranks wait for each other's gradients, with eager DDP too.
+    # Otherwise ranks wait for each other's gradients, with eager DDP too.
     allowing = {"find_unused_parameters": True}
     parts = tuple(replace(part, ddp=part.ddp | allowing) for part in case.parts)
     return replace(case, parts=parts, loop=replace(case.loop, some_outputs=True))
 
 
 def _averaging(case: Case, random: Random) -> Case:
-    """The case, or of some of those whose ranks run as many forwards and backwards one with
-    collectives of the models' own. Drawn apart, as threads are."""
+    """The case; for some cases whose ranks run equally many forwards and backwards, one with
+    collectives of the models' own. Drawn separately, like threads."""
     loop = case.loop
     is_even = all(len(set(map(len, ranks))) == 1 for ranks in loop.batches)
     if not is_even or loop.some_outputs or case.joined == "threads" or random.random() < 0.85:
@@ -187,10 +187,11 @@ def _loop(random: Random, parts: tuple[Part, ...], ranks: int) -> Loop:
 
 
 def _batches(random: Random, ranks: int, *, several: bool) -> Batches:
-    """Sizes that differ between steps, ranks and micro-batches, or do not."""
+    """Batch sizes that may differ between steps, ranks and micro-batches."""
     steps = _pick(random, {2: 6, 3: 3, 4: 1})
     many = 2 if several else _pick(random, {1: 6, 2: 3, 3: 1})
-    # Ranks do as many synchronised backwards as each other, so counts differ under no_sync only.
+    # Ranks run equally many synchronized backwards, so numbers of backwards differ under no_sync
+    # only.
     uneven = many > 1 and not several and random.random() < 0.4
     kind = _pick(random, {"same": 5, "steps": 2, "all": 3})
     by_step = [random.choice((1, 2, 4)) if kind == "steps" else 4 for _ in range(steps)]

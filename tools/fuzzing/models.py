@@ -18,7 +18,7 @@ from testing.models import Average
 
 
 class Model(nn.Module):
-    """Blocks in a row for each head, or one row for all of them."""
+    """A sequence of blocks for each head, or one sequence for all heads."""
 
     def __init__(self, part: Part, group: Any = None) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Model(nn.Module):
         self.output = part.output
 
     def forward(self, x: Tensor, tokens: Tensor) -> Any:
-        """All heads' outputs, each a batch of rows."""
+        """The outputs of all heads, each a batch of rows."""
         ends = [self.follow(row, x, tokens) for row in self.rows]
         if len(ends) == 1:
             ends *= len(self.heads)
@@ -42,7 +42,8 @@ class Model(nn.Module):
         return dict(enumerate(outputs)) if self.output == "dict" else tuple(outputs)
 
     def follow(self, row: Any, x: Tensor, tokens: Tensor) -> Tensor:
-        """One row's output; under autocast blocks return other dtypes than they are given."""
+        """The output of one sequence; under autocast, blocks return other dtypes than their
+        input's."""
         for block in row:
             y = block(x.float(), tokens).float()
             x = x + y if self.residual else y
@@ -52,7 +53,7 @@ class Model(nn.Module):
 
 
 class Tripled(DistributedDataParallel):
-    """A subclass with a forward of its own, as training frameworks have them."""
+    """A subclass of DDP with its own forward, as in training frameworks."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Three times what the model returns."""
@@ -60,7 +61,7 @@ class Tripled(DistributedDataParallel):
 
 
 def build(case: Case, *, compiled: bool) -> list[DistributedDataParallel]:
-    """Make a case's DDP modules; where it is ``compiled``, of models that are compiled before."""
+    """Construct a case's DDP modules; if ``compiled``, their models are compiled before."""
     return [_build_part(case, part, number, compiled) for number, part in enumerate(case.parts)]
 
 
@@ -103,7 +104,7 @@ def _apply_traits(model: nn.Module, part: Part) -> None:
         for parameter in list(model.parameters())[::3]:
             parameter.requires_grad_(False)
     if "tied" in part.traits:
-        # The first layer of the same shape, wherever it is, or the head itself.
+        # The first layer with the same shape, wherever it is, or the head itself.
         layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
         head = layers[-1]
         first = next(layer for layer in layers if layer.weight.shape == head.weight.shape)

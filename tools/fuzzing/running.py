@@ -1,4 +1,4 @@
-"""Runs cases on ranks, and says what became of each."""
+"""Runs cases on ranks, and determines the outcome of each."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fuzzing.training import Kind, Record, train
 from testing.processes import RankError, RankPool
 
 TIMEOUT_S = 200.0
-"""For a training: a few cold compiles of 1 to 90 s on busy cores."""
+"""Time limit of a training, in seconds: a few cold compiles of 1 to 90 s on busy cores."""
 
 CASES_A_POOL = 40
-"""After so many the ranks are new: Dynamo and DDP keep something of each case."""
+"""Number of cases after which ranks are replaced: Dynamo and DDP keep something of each case."""
 
 BAD = ("different", "crashed", "hung", "silent", "late")
 """Outcomes that are findings."""
@@ -26,14 +26,14 @@ ERROR = re.compile(
 )
 COMPILING = ("_dynamo/symbolic_convert.py", "_inductor/compile_fx.py", "_inductor/cpp_builder.py")
 COMPILER = re.compile(r"^torch\._(dynamo|functorch|inductor)\.")
-"""An error of a compile begins so."""
+"""Beginning of an error in a compile."""
 
 STAGE = re.compile(r"^fuzzing\.training\.StageError: fuzz stage \[([-0-9, ]+)\]$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case.
+    """The outcome of a case.
 
     Attributes:
         kind: ``equal``; ``warned``: equal, with a warning; ``refused``: a ``ValueError`` at
@@ -44,8 +44,8 @@ class Outcome:
             or one of ``BAD``: ``silent`` is no error where eager DDP raises, ``late`` one in a
             later stage.
         words: differences, the error, or warnings.
-        seconds: it took.
-        averaged: as rank 0 has recorded it.
+        seconds: duration.
+        averaged: averaged backwards as rank 0 recorded them.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def signature(self) -> str:
-        """What stays the same while a case is shrunk."""
+        """The part that stays the same while a case is shrunk."""
         if self.kind != "crashed":
             return self.kind
         last = self.words.partition("\n")[0]
@@ -72,9 +72,9 @@ class Failure:
     """A training that raised or hung on some rank.
 
     Attributes:
-        stage: the first that a rank raised in; ``None`` if none has raised.
-        error: the first line of the error that was raised there, without its class.
-        text: all that is known of all ranks.
+        stage: the first stage in which a rank raised; ``None`` if none did.
+        error: the first line of that error, without its class.
+        text: everything that is known of all ranks.
         is_compiling: whether a rank was compiling when the time was over.
     """
 
@@ -125,8 +125,8 @@ class Runner:
         return replace(outcome, seconds=round(time.monotonic() - start, 1))
 
     def shrink(self, case: Case, outcome: Outcome, *, seconds: float) -> tuple[Case, Outcome]:
-        """Leave out one thing after the other while the outcome stays of the same kind, for so many
-        seconds; the smallest case found, and its outcome."""
+        """Leave out one thing after another while the outcome is of the same kind, for this number
+        of seconds. Return the smallest case found, and its outcome."""
         end, tried = time.monotonic() + seconds, [case]
         candidates = smaller(case)
         while time.monotonic() < end and (candidate := next(candidates, None)):
@@ -154,7 +154,7 @@ class Runner:
             if isinstance(expected, Failure):
                 late = actual.stage > (expected.stage or ())
                 words = f"{actual.error}\ninstead of\n{expected.error}"
-                # Eager DDP compiles nothing: that it raises too is chance.
+                # Eager DDP compiles nothing: if it raises too, that is a coincidence.
                 kind = "crashed" if COMPILER.search(actual.error) else "both raise"
                 return Outcome("late" if late else kind, words)
             refused = "ValueError" in actual.error and "ddp_fusion" in actual.error
@@ -174,8 +174,8 @@ class Runner:
 
     def _blame(self, case: Case, outcome: Outcome, expected: list[Record] | Failure) -> Outcome:
         """``torch`` if the same program, compiled without the flag, is wrong in the same way, or
-        goes on where eager DDP raises: what a compiled forward computes and nobody uses has zeros
-        for a gradient, and not none."""
+        continues where eager DDP raises: an unused output of a compiled forward has a gradient of
+        zeros instead of none."""
         controls: tuple[Kind, ...] = ("control", "undivided")
         for kind in controls:
             control = self._judge(case, self._train(case, kind), expected)
@@ -189,12 +189,12 @@ class Runner:
 def _kind_without_stage(failure: Failure) -> str:
     if "died with exit code" in failure.text:
         return "crashed"
-    # On a busy machine the time can be over before the kernels are compiled.
+    # On a busy machine, the time can be over before the kernels are compiled.
     return "slow" if failure.is_compiling else "hung"
 
 
 def _failure(failures: Mapping[int, str]) -> Failure:
-    """What became of ranks; those that raised come first, those that waited for them last."""
+    """The failure of ranks; ranks that raised come first, ranks that waited for them last."""
     sections = [f"rank {number}: {failure}" for number, failure in sorted(failures.items())]
     sections.sort(key=lambda section: STAGE.search(section) is None)
     text = "\n\n".join(sections)

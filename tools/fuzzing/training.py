@@ -1,4 +1,4 @@
-"""Trains a case on a rank, and records all that is compared."""
+"""Trains a case on a rank, and records everything that is compared."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from fuzzing.models import build
 from testing.threads import run_at_once
 
 Kind = Literal["eager", "fused", "control", "undivided"]
-"""With eager DDP; under the flag; without the flag, compiled as under it; and so that DDPOptimizer
-does not divide graphs, which fails for some caps."""
+"""With eager DDP; under the flag; compiled in the same way without the flag; and compiled without
+DDPOptimizer dividing the graphs, which fails for some caps."""
 
 
 @dataclass
 class Record:
-    """What a training did on a rank.
+    """The record of a training on a rank.
 
     Attributes:
-        gradients: by name, after each backward or each compiled step.
-        losses: after each.
-        parameters: in the end.
-        buffers: in the end.
-        warnings: of this package.
-        averaged: backwards that reducers have averaged, and gradients that each has copied.
+        gradients: gradients by name, after each backward or each compiled step.
+        losses: losses after each.
+        parameters: final parameters.
+        buffers: final buffers.
+        warnings: warnings of this package.
+        averaged: number of backwards that reducers averaged, and number of gradients that each
+            copied.
     """
 
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
@@ -47,7 +48,7 @@ class Record:
 
 
 class StageError(RuntimeError):
-    """A training raised; says where."""
+    """An error in a training, with its place."""
 
     def __init__(self, stage: tuple[int, ...]) -> None:
         super().__init__(f"fuzz stage {list(stage)}")
@@ -57,21 +58,21 @@ def train(case: Case, kind: Kind) -> Record:
     """Train a case; a job for a pool of ranks.
 
     Raises:
-        StageError: from whatever the training raised.
+        StageError: an exception of the training.
     """
     torch.manual_seed(case.seed)
     record = Record()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        # As mode="lite", which compiles faster. Reordered, collectives of such graphs would come in
-        # other orders on ranks with other graphs.
+        # As in mode="lite", which compiles faster. With reordering, ranks with different graphs
+        # would launch such collectives in different orders.
         kernels = torch._inductor.config.patch(
             fallback_by_default=not case.loop.kernels, reorder_for_peak_memory=case.loop.kernels
         )
         divided = kind != "undivided" and torch._dynamo.config.optimize_ddp
         graphs = torch._dynamo.config.patch(optimize_ddp=divided)
         with _flag(case, kind), kernels, graphs:
-            if kind != "fused":  # A forward of DDP's own is never one graph.
+            if kind != "fused":  # A forward of DDP itself is never one graph.
                 case = replace(case, loop=replace(case.loop, fullgraph=False))
             training = Training(case, record, compiled=kind != "eager")
             try:
@@ -95,7 +96,7 @@ def _flag(case: Case, kind: Kind) -> Iterator[None]:
     import fusion_passes
     from fusion_passes.state import process_state
 
-    process_state.reset()  # Each case begins as in a new process.
+    process_state.reset()  # Each case starts as in a new process.
     options = case.flag
     flag = fusion_passes.FusionConfig(**options) if isinstance(options, dict) else options
     with torch._inductor.config.patch(ddp_fusion=flag):
@@ -103,18 +104,18 @@ def _flag(case: Case, kind: Kind) -> Iterator[None]:
 
 
 def _averaged() -> list[tuple[int, int]]:
-    """How many backwards reducers have averaged, and how many gradients each has copied."""
+    """Number of backwards that reducers averaged, and number of gradients that each copied."""
     import fusion_passes
 
     return [(item.count, item.copied) for item in fusion_passes.report().backwards]
 
 
 class Training:
-    """A case in training on this rank.
+    """The training of a case on this rank.
 
     Attributes:
-        stage: step, part and micro-batch that it has come to; ``(-1,)`` while models are built.
-        first: number of its first DDP module in the case: in a thread, it has one of several.
+        stage: current step, part and micro-batch; ``(-1,)`` while models are built.
+        first: number of its first DDP module in the case: a thread has one of several modules.
     """
 
     def __init__(self, case: Case, record: Record, *, compiled: bool) -> None:
@@ -126,7 +127,7 @@ class Training:
         self.first = 0
 
     def run(self) -> None:
-        """Train, and record."""
+        """Train and record."""
         self.ddps = build(self.case, compiled=self.compiled)
         if self.case.joined == "threads":
             self._train_in_threads()
@@ -141,7 +142,7 @@ class Training:
         sides = [Training(self.case, Record(), compiled=self.compiled) for _ in self.ddps]
         for number, side in enumerate(sides):
             side.first, side.ddps = number, [self.ddps[number]]
-        # Another order on each rank.
+        # A different order on each rank.
         order = sides if dist.get_rank() % 2 == 0 else sides[::-1]
         run_at_once([functools.partial(self._train_side, side) for side in order])
         for side in sides:
@@ -166,7 +167,7 @@ class Training:
         self.stage = (self.case.steps,)
 
     def note(self, loss: Tensor) -> None:
-        """Record the gradients as they are now."""
+        """Record the current gradients."""
         self.record.losses.append(loss.detach().clone())
         self.record.gradients.append(
             {
@@ -191,7 +192,7 @@ class Training:
 
 
 class Trainer:
-    """DDP modules with an optimizer for all of them."""
+    """DDP modules with one optimizer for all of them."""
 
     def __init__(self, training: Training, ddps: list[DistributedDataParallel]) -> None:
         self.training = training
@@ -205,7 +206,7 @@ class Trainer:
         self._compile()
 
     def _compile(self) -> None:
-        """Put what is compiled in the place of what is not."""
+        """Replace functions by their compiled versions."""
         style = self.loop.style if self.training.compiled else "backward"
         options: dict[str, Any] = {"dynamic": self.loop.dynamic, "fullgraph": self.loop.fullgraph}
         self.models: list[Callable[..., Any]] = list(self.ddps)
@@ -233,7 +234,7 @@ class Trainer:
         else:
             for number, batch in enumerate(batches):
                 self.training.stage = (*self.training.stage[:2], number)
-                # Ranks with fewer micro-batches do as many synchronised backwards: one.
+                # Ranks with fewer micro-batches run as many synchronized backwards: one.
                 synced = number == count - 1 or not (self.loop.no_sync or self._uneven(step))
                 with contextlib.nullcontext() if synced else self._no_sync():
                     self._run([batch])
@@ -245,7 +246,7 @@ class Trainer:
         return len({len(sizes) for sizes in self.loop.batches[step]}) > 1
 
     def _run(self, batches: list[tuple[Tensor, Tensor]]) -> None:
-        """The forwards and backwards of a pattern."""
+        """Run the forwards and backwards of a pattern."""
         self.training.note(self.backward(batches))
 
     def _backward(self, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -271,7 +272,7 @@ class Trainer:
         return total.detach()
 
     def _has_one_backward(self) -> bool:
-        """With this option, eager DDP's own node behind all outputs lets them have one backward."""
+        """With this option, eager DDP's own node after all outputs requires a single backward."""
         return any("find_unused_parameters" in part.ddp for part in self.training.case.parts)
 
     def _used(self, losses: list[Tensor]) -> list[Tensor]:
@@ -328,7 +329,8 @@ class Trainer:
 
 def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     if name == "adamw":
-        # With the default eps a gradient that is nothing but rounding is made a step of full size.
+        # With the default eps, a gradient that consists of rounding errors would become a step of
+        # full size.
         return torch.optim.AdamW(parameters, lr=0.01, eps=0.01)
     if name == "momentum":
         return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)

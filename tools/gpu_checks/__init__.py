@@ -1,1 +1,1 @@
-"""What only a GPU can show, in parts that run in processes of their own."""
+"""Checks that only a GPU can run, in parts that run in their own processes."""

@@ -1,7 +1,7 @@
-"""The package's kernels that only move gradients, beside a plain copy of the same memory.
+"""The package's kernels that only move gradients, compared with a plain copy of the same memory.
 
-A kernel that packs, casts, scales or writes gradients does no more than read and write them, so
-the device's bandwidth is its limit, which a large copy in the same round shows.
+A kernel that packs, casts, scales or writes gradients only reads and writes them, so its limit is
+the device's bandwidth, which a large copy in the same round measures.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from benches.results import Row
-from fusion_passes.graph.operators import PACK, WIDEN
+from fusion_passes.graph.custom_ops import PACK, WIDEN
 from fusion_passes.traced.pack import register_lowerings
 from gpu_checks.sites import Note, Site
 from testing.scenarios.run import DTYPES
 
 MIB: Final = 256
-"""Of gradients: several times the largest cache of a GPU. On the CPU, all shapes once."""
+"""Total size of the gradients, in MiB: several times the largest cache of a GPU. On the CPU, all
+shapes once."""
 
 ROUNDS: Final = 9
 REPEATS: Final = 20
-"""Of a kernel in a round."""
+"""Number of calls of a kernel in a round."""
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -41,20 +42,20 @@ SHAPES: Final[Shapes] = (
     (1024, 4096),
     (1024,),
 )
-"""Of gradients, again and again: half of a transformer's block."""
+"""Shapes of gradients, repeated: half of a transformer block."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What only moves gradients.
+    """A kernel that only moves gradients.
 
     Attributes:
-        title: its row.
-        run: compiled, and called with what it moves.
-        moved_bytes: read and written, of a gradient's element.
-        dtype: of the gradients.
-        inputs: what is moved: the gradients, a bucket of their size, or the bucket and then the
-            gradients, which are written.
+        title: title of its row.
+        run: compiled function, called with the tensors that it moves.
+        moved_bytes: bytes read and written per element of a gradient.
+        dtype: dtype of the gradients.
+        inputs: the tensors that are moved: the gradients, a bucket of their size, or the bucket and
+            then the gradients, which are written.
     """
 
     title: str
@@ -65,12 +66,12 @@ class Kernel:
 
 
 def packing(sent: str, divisor: float = 1.0, in_bucket: bool = False) -> Callable[..., Any]:
-    """Gradients into a bucket, as ``"concat"`` does it.
+    """The kernel that packs gradients into a bucket, as in ``"concat"``.
 
     Args:
         sent: dtype of the bucket.
-        divisor: what they are divided by.
-        in_bucket: whether that is a pass of its own.
+        divisor: number that they are divided by.
+        in_bucket: whether the division is a separate pass.
     """
 
     def pack(*gradients: Tensor) -> Any:
@@ -82,7 +83,7 @@ def packing(sent: str, divisor: float = 1.0, in_bucket: bool = False) -> Callabl
 
 
 def widen(bucket: Tensor) -> Any:
-    """A bucket that was sent in a smaller dtype, in its gradients' dtype again."""
+    """Cast a bucket that was sent in a smaller dtype to its gradients' dtype."""
     return WIDEN(bucket, torch.float32, 1.0)
 
 
@@ -105,7 +106,7 @@ KERNELS: Final = (
 
 
 def measure(site: Site, note: Note) -> None:
-    """Time all kernels in rounds, each beside a plain copy."""
+    """Time all kernels in rounds, each with a plain copy."""
     register_lowerings(lambda _label, _copied: None)
     device = torch.device(site.device)
     once = sum(map(math.prod, SHAPES))
@@ -136,7 +137,7 @@ def _figures(moved: int, rates: Sequence[float], copy: Sequence[float]) -> dict[
 
 
 class Call:
-    """A kernel with its tensors: gradients of these shapes."""
+    """A kernel with its tensors: gradients with these shapes."""
 
     def __init__(self, kernel: Kernel, device: torch.device, shapes: Shapes) -> None:
         self.kernel = kernel
@@ -151,7 +152,8 @@ class Call:
         self.moved_bytes = kernel.moved_bytes * count
 
     def difference(self) -> str:
-        """In what the compiled kernel differs from the same in eager torch; empty if in nothing."""
+        """Difference between the compiled kernel and the same code in eager torch; empty if there
+        is none."""
         found = []
         for run in (self.run, self.plain):
             for gradient in self.written:
@@ -163,6 +165,6 @@ class Call:
 
 
 def _seconds(run: Callable[[], Any]) -> float:
-    """Of one of some calls in a row, which are waited for."""
+    """Seconds per call of several consecutive calls, which are waited for."""
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     return timer.timeit(REPEATS).mean

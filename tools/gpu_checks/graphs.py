@@ -33,8 +33,8 @@ TIMED_S: Final = 0.5
 
 
 def measure(site: Site, note: Note) -> None:
-    """Compare gradients with and without CUDA graphs, count those that are recorded, and time steps
-    that launch them."""
+    """Compare gradients with and without CUDA graphs, count recorded graphs, and time steps that
+    launch them."""
     device = torch.device(site.device)
     torch._inductor.config.compile_threads = 1 if site.is_small else min(8, site.cores)
     dist.init_process_group(site.backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -78,7 +78,7 @@ def measure(site: Site, note: Note) -> None:
 
 
 def _recorded_graphs(device: torch.device) -> int:
-    """CUDA graphs that this process has recorded since Dynamo was reset."""
+    """Number of CUDA graphs that this process has recorded since Dynamo was reset."""
     manager = None
     if device.type == "cuda":
         manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)

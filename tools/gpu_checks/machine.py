@@ -1,4 +1,5 @@
-"""What the checks run on, as a process of its own says it: the tool takes no memory of the GPU."""
+"""Describes the machine of the checks, from a separate process, so that the tool takes no GPU
+memory."""
 
 from __future__ import annotations
 
@@ -10,21 +11,21 @@ from dataclasses import dataclass
 from typing import Final
 
 OLDEST: Final = (2, 11)
-"""The oldest torch that is supported."""
+"""The oldest supported torch."""
 
 ANSWER_S: Final = 120.0
-"""At most, until torch says what it runs on."""
+"""Time limit until torch describes the machine, in seconds."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the checks run on.
+    """The machine that the checks run on.
 
     Attributes:
-        device: ``"cuda"``, ``"cpu"``, or empty where a GPU was asked for and there is none.
+        device: ``"cuda"``, ``"cpu"``, or empty if a GPU was requested and there is none.
         words: the GPU or the processor, and versions, for people; or why there is no GPU.
-        count: of GPUs.
-        memory_gib: of the GPU.
+        count: number of GPUs.
+        memory_gib: memory of the GPU.
     """
 
     device: str
@@ -34,7 +35,7 @@ class Machine:
 
 
 def ask_machine(device: str) -> Machine:
-    """What there is to run on: ``"cuda"``, or ``"cpu"``.
+    """Describe the machine; ``device`` is ``"cuda"`` or ``"cpu"``.
 
     Raises:
         RuntimeError: torch cannot be imported, or the GPU does not answer.

@@ -1,8 +1,9 @@
-"""A step under each method over the same without DDP, on two ranks and a network of several rates.
+"""The step of each method, relative to the step without DDP, on two ranks and a network of several
+rates.
 
-The processes of all methods are alive at a time and take turns in each round, so that they see the
-same machine; the rate is changed between rounds. On one GPU both ranks compute, with DDP or not,
-while NCCL sends through sockets as between machines.
+The processes of all methods are alive at the same time and take turns in each round, so that they
+see the same machine; the rate changes between rounds. On one GPU both ranks compute, with DDP or
+not, while NCCL sends through sockets as between machines.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ COMPARED: Final = (PLAIN, ONE_GRAPH, "DDPOptimizer", "torch concat", *OURS, AUTO
 COMPARED_IF_SMALL: Final = (PLAIN, ONE_GRAPH, "concat", AUTO)
 
 RATES: Final = ("25gbit", "100gbit", "10gbit")
-"""In this order, should time run out. ``"auto"`` plans for the first and is timed there alone."""
+"""In this order, in case time runs out. ``"auto"`` plans for the first rate and is timed only
+there."""
 
 RATES_IF_SMALL: Final = ("1gbit", "10gbit")
 
@@ -37,18 +39,19 @@ ROUND_S: Final = 0.4
 TURN_S: Final = 40.0
 START_S: Final = 120.0
 RESERVE_S: Final = 30.0
-"""Before the part's end all methods must have started, so that there is time to measure."""
+"""Seconds before the part's end by which all methods must have started, so that there is time to
+measure."""
 
 END_S: Final = 8.0
 STEP_GIB: Final = 11.0
-"""What a rank takes of the GPU in its first step, at most: GPT-2's some 9."""
+"""GPU memory that a rank needs for its first step, at most: some 9 for GPT-2."""
 
 TOLERANCE: Final = 2.0**-5
-"""Of a gradient under bf16 autocast, over its largest element: 8 eps of bf16. One that was not
-averaged, or not written, is wrong by half and more."""
+"""Largest allowed error of a gradient under bf16 autocast, divided by its largest element: 8 eps of
+bf16. The error of a gradient that was not averaged, or not written, is a half or more."""
 
 SLOW: Final = ("torch concat", AUTO)
-"""Methods whose start takes longest, so they start first."""
+"""Methods with the longest start, which start first."""
 
 
 def gpt2(site: Site, note: Note) -> None:
@@ -62,7 +65,7 @@ def resnet(site: Site, note: Note) -> None:
 
 
 def probe(site: Site, note: Note) -> None:
-    """Have two ranks wait for each other, which is an all-reduce, where those that are timed run.
+    """Make two ranks wait for each other, which is an all-reduce, in the place of the timed ranks.
 
     Raises:
         RanksFailed: NCCL's error.
@@ -73,12 +76,12 @@ def probe(site: Site, note: Note) -> None:
 
 
 def compare(site: Site, note: Note, kind: str, model: str) -> None:
-    """Measure all methods on a model of :mod:`gpu_checks.subjects`, and note the rows after each
+    """Measure all methods on a model of :mod:`gpu_checks.subjects`, and record the rows after each
     round."""
     names = [
         name
         for name in (COMPARED_IF_SMALL if site.is_small else COMPARED)
-        # In torch, all_reduce_coalesced of Gloo refuses tensors of a GPU.
+        # In torch, all_reduce_coalesced of Gloo refuses GPU tensors.
         if (name, site.backend, site.device) != ("coalesced", "gloo", "cuda")
     ]
     with best_network() as network:
@@ -109,13 +112,13 @@ def compare(site: Site, note: Note, kind: str, model: str) -> None:
 
 
 def place_of(site: Site, model: str, network: Network) -> Place:
-    """Where the ranks of a model run."""
+    """The place of the ranks of a model."""
     variables = {DIRECTORY_VARIABLE: str(Path(site.directory) / "profiles")}
     variables |= {f"{name}_SOCKET_IFNAME": network.interface for name in ("NCCL", "GLOO")}
     variables |= SOCKETS_ALONE
-    # Ranks have the GPU in turns: what one sends while the other computes has to be there.
+    # Ranks use the GPU in turns: data that one sends while the other computes has to be buffered.
     variables["NCCL_BUFFSIZE"] = str(2**24)
-    # One thread sends no more than some 25 Gbit/s.
+    # One thread sends at most some 25 Gbit/s.
     variables["NCCL_SOCKET_NTHREADS"] = "2"
     return site.place(
         RANKS,
@@ -128,21 +131,22 @@ def place_of(site: Site, model: str, network: Network) -> Place:
 
 
 class Starting:
-    """Starts methods side by side, compares their gradients with the reference's, and measures
-    their peaks."""
+    """Starts methods in parallel, compares their gradients with the reference's, and measures their
+    peak memory."""
 
     def __init__(self, compared: Comparison, place: Place, site: Site) -> None:
         self._compared, self._place, self._site = compared, place, site
 
     def run(self) -> None:
-        """Start all."""
+        """Start all methods."""
         methods, site = self._compared.methods, self._site
         reference = methods[1]
-        # In its first step a method has all in memory for as long as its backward is compiled.
+        # In its first step, a method keeps everything in memory as long as its backward is
+        # compiled.
         together = int(site.memory_gib / STEP_GIB / RANKS) if site.memory_gib else len(methods)
         few = max(1, min(together, len(methods)))
         self._all(self._launch, methods, "launched")
-        # While nothing else is on the network, "auto" measures it.
+        # "auto" measures the network while nothing else uses it.
         auto, *others = sorted(methods, key=lambda method: method.name != AUTO)
         self._wrap(auto)
         self._all(self._wrap, others, "wrapped")
@@ -170,14 +174,14 @@ class Starting:
         method.ask("wrap", timeout_s=self._left_s())
 
     def _start(self, method: Method) -> None:
-        # Tiny ones take turns on a few cores.
+        # Tiny methods take turns on a few cores.
         left_s = self._left_s() if self._site.is_small else min(START_S, self._left_s())
         started = method.ask("start", timeout_s=left_s)
         if started:
             self._compared.gradient_bytes = started[0].gradient_bytes
 
     def _plan(self, method: Method) -> None:
-        """Start ``"auto"`` once more: it plans from what the run before has measured."""
+        """Start ``"auto"`` once more: it plans from the measurements of the run before."""
         if method.name != AUTO:
             return
         method.planned_for = self._compared.rates[0]

@@ -1,4 +1,4 @@
-"""What is run, part by part. Nothing here imports torch: a list of parts must come at once."""
+"""The parts of the check. Nothing here imports torch, so that listing parts is fast."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from testing.scenarios.catalog import SCENARIOS
 from testing.scenarios.entries import MODES, Scenario
 
 OPTIONS: Final = ("plain", "scaling-", "reduce-")
-"""How features begin that are about the options of the flag: in all dtypes, on one rank and two."""
+"""Prefixes of features that test options of the flag: in all dtypes, on one rank and on two."""
 
 LOOPS: Final = (
     "backward-inside",
@@ -40,7 +40,7 @@ LOOPS: Final = (
     "bucket-view",
     "hook-bf16",
 )
-"""Features that depend on the device, or that trainers' loops are made of: on one rank."""
+"""Features that depend on the device, or that trainers' loops consist of: on one rank."""
 
 LOOPS_ON_TWO: Final = (
     "backward-inside",
@@ -51,13 +51,13 @@ LOOPS_ON_TWO: Final = (
     "optimizer-foreach",
     "batch-norm",
 )
-"""Those of them that more than one rank can break."""
+"""Those features that can fail only on more than one rank."""
 
 REGISTERED: Final = (
     *("plain", "no-sync", "kept-gradients", "added-gradients", "several-backwards", "static-graph"),
 )
-"""Features that are also trained in buckets that NCCL has registered: in which gradients of one
-round are there in the next."""
+"""Features that are also trained in buckets that NCCL has registered: gradients of one round exist
+in the next one."""
 
 NORMS: Final[Mapping[str, Mapping[str, Any]]] = {
     "layer_norm": {"place": "between", "norm": "layer_norm"},
@@ -71,37 +71,39 @@ NORMS: Final[Mapping[str, Mapping[str, Any]]] = {
 """Arguments of :func:`gpu_checks.targets.norms`."""
 
 NORM_EPS: Final = {"fp32": 2.0**13, "bf16": 2.0**2, "fp16": 2.0**5, "autocast": 2.0**18}
-"""2 ** -10 of a gradient's largest element in fp32, 2 ** -5 where anything is rounded to 16 bits; a
-gradient that is not written is wrong by far more."""
+"""2 ** -10 of a gradient's largest element in fp32, 2 ** -5 if anything is rounded to 16 bits; the
+error of a gradient that is not written is far larger."""
 
 NORM_PARTS: Final = 3
-"""Over how many parts they are dealt: each compiles on a core."""
+"""Number of parts that they are distributed over: each compiles on one core."""
 
 ROUGH_EPS: Final = 2.0**10
-"""For what rounds on a GPU: convolutions, for which cuDNN chooses a method by itself. What is not
-averaged, or overwritten too early, is wrong by some 2 ** 20 eps of fp32."""
+"""Tolerance of models that round on a GPU: convolutions, for which cuDNN chooses an algorithm. The
+error of a gradient that is not averaged, or is overwritten too early, is some 2 ** 20 eps of
+fp32."""
 
 CONVOLVED: Final = ("layouts", "batch-norm")
 
 FEATURE_PARTS: Final = {"concat": 3, "coalesced": 2}
-"""Over how many parts of two ranks the features of DDP are dealt: those that each check trains."""
+"""Number of parts with two ranks that the features of DDP are distributed over: those that each
+check trains."""
 
 FAILING_LAST: Final = ("failing", "in-parts-failing")
-"""Features with errors: what one leaves behind must not stop others."""
+"""Features with errors: a leftover of one must not stop others."""
 
 LATE_ON_A_GPU: Final = ("update-group-after-error",)
-"""A collective over Gloo that waits too long raises an error; NCCL takes down the process."""
+"""A collective over Gloo that waits too long raises an error; NCCL kills the process."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One training beside eager DDP.
+    """A training that is compared with eager DDP.
 
     Attributes:
-        scenario: what is trained.
-        mode: of ``FusionConfig``.
-        dtype: of its gradients.
-        needs_cuda: whether the CPU cannot do it.
+        scenario: the training.
+        mode: mode of ``FusionConfig``.
+        dtype: dtype of its gradients.
+        needs_cuda: whether the CPU cannot run it.
     """
 
     scenario: Scenario
@@ -117,16 +119,16 @@ class Check:
 
 @dataclass(frozen=True)
 class Part:
-    """What runs in a process of its own, and has a result of its own.
+    """A part of the check with its own process and its own result.
 
     Attributes:
-        name: for ``--only``.
-        measure: ``module:function``; it takes a :class:`gpu_checks.sites.Site` and a function that
-            notes a row. Empty: its checks are trained.
-        ranks: that reduce together.
-        checks: trainings beside eager DDP.
-        limit_s: at most.
-        least_s: with less time left, it is not begun.
+        name: name for ``--only``.
+        measure: ``module:function`` with the arguments :class:`gpu_checks.sites.Site` and a
+            function that records a row. If empty, the part's checks are trained.
+        ranks: number of ranks that reduce together.
+        checks: trainings that are compared with eager DDP.
+        limit_s: time limit.
+        least_s: the part is not started if less time is left.
     """
 
     name: str
@@ -138,11 +140,11 @@ class Part:
 
     @property
     def mode(self) -> str:
-        """Of its checks."""
+        """The mode of its checks."""
         return self.checks[0].mode if self.checks else ""
 
     def checks_on(self, device: str) -> tuple[Check, ...]:
-        """Those that a kind of device can do."""
+        """The checks that a kind of device can run."""
         return tuple(check for check in self.checks if device == "cuda" or not check.needs_cuda)
 
 
@@ -154,7 +156,7 @@ def _trained(what: str, mode: str, ranks: int, checks: Iterable[Check], **limits
 def _dealt(
     what: str, mode: str, ranks: int, checks: Sequence[Check], parts: int, **limits: Any
 ) -> Iterator[Part]:
-    """Parts that have some checks together."""
+    """Parts that divide some checks among them."""
     for number in range(parts):
         yield _trained(f"{what}-{number + 1}", mode, ranks, checks[number::parts], **limits)
 
@@ -163,7 +165,7 @@ def _in_dtypes(mode: str, ranks: int, features: Iterable[Scenario]) -> Iterator[
     for scenario in features:
         made = replace(scenario, ranks=ranks)
         if scenario.feature in CONVOLVED:
-            # On a GPU, BatchNorm's compiled kernels round otherwise in each run, with DDP or not.
+            # On a GPU, BatchNorm's compiled kernels round differently in each run, with DDP or not.
             made = replace(made, tolerance_eps=ROUGH_EPS)
         if mode in scenario.modes:
             yield from (Check(made, mode, dtype) for dtype in scenario.dtypes)
@@ -187,7 +189,7 @@ def _norms(mode: str) -> Iterator[Part]:
 
 
 def _registered() -> Part:
-    """Nothing is sent on one rank; NCCL registers memory all the same."""
+    """One rank sends nothing, but NCCL registers memory nevertheless."""
     options = (("memory", "registered"),)
     chosen = [replace(ON_TWO[feature], options=options) for feature in REGISTERED]
     checks = [check for check in _in_dtypes("concat", 1, chosen) if check.dtype == "fp32"]
@@ -195,8 +197,8 @@ def _registered() -> Part:
 
 
 THIRDS_EPS: Final = 2.0**10
-"""Of fp32, in a mean of 2 ** 16 averages of bf16. Rounding leaves less than a tenth of it there,
-and NCCL's own averages are off by 2 ** 14 eps (tests/tools/test_gpu.py)."""
+"""Tolerance in eps of fp32, for a mean of 2 ** 16 averages of bf16. Rounding leaves less than a
+tenth of it there, and NCCL's own averages are off by 2 ** 14 eps (tests/tools/test_gpu.py)."""
 
 
 def _thirds() -> Part:
@@ -213,20 +215,20 @@ def _options(mode: str, ranks: int) -> Part:
 def _loops(mode: str, ranks: int) -> Part:
     chosen = [ON_TWO[feature] for feature in (LOOPS if ranks == 1 else LOOPS_ON_TWO)]
     target = "gpu_checks.targets:synced_batch_norm"
-    # Its collectives break the graph, and what is then left unfused is warned of.
+    # Its collectives break the graph, and a warning says what is then left unfused.
     options: dict[str, Any] = {"tolerance_eps": ROUGH_EPS, "becomes": "equal, unfused"}
     check = Check(Scenario("gpu", "sync-batch-norm", target, ranks, **options), mode, "fp32", True)
     return _trained("loops", mode, ranks, [*_in_dtypes(mode, ranks, chosen), check])
 
 
 def _features(mode: str) -> Iterator[Part]:
-    """All features of DDP, in the mode that a check has."""
+    """All features of DDP, in the mode that a check uses."""
     elsewhere = {*LOOPS_ON_TWO, *LATE_ON_A_GPU}
     chosen = [
         scenario
         for scenario in ON_TWO.values()
         if scenario.tested[:1] == (mode,) and scenario.feature not in elsewhere
-        # A GPU can have any torch.
+        # A GPU machine can have any torch.
         if not scenario.feature.startswith(OPTIONS) and not scenario.fails_on_oldest
     ]
     chosen.sort(key=lambda scenario: scenario.feature in FAILING_LAST)
@@ -235,7 +237,7 @@ def _features(mode: str) -> Iterator[Part]:
 
 
 def _measured() -> Part:
-    """Buckets chosen by what is measured: the network, and then the steps."""
+    """Buckets that are chosen from measurements: of the network, and then of the steps."""
     target = "gpu_checks.targets:measured"
     scenario = Scenario("gpu", "measured", target, 2)
     return Part("auto-2", ranks=2, checks=(Check(scenario, "auto", "fp32"),))
@@ -246,12 +248,12 @@ ON_TWO: Final = {
 }
 
 PROBE: Final = Part("nccl-on-one-gpu", "gpu_checks.net:probe", ranks=2, limit_s=35)
-"""Whether NCCL takes two ranks on one GPU."""
+"""Checks whether NCCL accepts two ranks on one GPU."""
 
 PARTS: Final = (
     *(part for mode in MODES for part in _norms(mode)),
     Part("net-gpt2", "gpu_checks.net:gpt2", ranks=2, limit_s=230, least_s=90),
-    # Short ones first: on an H200 what is before them took 270 s, and not all starts end in 85.
+    # Short ones first: on an H200, the parts before them took 270 s, and not all starts end in 85.
     Part("graphs", "gpu_checks.graphs:measure", limit_s=70),
     Part("copies", "gpu_checks.copies:measure", limit_s=60),
     Part("starts", "gpu_checks.starts:measure", limit_s=120),
@@ -265,4 +267,4 @@ PARTS: Final = (
     _measured(),
     *(part for mode in MODES for part in _features(mode)),
 )
-"""In the order in which they matter, should time run out."""
+"""In order of importance, in case time runs out."""

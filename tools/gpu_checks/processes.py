@@ -1,5 +1,5 @@
-"""Runs each part in a process of its own, within a time limit, leaves none behind, and keeps what
-has become of it.
+"""Runs each part in its own process within a time limit, leaves no process behind, and keeps the
+results.
 
 In that process: python -m gpu_checks.processes DIRECTORY
 """
@@ -32,25 +32,26 @@ MARK: Final = "GPU_PART"
 """Environment variable by which the processes of a part are known, whoever their parent is."""
 
 TASK: Final = "task.pickle"
-"""File of a part's directory: the part, and where it runs."""
+"""File in a part's directory: the part and its site."""
 
 ROWS: Final = "rows.jsonl"
-"""File with the rows that were noted, one a line."""
+"""File with the recorded rows, one per line."""
 
 STACKS_S: Final = 5.0
-"""How long before it is killed the part's process says where it hangs, and ends."""
+"""Time before the part's process is killed at which it writes where it hangs, and ends, in
+seconds."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a part.
+    """The result of a part.
 
     Attributes:
-        part: its name.
-        backend: of its process group.
-        seconds: how long it took.
-        rows: its table.
-        failure: why it has not come to its end; empty if it has.
+        part: name of the part.
+        backend: backend of its process group.
+        seconds: duration.
+        rows: rows of its table.
+        failure: why it did not finish; empty if it did.
     """
 
     part: str
@@ -64,13 +65,13 @@ class Result:
         return not self.failure and bool(self.rows) and all(row.is_right for row in self.rows)
 
     def write(self, directory: Path) -> None:
-        """Keep it there."""
+        """Write it to a directory."""
         (directory / f"{self.part}.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
 def run_part(part: Part, site: Site, *, work: Path, logs: Path, limit_s: float) -> Result:
-    """Run a part for so long at most, and end all that it has started, whatever happens. In the
-    directory ``work`` all parts have their kernels together."""
+    """Run a part within its time limit, and always end everything that it started. All parts share
+    the kernels in the directory ``work``."""
     start = time.monotonic()
     directory = Path(tempfile.mkdtemp(prefix="part-", dir=work))
     deadline = start + max(1.0, limit_s - STACKS_S)
@@ -103,14 +104,14 @@ def run_part(part: Part, site: Site, *, work: Path, logs: Path, limit_s: float) 
 
 
 def kill_parts(work: Path) -> None:
-    """End the processes of all parts that run there."""
+    """End the processes of all parts in this directory."""
     for directory in work.glob("part-*"):
         kill_marked(MARK, str(directory))
 
 
 def _rows(path: Path) -> tuple[Row, ...]:
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    # The last one can be torn where the process was killed.
+    # The last line can be incomplete if the process was killed.
     rows = [Row(**json.loads(line)) for line in lines if line.endswith("\n")]
     return tuple({row.title: row for row in rows}.values())
 
@@ -119,12 +120,12 @@ def _rows(path: Path) -> tuple[Row, ...]:
 
 
 def main(arguments: list[str]) -> int:
-    """Measure or train, and write each row as it is known; 1 if that cannot go on to the end."""
+    """Measure or train, and write each row as soon as it is known; 1 if that does not finish."""
     directory = Path(arguments[0])
     part: Part
     site: Site
     part, site = pickle.loads((directory / TASK).read_bytes())
-    # Says where it hangs; and a process whose tool is gone does not stay behind.
+    # Writes where it hangs; and a process whose tool is gone does not stay behind.
     faulthandler.dump_traceback_later(max(0.1, site.deadline - time.monotonic()), exit=True)
     status = 0
     with (directory / ROWS).open("a") as file:
@@ -142,7 +143,7 @@ def main(arguments: list[str]) -> int:
             status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # What would follow waits for process groups that others may have left.
+    # A normal exit would wait for process groups that others may have left.
     os._exit(status)
 
 

@@ -1,4 +1,4 @@
-"""Where a part runs. Nothing here imports torch."""
+"""The place where a part runs. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from benches.processes import Place, cores_of
 from benches.results import Row
 
 Note = Callable[[Row], None]
-"""Takes a row of a part's table as soon as it is known; a later one of its title replaces it."""
+"""Records a row of a part's table as soon as it is known; a later row with the same title replaces
+it."""
 
 MPS: Final = "CUDA_MPS_PIPE_DIRECTORY"
-"""Environment variable: by which processes find NVIDIA's Multi-Process Service, which runs the
-kernels of several at a time. Without it they have the GPU in turns of milliseconds, which each
-all-reduce between them waits for."""
+"""Environment variable with which processes find NVIDIA's Multi-Process Service, which runs the
+kernels of several processes at the same time. Without it, they use the GPU in turns of
+milliseconds, which each all-reduce between them waits for."""
 
 MPS_COMMAND: Final = "nvidia-cuda-mps-control"
 MPS_PATHS: Final = ("/usr/local/nvidia/bin", "/usr/local/cuda/bin", "/usr/bin")
@@ -28,18 +29,19 @@ MPS_ANSWER_S: Final = 10.0
 
 @dataclass(frozen=True)
 class Site:
-    """Where a part runs.
+    """The place where a part runs.
 
     Attributes:
-        device: ``"cuda"`` or ``"cpu"``. On the CPU all is tiny: it shows that the checks work.
-        backend: of the process group.
-        directory: for files of the part.
-        cores: that it may use.
-        gpus: how many there are.
-        memory_gib: of the device; 0 on the CPU.
-        mps: directory of the service that runs the kernels of two ranks of one GPU at a time; empty
-            without it.
-        deadline: by the clock ``time.monotonic``, which all processes of a machine share.
+        device: ``"cuda"`` or ``"cpu"``. On the CPU everything is tiny: it shows that the checks
+            work.
+        backend: backend of the process group.
+        directory: directory for files of the part.
+        cores: cores that it may use.
+        gpus: number of GPUs.
+        memory_gib: memory of the device; 0 on the CPU.
+        mps: directory of the service that runs the kernels of two ranks on one GPU at the same
+            time; empty without it.
+        deadline: time of ``time.monotonic``, which all processes of a machine share.
     """
 
     device: str
@@ -56,8 +58,8 @@ class Site:
         return self.device == "cpu"
 
     def place(self, ranks: int, **options: Any) -> Place:
-        """Where ranks run here: two share one GPU where there is but one. ``options`` are those of
-        :class:`benches.processes.Place`, beside or in the place of these."""
+        """The place of ranks: two share a GPU if there is only one. ``options`` are further or
+        other options of :class:`benches.processes.Place`."""
         given: dict[str, Any] = {
             "directory": Path(self.directory),
             "cores": cores_of(ranks, range(self.cores)),
@@ -71,7 +73,8 @@ class Site:
             given["variables"] |= {"CUDA_VISIBLE_DEVICES": ""}
         elif ranks > self.gpus:
             given["variables"] |= {MPS: self.mps} if self.mps else {}
-            # Told that each is on a machine of its own, NCCL takes them, and sends through sockets.
+            # If NCCL is told that each rank is on a machine of its own, it accepts them, and sends
+            # through sockets.
             given["prefixes"] = tuple(
                 (*prefix, "env", f"NCCL_HOSTID=rank-{rank}")
                 for rank, prefix in enumerate(given["prefixes"])
@@ -80,12 +83,12 @@ class Site:
 
 
 def control_mps(directory: Path, *arguments: str, words: str = "") -> bool:
-    """Start a service of our own (``-d``), or tell it something; whether that went well. No setting
-    of the GPU changes."""
+    """Start our own service (``-d``), or send it a command; whether that succeeded. No setting of
+    the GPU changes."""
     directory.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join([os.environ.get("PATH", ""), *MPS_PATHS])
     variables = {**os.environ, MPS: str(directory), "CUDA_MPS_LOG_DIRECTORY": str(directory)}
-    # Of the service, which holds what it inherits, nobody reads.
+    # Nobody reads the output of the service, which keeps inherited files open.
     nowhere = subprocess.DEVNULL
     try:
         done = subprocess.run(

@@ -1,6 +1,5 @@
-"""From the wrapping in DDP to the end of the first step: with an empty compiler cache, and with
-what the first start has left there; and CPU seconds of a step, which the host needs to launch
-it."""
+"""Time from the wrapping in DDP to the end of the first step, with an empty compiler cache and with
+the cache of the first start; and CPU seconds of a step, which the host needs to launch it."""
 
 from __future__ import annotations
 
@@ -16,17 +15,17 @@ from gpu_checks.sites import Note, Site
 from workloads.ways import PLAIN
 
 COMPARED: Final = (PLAIN, "concat", "DDPOptimizer")
-"""Methods in their order, should time run out. Each takes half a minute."""
+"""Methods in their order, in case time runs out. Each takes half a minute."""
 
 COMPARED_IF_SMALL: Final = (PLAIN, "concat")
 KINDS: Final = ("cold", "warm")
 START_S: Final = 100.0
-"""At most, on a GPU."""
+"""Time limit on a GPU, in seconds."""
 
 STEPS: Final = 20
 
 COMPILE_THREADS: Final = 8
-"""At most: where the machine has the cores, torch takes 32 by default."""
+"""Maximum number: if the machine has the cores, torch uses 32 by default."""
 
 
 def measure(site: Site, note: Note) -> None:
@@ -62,7 +61,7 @@ def measure(site: Site, note: Note) -> None:
 
 
 def _start(cold: Method, warm: Method) -> dict[str, float | None]:
-    """Make a first step in each, and after the warm one some more; how long they take."""
+    """Run a first step in each, and more steps after the warm one; return the times."""
     found: dict[str, float | None] = {"cold s": None, "warm s": None, "CPU ms a step": None}
     for kind, method in zip(KINDS, (cold, warm), strict=True):
         method.ask("wrap")

@@ -1,5 +1,5 @@
-"""Models for steps and starts, with torch alone. Factories as
-:func:`workloads.models.users_subject` wants them: ``gpu_checks.subjects:gpt2``."""
+"""Models for steps and starts that need only torch. Factories for
+:func:`workloads.models.users_subject`: ``gpu_checks.subjects:gpt2``."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Made = tuple[nn.Module, Callable[[int], Batch]]
 GPT2: Final = Size(width=768, layers=12, rows=8, tokens=1024, channels=0)
 GPT2_VOCABULARY: Final = 50257
 SMALL: Final = Size(width=256, layers=2, rows=8, tokens=256, channels=0)
-"""What starts soon, and whose steps wait for the host."""
+"""A model that starts quickly, and whose steps wait for the host."""
 
 RESNET50: Final = Size(width=0, layers=0, rows=32, tokens=448, channels=64)
-"""Of :func:`workloads.models.subject`: 64 images of 224 pixels."""
+"""Size for :func:`workloads.models.subject`: 64 images of 224 pixels."""
 
 HEAD_WIDTH: Final = 64
 
 
 class Gpt(nn.Module):
-    """A decoder of the usual form without dropout, whose head is its embedding; its forward is the
-    loss of a batch."""
+    """A decoder of the usual form without dropout; its head shares the embedding's weight, and its
+    forward returns the loss of a batch."""
 
     def __init__(self, size: Size, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Gpt(nn.Module):
         norm = nn.LayerNorm(size.width)
         self.blocks = nn.TransformerEncoder(block, size.layers, norm, enable_nested_tensor=False)
         self.head = nn.Linear(size.width, vocabulary, bias=False)
-        # As GPT-2's: the embedding's own start would make logits of hundreds.
+        # As in GPT-2: the embedding's default initialization would make logits of hundreds.
         nn.init.normal_(self.tokens.weight, std=0.02)
         self.head.weight = self.tokens.weight
 
@@ -90,12 +90,12 @@ def gpt2() -> Made:
 
 
 def gpt() -> Made:
-    """A small one."""
+    """A small GPT."""
     return _gpt(SMALL)
 
 
 def tiny_gpt() -> Made:
-    """To see that everything runs."""
+    """A tiny GPT, to see that everything runs."""
     return _gpt(replace(TINY, layers=1))
 
 
@@ -105,5 +105,5 @@ def resnet50() -> Made:
 
 
 def tiny_resnet() -> Made:
-    """To see that everything runs."""
+    """A tiny ResNet, to see that everything runs."""
     return _resnet(TINY)

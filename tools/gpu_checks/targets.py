@@ -1,6 +1,7 @@
-"""What is trained beside eager DDP that the catalogue has not, as it needs a GPU or ``"auto"``.
+"""Trainings compared with eager DDP that are not in the catalogue, because they need a GPU or
+``"auto"``.
 
-Each takes a :class:`testing.scenarios.run.Run`, as the features of the catalogue do.
+Each takes a :class:`testing.scenarios.run.Run`, like the features of the catalogue.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from testing.scenarios.run import Run
 
 
 def measured(run: Run) -> None:
-    """``"auto"``, in buckets that are chosen from what all-reduces cost here."""
-    # Parameters stay whole numbers for as many steps as there are.
+    """``"auto"``, with buckets that are chosen from the measured costs of all-reduces."""
+    # Parameters stay integers for this number of steps.
     train(run, run.ddp(run.mlp()), steps=10, optimizer=sgd(0.0))
     if not run.is_fused:
         return
@@ -39,15 +40,15 @@ def synced_batch_norm(run: Run) -> None:
 
 
 def thirds(run: Run) -> None:
-    """Averages over three ranks. In 16 bits each is rounded by itself; what makes all of them too
-    large or too small shows in their mean."""
+    """Averages over three ranks. In 16 bits each is rounded separately; an error that makes all of
+    them too large or too small shows in their mean."""
     ddp, forward = run.compiled(nn.Linear(256, 256, bias=False).to(run.dtype))
 
     def draw(generator: torch.Generator, _: int) -> Batch:
         x, weights = (torch.rand(1, 256, generator=generator).to(run.dtype) for _ in range(2))
         return x, weights
 
-    for step in range(2):  # The second one in buckets that are rebuilt.
+    for step in range(2):  # The second backward uses rebuilt buckets.
         ddp.zero_grad()
         x, weights = run.drawn(draw, step)
         (forward(x) * weights).sum().backward()
@@ -60,14 +61,15 @@ def thirds(run: Run) -> None:
 
 ROWS: Final = 8192
 WIDTH: Final = 768
-"""At 5 * 2 ** 20 elements and more, orders are mixed."""
+"""From 5 * 2 ** 20 elements on, Inductor uses mix-order reductions."""
 
 SMALL_ROWS: Final = 64
 SMALL_WIDTH: Final = 32
-"""On the CPU."""
+"""Width on the CPU."""
 
 NAN_BYTES: Final = (*[2**30] * 2, *[2**18] * 64)
-"""What memory that nobody writes then holds: of the device's cache, large blocks and small ones."""
+"""Sizes of memory that is filled with NaN, to detect memory that is not written: large and small
+blocks of the device's cache."""
 
 
 class HandNorm(nn.Module):
@@ -93,9 +95,9 @@ class Norms(nn.Module):
     """Layers around norms.
 
     Args:
-        place: of norms: ``"post"``, ``"pre"``, or one ``"between"`` two linear layers.
-        width: of all layers.
-        norm: makes one.
+        place: place of norms: ``"post"``, ``"pre"``, or one ``"between"`` two linear layers.
+        width: width of all layers.
+        norm: makes a norm.
         autocasts: whether its forward runs under bf16 autocast.
     """
 
@@ -125,7 +127,7 @@ class Norms(nn.Module):
 
 
 def norms(run: Run, place: str, norm: str, *, autocasts: bool = False) -> None:
-    """Norms in sizes from which Inductor computes reductions over rows and over columns of one
+    """Norms of sizes for which Inductor computes reductions over rows and over columns of one
     tensor in one kernel (mix-order reductions)."""
     is_small = run.device.type == "cpu"
     rows, width = (SMALL_ROWS, SMALL_WIDTH) if is_small else (ROWS, WIDTH)
@@ -146,7 +148,7 @@ def norms(run: Run, place: str, norm: str, *, autocasts: bool = False) -> None:
 
 
 def _fill_with_nan(device: torch.device) -> None:
-    """Have memory that is taken next hold NaN."""
+    """Fill memory that is allocated next with NaN."""
     torch.cuda.empty_cache()
     blocks = [torch.full([size // 4], torch.nan, device=device) for size in NAN_BYTES]
     del blocks

@@ -1,5 +1,5 @@
-"""Trains entries of the catalogue beside eager DDP, one after the other, in ranks that go on as
-long as all of them come to the end of each."""
+"""Trains entries of the catalogue and compares them with eager DDP, one after the other, on ranks
+that are kept as long as all of them finish each training."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from testing.scenarios.outcomes import RankReport, judge
 WORKER: Final = "gpu_checks.training_rank"
 GROUP_TIMEOUT_S: Final = 40.0
 CHECK_S: Final = 100.0
-"""At most, for one training both ways on a GPU."""
+"""Time limit of one training, both ways, on a GPU, in seconds."""
 
 
 def run(part: Part, site: Site, note: Note) -> None:
-    """Train all checks of a part; a row for each."""
-    # Each rank has one thread, wherever it runs: parts run side by side.
+    """Train all checks of a part; one row each."""
+    # Each rank has one thread, because parts run in parallel.
     place = site.place(
         part.ranks,
         cores=(tuple(range(site.cores)),) * part.ranks,
@@ -42,7 +42,7 @@ def run(part: Part, site: Site, note: Note) -> None:
             note(row_of(check, reports, fate))
             fates = {report and bool(report.eager or report.fused) for report in reports}
             if ranks is not None and len(fates) > 1:
-                # One may have left a collective that another was in: what is next needs new ones.
+                # A collective may be left that another rank was in: the next check needs new ranks.
                 ranks.kill()
                 ranks = None
     finally:
@@ -51,7 +51,7 @@ def run(part: Part, site: Site, note: Note) -> None:
 
 
 def row_of(check: Check, reports: list[RankReport | None], fate: str) -> Row:
-    """The row of a training. Where a rank has no report, ``fate`` says why."""
+    """The row of a training. ``fate``: why a rank has no report."""
     outcome = judge(check.scenario, reports, fate=fate)
     is_right = outcome.kind in ("equal", check.scenario.becomes)
     words = outcome.words.partition("\n")[0]

@@ -1,1 +1,1 @@
-"""What ``tools/torch_tests.py`` is made of."""
+"""The parts of ``tools/torch_tests.py``."""

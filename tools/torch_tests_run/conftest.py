@@ -1,4 +1,4 @@
-"""What is said at the end of a run, beside pytest's own counts."""
+"""Summary at the end of a run, besides pytest's own counts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch_tests_run.known import read_known
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say in how many tests that pass the flag did something, and which known differences were run
-    and are left in none."""
+    """Print in how many passing tests the flag had an effect, and which known differences were run
+    and no longer differ."""
     passed, differing = (terminalreporter.stats.get(kind, []) for kind in ("passed", "xfailed"))
     runs = [dict(report.user_properties) for report in passed]
     averaged = sum(run["averaged"] > 0 for run in runs)

@@ -1,4 +1,4 @@
-"""Which of torch's tests end otherwise under the flag, and whether that is known."""
+"""Which of torch's tests end differently under the flag, and whether that is known."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ KNOWN = Path(__file__).with_name("known.json")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a test.
+    """The outcome of a test.
 
     Attributes:
         kind: how it ended.
         words: the last line of the error, or why it was skipped.
-        averaged: backwards that the package has averaged on rank 0.
+        averaged: number of backwards that the package averaged on rank 0.
     """
 
     kind: Kind
@@ -34,13 +34,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Known:
-    """A difference that is known.
+    """A known difference.
 
     Attributes:
-        test: its name, or a pattern.
-        words: part of the error; a test that fails with another has a new difference.
-        reason: why that is right, or which fault it is.
-        models: pattern.
+        test: name of the test, or a pattern.
+        words: part of the error; a test that fails with another error is a new difference.
+        reason: why that is right, or which bug it is.
+        models: pattern for the models.
     """
 
     test: str
@@ -61,8 +61,8 @@ def read_known() -> tuple[Known, ...]:
 
 
 def judge(reference: Outcome, outcome: Outcome, known: Iterable[Known]) -> None:
-    """Fail where a test that passes without the flag does not pass under it. Skip one that does not
-    pass without; ``xfail`` where the difference is known."""
+    """Fail if a test that passes without the flag does not pass under it. Skip a test that does not
+    pass without it; ``xfail`` if the difference is known."""
     if reference.kind != "passed":
         pytest.skip(f"{reference.kind} without the flag: {reference.words}")
     if outcome.kind == "passed":

@@ -1,5 +1,5 @@
-"""Runs one of torch's DDP tests in a process of its own, which forks the test's ranks, and leaves
-none behind.
+"""Runs one of torch's DDP tests in its own process, which forks the test's ranks, and leaves no
+process behind.
 
 Runs under the flag import the package with ``FUSION_PASSES_DDP_FUSION`` set. Without the flag it is
 not even imported.
@@ -32,17 +32,18 @@ PACKAGE = "fusion_passes"
 LOG, RESULT = "log.txt", "result.json"
 
 LIMIT = "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"
-"""Variable with torch's own time limit, in seconds: it then prints where the ranks hang."""
+"""Environment variable with torch's own time limit in seconds, after which it prints where the
+ranks hang."""
 
 LIMIT_S = 290
 KILLED_S = 10.0
-"""How long after that time limit a run is killed."""
+"""Time after that limit at which a run is killed, in seconds."""
 
 TAIL = 4000
-"""Characters of the log that an error is looked for in, if a test died without a word."""
+"""Number of characters of the log that are searched for an error, if a test ended without one."""
 
 MAX_WORDS = 300
-"""Characters."""
+"""Maximum length of an error, in characters."""
 
 _ERROR = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Warning|Interrupt|Exit|Failure)\b")
 
@@ -50,11 +51,11 @@ _ENVIRONMENT = {
     "BACKEND": "gloo",
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    # Kernels are shared between runs, for time; graphs are not: each run runs the passes.
+    # Kernels are shared between runs to save time; graphs are not: each run runs the passes.
     "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
     "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
 }
-"""Of all runs; before torch is imported."""
+"""Environment of all runs, set before torch is imported."""
 
 _PRELOADED = (
     "torch._dynamo.compiled_autograd",
@@ -66,8 +67,8 @@ _PRELOADED = (
 
 
 def prepare() -> None:
-    """Set the environment of all runs, and import what each needs, once: a test takes less than its
-    imports do."""
+    """Set the environment of all runs, and import their common modules once: a test takes less time
+    than its imports."""
     assert PACKAGE not in sys.modules, "runs without the flag are without the package"
     os.environ |= _ENVIRONMENT
     os.environ.setdefault(LIMIT, str(LIMIT_S))
@@ -77,8 +78,8 @@ def prepare() -> None:
 
 
 def run_one(test: TorchTest, models: Models, mode: str = "") -> Outcome:
-    """Run a test, under the flag where there is a mode, print what it prints, and kill what it
-    leaves running."""
+    """Run a test, under the flag if there is a mode, print its output, and kill the processes that
+    it leaves."""
     limit_s = float(os.environ.get(LIMIT, LIMIT_S))
     with tempfile.TemporaryDirectory(prefix="torch-tests-") as name:
         directory = Path(name)
@@ -106,8 +107,8 @@ def run_one(test: TorchTest, models: Models, mode: str = "") -> Outcome:
 
 
 def _run_in_session(test: TorchTest, models: Models, mode: str, directory: Path) -> None:
-    """What the forked process does; its ranks stay in its session, so that killing that reaches all
-    of them."""
+    """The main function of the forked process; its ranks stay in its session, so that killing the
+    session reaches all of them."""
     os.setsid()
     output = os.open(directory / LOG, os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
@@ -121,21 +122,21 @@ def _run_in_session(test: TorchTest, models: Models, mode: str, directory: Path)
     (directory / RESULT).write_text(json.dumps(dataclasses.asdict(outcome)))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(0)  # A thread that is left could keep it from ending.
+    os._exit(0)  # A remaining thread could keep it from ending.
 
 
 def run_test(test: str, *, compiled: bool, directory: Path) -> Outcome:
-    """Run a test, in a process where it may leave anything behind. Each rank says in the directory
-    how much it has averaged."""
+    """Run a test in a process that may be left in any state. Each rank writes to the directory how
+    many backwards it averaged."""
     is_flagged = FLAG in os.environ
     if is_flagged:
         importlib.import_module(PACKAGE)
     elif compiled:
-        # The flag replaces what this does. With it, some tests fail without the flag.
+        # The flag replaces the effect of this. With it, some tests fail without the flag.
         importlib.import_module("torch._dynamo.config").__dict__["optimize_ddp"] = False
     case = _case(_load(compiled=compiled), directory if is_flagged else None)
     result = unittest.TestResult()
-    # A suite, not a case alone: it calls setUpClass.
+    # A suite instead of a case, because it calls setUpClass.
     unittest.TestSuite([case(test)]).run(result)
     counted = directory / "averaged-0"
     averaged = int(counted.read_text() or 0) if counted.exists() else 0
@@ -151,7 +152,7 @@ def run_test(test: str, *, compiled: bool, directory: Path) -> Outcome:
 
 
 def last_error(text: str) -> str:
-    """The line of a traceback that names its error: of several ranks' that of the first."""
+    """The line of a traceback with its error; of several ranks, that of the first."""
     first = text.partition("\nProcess 1 exited with")[0]
     lines = [line.strip() for line in first.splitlines() if line.strip()]
     named = [line for line in lines if _ERROR.match(line)]
@@ -167,7 +168,7 @@ def _load(*, compiled: bool) -> ModuleType:
     sys.modules[MODULE] = module
     tree = rewritten(path.read_text(), compiled=compiled)
     module.__dict__[COMPILED] = _compile
-    # Without this file's annotations from the future: torch looks at those of hooks.
+    # Without this file's annotations from the future, because torch inspects those of hooks.
     code = compile(tree, path, "exec", dont_inherit=True)
     exec(code, module.__dict__)
     module.__dict__["init_multigpu_helper"] = _one_device_for_each_rank
@@ -185,8 +186,8 @@ def _one_device_for_each_rank(world_size: int, _: str) -> dict[int, list[int]]:
 
 
 def _case(module: Any, directory: Path | None) -> type[unittest.TestCase]:
-    """Return the class of torch's tests over real processes. Each rank says in the directory, if
-    there is one, how many backwards it has averaged."""
+    """Return the class of torch's tests with real processes. Each rank writes to the directory, if
+    there is one, how many backwards it averaged."""
 
     class DdpTests(module.TestDistBackend, module.DistributedTest._DistTestBase):
         def setUp(self) -> None:  # noqa: N802 - unittest's name
@@ -206,5 +207,5 @@ def _case(module: Any, directory: Path | None) -> type[unittest.TestCase]:
 
 
 def _averaged() -> int:
-    """How many backwards the package has averaged."""
+    """Number of backwards that the package averaged."""
     return sum(item.count for item in sys.modules[PACKAGE].report().backwards)

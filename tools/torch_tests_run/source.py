@@ -1,10 +1,10 @@
-"""Reads torch's own tests of ``torch.distributed``: which of them are about DDP, and how they run
-where there is no GPU.
+"""Reads torch's own tests of ``torch.distributed``: which of them test DDP, and how they run
+without a GPU.
 
-Most of torch's DDP tests ask for two GPUs though DDP does the same on the CPU. Their source is
-rewritten while it is imported: ``.cuda(rank)`` goes, ``device=rank`` becomes ``device="cpu"``,
-``device_ids=[rank]`` becomes ``device_ids=None``, and the decorators that skip a test for want of
-GPUs go. What a test checks stays as it is, and so do the numbers of its lines.
+Most of torch's DDP tests require two GPUs although DDP does the same on the CPU. Their source is
+rewritten while it is imported: ``.cuda(rank)`` is removed, ``device=rank`` becomes
+``device="cpu"``, ``device_ids=[rank]`` becomes ``device_ids=None``, and decorators that skip a test
+without GPUs are removed. The checks of a test and its line numbers do not change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COMPILED = "_compiled"
 _NEEDS_RANKS = frozenset({"require_world_size", "require_exact_world_size", "skip_if_lt_x_gpu"})
 _NEEDS_GPU = frozenset({"skip_if_lt_x_gpu", "nccl_skip_if_lt_x_gpu", "skip_if_no_gpu"})
 _DEVICES = frozenset({"rank", "device", "device_id"})
-"""What torch's tests call the number of their GPU in ``.to(...)``."""
+"""Names that torch's tests use for the index of their GPU in ``.to(...)``."""
 
 _NOTHING_ON_CPU = frozenset({"set_device", "synchronize"})
 """Functions of ``torch.cuda`` that need no counterpart."""
@@ -37,8 +37,8 @@ class TorchTest:
     """One of torch's tests.
 
     Attributes:
-        name: of the method.
-        ranks: how many processes it needs.
+        name: name of the method.
+        ranks: number of processes that it needs.
     """
 
     name: str
@@ -75,7 +75,7 @@ def ddp_tests(source: str) -> list[TorchTest]:
 
 
 def _names(nodes: Iterable[ast.AST]) -> set[str]:
-    """Return each name and each attribute that is mentioned."""
+    """Return each mentioned name and attribute."""
     return {
         node.attr if isinstance(node, ast.Attribute) else node.id
         for root in nodes
@@ -96,15 +96,15 @@ def _ranks(test: ast.FunctionDef) -> int:
 
 
 def _last_name(node: ast.AST) -> str:
-    """Return ``c`` of ``a.b.c``, and ``""`` of what is no such name."""
+    """Return ``c`` of ``a.b.c``, and ``""`` for any other expression."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def rewritten(source: str, *, compiled: bool) -> ast.Module:
-    """Return the module for the CPU, in which each new DDP module goes through :data:`COMPILED`
-    where it is to be compiled."""
+    """Return the module for the CPU, in which each new DDP module is passed to :data:`COMPILED` if
+    it is to be compiled."""
     tree = _OnCpu(compiled=compiled).visit(ast.parse(source))
     assert isinstance(tree, ast.Module), "the root stays what it is"
     return ast.fix_missing_locations(tree)
@@ -127,7 +127,7 @@ class _OnCpu(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        # A table of what each backend can do, with "cuda" for a key, that is written elsewhere.
+        # A table of the features of each backend, with the key "cuda", that is defined elsewhere.
         is_table = _last_name(node.value) == "backend_feature"
         return node if is_table else self.generic_visit(node)
 
@@ -156,10 +156,10 @@ class _OnCpu(ast.NodeTransformer):
 
 
 def _skips_here(decorator: ast.expr) -> bool:
-    """Return whether a decorator skips a test for want of GPUs, or on every Linux.
+    """Return whether a decorator skips a test without GPUs, or on every Linux.
 
-    The latter says that a test is flaky on torch's own machines. Here one counts if it passes
-    without the flag.
+    The latter marks a test as flaky on torch's own machines. Here it counts if it passes without
+    the flag.
     """
     function = decorator.func if isinstance(decorator, ast.Call) else decorator
     if _last_name(function) in _NEEDS_GPU:

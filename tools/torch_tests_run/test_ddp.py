@@ -1,4 +1,4 @@
-"""The run of torch's tests: each under the flag, beside the same without."""
+"""Runs torch's tests, each under the flag and without it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _without_flag(test: TorchTest, models: Models) -> Outcome:
 def test_passes_as_without_the_flag(
     test: TorchTest, models: Models, mode: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """It passes under the flag too, or differs as the list says."""
+    """The test passes under the flag too, or differs as listed."""
     reference = _without_flag(test, models)
     outcome = run_one(test, models, mode) if reference.kind == "passed" else reference
     record_property("test", test.name)

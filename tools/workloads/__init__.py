@@ -1,1 +1,1 @@
-"""What the benches train: models, and the ways of reducing their gradients."""
+"""The models that the benches train, and the ways to reduce their gradients."""

@@ -22,9 +22,9 @@ class Subject:
     """A model and its data.
 
     Attributes:
-        build: makes the model. It is trained as ``model(*batch).backward()``: what it returns is
-            the loss, a scalar.
-        batch: makes the batch of a seed: ranks have different ones.
+        build: makes the model. It is trained as ``model(*batch).backward()``: it returns the loss,
+            a scalar.
+        batch: makes the batch of a seed, which differs between ranks.
     """
 
     build: Callable[[], nn.Module]
@@ -32,8 +32,8 @@ class Subject:
 
 
 class WithLoss(nn.Module):
-    """A model whose forward is the loss of a batch, a scalar, so that DDP and the compiler see all
-    of it."""
+    """A model whose forward returns the loss of a batch, a scalar, so that DDP and the compiler see
+    all of it."""
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor]) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class WithLoss(nn.Module):
 
 @dataclass(frozen=True)
 class Size:
-    """Of the models that a bench makes.
+    """Size of the models of a bench.
 
     Attributes:
-        width: of a transformer's or an MLP's layers.
-        layers: how many.
-        rows: of a batch: sequences, images or examples.
-        tokens: of a sequence; of an image, the edge in pixels is half of it.
-        channels: of a ResNet's first block, in 64ths of ResNet-50's.
+        width: width of a transformer's or an MLP's layers.
+        layers: number of layers.
+        rows: size of a batch: sequences, images or examples.
+        tokens: length of a sequence; the edge of an image in pixels is half of it.
+        channels: channels of a ResNet's first block, in 64ths of ResNet-50's.
     """
 
     width: int
@@ -67,11 +67,11 @@ SMALL = Size(width=256, layers=4, rows=4, tokens=128, channels=16)
 """About 17 MB of gradients."""
 
 TINY = Size(width=64, layers=3, rows=2, tokens=32, channels=4)
-"""To see that everything runs."""
+"""A size that shows that everything runs."""
 
 MEDIUM = Size(width=384, layers=6, rows=2, tokens=128, channels=32)
-"""Some 30 to 60 MB of gradients: a few DDP buckets of the default size, and a way over a network of
-1 Gbit/s that takes about as long as a step on a core of some 50 GFLOP/s."""
+"""Some 30 to 60 MB of gradients: a few DDP buckets of the default size, which take about as long on
+a network of 1 Gbit/s as a step on a core of some 50 GFLOP/s."""
 
 SIZES = {"tiny": TINY, "small": SMALL, "medium": MEDIUM}
 
@@ -86,15 +86,15 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def _language_loss(model: nn.Module, batch: Batch) -> Tensor:
-    # Not the model's own loss: that of GPT-2 warns in the middle of the compiled forward, which
-    # cuts it in two.
+    # Not the model's own loss: GPT-2's warns in the middle of the compiled forward, which splits it
+    # in two.
     logits: Tensor = model(input_ids=batch[0]).logits
     return F.cross_entropy(logits.flatten(0, 1), batch[0].flatten())
 
 
 def _language_model(kind: str, size: Size, **options: Any) -> nn.Module:
-    """A model of transformers' without dropout: its random numbers would cost the same everywhere,
-    and make runs differ."""
+    """A transformers model without dropout, whose random numbers would cost the same everywhere and
+    make runs differ."""
     import transformers
 
     options |= {"vocab_size": VOCABULARY, "num_attention_heads": size.width // 64}
@@ -125,13 +125,13 @@ def _llama(size: Size) -> nn.Module:
 
 
 class Bottleneck(nn.Module):
-    """Block of a ResNet: three convolutions beside a shortcut; four times ``width`` channels."""
+    """Block of a ResNet: three convolutions and a shortcut; ``width`` channels times four."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
         last = nn.BatchNorm2d(4 * width)
-        # Begun with all of its weight, sixteen blocks on a batch this small turn a rounding error
-        # into tenths of a gradient, and no two ways could be compared.
+        # With its full initial weight, sixteen blocks on a batch this small would amplify a
+        # rounding error to tenths of a gradient, and no two ways could be compared.
         nn.init.constant_(last.weight, 0.1)
         self.path = nn.Sequential(
             nn.Conv2d(channels, width, 1, bias=False),
@@ -153,7 +153,7 @@ class Bottleneck(nn.Module):
 
 
 def _resnet(size: Size) -> nn.Module:
-    """The blocks of ResNet-50, not as wide."""
+    """The blocks of ResNet-50, but narrower."""
     first = size.channels
     layers: list[nn.Module] = [nn.Conv2d(3, first, 7, 2, 3, bias=False), nn.BatchNorm2d(first)]
     layers += [nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
@@ -178,7 +178,8 @@ def _images(size: Size, seed: int) -> Batch:
 
 
 MLP_SCALE = 3
-"""An MLP is so much wider than a transformer of its size: it has one matrix a layer, not twelve."""
+"""Factor on the width of an MLP compared with a transformer of its size: it has one matrix per
+layer, not twelve."""
 
 
 def _mlp(size: Size) -> nn.Module:
@@ -251,14 +252,14 @@ MAKERS: dict[str, tuple[Callable[[Size], nn.Module], Callable[[Size, int], Batch
 
 
 def subject(name: str, size: Size) -> Subject:
-    """A model of ours in a size, or a user's own.
+    """One of this file's models in a size, or a user's model.
 
     Args:
         name: one of :data:`MAKERS`, or ``module:factory``: see :func:`users_subject`.
-        size: of a model of ours.
+        size: size of one of this file's models.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no model with that name.
     """
     if ":" in name:
         return users_subject(name)

@@ -1,4 +1,4 @@
-"""The ways of reducing gradients that are compared: each makes a training step."""
+"""The ways to reduce gradients that are compared: each makes a training step."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from torch.nn.parallel import DistributedDataParallel
 from workloads.models import Batch, Subject
 
 Style = Literal["eager", "outside", "inside"]
-"""How a step runs: not compiled; the forward compiled and its backward called outside of it; both
-in one compiled step, the backward traced by compiled autograd."""
+"""How a step runs: uncompiled; with a compiled forward and the backward outside of it; or both in
+one compiled step, whose backward compiled autograd traces."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way of reducing gradients.
+    """A way to reduce gradients.
 
     Attributes:
         style: how a step runs.
-        reducer: DDP's: ``"c++"``, ``"python"``, or ``"none"`` without DDP.
-        fusion: value of ``ddp_fusion``; ours only.
-        memory: of buckets, as ``FusionConfig`` has it; ours only.
-        is_traced: whether its backward is traced by compiled autograd, outside of a compiled step.
+        reducer: DDP's reducer: ``"c++"``, ``"python"``, or ``"none"`` without DDP.
+        fusion: value of ``ddp_fusion``; only for this package.
+        memory: memory of buckets, as in ``FusionConfig``; only for this package.
+        is_traced: whether compiled autograd traces its backward, outside of a compiled step.
         passes: torch's own fusion passes.
         bucketing: whether torch's ``bucket_all_reduces_fx`` is on.
         overlap: whether torch's overlap scheduling is on, with bucketing.
-        caps: whether the size of its buckets can be chosen.
-        optimizes: whether DDPOptimizer may cut the compiled forward.
+        caps: whether its bucket size can be chosen.
+        optimizes: whether DDPOptimizer may split the compiled forward.
     """
 
     style: Style
@@ -54,27 +54,27 @@ class Way:
 
     @property
     def measures_network(self) -> bool:
-        """Whether it chooses its buckets by what it measures when DDP is constructed."""
+        """Whether it chooses its buckets from measurements when DDP is constructed."""
         return self.fusion == "auto"
 
     @property
     def has_ddp(self) -> bool:
-        """Whether gradients are reduced at all; the others are limits."""
+        """Whether gradients are reduced at all; the other ways are lower bounds."""
         return self.is_ours or self.reducer != "none"
 
     @property
     def compiles_the_same(self) -> bool:
-        """Whether what is compiled under ``no_sync`` is what runs without."""
+        """Whether it runs the same compiled code under ``no_sync`` and without."""
         return self.has_ddp and self.style != "inside" and not self.is_traced
 
 
 PLAIN: Final = "no DDP"
 TRACED: Final = "no DDP, traced backward"
-"""What compiled autograd alone costs: no way that it traces can do without."""
+"""The cost of compiled autograd alone, a lower bound of the ways that use it."""
 EAGER: Final = "eager DDP"
 ONE_GRAPH: Final = "DDP, one graph"
-"""DDP's own reducer behind a compiled forward that DDPOptimizer does not cut: beside it, what
-differs is how gradients are reduced."""
+"""DDP's own reducer after a compiled forward that DDPOptimizer does not split: it differs from
+other ways only in how gradients are reduced."""
 AUTO: Final = "auto"
 
 WAYS: Final = {
@@ -96,7 +96,7 @@ WAYS: Final = {
 }
 
 OURS: Final = tuple(name for name, way in WAYS.items() if way.is_ours and way.caps)
-"""Ours with buckets of a fixed size."""
+"""This package's ways with buckets of a fixed size."""
 
 
 @dataclass
@@ -104,10 +104,10 @@ class Training:
     """A forward and backward of a model, with fresh gradients each time.
 
     Attributes:
-        model: without DDP.
+        model: the model without DDP.
         step: a forward of each batch, and one backward.
-        batches: of this rank.
-        kept_bytes: what DDP keeps between steps beside parameters and gradients.
+        batches: batches of this rank.
+        kept_bytes: memory that DDP keeps between steps besides parameters and gradients.
         ddp: the model in DDP; ``None`` without it.
     """
 
@@ -125,18 +125,18 @@ class Training:
 def prepare(
     way: Way, model: nn.Module, batches: tuple[Batch, ...], cap_mb: float | None
 ) -> Training:
-    """Make a training; the default process group must be there, except without DDP.
+    """Make a training; the default process group must exist, except without DDP.
 
     Args:
-        way: to train.
-        model: as :func:`built` makes it.
-        batches: of a step, each for a forward; there is one backward, of their sum.
-        cap_mb: of a bucket, in MiB; ``None`` is the way's own.
+        way: the way to train.
+        model: model from :func:`built`.
+        batches: batches of a step, each for a forward; there is one backward, of their sum.
+        cap_mb: size of a bucket in MiB; ``None``: the way's default.
     """
     configure(way)
     ddp = None
     if way.has_ddp:
-        # DDP asks for whole MiB, and takes others all the same.
+        # DDP asks for whole MiB, but accepts others.
         options = {} if cap_mb is None else {"bucket_cap_mb": cap_mb}
         ddp = DistributedDataParallel(model, **options)  # type: ignore[arg-type]
     configure_after_ddp(way, cap_mb)
@@ -152,10 +152,10 @@ def built(subject: Subject, device: torch.device) -> nn.Module:
 
 
 def configure(way: Way) -> None:
-    """Set what torch must know before DDP is constructed."""
+    """Change torch's settings that must be set before DDP is constructed."""
     torch._dynamo.config.compiled_autograd = way.style == "inside"
     if way.is_ours:
-        import fusion_passes  # It adds the flag; the others run without the package.
+        import fusion_passes  # It adds the flag; the other ways run without the package.
 
         options: dict[str, Any] = {"backward_graph": "compiled_autograd"} if way.is_traced else {}
         mode = cast("Any", way.fusion)
@@ -168,8 +168,8 @@ def configure(way: Way) -> None:
 
 
 def configure_after_ddp(way: Way, cap_mb: float | None) -> None:
-    """Set what DDP's constructor would overwrite: it switches torch's fusion on, and rounds its
-    bucket size down to whole MiB."""
+    """Change settings that DDP's constructor would overwrite: it switches torch's fusion on, and
+    rounds its bucket size down to whole MiB."""
     if way.reducer != "python":
         return
     inductor_config._fuse_ddp_communication = bool(way.passes)
@@ -180,7 +180,7 @@ def configure_after_ddp(way: Way, cap_mb: float | None) -> None:
     if way.bucketing:
         inductor_config.bucket_all_reduces_fx = "all"
         if cap_mb is not None:
-            # The FX graph cache pickles it into its key, which it could not do with a lambda.
+            # The FX graph cache pickles it into its key, which would fail for a lambda.
             size = functools.partial(_constant, cap_mb)
             inductor_config.bucket_all_reduces_fx_bucket_size_determinator = size
     if way.overlap:
@@ -190,7 +190,7 @@ def configure_after_ddp(way: Way, cap_mb: float | None) -> None:
 
 
 def _constant(cap_mb: float, _: int) -> float:
-    """The size of a bucket, whatever its number."""
+    """The size of a bucket, whatever its index."""
     return cap_mb
 
 

@@ -1,1 +1,1 @@
-"""What is tried: functions that train, each for one scenario or a few."""
+"""The features under test: functions that train, each for one or a few scenarios."""

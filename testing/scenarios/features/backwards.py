@@ -1,4 +1,5 @@
-"""What a backward is asked for, what gradients there are before it, and what reaches it."""
+"""Arguments of a backward, gradients that exist before it, and backwards that reach parameters in
+unusual ways."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from testing.scenarios.run import Run
 
 
 def twice(run: Run) -> None:
-    """Two backwards through one forward, with ``retain_graph``."""
+    """Two backwards through one forward, with ``retain_graph=True``."""
     ddp, forward = run.compiled(run.mlp())
     for step in range(3):
         ddp.zero_grad()
@@ -34,7 +35,7 @@ def twice(run: Run) -> None:
 
 
 def kept_under_no_sync(run: Run) -> None:
-    """What the forward has saved is needed a second time."""
+    """Two backwards through one forward under ``no_sync``, which needs the saved tensors twice."""
     layers = nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, 8)
     ddp, forward = run.compiled(nn.Sequential(*layers))
     with ddp.no_sync():
@@ -47,8 +48,8 @@ def kept_under_no_sync(run: Run) -> None:
 
 
 def gradient_penalty(run: Run) -> None:
-    """A loss that has gradients in it: of a model that is not compiled, for torch has no second
-    derivative of one that is."""
+    """A gradient penalty, of a model that is not compiled: torch has no second derivative of a
+    compiled one."""
     torch.manual_seed(0)
     layers = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, OUTPUTS)
     ddp = run.ddp(nn.Sequential(*layers))
@@ -62,7 +63,7 @@ def gradient_penalty(run: Run) -> None:
 
 
 def no_sync(run: Run) -> None:
-    """``no_sync`` around two backwards alone, and around a forward alone: the forward decides. A
+    """``no_sync`` around two backwards only, and around a forward only: the forward decides. A
     second backward through it is not averaged."""
     ddp, forward = run.compiled(run.mlp())
     for step in range(2):
@@ -80,7 +81,8 @@ def no_sync(run: Run) -> None:
 
 
 def local_gradients(run: Run) -> None:
-    """Under ``no_sync``, and by ``autograd.grad``: the graph reduces, but not in these."""
+    """Backwards under ``no_sync`` and ``autograd.grad``: the compiled graph could reduce, but not
+    in these."""
     ddp, forward = run.compiled(run.mlp(2))
     backwards(run, ddp, forward)
     ddp.zero_grad()
@@ -91,8 +93,8 @@ def local_gradients(run: Run) -> None:
 
 
 def note_grad(run: Run, model: nn.Module, loss: Tensor, label: str = "") -> None:
-    """Compare what ``torch.autograd.grad`` gives, but for the layouts: a backward that reduces
-    gradients gives them in those of the parameters, which no eager kernel knows of."""
+    """Compare the result of ``torch.autograd.grad``, except its layout: a backward that reduces
+    gradients returns them in the layout of the parameters, which no eager kernel knows."""
     gradients = [g.contiguous() for g in torch.autograd.grad(loss, list(model.parameters()))]
     run.note_values(**{f"{label}grad {n}": g for n, g in enumerate(gradients)})
 
@@ -110,8 +112,8 @@ def some_inputs(run: Run) -> None:
 
 
 def inputs_alone(run: Run) -> None:
-    """A backward for the inputs alone, and one that fails before its first gradient, of a module
-    with unused parameters: nothing has been averaged, and the next step goes on."""
+    """A backward for the inputs only, and one that fails before its first gradient, of a module
+    with unused parameters: nothing was averaged, and the next step continues."""
     ddp, forward = run.compiled(Branching(outputs=OUTPUTS), find_unused_parameters=True)
     for step in range(3):
         rows, _ = run.rows(step)
@@ -125,8 +127,8 @@ def inputs_alone(run: Run) -> None:
 
 
 def grad_of_inputs(run: Run) -> None:
-    """The gradient of the inputs by ``autograd.grad`` with ``retain_graph``, before the backward
-    through the same forward and between two steps."""
+    """The gradient of the inputs from ``autograd.grad`` with ``retain_graph=True``, before the
+    backward through the same forward and between two steps."""
     ddp, forward = run.compiled(run.mlp())
     for step in range(3):
         ddp.zero_grad()
@@ -140,7 +142,7 @@ def grad_of_inputs(run: Run) -> None:
 
 
 def loss_that_reads_a_parameter(run: Run) -> None:
-    """A part of the loss, which is not compiled, reads a parameter."""
+    """A part of the loss that is not compiled reads a parameter."""
     ddp, forward = run.compiled(run.mlp(2))
     backwards(run, ddp, forward, 1)
     ddp.zero_grad()
@@ -149,8 +151,8 @@ def loss_that_reads_a_parameter(run: Run) -> None:
 
 
 def flag_unset(run: Run) -> None:
-    """What was constructed and compiled under the flag goes on without it, with an evaluation in
-    between; also where some parameters are unused, other ones on each rank."""
+    """A module that was constructed and compiled under the flag continues without it, with an
+    evaluation in between; also with unused parameters that differ between ranks."""
     ddp, forward = run.compiled(run.mlp(2))
     branching, branches = run.compiled(Branching(outputs=OUTPUTS), find_unused_parameters=True)
     take = "ab"[dist.get_rank() % 2]
@@ -166,7 +168,7 @@ def flag_unset(run: Run) -> None:
 
 
 def flag_unset_with_a_hook(run: Run) -> None:
-    """The same with a communication hook of the user's own."""
+    """:func:`flag_unset` with a communication hook of the user's."""
     ddp, forward = run.compiled(run.mlp(2))
     HOOKS["summing"](run, ddp)
     backwards(run, ddp, forward, 2)
@@ -175,8 +177,8 @@ def flag_unset_with_a_hook(run: Run) -> None:
 
 
 def flag_around_construction(run: Run, *, style: Style = "outside", thread: bool = False) -> None:
-    """The flag is unset before anything is compiled or trained, which may be in a thread that has
-    never seen it."""
+    """The flag is unset before anything is compiled or trained; a thread that has never seen the
+    flag may train."""
     ddp = run.ddp(run.mlp(2))
     with torch._inductor.config.patch(ddp_fusion=None), ThreadPoolExecutor(1) as pool:
         if thread:
@@ -186,8 +188,8 @@ def flag_around_construction(run: Run, *, style: Style = "outside", thread: bool
 
 
 def flags_of_their_own(run: Run) -> None:
-    """Each module keeps the flag that it was constructed under, and one has none: each has a
-    backward of its own, and then one reaches two of them."""
+    """Each module keeps the flag that it was constructed under, and one has none. Each has a
+    backward of its own, and then one backward reaches two of them."""
     flags = (
         FusionConfig(mode="coalesced"),
         FusionConfig(scaling="bucket", bucket_cap_mb=1),
@@ -198,7 +200,7 @@ def flags_of_their_own(run: Run) -> None:
     trained = []
     for flag in flags if run.is_fused else (None,) * len(flags):
         with torch._inductor.config.patch(ddp_fusion=flag):
-            # Each on its own group: a traced backward has one module on each.
+            # Each module has its own group, because a traced backward has one module per group.
             trained.append(run.compiled(run.mlp(2), process_group=dist.new_group()))
     with torch._inductor.config.patch(ddp_fusion=None):
         for number, (ddp, forward) in enumerate(trained):
@@ -215,7 +217,7 @@ def flags_of_their_own(run: Run) -> None:
 
 
 def another_flag(run: Run) -> None:
-    """Another flag while it is trained: it keeps the one that it was constructed under."""
+    """The flag changes during training: the module keeps the one that it was constructed under."""
     ddp, forward = run.compiled(run.mlp(2))
     backwards(run, ddp, forward, 1)
     other = FusionConfig(mode="coalesced", bucket_cap_mb=3) if run.is_fused else None
@@ -228,19 +230,20 @@ def another_flag(run: Run) -> None:
 
 
 def assert_kept(model: nn.Module, before: list[Tensor | None]) -> None:
-    """Gradients that there were are the same tensors still, as with eager DDP."""
+    """Assert that gradients are still the same tensors, as with eager DDP."""
     kept = zip(model.parameters(), before, strict=True)
     assert all(old is None or old is parameter.grad for parameter, old in kept)
 
 
 def gradients_of(model: nn.Module) -> list[Tensor | None]:
-    """As they are, not copied."""
+    """The gradients themselves, not copies."""
     return [parameter.grad for parameter in model.parameters()]
 
 
 def kept_gradients(run: Run) -> None:
-    """They are averaged with what comes, in the tensors that ``.grad`` was: what was accumulated,
-    in a layout of its own; what some ranks and parameters have; zeros."""
+    """Existing gradients are accumulated and averaged in the tensors that ``.grad`` was:
+    accumulated ones, ones in another layout, ones that only some ranks and parameters have, and
+    zeros."""
     ddp, forward = run.compiled(run.mlp(2), bucket_cap_mb=2e-4)
     parameters: list[Any] = list(ddp.parameters())
     for step in range(6):
@@ -256,7 +259,7 @@ def kept_gradients(run: Run) -> None:
 
 
 def kept_unused(run: Run) -> None:
-    """The flags, which say what was used, lie in a bucket too, and nothing is added to them."""
+    """The used-parameter map lies in a bucket too, and nothing is accumulated into it."""
     ddp, forward = run.compiled(run.mlp(2), bucket_cap_mb=2e-4, find_unused_parameters=True)
     for step in range(4):
         backwards(run, ddp, forward, 1, first=step, zero="never", synced=step % 2 == 1)
@@ -264,7 +267,7 @@ def kept_unused(run: Run) -> None:
 
 
 def kept_in_a_graph(run: Run) -> None:
-    """On one rank a gradient that there is belongs to a graph of autograd."""
+    """On one rank, an existing gradient belongs to an autograd graph."""
     ddp, forward = run.compiled(run.mlp(2))
     backwards(run, ddp, forward, 1)
     for step in range(2):
@@ -278,7 +281,7 @@ def kept_in_a_graph(run: Run) -> None:
 
 
 class _Heads(nn.Module):
-    """Exact. Two outputs, each of layers of its own, which may be compiled alone."""
+    """Exact. Two outputs, each of its own layers, which may be compiled separately."""
 
     def __init__(self, run: Run, depth: int = 1, *, are_compiled: bool = False) -> None:
         super().__init__()
@@ -290,7 +293,7 @@ class _Heads(nn.Module):
 
 
 def several_outputs(run: Run, *, are_compiled: bool = False) -> None:
-    """A backward from each output, of one graph or of a graph each."""
+    """A backward from each output, of one graph or of one graph each."""
     ddp = run.ddp(_Heads(run, are_compiled=are_compiled))
     forward = ddp if are_compiled else run.compile(ddp)
     for step in range(3):
@@ -303,8 +306,8 @@ def several_outputs(run: Run, *, are_compiled: bool = False) -> None:
 
 
 def backwards_of_one_round(run: Run) -> None:
-    """Nothing but the backward is compiled. Each reaches its part of the parameters, and on one
-    rank with another plan. Nothing is left in the group's store."""
+    """Only the backward is compiled. Each backward reaches a part of the parameters, on one rank
+    with another plan. Nothing is left in the group's store."""
     ddp = run.ddp(_Heads(run, 2))
     store: Any = ddp.process_group.get_group_store()
     for step in range(4):
@@ -319,7 +322,7 @@ def backwards_of_one_round(run: Run) -> None:
 
 
 class _Detached(Exact, body=WIDTH, head=OUTPUTS):
-    """Exact. The head is given the body's output without its graph, and both are outputs."""
+    """Exact. The head gets the detached output of the body, and both are outputs."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         features = self.body(x)
@@ -328,9 +331,9 @@ class _Detached(Exact, body=WIDTH, head=OUTPUTS):
 
 
 def head_then_body(run: Run, *, finds_unused: bool) -> None:
-    """A backward of the head, and another one of the body with the gradient that the first has
-    given. With ``find_unused_parameters=True`` that is an error of eager DDP, in whose first
-    backward the body counts as unused."""
+    """A backward of the head, and another one of the body with the gradient from the first. With
+    ``find_unused_parameters=True``, eager DDP raises an error: the body counts as unused in the
+    first backward."""
     ddp, forward = run.compiled(_Detached(), find_unused_parameters=finds_unused)
     for step in range(1 if finds_unused else 3):
         ddp.zero_grad()
@@ -345,9 +348,9 @@ def head_then_body(run: Run, *, finds_unused: bool) -> None:
 
 
 def cleared_between(run: Run) -> None:
-    """Each part has a backward, and clears its gradients right before it, as with an optimizer
-    each: those of the second are there when the first backward begins. Or all gradients are zeroed
-    between them."""
+    """Each part has its own backward and clears its gradients right before it, as with an optimizer
+    per part: gradients of the second part exist when the first backward begins. Or all gradients
+    are zeroed between the two."""
     ddp = run.ddp(_Heads(run, are_compiled=True))
     for step in range(6):
         inputs, factors = run.rows(step)
@@ -361,7 +364,7 @@ def cleared_between(run: Run) -> None:
 
 
 def set_meanwhile(run: Run) -> None:
-    """A hook sets or clears the gradients in the backward, before they are accumulated."""
+    """A hook sets or clears gradients during the backward, before they are accumulated."""
     ddp, forward = run.compiled(run.mlp(2))
 
     def set_all(value: float | None) -> None:
@@ -380,7 +383,7 @@ def set_meanwhile(run: Run) -> None:
 
 
 def must_raise(words: str, call: Callable[[], object]) -> None:
-    """Call what must raise an error with these words."""
+    """Call a function that must raise an error with these words."""
     text = "no error"
     try:
         call()
@@ -390,13 +393,13 @@ def must_raise(words: str, call: Callable[[], object]) -> None:
 
 
 def fail(_: Tensor) -> None:
-    """A hook."""
+    """A hook that raises."""
     raise RuntimeError("a hook fails")
 
 
 def failing(run: Run, model: str) -> None:
-    """Before and behind the graphs that average: gradients that there are stay the same tensors.
-    Eager DDP cannot go on."""
+    """Errors before and after the graphs that average: existing gradients stay the same tensors.
+    Eager DDP cannot continue."""
     ddp, forward = run.compiled(MODELS[model](run))
     backwards(run, ddp, forward, 1)
     before = gradients_of(ddp)
@@ -409,8 +412,8 @@ def failing(run: Run, model: str) -> None:
 
 
 def failing_late(run: Run) -> None:
-    """On rank 1 an error is raised at the end of the first backward, when all gradients are
-    averaged: the next steps go on."""
+    """On rank 1, an error is raised at the end of the first backward, after all gradients are
+    averaged: the next steps continue."""
     ddp, forward = run.compiled(run.mlp(2))
     inputs, factors = run.rows(0)
     inputs.requires_grad_()
@@ -420,7 +423,7 @@ def failing_late(run: Run) -> None:
         engine.queue_callback(lambda: fail(inputs))
 
     if dist.get_rank() == 1:
-        inputs.register_hook(fail_at_end)  # The last gradient of the backward.
+        inputs.register_hook(fail_at_end)  # It is the last gradient of the backward.
     loss = (forward(2 * inputs) * factors).sum()
     if dist.get_rank() == 1:
         must_raise("a hook fails", loss.backward)
@@ -439,7 +442,7 @@ def under_anomaly_mode(run: Run) -> None:
 
 
 def queued_callbacks(run: Run) -> None:
-    """A tensor's hook asks the engine for a call at the end of the backward."""
+    """A tensor's hook queues a callback for the end of the backward."""
     model, ran = run.mlp(), list[int]()
 
     def hook(gradient: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Where eager DDP can be wrong: without the flag, gradients are averaged by hand, in no DDP module.
+"""Cases in which eager DDP can be wrong: without the flag, gradients are averaged by hand, without
+a DDP module.
 
-The arguments of DDP for delayed reductions, whose collective eager DDP does not wait for; and
-parameters whose strides change after DDP is constructed, of which eager DDP mixes up the elements.
+These are DDP's arguments for delayed reductions, whose collective eager DDP does not wait for, and
+parameters whose strides change after DDP is constructed: eager DDP mixes up their elements.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from testing.scenarios.run import Run, synced_if
 
 
 def average(model: nn.Module) -> None:
-    """Average a model's gradients over all ranks, one by one; a parameter that has none on this
-    rank gets one."""
+    """Average a model's gradients over all ranks, one by one; a parameter without a gradient on
+    this rank gets one."""
     for parameter in model.parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -44,9 +45,9 @@ def train(
     micro_batches: int = 1,
     zero: Zero = "none",
 ) -> None:
-    """Backwards of a model: in DDP under the flag; else the bare one, averaged by hand. All but the
-    last micro-batch of a step are under ``no_sync``. ``takes``: by step and rank, what a model with
-    branches takes."""
+    """Run backwards of a model: in DDP under the flag, otherwise of the bare model, averaged by
+    hand. All but the last micro-batch of a step are under ``no_sync``. ``takes``: the branches of a
+    model with branches, by step and rank."""
     forward = run.compile(model) if is_compiled else model
     for step in range(steps):
         clear_gradients(model, zero, model.zero_grad)
@@ -61,7 +62,7 @@ def train(
 
 
 def wrapped(run: Run, model: nn.Module, **options: Any) -> nn.Module:
-    """A model in DDP under the flag, else the bare one."""
+    """A model in DDP under the flag, otherwise the bare model."""
     return run.ddp(model, **options) if run.is_fused else model.to(run.device)
 
 
@@ -69,8 +70,8 @@ def wrapped(run: Run, model: nn.Module, **options: Any) -> nn.Module:
 
 
 def delayed_in(run: Run, model: nn.Module, *names: str, hooked: str = "", **options: Any) -> Any:
-    """:func:`wrapped`, with the all-reduce of the parameters with these names delayed, until
-    ``hooked`` (by default, the first of these) has its gradient."""
+    """:func:`wrapped`, with the all-reduce of the named parameters delayed until ``hooked`` (by
+    default, the first of them) has its gradient."""
     known = dict(model.named_parameters())
     named = [(name, known[name]) for name in known if name.startswith(names)]
     return wrapped(
@@ -83,7 +84,8 @@ def delayed_in(run: Run, model: nn.Module, *names: str, hooked: str = "", **opti
 
 
 def delayed(run: Run, **how: Any) -> None:
-    """Of the first layer, of the last one, and of all; whole and in small buckets."""
+    """Delayed reductions of the first layer, of the last one, and of all layers; in one and in
+    small buckets."""
     for names in (("0.",), ("4.",), ("",)):
         for cap_mb in (None, 1e-4):
             model = delayed_in(run, run.mlp(), *names, bucket_cap_mb=cap_mb)
@@ -91,13 +93,13 @@ def delayed(run: Run, **how: Any) -> None:
 
 
 def delayed_eager(run: Run) -> None:
-    """Nothing is compiled."""
+    """Delayed reductions without a compiled graph."""
     train(run, delayed_in(run, run.mlp(), "2."), is_compiled=False, zero="kept")
 
 
 def delayed_options(run: Run) -> None:
-    """Of parameters that DDP is also told to ignore; of one of several dtypes; with other options
-    of DDP, which do not apply to them."""
+    """Delayed reductions of parameters that DDP is also told to ignore; of one of several dtypes;
+    with other options of DDP, which do not apply to them."""
     model = run.mlp()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
     ignored = delayed_in(run, model, "0.")
@@ -107,7 +109,7 @@ def delayed_options(run: Run) -> None:
     train(run, dtypes)
     train(run, delayed_in(run, run.mlp(), "2.", static_graph=True))
     train(run, delayed_in(run, run.mlp(), "2.", find_unused_parameters=True))
-    # Another weight on each rank, if DDP broadcasts nothing.
+    # Each rank has another weight if DDP broadcasts nothing.
     model = run.mlp()
     with torch.no_grad():
         model.get_parameter("0.weight").add_(dist.get_rank() if run.is_fused else 0)
@@ -117,8 +119,8 @@ def delayed_options(run: Run) -> None:
 
 
 def delayed_unused(run: Run, **options: Any) -> None:
-    """A delayed parameter that no rank uses, or one alone, has zeros there, and so has one that is
-    not hooked: in DDP too, which knows nothing of unused parameters otherwise."""
+    """A delayed parameter that no rank uses, or only one rank, has zeros there; so has one without
+    a hook. This holds in DDP too, which otherwise does not track unused parameters."""
     takes = [("abc", "bc"), ("bc", "bc"), ("bc", "abc"), ("abc", "abc")]
     for hooked in ("a.weight", "first.weight"):
         model = delayed_in(run, Branching(outputs=OUTPUTS), "a.", hooked=hooked, **options)
@@ -144,7 +146,7 @@ def delayed_repeated(run: Run) -> None:
 
 
 class _Table(nn.Module):
-    """Exact. A sparse table, rows of which are read by the signs of the inputs."""
+    """Exact. A sparse table whose rows are selected by the signs of the inputs."""
 
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
@@ -166,8 +168,8 @@ def delayed_sparse(run: Run) -> None:
 
 
 def delayed_instances(run: Run) -> None:
-    """Instances of one model, which share what is compiled: one without delayed reductions, one
-    with them, and a deep copy of that."""
+    """Instances of one model that share compiled code: one without delayed reductions, one with
+    them, and a deep copy of the second."""
     models = [wrapped(run, run.mlp()), delayed_in(run, run.mlp(), "2.")]
     models.append(copy.deepcopy(models[1]))
     for model in (*models, *models):
@@ -180,8 +182,8 @@ def delayed_instances(run: Run) -> None:
 
 
 class Strided(Exact):
-    """Exact. A convolution, and a square weight behind it, whose elements nobody can tell apart by
-    the shape."""
+    """Exact. A convolution, and a square weight after it, whose elements cannot be told apart by
+    shape."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -210,11 +212,11 @@ CHANGES: Final = {"channels last": _with_channels_last, "transposed": _transpose
 
 
 def strides_changed(run: Run, where: Sequence[int], **how: Any) -> None:
-    """The strides of parameters change before the first forward, after it, and after the buckets
-    are rebuilt: on these ranks."""
+    """On these ranks, the strides of parameters change before the first forward, after it, and
+    after the buckets are rebuilt."""
     for change in CHANGES.values():
         for step in range(3):
-            torch._dynamo.reset()  # It would compile no more of the same code at some point.
+            torch._dynamo.reset()  # Otherwise Dynamo would stop recompiling the code.
             model = wrapped(run, Strided())
             train(run, model, steps=step, **how)
             if dist.get_rank() in where:

@@ -1,5 +1,5 @@
-"""Collectives of the model's own on the process group, in its forward and in its backward, as
-``SyncBatchNorm`` has them on GPUs."""
+"""Collectives of the model on the process group, in its forward and in its backward, as in
+``SyncBatchNorm`` on GPUs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from testing.scenarios.run import Run
 
 
 class _Centred(nn.Module):
-    """Exact. Takes from each row the average over those of all ranks; in the graph, or between two
-    of them."""
+    """Exact. Subtracts from each row the average over the rows of all ranks; inside the graph, or
+    between two graphs."""
 
     def __init__(self, breaks: bool, group: dist.ProcessGroup | None) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class _Centred(nn.Module):
 
 
 class Synced(Exact, first=WIDTH):
-    """Exact. Layers between two such, in any order, some of which a step may leave out."""
+    """Exact. Layers between two such collectives, in any order; a step may skip some."""
 
     def __init__(
         self, breaks: bool = False, group: dist.ProcessGroup | None = None, names: str = "abc"
@@ -43,8 +43,8 @@ class Synced(Exact, first=WIDTH):
 
 
 class _Scaled(Exact, first=WIDTH, last=WIDTH):
-    """Exact. With one row the gradient of the scale is ready with those of the last layer, and
-    stored with them; with more rows a product of matrices is between them."""
+    """Exact. With one row, the gradient of the scale is ready together with those of the last
+    layer, and stored with them; with more rows, a matrix product is between them."""
 
     def __init__(self) -> None:
         super().__init__(scale=nn.Parameter(torch.empty(WIDTH)))
@@ -56,31 +56,31 @@ class _Scaled(Exact, first=WIDTH, last=WIDTH):
 
 
 def in_graphs(run: Run) -> None:
-    """In the graph, and between several."""
+    """Collectives in the graph, and between several graphs."""
     for breaks in (False, True):
         backwards(run, *run.compiled(Synced(breaks, names="a"), bucket_cap_mb=3e-4))
 
 
 def batch_sizes(run: Run) -> None:
-    """Other batch sizes on each rank, so other graphs: they launch these collectives and the
-    buckets in one order all the same. Two buckets are stored in each part of a backward."""
+    """Batch sizes, and so graphs, that differ between ranks: ranks launch these collectives and the
+    buckets in one order nevertheless. Two buckets are stored in each part of a backward."""
     ddp, forward = run.compiled(Synced(names="abc"), bucket_cap_mb=3e-4)
     for step, sizes in enumerate(((3, 2), (5, 1), (5, 1), (2, 4))):
         backwards(run, ddp, forward, 1, first=step, size=sizes[dist.get_rank()])
 
 
 def first_batch_sizes(run: Run) -> None:
-    """Other batch sizes on each rank from the first step on: the graph of the second rank, which
-    was compiled before there was a layout, stores other pieces than that of the first, which the
-    layout is made of."""
+    """Batch sizes that differ between ranks from the first step on. The graph of the second rank,
+    compiled before there was a layout, stores other pieces than that of the first rank, from which
+    the layout is made."""
     ddp, forward = run.compiled(_Scaled(), bucket_cap_mb=280 / 2**20)
     backwards(run, ddp, forward, 3, size=4 if dist.get_rank() == 0 else 1)
 
 
 def with_unused(run: Run) -> None:
-    """Ranks leave out layers between them, the same or not; in one graph, from the second step on,
-    and in several from the first. The layer that is always there is the first that a backward
-    reaches: eager DDP needs it."""
+    """Ranks skip layers between the collectives, the same ones or not: in one graph from the second
+    step on, in several graphs from the first. The layer that is always used is the first that a
+    backward reaches, because eager DDP needs it."""
     for breaks, takes in ((False, "ab b/ab"), (True, "ab/b ab b/ab")):
         model = Synced(breaks, names="ab")
         ddp = run.ddp(model, bucket_cap_mb=3e-4, find_unused_parameters=True)

@@ -1,4 +1,4 @@
-"""Hooks of users on tensors, parameters, layers and autograd's nodes."""
+"""Users' hooks on tensors, parameters, layers and autograd nodes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _double(parameter: Tensor) -> None:
 
 
 def come_and_go(run: Run) -> None:
-    """Hooks on parameters, put there and taken away between steps. They see the gradient of this
-    rank alone, and may change it."""
+    """Hooks on parameters that are registered and removed between steps. They see the gradient of
+    this rank only, and may change it."""
     ddp, forward = run.compiled(run.mlp(2))
     backwards(run, ddp, forward, 1)
     weight, bias = ddp.module[0].weight, ddp.module[0].bias
@@ -39,8 +39,8 @@ def come_and_go(run: Run) -> None:
 
 
 def in_order(run: Run, **loop: Any) -> None:
-    """Hooks on gradients and on parameters, put there before DDP was constructed and after, some of
-    which double what they get. What they see is what eager DDP shows them."""
+    """Hooks on gradients and on parameters, registered before and after DDP is constructed; some
+    double their gradient. They see the same gradients as with eager DDP."""
     seen: dict[str, Tensor] = {}
     model = run.mlp().to(run.device)
 
@@ -63,9 +63,10 @@ def in_order(run: Run, **loop: Any) -> None:
 
 
 def _hook_node(parameter: Tensor, seen: list[Tensor]) -> list[Any]:
-    """Put hooks on the node that accumulates a parameter's gradient, which note what they see. The
-    first one puts zeros in its place on rank 1; the second one lets time pass, in which a bucket
-    may be sent. Returns what removes them, and the node."""
+    """Register hooks on the ``AccumulateGrad`` node of a parameter that record the gradients they
+    see. On rank 1, the first hook replaces the gradient by zeros; the second one waits for a moment
+    in which a bucket could be launched. Return the function that removes the hooks, and the
+    node."""
     node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
 
     def before(gradients: Any) -> Any:
@@ -81,12 +82,11 @@ def _hook_node(parameter: Tensor, seen: list[Tensor]) -> list[Any]:
 
 
 def on_nodes(run: Run, *, is_compiled: bool = True, is_reentrant: bool = False) -> None:
-    """Hooks on the autograd nodes that accumulate gradients, put there and taken away between
-    steps. They see the gradient of this rank alone, and may change it: also where it comes from a
-    backward inside of a node."""
+    """Hooks on ``AccumulateGrad`` nodes that are registered and removed between steps. They see the
+    gradient of this rank only, and may change it, also if it comes from a nested backward."""
     seen: list[Tensor] = []
     model = Checkpointed(reentrant=True) if is_reentrant else run.mlp(2)
-    ddp, forward = run.compiled(model, bucket_cap_mb=1e-5)  # A bucket for each gradient.
+    ddp, forward = run.compiled(model, bucket_cap_mb=1e-5)  # One bucket per gradient.
     weight = model.get_parameter("layers.2.weight" if is_reentrant else "0.weight")
     forward = forward if is_compiled else ddp
     backwards(run, ddp, forward, 1)
@@ -99,8 +99,8 @@ def on_nodes(run: Run, *, is_compiled: bool = True, is_reentrant: bool = False) 
 
 
 def on_nodes_before(run: Run) -> None:
-    """The same, put there before the flag was set and DDP was constructed; gradients are kept, and
-    the backward is inside of the compiled function."""
+    """Hooks on nodes that are registered before the flag is set and DDP is constructed; gradients
+    are kept, and the backward is inside of the compiled function."""
     seen: list[Tensor] = []
     model = run.mlp(2).to(run.device)
     with torch._inductor.config.patch(ddp_fusion=None):
@@ -124,7 +124,7 @@ def on_modules(run: Run) -> None:
 
 
 def _average_over(group: Any, parameter: nn.Parameter) -> None:
-    """Line by line what DDP's own hook does, which is why it is easily taken for one."""
+    """A hook that does line by line the same as DDP's own hook, and could be mistaken for it."""
     assert parameter.grad is not None
     gradient = parameter.grad / group.size()
     gradient = functional_collectives.all_reduce(gradient, "sum", group)
@@ -132,7 +132,7 @@ def _average_over(group: Any, parameter: nn.Parameter) -> None:
 
 
 def users_average(run: Run) -> None:
-    """DDP over four ranks, but the last layer is averaged over pairs, by a hook of the user's."""
+    """DDP over four ranks, but a user's hook averages the last layer over pairs of ranks."""
     groups = [dist.new_group(list(pair)) for pair in PAIRS[0]]
     model, names = run.mlp(), ["4.weight", "4.bias"]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
@@ -143,13 +143,13 @@ def users_average(run: Run) -> None:
 
 
 class _Nested(Exact, layer=WIDTH):
-    """Exact. A compiled layer that is used one or two times. A hook on its first output calls
-    ``torch.autograd.grad`` through it, as models do whose backward solves an equation, and drops
-    what that gives.
+    """Exact. A compiled layer that is used once or twice. A hook on its first output calls
+    ``torch.autograd.grad`` through it and drops the result, as in models whose backward solves an
+    equation.
 
     Attributes:
-        uses: how often the layer is called.
-        of_weight: whether the hook asks for the weight's gradient too.
+        uses: number of calls of the layer.
+        of_weight: whether the hook also asks for the weight's gradient.
     """
 
     def __init__(self, run: Run, uses: int, *, of_weight: bool) -> None:
@@ -173,8 +173,8 @@ class _Nested(Exact, layer=WIDTH):
 
 
 def nested_grad(run: Run, *, uses: int, of_weight: bool = False) -> None:
-    """A backward inside of a backward, through a compiled forward that both reach. Its gradients
-    are no parameter's."""
+    """A nested backward through a compiled forward that the outer backward reaches too. Its
+    gradients belong to no parameter."""
     ddp = run.ddp(_Nested(run, uses, of_weight=of_weight))
     for step in range(3):
         ddp.zero_grad()
@@ -184,7 +184,7 @@ def nested_grad(run: Run, *, uses: int, of_weight: bool = False) -> None:
 
 
 def registered_meanwhile(run: Run, *, on_node: bool = False) -> None:
-    """A hook on the output registers one on the first weight, or on its autograd node, while the
+    """A hook on the output registers a hook on the first weight, or on its autograd node, while the
     backward runs."""
     ddp, forward = run.compiled(run.mlp(2))
     weight = ddp.module[0].weight

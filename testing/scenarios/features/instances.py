@@ -1,4 +1,4 @@
-"""DDP modules that share what was compiled, or a backward, and modules of other kinds."""
+"""DDP modules that share compiled code or a backward, and other kinds of modules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from testing.threads import run_at_once
 
 
 class _Named(DistributedDataParallel):
-    """Overrides some of what a managed module has of its own, and calls DDP's by its name."""
+    """Overrides some attributes of a managed module, and calls DDP's methods by its name."""
 
     calls: tuple[str, ...] = ()
 
@@ -40,7 +40,7 @@ class _Named(DistributedDataParallel):
 
 
 def subclass(run: Run) -> None:
-    """A class of the user's own; compiled, and as it is."""
+    """A user's subclass of DDP; compiled and uncompiled."""
     ddp = _Named(run.mlp(2).to(run.device))
     run.manage(ddp)
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
@@ -54,23 +54,23 @@ def subclass(run: Run) -> None:
 
 
 def replicated(run: Run) -> None:
-    """``replicate``."""
+    """Train a model with ``replicate``."""
     model: Any = run.mlp().to(run.device)
     replicate(model)
     forward = run.compile(model)
     backwards(run, model, forward, 1)
-    run.manage(replicate.state(model)._ddp)  # It was made by the first forward.
+    run.manage(replicate.state(model)._ddp)  # The first forward creates it.
     backwards(run, model, forward, 2, first=1)
 
 
 # --- Several modules in a step -------------------------------------------------------------------
 
 PAIRS = (((0, 1), (2, 3)), ((0, 2), (1, 3)))
-"""Two ways to cut four ranks into groups of two."""
+"""Two ways to divide four ranks into groups of two."""
 
 
 def two_groups(run: Run, **loop: Any) -> None:
-    """Two modules, each over other pairs of ranks."""
+    """Two modules, each over different pairs of ranks."""
     made = [[dist.new_group(list(pair)) for pair in pairs] for pairs in PAIRS]
     rank = dist.get_rank()
     first = run.ddp(run.mlp(2, models.WIDTH), process_group=made[0][rank // 2])
@@ -79,8 +79,8 @@ def two_groups(run: Run, **loop: Any) -> None:
 
 
 def one_before_the_other(run: Run) -> None:
-    """Two modules over the same group. The first is trained alone before both are compiled to one
-    graph, as in a GAN: it has buckets by then, and the second has none."""
+    """Two modules over the same group. The first is trained alone before both are compiled into one
+    graph, as in a GAN: it already has buckets then, and the second has none."""
     first, second = run.ddp(run.mlp(2, models.WIDTH)), run.ddp(run.mlp(2))
     forward = run.compile(first)
     for step in range(2):
@@ -90,15 +90,16 @@ def one_before_the_other(run: Run) -> None:
 
 
 def two_caps(run: Run) -> None:
-    """Both are compiled to one graph at first; one has a cap of its own and is cut into buckets."""
+    """Two modules that are first compiled into one graph; one has its own cap and gets several
+    buckets."""
     first = run.ddp(run.mlp(3, models.WIDTH))
     second = run.ddp(run.mlp(), bucket_cap_mb=300 / 2**20)
     train(run, nn.Sequential(first, nn.ReLU(), second), style="inside")
 
 
 def alternating(run: Run) -> None:
-    """Two modules with an optimizer and a backward of their own, as in a GAN: each in every other
-    step."""
+    """Two modules with their own optimizers and backwards, as in a GAN, trained in alternating
+    steps."""
     modules = [run.ddp(run.mlp()) for _ in range(2)]
     for ddp in modules * 2:
         train(run, ddp, steps=1)
@@ -108,8 +109,8 @@ def alternating(run: Run) -> None:
 
 
 def second_instance(run: Run) -> None:
-    """Dynamo has one graph for both, with the names of the first in its backward: they take turns,
-    on groups of their own, one of them accumulates, and the first is freed."""
+    """Two instances for which Dynamo has one graph, whose backward has the names of the first. They
+    alternate, on groups of their own; one of them accumulates, and the first is freed."""
     groups = [dist.group.WORLD, dist.new_group()]
     modules = [run.ddp(run.mlp(2), process_group=group) for group in groups]
     calls = [run.compile(ddp) for ddp in modules]
@@ -126,7 +127,7 @@ def second_instance(run: Run) -> None:
 
 
 def instances_in_parts(run: Run) -> None:
-    """They share the graphs of each part, and take turns."""
+    """Two instances that share the graphs of each part, and alternate."""
     modules = [run.ddp(InParts()) for _ in range(2)]
     calls = [run.compile(ddp) for ddp in modules]
     for number in (0, 1, 0, 1):
@@ -134,7 +135,8 @@ def instances_in_parts(run: Run) -> None:
 
 
 def instances_in_one_backward(run: Run) -> None:
-    """Their graph has the names of the first, and runs for both."""
+    """Two instances in one backward: the shared graph has the names of the first, and runs for
+    both."""
     modules = [run.ddp(run.mlp(2)) for _ in range(2)]
     first, second = (run.compile(ddp) for ddp in modules)
     for step in range(3):
@@ -142,7 +144,7 @@ def instances_in_one_backward(run: Run) -> None:
             ddp.zero_grad()
         y = linear_loss(first, run.rows(step))
         z = linear_loss(second, run.rows(step, 5))
-        if step == 0:  # Of the first alone: its names are prepared.
+        if step == 0:  # A backward of the first instance alone, so that its names are prepared.
             y.backward()
             z.backward()
         else:
@@ -152,7 +154,7 @@ def instances_in_one_backward(run: Run) -> None:
 
 
 def over_the_same_weights(run: Run) -> None:
-    """The module whose names are in the graph is gone."""
+    """Two DDP modules over the same weights: the module whose names are in the graph is gone."""
     model = run.mlp(2)
     forward = run.compile(model)
     for number in range(2):
@@ -166,7 +168,7 @@ def over_the_same_weights(run: Run) -> None:
 
 
 def over_the_same_weights_at_once(run: Run) -> None:
-    """Each is called in turn, and averages for both."""
+    """Two DDP modules over the same weights: each is called in turn, and averages for both."""
     model = run.mlp(2)
     modules = [run.ddp(model) for _ in range(2)]
     forwards = [run.compile(ddp) for ddp in modules]
@@ -177,7 +179,7 @@ def over_the_same_weights_at_once(run: Run) -> None:
 
 
 def in_a_thread(run: Run) -> None:
-    """A training in a thread that is not the main one, from the constructor on."""
+    """A training in a thread other than the main one, including the constructor."""
 
     def train() -> None:
         ddp, forward = run.compiled(run.mlp(2))
@@ -187,13 +189,13 @@ def in_a_thread(run: Run) -> None:
 
 
 def threads(run: Run) -> None:
-    """Two modules on groups of their own, each trained in a thread that sees the flag; one rank
-    starts them the other way round."""
+    """Two modules on their own groups, each trained in a thread that sees the flag; one rank starts
+    the threads in the other order."""
     _train_in_threads(run, run_at_once)
 
 
 def bare_threads(run: Run) -> None:
-    """The same in threads that do not see torch's options, from torch 2.13 on."""
+    """:func:`threads` with threads that do not see torch's options (from torch 2.13 on)."""
     with ThreadPoolExecutor(2) as pool:
         _train_in_threads(
             run, lambda functions: [f.result() for f in list(map(pool.submit, functions))]
@@ -223,14 +225,14 @@ def _train_in_threads(run: Run, run_all: Callable[[Sequence[Callable[[], None]]]
 
 
 def _of_own_reducer(run: Run) -> DistributedDataParallel:
-    """A module that DDP's own reducer trains; buckets are not for its gradients."""
+    """A module that DDP's own reducer trains; its gradients are not in buckets of the package."""
     ddp = DistributedDataParallel(models.mlp().to(run.device))
     ddp._register_buffer_comm_hook(None, lambda _, __: [])  # There are no buffers.
     return ddp
 
 
 def two_reducers(run: Run) -> None:
-    """A module that can be fused, and one that DDP's own reducer trains."""
+    """A module that can be fused, and a module that DDP's own reducer trains."""
     first, second = run.ddp(models.mlp(outputs=models.WIDTH)), _of_own_reducer(run)
     both = nn.ModuleDict({"fused": first, "other": second})
     calls = run.compile(first), run.compile(second)
@@ -238,6 +240,6 @@ def two_reducers(run: Run) -> None:
 
 
 def reducers_apart(run: Run) -> None:
-    """The same, one after the other."""
+    """Such two modules, one after the other."""
     for ddp in (_of_own_reducer(run), run.ddp(models.mlp())):
         backwards(run, ddp, run.compile(ddp))

@@ -1,4 +1,4 @@
-"""``join``: ranks that have run out of inputs take part in what the others reduce."""
+"""``join``: ranks that have run out of inputs take part in the reductions of the others."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def uneven(
     """Train with uneven inputs.
 
     Args:
-        steps: how many inputs each rank has, for each time that ranks are joined.
-        model: as of :func:`wrapped`, as are ``ddp`` and ``hook``.
+        steps: number of inputs of each rank, for each time that ranks are joined.
+        model: as in :func:`wrapped`, like ``ddp`` and ``hook``.
         by_initial: whether gradients are divided by the initial world size, or by the number of
-            ranks that have inputs.
-        loop: its fields.
+            ranks that still have inputs.
+        loop: fields of the loop.
     """
     joined = wrapped(run, model, ddp=ddp, hook=hook)
     if "takes" in loop:
@@ -48,34 +48,36 @@ def uneven(
 
 
 def _drop_zeros(ddp: nn.Module) -> None:
-    """Joined ranks of eager DDP say that they have used what any has used before: there a parameter
-    that no rank uses has a gradient of zeros, and here none."""
+    """Drop gradients of zeros. Joined ranks of eager DDP report each parameter as used that any
+    rank has used before: a parameter that no rank uses then has a gradient of zeros, and under the
+    flag none."""
     for parameter in ddp.parameters():
         if parameter.grad is not None and not parameter.grad.any():
             parameter.grad = None
 
 
 def static_graph(run: Run) -> None:
-    """With ``static_graph``; one rank has no inputs in later iterations, or in the first ones."""
+    """``join`` with ``static_graph``; one rank has no inputs in later iterations, or in the first
+    ones."""
     for steps in (((2, 4), (3, 1)), ((0, 3), (3, 1))):
         uneven(run, steps, ddp=_static_graph(run, steps))
 
 
 def static_graph_of_some(run: Run) -> None:
-    """With ``static_graph``, where no rank uses a branch, and one rank alone uses another one."""
+    """``join`` with ``static_graph``; no rank uses one branch, and only one rank uses another."""
     for steps in (((2, 4), (3, 1)), ((3, 0), (2, 1))):
         uneven(run, steps, model="branches", takes="b/", ddp=_static_graph(run, steps))
 
 
 def _static_graph(run: Run, steps: Steps) -> dict[str, bool]:
-    """The option, but where eager DDP ends with an error of Gloo's: if a rank has no inputs in the
-    first iteration, another option gives its gradients."""
+    """Set ``static_graph``, except for eager DDP if it ends with an error of Gloo's: if a rank has
+    no inputs in the first iteration, another option gives its gradients."""
     has_graph = all(steps[0]) or run.is_fused
     return {"static_graph" if has_graph else "find_unused_parameters": True}
 
 
 def beside_an_optimizer(run: Run) -> None:
-    """Joined with another joinable: the optimizer of torch that shards its state."""
+    """``join`` together with another joinable: torch's optimizer that shards its state."""
     ddp, forward = run.compiled(run.mlp())
     optimizer: Any = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=1.0)
     with Join([ddp, optimizer]):
@@ -85,7 +87,7 @@ def beside_an_optimizer(run: Run) -> None:
             run.note_backward(ddp)
             for parameter in ddp.parameters():
                 assert parameter.grad is not None
-                parameter.grad.sign_()  # Parameters stay whole numbers.
+                parameter.grad.sign_()  # Parameters stay integers.
             optimizer.step()
     run.note_end(ddp)
 

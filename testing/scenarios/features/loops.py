@@ -1,4 +1,4 @@
-"""One DDP module in one loop: what is trained in it, and how it is written."""
+"""One DDP module in one loop: its models, and the ways to write the loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from testing.scenarios.run import Run
 def wrapped(
     run: Run, model: str = "layers", *, ddp: Mapping[str, Any] | None = None, hook: str = ""
 ) -> Any:
-    """One of :data:`MODELS` in DDP with these options, and with one of :data:`HOOKS`, or none."""
+    """One of :data:`MODELS` in DDP with these options, and with one of :data:`HOOKS`, if any."""
     made = run.ddp(MODELS[model](run), **(ddp or {}))
     if hook:
         HOOKS[hook](run, made)
@@ -36,8 +36,8 @@ def plain(
     loss: str = "linear",
     **loop: Any,
 ) -> None:
-    """One forward, one backward, one step; the backward outside of the compiled model, if the
-    fields of the loop say nothing else. The loss is one of :data:`LOSSES`."""
+    """One forward, one backward, one step; the backward is outside of the compiled model unless the
+    fields of the loop say otherwise. The loss is one of :data:`LOSSES`."""
     train(run, wrapped(run, model, ddp=ddp, hook=hook), loss=LOSSES[loss], **loop)
 
 
@@ -45,27 +45,28 @@ def plain(
 
 
 def _of_halves(model: nn.Module, batch: Batch) -> Tensor:
-    """Of two forwards of the same module."""
+    """A loss of two forwards of the same module."""
     (x, y), (u, v) = (part.split(2) for part in batch)
     return linear_loss(model, (x, u)) + linear_loss(model, (y, v))
 
 
 def _behind_a_break(model: nn.Module, batch: Batch) -> Tensor:
-    """A graph break in a compiled step between the forward and the backward."""
+    """A loss after a graph break in a compiled step, between the forward and the backward."""
     value = linear_loss(model, batch)
     torch._dynamo.graph_break()
     return value
 
 
 def _hooked(model: nn.Module, batch: Batch) -> Tensor:
-    """The gradient of the outputs is doubled by a hook."""
+    """A loss whose outputs have a hook that doubles their gradient."""
     outputs: Tensor = model(batch[0])
     outputs.register_hook(lambda gradient: gradient * 2)
     return (outputs * batch[1]).sum()
 
 
 def _of_a_product(model: nn.Module, batch: Batch) -> Tensor:
-    """Of two forwards: the first has saved the buffers that the second gets from another rank."""
+    """A loss of two forwards: the first saved the buffers that the second receives from another
+    rank."""
     x, _ = batch
     return (model(x) * model(x.square())).exp().sum()
 
@@ -93,8 +94,8 @@ def autocast_of(run: Run) -> Loss:
 
 
 def forwards_then_backwards(run: Run) -> None:
-    """Two forwards, and then the backward of each; the first under ``no_sync``, as a schedule of
-    micro-batches does it."""
+    """Two forwards, and then the backward of each; the first under ``no_sync``, as in a schedule of
+    micro-batches."""
     ddp, forward = run.compiled(run.mlp())
     for step in range(3):
         ddp.zero_grad()
@@ -109,7 +110,7 @@ def forwards_then_backwards(run: Run) -> None:
 
 
 def evaluation(run: Run) -> None:
-    """Forwards without gradients between the steps."""
+    """Forwards without gradients between steps."""
     ddp = run.ddp(run.mlp())
 
     def evaluate(step: int) -> None:
@@ -123,7 +124,7 @@ def evaluation(run: Run) -> None:
 
 
 def marked_dynamic(run: Run, **loop: Any) -> None:
-    """``mark_dynamic`` on the batch, which allows no compile to fix its size."""
+    """``mark_dynamic`` on the batch, so that no compile may fix its size."""
 
     def draw(generator: torch.Generator, size: int) -> Batch:
         batch = models.whole_rows(generator, size)
@@ -135,8 +136,8 @@ def marked_dynamic(run: Run, **loop: Any) -> None:
 
 
 def reentrant_checkpointing(run: Run) -> None:
-    """Gradients are kept, and batch sizes change: their sizes become symbols. Compiled, a
-    checkpoint is none of its own; in an eager forward its backward runs inside of another."""
+    """Gradients are kept, and batch sizes change, so sizes become symbolic. In a compiled forward,
+    a checkpoint has no backward of its own; in an eager forward, its backward is nested."""
     ddp, compiled = run.compiled(models.Checkpointed(reentrant=True))
     for forward in (compiled, ddp):
         for step in range(3):
@@ -144,8 +145,8 @@ def reentrant_checkpointing(run: Run) -> None:
 
 
 def upsampled(run: Run) -> None:
-    """An eager forward with several batch sizes: from the second on, the trace has symbols, which
-    the backward of the upsampling does not take."""
+    """An eager forward with several batch sizes: from the second on, the trace has symbolic sizes,
+    which the backward of the upsampling does not accept."""
     upsample = (nn.Unflatten(1, (1, -1)), nn.Upsample(scale_factor=2), nn.Flatten())
     ddp = run.ddp(nn.Sequential(run.mlp(1, WIDTH // 2), *upsample, run.mlp(1)))
     for step in range(4):
@@ -153,8 +154,8 @@ def upsampled(run: Run) -> None:
 
 
 def complex_that_stay(run: Run) -> None:
-    """Complex gradients are there while something is compiled, and an eager forward has saved
-    complex tensors: Dynamo makes fake tensors of both."""
+    """Complex gradients exist while something is compiled, and an eager forward saved complex
+    tensors: Dynamo makes fake tensors of both."""
     ddp, compiled = run.compiled(models.Complex())
     for number, forward in enumerate((compiled, ddp)):
         for step in range(2):
@@ -177,8 +178,8 @@ def transformer(run: Run, **loop: Any) -> None:
 def batch_norm(
     run: Run, *, is_evaluated: bool = False, is_shared: bool = False, **loop: Any
 ) -> None:
-    """Convolutions with BatchNorm; or with channels last, and statistics that stay; or with
-    parameters that are views of one tensor, and statistics of another."""
+    """Convolutions with BatchNorm; or with channels last and constant statistics; or with
+    parameters that are views of one tensor, and statistics that are views of another."""
     rounding = {"loss": models.square_loss, "draw": models.images}
     model: nn.Module = models.ConvNet(channels_last=is_evaluated).train(not is_evaluated)
     if is_shared:
@@ -193,8 +194,8 @@ class _EagerNorm(nn.BatchNorm1d):
 
 
 def broadcast_between_forwards(run: Run) -> None:
-    """Two forwards before a backward: buffers are broadcast between them, which the first one must
-    not mind, whether the layer that has them is compiled or not."""
+    """Two forwards before a backward: buffers are broadcast between them, which must not affect the
+    first one, whether the layer with the buffers is compiled or not."""
     for norm in (nn.BatchNorm1d, _EagerNorm):
         torch.manual_seed(0)
         ddp = run.ddp(nn.Sequential(nn.Linear(WIDTH, 4, bias=False), norm(4)))
@@ -210,7 +211,7 @@ def broadcast_between_forwards(run: Run) -> None:
 
 
 def clipped(run: Run, kind: str, **loop: Any) -> None:
-    """``clip_grad_norm_`` before an optimizer that works on many gradients at once."""
+    """``clip_grad_norm_`` before a foreach optimizer."""
     ddp, foreach = run.ddp(run.mlp()), kind != "fused"
     optimizers = {
         "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),

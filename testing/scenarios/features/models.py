@@ -1,4 +1,4 @@
-"""Models by name, for an entry of the catalogue."""
+"""Models by name, for entries of the catalogue."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from testing.scenarios.run import Run
 
 
 class Counting(nn.Module):
-    """Exact. A buffer that sums its inputs, which differ on each rank, and is added to the output;
-    and one that counts forwards."""
+    """Exact. A buffer that sums its inputs, which differ between ranks, and is added to the output;
+    and a buffer that counts forwards."""
 
     total: Tensor
     count: Tensor
@@ -29,9 +29,9 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.layers(x)
-        # Added, for no gradient depends on it then: torch's compiled backward computes anew what
-        # was read of a buffer that the forward writes, from what was written (torch 2.13 and 2.15,
-        # also without DDP).
+        # Added, so that no gradient depends on it: torch's compiled backward recomputes values read
+        # from a buffer that the forward writes from the written values (torch 2.13 and 2.15, also
+        # without DDP).
         out = out + self.total
         with torch.no_grad():
             self.total.add_(x[:, :OUTPUTS].sum(0))
@@ -40,8 +40,8 @@ class Counting(nn.Module):
 
 
 class _Shifting(nn.Module):
-    """Exact. A buffer that is added to the output, and stays. Where Inductor lowers no operator, it
-    is what was broadcast, as the step leaves it."""
+    """Exact. A buffer that is added to the output and does not change. If Inductor lowers no
+    operators, it is the broadcast value after the step."""
 
     shift: Tensor
 
@@ -69,8 +69,8 @@ class _Broken(nn.Module):
 
 
 class _Disabled(Exact, first=WIDTH, middle=WIDTH, last=OUTPUTS):
-    """Exact. ``torch.compiler.disable`` on the forward of one layer: those before it and behind it
-    are compiled. In a ``Sequential``, whose loop it would break, nothing is."""
+    """Exact. ``torch.compiler.disable`` on the forward of one layer: the layers before and after it
+    are compiled. In a ``Sequential``, whose loop would break, nothing would be compiled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,13 +82,13 @@ class _Disabled(Exact, first=WIDTH, middle=WIDTH, last=OUTPUTS):
 
 @torch.compiler.disable
 def as_it_is(x: Tensor) -> Tensor:
-    """Not compiled."""
+    """The input; not compiled."""
     return x.relu()
 
 
 class InParts(Exact, first=36):
-    """Exact. Functions that are not compiled cut its forward in three. The weights in the middle
-    lie in another order than their gradients are computed in."""
+    """Exact. Functions that are not compiled split its forward in three. The weights in the middle
+    are in another order than their gradients are computed."""
 
     def __init__(self) -> None:
         super().__init__(last=nn.Linear(32, OUTPUTS), middle=nn.Conv2d(2, 2, 3, bias=False))
@@ -100,40 +100,41 @@ class InParts(Exact, first=36):
 
 
 def _partly_compiled(run: Run) -> nn.Module:
-    """One layer is compiled, and nothing else."""
+    """A model with one compiled layer."""
     model = run.mlp()
     model[2] = run.compile(model[2])
     return model
 
 
 def _frozen(run: Run) -> nn.Module:
-    """A layer whose parameters need no gradient."""
+    """A model with a layer whose parameters need no gradient."""
     model = run.mlp()
     model[2].requires_grad_(False)
     return model
 
 
 def _unusual(_: Run) -> nn.Module:
-    """Tied and frozen parameters, and buffers."""
+    """A model with tied and frozen parameters, and with buffers."""
     model = models.Tied()
     model.middle.requires_grad_(False)
     return Counting(model)
 
 
 def _ignored(run: Run) -> nn.Module:
-    """Parameters that DDP is told to leave alone stay each rank's own."""
+    """A model with parameters that DDP is told to ignore; they stay local."""
     model, names = run.mlp(), ["2.weight", "2.bias"]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     return model
 
 
 def _shared_storage(run: Run) -> nn.Module:
-    """All parameters are views of one buffer."""
+    """A model whose parameters are all views of one buffer."""
     return with_shared_storage(run.mlp().to(run.device))
 
 
 def with_shared_storage(model: nn.Module) -> nn.Module:
-    """Make all parameters of a model views of one flat tensor, and its statistics of another."""
+    """Make all parameters of a model views of one flat tensor, and its statistics views of
+    another."""
     flat = nn.utils.parameters_to_vector(model.parameters()).detach()
     sizes = [parameter.numel() for parameter in model.parameters()]
     for parameter, part in zip(model.parameters(), flat.split(sizes), strict=True):
@@ -149,8 +150,9 @@ def with_shared_storage(model: nn.Module) -> nn.Module:
 
 
 class _SharedCounters(Exact, a=WIDTH, b=WIDTH, c=WIDTH, d=WIDTH):
-    """Exact. Layers of one shape, whose gradients nobody could tell apart by it, each with a buffer
-    that the forward writes: views of one tensor. The parameters are views of another."""
+    """Exact. Layers of the same shape, whose gradients cannot be told apart by it, each with a
+    buffer that the forward writes: views of one tensor. The parameters are views of another
+    tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +177,7 @@ def _unseen(_: Tensor) -> None:
 
 
 class _BrokenBackward(Branching):
-    """Exact. Branches behind a hook that is not traced."""
+    """Exact. Branches after a hook that is not traced."""
 
     def forward(self, x: Tensor, takes: str) -> Tensor:
         out = super().forward(x.requires_grad_(), takes)
@@ -184,7 +186,8 @@ class _BrokenBackward(Branching):
 
 
 class _BrokenForward(Exact, first=WIDTH, unused=WIDTH, last=WIDTH, sometimes=WIDTH):
-    """Exact. Layers in graphs of their own, one of which no rank uses, and one only some."""
+    """Exact. Layers in separate graphs; no rank uses one of them, and only some ranks use
+    another."""
 
     def forward(self, x: Tensor, takes: str) -> Tensor:
         y = self.first(x).relu()
@@ -196,8 +199,8 @@ class _BrokenForward(Exact, first=WIDTH, unused=WIDTH, last=WIDTH, sometimes=WID
 
 
 class _Dropping(Exact, first=WIDTH, last=OUTPUTS):
-    """Exact. Blocks that share a compiled forward, some of which a step leaves out: the flags in a
-    graph name the parameters of another block. A hook that is not traced may break the loop."""
+    """Exact. Blocks that share a compiled forward, some of which a step skips: names in a graph
+    belong to the parameters of another block. A hook that is not traced may break the loop."""
 
     blocks: Any
 

@@ -1,4 +1,4 @@
-"""Models in several graphs: what is cut, compiled in parts, or not compiled at all."""
+"""Models in several graphs: cut by graph breaks, compiled in parts, or not compiled at all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from testing.scenarios.run import Run
 
 
 def in_parts(run: Run) -> None:
-    """Each graph launches its own part, and the next ones compute meanwhile."""
+    """Each graph launches its own part while the next ones compute."""
     ddp, forward = run.compiled(InParts(), bucket_cap_mb=2e-4)
     backwards(run, ddp, forward)
     backwards(run, ddp, forward, 1, first=3, zero="never", synced=False)
@@ -30,7 +30,7 @@ def in_parts(run: Run) -> None:
 
 
 class Gated(Exact):
-    """Exact. Two layers beside each other, one of which may be left out of the backward."""
+    """Exact. Two parallel layers, one of which may be left out of the backward."""
 
     def __init__(self, outputs: int = WIDTH) -> None:
         super().__init__(first=nn.Linear(WIDTH, outputs), gate=nn.Linear(WIDTH, outputs))
@@ -41,8 +41,7 @@ class Gated(Exact):
 
 
 class _Blocks(Exact, first=WIDTH, last=WIDTH):
-    """Exact. Blocks between layers, the first of which has its weight in common with what comes
-    last."""
+    """Exact. Blocks between layers, the first of which shares its weight with the last."""
 
     def __init__(self) -> None:
         super().__init__(blocks=nn.ModuleList(Gated() for _ in range(3)))
@@ -69,7 +68,7 @@ def block_by_block(run: Run) -> None:
 
 
 def breaks_in_a_loop(run: Run) -> None:
-    """Dynamo leaves such a forward alone, and compiles what it calls."""
+    """Dynamo does not compile such a forward, but the functions that it calls."""
     model = _Blocks()
     for block in model.blocks:
         block.register_forward_hook(lambda *args: as_it_is(args[2]))
@@ -84,13 +83,13 @@ class _SharedByParts(Exact, first=WIDTH, second=WIDTH):
 
 
 def shared_by_parts(run: Run) -> None:
-    """A gradient comes from two graphs."""
+    """A gradient that comes from two graphs."""
     backwards(run, *run.compiled(_SharedByParts()))
 
 
 def broken_backward(run: Run) -> None:
-    """A hook that is not traced cuts the backward in two graphs. Ranks accumulate other numbers of
-    micro-batches; in the store stays nothing of a step."""
+    """A hook that is not traced cuts the backward into two graphs. Ranks accumulate different
+    numbers of micro-batches; nothing of a step is left in the store."""
     model = run.mlp()
     hook = torch.compiler.disable(lambda gradient: gradient * 2)
     model[2].register_forward_hook(
@@ -107,5 +106,5 @@ def broken_backward(run: Run) -> None:
         backwards(run, ddp, forward, 1, first=step, zero="never")
         dist.barrier()
         keys.append(dist.distributed_c10d._get_default_store().num_keys())
-        dist.barrier()  # A rank that has ended writes to the store, too.
+        dist.barrier()  # A rank that has ended writes to the store too.
     run.note("keys of the last two steps", keys[-1] - keys[1])

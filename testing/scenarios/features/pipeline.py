@@ -44,7 +44,8 @@ def _loss(output: Tensor, factors: Tensor) -> Tensor:
 
 
 def _wrap(run: Run, part: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """A stage's module in DDP, compiled in place: a stage asks whether it is a DDP module."""
+    """A stage's module in DDP, compiled in place, because a stage checks whether it is a DDP
+    module."""
     ddp = run.ddp(part, process_group=mesh["dp"].get_group())
     if run.is_fused:
         ddp.compile()
@@ -62,8 +63,8 @@ def _by_hand(run: Run, mesh: DeviceMesh) -> tuple[Any, nn.Module]:
     )
     inputs.requires_grad_(index > 0)
     outputs.requires_grad_()
-    # Where shapes are not given, torch 2.13 finds them with a backward through eager DDP, which
-    # fails in the step after that.
+    # Without given shapes, torch 2.13 infers them with a backward through eager DDP, which fails in
+    # the step after that.
     stage = PipelineStage(
         ddp,
         index,
@@ -83,14 +84,14 @@ def _traced(run: Run, mesh: DeviceMesh) -> tuple[Any, nn.Module]:
     pipe = pipeline(_Model(run), mb_args=(example,), split_spec=split)
     part: Any = pipe.get_stage_module(index)
     ddp: Any = _wrap(run, part, mesh)
-    ddp.graph = part.graph  # The stage asks its module for it.
+    ddp.graph = part.graph  # The stage reads it from its module.
     group = mesh["pp"].get_group()
     return build_stage(ddp, index, pipe.info(), run.device, group), ddp
 
 
 def two_stages(run: Run, schedule: str, *, is_traced: bool = False) -> None:
-    """Stages made by hand, or cut by ``pipeline()``. The first one gets the inputs and the last one
-    the factors of its column's batch."""
+    """Stages that are made by hand or cut by ``pipeline()``. The first one gets the inputs, and the
+    last one the factors of its column's batch."""
     mesh = run.mesh((STAGES, 2), ("pp", "dp"))
     stage, ddp = (_traced if is_traced else _by_hand)(run, mesh)
     runner: Any = SCHEDULES[schedule](stage, n_microbatches=MICRO_BATCHES, loss_fn=_loss)

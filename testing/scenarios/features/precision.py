@@ -1,4 +1,5 @@
-"""Smaller dtypes beside fp32, where gradients are scaled, and in which dtype they are sent."""
+"""Smaller dtypes than fp32, the place where gradients are scaled, and the dtype in which they are
+sent."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from testing.scenarios.run import Run
 
 
 def _of_other_sizes(generator: torch.Generator, size: int) -> Batch:
-    """Batches whose gradients are of other sizes on each rank: each fits into 8 bits, no sum does.
-    Sent in 16 bits, they would be rounded."""
+    """Batches whose gradients have different sizes on each rank: each fits into 8 bits, but no sum
+    does. In 16 bits they would be rounded."""
     inputs, factors = models.whole_rows(generator, size)
     return inputs, factors * 2.0 ** (10 * dist.get_rank())
 
 
 def autocast(run: Run, hook: str = "", **loop: Any) -> None:
-    """fp32 parameters under autocast in the run's dtype; with one of :data:`HOOKS`, or none."""
+    """fp32 parameters under autocast in the run's dtype; with one of :data:`HOOKS`, if any."""
     ddp = run.ddp(models.mlp(2))
     if hook:
         HOOKS[hook](run, ddp)
@@ -34,7 +35,7 @@ def autocast(run: Run, hook: str = "", **loop: Any) -> None:
 
 
 def grad_scaler(run: Run, *, infinite_in: int | None = None) -> None:
-    """``GradScaler``, in fp32 or under autocast in another dtype; in one step rank 0's gradients
+    """``GradScaler`` in fp32, or under autocast in another dtype; in one step, rank 0's gradients
     may be infinite, which makes all ranks skip it."""
     ddp, forward = run.compiled(models.mlp(2))
     loss = linear_loss if run.dtype == torch.float32 else autocast_of(run)
@@ -63,8 +64,8 @@ def double_precision(run: Run) -> None:
 
 
 def in_thirds(run: Run) -> None:
-    """One over three has no end in binary: each way of scaling rounds it in another place. So
-    there is one step, in which no gradient of zero gets a sign."""
+    """Division by three, which is inexact in binary: each way of scaling rounds it elsewhere.
+    Therefore a single step, in which no gradient of zero gets a sign."""
     ddp, forward = run.compiled(models.mlp())
     backwards(run, ddp, forward, 1)
 
@@ -78,7 +79,7 @@ class _TwoSums(Exact):
 
 
 def near_overflow(run: Run) -> None:
-    """The sum of two ranks' gradients is beyond fp16's range, their average is not."""
+    """The sum of two ranks' gradients exceeds fp16's range, but their average does not."""
     ddp = run.ddp(_TwoSums().to(run.dtype))
     inputs = torch.full((4, WIDTH), 10000.0, dtype=run.dtype, device=run.device)
 
@@ -93,8 +94,9 @@ def near_overflow(run: Run) -> None:
 
 
 def sent_in(run: Run, dtype: str, *, two_dtypes: bool = False, **loop: Any) -> None:
-    """``reduce_dtype``, which the flag has: eager DDP has a hook. bf16 has fp32's range, and what
-    is sent needs no scaling before; fp16 has a smaller one. What is small is sent as it is."""
+    """``reduce_dtype`` of the flag; eager DDP uses a hook. bf16 has fp32's range, so gradients need
+    no scaling before they are sent; fp16 has a smaller range. Gradients of a smaller dtype are sent
+    as they are."""
 
     def hook(state: Any, bucket: dist.GradBucket) -> Any:
         is_single = bucket.buffer().dtype == torch.float32

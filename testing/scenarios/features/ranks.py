@@ -1,4 +1,4 @@
-"""Ranks that do not do the same: batches, hooks, branches; and errors, which are eager DDP's."""
+"""Ranks that do not do the same: batches, hooks, branches; and errors, which equal eager DDP's."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from testing.scenarios.run import Run
 
 
 def batch_sizes(run: Run) -> None:
-    """Other batch sizes on each rank and in each step, down to one, from the first step on."""
+    """Batch sizes that differ between ranks and steps, down to one, from the first step on."""
     ddp, forward = run.compiled(run.mlp(2))
     for step, sizes in enumerate(((3, 1), (3, 3), (4, 1), (1, 1), (1, 5))):
         backwards(run, ddp, forward, 1, first=step, size=sizes[dist.get_rank()])
 
 
 def hooks_on_one_rank(run: Run) -> None:
-    """A hook on a parameter of one rank, another one in each step, and of none in some."""
+    """A hook on a parameter of one rank, on a different one in each step, and on none in some
+    steps."""
     ddp, forward = run.compiled(run.mlp(2))
     for step in range(5):
         handle = ddp.module[0].weight.register_hook(lambda gradient: 2 * gradient)
@@ -36,7 +37,7 @@ def hooks_on_one_rank(run: Run) -> None:
 
 
 class _Layers(Exact):
-    """Exact. Layers, in the order of their numbers."""
+    """Exact. Layers that run in the order of their numbers."""
 
     def __init__(self, count: int = 2, outputs: int = WIDTH) -> None:
         super().__init__(layers=nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
@@ -49,25 +50,25 @@ class _Layers(Exact):
 
 
 ORDERS = ((2, 1, 0), (0, 1, 2))
-"""Of three layers, of which the outer ones change places."""
+"""Orders of three layers; the outer ones change places."""
 
 
 def other_orders(run: Run) -> None:
-    """Ranks use the same parameters in another order."""
+    """Ranks use the same parameters in different orders."""
     ddp, forward = run.compiled(_Layers(3, OUTPUTS), bucket_cap_mb=1e-4)
     for step in range(4):
         backwards(run, ddp, forward, 1, *ORDERS[(dist.get_rank() + step) % 2], first=step)
 
 
 def recompilation(run: Run) -> None:
-    """From the third step on, all ranks use them in another order."""
+    """From the third step on, all ranks use the parameters in another order."""
     ddp, forward = run.compiled(_Layers(3, OUTPUTS))
     for step in range(4):
         backwards(run, ddp, forward, 1, *ORDERS[step < 2], first=step)
 
 
 class _Both(nn.Module):
-    """A module behind another one."""
+    """A module after another one."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
@@ -81,9 +82,9 @@ FIRST_CASES = ((False, 1, 0), (True, 0, 2))
 
 
 def other_orders_of_two(run: Run, *, are_others: bool = False) -> None:
-    """Two modules over the same group in one backward, of which one has its parameters in another
-    order on each rank: in two cases, or in all others. A case is whether both are compiled apart,
-    which of them it is, and in which step that begins."""
+    """Two modules over the same group in one backward; one of them uses its parameters in a
+    different order on each rank, in two cases or in all others. A case is whether both are compiled
+    separately, which module it is, and in which step that begins."""
     cases = itertools.product((False, True), (0, 1), (0, 2))
     for apart, swapped, begin in (c for c in cases if (c not in FIRST_CASES) == are_others):
         modules = [run.ddp(_Layers(3, n), bucket_cap_mb=1e-4) for n in (WIDTH, OUTPUTS)]
@@ -96,7 +97,7 @@ def other_orders_of_two(run: Run, *, are_others: bool = False) -> None:
 
 
 class _InTurn(nn.Module):
-    """A layer of one module behind each of the other."""
+    """Layers of two modules in alternation."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
@@ -109,7 +110,7 @@ class _InTurn(nn.Module):
 
 
 def other_orders_of_instances(run: Run) -> None:
-    """Two modules of a class, one after the other, whose layers have another place at times."""
+    """Two modules of one class, one after the other, whose layers sometimes change places."""
     for _ in range(2):
         ddp = run.ddp(_Layers())
         forward: Any = run.compile(_InTurn(ddp, _Layers().to(run.device)))
@@ -133,7 +134,7 @@ class _Blocks(nn.Module):
 
 
 def other_orders_of_blocks(run: Run) -> None:
-    """Blocks that are compiled alone, whose layers change places."""
+    """Blocks that are compiled separately, and whose layers change places."""
     ddp = run.ddp(_Blocks(run))
     _train_in_orders(run, ddp, ddp)
 
@@ -148,15 +149,15 @@ def _train_in_orders(run: Run, ddp: nn.Module, forward: Any) -> None:
 
 
 def static_graph_without_some(run: Run) -> None:
-    """One rank, or each, has no gradient of some parameters, which are inputs of its graph all the
-    same."""
+    """One rank, or each, has no gradient for some parameters, although these are inputs of its
+    graph."""
     for opens in (False, dist.get_rank() == 0):
         ddp, forward = run.compiled(Gated(OUTPUTS), static_graph=True)
         backwards(run, ddp, forward, 4, opens)
 
 
 def static_graph_of_sides(run: Run) -> None:
-    """Ranks take other branches of a static graph, or the same; traced and not."""
+    """Ranks run different branches of a static graph, or the same one; traced and untraced."""
     for takes in ("ab"[dist.get_rank()], "a"):
         for stances in (["default"] * 3, ["force_eager"] * 3, ["force_eager", "default"] * 2):
             ddp, forward = run.compiled(Branching(outputs=OUTPUTS), static_graph=True)
@@ -170,8 +171,8 @@ def static_graph_of_sides(run: Run) -> None:
 
 
 def _note_first_error(run: Run, label: str, step: Callable[[int], object]) -> None:
-    """Note in which of four steps there is an error, and what it is about. What eager DDP leaves in
-    gradients before it is not looked at."""
+    """Record in which of four steps an error is raised, and its subject. Gradients that eager DDP
+    leaves before the error are not compared."""
     for number in range(4):
         try:
             step(number)
@@ -189,7 +190,7 @@ def _words_of(text: str) -> list[str]:
 
 
 def static_graph_that_changes(run: Run) -> None:
-    """It uses parameters that its first iteration has not used, or fewer; traced and not."""
+    """It uses parameters that its first iteration did not use, or fewer; traced and untraced."""
     changes = ["a a b a", "a ab a a", "ab ab a ab"]
     for stance, lists in (("default", changes), ("force_eager", changes[:1])):
         for takes in lists:
@@ -203,7 +204,7 @@ def static_graph_that_changes(run: Run) -> None:
 
 
 def unreached(run: Run, *, is_inside: bool = False) -> None:
-    """Layers without a gradient on all ranks, and no option allows it."""
+    """Layers without a gradient on all ranks, without an option that allows it."""
     ddp = run.ddp(Branching(outputs=OUTPUTS))
     forward = ddp if is_inside else run.compile(ddp)
 
@@ -215,8 +216,8 @@ def unreached(run: Run, *, is_inside: bool = False) -> None:
 
 
 def unreached_later(run: Run) -> None:
-    """A plain step, and then a gradient penalty alone, of a forward that is not compiled: on no
-    rank does it reach the last bias."""
+    """A normal step, and then only a gradient penalty of a forward that is not compiled: on no rank
+    does it reach the last bias."""
     ddp, forward = run.compiled(
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, OUTPUTS))
     )
@@ -234,14 +235,14 @@ def unreached_later(run: Run) -> None:
 
 
 def unreached_at_first(run: Run) -> None:
-    """Parameters that a backward in the backward reaches pass for unused before it."""
+    """Parameters that a nested backward reaches count as unused before it."""
     ddp = run.ddp(Checkpointed(reentrant=True), find_unused_parameters=True)
     backward = ddp(run.rows(0)[0]).sum().backward
     must_raise("expected to mark a variable ready only once", backward)
 
 
 def _local_backwards(run: Run, ddp: Any) -> None:
-    """Two backwards, of which the gradients are noted that the model's own parameters have now."""
+    """Run two backwards, and record the gradients of the parameters that the model has now."""
     forward = run.compile(ddp)
     for step in range(2):
         ddp.zero_grad()
@@ -252,7 +253,7 @@ def _local_backwards(run: Run, ddp: Any) -> None:
 
 
 def all_replaced(run: Run) -> None:
-    """All parameters are replaced after DDP was constructed, by a conversion: nobody averages their
+    """A conversion replaces all parameters after DDP was constructed: nobody averages their
     gradients."""
     ddp = run.ddp(run.mlp(2))
     torch.__future__.set_overwrite_module_params_on_conversion(True)
@@ -264,7 +265,7 @@ def all_replaced(run: Run) -> None:
 
 
 def thawed(run: Run) -> None:
-    """A layer is thawed after DDP was constructed: nobody averages its gradients."""
+    """A layer is unfrozen after DDP was constructed: nobody averages its gradients."""
     model = run.mlp(2)
     model[0].requires_grad_(False)
     ddp = run.ddp(model)
@@ -274,7 +275,7 @@ def thawed(run: Run) -> None:
 
 
 def swapped(run: Run) -> None:
-    """A parameter is replaced after DDP was constructed: it has no gradient that DDP knows of."""
+    """A parameter is replaced after DDP was constructed: DDP does not know its gradient."""
     model = run.mlp(2)
     ddp = run.ddp(model)
     model[0].weight = nn.Parameter(torch.ones(WIDTH, WIDTH, device=run.device))

@@ -1,4 +1,4 @@
-"""What is done with a DDP module beside training it: options, groups, copies, files."""
+"""Uses of a DDP module besides training: options, groups, copies, files."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from testing.scenarios.run import Run
 
 
 def static_graph(run: Run) -> None:
-    """``static_graph=True``, and gradients that are accumulated once the graph is known. All
-    parameters have gradients: what is promised of the graph says nothing more."""
+    """``static_graph=True``, with gradients that are accumulated once the graph is known. All
+    parameters have gradients, so the promise about the graph adds nothing."""
     ddp, forward = run.compiled(run.mlp(2), static_graph=True)
     backwards(run, ddp, forward)
     with ddp.no_sync():
@@ -35,8 +35,8 @@ def static_graph(run: Run) -> None:
 
 
 class _UsedTwice(Exact, layer=WIDTH, last=OUTPUTS):
-    """Exact. A layer that is compiled alone, and is used in reentrant checkpointing too, before
-    that or after it."""
+    """Exact. A layer that is compiled separately, and is also used in reentrant checkpointing,
+    before or after that."""
 
     def __init__(self, run: Run, *, is_first: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _UsedTwice(Exact, layer=WIDTH, last=OUTPUTS):
 
 
 def static_graph_of_a_checkpoint(run: Run) -> None:
-    """``static_graph=True``, where the backward's graph does not show all that accumulates."""
+    """``static_graph=True`` although the autograd graph does not show every accumulation."""
     for is_first in (False, True):
         ddp = run.ddp(_UsedTwice(run, is_first=is_first), static_graph=True)
         for step in range(3):
@@ -64,8 +64,8 @@ def static_graph_of_a_checkpoint(run: Run) -> None:
 
 
 def another_group(run: Run) -> None:
-    """``_update_process_group`` on four ranks: pairs, other pairs, for which nothing is compiled
-    anew, all of them, and each alone."""
+    """``_update_process_group`` on four ranks: pairs, other pairs (nothing is recompiled), all
+    ranks, and each rank alone."""
     rank = dist.get_rank()
     pairs = [dist.new_group(list(pair)) for pair in PAIRS[0]]
     everybody = dist.new_group([0, 1, 2, 3])
@@ -82,8 +82,8 @@ def another_group(run: Run) -> None:
 
 
 def another_group_for_all(run: Run) -> None:
-    """The same of a module with buffers and a communication hook, where the last forward before has
-    had no backward, and the first one after it is not averaged."""
+    """``_update_process_group`` of a module with buffers and a communication hook; the last forward
+    before it had no backward, and the first one after it is not averaged."""
     rank = dist.get_rank()
     groups = [[dist.new_group(list(pair)) for pair in pairs] for pairs in PAIRS]
     state = [groups[0][rank // 2]]
@@ -104,12 +104,12 @@ def _compiled() -> list[int]:
 
 
 def after_an_error(run: Run) -> None:
-    """Rank 1 stays out of a backward, and rank 0 gets an error. Both go on over a new group."""
+    """Rank 1 skips a backward, and rank 0 gets an error. Both continue over a new group."""
     group = dist.new_group()
     ddp, forward = run.compiled(run.mlp(), process_group=group)
     backwards(run, ddp, forward, 2)
     loss = linear_loss(forward, run.rows(0))
-    # From here on, for nothing is compiled any more.
+    # From here on, because nothing is compiled any more.
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), group)
     if dist.get_rank() == 0:
         must_raise("timed out", loss.backward)
@@ -118,7 +118,8 @@ def after_an_error(run: Run) -> None:
 
 
 def state_dict(run: Run) -> None:
-    """Saved after a few steps, loaded into another module, trained on."""
+    """A state dict that is saved after a few steps, loaded into another module, and trained
+    further."""
     first = run.ddp(run.mlp())
     train(run, first, steps=2)
     file = io.BytesIO()
@@ -142,12 +143,12 @@ def saved_module(run: Run) -> None:
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     run.manage(loaded)
-    loaded.register_comm_hook(None, default_hooks.fp16_compress_hook)  # A copy has none.
+    loaded.register_comm_hook(None, default_hooks.fp16_compress_hook)  # A copy has no hook.
     train(run, loaded, steps=2)
 
 
 def deepcopy(run: Run) -> None:
-    """A deep copy of the DDP module is trained, the original after it."""
+    """A deep copy of the DDP module is trained, then the original."""
     original = run.ddp(run.mlp())
     train(run, original, steps=1)
     duplicate = copy.deepcopy(original)
@@ -157,7 +158,8 @@ def deepcopy(run: Run) -> None:
 
 
 def deepcopy_on_one_rank(run: Run) -> None:
-    """Rank 0 keeps a copy of the DDP module, as for an evaluation; then another is constructed."""
+    """Rank 0 keeps a copy of the DDP module, as for an evaluation; then another one is
+    constructed."""
     original = run.ddp(run.mlp())
     train(run, original, steps=1)
     kept = copy.deepcopy(original) if dist.get_rank() == 0 else None
@@ -167,7 +169,7 @@ def deepcopy_on_one_rank(run: Run) -> None:
 
 
 def second_ddp(run: Run) -> None:
-    """The same model is wrapped again, and the first wrapper is dropped."""
+    """The same model is wrapped again, and the first wrapper is freed."""
     model = run.mlp()
     first = run.ddp(model)
     train(run, first, steps=1)

@@ -13,7 +13,7 @@ from testing.scenarios.run import Run
 
 
 class _Beside(nn.Module):
-    """A part that is replicated, compiled, in front of one that is sharded."""
+    """A replicated, compiled part before a sharded one."""
 
     def __init__(self, run: Run, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class _Beside(nn.Module):
 
 
 def beside(run: Run, style: Style = "as it is") -> None:
-    """Sharded over all ranks."""
+    """A model with a part that is sharded over all ranks."""
     train(run, _Beside(run, run.mesh((2,), ("dp",))), style=style)
 
 
@@ -38,7 +38,7 @@ def hybrid_beside(run: Run) -> None:
 
 
 class _Within(nn.Module):
-    """Layers around one that is sharded."""
+    """Layers around a sharded one."""
 
     def __init__(self, run: Run, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _Within(nn.Module):
 
 
 def within(run: Run) -> None:
-    """A submodule that FSDP manages, and that DDP is told to leave alone."""
+    """A submodule that FSDP manages, and that DDP is told to ignore."""
     model = _Within(run, run.mesh((2,), ("dp",)))
     names = [name for name, _ in model.named_parameters() if name.startswith("sharded.")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)

@@ -1,4 +1,5 @@
-"""Sparse embeddings: gradients that are rows, averaged beside the buckets of the rest."""
+"""Sparse embeddings: gradients that are rows, averaged apart from the buckets of the other
+gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ ROWS = 16
 
 
 class Tables(nn.Module):
-    """Exact. Two tables, the second of which a step may leave out, and layers behind them."""
+    """Exact. Two tables, of which a step may skip the second, and layers after them."""
 
     def __init__(self, *, is_sparse: bool = True, **of_first: Any) -> None:
         super().__init__()
@@ -50,21 +51,21 @@ def tables(
     of_first: Mapping[str, Any] = MappingProxyType({}),
     **loop: Any,
 ) -> None:
-    """Train two tables, each rank with another number of rows.
+    """Train two tables with a different number of rows on each rank.
 
     Args:
-        takes: ``b`` for ranks that use the second table, as of a :class:`Loop`.
-        is_joined: whether ranks have another number of inputs, and are joined.
-        by_initial: as of :func:`testing.scenarios.features.joining.uneven`.
-        is_dense: whether eager DDP's tables are dense: with sparse ones it cannot do this.
+        takes: ``b`` for ranks that use the second table, as in :class:`Loop`.
+        is_joined: whether ranks have different numbers of inputs, and are joined.
+        by_initial: as in :func:`testing.scenarios.features.joining.uneven`.
+        is_dense: whether eager DDP's tables are dense, because it cannot do this with sparse ones.
         ddp: options of ``DistributedDataParallel``.
         of_first: options of the first table.
-        loop: its other fields.
+        loop: further fields of the loop.
     """
     model = run.ddp(Tables(is_sparse=run.is_fused or not is_dense, **of_first), **ddp)
 
     def note_rows(_: nn.Module) -> None:
-        """Note which rows sparse gradients have: eager DDP's, in every bit."""
+        """Record which rows sparse gradients have: the same as eager DDP's, bitwise."""
         for name, parameter in model.named_parameters():
             gradient = parameter.grad
             if gradient is not None and gradient.is_sparse and not is_dense:
@@ -80,6 +81,7 @@ def tables(
 
 
 def _ids(generator: torch.Generator, size: int) -> Batch:
-    """As many columns of rows' numbers as the size and the rank: none on rank 0, if it is 0."""
+    """Row numbers with as many columns as the size and the rank give: none on rank 0 if the size is
+    0."""
     ids = torch.randint(0, ROWS, (3, size + dist.get_rank()), generator=generator)
     return ids, torch.randint(-2, 3, (3, OUTPUTS), generator=generator).float()

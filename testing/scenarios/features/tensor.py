@@ -27,11 +27,11 @@ from testing.scenarios.loop import sgd, train
 from testing.scenarios.run import Run
 
 LENGTH = 4
-"""Of a sequence."""
+"""Length of a sequence."""
 
 
 class FeedForward(nn.Module):
-    """Exact. Two layers; the hidden one is cut in two, evenly or not."""
+    """Exact. Two layers; the hidden dimension is split in two, evenly or unevenly."""
 
     def __init__(self, hidden: int = 2 * WIDTH, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -44,8 +44,8 @@ class FeedForward(nn.Module):
 
 
 class Uneven(nn.Module):
-    """Exact. A layer that is not parallel, and a feed-forward that is cut unevenly, and can be
-    computed again in the backward."""
+    """Exact. A layer that is not parallel, and a feed-forward that is split unevenly, and can be
+    recomputed in the backward."""
 
     def __init__(self, *, recomputed: bool = False, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Uneven(nn.Module):
 
 
 class Normed(nn.Module):
-    """Rounds. Two feed-forwards, each behind a normalisation that works on a part of a sequence."""
+    """Rounds. Two feed-forwards, each after a normalization that works on a part of a sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,14 +77,14 @@ class Normed(nn.Module):
 
 
 def columns_and_rows(mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """:class:`Uneven`, cut by columns and by rows."""
-    # Cut unevenly, the local output would not tell the whole one's size.
+    """:class:`Uneven`, split by columns and by rows."""
+    # With an uneven split, the local output does not tell the size of the whole one.
     plan = {"block.up": ColwiseParallel(use_local_output=False), "block.down": RowwiseParallel()}
     return parallelize_module(Uneven(**options).to(mesh.device_type), mesh, plan)
 
 
 def sequences(mesh: DeviceMesh) -> nn.Module:
-    """:class:`Normed`, with sequence parallelism between its feed-forwards' layers."""
+    """:class:`Normed`, with sequence parallelism between the layers of its feed-forwards."""
     plan: dict[str, Any] = {}
     for index in range(2):
         name = f"blocks.{index}"
@@ -105,8 +105,8 @@ def _loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _train(run: Run, build: Callable[[DeviceMesh], nn.Module], **loop: Any) -> None:
-    """Ranks of one row of the mesh share a batch. Collectives of tensor parallelism are as many as
-    with eager DDP."""
+    """Train; ranks of one row of the mesh share a batch. The number of collectives of tensor
+    parallelism equals that of eager DDP."""
     mesh = run.mesh((2, 2), ("dp", "tp"))
     model, group = run.ddp(build(mesh["tp"]), device_mesh=mesh["dp"]), mesh["dp"].get_group()
     launched: list[int] = []
@@ -124,7 +124,8 @@ def _train(run: Run, build: Callable[[DeviceMesh], nn.Module], **loop: Any) -> N
 
 
 def _launches_beside(ddps: Any) -> int:
-    """On all groups but DDP's: a DTensor may use those of an equal mesh that was there before."""
+    """Number of launches on all groups except DDP's: a DTensor may use the groups of an equal mesh
+    that existed before."""
     groups: Any = dist.distributed_c10d._world.pg_map
     return sum(group._get_sequence_number_for_group() for group in groups if group is not ddps)
 
@@ -136,8 +137,8 @@ def _whole(dtype: torch.dtype, generator: torch.Generator, size: int) -> Batch:
 
 
 def uneven(run: Run, *, recomputed: bool = False, **loop: Any) -> None:
-    """One layer cut by columns, the next by rows, unevenly; ``recomputed`` in the backward, or not.
-    Batches of several sizes give a symbolic one."""
+    """One layer split by columns, the next by rows, unevenly; optionally ``recomputed`` in the
+    backward. Batches of several sizes give a symbolic size."""
 
     def build(mesh: DeviceMesh) -> nn.Module:
         return columns_and_rows(mesh, dtype=run.dtype, recomputed=recomputed)
@@ -146,7 +147,8 @@ def uneven(run: Run, *, recomputed: bool = False, **loop: Any) -> None:
 
 
 def compiled_before(run: Run) -> None:
-    """The same with DDP around the compiled model: what DDP does to its parameters is not in it."""
+    """:func:`uneven` with DDP around the compiled model: the compiled code does not contain DDP's
+    changes to its parameters."""
 
     def build(mesh: DeviceMesh) -> nn.Module:
         return run.compile(columns_and_rows(mesh, dtype=run.dtype))
@@ -155,7 +157,7 @@ def compiled_before(run: Run) -> None:
 
 
 def returning_dtensors(run: Run) -> None:
-    """The module returns a DTensor, and batches are of several sizes."""
+    """The module returns a DTensor, and batches have several sizes."""
 
     def build(mesh: DeviceMesh) -> nn.Module:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel(use_local_output=False)}
@@ -170,6 +172,6 @@ def _real(generator: torch.Generator, size: int) -> Batch:
 
 
 def sequence(run: Run) -> None:
-    """Norms work on a part of the sequence; the backward inside of the compiled function."""
+    """Norms work on a part of the sequence; the backward is inside of the compiled function."""
     rounding = {"loss": models.square_loss, "draw": _real, "optimizer": sgd(0.1, momentum=0.9)}
     _train(run, sequences, style="inside", **rounding)

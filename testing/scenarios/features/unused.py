@@ -1,4 +1,4 @@
-"""Parameters that take no part in a step, on some ranks or on all."""
+"""Parameters that are unused in a step, on some ranks or on all."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ FIND_UNUSED: Final[Mapping[str, Any]] = {"find_unused_parameters": True}
 
 
 class Heads(Exact, first=WIDTH, a=OUTPUTS, b=OUTPUTS, c=OUTPUTS):
-    """Exact. All of three outputs are computed, and some are used. Layers are compiled one by one:
-    a backward from one output reaches no other's."""
+    """Exact. All three outputs are computed, and some are used. Layers are compiled one by one, so
+    that a backward from one output reaches no other layer."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -37,16 +37,17 @@ def _loss_of(model: nn.Module, batch: Batch, takes: str) -> Tensor:
 
 
 def outputs_in_turn(run: Run, takes: str) -> None:
-    """A loss uses some of the outputs, each from a layer of its own; the others' layers get no
-    gradient, though the outputs reach them. Layers are compiled one by one: of a compiled forward
-    an output that no loss uses gives zeros."""
+    """A loss uses some of the outputs, each from its own layer; the layers of the others get no
+    gradient, although the outputs reach them. Layers are compiled one by one, because an unused
+    output of a compiled forward gives zeros."""
     ddp = run.ddp(Heads(run), **FIND_UNUSED)
     train(run, ddp, style="as it is", takes=takes, loss=_loss_of, moves=False)
 
 
 def outputs_apart(run: Run) -> None:
-    """A backward of one output, and then of another. Eager DDP refuses that one: its sink has
-    marked the other's parameters ready. It stays on its rank, as one of the wrapped module does."""
+    """A backward of one output, and then of another. Eager DDP refuses the second one, because its
+    sink has marked the other's parameters ready. Under the flag, its gradients stay local, as
+    without DDP."""
     ddp = run.ddp(Heads(run), **FIND_UNUSED)
     inputs, _ = run.rows(0)
     outputs = ddp(inputs)
@@ -57,15 +58,15 @@ def outputs_apart(run: Run) -> None:
 
 
 def in_a_static_graph_later(run: Run, takes: str) -> None:
-    """With ``_set_static_graph`` after DDP is constructed."""
+    """``_set_static_graph`` after DDP is constructed."""
     ddp = wrapped(run, "branches", ddp=FIND_UNUSED)
     ddp._set_static_graph()
     train(run, ddp, takes=takes, moves=False)
 
 
 def wrapped_hook(run: Run, takes: str) -> None:
-    """``fp16_compress_wrapper``. Eager DDP leaves a parameter that this rank has not used the
-    hook's result as it is, in the smaller dtype: ours has the parameter's."""
+    """``fp16_compress_wrapper``. For a parameter that this rank did not use, eager DDP leaves the
+    hook's result in the smaller dtype; under the flag, it has the parameter's dtype."""
 
     def widen(ddp: nn.Module) -> None:
         for parameter in ddp.parameters():
@@ -77,8 +78,8 @@ def wrapped_hook(run: Run, takes: str) -> None:
 
 
 def by_instances(run: Run) -> None:
-    """Two modules of one class share a forward, and one of their branches takes no part. First they
-    take turns, then one backward is of both."""
+    """Two modules of one class share a forward, and one of their branches is unused. First they
+    alternate, then one backward reaches both."""
     modules = [run.ddp(Branching(outputs=OUTPUTS), **FIND_UNUSED) for _ in range(2)]
     calls = [run.compile(ddp) for ddp in modules]
     for step in range(5):
@@ -92,8 +93,8 @@ def by_instances(run: Run) -> None:
 
 
 def incomplete_twice(run: Run) -> None:
-    """A backward repeats an incomplete one, of the same output or of another: DDP refuses it at
-    once, and not only in the next forward. What it leaves in gradients is not looked at."""
+    """A second backward repeats an incomplete one, of the same output or of another: DDP refuses it
+    immediately, and not only in the next forward. Gradients that it leaves are not compared."""
     for number, second in enumerate("ab"):
         ddp = run.ddp(Heads(run))
         x = run.rows(number)[0]
@@ -103,13 +104,13 @@ def incomplete_twice(run: Run) -> None:
         must_raise(words, outputs[second].square().sum().backward)
         try:
             ddp(x)
-        except RuntimeError:  # Eager DDP's is an assertion of its own.
+        except RuntimeError:  # Eager DDP's is an internal assertion.
             continue
         raise AssertionError("the next forward must be refused too")
 
 
 class _Recurrent(nn.Module):
-    """A weight that is read in each of two time steps has a gradient from both."""
+    """A weight that is read in each of two time steps gets a gradient from both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +124,7 @@ class _Recurrent(nn.Module):
 
 
 def one_may_lack_gradients(run: Run) -> None:
-    """Two modules are in one backward, whose graphs launch before others are done."""
+    """Two modules are in one backward, and their graphs launch before other graphs have run."""
     first = run.ddp(nn.Linear(WIDTH, 8))
     second = run.ddp(_Recurrent(), **FIND_UNUSED)
     both = nn.Sequential(run.compile(first), run.compile(second))
@@ -131,21 +132,21 @@ def one_may_lack_gradients(run: Run) -> None:
 
 
 class _Block(Exact, layer=WIDTH):
-    """Exact."""
+    """Exact. A block with a compiled forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x).relu()
 
 
 class _OtherBlock(_Block):
-    """It has a compiled forward of its own."""
+    """A block with a compiled forward of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.layer(x)) * 1.0
 
 
 class _Chain(nn.Module):
-    """Blocks, each compiled, of which one can be left out."""
+    """Compiled blocks, one of which can be skipped."""
 
     def __init__(self, run: Run, kind: type[_Block]) -> None:
         super().__init__()
@@ -168,8 +169,8 @@ class _Chains(nn.Sequential):
 
 
 def in_parts_beside_another(run: Run) -> None:
-    """A module leaves out its first block, whose gradient comes last, on one rank, later on the
-    other. Then comes the backward of another module on the same group."""
+    """A module skips its first block, whose gradient comes last, on one rank, later on the other.
+    Then the backward of another module on the same group follows."""
     before, chain = _Chain(run, _Block), _Chain(run, _OtherBlock)
     first = run.ddp(before, bucket_cap_mb=1e-4)
     both = _Chains(first, run.ddp(chain, bucket_cap_mb=1e-4, **FIND_UNUSED))

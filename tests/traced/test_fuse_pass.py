@@ -1,9 +1,9 @@
-"""What is reported of a plan."""
+"""The report of a plan."""
 
 from __future__ import annotations
 
 from fusion_passes.graph.collectives import all_reduce
-from fusion_passes.traced.report import report_plan
+from fusion_passes.traced.fuse_pass import report_plan
 from testing.graphs import plan_of, reduce, tensor, trace
 
 

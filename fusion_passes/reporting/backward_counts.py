@@ -12,7 +12,7 @@ from fusion_passes.state import Lifetime, process_state
 
 
 @dataclass
-class Backwards:
+class BackwardCounts:
     """Counts the backwards that averaged gradients, by how they did; calls ``after`` after each
     one."""
 
@@ -36,12 +36,12 @@ class Backwards:
         )
 
     def reset(self) -> None:
-        vars(self).update(vars(Backwards()))
+        vars(self).update(vars(BackwardCounts()))
 
 
-backwards: Final = process_state.keep(
-    Backwards(),
+backward_counts: Final = process_state.keep(
+    BackwardCounts(),
     "how many backwards were reduced in each way, and who is called after one",
     Lifetime.PROCESS,
-    reset=Backwards.reset,
+    reset=BackwardCounts.reset,
 )

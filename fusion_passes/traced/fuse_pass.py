@@ -1,14 +1,52 @@
-"""Converts a plan into its report."""
+"""The pass that Inductor runs on a backward that compiled autograd has traced, and its report."""
 
 from __future__ import annotations
 
 import hashlib
 from itertools import zip_longest
 
+from torch import fx
+
+from fusion_passes.config import FusionConfig
+from fusion_passes.graph.custom_ops import give_own_memory
+from fusion_passes.graph.identity import pass_identity
 from fusion_passes.graph.text import dtype_name
+from fusion_passes.reporting.graphs import compile_log
 from fusion_passes.reporting.records import BucketReport, FusionReport, RejectionReport
+from fusion_passes.state import process_state
+from fusion_passes.torch_private import CustomGraphPass
+from fusion_passes.traced.backwards import traced_modules
 from fusion_passes.traced.buckets import BucketPlan, TracedBucket
+from fusion_passes.traced.pack import register_lowerings
+from fusion_passes.traced.pipeline import run_pipeline
 from fusion_passes.traced.placement import Placement
+
+
+class FusePass(CustomGraphPass):
+    """Runs the pipeline on a backward that compiled autograd has traced, and records for the report
+    what the pipeline did."""
+
+    def __init__(self, config: FusionConfig) -> None:
+        self._config = config
+        self._modules = traced_modules.identity()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        _register_lowerings()
+        mode = self._config.reduces_by
+        plan = run_pipeline(graph, mode, traced_modules.owner_of, traced_modules.buckets_of)
+        give_own_memory(graph)
+        if plan.buckets:
+            packed = range(len(plan.buckets)) if mode == "concat" else ()
+            compile_log.expect(report_plan(plan, self._config.mode), plan.digest(), tuple(packed))
+
+    def uuid(self) -> str:
+        return pass_identity(self._config.mode, self._modules)
+
+
+@process_state.once("whether Inductor knows the operators of traced buckets")
+def _register_lowerings() -> None:
+    """Register the lowerings, not before a compile: Inductor takes a second to import."""
+    register_lowerings(compile_log.packed)
 
 
 def report_plan(plan: BucketPlan, mode: str) -> FusionReport:

@@ -1,4 +1,4 @@
-"""Where a bucket is scaled: in the collective, at the store, in the bucket, or after the wait."""
+"""Where a bucket is scaled: in the collective, when stored, in the bucket, or after the wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from fusion_passes.config import ScalingOption
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.scaling import averages
-from fusion_passes.traced.scaling import BucketScaling
+from fusion_passes.traced.bucket_scaling import BucketScaling
 from testing import graphs
 from testing.graphs import plan_of, reduce, tensor, trace
 
@@ -26,7 +26,7 @@ def scaling_of(
     reduce_dtype: torch.dtype | None = None,
     **traced: Any,
 ) -> BucketScaling:
-    """The decision for a bucket of two gradients, one of them a matrix product if asked for."""
+    """The decision for a bucket of two gradients; one is a matrix product if ``product``."""
 
     def backward(x, y):
         first = torch.mm(x, x) if product else torch.neg(x)
@@ -50,8 +50,9 @@ def test_backends_average(module: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("module", [GLOO, NCCL])
 def test_what_is_divided_first(module: str) -> None:
-    """Sums of fp16 could overflow where eager DDP's, which divides first, do not; and what the user
-    asks for. By kernels that store them, if these can: the values are the same."""
+    """fp16 is divided first, because its sums could overflow where those of eager DDP, which
+    divides first, do not; so is what the user asks for. The kernels that store the gradients divide
+    if they can, with the same values."""
     for options in ({"dtype": torch.float16}, {"scaling": "bucket"}):
         assert scaling_of(module, **options) == STORED
         assert scaling_of(module, product=True, **options) == IN_BUCKET
@@ -84,7 +85,8 @@ def test_what_is_no_average_over_the_group_is_not_left_to_the_collective() -> No
 
 @pytest.mark.parametrize("module", [GLOO, NCCL])
 def test_a_smaller_dtype_is_scaled_where_its_range_asks_for_it(module: str) -> None:
-    """fp16 before it can overflow; bf16, which has fp32's range, where it is fp32 again."""
+    """fp16 is scaled before it can overflow; bf16, which has fp32's range, when it is fp32
+    again."""
     assert scaling_of(module, reduce_dtype=torch.bfloat16).method == "result"
     assert scaling_of(module, reduce_dtype=torch.float16, product=True).method == "store"
 
@@ -92,7 +94,7 @@ def test_a_smaller_dtype_is_scaled_where_its_range_asks_for_it(module: str) -> N
 # --- bf16 over NCCL ------------------------------------------------------------------------------
 
 OFF_BY = {1: 0, 2: 0, 3: 2**-9, 4: 0, 5: 2**-10, 6: 2**-9, 7: -(2**-9), 8: 0, 12: 2**-9, 64: 0}
-"""What is wrong with each average, over itself, where NCCL multiplies by 1/n in bf16, by n."""
+"""Relative error of each average, by the number of ranks n, if NCCL multiplies by 1/n in bf16."""
 
 
 @pytest.mark.parametrize(("ranks", "off_by"), OFF_BY.items())
@@ -105,7 +107,7 @@ def test_nccl_averages_bf16_where_one_over_n_is_exact(ranks: int, off_by: float)
 
 @pytest.mark.parametrize("ranks", OFF_BY)
 def test_nothing_else_depends_on_the_number_of_ranks(ranks: int) -> None:
-    """Eager DDP rounds 1/n to fp32 or fp64 too, and Gloo divides a sum."""
+    """Eager DDP also rounds 1/n to fp32 or fp64, and Gloo divides a sum."""
     for dtype in (torch.float32, torch.float64):
         assert averages("nccl", dtype, ranks, "auto")
     for dtype in (torch.float32, torch.float64, torch.bfloat16):

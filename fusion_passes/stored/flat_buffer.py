@@ -1,4 +1,4 @@
-"""Lowers stores of gradients into one flat memory, each gradient at its place.
+"""Lowers stores of gradients into one flat buffer, each gradient at its place.
 
 The kernel that computes a gradient writes it directly to its place: a library's matrix product
 through ``out=``, a generated kernel by its own store. A gradient whose kernel cannot write there is
@@ -40,11 +40,11 @@ its bandwidth (docs/gpu.md). From about this size on, a separate copy kernel is 
 
 
 @dataclass(eq=False)
-class Memory(ABC):
-    """Flat memory that gradients are stored in during lowering.
+class FlatBuffer(ABC):
+    """A flat buffer that gradients are stored in during lowering.
 
     Attributes:
-        data: Inductor's value of the memory.
+        data: Inductor's value of the buffer.
         nodes: graph nodes of the gradients.
         gradients: Inductor's values of ``nodes``.
         sums: index of a gradient to the name of its buffer, set by :meth:`fill`, for each gradient
