@@ -23,6 +23,7 @@ from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import REDUCER, STATE, Reducer, State, reducer_of
 from fusion_passes.reducer.scaling import REDUCE_DTYPE_OF
+from fusion_passes.torch_private.autograd import accumulates_plainly
 from fusion_passes.torch_private.ddp import hooks_of_reducer
 from fusion_passes.torch_private.process_groups import backend_name
 from fusion_passes.torch_private.registered_memory import why_not_registered
@@ -67,7 +68,10 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: st
     try:
         for n in parameters.numbers:
             name = f"{name_in_graphs(reducer)}#{n}"
-            hook = functools.partial(_accumulated, ref, n, parameters.all[n], name, group.size())
+            awaited = reducer.hooks.awaited
+            hook = functools.partial(
+                _accumulated, ref, n, parameters.all[n], name, group.size(), awaited
+            )
             reducer.hooks.add(n, hook)
     except BaseException:
         remove_handles(reducer.hooks.handles)
@@ -89,15 +93,19 @@ def _accumulated(
     parameter: nn.Parameter,
     name: str,
     world_size: int,
+    awaited: set[int],
     _: Any,
     gradients: Any,
 ) -> None:
     if torch.compiler.is_dynamo_compiling():
         reduce_in_graph(parameter, name, world_size)
-        return
-    reducer = ref()
-    if reducer is not None:
-        reducer.accumulated(number, is_defined=gradients[0] is not None)
+    # Here and not in the reducer, because each gradient of each step comes by.
+    elif number in awaited and reducers.hooks.are_none and accumulates_plainly(parameter):
+        awaited.discard(number)
+    else:
+        reducer = ref()
+        if reducer is not None:
+            reducer.accumulated(number, is_defined=gradients[0] is not None)
 
 
 def reduce_in_graph(parameter: nn.Parameter, name: str, world_size: int) -> None:

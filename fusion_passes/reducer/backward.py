@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fusion_passes.reducer.compiled_forward import CompiledForward, Gradient
+from fusion_passes.reducer.compiled_forward import CompiledForward, Destinations, Gradient
 from fusion_passes.reducer.copies import (
     ANOMALY,
     CREATES_GRAPH,
@@ -29,7 +29,7 @@ from fusion_passes.reducer.copies import (
 from fusion_passes.reducer.errors import second_backward
 from fusion_passes.reducer.hooks import HooksOfOthers
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.reducer.walk import Reached, walk
+from fusion_passes.reducer.walk import Reached, Walker
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.autograd import (
     after_backward,
@@ -39,7 +39,28 @@ from fusion_passes.torch_private.autograd import (
 from fusion_passes.torch_private.dynamo import is_compiling_graph
 
 ReachedNumbers: TypeAlias = dict[Reducer, dict[int, str]]
-"""See :attr:`RunningBackward.reached`."""
+"""See :attr:`Route.reached`."""
+
+
+@dataclass
+class Route:
+    """Where the gradients of a backward go.
+
+    Attributes:
+        reached: the parameters of expecting reducers that the backward reaches, by reducer and
+            number, each with the reason why its gradient is not final; empty if it is.
+        destinations: of each compiled forward, in the order of the walk.
+        has_others: whether it reaches leaves that none, or several, of these reducers own.
+        nobodys: the leaves that it reaches and no reducer owns.
+    """
+
+    reached: ReachedNumbers = field(default_factory=dict)
+    destinations: list[Destinations] = field(default_factory=list)
+    has_others: bool = False
+    nobodys: list[Tensor] = field(default_factory=list)
+
+
+_MOST_ROUTES: Final = 256
 
 
 @dataclass(eq=False)
@@ -48,11 +69,10 @@ class RunningBackward:
 
     Attributes:
         taking_part: the reducers that average in this backward, in launch order.
-        reached: the parameters that this backward reaches, by reducer and number, each with the
-            reason why its gradient is not final; empty if it is.
+        reached: see :attr:`Route.reached`.
         keeps_graph, creates_graph, only_some: whether it was called with ``retain_graph=True``,
             ``create_graph=True``, ``inputs``.
-        has_others: whether it reaches leaves that none, or several, of these reducers own.
+        has_others: see :attr:`Route.has_others`.
         is_traced: whether a graph that compiled autograd traced has averaged all gradients.
         why_untraced: why compiled autograd did not trace this backward, if that was asked for.
         has_entered_graph: whether the traced graph runs or has run.
@@ -95,6 +115,7 @@ class Reducers:
         learn_layout: called with a new module of the mode ``"auto"``.
         report_when_freed: called with a DDP module and its new reducer; returns what ends that.
         version: how often a reducer was added.
+        hooks: the hooks of others.
     """
 
     compiled: dict[Any, CompiledForward] = field(default_factory=dict)
@@ -111,7 +132,9 @@ class Reducers:
     _all: weakref.WeakValueDictionary[int, Reducer] = field(
         default_factory=weakref.WeakValueDictionary
     )
-    _hooks: HooksOfOthers = field(default_factory=HooksOfOthers)
+    hooks: HooksOfOthers = field(default_factory=HooksOfOthers)
+    _walker: Walker = field(default_factory=Walker)
+    _routes: dict[tuple[Any, ...], Route] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -121,6 +144,9 @@ class Reducers:
         self._all[id(reducer)] = reducer
         reducer.registry = self
         self.version += 1
+        self.forget_routes()
+        # Routes keep reducers, and walks keep parameters.
+        weakref.finalize(reducer.ddp, self.forget_routes).atexit = False
         self._name_all()
         self.forget_hooks()
         weakref.finalize(reducer, self.on_change).atexit = False
@@ -137,6 +163,7 @@ class Reducers:
 
     def discard(self, reducer: Reducer) -> None:
         self._all.pop(id(reducer), None)
+        self.forget_routes()
         self.on_change()
 
     def alive(self) -> list[Reducer]:
@@ -216,7 +243,7 @@ class Reducers:
         run.creates_graph = bool(args[2] if len(args) > 2 else kw.get("create_graph", False))
         run.only_some = bool(args[3] if len(args) > 3 else kw.get("inputs", False))
         self.find_hooked()  # It may refuse what there is.
-        found = walk(outputs, with_entries=run.keeps_graph or bool(others))
+        found = self._walker.walk(outputs, with_entries=run.keeps_graph or bool(others))
         for reducer in expecting | others:
             if reducer.outputs.spend(found.nodes, keeps_graph=run.keeps_graph):
                 reducer.refuse(second_backward(reducer.label))
@@ -226,8 +253,9 @@ class Reducers:
         expecting |= {r for r in others if r.expect_more(found.entries)}
         why = CREATES_GRAPH if run.creates_graph else SOME_INPUTS if run.only_some else ""
         why = ANOMALY if torch.is_anomaly_enabled() else why
-        owner_of = self._reached(run, found, expecting, why)
-        nodes = self._add_compiled(found, owner_of, run.reached)
+        route = self._route(found, expecting, why)
+        run.reached, run.has_others = route.reached, route.has_others
+        nodes = self._add_compiled(found.compiled, route)
         run.taking_part += [r for r in reversed(self.alive()) if r in run.reached]
         _put_in_order(run.taking_part)
         for reducer in run.taking_part:
@@ -239,10 +267,10 @@ class Reducers:
 
     def find_hooked(self) -> Mapping[int, str]:
         """As :meth:`HooksOfOthers.find`, for the parameters of all modules."""
-        if self._hooks.is_known:
-            return self._hooks.find(())
+        if self.hooks.is_known:
+            return self.hooks.find(())
         owners = self.owners()
-        return self._hooks.find(
+        return self.hooks.find(
             (parameters.names[number], parameter, node, len(owners[id(parameter)]))
             for reducer in self.alive()
             for number, node in reducer.hooks.nodes.items()
@@ -250,47 +278,71 @@ class Reducers:
             for parameter in (parameters.all[number],)
         )
 
-    def _reached(
-        self, run: RunningBackward, found: Reached, expecting: Collection[Reducer], why: str
-    ) -> dict[int, Gradient]:
-        """Record the parameters of expecting reducers that a backward reaches, each with the reason
-        why its gradient is not final (``why``: the reason for all of them). Return the owners of
-        the gradients that belong to exactly one reducer, by the id of the parameter."""
-        owner_of: dict[int, Gradient] = {}
-        nobodys: list[Tensor] = []
-        all_owners = self.owners()
-        for node, count in found.edges.values():
+    def _route(self, found: Reached, expecting: Collection[Reducer], why: str) -> Route:
+        """The route of a backward. If all gradients come from compiled forwards, and these lead to
+        the same parameters as in an earlier backward, it is that one's."""
+        static = tuple(r.used.launches_after_backward for r in expecting)
+        key = (*found.compiled.values(), *expecting, static, why)
+        route = None if found.uncompiled else self._routes.get(key)
+        if route is None:
+            route = self._find_route(found, expecting, why)
+            if not found.uncompiled:
+                if len(self._routes) >= _MOST_ROUTES:
+                    self._routes.clear()
+                self._routes[key] = route
+        if route.nobodys:
+            self.on_unowned(route.nobodys)
+        return route
+
+    def _find_route(self, found: Reached, expecting: Collection[Reducer], why: str) -> Route:
+        """Find the route of a backward. ``why``: the reason why no gradient is final, if any."""
+        route, owner_of = Route(), dict[int, Gradient]()
+        all_owners, edges = self.owners(), found.edges()
+        uncompiled = {id(node.variable) for node in found.uncompiled}
+        for node, count in edges.values():
             leaf = node.variable
             every = all_owners.get(id(leaf), ())
             owners = [item for item in every if item[0] in expecting]
             if not every:
-                nobodys.append(leaf)
-            if owners:
-                not_final = why or self._why_not_final(leaf, count, found, len(owners))
-                for reducer, number in owners:
-                    reducer.hooks.follow(number, node)
-                    once = reducer.used.is_accumulated_once(number)
-                    once = once and number not in reducer.parameters.delayed
-                    run.reached.setdefault(reducer, {})[number] = not_final if once else SEVERAL
+                route.nobodys.append(leaf)
+            not_final = why
+            if len(owners) > 1:
+                not_final = not_final or SHARED
+            elif id(leaf) in uncompiled:
+                not_final = not_final or (NOT_COMPILED if count == 1 else SEVERAL)
+            for reducer, number in owners:
+                reducer.hooks.follow(number, node)
+                once = reducer.used.is_accumulated_once(number)
+                once = once and number not in reducer.parameters.delayed
+                route.reached.setdefault(reducer, {})[number] = not_final if once else SEVERAL
             if len(owners) == 1:
                 owner_of[id(leaf)] = owners[0]
             else:
-                run.has_others = True
-        if nobodys:
-            self.on_unowned(nobodys)
-        return owner_of
+                route.has_others = True
+        for leaves in found.compiled.values():
+            pairs = zip(leaves.positions, leaves.nodes, strict=True)
+            nodes = {p: node for p, node in pairs if id(node.variable) in owner_of}
+            owners_of_it = {p: owner_of[id(node.variable)] for p, node in nodes.items()}
+            final = [p for p, (owner, n) in owners_of_it.items() if not route.reached[owner][n]]
+            route.destinations.append(
+                Destinations(
+                    owners_of_it,
+                    frozenset(final),
+                    {p: edges[id(node.variable)][1] for p, node in nodes.items()},
+                    [nodes[p] for p in final],
+                )
+            )
+        return route
 
-    def _why_not_final(self, leaf: Tensor, count: int, found: Reached, num_owners: int) -> str:
-        if num_owners > 1:
-            return SHARED
-        if id(leaf) in found.uncompiled:
-            return NOT_COMPILED if count == 1 else SEVERAL
-        return ""
+    @property
+    def has_hooked(self) -> bool:
+        """As :meth:`Registry.has_hooked`."""
+        return not self.hooks.is_known or bool(self.hooks.find(()))
 
     def why_hooked(self, reducer: Reducer, number: int) -> str:
         """As :meth:`HooksOfOthers.why`, for a parameter of a module."""
         parameter = reducer.parameters.all[number]
-        return self._hooks.why(
+        return self.hooks.why(
             parameter,
             reducer.hooks.nodes[number],
             lambda: sum(any(p is parameter for p in r.parameters.all) for r in self.alive()),
@@ -298,28 +350,22 @@ class Reducers:
 
     def forget_hooks(self) -> None:
         """Ask all nodes again which hooks they have: one may have been registered."""
-        self._hooks.forget()
+        self.hooks.forget()
 
-    def _add_compiled(
-        self,
-        found: Reached,
-        owner_of: Mapping[int, Gradient],
-        reached: ReachedNumbers,
-    ) -> list[Any]:
-        """Record the owner of the gradient at each position of each compiled forward. Return the
-        nodes of these forwards."""
+    def _add_compiled(self, compiled: Iterable[Any], route: Route) -> list[Any]:
+        """Record where the compiled forwards with these nodes store. Return these nodes."""
         nodes = []
         partial_sums: dict[Gradient, list[Tensor]] = {}
-        for node, leaves in found.compiled.items():
-            contributions = {position: found.edges[id(leaf)][1] for position, leaf in leaves}
-            owners = {n: owner_of[id(leaf)] for n, leaf in leaves if id(leaf) in owner_of}
-            if owners and node not in self.compiled:
-                final = (p for p, (reducer, n) in owners.items() if not reached[reducer][n])
-                self.compiled[node] = CompiledForward(
-                    owners, frozenset(final), contributions, partial_sums
-                )
+        for node, destinations in zip(compiled, route.destinations, strict=True):
+            if destinations.owners and node not in self.compiled:
+                self.compiled[node] = CompiledForward(destinations, partial_sums)
                 nodes.append(node)
         return nodes
+
+    def forget_routes(self) -> None:
+        """Forget routes and what walks have seen: there is a module more, or one less."""
+        self._routes.clear()
+        self._walker.forget()
 
     def _end(self, run: RunningBackward) -> None:
         errors: list[BaseException] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,10 +13,67 @@ from torch import Tensor
 from fusion_passes.layout.layout import Piece
 from fusion_passes.reducer.copies import BESIDE, RENUMBERED, SEVERAL
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.torch_private.autograd import accumulates_in, backward_id, running_node
+from fusion_passes.torch_private.autograd import accumulates_in, backward_id
 
 Gradient: TypeAlias = tuple[Reducer, int]
 """The owner of a gradient: the reducer, and the number of the parameter there."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Gradients that a compiled backward stores together.
+
+    Attributes:
+        reducer: their reducer.
+        numbers: the parameters.
+        sizes: the number of elements of each gradient.
+        contributions: how many compiled forwards contribute to each gradient; if several do, it is
+            their sum.
+    """
+
+    reducer: Reducer
+    numbers: Piece
+    sizes: list[int]
+    contributions: int
+
+
+@dataclass
+class Destinations:
+    """Whose the gradients of one compiled forward are; the same in each iteration that reaches the
+    same parameters. A position is the index of a tensor among the forward's tensor inputs, which is
+    also the index of its edge in the ``next_functions`` of the forward's autograd node.
+
+    Attributes:
+        owners: the owner of each input's gradient, by position.
+        final: positions of the inputs to whose gradients only compiled forwards contribute.
+        contributions: how many compiled forwards contribute to the gradient, by position.
+        nodes: the AccumulateGrad nodes of the final inputs.
+    """
+
+    owners: Mapping[int, Gradient]
+    final: frozenset[int]
+    contributions: Mapping[int, int]
+    nodes: Sequence[Any]
+    _stored: dict[tuple[int, ...], Stored | None] = field(default_factory=dict)
+
+    def of(self, positions: tuple[int, ...]) -> Stored | None:
+        """The gradients at these positions, if they belong to one module, are final, and have
+        equally many contributions; else ``None``."""
+        if positions not in self._stored:
+            self._stored[positions] = self._find(positions)
+        return self._stored[positions]
+
+    def _find(self, positions: tuple[int, ...]) -> Stored | None:
+        if not self.final.issuperset(positions):
+            return None
+        owners = [self.owners[position] for position in positions]
+        contributions = {self.contributions[position] for position in positions}
+        reducer = owners[0][0]
+        if len(contributions) > 1 or any(owner is not reducer for owner, _ in owners):
+            return None
+        numbers = tuple(number for _, number in owners)
+        sizes = [reducer.parameters.kinds[number].numel for number in numbers]
+        return Stored(reducer, numbers, sizes, contributions.pop())
 
 
 @dataclass(frozen=True)
@@ -24,43 +81,32 @@ class _Begun:
     """A buffer handed to a running compiled backward and not marked ready yet.
 
     Attributes:
-        reducer: the reducer of the gradients.
-        numbers: the parameters.
+        stored: the gradients.
         offsets: the offset of each gradient, in elements.
-        is_sum: whether other compiled forwards contribute to these gradients.
         is_bucket: whether the buffer is a part of a bucket.
     """
 
-    reducer: Reducer
-    numbers: Piece
+    stored: Stored
     offsets: Sequence[int]
-    is_sum: bool
     is_bucket: bool
 
     def gradients(self, memory: Tensor) -> list[Tensor]:
         """Each gradient in the memory: ``[numel]``."""
-        sizes = (self.reducer.parameters.kinds[number].numel for number in self.numbers)
-        return [memory[a : a + size] for a, size in zip(self.offsets, sizes, strict=True)]
+        pairs = zip(self.offsets, self.stored.sizes, strict=True)
+        return [memory[start : start + size] for start, size in pairs]
 
 
 @dataclass
 class CompiledForward:
-    """A compiled forward that the running backward differentiates. A position is the index of a
-    tensor among the forward's tensor inputs, which is also the index of its edge in the
-    ``next_functions`` of the forward's autograd node.
+    """A compiled forward that the running backward differentiates.
 
     Attributes:
-        owners: the owner of each input's gradient, by position.
-        final: positions of the inputs to whose gradients only compiled forwards contribute.
-        contributions: how many compiled forwards contribute to the gradient, by position; if
-            several do, the gradient is their sum.
+        destinations: whose its gradients are.
         partial_sums: the parts that compiled backwards have given so far. All compiled forwards of
             one backward share this dictionary.
     """
 
-    owners: Mapping[int, Gradient]
-    final: frozenset[int]
-    contributions: Mapping[int, int]
+    destinations: Destinations
     partial_sums: dict[Gradient, list[Tensor]]
     _begun: dict[tuple[int, ...], _Begun] = field(default_factory=dict)
     _accumulates: dict[int, bool] = field(default_factory=dict)
@@ -72,23 +118,8 @@ class CompiledForward:
         when a hook calls ``torch.autograd.grad``. The nested backward returns its gradients."""
         backward = backward_id()
         if backward not in self._accumulates:
-            edges = running_node().next_functions
-            nodes = (edges[position][0] for position in self.final)
-            self._accumulates[backward] = all(map(accumulates_in, nodes))
+            self._accumulates[backward] = accumulates_in(self.destinations.nodes)
         return self._accumulates[backward]
-
-    def _of(self, positions: Sequence[int]) -> tuple[Reducer, Piece] | None:
-        """The reducer and the parameters of these positions, if the gradients belong to one module,
-        are final, and have equally many contributions; else ``None``."""
-        if not self.final.issuperset(positions):
-            return None
-        owners = [self.owners[position] for position in positions]
-        reducer = owners[0][0]
-        if any(owner is not reducer for owner, _ in owners):
-            return None
-        if len({self.contributions[position] for position in positions}) > 1:
-            return None
-        return reducer, tuple(number for _, number in owners)
 
     def give_memory(
         self, positions: Sequence[int], offsets: Sequence[int], numel: int, dtype: torch.dtype
@@ -97,37 +128,42 @@ class CompiledForward:
         last stores its part in the bucket, and the other parts are added there."""
         if not self.accumulates:
             return None
-        found = self._of(positions)
-        if found is None:
-            are_final = self.final.issuperset(positions)
-            for position in self.owners.keys() & positions:
-                reducer, number = self.owners[position]
-                is_several = are_final and self.contributions[position] > 1
-                reducer.note_no_memory((number,), SEVERAL if is_several else BESIDE)
+        key = tuple(positions)
+        stored = self.destinations.of(key)
+        if stored is None:
+            self._note_not_stored(positions)
             return None
-        reducer, numbers = found
+        reducer, numbers = stored.reducer, stored.numbers
         sizes = [end - start for start, end in itertools.pairwise([*offsets, numel])]
-        if sizes != [reducer.parameters.kinds[number].numel for number in numbers]:
+        if sizes != stored.sizes:
             reducer.note_no_memory(numbers, RENUMBERED)
             return None
         # A hook may have been registered since the backward was walked.
-        reasons = {number: reducer.why_not_stored(number) for number in numbers}
-        if any(reasons.values()):
-            for number, why in reasons.items():
-                reducer.note_no_memory((number,), why or BESIDE)
+        reasons = reducer.why_not_stored(numbers)
+        if reasons:
+            for number in numbers:
+                reducer.note_no_memory((number,), reasons.get(number, BESIDE))
             return None
-        is_sum = self.contributions[positions[0]] > 1
         memory = None
-        if not is_sum or self._is_last(reducer, numbers, positions):
+        if self._is_last(stored):
             memory = reducer.part_of_bucket(numbers, offsets, numel, dtype)
-        begun = _Begun(reducer, numbers, offsets, is_sum, memory is not None)
-        self._begun[tuple(positions)] = begun
+        self._begun[key] = _Begun(stored, offsets, memory is not None)
         return memory
 
-    def _is_last(self, reducer: Reducer, numbers: Piece, positions: Sequence[int]) -> bool:
+    def _note_not_stored(self, positions: Sequence[int]) -> None:
+        known = self.destinations
+        are_final = known.final.issuperset(positions)
+        for position in known.owners.keys() & positions:
+            reducer, number = known.owners[position]
+            is_several = are_final and known.contributions[position] > 1
+            reducer.note_no_memory((number,), SEVERAL if is_several else BESIDE)
+
+    def _is_last(self, stored: Stored) -> bool:
         """Whether the other compiled forwards have contributed to these sums."""
-        found = {len(self.partial_sums.get((reducer, number), ())) for number in numbers}
-        return found == {self.contributions[positions[0]] - 1}
+        if stored.contributions == 1:
+            return True
+        parts = (self.partial_sums.get((stored.reducer, number), ()) for number in stored.numbers)
+        return set(map(len, parts)) == {stored.contributions - 1}
 
     def mark_ready(
         self, memory: Tensor, positions: Sequence[int], copied: Sequence[int] = (), why: str = ""
@@ -138,16 +174,17 @@ class CompiledForward:
         begun = self._begun.pop(tuple(positions), None) if self.accumulates else None
         if begun is None:
             return
-        reducer, numbers = begun.reducer, begun.numbers
+        reducer, numbers = begun.stored.reducer, begun.stored.numbers
         with reducer.queue.lock:
             reducer.memory.join_streams()
         if not reducer.gives_memory:
             if reducer.is_expecting:
                 reducer.assignment.observe(numbers)
             return
-        if begun.is_sum:
+        is_sum = begun.stored.contributions > 1
+        if is_sum:
             gradients = begun.gradients(memory)
-            if not self._is_last(reducer, numbers, positions):
+            if not self._is_last(begun.stored):
                 for number, part in zip(numbers, gradients, strict=True):
                     self.partial_sums.setdefault((reducer, number), []).append(part)
                 return
@@ -157,8 +194,8 @@ class CompiledForward:
             # these, and launch the bucket before the model's own collectives that come later.
             reducer.mark_stored(numbers, stored_apart=begun.gradients(memory))
             return
-        copied = [self.owners[position][1] for position in copied]
-        reducer.mark_stored(numbers, is_sum=begun.is_sum, copied=copied, why=why)
+        copied = [self.destinations.owners[position][1] for position in copied]
+        reducer.mark_stored(numbers, is_sum=is_sum, copied=copied, why=why)
 
 
 def _add(gradients: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:

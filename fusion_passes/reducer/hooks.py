@@ -24,11 +24,13 @@ class ParameterHooks:
         nodes: the AccumulateGrad node of each parameter, by number. A node keeps its hooks only as
             long as somebody keeps the node.
         handles: the handles of the hooks on these nodes.
+        awaited: parameters that a graph marked ready and whose hook has not run yet.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.nodes: dict[int, Any] = {}
         self.handles: list[Any] = []
+        self.awaited: set[int] = set()
         self._parameters = parameters
         self._callbacks: dict[int, Callable[..., None]] = {}
 
@@ -48,9 +50,14 @@ class ParameterHooks:
 
 class HooksOfOthers:
     """Which AccumulateGrad nodes have hooks that are no reducer's. Torch does not report it, so all
-    nodes are asked, once after each registration of a hook on any node."""
+    nodes are asked, once after each registration of a hook on any node.
+
+    Attributes:
+        are_none: whether no node had one, and no hook was registered on any node since.
+    """
 
     def __init__(self) -> None:
+        self.are_none = False
         self._found: Mapping[int, str] | None = None
         self._found_by: object = None
 
@@ -71,6 +78,7 @@ class HooksOfOthers:
                     refuse_optimizer(name, parameter)
                     found[id(parameter)] = why
             self._found, self._found_by = found, registers_hooks()
+            self.are_none = not found
         assert self._found is not None, "it was just found"
         return self._found
 
@@ -90,6 +98,7 @@ class HooksOfOthers:
     def forget(self) -> None:
         """Ask all nodes again: a hook may have been registered."""
         self._found = None
+        self.are_none = False
 
 
 def _why(node: Any, num_owners: int) -> str:

@@ -98,12 +98,11 @@ class BucketMemory:
     def note_existing(self, numbers: Iterable[int]) -> None:
         """Record which of these parameters have a ``.grad``. It may have gone since an earlier
         backward of the iteration, or have come from it."""
+        parameters = self._parameters.all
         for number in numbers:
-            gradient = self._parameters.all[number].grad
-            if gradient is not None:
-                self.existing[number] = gradient
-            else:
-                self.existing.pop(number, None)
+            self.existing.pop(number, None)
+        found = [(number, parameters[number].grad) for number in numbers]
+        self.existing |= {number: gradient for number, gradient in found if gradient is not None}
 
     def add_existing(self, numbers: Collection[int]) -> None:
         """Add the existing ``.grad`` of these parameters to their stored gradients: the all-reduce
@@ -183,25 +182,38 @@ class BucketMemory:
         The average is copied into a ``.grad`` that existed before the backward. If this rank has no
         gradient, ``.grad`` becomes the bucket view. Parameters that no rank used (``used``: those
         that some rank has used; ``None``: all) keep their ``.grad``."""
-        memory = self._allocated.get(bucket.index)
-        gradients, averages = [], []
-        for number, offset in zip(bucket.numbers, bucket.offsets, strict=True):
+        memory, parameters = self._allocated.get(bucket.index), self._parameters.all
+        if bucket.is_sparse:
+            for number in bucket.numbers:
+                if used is None or number in used:
+                    parameters[number].grad = self.sparse[number]
+        elif memory is not None:  # Else it is empty.
+            gradients = [parameters[number].grad for number in bucket.numbers]
+            begin, size = memory.data_ptr(), memory.itemsize
+            others = [
+                (number, gradient)
+                for number, offset, gradient in zip(
+                    bucket.numbers, bucket.offsets, gradients, strict=True
+                )
+                if gradient is None or gradient.data_ptr() != begin + offset * size
+            ]
+            if others:
+                self._copy_back(others, used)
+
+    def _copy_back(
+        self, gradients: Sequence[tuple[int, Tensor | None]], used: Collection[int] | None
+    ) -> None:
+        copies, averages = [], []
+        for number, gradient in gradients:
             if used is not None and number not in used:
                 continue
-            parameter = self._parameters.all[number]
-            if bucket.is_sparse:
-                parameter.grad = self.sparse[number]
-                continue
-            gradient = parameter.grad
-            if memory is None:  # It is empty.
-                continue
             if gradient is None:
-                parameter.grad = self.place(number)
-            elif gradient.data_ptr() != memory.data_ptr() + offset * memory.itemsize:
-                gradients.append(gradient)
+                self._parameters.all[number].grad = self.place(number)
+            else:
+                copies.append(gradient)
                 averages.append(self.place(number))
-        if gradients:
-            torch._foreach_copy_(gradients, averages)
+        if copies:
+            torch._foreach_copy_(copies, averages)
 
     def allocated(self) -> list[Bucket]:
         """The buckets that have been allocated in this iteration."""

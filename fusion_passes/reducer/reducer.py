@@ -106,6 +106,10 @@ class Clock(Protocol):
 class Registry(Protocol):
     """All reducers of the process; :class:`fusion_passes.reducer.backward.Reducers` is one."""
 
+    @property
+    def has_hooked(self) -> bool:
+        """Whether an AccumulateGrad node of any module has hooks of others, or may have some."""
+
     def take(self, reducer: Reducer) -> None:
         """Register a reducer whose gradient arrived although no known backward reaches it."""
 
@@ -122,16 +126,15 @@ class Round:
         received: parameters whose gradient was received.
         unused: parameters that get no gradient in this round, as far as this rank knows.
         has_marked_unused: whether the unused parameters have been marked ready.
-        awaiting_hook: parameters that a graph marked ready and whose hook has not run yet.
-        accumulated_apart: parameters whose ``.grad`` does not alias the bucket yet (sums over
-            several graphs, copied gradients); the bucket view replaces it.
+        accumulated_apart: parameters that a graph marked ready, and whose gradient autograd
+            accumulates outside the bucket (sums over several graphs, copied gradients); their hook
+            lets ``.grad`` be the bucket view.
         copies: how each gradient reached its bucket.
     """
 
     received: set[int] = field(default_factory=set)
     unused: set[int] = field(default_factory=set)
     has_marked_unused: bool = False
-    awaiting_hook: set[int] = field(default_factory=set)
     accumulated_apart: set[int] = field(default_factory=set)
     copies: Copies = field(default_factory=Copies)
 
@@ -304,7 +307,8 @@ class Reducer:
         now = self._round or self._begin_round(reached)
         self.state = State.RUNNING
         now.copies.reached.append(reached)
-        self.memory.note_existing(n for n in self.parameters.numbers if n not in now.received)
+        numbers = self.parameters.numbers
+        self.memory.note_existing([n for n in numbers if n not in now.received])
 
     def _begin_round(self, reached: Collection[int]) -> Round:
         now = self._round = Round()
@@ -348,11 +352,14 @@ class Reducer:
             self.memory.join_streams()
         return memory[start : start + numel]
 
-    def why_not_stored(self, number: int) -> str:
-        """Why no graph may store a gradient now, because of hooks; empty if one may."""
-        if not accumulates_plainly(self.parameters.all[number]):
-            return HOOKED
-        return self._why_hooked(number)
+    def why_not_stored(self, numbers: Piece) -> dict[int, str]:
+        """Why no graph may store some of these gradients now, because of hooks, by number."""
+        parameters = self.parameters.all
+        found = {n: HOOKED for n in numbers if not accumulates_plainly(parameters[n])}
+        if self.registry is not None and self.registry.has_hooked:
+            hooked = ((n, self._why_hooked(n)) for n in numbers if n not in found)
+            found |= {number: why for number, why in hooked if why}
+        return found
 
     def _why_hooked(self, number: int) -> str:
         return self.registry.why_hooked(self, number) if self.registry is not None else ""
@@ -388,18 +395,16 @@ class Reducer:
             now.copies.in_graphs.append((copied, why))
         with self.queue.lock:
             self.used.note(numbers)
-            for number in numbers:
-                self.used.count(number, is_first=True)
+            self.used.count_stored(numbers)
             self._refuse_repeated(now, numbers)
             if stored_apart is None:
                 now.copies.stored.update(numbers)
             else:
                 self.memory.copy_flat(numbers, stored_apart)
-            if is_sum or stored_apart is not None:
-                now.accumulated_apart.update(numbers)
+            is_apart = is_sum or stored_apart is not None
+            (now.accumulated_apart if is_apart else self.hooks.awaited).update(numbers)
             self.memory.add_existing(numbers)
             now.received.update(numbers)
-            now.awaiting_hook.update(numbers)
             self._mark_ready(now, numbers)
 
     def accumulated(self, number: int, *, is_defined: bool = True) -> None:
@@ -407,12 +412,14 @@ class Reducer:
         AccumulateGrad node calls this. The gradient is undefined (``is_defined``) if a compiled
         forward has the parameter as an input and does not use it."""
         now = self._round
-        if now is not None and number in now.awaiting_hook:  # A graph has stored it.
-            now.awaiting_hook.discard(number)
-            if self.why_not_stored(number):
+        is_apart = now is not None and number in now.accumulated_apart
+        if is_apart or number in self.hooks.awaited:  # A graph has marked it ready.
+            if self.why_not_stored((number,)):
                 self.refuse(late_hook(self.parameters.names[number], self.label))
-            if number in now.accumulated_apart:
+            if now is not None and is_apart:
+                now.accumulated_apart.discard(number)
                 self.memory.alias(number)
+            self.hooks.awaited.discard(number)
             return
         if self.registry is None:
             raise RefusedGradientError(FORGOTTEN)
@@ -470,6 +477,11 @@ class Reducer:
         self.queue.mark_ready(numbers)
         self.queue.launch_ready()
 
+    def _await_no_hook(self, now: Round) -> None:
+        """Await no hook any more: the engine has run."""
+        self.hooks.awaited.clear()
+        now.accumulated_apart.clear()
+
     def _missing(self, now: Round) -> set[int]:
         known = now.received | now.unused | self.parameters.delayed
         return set(self.parameters.numbers) - known
@@ -480,7 +492,7 @@ class Reducer:
         self.queue.leave_order()
         now = self._round
         if now is not None:
-            now.awaiting_hook.clear()
+            self._await_no_hook(now)
             if isinstance(self.used, StaticGraph) and self.used.launches_after_backward:
                 self.used.keep_counts()
                 for number in self.parameters.numbers:
@@ -526,7 +538,7 @@ class Reducer:
         self.queue.leave_order()
         now = self._round
         if now is not None:
-            now.awaiting_hook.clear()
+            self._await_no_hook(now)
             self.failures.leave(self.steps, f"{type(error).__name__}: {error}")
             has_begun = has_begun or self.has_begun
             self._leave_unfinished(has_begun=has_begun, has_failed=True)
@@ -568,7 +580,8 @@ class Reducer:
 
     def _finalize_in_backward(self) -> None:
         now = self._round
-        if now is not None and not now.awaiting_hook and self.queue.has_launched_all:
+        are_accumulated = now is not None and not (self.hooks.awaited or now.accumulated_apart)
+        if are_accumulated and self.queue.has_launched_all:
             self.finalize()
 
     def finalize(self) -> None:
@@ -596,6 +609,7 @@ class Reducer:
 
     def _drop_round(self) -> None:
         self._round = None
+        self.hooks.awaited.clear()
         self.queue.end()
         self.memory.end()
 

@@ -45,6 +45,9 @@ class AllUsed:
         del number, is_first
         return True
 
+    def count_stored(self, numbers: Iterable[int]) -> None:
+        """Count gradients that a graph has stored, each of which is accumulated once."""
+
     def is_accumulated_once(self, number: int) -> bool:
         """Whether a gradient is accumulated once in an iteration, as far as is known."""
         del number
@@ -153,6 +156,10 @@ class StaticGraph(_Map):
             text = changed_graph(self._parameters, self._label, number, times, expected)
             self._refuse(text)
         return times == expected
+
+    def count_stored(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.count(number, is_first=True)
 
     def is_accumulated_once(self, number: int) -> bool:
         """The walk does not see reentrant checkpointing; the first iteration has counted it."""

@@ -1,17 +1,55 @@
 """Walks the autograd graph of a backward before the engine runs: which parameters get a gradient,
-and which autograd nodes contribute to it. Pure."""
+and which autograd nodes contribute to it.
+
+A compiled forward has an edge for each tensor among its inputs. If its edges to parameters are
+those that another node of the same compiled forward had, they are not looked at one by one.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from torch import Tensor
+from typing import Any, Final
 
 from fusion_passes.torch_private.autograd import AccumulateGrad
 from fusion_passes.torch_private.dynamo import is_compiled_forward
+
+
+@dataclass(frozen=True, eq=False)
+class Leaves:
+    """The edges of a compiled forward that end at leaves.
+
+    Attributes:
+        positions: the indices of these edges, which are those of the forward's tensor inputs.
+        nodes: the AccumulateGrad node at the end of each of these edges.
+        others: the indices of the other edges.
+        edges: these edges, as ``pick`` takes them out of the ``next_functions`` of an autograd
+            node.
+    """
+
+    positions: tuple[int, ...]
+    nodes: tuple[Any, ...]
+    others: tuple[int, ...]
+    pick: Callable[[Any], Any]
+    edges: Any
+
+    @staticmethod
+    def of(edges: Sequence[tuple[Any, int]]) -> Leaves:
+        """The leaves among these edges."""
+        is_leaf = [isinstance(node, AccumulateGrad) for node, _ in edges]
+        positions = tuple(itertools.compress(itertools.count(), is_leaf))
+        others = tuple(position for position, each in enumerate(is_leaf) if not each)
+        pick = operator.itemgetter(*positions) if positions else lambda _: ()
+        nodes = tuple(edges[position][0] for position in positions)
+        return Leaves(positions, nodes, others, pick, pick(edges))
+
+    def are_in(self, edges: Sequence[tuple[Any, int]]) -> bool:
+        """Whether another node with these edges has the same leaves."""
+        if len(edges) != len(self.positions) + len(self.others) or self.pick(edges) != self.edges:
+            return False
+        return not any(isinstance(edges[position][0], AccumulateGrad) for position in self.others)
 
 
 @dataclass(frozen=True)
@@ -19,53 +57,96 @@ class Reached:
     """The result of a walk over an autograd graph.
 
     Attributes:
-        edges: each AccumulateGrad node and the number of edges that end there, by the id of its
-            tensor.
-        uncompiled: ids of the tensors to whose gradients nodes contribute that are not compiled
-            forwards.
-        compiled: for each compiled forward, the leaves among its inputs, with their positions.
+        compiled: the leaves of each compiled forward, by autograd node.
+        uncompiled: the AccumulateGrad nodes to which an edge of another node leads, one for each
+            edge.
         nodes: all nodes but the AccumulateGrad nodes.
         entries: the output indices by which each compiled forward is differentiated, by node; empty
             unless they were asked for.
     """
 
-    edges: Mapping[int, tuple[Any, int]]
-    uncompiled: Collection[int]
-    compiled: Mapping[Any, Sequence[tuple[int, Tensor]]]
+    compiled: Mapping[Any, Leaves]
+    uncompiled: Sequence[Any]
     nodes: Collection[Any]
     entries: Mapping[Any, Collection[int]] = field(default_factory=dict)
 
+    def edges(self) -> dict[int, tuple[Any, int]]:
+        """Each AccumulateGrad node and the number of edges that end there, by the id of its
+        tensor."""
+        found: dict[int, tuple[Any, int]] = {}
+        compiled = (leaves.nodes for leaves in self.compiled.values())
+        for node in itertools.chain(self.uncompiled, *compiled):
+            leaf = id(node.variable)
+            found[leaf] = node, found.get(leaf, (node, 0))[1] + 1
+        return found
 
-def walk(outputs: Sequence[Any], *, with_entries: bool = False) -> Reached:
-    """Walk the autograd graph from these tensors or gradient edges to its leaves; about a
-    microsecond a node."""
-    pending = [getattr(o, "grad_fn", None) or getattr(o, "node", None) for o in outputs]
-    edges: dict[int, tuple[Any, int]] = {}
-    compiled: dict[Any, list[tuple[int, Tensor]]] = {}
-    # If the backward starts at a leaf, no compiled forward contributes to its gradient.
-    roots = [node for node in pending if isinstance(node, AccumulateGrad)]
-    _count(edges, roots)
-    uncompiled = {id(node.variable) for node in roots}
-    seen = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaves = []
-        for position, (following, _) in enumerate(node.next_functions):
-            if isinstance(following, AccumulateGrad):
-                leaves.append((position, following))
-            elif following is not None:
-                pending.append(following)
-        if leaves:
-            _count(edges, (leaf for _, leaf in leaves))
-            if is_compiled_forward(node):
-                compiled[node] = [(position, leaf.variable) for position, leaf in leaves]
-            else:
-                uncompiled.update(id(leaf.variable) for _, leaf in leaves)
-    entries = _entries(outputs, seen, compiled) if with_entries else {}
-    return Reached(edges, uncompiled, compiled, seen, entries)
+
+class Walker:
+    """Walks autograd graphs. It keeps the AccumulateGrad nodes of compiled forwards, and with them
+    their parameters, until :meth:`forget`."""
+
+    def __init__(self) -> None:
+        # By class of the autograd node, which each compiled forward has of its own: the position of
+        # the first leaf, and what is known by its node: the blocks of a model share a compiled
+        # forward. ``None`` for other classes.
+        self._known: dict[type, tuple[int, dict[Any, Leaves]] | None] = {}
+
+    def walk(self, outputs: Sequence[Any], *, with_entries: bool = False) -> Reached:
+        """Walk the autograd graph from these tensors or gradient edges to its leaves; about a
+        microsecond a node."""
+        pending = [getattr(o, "grad_fn", None) or getattr(o, "node", None) for o in outputs]
+        compiled: dict[Any, Leaves] = {}
+        # If the backward starts at a leaf, no compiled forward contributes to its gradient.
+        uncompiled = [node for node in pending if isinstance(node, AccumulateGrad)]
+        seen = set()
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            edges = node.next_functions
+            leaves = self._leaves_of(node, edges)
+            if leaves is not None:
+                if leaves.positions:
+                    compiled[node] = leaves
+                pending.extend(edges[position][0] for position in leaves.others)
+                continue
+            for following, _ in edges:
+                if isinstance(following, AccumulateGrad):
+                    uncompiled.append(following)
+                elif following is not None:
+                    pending.append(following)
+        entries = _entries(outputs, seen, compiled) if with_entries else {}
+        return Reached(compiled, uncompiled, seen, entries)
+
+    def _leaves_of(self, node: Any, edges: Sequence[tuple[Any, int]]) -> Leaves | None:
+        """The leaves of a compiled forward; ``None`` if the node is another one."""
+        kind = type(node)
+        known = self._known.get(kind, (0, {}))
+        if known is None:
+            return None
+        first, by_node = known
+        leaves = by_node.get(edges[first][0]) if first < len(edges) else None
+        if leaves is not None and leaves.are_in(edges):
+            return leaves
+        if not is_compiled_forward(node):
+            self._known[kind] = None
+            return None
+        leaves = Leaves.of(edges)
+        if leaves.positions:
+            if leaves.positions[0] != first or len(by_node) >= _MOST_LEAVES:
+                by_node = {}
+            by_node[leaves.nodes[0]] = leaves
+            self._known[kind] = leaves.positions[0], by_node
+        return leaves
+
+    def forget(self) -> None:
+        """Forget what is known of compiled forwards."""
+        self._known.clear()
+
+
+_MOST_LEAVES: Final = 1024
+"""Of a compiled forward; a program that makes new parameters in each step would keep them all."""
 
 
 def _entries(
@@ -82,9 +163,3 @@ def _entries(
         if node in compiled:
             found.setdefault(node, set()).add(number)
     return found
-
-
-def _count(edges: dict[int, tuple[Any, int]], nodes: Iterable[Any]) -> None:
-    for node in nodes:
-        leaf = id(node.variable)
-        edges[leaf] = node, edges.get(leaf, (node, 0))[1] + 1

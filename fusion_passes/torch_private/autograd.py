@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -195,10 +195,11 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
-def accumulates_in(node: Any) -> bool:
-    """Whether the backward that the engine runs in this thread reaches and runs an AccumulateGrad
-    node. A backward that a hook has started with ``torch.autograd.grad`` does not."""
+def accumulates_in(nodes: Iterable[Any]) -> bool:
+    """Whether the backward that the engine runs in this thread reaches and runs all of these
+    AccumulateGrad nodes. A backward that a hook has started with ``torch.autograd.grad`` does not.
+    """
     try:
-        return torch._C._will_engine_execute_node(node)
+        return all(map(torch._C._will_engine_execute_node, nodes))
     except RuntimeError:  # The engine returns that gradient instead of accumulating it.
         return False

@@ -30,7 +30,7 @@ from fusion_passes.ddp.attachment import name_in_graphs
 from fusion_passes.reducer.backward import RunningBackward, reducers
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.reducer.walk import walk
+from fusion_passes.reducer.walk import Walker
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.dynamo import (
     clear_backward_cache,
@@ -308,7 +308,7 @@ def _why_module_untraced(reducer: Reducer, reached: Collection[int]) -> str:
 
 
 def _reaches_managed(outputs: Sequence[Any]) -> bool:
-    return not reducers.owners().keys().isdisjoint(walk(outputs).edges)
+    return not reducers.owners().keys().isdisjoint(Walker().walk(outputs).edges())
 
 
 def _raised_in(traced: fx.GraphModule, error: BaseException) -> BaseException | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import inspect
 from collections.abc import Callable, Iterator
@@ -246,8 +247,10 @@ def test_gradients_at_other_positions_than_they_were_compiled_for() -> None:
     assert reasons(ddp, lambda: compiled(X).sum()) == {}
     made = CompiledForward
 
-    def renumbered(owners: Any, *args: Any) -> Any:
-        return made(dict(zip(owners, [*owners.values()][::-1], strict=True)), *args)
+    def renumbered(destinations: Any, *args: Any) -> Any:
+        owners = destinations.owners
+        other = dict(zip(owners, [*owners.values()][::-1], strict=True))
+        return made(dataclasses.replace(destinations, owners=other, _stored={}), *args)
 
     with mock.patch.object(backward, "CompiledForward", renumbered):
         found = reasons(ddp, lambda: compiled(X).sum(), 1)
