@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.config import OPTION, FusionConfig
-from fusion_passes.ddp.forward import prepare_buffers
+from fusion_passes.ddp.forward import prepare_forward
 from fusion_passes.ddp.gloo_exit import pause_at_exit, pause_without_groups
 from fusion_passes.ddp.parameters import caps_of_ddp, numbered_parameters
 from fusion_passes.graph.collectives import all_reduce
@@ -81,7 +81,7 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: st
     if isinstance(communication, AllReduce):
         communication.group, communication.backend = group, backend
     setattr(ddp, STATE, State.IDLE)
-    prepare_buffers(ddp)
+    prepare_forward(ddp)
     ddp.__dict__[REDUCER] = reducer
     reducers.add(reducer)
     reducer.record.when_freed = reducers.report_when_freed(ddp, reducer)

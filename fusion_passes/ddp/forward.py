@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,11 +22,15 @@ from fusion_passes.torch_private.ddp import (
     is_joining,
     tell_joined,
 )
-from fusion_passes.torch_private.dynamo import begin_no_graph
+from fusion_passes.torch_private.dynamo import begin_no_graph, skips_method
 
 BUFFERS_IN: Final = "_ddp_fusion_buffers_in"
 """Attribute of a managed module: the name of its process group if DDP is to broadcast buffers of
 it, else ``None``."""
+
+BEGINS_GRAPH: Final = "_ddp_fusion_begins_graph"
+"""Attribute of a managed module: whether Dynamo must begin the graph of its wrapped module around
+the module's forward, because it begins none in that forward."""
 
 RANGE: Final = "DistributedDataParallel.forward"
 """Name of the profiler range in which eager DDP runs its forward."""
@@ -41,10 +45,13 @@ class ManagedForward(DistributedDataParallel):
         if torch.compiler.is_dynamo_compiling():  # Dynamo would warn about the range, and skip it.
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
-        with _untraced(torch.autograd.profiler.record_function, RANGE):
+        entered = _untraced(_enter_range)
+        try:
             inputs, kwargs = _untraced(self._pre_forward, *inputs, **kwargs)
             output = self._run_ddp_forward(*inputs, **kwargs)
             return _untraced(self._post_forward, output)
+        finally:
+            _untraced(entered.__exit__, None, None, None)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Broadcast buffers, and move inputs to the module's device."""
@@ -62,7 +69,12 @@ class ManagedForward(DistributedDataParallel):
             return tree_map_only(Tensor, lambda tensor: tensor.to(device), (inputs, kwargs))
         return inputs, kwargs
 
+    @begin_no_graph
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module, with Dynamo's graphs beginning where they begin without DDP. A
+        graph that begins here would be traced in vain if the module breaks it."""
+        if getattr(self, BEGINS_GRAPH):
+            return _begin_graph(self.module, *inputs, **kwargs)
         return self.module(*inputs, **kwargs)
 
     def _post_forward(self, output: Any) -> Any:
@@ -125,18 +137,29 @@ def _count_ranks(ddp: DistributedDataParallel, work: Any) -> None:
     communication.count_ranks = count
 
 
+def _begin_graph(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
+    """Run a module in a frame in which Dynamo begins a graph."""
+    return module(*inputs, **kwargs)
+
+
+def _enter_range() -> Any:
+    return torch.autograd.profiler.record_function(RANGE).__enter__()
+
+
 @torch.compiler.disable
 def _untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-# --- Buffers --------------------------------------------------------------------------------------
-
-
-def prepare_buffers(ddp: DistributedDataParallel) -> None:
-    """Have the forwards of a managed module broadcast the buffers that DDP does not ignore."""
+def prepare_forward(ddp: DistributedDataParallel) -> None:
+    """Decide where Dynamo begins graphs of a managed module, as ``torch.compile`` does without DDP,
+    and have its forwards broadcast the buffers that DDP does not ignore."""
+    setattr(ddp, BEGINS_GRAPH, skips_method(ddp.module.forward))
     names = {name for name, _ in ddp.module.named_buffers()}.difference(ddp.parameters_to_ignore)
     setattr(ddp, BUFFERS_IN, ddp.process_group.group_name if names else None)
+
+
+# --- Buffers --------------------------------------------------------------------------------------
 
 
 def sends_buffers(ddp: DistributedDataParallel) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -46,6 +47,12 @@ def begin_no_graph(function: _Function) -> _Function:
 
     skip_code(function.__code__)
     return function
+
+
+def skips_method(function: Any) -> bool:
+    """Whether a function is a method in which Dynamo begins no graph, such as ``forward`` of
+    ``nn.Sequential``. ``torch.compile`` then begins one in a function that calls the module."""
+    return isinstance(function, MethodType) and trace_rules().check(function)
 
 
 def is_compiled_forward(node: Any) -> bool:
