@@ -15,6 +15,8 @@ table; ``--output DIR`` keeps all measurements and the logs. docs/bench.md expla
         --ways concat --first 5                               # the first averaged step of a process
     taskset -c 0 python tools/bench.py --model gpt2 --ranks 1 \
         --ways concat --starts 2                              # CPU seconds of starts, on one rank
+    taskset -c 0 python tools/bench.py --model gpt2-broken gpt2-broken-twice --ranks 1 \
+        --ways concat --starts 2                              # of models with graph breaks
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ from benches.processes import Place, cores_of
 from benches.results import Row, figures_table
 from command_line import exit_on_signals, parser_of
 from fusion_passes.tuning.files import DIRECTORY_VARIABLE
-from workloads.models import MAKERS, SIZES
+from workloads.models import BROKEN, MAKERS, SIZES
 from workloads.ways import AUTO, EAGER, OURS, PLAIN, WAYS
 
 FILE: Final = "bench.json"
@@ -121,7 +123,7 @@ def _write(cells: Sequence[Comparison], origin: dict[str, str], output: Path) ->
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    models, others = ", ".join(MAKERS), [way for way in WAYS if way not in (PLAIN, EAGER)]
+    models, others = ", ".join(MAKERS | BROKEN), [way for way in WAYS if way not in (PLAIN, EAGER)]
     ways = f"beside {PLAIN} and {EAGER}: {', '.join(others)} ({', '.join(DEFAULT_WAYS)})"
     caps = "also each way that has one with these caps, in MiB"
     rates = "of the network, such as 2.5gbit; needs root, iproute2 and two ranks"
@@ -132,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         nargs="+",
         default=[*MAKERS],
-        help=f"of {models}, or module:factory (all of ours)",
+        help=f"of {models}, or module:factory (all of ours without graph breaks)",
     )
     add("--size", choices=SIZES, default="medium", help="of models of ours (medium)")
     choices = [EAGER, *others]

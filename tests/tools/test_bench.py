@@ -15,7 +15,7 @@ from benches.methods import ALONE, Comparison, Method
 from benches.processes import Checked
 from benches.results import Row, figures_table
 from workloads import models
-from workloads.models import MAKERS, TINY, subject, users_subject
+from workloads.models import BROKEN, MAKERS, TINY, subject, users_subject
 from workloads.ways import EAGER, PLAIN, TRACED
 
 # Figures
@@ -198,6 +198,15 @@ def test_every_model_is_one_graph_and_has_a_loss_and_gradients(name: str) -> Non
     assert all(p.grad is not None for p in model.parameters())
     same = [torch.equal(a, b) for a, b in zip(made.batch(0), made.batch(1), strict=True)]
     assert not all(same), "ranks must have different batches"
+
+
+def test_broken_models_break_in_one_level_and_in_two() -> None:
+    breaks = {}
+    for name in ("gpt2", *BROKEN):
+        made = subject(name, TINY)
+        torch._dynamo.reset()
+        breaks[name] = torch._dynamo.explain(made.build())(*made.batch(0)).graph_break_count
+    assert 0 == breaks["gpt2"] < breaks["gpt2-broken"] < breaks["gpt2-broken-twice"]
 
 
 def test_models_of_the_bench_have_several_ddp_buckets() -> None:

@@ -114,6 +114,34 @@ def _gpt2(size: Size) -> nn.Module:
     return _language_model("gpt2", size, n_positions=size.tokens, use_cache=False)
 
 
+class Breaking(nn.Module):
+    """A module behind which Dynamo breaks the graph, as at a logger's warning."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        output = self.module(*inputs, **kwargs)
+        torch._dynamo.graph_break()
+        return output
+
+
+def _gpt2_broken(size: Size) -> nn.Module:
+    """GPT-2 with a break inside of its last block, four calls deep."""
+    model = _gpt2(size)
+    blocks: Any = model.get_submodule("model.transformer.h")
+    blocks[-1] = Breaking(blocks[-1])
+    return model
+
+
+def _gpt2_broken_twice(size: Size) -> nn.Module:
+    """GPT-2 with breaks in two levels: inside of its last block, and between logits and loss."""
+    model = _gpt2_broken(size)
+    model.add_module("model", Breaking(model.get_submodule("model")))
+    return model
+
+
 def _bert(size: Size) -> nn.Module:
     return _language_model("bert", size, intermediate_size=4 * size.width)
 
@@ -249,13 +277,21 @@ MAKERS: dict[str, tuple[Callable[[Size], nn.Module], Callable[[Size, int], Batch
     "resnet": (_resnet, _images),
     "dlrm": (_dlrm, _clicks),
 }
+"""Models that are compiled to one graph."""
+
+BROKEN: dict[str, tuple[Callable[[Size], nn.Module], Callable[[Size, int], Batch]]] = {
+    "gpt2-broken": (_gpt2_broken, _tokens),
+    "gpt2-broken-twice": (_gpt2_broken_twice, _tokens),
+}
+"""Models with graph breaks, to measure starts of."""
 
 
 def subject(name: str, size: Size) -> Subject:
     """One of this file's models in a size, or a user's model.
 
     Args:
-        name: one of :data:`MAKERS`, or ``module:factory``: see :func:`users_subject`.
+        name: one of :data:`MAKERS` or :data:`BROKEN`, or ``module:factory``: see
+            :func:`users_subject`.
         size: size of one of this file's models.
 
     Raises:
@@ -263,10 +299,11 @@ def subject(name: str, size: Size) -> Subject:
     """
     if ":" in name:
         return users_subject(name)
-    if name not in MAKERS:
-        choices = ", ".join(MAKERS)
+    makers = MAKERS | BROKEN
+    if name not in makers:
+        choices = ", ".join(makers)
         raise ValueError(f"model must be one of {choices}, or module:factory, but is {name!r}.")
-    build, batch = MAKERS[name]
+    build, batch = makers[name]
     return Subject(functools.partial(build, size), functools.partial(batch, size))
 
 
