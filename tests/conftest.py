@@ -17,6 +17,7 @@ import hypothesis
 import pytest
 
 from testing.processes import COLLECTED_AFTER, RankPool, TorchSettings, fork_server_pid
+from testing.sessions import MARKS, Sessions
 
 EACH_TORCH = frozenset(
     {
@@ -28,6 +29,9 @@ EACH_TORCH = frozenset(
 newest torch only; these, and tests elsewhere, are marked individually."""
 
 FLAG_VARIABLE = "FUSION_PASSES_DDP_FUSION"
+
+END_S = 10.0
+"""Until processes that were killed are gone, on busy cores."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -95,24 +99,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def pools() -> Iterator[dict[int, RankPool]]:
-    """Pools by world size; each starts its processes when it gets its first job."""
-    pools: dict[int, RankPool] = {}
-    yield pools
-    for pool in pools.values():
-        pool.close()
+def pool() -> Iterator[RankPool]:
+    """The ranks of all tests; each starts when it gets its first job."""
+    with RankPool() as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")
-def run_on_ranks(pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
+def run_on_ranks(pool: RankPool) -> Callable[..., list[Any]]:
     """``run_on_ranks(world_size, function, **kwargs)``: see :meth:`RankPool.run`."""
+    return pool.run
 
-    def run(world_size: int, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
-        if world_size not in pools:
-            pools[world_size] = RankPool(world_size)
-        return pools[world_size].run(function, **kwargs)
 
-    return run
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sessions]:
+    """The processes that a test starts, and that these start: they end, or are ended, by what is
+    tested."""
+    with Sessions(str(tmp_path)) as sessions:
+        monkeypatch.setenv(MARKS, sessions.mark)
+        yield sessions
+        assert not sessions.left_after(END_S), "processes were left behind"
 
 
 @pytest.fixture(scope="session")
@@ -158,13 +164,11 @@ def _leaves_torch_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _leaves_no_processes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test ends the processes that it starts; pools are ended with the session or module."""
+    """A test ends the processes that it starts; a pool is ended with the session or module."""
     before = _children()
     yield
-    pools = [value for value in request.node.funcargs.values() if isinstance(value, RankPool)]
-    if "pools" in request.fixturenames:
-        pools += request.getfixturevalue("pools").values()
-    known = before.union(*(pool.pids for pool in pools), {_resource_tracker(), fork_server_pid()})
+    pools = [request.getfixturevalue("pool").pids] if "pool" in request.fixturenames else []
+    known = before.union(*pools, {_resource_tracker(), fork_server_pid()})
     assert not _children() - known, f"the test left processes: {_children() - known}"
 
 

@@ -276,8 +276,8 @@ BEFORE_2_13 = {"torch._inductor.lowering._maybe_layout_constraints"}
 @pytest.mark.slow
 @pytest.mark.each_torch
 def test_what_changes_for_good_is_what_is_listed() -> None:
-    with RankPool(1) as pool:
-        (names,) = pool.run(changed_for_good)
+    with RankPool() as pool:
+        (names,) = pool.run(1, changed_for_good)
     found = {TORCHS_OWN.get(name, name) for name in names} - {None}
     is_older = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
     assert found == listed("Until the process ends") - (set() if is_older else BEFORE_2_13)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -24,11 +23,11 @@ from testing.scenarios.both_ways import flag_of, train_both
 class TrainingRank(Rank):
     """A rank that trains."""
 
-    def __init__(self, assignment: Assignment, connection: Connection) -> None:
+    def __init__(self, assignment: Assignment) -> None:
         # Else convolutions round to 10 bits, and no two algorithms agree.
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cudnn.deterministic = True
-        super().__init__(assignment, connection)
+        super().__init__(assignment)
         torch.set_num_threads(1)
 
     def train(self, check: Check) -> Any:
