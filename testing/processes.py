@@ -45,6 +45,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
+from testing.fresh import forget
 from testing.sessions import kill_session, last_words, wait_for
 
 # Torch is imported in functions only: who asks for ranks need not have it.
@@ -338,9 +339,7 @@ def _forget() -> None:
 
     torch._dynamo.reset()
     if "fusion_passes" in sys.modules:
-        from fusion_passes.state import process_state
-
-        process_state.reset()
+        forget()
 
 
 _ended_groups: list[Any] = []

@@ -16,6 +16,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from testing.fresh import forget
 from testing.processes import COLLECTED_AFTER, RankPool, TorchSettings, fork_server_pid
 from testing.sessions import MARKS, Sessions
 
@@ -145,19 +146,18 @@ def _leaves_torch_as_it_was() -> Iterator[None]:
     import torch._inductor.config
 
     from fusion_passes.install.switch import replaced
-    from fusion_passes.state import process_state
     from fusion_passes.torch_private import owner_of_name
 
-    process_state.reset()
-
+    forget()
     settings = TorchSettings()
     yield
     flag = torch._inductor.config.ddp_fusion
     torch._inductor.config.ddp_fusion = None  # The next test starts without it in any case.
     assert flag is None, f"the test left ddp_fusion = {flag!r}"
-    process_state.reset()
-    for what, before in replaced.items():
-        assert getattr(*owner_of_name(what)) is before, f"the test left {what} replaced"
+    before = dict(replaced)
+    forget()
+    for what, value in before.items():
+        assert getattr(*owner_of_name(what)) is value, f"the test left {what} replaced"
     changed = settings.restore()
     assert not changed, f"the test left these settings changed: {changed}"
 

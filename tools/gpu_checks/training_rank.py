@@ -14,8 +14,8 @@ import torch
 
 from benches.processes import Assignment, serve
 from benches.rank import Rank
-from fusion_passes.state import process_state
 from gpu_checks.parts import Check
+from testing.fresh import forget
 from testing.registered import registered_by_nobody
 from testing.scenarios.both_ways import flag_of, train_both
 
@@ -34,7 +34,7 @@ class TrainingRank(Rank):
         """Train both ways, each as in a new process, and compare: the report of a rank."""
         print(f"== {check.title}", flush=True)
         gc.collect()
-        process_state.reset()
+        forget()
         # Without NCCL, its memory is the host's.
         is_real = self._device.type == "cuda"
         with contextlib.nullcontext() if is_real else registered_by_nobody():
