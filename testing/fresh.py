@@ -6,15 +6,19 @@ from typing import Any
 
 
 def forget() -> None:
-    """Set the package's state back to what it was after import, and undo what the flag and modules
-    have changed in torch. Modules that still exist average no gradients any more. What is about a
-    process group stays, since its store knows that, and so does what is done once in a process."""
+    """Set the package's state back to what it was after import, undo what the flag and modules have
+    changed in torch, and forget what was compiled. Modules that still exist average no gradients
+    any more. What is about a process group stays, since its store knows that, and so does what is
+    done once in a process."""
+    import torch._dynamo
+
     from fusion_passes.reducer.backward import reducers
     from fusion_passes.reporting.recording import last_recording
     from fusion_passes.state import Lifetime, process_state
     from fusion_passes.torch_private import inductor_config
     from fusion_passes.torch_private.dynamo import clear_backward_cache
 
+    torch._dynamo.reset()
     inductor_config.ddp_fusion = None
     renew(reducers)
     reducers.on_change()

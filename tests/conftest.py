@@ -113,6 +113,24 @@ def run_on_ranks(pool: RankPool) -> Callable[..., list[Any]]:
 
 
 @pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A Gloo group of this process alone."""
+    from testing import fake_world
+
+    with fake_world.one_rank():
+        yield
+
+
+@pytest.fixture
+def fused_rank(one_rank: None) -> Iterator[None]:
+    """The same, where modules are managed."""
+    from torch._inductor import config
+
+    with config.patch(ddp_fusion="concat"):
+        yield
+
+
+@pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sessions]:
     """The processes that a test starts, and that these start: they end, or are ended, by what is
     tested."""

@@ -282,7 +282,6 @@ def _world() -> Iterator[None]:
     with fake_world(4), inductor_config.patch(ddp_fusion="concat"), warnings.catch_warnings():
         warnings.simplefilter("ignore", fusion_passes.FusionWarning)
         yield
-    torch._dynamo.reset()
 
 
 def _forget() -> None:

@@ -51,7 +51,6 @@ def train(ddp: Any, steps: int = 3, **backward: Any) -> list[Tensor | None]:
 
 @pytest.fixture(autouse=True)
 def _traced_on_one_rank() -> Iterator[None]:
-    torch._dynamo.reset()
     with inductor_config.patch(ddp_fusion=TRACED), one_rank():
         yield
 
