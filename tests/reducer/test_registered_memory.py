@@ -36,12 +36,12 @@ from fusion_passes.torch_private.registered_memory import (
 from testing import models
 from testing.registered import CPU, Backend, Group, on_the_host, registered_by_nobody
 from testing.scenarios.both_ways import flag_of, train_both
-from testing.scenarios.catalog import SCENARIOS, SMALL_MB
+from testing.scenarios.catalog import SMALL_MB
 from testing.scenarios.entries import Scenario
 from testing.scenarios.loop import backwards
 from testing.scenarios.outcomes import RankReport, judge
 from testing.scenarios.run import Run
-from tests.reducer.test_scenarios import case_of
+from tests.reducer.test_scenarios import cases
 from tests.support.beside_eager import beside_eager
 
 RUN = Callable[..., list[Any]]
@@ -389,13 +389,9 @@ _NOT_AS_THEY_LIE: Final = (
 """Hooks that send a copy: refused."""
 
 
-def _cases() -> list[Any]:
-    return [
-        case_of(scenario, is_now=scenario.ranks == 2 and scenario.feature in _CHECKED)
-        for scenario in SCENARIOS
-        if scenario.feature not in _NOT_AS_THEY_LIE
-        and not dict(scenario.options).keys() & {"reduce_dtype", "backward_graph"}
-    ]
+def _lies_as_sent(scenario: Scenario) -> bool:
+    is_copied = dict(scenario.options).keys() & {"reduce_dtype", "backward_graph"}
+    return scenario.feature not in _NOT_AS_THEY_LIE and not is_copied
 
 
 def train_registered(scenario: Scenario) -> RankReport:
@@ -405,7 +401,7 @@ def train_registered(scenario: Scenario) -> RankReport:
         return train_both(scenario, scenario.dtypes[0], options, CPU)
 
 
-@pytest.mark.parametrize("scenario", _cases())
+@pytest.mark.parametrize("scenario", cases(_lies_as_sent, _CHECKED))
 def test_trains_as_eager_ddp(run_on_ranks: RUN, scenario: Scenario) -> None:
     reports = run_on_ranks(scenario.ranks, train_registered, scenario=scenario)
     outcome = judge(scenario, reports)
