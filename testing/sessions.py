@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import time
@@ -54,7 +55,7 @@ class Sessions(contextlib.AbstractContextManager["Sessions"]):
     """
 
     def __init__(self, mark: str = "") -> None:
-        self.mark = mark or f"{os.getpid()}-{time.monotonic_ns()}"
+        self.mark = mark or secrets.token_hex(8)
         self._leaders: list[subprocess.Popen[bytes]] = []
 
     def __exit__(self, *_: object) -> None:
