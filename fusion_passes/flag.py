@@ -56,15 +56,8 @@ class _FlagVariable:
         return token
 
     def reset(self, token: Token[Any]) -> None:
-        if token.var is self._context:  # Otherwise forget() replaced _context.
-            self._context.reset(token)
-            self._changed(self._context.get())
-
-    def forget(self) -> None:
-        """Set the flag back to its environment default in all threads, and act on that."""
-        self._context = ContextVar(FLAG, default=UNSET)
-        self._process = UNSET
-        self.on_change()
+        self._context.reset(token)
+        self._changed(self._context.get())
 
     def _changed(self, value: Any) -> None:
         # A value that is set while a graph is compiled holds for that compile alone. backward_id():
@@ -80,7 +73,6 @@ _flag_variable: Final = process_state.keep(
     _FlagVariable(),
     "what the user has set the flag to",
     Lifetime.PROCESS,
-    reset=_FlagVariable.forget,
 )
 
 

@@ -25,7 +25,7 @@ class FusionWarning(UserWarning):
 
 
 _warned: Final = process_state.keep(
-    dict[str, str](), "what the user was warned of, by topic", Lifetime.PROCESS, reset=dict.clear
+    dict[str, str](), "what the user was warned of, by topic", Lifetime.PROCESS
 )
 
 
@@ -91,7 +91,6 @@ _looked_at: Final = process_state.keep(
     WeakTensorKeyDictionary(),
     "parameters whose owner was looked up, and the version of the reducers at that time",
     Lifetime.PROCESS,
-    reset=WeakTensorKeyDictionary.clear,
 )
 
 

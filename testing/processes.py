@@ -1,4 +1,5 @@
-"""Runs a function in real Gloo processes, one a rank.
+"""Processes, one a rank, that are asked together over pipes until one of them cannot answer; and a
+pool of such, which runs functions over Gloo.
 
 A :class:`RankPool` keeps its processes from job to job, and all are forked from one that has
 imported torch and Inductor, because that takes a process several seconds. What one job could leave
@@ -16,29 +17,36 @@ from __future__ import annotations
 import contextlib
 import copy
 import faulthandler
+import functools
 import gc
 import importlib
+import itertools
 import multiprocessing
 import multiprocessing.context
 import os
 import pickle
 import queue
 import random
-import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
+
+from testing.fresh import forget
+from testing.sessions import kill_session, last_words, wait_for
 
 # Torch is imported in functions only: who asks for ranks need not have it.
 
@@ -74,10 +82,11 @@ def fork_server_pid() -> int | None:
 
 
 class RankError(RuntimeError):
-    """A job failed.
+    """Ranks cannot answer.
 
     Attributes:
-        failures: what is known of each rank that has no result, by its number.
+        failures: what is known of each rank that has no result, by its number; in the order in
+            which it became known. The first line says it in short.
     """
 
     def __init__(self, failures: dict[int, str]) -> None:
@@ -85,17 +94,124 @@ class RankError(RuntimeError):
         super().__init__("\n\n".join(["no result of these ranks", *texts]))
         self.failures = failures
 
+    @property
+    def brief(self) -> str:
+        """What went wrong first, in a line."""
+        number, failure = next(iter(self.failures.items()))
+        return f"rank {number}: {failure.partition(chr(10))[0]}"
+
+
+@dataclass(eq=False)
+class Rank:
+    """A process that answers, as its parent sees it.
+
+    Attributes:
+        number: of the rank.
+        process: leads a session of its own; writes where it is into ``log`` at a ``SIGUSR1``.
+        connection: on which it is asked, and answers with a failure, if any, and a result.
+        log: a file with what it has written to stderr.
+        result: its last answer.
+    """
+
+    number: int
+    process: subprocess.Popen[bytes] | BaseProcess
+    connection: Connection
+    log: Path
+    result: Any = None
+
+    def send(self, request: bytes) -> None:
+        with contextlib.suppress(OSError):  # It has died: :meth:`receive` says how.
+            self.connection.send_bytes(request)
+
+    def receive(self) -> str | None:
+        """``None`` if all went well, which gives :attr:`result`; else what went wrong."""
+        failure: str | None
+        try:
+            # Not by ``send``: torch has that share the memory of tensors.
+            failure, self.result = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            code = wait_for(self.process, 1)
+            return f"died with exit code {code}: {last_words(self.log)}\n{self._tail()}"
+        return failure
+
+    def dump_stack(self) -> str:
+        """Where its Python threads are now."""
+        if wait_for(self.process, 0) is None and self.log.exists():
+            assert self.process.pid is not None, "it was started"
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(0.3)
+        return self._tail()
+
+    def _tail(self) -> str:
+        """The last that it has written: warnings, its stacks when it was asked for them, what a C++
+        thread that aborts says."""
+        words = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return f"its errors:\n{words[-LAST_WORDS:]}"
+
+
+def ask(ranks: Sequence[Rank], request: object, timeout_s: float) -> list[Any]:
+    """Send a request to ranks, and wait until each has answered, or it is known that one never
+    will; what they answer.
+
+    Raises:
+        RankError: a rank failed, died, or was not done in time. The caller has to kill all.
+    """
+    sent = pickle.dumps(request)
+    for rank in ranks:
+        rank.send(sent)
+    deadline = time.monotonic() + timeout_s
+    fate = f"not done after {timeout_s:g} s"
+    running = list(ranks)
+    failures: dict[int, str] = {}
+    while running and (left := deadline - time.monotonic()) > 0:
+        ready = wait([rank.connection for rank in running], left)
+        done = [rank for rank in running if rank.connection in ready]
+        running = [rank for rank in running if rank not in done]
+        news = {rank.number: failure for rank in done if (failure := rank.receive())}
+        if news and not failures:
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            fate = "still running, killed because another rank failed"
+        failures |= news
+    failures |= {rank.number: f"{fate}\n{rank.dump_stack()}" for rank in running}
+    if failures:
+        raise RankError(failures)
+    return [rank.result for rank in ranks]
+
+
+def answer(connection: Connection, handle: Callable[[Any], object]) -> NoReturn:
+    """In a rank: answer each request with what ``handle`` returns for it, or with the error that it
+    raises, until the process is killed. Once nobody can ask any more, it kills itself and all that
+    it has started, also in the middle of an answer."""
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def receive() -> None:
+        try:
+            while True:
+                requests.put(connection.recv_bytes())
+        except (EOFError, OSError):
+            os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=receive, daemon=True).start()
+    while True:
+        request = requests.get()
+        try:
+            answered = pickle.dumps((None, handle(pickle.loads(request))))
+        except BaseException as error:  # noqa: BLE001  Whatever it is, the parent has to know.
+            traceback.print_exc()
+            told = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            answered = pickle.dumps((told, None))
+        connection.send_bytes(answered)
+
 
 class RankPool(contextlib.AbstractContextManager["RankPool"]):
-    """``world_size`` processes that run jobs together.
+    """Processes that run jobs together: as many as a job asks for, kept for the next one that asks
+    for as many.
 
     Use it as a context manager, or call :meth:`close`.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self._ranks: list[_Rank] = []
-        self._directory: Path | None = None
+    def __init__(self) -> None:
+        self._ranks: dict[int, list[Rank]] = {}
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -103,14 +219,21 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
     @property
     def pids(self) -> set[int]:
         """The processes that are alive now."""
-        return {rank.process.pid for rank in self._ranks if rank.process.pid is not None}
+        ranks = itertools.chain.from_iterable(self._ranks.values())
+        return {rank.process.pid for rank in ranks if rank.process.pid is not None}
 
     def run(
-        self, function: Callable[..., Any], *, timeout_s: float = JOB_SECONDS, **kwargs: Any
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *,
+        timeout_s: float = JOB_SECONDS,
+        **kwargs: Any,
     ) -> list[Any]:
         """Call ``function(**kwargs)`` on every rank, inside a Gloo process group.
 
         Args:
+            world_size: how many ranks.
             function: of a module's top level, as are the callables in ``kwargs``.
             timeout_s: for the whole job.
             kwargs: anything that can be pickled.
@@ -121,123 +244,39 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         Raises:
             RankError: a rank raised, died, or was not done in time. All ranks are killed.
         """
-        self._start()
-        assert self._directory is not None
-        directory = Path(tempfile.mkdtemp(prefix="job-", dir=self._directory))
-        job = pickle.dumps((str(directory), function, kwargs))
-        try:
-            for rank in self._ranks:
-                rank.send(job)
-            self._await(timeout_s)
-            return [rank.result for rank in self._ranks]
-        except BaseException:
-            self._kill()
-            raise
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
+        ranks = self._ranks.setdefault(world_size, [])
+        with tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True) as directory:
+            try:
+                while len(ranks) < world_size:
+                    ranks.append(_fork(len(ranks), world_size))
+                return ask(ranks, (directory, function, kwargs), timeout_s)
+            except BaseException:
+                self._kill(world_size)
+                raise
 
     def close(self) -> None:
         """End the processes and remove their files."""
-        self._kill()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
+        for world_size in [*self._ranks]:
+            self._kill(world_size)
 
-    def _start(self) -> None:
-        if self._ranks:
-            return
-        if self._directory is None:
-            self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
-        self._ranks = [
-            _Rank(rank, self.world_size, self._directory) for rank in range(self.world_size)
-        ]
-
-    def _await(self, timeout_s: float) -> None:
-        """Wait until every rank is done; raise as soon as it is known that one never will be."""
-        deadline = time.monotonic() + timeout_s
-        fate = f"not done after {timeout_s:g} s"
-        running = list(self._ranks)
-        failures: dict[int, str] = {}
-        while running and (left := deadline - time.monotonic()) > 0:
-            ready = set(wait([source for rank in running for source in rank.sources], left))
-            done = [rank for rank in running if ready.intersection(rank.sources)]
-            running = [rank for rank in running if rank not in done]
-            news = {rank.number: failure for rank in done if (failure := rank.receive())}
-            if news and not failures:
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-                fate = "still running, killed because another rank failed"
-            failures |= news
-        failures |= {rank.number: f"{fate}; {rank.dump_stack()}" for rank in running}
-        if failures:
-            raise RankError(failures)
-
-    def _kill(self) -> None:
-        for rank in self._ranks:
-            rank.kill()
-        self._ranks = []
+    def _kill(self, world_size: int) -> None:
+        for rank in self._ranks.pop(world_size):
+            rank.connection.close()
+            kill_session(rank.process)
+            rank.log.unlink(missing_ok=True)
 
 
-class _Rank:
-    """One process, as its parent sees it."""
-
-    def __init__(self, number: int, world_size: int, directory: Path) -> None:
-        self.number = number
-        self.errors_file = directory / f"errors-{number}.txt"
-        self.result: Any = None
-        context = _fork_server()
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(
-            target=_serve,
-            args=(number, world_size, theirs, self.errors_file),
-            daemon=True,
-        )
-        self.process.start()
-        theirs.close()
-
-    @property
-    def sources(self) -> tuple[Any, Any]:
-        """What becomes ready when the rank is done or dead."""
-        return self.connection, self.process.sentinel
-
-    def send(self, job: bytes) -> None:
-        with contextlib.suppress(OSError):  # It has died: :meth:`receive` says how.
-            self.connection.send_bytes(job)
-
-    def receive(self) -> str | None:
-        """``None`` if the job went well, which gives :attr:`result`; else what went wrong."""
-        failure: str | None
-        try:
-            # Not by ``send``: torch has that share the memory of tensors.
-            failure, self.result = pickle.loads(self.connection.recv_bytes())
-        except (EOFError, OSError):
-            self.process.join(1)
-            return f"died with exit code {self.process.exitcode}; {self._last_words()}"
-        return failure
-
-    def dump_stack(self) -> str:
-        """Where its Python threads are now."""
-        pid = self.process.pid
-        if self.process.is_alive() and pid is not None and self.errors_file.exists():
-            os.kill(pid, signal.SIGUSR1)
-            time.sleep(0.3)
-        return self._last_words()
-
-    def _last_words(self) -> str:
-        """What it has written to stderr in this job: warnings, its stacks when it was asked for
-        them, what a C++ thread that aborts says."""
-        words = self.errors_file.read_text(errors="replace") if self.errors_file.exists() else ""
-        return f"its errors:\n{words[-LAST_WORDS:]}"
-
-    def kill(self) -> None:
-        """End the process and what it has started."""
-        pid = self.process.pid
-        self.connection.close()
-        if self.process.is_alive() and pid is not None:
-            try:
-                os.killpg(pid, signal.SIGKILL)
-            except ProcessLookupError:  # It was killed before it could become a session.
-                self.process.kill()
-        self.process.join()
+def _fork(number: int, world_size: int) -> Rank:
+    """Start a rank of a pool."""
+    context = _fork_server()
+    ours, theirs = context.Pipe()
+    file, log = tempfile.mkstemp(prefix=f"rank-{number}-", suffix=".txt")
+    os.close(file)
+    arguments = (number, world_size, theirs, Path(log))
+    process = context.Process(target=_serve, args=arguments, daemon=True)
+    process.start()
+    theirs.close()
+    return Rank(number, process, ours, Path(log))
 
 
 def _fork_server() -> multiprocessing.context.ForkServerContext:
@@ -254,47 +293,25 @@ def _serve(rank: int, world_size: int, connection: Connection, errors_file: Path
     """Main function of a rank: runs jobs until it is killed."""
     os.setsid()
     # In append mode, so that emptying the file between jobs leaves no gap.
-    os.dup2(os.open(errors_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
+    os.dup2(os.open(errors_file, os.O_WRONLY | os.O_APPEND), sys.stderr.fileno())
     faulthandler.register(signal.SIGUSR1, file=sys.stderr.fileno(), all_threads=True)
     faulthandler.enable(sys.stderr.fileno(), all_threads=True)
-    jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, jobs), daemon=True).start()
 
     import torch
 
     torch.set_num_threads(1)
     gc.set_threshold(*COLLECTED_AFTER)
-    while True:
-        job = jobs.get()
-        os.truncate(errors_file, 0)
-        connection.send_bytes(_run_job(rank, world_size, job))
+    answer(connection, functools.partial(_run_job, rank, world_size, errors_file))
 
 
-def _receive(connection: Connection, jobs: queue.SimpleQueue[bytes]) -> None:
-    """Read jobs, and end a rank whose parent is gone, also in the middle of a job."""
-    while True:
-        try:
-            jobs.put(connection.recv_bytes())
-        except (EOFError, OSError):
-            os.killpg(0, signal.SIGKILL)
-
-
-def _run_job(rank: int, world_size: int, job: bytes) -> bytes:
-    """Run a job: the traceback if it fails, and its result, pickled."""
-    try:
-        directory, function, kwargs = pickle.loads(job)
-        result = _run_isolated(rank, world_size, Path(directory), function, kwargs)
-        return pickle.dumps((None, result))
-    except BaseException:  # noqa: BLE001  Whatever it is, the parent has to know.
-        return pickle.dumps((traceback.format_exc(), None))
-
-
-def _run_isolated(
-    rank: int, world_size: int, directory: Path, function: Callable[..., Any], kwargs: Any
+def _run_job(
+    rank: int, world_size: int, errors_file: Path, job: tuple[str, Callable[..., Any], Any]
 ) -> Any:
     import torch
     import torch.distributed as dist
 
+    os.truncate(errors_file, 0)
+    directory, function, kwargs = job
     settings = TorchSettings()
     _forget()
     # The collection below, and those within the job, look at what the job has made alone: looking
@@ -302,7 +319,7 @@ def _run_isolated(
     gc.freeze()
     torch.manual_seed(0)
     random.seed(0)
-    store = dist.FileStore(str(directory / "store"), world_size)
+    store = dist.FileStore(f"{directory}/store", world_size)
     timeout = timedelta(seconds=JOB_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     result = function(**kwargs)
@@ -322,9 +339,7 @@ def _forget() -> None:
 
     torch._dynamo.reset()
     if "fusion_passes" in sys.modules:
-        from fusion_passes.state import process_state
-
-        process_state.reset()
+        forget()
 
 
 _ended_groups: list[Any] = []

@@ -16,7 +16,9 @@ from typing import Any
 import hypothesis
 import pytest
 
+from testing.fresh import forget
 from testing.processes import COLLECTED_AFTER, RankPool, TorchSettings, fork_server_pid
+from testing.sessions import MARKS, Sessions
 
 EACH_TORCH = frozenset(
     {
@@ -28,6 +30,9 @@ EACH_TORCH = frozenset(
 newest torch only; these, and tests elsewhere, are marked individually."""
 
 FLAG_VARIABLE = "FUSION_PASSES_DDP_FUSION"
+
+END_S = 10.0
+"""Until processes that were killed are gone, on busy cores."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -95,24 +100,44 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def pools() -> Iterator[dict[int, RankPool]]:
-    """Pools by world size; each starts its processes when it gets its first job."""
-    pools: dict[int, RankPool] = {}
-    yield pools
-    for pool in pools.values():
-        pool.close()
+def pool() -> Iterator[RankPool]:
+    """The ranks of all tests; each starts when it gets its first job."""
+    with RankPool() as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")
-def run_on_ranks(pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
+def run_on_ranks(pool: RankPool) -> Callable[..., list[Any]]:
     """``run_on_ranks(world_size, function, **kwargs)``: see :meth:`RankPool.run`."""
+    return pool.run
 
-    def run(world_size: int, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
-        if world_size not in pools:
-            pools[world_size] = RankPool(world_size)
-        return pools[world_size].run(function, **kwargs)
 
-    return run
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A Gloo group of this process alone."""
+    from testing import fake_world
+
+    with fake_world.one_rank():
+        yield
+
+
+@pytest.fixture
+def fused_rank(one_rank: None) -> Iterator[None]:
+    """The same, where modules are managed."""
+    from torch._inductor import config
+
+    with config.patch(ddp_fusion="concat"):
+        yield
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sessions]:
+    """The processes that a test starts, and that these start: they end, or are ended, by what is
+    tested."""
+    with Sessions(str(tmp_path)) as sessions:
+        monkeypatch.setenv(MARKS, sessions.mark)
+        yield sessions
+        assert not sessions.left_after(END_S), "processes were left behind"
 
 
 @pytest.fixture(scope="session")
@@ -139,32 +164,29 @@ def _leaves_torch_as_it_was() -> Iterator[None]:
     import torch._inductor.config
 
     from fusion_passes.install.switch import replaced
-    from fusion_passes.state import process_state
     from fusion_passes.torch_private import owner_of_name
 
-    process_state.reset()
-
+    forget()
     settings = TorchSettings()
     yield
     flag = torch._inductor.config.ddp_fusion
     torch._inductor.config.ddp_fusion = None  # The next test starts without it in any case.
     assert flag is None, f"the test left ddp_fusion = {flag!r}"
-    process_state.reset()
-    for what, before in replaced.items():
-        assert getattr(*owner_of_name(what)) is before, f"the test left {what} replaced"
+    before = dict(replaced)
+    forget()
+    for what, value in before.items():
+        assert getattr(*owner_of_name(what)) is value, f"the test left {what} replaced"
     changed = settings.restore()
     assert not changed, f"the test left these settings changed: {changed}"
 
 
 @pytest.fixture(autouse=True)
 def _leaves_no_processes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test ends the processes that it starts; pools are ended with the session or module."""
+    """A test ends the processes that it starts; a pool is ended with the session or module."""
     before = _children()
     yield
-    pools = [value for value in request.node.funcargs.values() if isinstance(value, RankPool)]
-    if "pools" in request.fixturenames:
-        pools += request.getfixturevalue("pools").values()
-    known = before.union(*(pool.pids for pool in pools), {_resource_tracker(), fork_server_pid()})
+    pools = [request.getfixturevalue("pool").pids] if "pool" in request.fixturenames else []
+    known = before.union(*pools, {_resource_tracker(), fork_server_pid()})
     assert not _children() - known, f"the test left processes: {_children() - known}"
 
 

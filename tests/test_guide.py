@@ -60,7 +60,6 @@ def test_what_to_do_about_copied_gradients_is_in_the_symptoms() -> None:
 )
 def test_examples_run(path: Path) -> None:
     """Run the examples of a page that are written for Python's prompt, in a fake process group."""
-    torch._dynamo.reset()
     try:
         with fake_world():
             failed, _ = doctest.testfile(str(path), module_relative=False)

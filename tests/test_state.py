@@ -1,4 +1,4 @@
-"""What the package remembers: all of it is declared, forgotten in time, and can be put back."""
+"""What the package remembers: all of it is declared, and forgotten in time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ import gc
 import importlib
 import inspect
 import logging
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,19 +24,18 @@ import torch
 import torch._dynamo
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes.install.switch import replaced
-from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.registered_memory import RegisteredMemory
 from fusion_passes.warnings import warn_once
 from testing.fake_world import fake_world, two_layers
+from testing.fresh import forget
 from testing.registered import Backend, Group, on_the_host
 
 MODULES = [
@@ -125,7 +121,6 @@ def test_each_piece_says_what_it_is() -> None:
     pieces = process_state.pieces
     assert len(pieces) == len({id(piece.value) for piece in pieces})
     assert all(piece.holds and piece.holds[0].islower() for piece in pieces)
-    assert "how to undo" in pieces[-1].holds, "the switch is put back first"
 
 
 # --- Nothing is kept for longer than it says -----------------------------------------------------
@@ -287,7 +282,6 @@ def _world() -> Iterator[None]:
     with fake_world(4), inductor_config.patch(ddp_fusion="concat"), warnings.catch_warnings():
         warnings.simplefilter("ignore", fusion_passes.FusionWarning)
         yield
-    torch._dynamo.reset()
 
 
 def _forget() -> None:
@@ -343,100 +337,19 @@ def test_what_is_about_a_group_goes_with_it(run_on_ranks: Callable[..., list[Any
         assert meanwhile > before == after
 
 
-# --- Put back ------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("_world")
-def test_a_reset_undoes_the_flag_and_forgets_the_modules() -> None:
+def test_a_test_begins_as_in_a_new_process() -> None:
     ddp = _managed()
+    with pytest.warns(fusion_passes.FusionWarning, match="said once"):
+        warn_once("topic", "said once")
     before = dict(replaced)
     assert any(pkgutil.resolve_name(what) is not value for what, value in before.items())
-    process_state.reset()
+    assert fusion_passes.report().backwards
+    forget()
     assert inductor_config.ddp_fusion is None
     assert all(pkgutil.resolve_name(what) is value for what, value in before.items())
-    assert not len(reducers)
-    with pytest.raises(RuntimeError, match=r"before fusion_passes was reset.*Construct it anew"):
-        ddp(torch.ones(2, 4))
+    report = fusion_passes.report()
+    assert (report.modules, report.backwards, report.warnings) == ((), (), ())
+    del ddp
     inductor_config.ddp_fusion = "concat"
-    anew = _managed()
-    assert all(parameter.grad is not None for parameter in anew.parameters())
-    assert reducer_of(anew).label.startswith("DDP 1 "), "its group's store knows number 0"
-
-
-@pytest.mark.parametrize("flag", [None, "concat"])
-@pytest.mark.usefixtures("_world")
-def test_a_backward_of_a_forgotten_module_is_an_error(flag: str | None) -> None:
-    ddp = DistributedDataParallel(two_layers())
-    output = ddp(torch.ones(2, 4)).sum()
-    process_state.reset()
-    inductor_config.ddp_fusion = flag
-    with pytest.raises(RuntimeError, match="before fusion_passes was reset"):
-        output.backward()
-
-
-@pytest.mark.parametrize("flag", [None, "concat"])
-@pytest.mark.usefixtures("_world")
-def test_no_reset_while_a_backward_runs(flag: str | None) -> None:
-    ddp = DistributedDataParallel(two_layers())
-    refusals = []
-
-    def reset(gradient: Tensor) -> None:
-        with pytest.raises(RuntimeError, match="cannot be reset while a backward runs") as refused:
-            process_state.reset()
-        refusals.append(refused)
-
-    inductor_config.ddp_fusion = flag
-    output = ddp(torch.ones(2, 4))
-    output.register_hook(torch.compiler.disable(reset))
-    output.sum().backward()
-    assert refusals
-    assert len(reducers) == 1
-    _step(ddp)
-
-
-def test_users_are_warned_anew_after_a_reset() -> None:
-    for _ in range(2):
-        with pytest.warns(fusion_passes.FusionWarning, match="said once"):
-            warn_once("topic", "said once")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            warn_once("topic", "said once")
-        process_state.reset()
-
-
-def test_a_flag_that_was_set_inside_of_a_reset_is_not_put_back() -> None:
-    with inductor_config.patch(ddp_fusion="concat"):
-        process_state.reset()
-    assert inductor_config.ddp_fusion is None
-
-
-def main() -> None:
-    """Train, and reset: the process remembers then what it did after import."""
-    flag, after_import = inductor_config.ddp_fusion, sizes()
-    with fake_world(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", fusion_passes.FusionWarning)
-        inductor_config.ddp_fusion = "concat"
-        kept = [_managed(), _late(), _copied(), _compiled()]
-        trained = sizes()
-        assert fusion_passes.report().backwards
-        del kept
-        _forget()
-        process_state.reset()
-    gc.collect()
-    assert inductor_config.ddp_fusion == flag
-    assert sizes() == after_import
-    assert not fusion_passes.report().backwards
-    changed = {what for what in trained if trained[what] != after_import[what]}
-    assert len(changed) >= len(trained) / 3, "there was something to forget"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flag", ["concat", pytest.param("", marks=pytest.mark.nightly)])
-def test_after_a_reset_a_process_is_as_after_import(flag: str) -> None:
-    environment = {**os.environ, "FUSION_PASSES_DDP_FUSION": flag}
-    command = [sys.executable, "-m", "tests.test_state"]
-    subprocess.run(command, env=environment, timeout=240, check=True)
-
-
-if __name__ == "__main__":
-    main()
+    assert reducer_of(_managed()).label.startswith("DDP 1 "), "its group's store knows number 0"

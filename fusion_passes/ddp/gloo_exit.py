@@ -25,7 +25,6 @@ from fusion_passes.state import process_state
 @process_state.once("whether a pause at the program's end is registered")
 def pause_at_exit() -> None:
     """Register a pause at the program's end, in which Gloo's threads can take the GIL."""
-    atexit.unregister(_pause)  # One that was registered before a reset.
     atexit.register(_pause)
 
 

@@ -237,7 +237,6 @@ _count: Final = process_state.keep(
     "the numbers of the last module and of the last copy on each process group; kept, since the "
     "group's store knows them",
     Lifetime.GROUP,
-    reset=lambda _: None,
 )
 
 
@@ -289,7 +288,6 @@ _classes: Final = process_state.keep(
     weakref.WeakValueDictionary[type[DistributedDataParallel], type[DistributedDataParallel]](),
     "classes with the methods of ManagedDDP, by the user's class",
     Lifetime.MODULE,
-    reset=weakref.WeakValueDictionary.clear,
 )
 
 

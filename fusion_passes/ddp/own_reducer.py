@@ -19,7 +19,6 @@ own_reducers: Final = process_state.keep(
     weakref.WeakSet[DistributedDataParallel](),
     "the modules that DDP's own reducer trains, though they were constructed under the flag",
     Lifetime.MODULE,
-    reset=weakref.WeakSet.clear,
 )
 
 

@@ -59,17 +59,6 @@ def caps_of_ddp(ddp: DistributedDataParallel) -> BucketCaps:
 def strides_to_send(parameter: Tensor) -> tuple[int, ...]:
     """The strides in which a gradient is sent: those of the parameter if it is dense, otherwise
     contiguous ones."""
-    if _is_dense(parameter):
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return tuple(parameter.stride())
     return tuple(torch.empty(parameter.shape, device="meta").stride())
-
-
-def _is_dense(value: Tensor) -> bool:
-    """Whether the tensor is non-overlapping and dense, with its dimensions in any order."""
-    expected = 1
-    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True

@@ -22,8 +22,7 @@ from fusion_passes.reporting.backward_counts import backward_counts
 from fusion_passes.reporting.modules import report_when_freed
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import inductor_config, owner_of_name
-from fusion_passes.torch_private.autograd import HOOKS_ON_NODES, backward_id
-from fusion_passes.torch_private.dynamo import is_compiling_graph
+from fusion_passes.torch_private.autograd import HOOKS_ON_NODES
 from fusion_passes.torch_private.inductor import WITHOUT_TORCHS_FUSION
 from fusion_passes.traced.backwards import traced_backwards
 from fusion_passes.tuning.learned_layout import learn_layout
@@ -41,7 +40,6 @@ replaced: Final = process_state.keep(
     "functions of torch that were replaced, by name; they are restored once the flag is unset and "
     "no managed module is left",
     Lifetime.PROCESS,
-    reset=dict.clear,
 )
 
 
@@ -101,18 +99,6 @@ class _Installation:
                 self._undo[change] = undo.pop_all()
         elif not is_on:
             self._undo.pop(change, contextlib.ExitStack()).close()
-
-    def reset(self) -> None:
-        """Undo all patches, before other state of the package is reset. Raise an error if a
-        backward or a compile that needs them is running."""
-        if reducers.running or backward_id() >= 0 or is_compiling_graph():
-            raise RuntimeError(
-                "fusion_passes cannot be reset while a backward runs or a graph is being compiled: "
-                "its gradients would be lost. Reset it between two steps."
-            )
-        self._is_set = False
-        for change in (_for_modules, _for_flag):
-            self._switch(change, is_on=False)
 
 
 def _for_flag(undo: contextlib.ExitStack) -> None:
@@ -174,5 +160,4 @@ _installation: Final = process_state.keep(
     _Installation(),
     "how to undo what is changed in torch",
     Lifetime.PROCESS,
-    reset=_Installation.reset,
 )

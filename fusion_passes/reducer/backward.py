@@ -404,15 +404,6 @@ class Reducers:
             copied = (len(r.parameters.numbers) - r.record.num_stored for r in averaged)
             self.on_averaged(run, names, sum(copied))
 
-    def reset(self) -> None:
-        """Forget all reducers."""
-        for reducer in self.alive():
-            reducer.forget()
-        given = [name for name in vars(self) if name.startswith("on_")]
-        given += ["run_engine", "learn_layout", "report_when_freed"]
-        vars(self).update(vars(Reducers()) | {name: getattr(self, name) for name in given})
-        self.on_change()
-
 
 def _put_in_order(taking_part: Sequence[Reducer]) -> None:
     """Have modules that share a process group launch one after the other, in an order that is the
@@ -430,7 +421,6 @@ reducers: Final = process_state.keep(
     Reducers(),
     "the reducers of DDP modules, and the compiled forwards of the backwards that run",
     Lifetime.MODULE,
-    reset=Reducers.reset,
 )
 
 

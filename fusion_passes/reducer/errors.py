@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.torch_private.ddp import raise_as_ddp
-
-FORGOTTEN: Final = (
-    "This DistributedDataParallel module was constructed before fusion_passes was reset, which has "
-    "forgotten it, and with it how its gradients are reduced. Construct it anew."
-)
 
 
 class RefusedGradientError(RuntimeError):

@@ -29,8 +29,6 @@ from fusion_passes.reducer.assignment import BucketAssignment
 from fusion_passes.reducer.communication import Communication
 from fusion_passes.reducer.copies import CONVERTED, ELSEWHERE, HOOKED, UNALIGNED, Copies
 from fusion_passes.reducer.errors import (
-    FORGOTTEN,
-    RefusedGradientError,
     late_hook,
     refusing,
     repeated_gradients,
@@ -67,8 +65,6 @@ class State(enum.Enum):
                                             v   |
                                          UNFINISHED -- forward --> RuntimeError
 
-        any -- fusion_passes is reset --> FORGOTTEN -- forward or gradient --> RuntimeError
-
     The module's forward moves it to EXPECTED, outside of ``no_sync`` and with gradients enabled.
     The reducer does everything else: RUNNING before the engine runs (or with the first gradient, if
     the package was not called then), IDLE when it finalizes, and UNFINISHED after the engine has
@@ -80,7 +76,6 @@ class State(enum.Enum):
     EXPECTED = "expected"
     RUNNING = "running"
     UNFINISHED = "unfinished"
-    FORGOTTEN = "forgotten"
 
 
 _AVERAGES: Final = (State.EXPECTED, State.RUNNING, State.UNFINISHED)
@@ -180,7 +175,7 @@ class Reducer:
         hooks: the hooks on the parameters' AccumulateGrad nodes.
         refuse: raises an error about a gradient that DDP does not allow.
         failures: the notes that ranks leave for each other.
-        registry: the reducers of the process; ``None`` once fusion_passes was reset.
+        registry: the reducers of the process, once this one is among them.
         backward: the backward that the module takes part in; ``None`` between backwards.
         steps: how many rounds have ended.
         record: what reports and warnings read.
@@ -282,12 +277,6 @@ class Reducer:
     def set_static_graph(self) -> None:
         """Have the first iteration find how often each gradient is accumulated."""
         self.used = StaticGraph(self.parameters, self.group, self.label, self.refuse)
-
-    def forget(self) -> None:
-        """Refuse further training of the module, because no backward would be averaged any more."""
-        self.registry = None
-        self.memory.release()
-        self.state = State.FORGOTTEN
 
     # --- A backward ------------------------------------------------------------------------------
 
@@ -421,8 +410,6 @@ class Reducer:
                 self.memory.alias(number)
             self.hooks.awaited.discard(number)
             return
-        if self.registry is None:
-            raise RefusedGradientError(FORGOTTEN)
         if is_defined:
             self.used.note((number,))
         if not self.is_expecting:
@@ -430,7 +417,7 @@ class Reducer:
             self.record.stays_local |= ddp is not None and ddp.require_backward_grad_sync
             return
         with self.queue.lock:
-            if self.backward is None:
+            if self.backward is None and self.registry is not None:
                 self.registry.take(self)
             now = self._round
             if now is None:
@@ -660,8 +647,6 @@ class Reducer:
         """Raise the error that a backward has left. Other ranks may wait for buckets that this rank
         cannot launch: leave them a note about the missing gradients. It is left now and not
         earlier, because a round may have several backwards."""
-        if self.state is State.FORGOTTEN:
-            raise_as_ddp(self.ddp, RuntimeError, FORGOTTEN)
         now, names = self._round, self.parameters.names
         missing = sorted(self._missing(now)) if now is not None else []
         if missing and not self.queue.has_launched_all:

@@ -35,13 +35,9 @@ class BackwardCounts:
             for (modules, reduced_in, because, copied), count in self._counts.items()
         )
 
-    def reset(self) -> None:
-        vars(self).update(vars(BackwardCounts()))
-
 
 backward_counts: Final = process_state.keep(
     BackwardCounts(),
     "how many backwards were reduced in each way, and who is called after one",
     Lifetime.PROCESS,
-    reset=BackwardCounts.reset,
 )

@@ -49,12 +49,9 @@ class CompileLog:
     def reports(self) -> tuple[FusionReport, ...]:
         return tuple(self._reports)
 
-    def reset(self) -> None:
-        vars(self).update(vars(CompileLog()))
-
 
 compile_log: Final = process_state.keep(
-    CompileLog(), "what was done to each compiled graph", Lifetime.PROCESS, reset=CompileLog.reset
+    CompileLog(), "what was done to each compiled graph", Lifetime.PROCESS
 )
 
 

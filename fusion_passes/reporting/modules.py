@@ -19,7 +19,6 @@ _gone: Final = process_state.keep(
     list[ModuleReport](),
     "what was done for modules that were freed since the last one was constructed",
     Lifetime.PROCESS,
-    reset=list.clear,
 )
 
 

@@ -149,13 +149,8 @@ def _rounds() -> int:
     return sum(reducer.steps for reducer in reducers.alive())
 
 
-def _forget(recordings: list[Recording]) -> None:
-    while recordings:
-        recordings.pop().abandon()
-
-
 last_recording: Final = process_state.keep(
-    list[Recording](), "the recording that was begun last, if any", Lifetime.PROCESS, reset=_forget
+    list[Recording](), "the recording that was begun last, if any", Lifetime.PROCESS
 )
 
 

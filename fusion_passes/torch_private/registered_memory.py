@@ -124,14 +124,12 @@ _freed: Final = process_state.keep(
     list[tuple[Any, Any, torch.device]](),
     "the registered memory that was freed while a CUDA graph was captured: backend, pool, device",
     Lifetime.GROUP,
-    reset=lambda _: None,
 )
 
 _alive: Final = process_state.keep(
     weakref.WeakSet[RegisteredMemory](),
     "the memory that is registered, for the end of its process group",
     Lifetime.MODULE,
-    reset=lambda _: None,
 )
 
 # When a registered pool is freed, torch calls its communicator (2.11 to 2.14). If the communicator

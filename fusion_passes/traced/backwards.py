@@ -130,16 +130,11 @@ class TracedModules:
         numbers = [f"{name}#{number}" for name, r in known for number in r.parameters.numbers]
         return repr([*map(self.owner_of, numbers), *(self.buckets_of(name) for name, _ in known)])
 
-    def reset(self) -> None:
-        self._reducers.clear()
-        self._has_forgotten = True
-
 
 traced_modules: Final = process_state.keep(
     TracedModules(),
     "the modules whose gradients graphs reduce, by the names that these have for their groups",
     Lifetime.MODULE,
-    reset=TracedModules.reset,
 )
 
 
@@ -261,9 +256,6 @@ class TracedBackwards:
             self.config = None
             self._capturing.acquire()
 
-    def reset(self) -> None:
-        vars(self).update(vars(TracedBackwards()))
-
 
 def _give_up(run: RunningBackward, error: Exception) -> str:
     """Trace no more backwards of these modules. Return the reason, in one line."""
@@ -339,12 +331,10 @@ _untraced: Final = process_state.keep(
     weakref.WeakKeyDictionary[Reducer, str](),
     "why compiled autograd no longer traces backwards of a module",
     Lifetime.MODULE,
-    reset=weakref.WeakKeyDictionary.clear,
 )
 
 traced_backwards: Final = process_state.keep(
     TracedBackwards(),
     "which backward is being traced, and how those before were compiled",
     Lifetime.PROCESS,
-    reset=TracedBackwards.reset,
 )

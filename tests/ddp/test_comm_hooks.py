@@ -182,7 +182,6 @@ WRONG = {
 def test_errors_reach_the_user(hook: Callable[..., Any]) -> None:
     """Errors in two steps reach the user; then the module continues to train, if it can."""
     errors = []
-    torch._dynamo.reset()
     with one_rank(), without_kernels(), inductor_config.patch(ddp_fusion="concat"):
         ddp = DistributedDataParallel(models.mlp())
         ddp.register_comm_hook([], hook)

@@ -24,7 +24,6 @@ RANGE = "DistributedDataParallel.forward"
 
 @pytest.fixture(autouse=True)
 def _world() -> Iterator[None]:
-    torch._dynamo.reset()
     with fake_world():
         yield
 

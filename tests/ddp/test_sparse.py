@@ -4,7 +4,6 @@ trainings with eager DDP."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,12 +21,6 @@ from testing import fake_world
 from testing.scenarios.features.sparse import ROWS, Tables
 
 WIDTH = 4
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    with fake_world.one_rank():
-        yield
 
 
 class _Tied(nn.Module):
@@ -136,7 +129,6 @@ class _Towers(nn.Module):
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("mode", ["concat", pytest.param("coalesced", marks=pytest.mark.nightly)])
 def test_nothing_is_computed_where_a_gradient_lies(mode: FusionMode) -> None:
-    torch._dynamo.reset()
     torch.manual_seed(0)
     model, ids = _Towers(), torch.randint(0, 10, (5, 3))
     alone = copy.deepcopy(model)

@@ -26,10 +26,8 @@ from testing.scenarios.features.tensor import LENGTH, FeedForward, columns_and_r
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    torch._dynamo.reset()  # Otherwise sizes of another test's inputs would count as dynamic.
     with fake_world(4):
         yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        torch._dynamo.reset()
 
 
 # --- Gradients ---------------------------------------------------------------------------------

@@ -35,12 +35,10 @@ pytestmark = pytest.mark.each_torch
 @pytest.fixture(autouse=True)
 def _world(request: pytest.FixtureRequest) -> Iterator[None]:
     """A fake process group; the parameter says whether kernels compute anything."""
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     has_kernels = getattr(request, "param", False)
     with fake_world(has_kernels=has_kernels), inductor_config.patch(ddp_fusion=None):
         yield
-    torch._dynamo.reset()
 
 
 def _managed(flag: object = "concat", **options: Any) -> DistributedDataParallel:

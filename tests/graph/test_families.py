@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
@@ -90,14 +90,6 @@ class _See(CustomGraphPass):
         return None
 
 
-@pytest.fixture
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_fresh")
 def test_whatever_inductor_leaves_of_them_is_in_a_family() -> None:
     see = _See()
 

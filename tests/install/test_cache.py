@@ -64,8 +64,8 @@ def two_steps(
 
 
 def in_a_new_process(**options: Any) -> dict[str, int]:
-    with RankPool(1) as pool:
-        (said,) = pool.run(two_steps, **options)
+    with RankPool() as pool:
+        (said,) = pool.run(1, two_steps, **options)
     return said
 
 

@@ -68,7 +68,6 @@ def test_refuses_a_wrong_option_of_one_compile(value: Any) -> None:
 def test_an_option_of_one_compile_has_no_effect_and_says_so(
     flag: str | None, option: str | None
 ) -> None:
-    torch._dynamo.reset()
     inductor_config.ddp_fusion = flag
     options: dict[str, Any] = {"ddp_fusion": option}
     with one_rank(), without_kernels():
@@ -149,7 +148,6 @@ def test_what_others_have_put_around_a_replacement_works_when_it_is_undone() -> 
 def test_other_peoples_passes_come_first_and_stay(
     monkeypatch: pytest.MonkeyPatch, given: str, graph: Any
 ) -> None:
-    torch._dynamo.reset()
     ran: list[str] = []
     theirs = _UsersPass(ran)
     for ours in (StorePass, FusePass):

@@ -28,11 +28,9 @@ TRACED = FusionConfig(backward_graph="compiled_autograd")
 
 @pytest.fixture(autouse=True)
 def _on_one_rank() -> Iterator[None]:
-    torch._dynamo.reset()
     with one_rank(), inductor_config.patch(fx_graph_cache=False), warnings.catch_warnings():
         warnings.simplefilter("error", fusion_passes.FusionWarning)
         yield
-    torch._dynamo.reset()
 
 
 def managed(flag: Any = "concat", **options: Any) -> DistributedDataParallel:

@@ -31,6 +31,7 @@ from fusion_passes.traced.fuse_pass import FusePass
 from fusion_passes.traced.pack import register_lowerings
 from fusion_passes.traced.pipeline import run_pipeline
 from testing.fake_world import one_rank, two_layers
+from testing.fresh import renew
 from tests.support.imports import imported_names
 
 
@@ -93,7 +94,7 @@ def _identity_of_traced(*, is_transposed: bool = False, **options: Any) -> str:
     """
     flag = FusionConfig()
     with one_rank(), inductor_config.patch(ddp_fusion=flag):
-        traced_modules.reset()
+        renew(traced_modules)
         model = two_layers()
         if is_transposed:
             weight = model.get_parameter("0.weight")

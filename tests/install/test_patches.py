@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionWarning
 from fusion_passes.ddp.module import hand_over
-from fusion_passes.state import process_state
 from fusion_passes.torch_private import owner_of_name
 from testing import fake_world
 from testing.fake_world import two_layers
@@ -95,12 +94,8 @@ def _handed_over(modules: list[DistributedDataParallel]) -> None:
         hand_over(ddp, "this is tested")
 
 
-def _reset(_: object) -> None:
-    process_state.reset()
-
-
 @pytest.mark.filterwarnings("ignore::fusion_passes.FusionWarning")
-@pytest.mark.parametrize("end", [_freed, _handed_over, _reset])
+@pytest.mark.parametrize("end", [_freed, _handed_over])
 def test_what_modules_need_is_there_until_the_last_one_is_gone(
     one_rank: None, end: Callable[[list[DistributedDataParallel]], None]
 ) -> None:
@@ -110,9 +105,8 @@ def test_what_modules_need_is_there_until_the_last_one_is_gone(
     first, modules = ([_managed(model)] for model in models)
     known = {_canonical(what) for what in listed(OF_MODULES)}
     assert changed(before, contents(), known) - ALWAYS == known
-    if end is not _reset:
-        end(first)
-        assert changed(before, contents(), known) - ALWAYS == known, "the second needs it"
+    end(first)
+    assert changed(before, contents(), known) - ALWAYS == known, "the second needs it"
     inductor_config.ddp_fusion = "concat"
     inductor_config.ddp_fusion = None
     assert changed(before, contents(), known) - ALWAYS == known, "the flag has gone, not the module"
@@ -276,8 +270,8 @@ BEFORE_2_13 = {"torch._inductor.lowering._maybe_layout_constraints"}
 @pytest.mark.slow
 @pytest.mark.each_torch
 def test_what_changes_for_good_is_what_is_listed() -> None:
-    with RankPool(1) as pool:
-        (names,) = pool.run(changed_for_good)
+    with RankPool() as pool:
+        (names,) = pool.run(1, changed_for_good)
     found = {TORCHS_OWN.get(name, name) for name in names} - {None}
     is_older = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
     assert found == listed("Until the process ends") - (set() if is_older else BEFORE_2_13)

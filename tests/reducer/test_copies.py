@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import gc
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -17,7 +17,6 @@ import torch
 import torch._dynamo
 import torch._functorch.config as functorch_config
 from torch import Tensor, nn
-from torch._inductor import config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -27,17 +26,11 @@ from fusion_passes.reducer import backward, copies
 from fusion_passes.reducer.compiled_forward import CompiledForward
 from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.torch_private.autograd import hooks_on_node
-from testing.fake_world import one_rank
+
+pytestmark = pytest.mark.usefixtures("fused_rank")
 
 ALL = ("0.bias", "0.weight", "1.bias", "1.weight", "2.bias", "2.weight")
 X = torch.ones(2, 4)
-
-
-@pytest.fixture(autouse=True)
-def _flag() -> Iterator[None]:
-    torch._dynamo.reset()
-    with one_rank(), inductor_config.patch(ddp_fusion="concat"):
-        yield
 
 
 def layers() -> tuple[Any, Any]:

@@ -12,10 +12,9 @@ import pytest
 
 from fusion_passes.layout.layout import lay_out
 from fusion_passes.reducer.backward import reducers
-from testing.scenarios.catalog import SCENARIOS
 from testing.scenarios.entries import Scenario
 from testing.scenarios.outcomes import RankReport
-from tests.reducer.test_scenarios import case_of, train
+from tests.reducer.test_scenarios import cases, train
 
 RUN = Callable[..., list[Any]]
 
@@ -49,21 +48,13 @@ def give_layout(reducer: Any) -> None:
     reducer.fix_layout(lay_out([[(n,) for n in bucket] for bucket in buckets], kinds))
 
 
-def _cases() -> list[Any]:
-    return [
-        case_of(scenario, is_now=scenario.ranks == 2 and scenario.feature in _CHECKED)
-        for scenario in SCENARIOS
-        if scenario.feature not in BY_BUCKET
-    ]
-
-
 def train_given(scenario: Scenario) -> RankReport:
     """Train a scenario with a given layout; a job for every rank."""
     with mock.patch.object(reducers, "learn_layout", give_layout):
         return train(scenario, "auto", scenario.dtypes[0])
 
 
-@pytest.mark.parametrize("scenario", _cases())
+@pytest.mark.parametrize("scenario", cases(lambda s: s.feature not in BY_BUCKET, _CHECKED))
 def test_trains_as_eager_ddp(run_on_ranks: RUN, scenario: Scenario) -> None:
     reports = run_on_ranks(scenario.ranks, train_given, scenario=scenario)
     for report in reports:

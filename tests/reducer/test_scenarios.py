@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import pytest
@@ -60,20 +60,23 @@ def _cases() -> list[Any]:
     return found
 
 
-def case_of(scenario: Scenario, *, is_now: bool) -> Any:
-    """A scenario as a parameter of a test that trains it in one way: in each check, or nightly."""
-    name = f"{scenario.parallelism}/{scenario.feature}"
-    return pytest.param(scenario, marks=_marks(scenario, is_now=is_now), id=name)
-
-
-def _traced() -> list[Any]:
-    """Trainings of nightly jobs with ``backward_graph="compiled_autograd"``, each in one mode."""
+def cases(keep: Callable[[Scenario], bool], checked: Collection[str] = ()) -> list[Any]:
+    """The scenarios that are kept, for a test that trains each in one way: ``checked`` features on
+    two ranks in each check, all others nightly."""
     return [
-        case_of(scenario, is_now=False)
+        pytest.param(
+            scenario,
+            marks=_marks(scenario, is_now=scenario.ranks == 2 and scenario.feature in checked),
+            id=f"{scenario.parallelism}/{scenario.feature}",
+        )
         for scenario in SCENARIOS
-        if "backward_graph" not in dict(scenario.options)
-        and f"{scenario.parallelism}/{scenario.feature}" not in OTHERWISE_TRACED
+        if keep(scenario)
     ]
+
+
+def _can_be_traced(scenario: Scenario) -> bool:
+    name = f"{scenario.parallelism}/{scenario.feature}"
+    return "backward_graph" not in dict(scenario.options) and name not in OTHERWISE_TRACED
 
 
 def _parts(tested: str) -> tuple[str, str]:
@@ -130,7 +133,7 @@ def test_trains_as_eager_ddp(run_on_ranks: RUN, scenario: Scenario, mode: str, d
         _assert_warned(report, scenario.warns)
 
 
-@pytest.mark.parametrize("scenario", _traced())
+@pytest.mark.parametrize("scenario", cases(_can_be_traced))
 def test_trains_as_eager_ddp_where_backwards_are_traced(
     run_on_ranks: RUN, scenario: Scenario
 ) -> None:

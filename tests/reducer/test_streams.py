@@ -4,30 +4,23 @@ several GPUs, simulated on the CPU."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch._inductor.config as inductor_config
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.layout.layout import Bucket
 from fusion_passes.reducer.communication import AllReduce, Wait
 from fusion_passes.reducer.reducer import Reducer, reducer_of
-from testing.fake_world import one_rank
 from testing.threads import run_at_once
 
+pytestmark = pytest.mark.usefixtures("fused_rank")
+
 X = torch.ones(2, 4)
-
-
-@pytest.fixture(autouse=True)
-def _flag() -> Iterator[None]:
-    torch._dynamo.reset()
-    with one_rank(), inductor_config.patch(ddp_fusion="concat"):
-        yield
 
 
 class Layer(nn.Linear):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes.reducer.launch_queue import LaunchQueue
 from fusion_passes.reducer.memory import BucketMemory
 from fusion_passes.reducer.reducer import reducer_of
-from testing.fake_world import one_rank
 from testing.models import fill_whole
 
 RUN = Callable[..., list[Any]]
@@ -81,12 +80,6 @@ def test_gradients_between_two_backwards_of_a_round(run_on_ranks: RUN) -> None:
         assert all(told.values()), told
 
 
-@pytest.fixture
-def _alone() -> Iterator[None]:
-    with one_rank(), inductor_config.patch(ddp_fusion="concat"):
-        yield
-
-
 def _two_steps(ddp: Any) -> None:
     for _ in range(2):
         ddp.zero_grad()
@@ -99,7 +92,7 @@ def _layers() -> Any:
     return DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1e-6)
 
 
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("fused_rank")
 def test_after_an_error_gradients_are_local_or_none() -> None:
     """``None`` if the bucket is being all-reduced: this rank does not know its final value."""
     ddp = _layers()
@@ -129,7 +122,7 @@ def test_after_an_error_gradients_are_local_or_none() -> None:
         ddp(X)
 
 
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("fused_rank")
 def test_an_error_is_raised_where_memory_has_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other modules continue."""
     failing, other = _layers(), _layers()

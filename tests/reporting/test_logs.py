@@ -21,7 +21,6 @@ def test_torch_logs_takes_the_packages_name() -> None:
 
 
 def test_tlparse_gets_the_backward_that_stores_gradients() -> None:
-    torch._dynamo.reset()
     with fake_world(), inductor_config.patch(ddp_fusion="concat"), traced_artifacts() as texts:
         model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 6))
         ddp = DistributedDataParallel(model)

@@ -56,7 +56,6 @@ def _training() -> tuple[nn.Module, Callable[..., None]]:
 
 def record(mode: ReduceMode) -> dict[str, Any]:
     """Record steps, and return the result on this rank."""
-    torch._dynamo.reset()
     with inductor_config.patch(ddp_fusion=mode):
         model, step = _training()
         step()
@@ -183,7 +182,6 @@ def test_a_plan_is_put_where_the_network_began_with_its_first_bucket() -> None:
 
 def test_a_profile_of_the_users_own_is_left_alone() -> None:
     with fake_world(), inductor_config.patch(ddp_fusion="concat"):
-        torch._dynamo.reset()
         ddp = DistributedDataParallel(two_layers())
         call = torch.compile(ddp)
         recording = fusion_passes.record_steps(1, plain_steps=0, gather=False)

@@ -7,20 +7,11 @@ import functools
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Final
 
-from testing.sessions import POLL_S, marked
-
 ROOT: Final = Path(__file__).parent.parent.parent
 TIMEOUT_S: Final = 240.0
-
-MARK: Final = "FUSION_PASSES_TEST"
-"""Environment variable by which the processes of a test are known, whoever their parent is."""
-
-END_S: Final = 10.0
-"""Until processes that were killed are gone, on busy cores."""
 
 
 @functools.cache
@@ -65,11 +56,3 @@ def launch(
         process.wait(timeout=30)
     assert process.returncode == 0, output + errors
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
-
-
-def left_running(mark: str) -> list[int]:
-    """Processes that were started with this :data:`MARK`, and do not end by themselves."""
-    end = time.monotonic() + END_S
-    while (found := list(marked(MARK, mark))) and time.monotonic() < end:
-        time.sleep(POLL_S)
-    return found

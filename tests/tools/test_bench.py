@@ -191,7 +191,6 @@ def test_an_interrupted_run_writes_what_there_is(
 def test_every_model_is_one_graph_and_has_a_loss_and_gradients(name: str) -> None:
     made = subject(name, TINY)
     model = made.build()
-    torch._dynamo.reset()
     assert torch._dynamo.explain(model)(*made.batch(0)).graph_count == 1
     torch._dynamo.reset()
     model(*made.batch(0)).backward()

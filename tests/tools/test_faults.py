@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,11 @@ from fault_runs.judging import violations
 from fault_runs.records import RankRecord, RunRecord, add_events, failure_of
 from fault_runs.runs import run_scenario
 from fault_runs.scenarios import Fault, Scenario
-from tests.support.launch import MARK, launch, left_running
+from tests.support.launch import launch
 
 PROGRAMS = "tests.support.fault_programs"
 
-
-@pytest.fixture(autouse=True)
-def _leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(MARK, str(tmp_path))
-    yield
-    assert not left_running(str(tmp_path))
+pytestmark = pytest.mark.usefixtures("started")
 
 
 def scenario(program: str, **values: Any) -> Scenario:

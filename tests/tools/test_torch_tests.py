@@ -12,14 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch_tests
 
-from tests.support.launch import MARK, launch, left_running
+from tests.support.launch import launch
 from torch_tests_run import conftest, running
 from torch_tests_run.known import Known, Outcome, judge, read_known
 from torch_tests_run.running import last_error
@@ -173,6 +172,7 @@ def _die(*_: object, **__: object) -> None:
     raise MemoryError("of a test")
 
 
+@pytest.mark.usefixtures("started")
 @pytest.mark.parametrize(
     ("test", "limit_s", "outcome"),
     [
@@ -185,15 +185,12 @@ def test_a_run_that_hangs_or_dies_leaves_nothing(
     limit_s: str,
     outcome: tuple[str, str],
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
-    monkeypatch.setenv(MARK, str(tmp_path))
     monkeypatch.setattr(running, "run_test", test)
     monkeypatch.setattr(running, "KILLED_S", 0.0)
     monkeypatch.setenv(running.LIMIT, limit_s)
     found = running.run_one(TorchTest("test_ddp", 2), "as-is", "concat")
     assert (found.kind, found.words) == outcome
-    assert not left_running(str(tmp_path))
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes
 from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.reducer.reducer import reducer_of
-from fusion_passes.reporting.backward_counts import backward_counts
 from fusion_passes.traced.backwards import FIRST
 from testing import models
 from testing.fake_world import one_rank, two_layers
@@ -52,8 +51,6 @@ def train(ddp: Any, steps: int = 3, **backward: Any) -> list[Tensor | None]:
 
 @pytest.fixture(autouse=True)
 def _traced_on_one_rank() -> Iterator[None]:
-    torch._dynamo.reset()
-    backward_counts.reset()
     with inductor_config.patch(ddp_fusion=TRACED), one_rank():
         yield
 

@@ -25,6 +25,7 @@ from fusion_passes import FusionConfig, FusionReport
 from fusion_passes.config import FusionMode
 from fusion_passes.reporting.graphs import compile_log
 from testing.fake_world import fake_world
+from testing.fresh import renew
 from tests.support.call_sequence import call_sequence
 from tests.support.codegen import Call, Place, read_calls
 from tests.support.stores import check_stores
@@ -123,7 +124,7 @@ def generate(
     """Compile all backwards of a module. Asserts that the memory they send is written, and left
     alone until the wait."""
     torch._dynamo.reset()
-    compile_log.reset()
+    renew(compile_log)
     module, batch = made(name)
     # The code of a graph from the cache cannot be captured.
     settings |= {"ddp_fusion": config, "fx_graph_cache": False}

@@ -1,28 +1,25 @@
-"""The ranks of a method: processes that are started, asked, and ended whatever they do; and how one
-answers.
+"""The ranks of a method: where and how they are started, what they are asked, and how one answers.
 
 Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
+import functools
 import os
+import pickle
 import signal
 import socket
-import subprocess
 import sys
-import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from command_line import ROOT
-from testing.sessions import kill_session, start_session
+from testing.processes import Rank, RankError, answer, ask
+from testing.sessions import Sessions, environment
 
 JOIN_S: Final = 120.0
 """At most, until torch has been imported on busy cores and the ranks have found each other."""
@@ -159,32 +156,6 @@ def cores_of(ranks: int, cores: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(cores[rank * share : (rank + 1) * share]) for rank in range(ranks))
 
 
-def environment(cache: Path, *, threads: int = 1, keeps_graphs: bool = False) -> dict[str, str]:
-    """The environment of a process that trains, with its compiled kernels in a directory, and its
-    compiled graphs where they are kept."""
-    paths = [str(ROOT), str(ROOT / "tools"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    kept = {name: v for name, v in os.environ.items() if name != "FUSION_PASSES_DDP_FUSION"}
-    return kept | {
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "OMP_NUM_THREADS": str(threads),
-        "TORCHINDUCTOR_CACHE_DIR": str(cache),
-        "TORCHINDUCTOR_FX_GRAPH_CACHE": str(int(keeps_graphs)),
-        "TORCHINDUCTOR_AUTOGRAD_CACHE": str(int(keeps_graphs)),
-        # Pools of compilers would compete with the ranks for their cores.
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        # Torch tries this machine's vectors by six programs, which belong to a start alone.
-        **({} if keeps_graphs else {"TORCHINDUCTOR_VEC_ISA_OK": "1"}),
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
-
-
-@dataclass
-class _Rank:
-    process: subprocess.Popen[bytes]
-    connection: Connection
-    log: Path
-
-
 @dataclass
 class RankProcesses:
     """The ranks of a method, ready to be asked.
@@ -201,13 +172,16 @@ class RankProcesses:
     way: str
     place: Place
     cap_mb: float | None = None
-    _ranks: list[_Rank] = field(default_factory=list)
+    _ranks: list[Rank] = field(default_factory=list)
+    _sessions: Sessions = field(default_factory=Sessions)
 
     def __post_init__(self) -> None:
         try:
             for rank in range(self.place.ranks):
                 self._ranks.append(self._launch(rank))
-            self._connect()
+            # Free where rank 0 runs, which can be another network namespace.
+            (port,) = self._ask(self._ranks[:1], "listen", timeout_s=JOIN_S)
+            self._ask(self._ranks, "join", port, timeout_s=JOIN_S)
         except BaseException:
             self.kill()
             raise
@@ -220,38 +194,41 @@ class RankProcesses:
         """
         if not self._ranks:
             raise RanksFailed("it has no processes any more")
-        try:
-            for rank in self._ranks:
-                rank.connection.send((command, *values))
-            return self._receive("done", timeout_s or self.place.timeout_s)
-        except (RanksFailed, OSError) as error:
-            self.kill()
-            raise RanksFailed(str(error)) from error
+        return self._ask(self._ranks, command, *values, timeout_s=timeout_s or self.place.timeout_s)
 
     def kill(self) -> None:
-        """Kill the ranks, and what they have started: each is a session of its own."""
+        """Kill the ranks, and what they have started."""
         for rank in self._ranks:
-            kill_session(rank.process)
             rank.connection.close()
         self._ranks.clear()
+        self._sessions.kill()
 
-    def _launch(self, rank: int) -> _Rank:
+    def _ask(
+        self, ranks: Sequence[Rank], command: str, *values: object, timeout_s: float
+    ) -> list[Any]:
+        try:
+            return ask(ranks, (command, *values), timeout_s)
+        except RankError as error:
+            self.kill()
+            raise RanksFailed(error.brief) from error
+
+    def _launch(self, number: int) -> Rank:
         place = self.place
         cap = "" if self.cap_mb is None else f"-{self.cap_mb:g}"
-        name = f"{place.model}-{self.way}{cap}-{rank}.log".replace(" ", "-").replace(":", ".")
+        name = f"{place.model}-{self.way}{cap}-{number}.log".replace(" ", "-").replace(":", ".")
         log = (place.logs or place.directory / "logs") / name
         log.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         descriptor = str(theirs.fileno())
-        prefix = place.prefixes[rank] if place.prefixes else ()
+        prefix = place.prefixes[number] if place.prefixes else ()
         command = [*prefix, sys.executable, "-m", place.worker, descriptor]
         with theirs:
-            variables, kept = self._environment(), [theirs.fileno()]
-            process = start_session(command, log, variables, appends=True, pass_fds=kept)
-            connection = Connection(ours.detach())
+            variables = self._environment()
+            process = self._sessions.start(command, log, variables, [theirs.fileno()])
+            rank = Rank(number, process, Connection(ours.detach()), log)
             # While this process has the other end too: that one may have died already.
-            connection.send(Assignment(place, self.way, self.cap_mb, rank))
-        return _Rank(process, connection, log)
+            rank.send(pickle.dumps(Assignment(place, self.way, self.cap_mb, number)))
+        return rank
 
     def _environment(self) -> dict[str, str]:
         place = self.place
@@ -262,69 +239,15 @@ class RankProcesses:
         threads, keeps = len(place.cores[0]), not place.shares_kernels
         return environment(cache, threads=threads, keeps_graphs=keeps) | {**place.variables}
 
-    def _connect(self) -> None:
-        (port,) = self._receive("port", JOIN_S, self._ranks[:1])
-        for rank in self._ranks[1:]:
-            rank.connection.send(port)
-        self._receive("done", JOIN_S)
 
-    def _receive(
-        self, kind: str, timeout_s: float, ranks: Sequence[_Rank] | None = None
-    ) -> list[Any]:
-        ranks = self._ranks if ranks is None else ranks
-        answers: dict[int, Any] = {}
-        deadline = time.monotonic() + timeout_s
-        while len(answers) < len(ranks):
-            waiting = {
-                rank.connection: index for index, rank in enumerate(ranks) if index not in answers
-            }
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                silent = ", ".join(str(index) for index in waiting.values())
-                raise RanksFailed(f"rank {silent} has not answered for {timeout_s:g} s")
-            for connection in ready:
-                index = waiting[connection]  # type: ignore[index]
-                answers[index] = self._answer(ranks[index], index, kind)
-        return [answers[index] for index in range(len(ranks))]
-
-    def _answer(self, rank: _Rank, index: int, kind: str) -> Any:
-        try:
-            told, value = rank.connection.recv()
-        except (EOFError, OSError):
-            code = rank.process.wait()
-            raise RanksFailed(f"rank {index} ended with {code}: {last_words(rank.log)}") from None
-        if told != kind:
-            raise RanksFailed(f"rank {index}: {value}")
-        return value
-
-
-def last_words(log: Path) -> str:
-    """The last line that a process has printed."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "it said nothing"
-
-
-def serve(arguments: list[str], kind: Callable[[Assignment, Connection], Any]) -> NoReturn:
-    """In a rank: make what has its commands as methods, and answer until the process is killed, or
-    one has failed, which is reported."""
+def serve(arguments: list[str], kind: Callable[[Assignment], Any]) -> NoReturn:
+    """In a rank: make what has its commands as methods, and answer until the process is killed."""
     connection = Connection(int(arguments[0]))
-    assignment: Assignment = connection.recv()
+    assignment: Assignment = pickle.loads(connection.recv_bytes())
     # The command that is interrupted kills its ranks; without it they end by themselves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
     # Before torch starts threads.
     os.sched_setaffinity(0, assignment.cores)
-    try:
-        rank = kind(assignment, connection)
-        connection.send(("done", None))
-        while True:
-            name, *values = connection.recv()
-            connection.send(("done", getattr(rank, name)(*values)))
-    except Exception as error:  # noqa: BLE001  Whatever it is, it is the method's result.
-        traceback.print_exc()
-        with contextlib.suppress(OSError):  # Nobody listens any more.
-            connection.send(("failed", f"{type(error).__name__}: {error}"))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # What would follow waits for process groups that others may have left.
-    os._exit(1)
+    rank = functools.cache(lambda: kind(assignment))
+    answer(connection, lambda request: getattr(rank(), request[0])(*request[1:]))

@@ -13,8 +13,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -33,39 +32,43 @@ SEEDS: Final = 1000
 class Rank:
     """The commands; each is called on all ranks of a method at the same time."""
 
-    def __init__(self, assignment: Assignment, connection: Connection) -> None:
+    def __init__(self, assignment: Assignment) -> None:
         self._assignment = assignment
         torch.set_num_threads(len(assignment.cores))
         self._device = torch.device("cpu")
         if torch.cuda.is_available():
             self._device = torch.device("cuda", assignment.rank % torch.cuda.device_count())
             torch.cuda.set_device(self._device)
-        self._store = self._join(connection)
         self._run: Callable[[], None] = lambda: None
 
-    def _join(self, connection: Connection) -> Any:
+    # --- The process group -----------------------------------------------------------------------
+
+    def listen(self) -> int:
+        """On rank 0: the port on which it has the store of the process group."""
+        self._store = self._connect(0, is_master=True, wait_for_workers=False)
+        return int(self._store.port)
+
+    def join(self, port: int) -> None:
+        """Join the process group."""
         place, rank = self._assignment.place, self._assignment.rank
-        timeout = datetime.timedelta(seconds=place.timeout_s)
         # Else NCCL registers no memory. What shares a GPU with another rank leaves it unbound.
         is_bound = self._device.type == "cuda" and place.ranks <= torch.cuda.device_count()
-        if rank == 0:
-            # The port is free where rank 0 runs, which can be another network namespace.
-            store = dist.TCPStore(
-                place.host, 0, place.ranks, is_master=True, timeout=timeout, wait_for_workers=False
-            )
-            connection.send(("port", store.port))
-        else:
-            store = dist.TCPStore(place.host, connection.recv(), place.ranks, timeout=timeout)
+        if rank > 0:
+            self._store = self._connect(port)
         dist.init_process_group(
             place.backend,
-            store=store,
+            store=self._store,
             rank=rank,
             world_size=place.ranks,
-            timeout=timeout,
+            timeout=datetime.timedelta(seconds=place.timeout_s),
             device_id=self._device if is_bound else None,
         )
         dist.barrier()
-        return store
+
+    def _connect(self, port: int, **options: bool) -> dist.TCPStore:
+        place = self._assignment.place
+        timeout = datetime.timedelta(seconds=place.timeout_s)
+        return dist.TCPStore(place.host, port, place.ranks, timeout=timeout, **options)
 
     # --- A start ---------------------------------------------------------------------------------
 

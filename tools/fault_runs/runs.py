@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import shutil
 import signal
 import socket
@@ -18,13 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benches.processes import environment
 from fault_runs.records import RankRecord, RunRecord, add_events, events_path, read_events
 from fault_runs.scenarios import MODES, Scenario, Way
-from testing.sessions import kill_marked, marked, start_session
-
-MARK = "FAULT_RUN"
-"""Environment variable by which the processes of a run are known, whoever their parent is."""
+from testing.sessions import Sessions, environment
 
 POLL_S = 0.05
 START_S = 240.0
@@ -116,7 +111,7 @@ class _Processes:
         headers = directory.parent / "headers"
         headers.mkdir(exist_ok=True)
         (self._temporary / Path(default_cache_dir()).name).symlink_to(headers)
-        self._mark = f"{os.getpid()}-{directory.name}-{time.monotonic_ns()}"
+        self._sessions = Sessions()
         self._ranks: list[_Rank] = []
         self._launcher: subprocess.Popen[bytes] | None = None
         self._interrupted: float | None = None
@@ -124,7 +119,7 @@ class _Processes:
 
     def run(self) -> RunRecord:
         """Run to the end; end all processes whatever happens."""
-        try:
+        with self._sessions:
             self._start()
             while not self._is_done():
                 if self._is_late():
@@ -132,11 +127,6 @@ class _Processes:
                     break
                 time.sleep(POLL_S)
             left = self._left_processes()
-        finally:
-            kill_marked(MARK, self._mark)
-            for process in (self._launcher, *(rank.process for rank in self._ranks)):
-                if process is not None:
-                    process.wait()
         origin = self._fault_time() or self._start_time
         for rank in self._ranks:
             rank.record.end_s = (rank.end or time.time()) - origin
@@ -169,14 +159,14 @@ class _Processes:
         places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         command = [sys.executable, "-m", "fault_runs.rank", *self._arguments(rank.directory)]
         log = rank.directory / f"rank-{number}.log"
-        return start_session(command, log, self._environment(rank.record.rank) | places)
+        return self._sessions.start(command, log, self._environment(rank.record.rank) | places)
 
     def _start_torchrun(self, directory: Path) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={self.scenario.ranks}", "--max-restarts=1"]
         command += ["--module", "fault_runs.rank", *self._arguments(directory)]
         log = directory / "launcher.log"
-        self._launcher = start_session(command, log, self._environment(-1))
+        self._launcher = self._sessions.start(command, log, self._environment(-1))
 
     def _arguments(self, directory: Path) -> list[str]:
         fault = self.scenario.fault
@@ -189,7 +179,6 @@ class _Processes:
 
     def _environment(self, rank: int) -> dict[str, str]:
         variables = environment(self._cache, keeps_graphs=True) | {
-            MARK: self._mark,
             "GLOO_SOCKET_IFNAME": "lo",
             "TMPDIR": str(self._temporary),
             "TORCHINDUCTOR_VEC_ISA_OK": "1",  # No trial, which compiles six programs.
@@ -229,9 +218,7 @@ class _Processes:
             return
         if max(len(rank.times_of("step")) for rank in self._ranks) >= at:
             # As a terminal does: to all processes of the foreground.
-            for pid in marked(MARK, self._mark):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGINT)
+            self._sessions.send(signal.SIGINT)
             self._interrupted = time.time()
 
     def _fault_time(self) -> float | None:
@@ -248,21 +235,15 @@ class _Processes:
 
     def _say_stacks(self) -> None:
         """Let each rank that hangs write where it is."""
-        for pid in marked(MARK, self._mark):
-            if self._launcher is None or pid != self._launcher.pid:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
-                    os.kill(pid, signal.SIGUSR1)
+        launcher = None if self._launcher is None else self._launcher.pid
+        self._sessions.send(signal.SIGCONT, signal.SIGUSR1, but=launcher)
         time.sleep(STACK_S)
 
     def _left_processes(self) -> list[str]:
         """What still runs although all ranks have ended."""
         if any(rank.end is None for rank in self._ranks):
             return []
-        deadline = time.monotonic() + LEAVE_S
-        while (pids := list(marked(MARK, self._mark))) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        return [f"process {_command_of(pid)}" for pid in pids]
+        return [f"process {_command_of(pid)}" for pid in self._sessions.left_after(LEAVE_S)]
 
     def _tail(self, rank: _Rank) -> str:
         """The last that a rank has printed, and the stacks that it has written."""

@@ -90,7 +90,7 @@ class Runner:
 
     def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
-        self._pools: dict[int, RankPool] = {}
+        self._pool = RankPool()
         self.cases = 0
 
     def __enter__(self) -> Runner:
@@ -101,16 +101,13 @@ class Runner:
 
     def renew(self) -> None:
         """End the ranks: the next case gets new ones."""
-        for pool in self._pools.values():
-            pool.close()
-        self._pools, self.cases = {}, 0
+        self._pool.close()
+        self.cases = 0
 
     def run(self, case: Case) -> Outcome:
         """Train a case with eager DDP and under the flag, and compare."""
         if self.cases >= CASES_A_POOL:
             self.renew()
-        if case.ranks not in self._pools:
-            self._pools[case.ranks] = RankPool(case.ranks)
         self.cases += 1
         start = time.monotonic()
         expected = self._train(case, "eager")
@@ -139,9 +136,9 @@ class Runner:
         return case, outcome
 
     def _train(self, case: Case, kind: Kind) -> list[Record] | Failure:
-        pool = self._pools[case.ranks]
+        limit_s = self._timeout_s
         try:
-            return pool.run(train, timeout_s=self._timeout_s, case=case, kind=kind)
+            return self._pool.run(case.ranks, train, timeout_s=limit_s, case=case, kind=kind)
         except RankError as error:
             return _failure(error.failures)
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from fuzzing.blocks import TOKENS, WIDTH
 from fuzzing.case import Case
 from fuzzing.models import build
+from testing.fresh import forget
 from testing.threads import run_at_once
 
 Kind = Literal["eager", "fused", "control", "undivided"]
@@ -94,9 +95,8 @@ def _flag(case: Case, kind: Kind) -> Iterator[None]:
         return
     # Eager DDP is trained without the package, as long as these ranks have had no case.
     import fusion_passes
-    from fusion_passes.state import process_state
 
-    process_state.reset()  # Each case starts as in a new process.
+    forget()  # Each case starts as in a new process.
     options = case.flag
     flag = fusion_passes.FusionConfig(**options) if isinstance(options, dict) else options
     with torch._inductor.config.patch(ddp_fusion=flag):

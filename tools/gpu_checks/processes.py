@@ -12,7 +12,6 @@ import os
 import pickle
 import pkgutil
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,15 +20,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from benches.processes import environment, last_words
 from benches.results import Row
 from gpu_checks import trainings
 from gpu_checks.parts import Part
 from gpu_checks.sites import Site
-from testing.sessions import kill_marked, kill_session, start_session
-
-MARK: Final = "GPU_PART"
-"""Environment variable by which the processes of a part are known, whoever their parent is."""
+from testing.sessions import Sessions, environment, last_words, wait_for
 
 TASK: Final = "task.pickle"
 """File in a part's directory: the part and its site."""
@@ -78,19 +73,11 @@ def run_part(part: Part, site: Site, *, work: Path, logs: Path, limit_s: float) 
     site = replace(site, directory=str(directory), deadline=deadline)
     (directory / TASK).write_bytes(pickle.dumps((part, site)))
     log = logs / f"{part.name}.log"
-    variables = environment(work / "kernels") | {MARK: str(directory)}
-    variables |= site.place(1, timeout_s=0.0).variables
+    log.unlink(missing_ok=True)
+    variables = environment(work / "kernels") | {**site.place(1, timeout_s=0.0).variables}
     command = [sys.executable, "-m", __name__, str(directory)]
-    process = start_session(command, log, variables)
-    code: int | None = None
-    try:
-        code = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        kill_session(process)
-        # The ranks are sessions of their own.
-        kill_marked(MARK, str(directory))
+    with Sessions(str(directory)) as sessions:
+        code = wait_for(sessions.start(command, log, variables), limit_s)
     seconds, failure = time.monotonic() - start, ""
     if code is None or (code != 0 and seconds >= limit_s - STACKS_S):
         failure = f"not done after {limit_s:.0f} s"
@@ -106,7 +93,7 @@ def run_part(part: Part, site: Site, *, work: Path, logs: Path, limit_s: float) 
 def kill_parts(work: Path) -> None:
     """End the processes of all parts in this directory."""
     for directory in work.glob("part-*"):
-        kill_marked(MARK, str(directory))
+        Sessions(str(directory)).kill()
 
 
 def _rows(path: Path) -> tuple[Row, ...]:

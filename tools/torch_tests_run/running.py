@@ -7,7 +7,6 @@ not even imported.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import json
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from testing.sessions import kill_session
 from torch_tests_run.known import Models, Outcome
 from torch_tests_run.source import COMPILED, MODULE, TorchTest, rewritten, source_path
 
@@ -91,11 +91,7 @@ def run_one(test: TorchTest, models: Models, mode: str = "") -> Outcome:
         try:
             process.join(limit_s + KILLED_S)
         finally:
-            assert process.pid is not None, "it was started"
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.kill()  # It may not have got to its own session yet.
-            process.join()
+            kill_session(process)
         log = (directory / LOG).read_text(errors="replace")
         print(log)
         if time.monotonic() - start >= limit_s:

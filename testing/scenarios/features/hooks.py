@@ -176,11 +176,7 @@ def nested_grad(run: Run, *, uses: int, of_weight: bool = False) -> None:
     """A nested backward through a compiled forward that the outer backward reaches too. Its
     gradients belong to no parameter."""
     ddp = run.ddp(_Nested(run, uses, of_weight=of_weight))
-    for step in range(3):
-        ddp.zero_grad()
-        inputs, factors = run.rows(step)
-        (ddp(inputs.requires_grad_()) * factors).sum().backward()
-        run.note_backward(ddp)
+    backwards(run, ddp, lambda inputs: ddp(inputs.requires_grad_()))
 
 
 def registered_meanwhile(run: Run, *, on_node: bool = False) -> None:

@@ -56,11 +56,7 @@ def static_graph_of_a_checkpoint(run: Run) -> None:
     """``static_graph=True`` although the autograd graph does not show every accumulation."""
     for is_first in (False, True):
         ddp = run.ddp(_UsedTwice(run, is_first=is_first), static_graph=True)
-        for step in range(3):
-            ddp.zero_grad()
-            inputs, factors = run.rows(step)
-            (ddp(inputs.requires_grad_()) * factors).sum().backward()
-            run.note_backward(ddp)
+        backwards(run, ddp, lambda inputs, ddp=ddp: ddp(inputs.requires_grad_()))
 
 
 def another_group(run: Run) -> None:
