@@ -34,6 +34,7 @@ from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.autograd import (
     after_backward,
     backward_id,
+    is_of_module_hooks,
     register_unless_asked,
 )
 from fusion_passes.torch_private.dynamo import is_compiling_graph
@@ -429,7 +430,8 @@ def register_on_node(register: Callable[..., Any], hooks: Any, hook: Any) -> Any
     AccumulateGrad node of a managed module, whose hook must see the gradient before it is averaged;
     torch does not report which node has hooks."""
     registered = register_unless_asked(register, hooks, hook)
-    reducers.forget_hooks()
+    if not is_of_module_hooks(hook):
+        reducers.forget_hooks()
     return registered
 
 

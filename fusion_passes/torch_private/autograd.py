@@ -110,6 +110,12 @@ def register_unless_asked(register: Callable[..., Any], hooks: Any, hook: Any) -
     return register(hooks, hook)
 
 
+def is_of_module_hooks(hook: Any) -> bool:
+    """Whether a hook is one of those by which ``torch.utils.hooks.BackwardHook`` calls the full
+    backward hooks of a module, in each of its forwards, on autograd nodes of its own."""
+    return getattr(hook, "__module__", "") == torch.utils.hooks.__name__
+
+
 def registers_hooks() -> object:
     """The function that has the name :data:`HOOKS_ON_NODES` now: another object once something has
     replaced it."""

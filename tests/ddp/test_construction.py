@@ -204,6 +204,16 @@ def test_nodes_are_asked_for_hooks_once_and_again_after_one() -> None:
     assert asks == [2, 2, 4], "to be asked is no hook: it would be asked in each backward"
 
 
+def test_module_hooks_are_on_no_node_of_a_parameter() -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    ddp.module.register_full_backward_hook(lambda *_: None)
+    ddp.module.register_full_backward_pre_hook(lambda *_: None)
+    with mock.patch.object(hooks, "hooks_on_node", wraps=hooks_on_node) as asked:
+        for _ in range(3):
+            ddp(torch.ones(2, 2, requires_grad=True)).sum().backward()
+    assert asked.call_count == 2
+
+
 def test_settings_are_compared_on_the_modules_device() -> None:
     """The comparison does not use the current device, which a program need not set."""
     ddp = DistributedDataParallel(two_layers())
