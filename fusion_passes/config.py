@@ -45,8 +45,8 @@ class FusionConfig:
         mode: How each bucket is all-reduced. ``"concat"``: one all-reduce of the bucket's flat
             memory, in which its gradients lie back to back. ``"coalesced"``: one
             ``all_reduce_coalesced`` of the list of its gradients. ``"auto"``: as ``"concat"``, but
-            the buckets are chosen from measurements of an earlier run so that the last all-reduce
-            ends as early as possible; the first run fills buckets up to their caps and measures.
+            the first steps of a run compare several groupings of the gradients, and the fastest is
+            kept, for the next run too.
             Default ``"concat"``, torch's own default for ``_fuse_ddp_communication_passes``.
         bucket_cap_mb: Size of a bucket in MiB. The gradient that brings a bucket to this size
             closes it. Small gradients that become ready together with that gradient join the same

@@ -28,8 +28,8 @@ PYTHON_FILE: Final = re.compile(r"(?<![\w./-])([\w/]+\.py)\b")
 CODE: Final = re.compile(r"`([^`\n]+)`")
 NAME: Final = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*(?:\(\))?")
 
-PLACEHOLDERS: Final = {"ddp_fusion_1_EraseDeadCode"}
-"""Names that a page defines itself, or that code assembles."""
+PLACEHOLDERS: Final = {"ddp_fusion_1_EraseDeadCode", "NCCL_SOCKET_IFNAME"}
+"""Names that a page defines itself, that code assembles, or that only NCCL reads."""
 
 
 def _label(path: Path) -> str:

@@ -58,7 +58,7 @@ from benches.network import (
 from benches.processes import Place, cores_of
 from benches.results import Row, figures_table
 from command_line import exit_on_signals, parser_of
-from fusion_passes.tuning.files import DIRECTORY_VARIABLE
+from fusion_passes.tuning.tuner import DIRECTORY_VARIABLE
 from workloads.models import BROKEN, MAKERS, SIZES
 from workloads.ways import AUTO, EAGER, OURS, PLAIN, WAYS
 
@@ -71,7 +71,7 @@ QUICK: Final = {
     "model": ["mlp"],
     "size": "tiny",
     # Whether torch's passes run is no result of a quick run. One of ours is enough: the one that
-    # also measures the costs of collectives.
+    # also compares buckets.
     "ways": [AUTO],
     "rounds": 2,
     "round_seconds": 0.1,
@@ -221,7 +221,7 @@ class Measuring:
         cell, options = self._cell, self._options
         self._network.set_rate(UNSHAPED)
         for method in cell.methods:
-            if not method.way.measures_network:
+            if not method.way.compares_buckets:
                 self._start(method, UNSHAPED)
         if cell.methods[0].wrong:
             return
@@ -239,7 +239,7 @@ class Measuring:
         self._network.set_rate(rate)
         for method in cell.methods:
             # Its buckets depend on measurements at this rate.
-            if method.way.measures_network and not method.wrong:
+            if method.way.compares_buckets and not method.wrong:
                 method.kill()
                 method.planned_for = rate
                 self._start(method, rate)
@@ -250,31 +250,28 @@ class Measuring:
             on_round=functools.partial(self._say_round, rate),
         )
         for method in cell.methods:
-            if method.way.measures_network and (planned := method.ask("planned")):
+            if method.way.compares_buckets and (planned := method.ask("planned")):
                 method.plans[rate] = planned[0]
         if options.first:
             self._say(f"{words_of(rate)}, first averaged steps")
             cell.measure_firsts(rate, self._place(rate), START_S, options.first)
 
     def _start(self, method: Method, rate: str) -> None:
-        """Start a method; twice if its second run plans from the measurements of its first one."""
-        place = self._place(rate)
-        if method.way.measures_network:
-            self._say(f"{method.label}, a run that measures")
-            method.start(place, START_S)
-            method.ask("steps", MEASURING_STEPS)
-            method.kill()
+        """Start a method, and run the steps in which it compares buckets, if it does."""
         self._say(f"{method.label}, start")
-        started = method.start(place, START_S) if not method.wrong else None
+        started = method.start(self._place(rate), START_S)
         if started is None:
             return
+        if method.way.compares_buckets:
+            self._say(f"{method.label}, steps that compare buckets")
+            method.ask("steps", MEASURING_STEPS, timeout_s=START_S)
         self._cell.gradient_bytes = self._cell.gradient_bytes or started[0].gradient_bytes
         method.check(self._reference, TOLERANCE, writes=method is self._cell.methods[1])
 
     def _place(self, rate: str) -> Place:
-        """The place where ranks run, with the profiles of a network of this rate."""
+        """The place where ranks run, with the buckets that are kept for this rate."""
         options, network = self._options, self._network
-        variables = {DIRECTORY_VARIABLE: str(self._directory / "profiles" / rate)}
+        variables = {DIRECTORY_VARIABLE: str(self._directory / "buckets" / rate)}
         if network.interface == DEVICE:
             variables |= SOCKETS_ALONE
             variables |= {f"{name}_SOCKET_IFNAME": DEVICE for name in ("GLOO", "NCCL")}

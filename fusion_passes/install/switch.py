@@ -25,7 +25,7 @@ from fusion_passes.torch_private import inductor_config, owner_of_name
 from fusion_passes.torch_private.autograd import HOOKS_ON_NODES
 from fusion_passes.torch_private.inductor import WITHOUT_TORCHS_FUSION
 from fusion_passes.traced.backwards import traced_backwards
-from fusion_passes.tuning.learned_layout import learn_layout
+from fusion_passes.tuning.tuner import learn_layout
 from fusion_passes.warnings import (
     warn_not_reduced,
     warn_once,

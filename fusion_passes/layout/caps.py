@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -19,18 +18,6 @@ ALONG_SHARE: Final = 8
 """Divisor: a full bucket also takes gradients that are ready together with its last one, as long as
 their total size is less than the cap divided by this."""
 
-KEPT_ON_CPU_BYTES: Final = 32 * MIB - 4096
-"""glibc's largest ``M_MMAP_THRESHOLD`` (mallopt(3)), less a page for what malloc adds. A larger
-allocation is mapped each time, and the kernel clears each page at its first write: 0.36 ms per MiB
-in each step, against 0.02 ms per MiB of memory that is kept (docs/decisions.md). The costs that
-``"auto"`` measures do not contain that time."""
-
-
-def most_kept_bytes(device_type: str) -> float:
-    """The largest bucket, in bytes, whose memory is kept from step to step. Infinite for devices
-    other than the CPU, because torch's allocators of these devices keep memory."""
-    return KEPT_ON_CPU_BYTES if device_type == "cpu" else math.inf
-
 
 @dataclass(frozen=True)
 class BucketCaps:
@@ -43,16 +30,13 @@ class BucketCaps:
             DDP, plus less than an eighth of the cap for gradients that are ready together with it.
         listed_bytes: caps of the first buckets of each dtype and device, one by one, which replace
             ``first_bytes`` and ``cap_bytes``; the last entry is the cap of all further buckets.
-        most_bytes: upper bound of a bucket of several gradients when buckets are chosen from
-            measurements: the cap that the user has set; ``None`` if the user has set none.
-        first_most_bytes: the same bound for first buckets; ``None``: ``most_bytes``.
+        are_given: whether the user has set them, so that ``"auto"`` makes no larger buckets.
     """
 
     first_bytes: int
     cap_bytes: int
     listed_bytes: tuple[int, ...] = ()
-    most_bytes: int | None = None
-    first_most_bytes: int | None = None
+    are_given: bool = False
 
     def of_bucket(self, index: int) -> int:
         """The cap of the ``index``-th bucket of one dtype and device, counted from 0."""
@@ -72,9 +56,7 @@ def mib_to_bytes(size_mb: float) -> int:
 
 def given_caps(cap_bytes: int, listed_bytes: Sequence[int] = ()) -> BucketCaps:
     """The caps of a module whose user gave one cap, or a list of caps for its buckets in order."""
-    # Each cap of a list bounds the bucket with its index; the smallest cap bounds every bucket.
-    most = min((cap_bytes, *listed_bytes))
-    return BucketCaps(cap_bytes, cap_bytes, tuple(listed_bytes), most)
+    return BucketCaps(cap_bytes, cap_bytes, tuple(listed_bytes), are_given=True)
 
 
 def default_caps(gradient_bytes: int, least: int, most: int) -> BucketCaps:
@@ -92,5 +74,5 @@ def bucket_caps(config: FusionConfig, module: BucketCaps) -> BucketCaps:
     if config.first_bucket_cap_mb is not None:
         first, listed = mib_to_bytes(config.first_bucket_cap_mb), caps.listed_bytes
         listed = (first, *(listed[1:] or (caps.cap_bytes,))) if listed else ()
-        caps = replace(caps, first_bytes=first, listed_bytes=listed, first_most_bytes=first)
+        caps = replace(caps, first_bytes=first, listed_bytes=listed)
     return caps

@@ -3,12 +3,13 @@ the first iteration, in the order in which rank 0 received the gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fusion_passes.layout.caps import BucketCaps
-from fusion_passes.layout.layout import Layout, Piece, decode, encode, lay_out, plan_layout
+from fusion_passes.layout.layout import Layout, Piece, decode, encode, plan_layout
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.torch_private.process_groups import broadcast_first
 
@@ -21,7 +22,9 @@ class BucketAssignment:
         piece_caps: the caps of the pieces that a graph stores together if it is compiled before the
             layout is fixed.
         layout: the layout of the next iteration.
+        graph_layout: the layout for which graphs are compiled; ``None`` before it is fixed.
         is_fixed: whether the layout is fixed, so that compiled backwards store into it.
+        pieces: the pieces of all parameters that the layout was rebuilt from.
     """
 
     def __init__(self, parameters: Parameters, caps: BucketCaps) -> None:
@@ -30,7 +33,9 @@ class BucketAssignment:
         self.layout = plan_layout(
             [(number,) for number in reversed(list(parameters.kinds))], parameters.kinds, caps
         )
+        self.graph_layout: Layout | None = None
         self.is_fixed = False
+        self.pieces: Sequence[Piece] = ()
         self._parameters = parameters
         self._observed: list[Piece] = []
 
@@ -43,17 +48,16 @@ class BucketAssignment:
             self._observed.append(tuple(numbers))
 
     def rebuilt(self, group: Any) -> Layout:
-        """Agree on a layout: rank 0 lays the buckets out by the order in which it has seen
-        gradients come, and broadcasts them. All ranks call this."""
+        """Agree on a layout: rank 0 broadcasts the pieces in the order in which it has seen
+        gradients come, and every rank lays out the same buckets. All ranks call this."""
         kinds = self._parameters.kinds
         seen = {number for piece in self._observed for number in piece}
         rest = [(number,) for number in reversed(list(kinds)) if number not in seen]
-        layout = plan_layout([*self._observed, *rest], kinds, self.caps)
+        self.pieces = [*self._observed, *rest]
         if group.size() > 1:
-            numbers = encode(bucket.numbers for bucket in layout.buckets)
             device = next(iter(kinds.values())).device
-            sent = torch.tensor(numbers, dtype=torch.int64, device=device)
+            sent = torch.tensor(encode(self.pieces), dtype=torch.int64, device=device)
             broadcast_first(group, sent)
-            layout = lay_out([[numbers] for numbers in decode(sent.tolist())], kinds)
+            self.pieces = decode(sent.tolist())
         self._observed.clear()
-        return layout
+        return plan_layout(self.pieces, kinds, self.caps)

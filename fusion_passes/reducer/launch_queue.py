@@ -32,8 +32,6 @@ class LaunchQueue:
             this process group in this backward.
         is_at_end: whether all buckets are launched at the end of the backward, because the walk did
             not find the module and other modules share its process group.
-        is_held: whether no bucket is launched before all are full, because it is measured when
-            gradients are marked ready.
         lock: held while gradients are marked ready and buckets are launched. As in DDP: autograd
             has a thread for each accelerator.
         buckets: the buckets of the iteration, in launch order; empty between iterations.
@@ -51,7 +49,7 @@ class LaunchQueue:
         self.name = name
         self.previous: LaunchQueue | None = None
         self.next: LaunchQueue | None = None
-        self.is_at_end = self.is_held = False
+        self.is_at_end = False
         self.lock = threading.RLock()
         self.buckets: Sequence[Bucket] = ()
         self._group = group
@@ -92,8 +90,6 @@ class LaunchQueue:
             self._memory.join_streams()
             if self.is_at_end or (self.previous and not self.previous.has_launched_all):
                 return
-            if self.is_held and any(self._pending):
-                return  # What is sent meanwhile would take from the compute that is measured.
             before = len(self._waits)
             while not self.has_launched_all and not self._pending[len(self._waits)]:
                 self._launch(self.buckets[len(self._waits)])

@@ -86,16 +86,11 @@ is compiled for a fixed layout assumes more: :data:`fusion_passes.layout.layout.
 """
 
 
-class Clock(Protocol):
-    """Measures in some rounds when gradients are marked ready; ``ReadyClock`` implements it."""
+class Tuner(Protocol):
+    """Compares layouts in the first rounds; :class:`fusion_passes.tuning.tuner.LayoutTuner`."""
 
-    is_running: bool
-
-    def begin_round(self) -> None: ...
-
-    def note_ready(self, numbers: Sequence[int]) -> None: ...
-
-    def end_round(self) -> bool: ...
+    def end_round(self, reducer: Reducer) -> None:
+        """Handle the end of a backward, which may have ended a round."""
 
 
 class Registry(Protocol):
@@ -143,8 +138,6 @@ class Record:
         steps_told: how many rounds the report has counted.
         stays_local: whether a gradient stayed on this rank since the last backward ended.
         decision: in the mode ``"auto"``, how the buckets were chosen, one sentence each.
-        predicted: the expected start and end of each bucket's all-reduce, in nanoseconds from the
-            start of the backward, by bucket index. Empty if nothing is predicted.
         when_freed: the finalizer of the module; ``None`` if there is none.
     """
 
@@ -152,7 +145,6 @@ class Record:
     steps_told: int = 0
     stays_local: bool = False
     decision: tuple[str, ...] = ()
-    predicted: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     when_freed: weakref.finalize[..., Any] | None = None
 
     @property
@@ -179,8 +171,7 @@ class Reducer:
         backward: the backward that the module takes part in; ``None`` between backwards.
         steps: how many rounds have ended.
         record: what reports and warnings read.
-        clock: in the mode ``"auto"``, measures when gradients are marked ready, if no earlier run
-            has measured it.
+        tuner: in the mode ``"auto"``, changes the layout between rounds until one is chosen.
     """
 
     def __init__(
@@ -217,7 +208,7 @@ class Reducer:
         self.backward: object = None
         self.steps = 0
         self.record = Record()
-        self.clock: Clock | None = None
+        self.tuner: Tuner | None = None
         self._ddp = weakref.ref(ddp)
         self._round: Round | None = None
 
@@ -306,9 +297,6 @@ class Reducer:
         now.unused = self.used.begin(reached)
         self.memory.begin(self.assignment.layout)
         self.queue.begin(self.assignment.layout)
-        if self.clock is not None:
-            self.clock.begin_round()
-            self.queue.is_held = self.clock.is_running
         return now
 
     def part_of_bucket(
@@ -454,8 +442,6 @@ class Reducer:
         are marked ready when the first gradient of the round is, with zeros or their existing
         ``.grad``: not earlier, because a backward may launch collectives of its own before its
         first gradient."""
-        if self.clock is not None:
-            self.clock.note_ready(numbers)
         if not now.has_marked_unused:
             now.has_marked_unused = True
             for number in sorted(now.unused - now.received - self.parameters.delayed):
@@ -586,8 +572,6 @@ class Reducer:
         if self._round is not None:
             self.record.copies = self._round.copies
             self.record.copies.unused = self._round.unused
-        if self.clock is not None and self.clock.end_round():
-            self.clock = None
         self._drop_round()
         self.used.end()
         self.failures.take_back(self.steps)
@@ -605,12 +589,14 @@ class Reducer:
         modules that share a group come here in one order on all ranks."""
         if self.steps and not self.assignment.is_fixed:
             self.fix_layout(self.assignment.rebuilt(self.group))
+        if self.tuner is not None:
+            self.tuner.end_round(self)
 
     def fix_layout(self, layout: Layout) -> None:
         """Fix the layout, which is the same on all ranks."""
         if self.memory.registered is not None:
             self.memory.registered.prepare(layout)
-        self.assignment.layout = layout
+        self.assignment.layout = self.assignment.graph_layout = layout
         self.assignment.is_fixed = True
 
     def reduce_zeros(self) -> None:

@@ -79,7 +79,6 @@ def _buckets(reducer: Reducer) -> Iterator[BucketReport]:
             continue
         # Sparse gradients count with all of their rows.
         numel = sum(reducer.parameters.kinds[number].numel for number in bucket.numbers)
-        planned_ns = reducer.record.predicted.get(bucket.index)
         if bucket.is_sparse:
             sent_dtype, scaling = bucket.dtype, "rows"
         else:
@@ -94,6 +93,5 @@ def _buckets(reducer: Reducer) -> Iterator[BucketReport]:
             scaling=scaling,
             parameters=tuple(names[number] for number in bucket.numbers),
             copied=tuple((names[n], copied[n]) for n in bucket.numbers if n in copied),
-            planned_s=planned_ns and (planned_ns[0] / 1e9, planned_ns[1] / 1e9),
             name=bucket_name(reducer.name, bucket),
         )

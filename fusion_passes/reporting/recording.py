@@ -75,6 +75,9 @@ class Recording:
         before, self._rounds = self._rounds, _rounds()
         if self._rounds <= before or self.is_done:  # Fewer if a module was freed.
             return
+        if self._profiler is None and any(reducer.tuner for reducer in reducers.alive()):
+            self._last_ns, self._plain = 0, []  # Buckets still change between steps.
+            return
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.time_ns()

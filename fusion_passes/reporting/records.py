@@ -43,14 +43,12 @@ class BucketReport:
             between launch and wait in a traced graph; 0 for a module's bucket.
         following: number of library kernels that follow the launch in a traced graph; if it exceeds
             ``overlapped``, a node reads the result before the end. 0 for a module's bucket.
-        planned_s: when ``"auto"`` expects the network to begin and to finish the bucket, in seconds
-            from the start of the backward; ``None`` in other modes.
+        planned_s: always ``None``; ``"auto"`` predicts no times since it measures steps.
         name: name in profiles and timelines: ``DDP 0 (Net) bucket 3``; empty for a traced graph's
             bucket, which is one of its module's buckets.
         times: when the bucket was on its way in recorded steps, on this rank; ``None`` if no
             recorded step sent it, and for a traced graph's bucket.
-        predicted_s: when ``"auto"`` expected the network to begin and to finish the bucket, by the
-            clock of the recorded steps; ``None`` in other modes, and without recorded steps.
+        predicted_s: always ``None``, as ``planned_s``.
     """
 
     module: str
@@ -64,10 +62,10 @@ class BucketReport:
     waited: str = ""
     overlapped: int = 0
     following: int = 0
-    planned_s: tuple[float, float] | None = None
+    planned_s: None = None
     name: str = ""
     times: BucketTimes | None = None
-    predicted_s: tuple[float, float] | None = None
+    predicted_s: None = None
 
 
 @dataclass(frozen=True)

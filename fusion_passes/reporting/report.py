@@ -65,26 +65,8 @@ def _with_times(
 ) -> Iterator[ModuleReport]:
     """The modules, each with the times that this rank recorded of its buckets."""
     for item in modules:
-        buckets = [replace(bucket, times=times.get(bucket.name)) for bucket in item.buckets]
-        yield replace(item, buckets=tuple(_with_predictions(buckets)))
-
-
-def _with_predictions(buckets: Sequence[BucketReport]) -> Iterator[BucketReport]:
-    """The buckets of a module, each with the times that its plan expected, by the clock of the
-    recorded steps. Predictions are shifted so that the bucket that the network began first is
-    predicted to begin when it did."""
-    sent = [
-        (item.times.started_s, item.planned_s[0])
-        for item in buckets
-        if item.times and item.planned_s
-    ]
-    started_s, planned_s = min(sent, default=(0.0, 0.0))
-    for bucket in buckets:
-        if sent and bucket.planned_s:
-            begin, end = (started_s - planned_s + at for at in bucket.planned_s)
-            yield replace(bucket, predicted_s=(begin, end))
-        else:
-            yield bucket
+        buckets = (replace(bucket, times=times.get(bucket.name)) for bucket in item.buckets)
+        yield replace(item, buckets=tuple(buckets))
 
 
 def _totals(
@@ -147,11 +129,9 @@ def _worst(steps: StepTimes, buckets: Sequence[BucketReport]) -> str:
     worst, times = max(timed, key=lambda pair: pair[1].exposed_s)
     share = times.exposed_s / steps.exposed_s
     if share < MOST:
-        if any(item.planned_s is not None for item in buckets):
-            return "no single bucket causes most of it. Compare the step time with fixed caps."
         return (
-            'no single bucket causes most of it. Try ddp_fusion = "auto", which measures the '
-            "network, or another bucket_cap_mb, and compare the step time."
+            'no single bucket causes most of it. Try ddp_fusion = "auto", which compares buckets, '
+            "or another bucket_cap_mb, and compare the step time."
         )
     names = worst.parameters
     last = "the last bucket" if worst is timed[-1][0] else worst.name

@@ -148,26 +148,20 @@ def _rows(buckets: Sequence[BucketReport], *, shows_module: bool = False) -> Ite
 
 def _columns(buckets: Sequence[BucketReport]) -> Iterator[_Column]:
     """The columns for the size of a bucket and, if any bucket was timed, for when the network sent
-    it, when that was predicted, and how much of it was exposed."""
+    it, and how much of it was exposed."""
     yield "size", 12, lambda bucket: format_bytes(bucket.num_bytes)
     if any(bucket.times is not None for bucket in buckets):
         yield "sent, ms", 18, _sent
-        if any(bucket.predicted_s is not None for bucket in buckets):
-            yield "predicted", 18, lambda bucket: _interval(bucket.predicted_s)
         yield "exposed", 9, _exposed
 
 
 def _sent(bucket: BucketReport) -> str:
     times = bucket.times
-    return _interval(None if times is None else (times.started_s, times.ended_s))
+    return "" if times is None else f"{times.started_s * 1e3:.1f} to {times.ended_s * 1e3:.1f}"
 
 
 def _exposed(bucket: BucketReport) -> str:
     return "" if bucket.times is None else f"{bucket.times.exposed_s * 1e3:.1f}"
-
-
-def _interval(seconds: tuple[float, float] | None) -> str:
-    return "" if seconds is None else f"{seconds[0] * 1e3:.1f} to {seconds[1] * 1e3:.1f}"
 
 
 def _done(bucket: BucketReport, shows_module: bool) -> Iterator[str]:

@@ -60,7 +60,7 @@ def stores_of_forward(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients 
             continue
         reducer, number = owners[0]
         has_some = True
-        kind = reducer.parameters.kinds[number]
+        kind, graph_layout = reducer.parameters.kinds[number], reducer.assignment.graph_layout
         if kind.is_sparse or kind.is_delayed or gradient_dtype(value) != value.dtype:
             continue
         found[id(value)] = StoredInput(
@@ -71,7 +71,7 @@ def stores_of_forward(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients 
             tuple(reducer.parameters.strides[number]),
             value.dtype,
             value.device,
-            reducer.assignment.layout.places[number] if reducer.assignment.is_fixed else None,
+            None if graph_layout is None else graph_layout.places[number],
         )
     if not has_some:
         return None

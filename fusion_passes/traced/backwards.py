@@ -280,7 +280,7 @@ def _why_module_untraced(reducer: Reducer, reached: Collection[int]) -> str:
     reasons = {
         untraced: bool(untraced),
         FIRST: not reducer.assignment.is_fixed,
-        "this step measures when each gradient becomes ready": reducer.clock is not None,
+        '"auto" still compares layouts': reducer.tuner is not None,
         "a communication hook all-reduces its buckets": not isinstance(communication, AllReduce),
         "join divides its gradients by the number of ranks that still have inputs": (
             isinstance(communication, AllReduce) and communication.count_ranks is not None

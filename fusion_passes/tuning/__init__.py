@@ -1,1 +1,1 @@
-"""The mode ``"auto"``: buckets from what was measured."""
+"""The mode ``"auto"``: measures the first steps with several layouts, and keeps the fastest."""

@@ -176,12 +176,10 @@ def test_caps_are_the_modules_own_unless_set_by_option() -> None:
     assert _caps("concat") == BucketCaps(MIB, MIB)
     eighth = (1024 + 1) * 4 * 1024 * 4 // 8
     assert _caps("concat", nn.Linear(1024, 4 * 1024)) == BucketCaps(MIB, eighth)
-    own = BucketCaps(2 * MIB, 2 * MIB, most_bytes=2 * MIB)
+    own = BucketCaps(2 * MIB, 2 * MIB, are_given=True)
     assert _caps("concat", bucket_cap_mb=2) == own
     config = FusionConfig(bucket_cap_mb=4, first_bucket_cap_mb=0.5)
-    assert _caps(config, bucket_cap_mb=2) == BucketCaps(
-        MIB // 2, 4 * MIB, most_bytes=4 * MIB, first_most_bytes=MIB // 2
-    )
+    assert _caps(config, bucket_cap_mb=2) == BucketCaps(MIB // 2, 4 * MIB, are_given=True)
 
 
 def _hooks_on(model: nn.Module) -> list[int]:

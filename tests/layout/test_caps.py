@@ -33,8 +33,8 @@ def test_the_default_cap_is_an_eighth_of_the_gradients(gradient_bytes: int, cap_
 
 
 def test_a_cap_that_the_module_was_given_is_that_of_its_first_bucket_too() -> None:
-    assert given_caps(25 * MIB) == BucketCaps(25 * MIB, 25 * MIB, most_bytes=25 * MIB)
-    assert given_caps(3, [1, 3]) == BucketCaps(3, 3, (1, 3), most_bytes=1)
+    assert given_caps(25 * MIB) == BucketCaps(25 * MIB, 25 * MIB, are_given=True)
+    assert given_caps(3, [1, 3]) == BucketCaps(3, 3, (1, 3), are_given=True)
 
 
 @pytest.mark.parametrize(
@@ -83,18 +83,16 @@ GIVEN = given_caps(3 * MIB, (2 * MIB, 4 * MIB))
 
 
 @pytest.mark.parametrize(
-    ("options", "module", "most_mb", "first_mb"),
+    ("options", "module", "are_given"),
     [
-        pytest.param({}, DEFAULT, None, None, id="nothing is set"),
-        pytest.param({}, given_caps(5 * MIB), 5, None, id="the module was given one"),
-        pytest.param({}, GIVEN, 2, None, id="the smallest of a list"),
-        pytest.param({"bucket_cap_mb": 7}, GIVEN, 7, None, id="an option goes before"),
-        pytest.param({"first_bucket_cap_mb": 1}, DEFAULT, None, 1, id="of the first alone"),
+        pytest.param({}, DEFAULT, False, id="nothing is set"),
+        pytest.param({}, given_caps(5 * MIB), True, id="the module was given one"),
+        pytest.param({"bucket_cap_mb": 7}, DEFAULT, True, id="an option"),
+        pytest.param({"first_bucket_cap_mb": 1}, DEFAULT, False, id="of the first alone"),
     ],
 )
-def test_what_the_user_sets_bounds_buckets_that_are_chosen_from_measurement(
-    options: dict[str, Any], module: BucketCaps, most_mb: int | None, first_mb: int | None
+def test_caps_tell_whether_the_user_has_set_them(
+    options: dict[str, Any], module: BucketCaps, are_given: bool
 ) -> None:
     caps = bucket_caps(FusionConfig(mode="auto", **options), module)
-    assert caps.most_bytes == (None if most_mb is None else most_mb * MIB)
-    assert caps.first_most_bytes == (None if first_mb is None else first_mb * MIB)
+    assert caps.are_given == are_given

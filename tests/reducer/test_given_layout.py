@@ -10,8 +10,13 @@ from unittest import mock
 
 import pytest
 
-from fusion_passes.layout.layout import lay_out
+from fusion_passes.layout.caps import BucketCaps
+from fusion_passes.layout.layout import lay_out, plan_layout
 from fusion_passes.reducer.backward import reducers
+from fusion_passes.reducer.communication import AllReduce
+from fusion_passes.reducer.reducer import Reducer
+from fusion_passes.tuning.choice import candidates, piece_caps
+from fusion_passes.tuning.tuner import EACH_PIECE
 from testing.scenarios.entries import Scenario
 from testing.scenarios.outcomes import RankReport
 from tests.reducer.test_scenarios import cases, train
@@ -48,15 +53,42 @@ def give_layout(reducer: Any) -> None:
     reducer.fix_layout(lay_out([[(n,) for n in bucket] for bucket in buckets], kinds))
 
 
-def train_given(scenario: Scenario) -> RankReport:
-    """Train a scenario with a given layout; a job for every rank."""
-    with mock.patch.object(reducers, "learn_layout", give_layout):
+class Changing:
+    """Takes the place of a tuner."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def end_round(self, reducer: Reducer) -> None:
+        if reducer.steps == self.steps or not isinstance(reducer.queue.communication, AllReduce):
+            return
+        self.steps, assignment = reducer.steps, reducer.assignment
+        kinds = reducer.parameters.kinds
+        size = sum(kind.nbytes for kind in kinds.values()) // IN_A_BUCKET
+        layouts = [*candidates(assignment.pieces, kinds, BucketCaps(size, size)).values()]
+        reducer.fix_layout(layouts[self.steps % len(layouts)])
+        assignment.graph_layout = plan_layout(assignment.pieces, kinds, EACH_PIECE)
+
+
+def change_layout(reducer: Reducer) -> None:
+    """Change the layout after each step."""
+    size = sum(kind.nbytes for kind in reducer.parameters.kinds.values()) // IN_A_BUCKET
+    reducer.assignment.piece_caps = piece_caps(BucketCaps(size, size))
+    reducer.tuner = Changing()
+
+
+def train_given(scenario: Scenario, learn: Callable[[Reducer], None]) -> RankReport:
+    """Train a scenario with given layouts; a job for every rank."""
+    with mock.patch.object(reducers, "learn_layout", learn):
         return train(scenario, "auto", scenario.dtypes[0])
 
 
+@pytest.mark.parametrize("learn", [give_layout, change_layout])
 @pytest.mark.parametrize("scenario", cases(lambda s: s.feature not in BY_BUCKET, _CHECKED))
-def test_trains_as_eager_ddp(run_on_ranks: RUN, scenario: Scenario) -> None:
-    reports = run_on_ranks(scenario.ranks, train_given, scenario=scenario)
+def test_trains_as_eager_ddp(
+    run_on_ranks: RUN, scenario: Scenario, learn: Callable[[Reducer], None]
+) -> None:
+    reports = run_on_ranks(scenario.ranks, train_given, scenario=scenario, learn=learn)
     for report in reports:
         found = [item for item in report.differences if COUNTED not in item]
         assert found == []

@@ -52,5 +52,3 @@ def test_a_small_bucket_takes_what_a_message_takes() -> None:
 def test_where_no_bucket_stands_out_it_is_the_choice_of_buckets() -> None:
     even = [bucket(number, 0.05, f"w{number}") for number in range(4)]
     assert 'Try ddp_fusion = "auto"' in advice(STEPS, even)
-    chosen = [bucket(number, 0.05, f"w{number}", planned_s=(0.9, 1.0)) for number in range(4)]
-    assert "fixed caps" in advice(STEPS, chosen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import math
@@ -25,12 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import fusion_passes
-from fusion_passes import BucketReport
 from fusion_passes.config import ReduceMode
 from fusion_passes.reporting import recording
 from fusion_passes.reporting.backward_counts import backward_counts
-from fusion_passes.reporting.report import _with_predictions
-from fusion_passes.reporting.timeline import BucketTimes, RankSteps
+from fusion_passes.reporting.timeline import RankSteps
 from testing.fake_world import fake_world, two_layers
 
 RUN = Callable[..., list[Any]]
@@ -167,17 +164,6 @@ def test_times_are_known_when_the_process_group_is_destroyed() -> None:
     assert found.rank is None
     assert found.totals.steps is not None
     del ddp
-
-
-def test_a_plan_is_put_where_the_network_began_with_its_first_bucket() -> None:
-    def bucket(planned_s: tuple[float, float] | None, started_s: float | None) -> BucketReport:
-        times = None if started_s is None else BucketTimes(0.0, started_s, 20.0, 0.0)
-        report = BucketReport("", "0", "float32", 4, 4, "none", ("w",), planned_s=planned_s)
-        return dataclasses.replace(report, times=times)
-
-    planned = [bucket((4.0, 7.0), 13.0), bucket((0.5, 1.0), 10.0), bucket((8.0, 9.0), None)]
-    found = [item.predicted_s for item in _with_predictions([bucket(None, 1.0), *planned])]
-    assert found == [None, (13.5, 16.5), (10.0, 10.5), (17.5, 18.5)]
 
 
 def test_a_profile_of_the_users_own_is_left_alone() -> None:

@@ -60,10 +60,10 @@ def test_a_method_that_fails_says_why_and_ends_no_other(measured: Measured) -> N
         assert rows[f"mlp, {rate}: all-reduce alone"].figures["ms"] == pytest.approx(10.0)
 
 
-def test_auto_is_measured_with_the_buckets_that_a_run_before_has_planned(
+def test_auto_is_timed_after_the_steps_that_compare_buckets(
     measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It measures on each network."""
+    """It compares on each network."""
     rows, _, _ = measured(["auto"])
     said = capsys.readouterr().out
     for rate in RATES:

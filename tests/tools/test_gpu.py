@@ -268,7 +268,7 @@ def test_methods_are_compared_at_each_rate(site: Site, monkeypatch: pytest.Monke
         assert failed.words.endswith("this way does not compile")
         assert "not done after 3 s" in noted[f"gpt2, {rate}: {bench_ranks.HANGS}"].words
     planned = noted["gpt2, 1 Gbit/s: auto"].figures["time over no DDP"]
-    assert planned == pytest.approx(1.2), "in the run after the one that measures"
+    assert planned == pytest.approx(1.2), "after the steps that compare buckets"
     assert "gpt2, 10 Gbit/s: auto" not in noted, "its buckets are for the other network"
     assert noted["gpt2: over gloo"].words == "a network"
     assert all(row.is_right for row in noted.values()), "what is torch's is no fault of ours"

@@ -12,15 +12,16 @@ from typing import Any, Final
 from benches.network import UNSHAPED, words_of
 from benches.processes import Checked, Place, RankProcesses, RanksFailed, Started, Stepped
 from benches.results import Row
-from fusion_passes.tuning.ready_clock import MEASURED_ROUNDS, SKIPPED_ROUNDS
+from fusion_passes.tuning.choice import MOST_STEPS
+from fusion_passes.tuning.tuner import WARM_UP
 from workloads.ways import PLAIN, WAYS, Way
 
 ALONE: Final = "all-reduce alone"
 WARM_UP_STEPS: Final = 3
 MAX_STEPS: Final = 50
 
-MEASURING_STEPS: Final = SKIPPED_ROUNDS + MEASURED_ROUNDS
-"""Number of steps in which a method measures, if it plans its buckets from an earlier run."""
+MEASURING_STEPS: Final = WARM_UP + MOST_STEPS
+"""Number of steps after which a method has chosen its buckets, if it compares some."""
 
 
 @dataclass
@@ -32,13 +33,13 @@ class Method:
         cap_mb: size of a bucket in MiB; ``None``: the method's default.
         answer_s: time limit for an answer of its ranks, in seconds.
         processes: its ranks; ``None`` if it failed or has not started.
-        planned_for: rate that its buckets were planned for, if it measures the network.
+        planned_for: rate at which it compared buckets; empty if it compares none.
         seconds: seconds per step on the slowest rank, by rate, one value per round.
         cpu_s: CPU seconds per step of all ranks together, by rate, one value per round.
         first_s: seconds of the first averaged step of a process without compiling, by rate, one
             value per process.
         start_cpu_s: CPU seconds of a cold start, of all ranks together, then of each warm start.
-        plans: its buckets and the reason for them, by rate; empty if it measures nothing.
+        plans: its buckets and the reason for them, by rate; empty if it compares none.
         peak_bytes: peak memory of a step beyond parameters, including the buckets of DDP's reducer.
         error: largest difference of its gradients from eager DDP's, divided by the largest element.
         wrong: why it failed, or what is wrong with its gradients.

@@ -83,7 +83,7 @@ class Rank:
         )
 
     def wrap(self) -> None:
-        """Wrap what was built in DDP; ``"auto"`` measures the network in that."""
+        """Wrap what was built in DDP."""
         self._barrier()
         begin, cpu = time.perf_counter(), time.process_time()
         mine = self._assignment

@@ -19,7 +19,7 @@ from benches.methods import MEASURING_STEPS, Comparison, Method
 from benches.network import SOCKETS_ALONE, UNSHAPED, Network, best_network
 from benches.processes import Place, RankProcesses
 from benches.results import Row
-from fusion_passes.tuning.files import DIRECTORY_VARIABLE
+from fusion_passes.tuning.tuner import DIRECTORY_VARIABLE
 from gpu_checks import subjects
 from gpu_checks.sites import Note, Site
 from workloads.ways import AUTO, ONE_GRAPH, OURS, PLAIN
@@ -29,7 +29,7 @@ COMPARED: Final = (PLAIN, ONE_GRAPH, "DDPOptimizer", "torch concat", *OURS, AUTO
 COMPARED_IF_SMALL: Final = (PLAIN, ONE_GRAPH, "concat", AUTO)
 
 RATES: Final = ("25gbit", "100gbit", "10gbit")
-"""In this order, in case time runs out. ``"auto"`` plans for the first rate and is timed only
+"""In this order, in case time runs out. ``"auto"`` chooses at the first rate and is timed only
 there."""
 
 RATES_IF_SMALL: Final = ("1gbit", "10gbit")
@@ -113,7 +113,7 @@ def compare(site: Site, note: Note, kind: str, model: str) -> None:
 
 def place_of(site: Site, model: str, network: Network) -> Place:
     """The place of the ranks of a model."""
-    variables = {DIRECTORY_VARIABLE: str(Path(site.directory) / "profiles")}
+    variables = {DIRECTORY_VARIABLE: str(Path(site.directory) / "buckets")}
     variables |= {f"{name}_SOCKET_IFNAME": network.interface for name in ("NCCL", "GLOO")}
     variables |= SOCKETS_ALONE
     # Ranks use the GPU in turns: data that one sends while the other computes has to be buffered.
@@ -146,13 +146,11 @@ class Starting:
         together = int(site.memory_gib / STEP_GIB / RANKS) if site.memory_gib else len(methods)
         few = max(1, min(together, len(methods)))
         self._all(self._launch, methods, "launched")
-        # "auto" measures the network while nothing else uses it.
-        auto, *others = sorted(methods, key=lambda method: method.name != AUTO)
-        self._wrap(auto)
-        self._all(self._wrap, others, "wrapped")
+        self._all(self._wrap, methods, "wrapped")
         slow_first = sorted(methods, key=lambda method: method.name not in SLOW)
         self._all(self._start, slow_first, "started", few)
-        self._plan(auto)
+        for method in methods:
+            self._compare(method)
         self._check(reference)
         others = [method for method in methods if method is not reference]
         self._all(self._check, others, "checked", few)
@@ -180,16 +178,11 @@ class Starting:
         if started:
             self._compared.gradient_bytes = started[0].gradient_bytes
 
-    def _plan(self, method: Method) -> None:
-        """Start ``"auto"`` once more: it plans from the measurements of the run before."""
-        if method.name != AUTO:
-            return
-        method.planned_for = self._compared.rates[0]
-        method.ask("steps", MEASURING_STEPS, timeout_s=self._left_s())
-        if method.processes is not None:
-            method.kill()
-            for step in (self._launch, self._wrap, self._start):
-                step(method)
+    def _compare(self, method: Method) -> None:
+        """Let ``"auto"`` compare buckets while nothing else uses the network."""
+        if method.name == AUTO:
+            method.planned_for = self._compared.rates[0]
+            method.ask("steps", MEASURING_STEPS, timeout_s=self._left_s())
 
     def _check(self, method: Method) -> None:
         reference = str(self._place.directory / "gradients")

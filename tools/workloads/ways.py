@@ -53,8 +53,8 @@ class Way:
         return bool(self.fusion)
 
     @property
-    def measures_network(self) -> bool:
-        """Whether it chooses its buckets from measurements when DDP is constructed."""
+    def compares_buckets(self) -> bool:
+        """Whether it compares buckets in its first steps, and keeps the fastest."""
         return self.fusion == "auto"
 
     @property
