@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -81,8 +82,8 @@ class LaunchQueue:
 
     def mark_ready(self, numbers: Piece) -> None:
         """Mark gradients ready that lie in their buckets."""
-        for number in numbers:
-            self._pending[self._places[number][0]] -= 1
+        for index, count in Counter([self._places[number][0] for number in numbers]).items():
+            self._pending[index] -= count
 
     def launch_ready(self) -> None:
         """Launch the buckets that are full and whose predecessors are launched, in order."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -95,20 +95,27 @@ class BucketMemory:
 
     # --- Gradients into buckets ------------------------------------------------------------------
 
-    def note_existing(self, numbers: Iterable[int]) -> None:
+    def note_existing(self, numbers: Collection[int]) -> None:
         """Record which of these parameters have a ``.grad``. It may have gone since an earlier
         backward of the iteration, or have come from it."""
+        if self.existing:
+            for number in numbers:
+                self.existing.pop(number, None)
+        gradients = self._gradients(numbers)
+        if gradients.count(None) < len(gradients):
+            found = zip(numbers, gradients, strict=True)
+            self.existing |= {number: each for number, each in found if each is not None}
+
+    def _gradients(self, numbers: Collection[int]) -> list[Tensor | None]:
+        """The ``.grad`` of each of these parameters."""
         parameters = self._parameters.all
-        for number in numbers:
-            self.existing.pop(number, None)
-        found = [(number, parameters[number].grad) for number in numbers]
-        self.existing |= {number: gradient for number, gradient in found if gradient is not None}
+        return [parameters[number].grad for number in numbers]
 
     def add_existing(self, numbers: Collection[int]) -> None:
         """Add the existing ``.grad`` of these parameters to their stored gradients: the all-reduce
         averages both."""
         self.note_existing(numbers)  # A hook may have changed it since the backward began.
-        existing = [number for number in numbers if number in self.existing]
+        existing = [n for n in numbers if n in self.existing] if self.existing else ()
         if existing:
             places = [self.place(number) for number in existing]
             torch._foreach_add_(places, [self.existing[n].detach() for n in existing])
@@ -188,17 +195,13 @@ class BucketMemory:
                 if used is None or number in used:
                     parameters[number].grad = self.sparse[number]
         elif memory is not None:  # Else it is empty.
-            gradients = [parameters[number].grad for number in bucket.numbers]
+            gradients = self._gradients(bucket.numbers)
             begin, size = memory.data_ptr(), memory.itemsize
-            others = [
-                (number, gradient)
-                for number, offset, gradient in zip(
-                    bucket.numbers, bucket.offsets, gradients, strict=True
-                )
-                if gradient is None or gradient.data_ptr() != begin + offset * size
-            ]
-            if others:
-                self._copy_back(others, used)
+            places = zip(bucket.offsets, gradients, strict=True)
+            lies_there = [g is not None and g.data_ptr() == begin + o * size for o, g in places]
+            if not all(lies_there):
+                each = zip(bucket.numbers, gradients, lies_there, strict=True)
+                self._copy_back([(n, g) for n, g, is_there in each if not is_there], used)
 
     def _copy_back(
         self, gradients: Sequence[tuple[int, Tensor | None]], used: Collection[int] | None

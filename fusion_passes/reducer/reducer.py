@@ -287,8 +287,9 @@ class Reducer:
         now = self._round or self._begin_round(reached)
         self.state = State.RUNNING
         now.copies.reached.append(reached)
-        numbers = self.parameters.numbers
-        self.memory.note_existing([n for n in numbers if n not in now.received])
+        received, numbers = now.received, self.parameters.numbers
+        left = [n for n in numbers if n not in received] if received else numbers
+        self.memory.note_existing(left)
 
     def _begin_round(self, reached: Collection[int]) -> Round:
         now = self._round = Round()
@@ -313,10 +314,8 @@ class Reducer:
         layout = self.assignment.layout
         index, first = layout.places[numbers[0]]
         start, bucket = first - offsets[0], layout.buckets[index]
-        lies_so = start >= 0 and all(
-            layout.places[n] == (index, start + offset)
-            for n, offset in zip(numbers, offsets, strict=True)
-        )
+        places = [(index, start + offset) for offset in offsets]
+        lies_so = start >= 0 and places == [layout.places[number] for number in numbers]
         if bucket.dtype != dtype:
             self._round.copies.refuse(numbers, CONVERTED)
             return None
@@ -332,7 +331,9 @@ class Reducer:
     def why_not_stored(self, numbers: Piece) -> dict[int, str]:
         """Why no graph may store some of these gradients now, because of hooks, by number."""
         parameters = self.parameters.all
-        found = {n: HOOKED for n in numbers if not accumulates_plainly(parameters[n])}
+        found = {}
+        if not accumulates_plainly(*[parameters[number] for number in numbers]):
+            found = {n: HOOKED for n in numbers if not accumulates_plainly(parameters[n])}
         if self.registry is not None and self.registry.has_hooked:
             hooked = ((n, self._why_hooked(n)) for n in numbers if n not in found)
             found |= {number: why for number, why in hooked if why}

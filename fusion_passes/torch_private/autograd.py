@@ -49,10 +49,11 @@ def is_tensor_subclass(value: Any) -> bool:
     return is_traceable_wrapper_subclass(value)
 
 
-def accumulates_plainly(tensor: Tensor) -> bool:
-    """Whether a tensor has no hook that sees its gradient: neither before its accumulation (tensor
-    hooks) nor right after it (post-accumulate-grad hooks)."""
-    return not tensor._backward_hooks and not tensor._post_accumulate_grad_hooks
+def accumulates_plainly(*tensors: Tensor) -> bool:
+    """Whether tensors have no hook that sees their gradient: neither before its accumulation
+    (tensor hooks) nor right after it (post-accumulate-grad hooks)."""
+    hooks = [tensor._backward_hooks or tensor._post_accumulate_grad_hooks for tensor in tensors]
+    return not any(hooks)
 
 
 def hook_behind_accumulation(tensor: Tensor, hook: Callable[..., None]) -> tuple[Any, Any]:
