@@ -37,6 +37,7 @@ from fusion_passes.graph.collectives import (
     is_pinned,
 )
 from fusion_passes.graph.text import graph_text
+from fusion_passes.layout.layout import ParameterNumber, Piece
 from fusion_passes.torch_private import FakeTensorMode
 from fusion_passes.traced.buckets import BucketPlan, BucketsOf, ModuleBuckets, plan_buckets
 from fusion_passes.traced.coalesced import FuseByCoalescing
@@ -159,7 +160,7 @@ def owner_of(group_name: str) -> Owner | None:
         parameter or "?",
         backend,
         AVERAGED_OVER,
-        number_of(parameter) if parameter else -1,
+        number_of(parameter) if parameter else ParameterNumber(-1),
     )
 
 
@@ -173,10 +174,16 @@ def find(graph: fx.Graph) -> FoundReductions:
     return find_gradient_reductions(graph, groups_of(graph))
 
 
-def number_of(parameter: str) -> int:
+def number_of(parameter: str) -> ParameterNumber:
     """The parameter number in a name: 3 for ``w3`` and for ``d``."""
     digits = parameter.lstrip(string.ascii_letters + "_")
-    return int(digits) if digits.isdigit() else ord(parameter[:1] or "a") - ord("a")
+    letter = ord(parameter[:1] or "a") - ord("a")
+    return ParameterNumber(int(digits) if digits.isdigit() else letter)
+
+
+def piece(*numbers: int) -> Piece:
+    """The parameters with these numbers."""
+    return tuple(map(ParameterNumber, numbers))
 
 
 def buckets_of(
@@ -187,7 +194,7 @@ def buckets_of(
     :class:`fusion_passes.traced.buckets.ModuleBuckets`."""
     found = find_gradient_reductions(graph, DdpGroups.of(graph, owners))
     open_: dict[ReductionKey, list[GradientReduction]] = {}
-    full: dict[str, list[tuple[int, ...]]] = {}
+    full: dict[str, list[Piece]] = {}
     for reduction in found.reductions:
         module = reduction.key.group_name
         bucket = open_.setdefault(reduction.key, [])
@@ -200,7 +207,7 @@ def buckets_of(
     return lambda module: ModuleBuckets(tuple(full.get(module, ())), **options)
 
 
-def _numbers(reductions: Sequence[GradientReduction]) -> tuple[int, ...]:
+def _numbers(reductions: Sequence[GradientReduction]) -> Piece:
     return tuple(reduction.owner.number for reduction in reductions)
 
 

@@ -18,7 +18,7 @@ from fusion_passes.ddp.gloo_exit import pause_at_exit, pause_without_groups
 from fusion_passes.ddp.parameters import caps_of_ddp, numbered_parameters
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.layout.caps import bucket_caps
-from fusion_passes.layout.layout import Layout
+from fusion_passes.layout.layout import Layout, ParameterNumber
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import REDUCER, STATE, Reducer, State, reducer_of
@@ -89,11 +89,11 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: st
 
 def _accumulated(
     ref: weakref.ref[Reducer],
-    number: int,
+    number: ParameterNumber,
     parameter: nn.Parameter,
     name: str,
     world_size: int,
-    awaited: set[int],
+    awaited: set[ParameterNumber],
     _: Any,
     gradients: Any,
 ) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.layout.caps import BucketCaps, default_caps, given_caps
-from fusion_passes.layout.layout import GradientKind
+from fusion_passes.layout.layout import GradientKind, ParameterNumber
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.torch_private.autograd import gradient_dtype
 from fusion_passes.torch_private.ddp import (
@@ -27,7 +27,7 @@ def numbered_parameters(ddp: DistributedDataParallel) -> Parameters:
         [names.get(id(parameter), "?") for parameter in parameters],
         [strides_to_send(parameter) for parameter in parameters],
         {
-            number: GradientKind(
+            ParameterNumber(number): GradientKind(
                 p.numel(), gradient_dtype(p), p.device, id(p) in sparse, id(p) in delayed
             )
             for number, p in enumerate(parameters)

@@ -8,13 +8,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Final, NewType, TypeAlias
 
 import torch
 
 from fusion_passes.layout.caps import BucketCaps
 
-Piece: TypeAlias = tuple[int, ...]
+ParameterNumber = NewType("ParameterNumber", int)
+"""Index of a parameter among all parameters of its module, in DDP's order."""
+
+BucketIndex = NewType("BucketIndex", int)
+"""Index of a bucket in the launch order of its module's layout."""
+
+Offset = NewType("Offset", int)
+"""Number of elements between the start of a flat buffer and the start of a gradient in it."""
+
+InputPosition = NewType("InputPosition", int)
+"""Index of a tensor among the tensor inputs of a compiled forward, which is also the index of its
+edge in the ``next_functions`` of the forward's autograd node."""
+
+Piece: TypeAlias = tuple[ParameterNumber, ...]
 """Parameter numbers whose gradients lie back to back, in this order."""
 
 ALIGNMENT: Final = 16
@@ -46,6 +59,10 @@ class GradientKind:
         return self.numel * self.dtype.itemsize
 
 
+Kinds: TypeAlias = Mapping[ParameterNumber, GradientKind]
+"""The kind of each parameter that requires a gradient, by number."""
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Gradients that are all-reduced together.
@@ -60,9 +77,9 @@ class Bucket:
         is_sparse: whether the bucket is the sparse gradient of one parameter.
     """
 
-    index: int
+    index: BucketIndex
     numbers: Piece
-    offsets: tuple[int, ...]
+    offsets: tuple[Offset, ...]
     numel: int
     dtype: torch.dtype
     device: torch.device
@@ -79,17 +96,15 @@ class Layout:
     """
 
     buckets: tuple[Bucket, ...]
-    places: Mapping[int, tuple[int, int]] = field(repr=False)
+    places: Mapping[ParameterNumber, tuple[BucketIndex, Offset]] = field(repr=False)
 
     @property
-    def with_memory(self) -> list[int]:
+    def with_memory(self) -> list[BucketIndex]:
         """The indices of the buckets that have memory: neither sparse nor empty ones."""
         return [b.index for b in self.buckets if b.numel and not b.is_sparse]
 
 
-def plan_layout(
-    pieces: Iterable[Piece], kinds: Mapping[int, GradientKind], caps: BucketCaps
-) -> Layout:
+def plan_layout(pieces: Iterable[Piece], kinds: Kinds, caps: BucketCaps) -> Layout:
     """Put the pieces of all parameters into buckets, in the given order.
 
     Gradients of a bucket have one dtype and one device, and either all or none of them are delayed:
@@ -118,7 +133,7 @@ _BucketKey: TypeAlias = tuple[torch.dtype, torch.device, bool, int]
 parameter number if the gradient is sparse, otherwise -1."""
 
 
-def _split(piece: Piece, kinds: Mapping[int, GradientKind]) -> list[tuple[_BucketKey, Piece]]:
+def _split(piece: Piece, kinds: Kinds) -> list[tuple[_BucketKey, Piece]]:
     """The piece split by bucket key; each part keeps the order of the piece."""
     parts: dict[_BucketKey, Piece] = {}
     for number in piece:
@@ -128,9 +143,11 @@ def _split(piece: Piece, kinds: Mapping[int, GradientKind]) -> list[tuple[_Bucke
     return list(parts.items())
 
 
-def lay_out(members: Iterable[Sequence[Piece]], kinds: Mapping[int, GradientKind]) -> Layout:
+def lay_out(members: Iterable[Sequence[Piece]], kinds: Kinds) -> Layout:
     """The layout whose buckets, in launch order, have these pieces."""
-    buckets = tuple(_bucket(index, pieces, kinds) for index, pieces in enumerate(members))
+    buckets = tuple(
+        _bucket(BucketIndex(index), pieces, kinds) for index, pieces in enumerate(members)
+    )
     places = {
         number: (bucket.index, offset)
         for bucket in buckets
@@ -146,15 +163,16 @@ def in_round_order(numels: Sequence[int]) -> list[int]:
     return sorted(range(len(numels)), key=lambda index: -_power_of_two_in(numels[index]))
 
 
-def _bucket(index: int, pieces: Sequence[Piece], kinds: Mapping[int, GradientKind]) -> Bucket:
+def _bucket(index: BucketIndex, pieces: Sequence[Piece], kinds: Kinds) -> Bucket:
     sizes = [sum(kinds[number].numel for number in piece) for piece in pieces]
     numbers = tuple(n for place in in_round_order(sizes) for n in pieces[place])
-    *offsets, numel = accumulate((kinds[number].numel for number in numbers), initial=0)
+    *starts, numel = accumulate((kinds[number].numel for number in numbers), initial=0)
+    offsets = tuple(map(Offset, starts))
     kind = kinds[numbers[0]]
-    return Bucket(index, numbers, tuple(offsets), numel, kind.dtype, kind.device, kind.is_sparse)
+    return Bucket(index, numbers, offsets, numel, kind.dtype, kind.device, kind.is_sparse)
 
 
-def _nbytes(pieces: Iterable[Piece], kinds: Mapping[int, GradientKind]) -> int:
+def _nbytes(pieces: Iterable[Piece], kinds: Kinds) -> int:
     return sum(kinds[number].nbytes for piece in pieces for number in piece)
 
 
@@ -173,7 +191,7 @@ def encode(pieces: Iterable[Piece]) -> list[int]:
 
 def decode(numbers: Sequence[int]) -> list[Piece]:
     """The pieces that :func:`encode` was given."""
-    pieces: dict[int, list[int]] = {}
+    pieces: dict[int, list[ParameterNumber]] = {}
     for number, piece in zip(numbers[::2], numbers[1::2], strict=True):
-        pieces.setdefault(piece, []).append(number)
+        pieces.setdefault(piece, []).append(ParameterNumber(number))
     return [tuple(piece) for piece in pieces.values()]

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from fusion_passes.layout.layout import ParameterNumber
 from fusion_passes.reducer.compiled_forward import CompiledForward, Destinations, Gradient
 from fusion_passes.reducer.copies import (
     ANOMALY,
@@ -39,7 +40,7 @@ from fusion_passes.torch_private.autograd import (
 )
 from fusion_passes.torch_private.dynamo import is_compiling_graph
 
-ReachedNumbers: TypeAlias = dict[Reducer, dict[int, str]]
+ReachedNumbers: TypeAlias = dict[Reducer, dict[ParameterNumber, str]]
 """See :attr:`Route.reached`."""
 
 
@@ -340,7 +341,7 @@ class Reducers:
         """As :meth:`Registry.has_hooked`."""
         return not self.hooks.is_known or bool(self.hooks.find(()))
 
-    def why_hooked(self, reducer: Reducer, number: int) -> str:
+    def why_hooked(self, reducer: Reducer, number: ParameterNumber) -> str:
         """As :meth:`HooksOfOthers.why`, for a parameter of a module."""
         parameter = reducer.parameters.all[number]
         return self.hooks.why(

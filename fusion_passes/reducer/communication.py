@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from fusion_passes.config import ScalingOption
-from fusion_passes.layout.layout import Bucket
+from fusion_passes.layout.layout import Bucket, BucketIndex
 from fusion_passes.reducer.scaling import averages, sent_dtype
 from fusion_passes.torch_private.autograd import version_of_tensor
 from fusion_passes.torch_private.ddp import BuiltinCommHookType
@@ -212,7 +212,7 @@ class HookCall:
     hook: Callable[..., Any]
     state: object
     parameters: Sequence[nn.Parameter]
-    order: Callable[[], Sequence[int]]
+    order: Callable[[], Sequence[BucketIndex]]
     _previous: Any = None
 
     def launch(self, bucket: Bucket, memory: Tensor, name: str = "") -> Wait:

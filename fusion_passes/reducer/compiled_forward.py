@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fusion_passes.layout.layout import Piece
+from fusion_passes.layout.layout import InputPosition, Offset, ParameterNumber, Piece
 from fusion_passes.reducer.copies import BESIDE, RENUMBERED, SEVERAL
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.torch_private.autograd import accumulates_in, backward_id
 
-Gradient: TypeAlias = tuple[Reducer, int]
+Gradient: TypeAlias = tuple[Reducer, ParameterNumber]
 """The owner of a gradient: the reducer, and the number of the parameter there."""
 
 
@@ -40,8 +40,7 @@ class Stored:
 @dataclass
 class Destinations:
     """Whose the gradients of one compiled forward are; the same in each iteration that reaches the
-    same parameters. A position is the index of a tensor among the forward's tensor inputs, which is
-    also the index of its edge in the ``next_functions`` of the forward's autograd node.
+    same parameters.
 
     Attributes:
         owners: the owner of each input's gradient, by position.
@@ -50,20 +49,20 @@ class Destinations:
         nodes: the AccumulateGrad nodes of the final inputs.
     """
 
-    owners: Mapping[int, Gradient]
-    final: frozenset[int]
-    contributions: Mapping[int, int]
+    owners: Mapping[InputPosition, Gradient]
+    final: frozenset[InputPosition]
+    contributions: Mapping[InputPosition, int]
     nodes: Sequence[Any]
-    _stored: dict[tuple[int, ...], Stored | None] = field(default_factory=dict)
+    _stored: dict[tuple[InputPosition, ...], Stored | None] = field(default_factory=dict)
 
-    def of(self, positions: tuple[int, ...]) -> Stored | None:
+    def of(self, positions: tuple[InputPosition, ...]) -> Stored | None:
         """The gradients at these positions, if they belong to one module, are final, and have
         equally many contributions; else ``None``."""
         if positions not in self._stored:
             self._stored[positions] = self._find(positions)
         return self._stored[positions]
 
-    def _find(self, positions: tuple[int, ...]) -> Stored | None:
+    def _find(self, positions: tuple[InputPosition, ...]) -> Stored | None:
         if not self.final.issuperset(positions):
             return None
         owners = [self.owners[position] for position in positions]
@@ -87,7 +86,7 @@ class _Begun:
     """
 
     stored: Stored
-    offsets: Sequence[int]
+    offsets: Sequence[Offset]
     is_bucket: bool
 
     def gradients(self, memory: Tensor) -> list[Tensor]:
@@ -108,7 +107,7 @@ class CompiledForward:
 
     destinations: Destinations
     partial_sums: dict[Gradient, list[Tensor]]
-    _begun: dict[tuple[int, ...], _Begun] = field(default_factory=dict)
+    _begun: dict[tuple[InputPosition, ...], _Begun] = field(default_factory=dict)
     _accumulates: dict[int, bool] = field(default_factory=dict)
 
     @property
@@ -122,7 +121,11 @@ class CompiledForward:
         return self._accumulates[backward]
 
     def give_memory(
-        self, positions: Sequence[int], offsets: Sequence[int], numel: int, dtype: torch.dtype
+        self,
+        positions: Sequence[InputPosition],
+        offsets: Sequence[Offset],
+        numel: int,
+        dtype: torch.dtype,
     ) -> Tensor | None:
         """As :meth:`Reducer.part_of_bucket`. If the gradient is a sum, the graph that contributes
         last stores its part in the bucket, and the other parts are added there."""
@@ -150,7 +153,7 @@ class CompiledForward:
         self._begun[key] = _Begun(stored, offsets, memory is not None)
         return memory
 
-    def _note_not_stored(self, positions: Sequence[int]) -> None:
+    def _note_not_stored(self, positions: Sequence[InputPosition]) -> None:
         known = self.destinations
         are_final = known.final.issuperset(positions)
         for position in known.owners.keys() & positions:
@@ -166,7 +169,11 @@ class CompiledForward:
         return set(map(len, parts)) == {stored.contributions - 1}
 
     def mark_ready(
-        self, memory: Tensor, positions: Sequence[int], copied: Sequence[int] = (), why: str = ""
+        self,
+        memory: Tensor,
+        positions: Sequence[InputPosition],
+        copied: Sequence[InputPosition] = (),
+        why: str = "",
     ) -> None:
         """Tell the reducer that the compiled backward of this forward has stored gradients in the
         memory that :meth:`give_memory` returned. It copied those at the positions ``copied``, for
@@ -194,8 +201,8 @@ class CompiledForward:
             # these, and launch the bucket before the model's own collectives that come later.
             reducer.mark_stored(numbers, stored_apart=begun.gradients(memory))
             return
-        copied = [self.destinations.owners[position][1] for position in copied]
-        reducer.mark_stored(numbers, is_sum=is_sum, copied=copied, why=why)
+        copies = [self.destinations.owners[position][1] for position in copied]
+        reducer.mark_stored(numbers, is_sum=is_sum, copied=copies, why=why)
 
 
 def _add(gradients: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from fusion_passes.layout.layout import GradientKind
+from fusion_passes.layout.layout import Kinds, ParameterNumber
 
 FIRST: Final = "this was the first averaged backward, at whose end the buckets are rebuilt"
 NOT_COMPILED: Final = "the forward that reads the parameter is not compiled"
@@ -68,28 +68,28 @@ class Copies:
         is_unseen: whether the package was not called when the backward began.
     """
 
-    stored: set[int] = field(default_factory=set)
-    reached: list[Mapping[int, str]] = field(default_factory=list)
-    refused: dict[int, str] = field(default_factory=dict)
-    unused: Collection[int] = ()
-    in_graphs: list[tuple[Sequence[int], str]] = field(default_factory=list)
+    stored: set[ParameterNumber] = field(default_factory=set)
+    reached: list[Mapping[ParameterNumber, str]] = field(default_factory=list)
+    refused: dict[ParameterNumber, str] = field(default_factory=dict)
+    unused: Collection[ParameterNumber] = ()
+    in_graphs: list[tuple[Sequence[ParameterNumber], str]] = field(default_factory=list)
     is_first: bool = False
     is_unseen: bool = False
 
-    def refuse(self, numbers: Iterable[int], why: str) -> None:
+    def refuse(self, numbers: Iterable[ParameterNumber], why: str) -> None:
         """Note why a graph gets no bucket memory for these gradients."""
         self.refused.update(dict.fromkeys(numbers, why))
 
-    def reasons(self, kinds: Mapping[int, GradientKind]) -> dict[int, str]:
+    def reasons(self, kinds: Kinds) -> dict[ParameterNumber, str]:
         """The reason why each copied gradient was copied, by parameter number."""
-        in_graph: dict[int, str] = {}
+        in_graph: dict[ParameterNumber, str] = {}
         for copied, reasons in self.in_graphs:
             in_graph |= zip(copied, reasons.split("|"), strict=True)
-        reached: dict[int, str] = {}
+        reached: dict[ParameterNumber, str] = {}
         for numbers in self.reached:
             reached |= {number: why for number, why in numbers.items() if not reached.get(number)}
 
-        def why(number: int) -> str:
+        def why(number: ParameterNumber) -> str:
             if number in self.stored:
                 return in_graph.get(number, "")
             if kinds[number].is_sparse or kinds[number].is_delayed:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn, TypeAlias
 
+from fusion_passes.layout.layout import ParameterNumber
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.torch_private.ddp import raise_as_ddp
 
@@ -32,7 +33,9 @@ def refusing(ddp: Any) -> Refuse:
     return refuse
 
 
-def repeated_gradients(parameters: Parameters, label: str, numbers: Collection[int]) -> str:
+def repeated_gradients(
+    parameters: Parameters, label: str, numbers: Collection[ParameterNumber]
+) -> str:
     """Gradients arrived a second time in one iteration."""
     return (
         f"Expected to mark a variable ready only once. Since the last forward of {label}, "
@@ -43,7 +46,9 @@ def repeated_gradients(parameters: Parameters, label: str, numbers: Collection[i
     )
 
 
-def changed_graph(parameters: Parameters, label: str, number: int, count: int, times: int) -> str:
+def changed_graph(
+    parameters: Parameters, label: str, number: ParameterNumber, count: int, times: int
+) -> str:
     """A gradient of a static graph was accumulated ``count`` times, and ``times`` in the first
     iteration."""
     return (
@@ -86,7 +91,7 @@ def second_backward(label: str) -> str:
 
 
 def unfinished(
-    ddp: Any, parameters: Parameters, label: str, rank: int, missing: Sequence[int]
+    ddp: Any, parameters: Parameters, label: str, rank: int, missing: Sequence[ParameterNumber]
 ) -> str:
     """The last backward left parameters without a gradient."""
     names = parameters.names

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fusion_passes.layout.layout import ParameterNumber
 from fusion_passes.reducer.copies import HOOKS_UNKNOWN, NODE_HOOKED
 from fusion_passes.torch_private.autograd import (
     hook_behind_accumulation,
@@ -28,20 +29,20 @@ class ParameterHooks:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.nodes: dict[int, Any] = {}
+        self.nodes: dict[ParameterNumber, Any] = {}
         self.handles: list[Any] = []
-        self.awaited: set[int] = set()
+        self.awaited: set[ParameterNumber] = set()
         self._parameters = parameters
-        self._callbacks: dict[int, Callable[..., None]] = {}
+        self._callbacks: dict[ParameterNumber, Callable[..., None]] = {}
 
-    def add(self, number: int, callback: Callable[..., None]) -> None:
+    def add(self, number: ParameterNumber, callback: Callable[..., None]) -> None:
         """Have autograd call a function when it has accumulated a gradient."""
         node, handle = hook_behind_accumulation(self._parameters[number], callback)
         self.nodes[number] = node
         self.handles.append(handle)
         self._callbacks[number] = callback
 
-    def follow(self, number: int, node: Any) -> None:
+    def follow(self, number: ParameterNumber, node: Any) -> None:
         """Move to another node of a parameter: it gets one, without hooks, when it is converted to
         another dtype."""
         if self.nodes[number] is not node:

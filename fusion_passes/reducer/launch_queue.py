@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fusion_passes.layout.layout import Bucket, Layout, Piece
+from fusion_passes.layout.layout import Bucket, BucketIndex, Layout, Offset, ParameterNumber, Piece
 from fusion_passes.reducer.communication import (
     AllReduce,
     Communication,
@@ -56,7 +56,7 @@ class LaunchQueue:
         self._group = group
         self._memory = memory
         self._on_all_launched = on_all_launched
-        self._places: Mapping[int, tuple[int, int]] = {}
+        self._places: Mapping[ParameterNumber, tuple[BucketIndex, Offset]] = {}
         self._pending: list[int] = []
         self._waits: list[Wait] = []
 
@@ -126,7 +126,7 @@ class LaunchQueue:
                 wait = nothing
         self._waits.append(wait)
 
-    def _launch_sparse(self, number: int, name: str) -> Wait:
+    def _launch_sparse(self, number: ParameterNumber, name: str) -> Wait:
         assert isinstance(self.communication, AllReduce), "no hook is given sparse gradients"
         gradient, divisor = self._memory.sparse_gradient(number), self.communication.divisor()
         self._memory.sparse[number] = average_sparse(self._group, gradient, divisor, name)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from fusion_passes.layout.layout import Bucket, Layout, Piece
+from fusion_passes.layout.layout import Bucket, BucketIndex, Layout, ParameterNumber, Piece
 from fusion_passes.reducer.errors import Refuse, wrong_layout
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.reducer.registered import RegisteredBuckets
@@ -34,14 +34,14 @@ class BucketMemory:
         refuse: Refuse,
     ) -> None:
         self.registered = registered
-        self.existing: dict[int, Tensor] = {}
-        self.sparse: dict[int, Tensor] = {}
-        self.rounded: set[int] = set()
+        self.existing: dict[ParameterNumber, Tensor] = {}
+        self.sparse: dict[ParameterNumber, Tensor] = {}
+        self.rounded: set[ParameterNumber] = set()
         self._parameters = parameters
         self._label = label
         self._refuse = refuse
         self._layout = Layout((), {})
-        self._allocated: dict[int, Tensor] = {}
+        self._allocated: dict[BucketIndex, Tensor] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
         devices = {kind.device for kind in parameters.kinds.values()}
         self._accelerators = [device for device in devices if device.type != "cpu"]
@@ -70,7 +70,7 @@ class BucketMemory:
             self._allocated[bucket.index] = memory
         return memory
 
-    def place(self, number: int) -> Tensor:
+    def place(self, number: ParameterNumber) -> Tensor:
         """The place of a gradient in its bucket, in the parameter's shape. Autograd does not see it
         as a view: ``.grad.detach_()``, which programs call before ``.grad.zero_()``, fails on a
         view."""
@@ -95,7 +95,7 @@ class BucketMemory:
 
     # --- Gradients into buckets ------------------------------------------------------------------
 
-    def note_existing(self, numbers: Collection[int]) -> None:
+    def note_existing(self, numbers: Collection[ParameterNumber]) -> None:
         """Record which of these parameters have a ``.grad``. It may have gone since an earlier
         backward of the iteration, or have come from it."""
         if self.existing:
@@ -106,12 +106,12 @@ class BucketMemory:
             found = zip(numbers, gradients, strict=True)
             self.existing |= {number: each for number, each in found if each is not None}
 
-    def _gradients(self, numbers: Collection[int]) -> list[Tensor | None]:
+    def _gradients(self, numbers: Collection[ParameterNumber]) -> list[Tensor | None]:
         """The ``.grad`` of each of these parameters."""
         parameters = self._parameters.all
         return [parameters[number].grad for number in numbers]
 
-    def add_existing(self, numbers: Collection[int]) -> None:
+    def add_existing(self, numbers: Collection[ParameterNumber]) -> None:
         """Add the existing ``.grad`` of these parameters to their stored gradients: the all-reduce
         averages both."""
         self.note_existing(numbers)  # A hook may have changed it since the backward began.
@@ -120,7 +120,7 @@ class BucketMemory:
             places = [self.place(number) for number in existing]
             torch._foreach_add_(places, [self.existing[n].detach() for n in existing])
 
-    def copy_in(self, number: int) -> None:
+    def copy_in(self, number: ParameterNumber) -> None:
         """Copy ``.grad`` into the bucket, or zeros if there is none."""
         gradient = self._parameters.all[number].grad
         if self._parameters.kinds[number].is_sparse:
@@ -149,12 +149,12 @@ class BucketMemory:
         with torch.no_grad():
             torch._foreach_copy_(places, list(gradients))
 
-    def _note_rounded(self, number: int, dtype: torch.dtype) -> None:
+    def _note_rounded(self, number: ParameterNumber, dtype: torch.dtype) -> None:
         sent_as = self._parameters.kinds[number].dtype
         if dtype != sent_as and torch.promote_types(dtype, sent_as) != sent_as:
             self.rounded.add(number)
 
-    def sparse_gradient(self, number: int) -> Tensor:
+    def sparse_gradient(self, number: ParameterNumber) -> Tensor:
         """The sparse gradient of a parameter on this rank; one without rows if there is none."""
         gradient = self.sparse.get(number)
         if gradient is not None:
@@ -167,7 +167,7 @@ class BucketMemory:
 
     # --- Gradients that alias buckets ------------------------------------------------------------
 
-    def alias(self, number: int) -> None:
+    def alias(self, number: ParameterNumber) -> None:
         """Let ``.grad`` be the bucket view, if the gradient is new in this iteration, which frees
         the memory that it had. It is left alone if its strides differ from those of the bucket
         view, because the parameter's strides changed after DDP was constructed: an optimizer may
@@ -183,7 +183,7 @@ class BucketMemory:
         if is_plain and number not in self.existing:
             parameter.grad = self.place(number)
 
-    def give_back(self, bucket: Bucket, used: Collection[int] | None) -> None:
+    def give_back(self, bucket: Bucket, used: Collection[ParameterNumber] | None) -> None:
         """Leave the averages of a bucket in ``.grad``, as eager DDP does. A new gradient aliases
         the bucket already: autograd kept the view that the graph returned, or :meth:`alias` set it.
         The average is copied into a ``.grad`` that existed before the backward. If this rank has no
@@ -204,7 +204,9 @@ class BucketMemory:
                 self._copy_back([(n, g) for n, g, is_there in each if not is_there], used)
 
     def _copy_back(
-        self, gradients: Sequence[tuple[int, Tensor | None]], used: Collection[int] | None
+        self,
+        gradients: Sequence[tuple[ParameterNumber, Tensor | None]],
+        used: Collection[ParameterNumber] | None,
     ) -> None:
         copies, averages = [], []
         for number, gradient in gradients:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusion_passes.graph.custom_ops import define, store
+from fusion_passes.layout.layout import InputPosition, Offset
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.torch_private.autograd import running_node
 
@@ -18,8 +19,8 @@ _TAGS: Final = (torch.Tag.cudagraph_unsafe,)
 
 
 def _bucket(
-    positions: Sequence[int],
-    offsets: Sequence[int],
+    positions: Sequence[InputPosition],
+    offsets: Sequence[Offset],
     numel: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -32,7 +33,10 @@ def _bucket(
 
 
 def _mark_ready(
-    bucket: Tensor, positions: Sequence[int], copied: Sequence[int] = (), why: str = ""
+    bucket: Tensor,
+    positions: Sequence[InputPosition],
+    copied: Sequence[InputPosition] = (),
+    why: str = "",
 ) -> None:
     forward = reducers.compiled.get(running_node())
     if forward is not None:
@@ -46,9 +50,9 @@ def _empty(_: object, __: object, numel: int, dtype: torch.dtype, device: torch.
 def _store(
     bucket: Tensor,
     gradients: Sequence[Tensor],
-    offsets: Sequence[int],
+    offsets: Sequence[Offset],
     strides: Sequence[int],
-    positions: Sequence[int],
+    positions: Sequence[InputPosition],
 ) -> None:
     store(bucket, gradients, offsets, strides)
     _mark_ready(bucket, positions)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from fusion_passes.layout.layout import GradientKind
+from fusion_passes.layout.layout import Kinds, ParameterNumber
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,15 @@ class Parameters:
     all: Sequence[nn.Parameter]
     names: Sequence[str]
     strides: Sequence[tuple[int, ...]]
-    kinds: Mapping[int, GradientKind]
-    delayed: frozenset[int] = field(init=False)
+    kinds: Kinds
+    delayed: frozenset[ParameterNumber] = field(init=False)
 
     def __post_init__(self) -> None:
         delayed = frozenset(number for number, kind in self.kinds.items() if kind.is_delayed)
         object.__setattr__(self, "delayed", delayed)
 
     @property
-    def numbers(self) -> Collection[int]:
+    def numbers(self) -> Collection[ParameterNumber]:
         """The numbers of the parameters that require a gradient."""
         return self.kinds.keys()
 
@@ -42,6 +42,6 @@ class Parameters:
         """The parameters that require a gradient."""
         return [self.all[number] for number in self.kinds]
 
-    def named(self, numbers: Collection[int]) -> str:
+    def named(self, numbers: Collection[ParameterNumber]) -> str:
         """The names of these parameters, separated by commas."""
         return ", ".join(self.names[number] for number in sorted(numbers))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fusion_passes.config import FusionConfig
 from fusion_passes.layout.caps import BucketCaps
-from fusion_passes.layout.layout import Layout, Piece
+from fusion_passes.layout.layout import Layout, Offset, ParameterNumber, Piece
 from fusion_passes.reducer.assignment import BucketAssignment
 from fusion_passes.reducer.communication import Communication
 from fusion_passes.reducer.copies import CONVERTED, ELSEWHERE, HOOKED, UNALIGNED, Copies
@@ -103,7 +103,7 @@ class Registry(Protocol):
     def take(self, reducer: Reducer) -> None:
         """Register a reducer whose gradient arrived although no known backward reaches it."""
 
-    def why_hooked(self, reducer: Reducer, number: int) -> str:
+    def why_hooked(self, reducer: Reducer, number: ParameterNumber) -> str:
         """Why an AccumulateGrad node has hooks of others, or may have some, if it has."""
 
 
@@ -122,10 +122,10 @@ class Round:
         copies: how each gradient reached its bucket.
     """
 
-    received: set[int] = field(default_factory=set)
-    unused: set[int] = field(default_factory=set)
+    received: set[ParameterNumber] = field(default_factory=set)
+    unused: set[ParameterNumber] = field(default_factory=set)
     has_marked_unused: bool = False
-    accumulated_apart: set[int] = field(default_factory=set)
+    accumulated_apart: set[ParameterNumber] = field(default_factory=set)
     copies: Copies = field(default_factory=Copies)
 
 
@@ -271,7 +271,7 @@ class Reducer:
 
     # --- A backward ------------------------------------------------------------------------------
 
-    def begin_backward(self, reached: Mapping[int, str]) -> None:
+    def begin_backward(self, reached: Mapping[ParameterNumber, str]) -> None:
         """Prepare for a backward before the engine runs.
 
         Args:
@@ -291,7 +291,7 @@ class Reducer:
         left = [n for n in numbers if n not in received] if received else numbers
         self.memory.note_existing(left)
 
-    def _begin_round(self, reached: Collection[int]) -> Round:
+    def _begin_round(self, reached: Collection[ParameterNumber]) -> Round:
         now = self._round = Round()
         self.state = State.RUNNING
         now.copies.is_first = not self.assignment.is_fixed
@@ -301,7 +301,7 @@ class Reducer:
         return now
 
     def part_of_bucket(
-        self, numbers: Piece, offsets: Sequence[int], numel: int, dtype: torch.dtype
+        self, numbers: Piece, offsets: Sequence[Offset], numel: int, dtype: torch.dtype
     ) -> Tensor | None:
         """Return the part of a bucket, ``[numel]``, in which a graph stores the gradients of these
         parameters, each at its offset in elements.
@@ -328,7 +328,7 @@ class Reducer:
             self.memory.join_streams()
         return memory[start : start + numel]
 
-    def why_not_stored(self, numbers: Piece) -> dict[int, str]:
+    def why_not_stored(self, numbers: Piece) -> dict[ParameterNumber, str]:
         """Why no graph may store some of these gradients now, because of hooks, by number."""
         parameters = self.parameters.all
         found = {}
@@ -339,10 +339,10 @@ class Reducer:
             found |= {number: why for number, why in hooked if why}
         return found
 
-    def _why_hooked(self, number: int) -> str:
+    def _why_hooked(self, number: ParameterNumber) -> str:
         return self.registry.why_hooked(self, number) if self.registry is not None else ""
 
-    def note_no_memory(self, numbers: Collection[int], why: str) -> None:
+    def note_no_memory(self, numbers: Collection[ParameterNumber], why: str) -> None:
         """Record why a graph gets no memory of a bucket for these gradients."""
         if self._round is not None:
             self._round.copies.refuse(numbers, why)
@@ -353,7 +353,7 @@ class Reducer:
         *,
         is_sum: bool = False,
         stored_apart: Sequence[Tensor] | None = None,
-        copied: Sequence[int] = (),
+        copied: Sequence[ParameterNumber] = (),
         why: str = "",
     ) -> None:
         """Mark gradients ready that a graph has stored in the memory that it was given.
@@ -385,7 +385,7 @@ class Reducer:
             now.received.update(numbers)
             self._mark_ready(now, numbers)
 
-    def accumulated(self, number: int, *, is_defined: bool = True) -> None:
+    def accumulated(self, number: ParameterNumber, *, is_defined: bool = True) -> None:
         """Handle a gradient that autograd has accumulated in ``.grad``; a hook on the
         AccumulateGrad node calls this. The gradient is undefined (``is_defined``) if a compiled
         forward has the parameter as an input and does not use it."""
@@ -415,7 +415,7 @@ class Reducer:
                 self.memory.note_existing(self.parameters.numbers)
             self._receive(now, number)
 
-    def _receive(self, now: Round, number: int) -> None:
+    def _receive(self, now: Round, number: ParameterNumber) -> None:
         """Mark a gradient ready that no graph has stored, once it is complete."""
         if number in self.parameters.delayed:
             now.received.add(number)
@@ -431,7 +431,7 @@ class Reducer:
         self._copy_in(number)
         self._mark_ready(now, (number,))
 
-    def _copy_in(self, number: int) -> None:
+    def _copy_in(self, number: ParameterNumber) -> None:
         """Copy ``.grad`` into the bucket, and let it be the bucket view. If hooks of others behind
         this one read it, it stays where it is: they must see the gradient of this rank."""
         self.memory.copy_in(number)
@@ -456,7 +456,7 @@ class Reducer:
         self.hooks.awaited.clear()
         now.accumulated_apart.clear()
 
-    def _missing(self, now: Round) -> set[int]:
+    def _missing(self, now: Round) -> set[ParameterNumber]:
         known = now.received | now.unused | self.parameters.delayed
         return set(self.parameters.numbers) - known
 
@@ -615,14 +615,14 @@ class Reducer:
         self._end_round()
         self.rebuild_after_first()
 
-    def why_copied(self) -> Mapping[int, str]:
+    def why_copied(self) -> Mapping[ParameterNumber, str]:
         """Why gradients of the last round were copied into their buckets, by number: a hook copied
         them, or the graph that stored them did. Empty before the first round has ended."""
         return self.record.copies.reasons(self.parameters.kinds) if self.steps else {}
 
     # --- Errors ----------------------------------------------------------------------------------
 
-    def _refuse_repeated(self, now: Round, numbers: Collection[int]) -> None:
+    def _refuse_repeated(self, now: Round, numbers: Collection[ParameterNumber]) -> None:
         repeated = now.received.intersection(numbers)
         if now.has_marked_unused:
             # Reentrant checkpointing, for example, which the walk does not see.

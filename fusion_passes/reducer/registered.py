@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusion_passes.layout.layout import Bucket, Layout
+from fusion_passes.layout.layout import Bucket, BucketIndex, Layout
 from fusion_passes.reducer.rank_errors import RanksDisagreeError
 from fusion_passes.torch_private.process_groups import begin_all_reduce
 from fusion_passes.torch_private.registered_memory import RegisteredMemory, deregister_freed
@@ -32,7 +32,7 @@ class RegisteredBuckets:
     group: Any
     label: str
     _memory: RegisteredMemory | None = None
-    _buckets: dict[int, Tensor] = field(default_factory=dict)
+    _buckets: dict[BucketIndex, Tensor] = field(default_factory=dict)
 
     def prepare(self, layout: Layout) -> None:
         """Allocate and register the memory of rebuilt buckets. All ranks call this, with the same

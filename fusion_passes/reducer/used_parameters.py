@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion_passes.layout.layout import ParameterNumber
 from fusion_passes.reducer.communication import Wait, nothing
 from fusion_passes.reducer.errors import Refuse, changed_graph
 from fusion_passes.reducer.parameters import Parameters
@@ -30,25 +31,25 @@ class AllUsed:
     def launches_after_backward(self) -> bool:
         return False
 
-    def begin(self, reached: Collection[int]) -> set[int]:
+    def begin(self, reached: Collection[ParameterNumber]) -> set[ParameterNumber]:
         """Begin an iteration. Return the parameters that get no gradient in it, as far as this rank
         knows. ``reached``: the parameters that its first backward reaches."""
         del reached
         return set()
 
-    def note(self, numbers: Iterable[int]) -> None:
+    def note(self, numbers: Iterable[ParameterNumber]) -> None:
         """Record that this rank has used these parameters."""
 
-    def count(self, number: int, *, is_first: bool) -> bool:
+    def count(self, number: ParameterNumber, *, is_first: bool) -> bool:
         """Count an accumulation of a gradient; return whether it is the last one of the iteration.
         ``is_first``: whether it is the first one."""
         del number, is_first
         return True
 
-    def count_stored(self, numbers: Iterable[int]) -> None:
+    def count_stored(self, numbers: Iterable[ParameterNumber]) -> None:
         """Count gradients that a graph has stored, each of which is accumulated once."""
 
-    def is_accumulated_once(self, number: int) -> bool:
+    def is_accumulated_once(self, number: ParameterNumber) -> bool:
         """Whether a gradient is accumulated once in an iteration, as far as is known."""
         del number
         return True
@@ -57,7 +58,7 @@ class AllUsed:
         """Launch the all-reduce of the used-parameter map behind the last bucket, if ranks may have
         used other parameters."""
 
-    def on_any_rank(self) -> set[int] | None:
+    def on_any_rank(self) -> set[ParameterNumber] | None:
         """Wait for the used-parameter map, and return the parameters that some rank has used;
         ``None`` if all parameters are used."""
         return None
@@ -72,10 +73,10 @@ class _Map(AllUsed):
     def __init__(self, parameters: Parameters, group: Any) -> None:
         self._parameters = parameters
         self._group = group
-        self._used: set[int] = set()
+        self._used: set[ParameterNumber] = set()
         self._launched: tuple[Tensor, Wait] | None = None
 
-    def note(self, numbers: Iterable[int]) -> None:
+    def note(self, numbers: Iterable[ParameterNumber]) -> None:
         self._used.update(numbers)
 
     def launch(self) -> None:
@@ -89,7 +90,7 @@ class _Map(AllUsed):
             wait = begin_all_reduce(self._group, counts, torch.distributed.ReduceOp.SUM)
         self._launched = counts, wait
 
-    def _read(self) -> set[int]:
+    def _read(self) -> set[ParameterNumber]:
         assert self._launched is not None, "it is launched behind the last bucket"
         pairs = zip(self._parameters.numbers, self._launched[0].tolist(), strict=True)
         return {number for number, count in pairs if count}
@@ -105,12 +106,12 @@ class FoundUnused(_Map):
 
     is_found = True
 
-    def begin(self, reached: Collection[int]) -> set[int]:
+    def begin(self, reached: Collection[ParameterNumber]) -> set[ParameterNumber]:
         # Also those of outputs that the loss does not use: eager DDP's sink behind all outputs
         # marks them ready in the first backward.
         return set(self._parameters.numbers).difference(reached)
 
-    def on_any_rank(self) -> set[int] | None:
+    def on_any_rank(self) -> set[ParameterNumber] | None:
         if self._launched is None:
             return None
         self._launched[1]()
@@ -132,22 +133,22 @@ class StaticGraph(_Map):
         super().__init__(parameters, group)
         self._label = label
         self._refuse = refuse
-        self._now: dict[int, int] = {}
-        self._counts: dict[int, int] | None = None
-        self._on_any_rank: set[int] | None = None
+        self._now: dict[ParameterNumber, int] = {}
+        self._counts: dict[ParameterNumber, int] | None = None
+        self._on_any_rank: set[ParameterNumber] | None = None
 
     @property
     def launches_after_backward(self) -> bool:
         return self._counts is None
 
-    def begin(self, reached: Collection[int]) -> set[int]:
+    def begin(self, reached: Collection[ParameterNumber]) -> set[ParameterNumber]:
         del reached
         self._now.clear()
         if self._counts is None:
             return set()
         return set(self._parameters.numbers) - self._counts.keys()
 
-    def count(self, number: int, *, is_first: bool) -> bool:
+    def count(self, number: ParameterNumber, *, is_first: bool) -> bool:
         times = self._now[number] = self._now.get(number, 0) + 1
         if self._counts is None:
             return is_first
@@ -157,11 +158,11 @@ class StaticGraph(_Map):
             self._refuse(text)
         return times == expected
 
-    def count_stored(self, numbers: Iterable[int]) -> None:
+    def count_stored(self, numbers: Iterable[ParameterNumber]) -> None:
         for number in numbers:
             self.count(number, is_first=True)
 
-    def is_accumulated_once(self, number: int) -> bool:
+    def is_accumulated_once(self, number: ParameterNumber) -> bool:
         """The walk does not see reentrant checkpointing; the first iteration has counted it."""
         return self._counts is None or self._counts.get(number) == 1
 
@@ -173,7 +174,7 @@ class StaticGraph(_Map):
         if self._on_any_rank is None:
             super().launch()
 
-    def on_any_rank(self) -> set[int] | None:
+    def on_any_rank(self) -> set[ParameterNumber] | None:
         if self._launched is not None:
             self._launched[1]()
             self._on_any_rank = self._read()

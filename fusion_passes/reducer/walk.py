@@ -11,8 +11,9 @@ import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
+from fusion_passes.layout.layout import InputPosition
 from fusion_passes.torch_private.autograd import AccumulateGrad
 from fusion_passes.torch_private.dynamo import is_compiled_forward
 
@@ -29,9 +30,9 @@ class Leaves:
             node.
     """
 
-    positions: tuple[int, ...]
+    positions: tuple[InputPosition, ...]
     nodes: tuple[Any, ...]
-    others: tuple[int, ...]
+    others: tuple[InputPosition, ...]
     pick: Callable[[Any], Any]
     edges: Any
 
@@ -39,8 +40,9 @@ class Leaves:
     def of(edges: Sequence[tuple[Any, int]]) -> Leaves:
         """The leaves among these edges."""
         is_leaf = [isinstance(node, AccumulateGrad) for node, _ in edges]
-        positions = tuple(itertools.compress(itertools.count(), is_leaf))
-        others = tuple(position for position, each in enumerate(is_leaf) if not each)
+        every = cast("Sequence[InputPosition]", range(len(edges)))
+        positions = tuple(itertools.compress(every, is_leaf))
+        others = tuple(p for p, each in zip(every, is_leaf, strict=True) if not each)
         pick = operator.itemgetter(*positions) if positions else lambda _: ()
         nodes = tuple(edges[position][0] for position in positions)
         return Leaves(positions, nodes, others, pick, pick(edges))

@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from fusion_passes.layout.layout import Offset
 from fusion_passes.stored.obstacles import (
     box_of,
     computed_from_a_library,
@@ -58,7 +59,7 @@ class FlatBuffer(ABC):
     dtype: torch.dtype
     sums: dict[int, str] = field(default_factory=dict, init=False)
 
-    def fill(self, places: Sequence[tuple[int, Sequence[int]]]) -> dict[int, str]:
+    def fill(self, places: Sequence[tuple[Offset, Sequence[int]]]) -> dict[int, str]:
         """Store the gradients at these offsets and strides, in elements.
 
         Returns:
@@ -116,10 +117,10 @@ class FlatBuffer(ABC):
         """Finish the stores of kernels; copies by an operator call are lowered after this."""
 
     @abstractmethod
-    def copy(self, values: list[Any], offsets: list[int], strides: list[int]) -> None:
+    def copy(self, values: list[Any], offsets: list[Offset], strides: list[int]) -> None:
         """Copy gradients by one call of ``STORE``, which takes offsets and strides in this form."""
 
-    def _view(self, gradient: Any, place: tuple[int, Sequence[int]]) -> Any:
+    def _view(self, gradient: Any, place: tuple[Offset, Sequence[int]]) -> Any:
         ir = inductor_ir()
         offset, strides = place
         size = list(gradient.get_size())

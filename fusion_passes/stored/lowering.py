@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fusion_passes.graph.custom_ops import STORE, split_strides
+from fusion_passes.layout.layout import InputPosition, Offset
 from fusion_passes.reducer.operators import BUCKET, MARK_READY, STORE_GRADIENTS
 from fusion_passes.stored.flat_buffer import FlatBuffer
 from fusion_passes.torch_private.inductor import (
@@ -25,7 +26,7 @@ from fusion_passes.torch_private.inductor import (
 
 OWN_TENSOR: Final = "Inductor's mix-order reduction may return it in a new tensor"
 
-OnStored: TypeAlias = Callable[[Sequence[int], Mapping[int, str]], None]
+OnStored: TypeAlias = Callable[[Sequence[InputPosition], Mapping[int, str]], None]
 """Called with the positions of a piece's parameters, and with the reason for each gradient that is
 copied, by the index of the gradient in the piece."""
 
@@ -37,9 +38,9 @@ def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
     def lower_store(
         bucket: Any,
         gradients: Sequence[Any],
-        offsets: Sequence[int],
+        offsets: Sequence[Offset],
         strides: Sequence[int],
-        positions: Sequence[int],
+        positions: Sequence[InputPosition],
     ) -> None:
         bucket.realize()
         nodes: list[fx.Node] = graph_lowering().current_node.args[1]
@@ -66,8 +67,8 @@ def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
 
 
 def _lower_bucket(
-    positions: Sequence[int],
-    offsets: Sequence[int],
+    positions: Sequence[InputPosition],
+    offsets: Sequence[Offset],
     numel: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -89,7 +90,7 @@ class _ReducerBuffer(FlatBuffer):
         run_behind(writer.get_operation_name(), buffer=self.data.data.get_name())
         self._writers.append(writer)
 
-    def copy(self, values: list[Any], offsets: list[int], strides: list[int]) -> None:
+    def copy(self, values: list[Any], offsets: list[Offset], strides: list[int]) -> None:
         self.call_behind(STORE, values, offsets, strides)
 
     def call_behind(self, operator: Any, *args: Any) -> Any:

@@ -18,7 +18,13 @@ from torch import fx
 
 from fusion_passes.graph.families import is_library_kernel
 from fusion_passes.layout.caps import ALONG_SHARE, BucketCaps
-from fusion_passes.layout.layout import ALIGNMENT, in_round_order
+from fusion_passes.layout.layout import (
+    ALIGNMENT,
+    BucketIndex,
+    InputPosition,
+    Offset,
+    in_round_order,
+)
 
 _Key: TypeAlias = tuple[int, torch.dtype, torch.device]
 
@@ -41,13 +47,13 @@ class StoredInput:
     """
 
     index: int
-    position: int
+    position: InputPosition
     module: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    place: tuple[int, int] | None = None
+    place: tuple[BucketIndex, Offset] | None = None
 
     @property
     def numel(self) -> int:
@@ -69,7 +75,7 @@ class StoredPiece:
     """
 
     inputs: tuple[StoredInput, ...]
-    offsets: tuple[int, ...]
+    offsets: tuple[Offset, ...]
     numel: int
 
 
@@ -134,13 +140,13 @@ def _placed(piece: Sequence[StoredInput]) -> StoredPiece:
     order = in_round_order([item.numel for item in piece])
     inputs = tuple(piece[index] for index in order)
     *offsets, numel = accumulate((item.numel for item in inputs), initial=0)
-    return StoredPiece(inputs, tuple(offsets), numel)
+    return StoredPiece(inputs, tuple(map(Offset, offsets)), numel)
 
 
 def _as_laid_out(items: Sequence[StoredInput]) -> list[StoredPiece]:
     """The pieces of gradients that have a place: one for each run of gradients that lie back to
     back in a bucket."""
-    buckets: dict[tuple[int, int], list[StoredInput]] = {}
+    buckets: dict[tuple[int, BucketIndex], list[StoredInput]] = {}
     for item in items:
         assert item.place is not None, "a layout has all parameters"
         buckets.setdefault((item.module, item.place[0]), []).append(item)
@@ -160,10 +166,10 @@ def _as_laid_out(items: Sequence[StoredInput]) -> list[StoredPiece]:
 def _in_bucket(run: Sequence[StoredInput]) -> StoredPiece:
     # The memory of the piece begins at the aligned offset at or before its first gradient.
     start = _offset(run[0]) // ALIGNMENT * ALIGNMENT
-    offsets = tuple(_offset(item) - start for item in run)
+    offsets = tuple(Offset(_offset(item) - start) for item in run)
     return StoredPiece(tuple(run), offsets, offsets[-1] + run[-1].numel)
 
 
-def _offset(item: StoredInput) -> int:
+def _offset(item: StoredInput) -> Offset:
     assert item.place is not None, "a layout has all parameters"
     return item.place[1]

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from fusion_passes.graph.custom_ops import give_own_memory
 from fusion_passes.graph.identity import pass_identity
 from fusion_passes.graph.text import graph_text
+from fusion_passes.layout.layout import InputPosition
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.state import process_state
@@ -65,7 +66,7 @@ def stores_of_forward(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients 
             continue
         found[id(value)] = StoredInput(
             index,
-            position,
+            InputPosition(position),
             modules.setdefault(reducer, len(modules)),
             tuple(value.shape),
             tuple(reducer.parameters.strides[number]),

@@ -27,6 +27,7 @@ from torch import Tensor, fx
 
 from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.attachment import name_in_graphs
+from fusion_passes.layout.layout import ParameterNumber
 from fusion_passes.reducer.backward import RunningBackward, reducers
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import Reducer
@@ -97,7 +98,7 @@ class TracedModules:
         reducer = reference() if reference is not None else None
         if reducer is None:
             return None
-        index = int(number) if number else -1
+        index = ParameterNumber(int(number) if number else -1)
         communication = reducer.queue.communication
         assert isinstance(communication, AllReduce), "else it is not traced"
         return Owner(
@@ -272,7 +273,7 @@ def _give_up(run: RunningBackward, error: Exception) -> str:
     return run.why_untraced
 
 
-def _why_module_untraced(reducer: Reducer, reached: Collection[int]) -> str:
+def _why_module_untraced(reducer: Reducer, reached: Collection[ParameterNumber]) -> str:
     """The reason why a module's gradients cannot be reduced in a traced graph; empty if they
     can."""
     communication, kinds = reducer.queue.communication, reducer.parameters.kinds

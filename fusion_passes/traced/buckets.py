@@ -19,6 +19,7 @@ from fusion_passes.config import ScalingOption
 from fusion_passes.graph.collectives import group_name_of
 from fusion_passes.graph.families import stores_unscaled
 from fusion_passes.graph.text import dtype_name
+from fusion_passes.layout.layout import Piece
 from fusion_passes.reducer.scaling import sent_dtype
 from fusion_passes.traced.bucket_scaling import BucketScaling, choose_scaling
 from fusion_passes.traced.dependencies import dependents, write_positions
@@ -48,7 +49,7 @@ class ModuleBuckets:
         scaling: the option ``scaling``.
     """
 
-    numbers: tuple[tuple[int, ...], ...]
+    numbers: tuple[Piece, ...]
     reduce_dtype: torch.dtype | None = None
     scaling: ScalingOption = "auto"
 

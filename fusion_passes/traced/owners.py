@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fusion_passes.graph.collectives import group_name_of, is_launch
+from fusion_passes.layout.layout import ParameterNumber
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Owner:
     parameter: str
     backend: str
     world_size: int
-    number: int
+    number: ParameterNumber
     strides: tuple[int, ...] | None = None
 
 

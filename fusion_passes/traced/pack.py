@@ -14,6 +14,7 @@ from torch import fx
 
 from fusion_passes.graph.collectives import ALL_REDUCE_COALESCED, ALL_REDUCE_COALESCED_IN_PLACE
 from fusion_passes.graph.custom_ops import PACK, STORE, WIDEN, divided, split_strides
+from fusion_passes.layout.layout import Offset
 from fusion_passes.stored.flat_buffer import FlatBuffer
 from fusion_passes.torch_private.inductor import (
     graph_lowering,
@@ -33,7 +34,7 @@ def register_lowerings(on_packed: OnPacked) -> None:
 
     def lower_pack(
         gradients: Sequence[Any],
-        offsets: Sequence[int],
+        offsets: Sequence[Offset],
         strides: Sequence[int],
         dtype: torch.dtype,
         divisor: float,
@@ -93,7 +94,7 @@ class _PackBuffer(FlatBuffer):
         self._kernel.inputs = inductor_ir().ConcatKernel.unwrap_storage(self._kernel.inputs)
         graph.register_operation(self._kernel)
 
-    def copy(self, values: list[Any], offsets: list[int], strides: list[int]) -> None:
+    def copy(self, values: list[Any], offsets: list[Offset], strides: list[int]) -> None:
         arguments = (self.value, values, offsets, strides, self._at_store)
         inductor_ir().FallbackKernel.create(STORE, *arguments)
 

@@ -12,7 +12,7 @@ from statistics import median, quantiles
 from typing import Final
 
 from fusion_passes.layout.caps import BucketCaps
-from fusion_passes.layout.layout import GradientKind, Layout, Piece, lay_out, plan_layout
+from fusion_passes.layout.layout import Kinds, Layout, Piece, lay_out, plan_layout
 
 PIECES: Final = 8  # Divisor of the cap of a piece.
 FACTORS: Final = (0.25, 0.5, 2, 4)  # Of the caps. Smaller differences are within the spread.
@@ -32,9 +32,7 @@ def piece_caps(caps: BucketCaps) -> BucketCaps:
     return BucketCaps(min(caps.first_bytes, size), size)
 
 
-def candidates(
-    pieces: Sequence[Piece], kinds: Mapping[int, GradientKind], caps: BucketCaps
-) -> dict[str, Layout]:
+def candidates(pieces: Sequence[Piece], kinds: Kinds, caps: BucketCaps) -> dict[str, Layout]:
     """The layouts by name: the default first, then others of the same pieces, without duplicates.
     If the user has set the caps, no layout has larger ones."""
     found = {"default": plan_layout(pieces, kinds, caps)}

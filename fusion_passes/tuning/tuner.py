@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
@@ -94,7 +94,7 @@ def _read(path: Path, numbers: Iterable[int]) -> list[Piece]:
     buckets = [tuple(map(int, bucket)) for bucket in data["buckets"]]
     if data["format"] != FORMAT or sorted(n for b in buckets for n in b) != sorted(numbers):
         raise ValueError("it is of another format or module")
-    return buckets
+    return cast("list[Piece]", buckets)
 
 
 def _say(reducer: Reducer, *sentences: str) -> None:

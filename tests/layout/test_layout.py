@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_passes.layout.caps import BucketCaps
-from fusion_passes.layout.layout import GradientKind, decode, encode, plan_layout
+from fusion_passes.layout.layout import GradientKind, Layout, decode, encode, plan_layout
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -19,23 +20,27 @@ def kinds(*numels: int, dtype: torch.dtype = FP32) -> dict[int, GradientKind]:
     return {number: GradientKind(numel, dtype, CPU) for number, numel in enumerate(numels)}
 
 
+def plan(pieces: Any, known: Any, caps: BucketCaps) -> Layout:
+    """:func:`plan_layout`, with literals for parameter numbers."""
+    return plan_layout(pieces, known, caps)
+
+
 def test_whole_pieces_fill_buckets_up_to_the_cap() -> None:
-    layout = plan_layout([(3,), (2, 1), (0,)], kinds(16, 16, 16, 16), BucketCaps(64, 128))
+    layout = plan([(3,), (2, 1), (0,)], kinds(16, 16, 16, 16), BucketCaps(64, 128))
     assert [bucket.numbers for bucket in layout.buckets] == [(3,), (2, 1), (0,)]
     assert [bucket.offsets for bucket in layout.buckets] == [(0,), (0, 16), (0,)]
 
 
 def test_a_bucket_one_byte_below_its_cap_stays_open() -> None:
     at, below = (
-        plan_layout([(1,), (0,)], kinds(16, 16), BucketCaps(cap, cap))
-        for cap in (16 * 4, 16 * 4 + 1)
+        plan([(1,), (0,)], kinds(16, 16), BucketCaps(cap, cap)) for cap in (16 * 4, 16 * 4 + 1)
     )
     assert [bucket.numbers for bucket in at.buckets] == [(1,), (0,)]
     assert [bucket.numbers for bucket in below.buckets] == [(1, 0)]
 
 
 def test_what_is_behind_a_piece_of_an_odd_size_is_aligned() -> None:
-    layout = plan_layout([(0,), (1,)], kinds(5, 16), BucketCaps(1024, 1024))
+    layout = plan([(0,), (1,)], kinds(5, 16), BucketCaps(1024, 1024))
     assert layout.places == {1: (0, 0), 0: (0, 16)}
 
 
@@ -46,7 +51,7 @@ def test_dtypes_and_sparse_gradients_have_buckets_of_their_own() -> None:
         2: GradientKind(8, FP32, CPU, is_sparse=True),
         3: GradientKind(4, FP32, CPU),
     }
-    layout = plan_layout([(3,), (2,), (1,), (0,)], known, BucketCaps(1024, 1024))
+    layout = plan([(3,), (2,), (1,), (0,)], known, BucketCaps(1024, 1024))
     assert [bucket.numbers for bucket in layout.buckets] == [(2,), (3, 0), (1,)]
     assert [bucket.is_sparse for bucket in layout.buckets] == [True, False, False]
 
@@ -60,9 +65,9 @@ def test_delayed_gradients_are_launched_last() -> None:
         4: GradientKind(4, FP32, CPU, is_delayed=True),
     }
     pieces = [(4,), (0, 3), (2,), (1,)]
-    layout = plan_layout(pieces, known, BucketCaps(1024, 1024))
+    layout = plan(pieces, known, BucketCaps(1024, 1024))
     assert [bucket.numbers for bucket in layout.buckets] == [(3, 1), (2,), (4, 0)]
-    at_cap = plan_layout(pieces, known, BucketCaps(16, 16))
+    at_cap = plan(pieces, known, BucketCaps(16, 16))
     assert [bucket.numbers for bucket in at_cap.buckets] == [(3,), (1,), (4,), (0,), (2,)]
 
 
@@ -84,7 +89,7 @@ def test_no_bucket_mixes_gradients_that_cannot_be_sent_together(known, data) -> 
     numbers = data.draw(st.permutations(list(known)))
     cuts = data.draw(st.sets(st.integers(0, len(numbers)))) | {0, len(numbers)}
     pieces = [tuple(numbers[a:b]) for a, b in itertools.pairwise(sorted(cuts))]
-    layout = plan_layout(pieces, known, BucketCaps(100, 200))
+    layout = plan(pieces, known, BucketCaps(100, 200))
     assert sorted(n for bucket in layout.buckets for n in bucket.numbers) == sorted(known)
     for bucket in layout.buckets:
         kinds_there = [known[number] for number in bucket.numbers]
@@ -110,7 +115,7 @@ def layouts(draw):
 @given(layouts())
 def test_each_gradient_has_one_place_and_pieces_stay_whole(drawn) -> None:
     pieces, known, caps = drawn
-    layout = plan_layout(pieces, known, caps)
+    layout = plan(pieces, known, caps)
     placed = [number for bucket in layout.buckets for number in bucket.numbers]
     assert sorted(placed) == sorted(known)
     for bucket in layout.buckets:

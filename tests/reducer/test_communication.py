@@ -43,8 +43,8 @@ def launch(config: FusionConfig, ranks: int, dtype: torch.dtype, backend: str) -
         is_coalesced=config.reduces_by == "coalesced",
         scaling_option=config.scales_by,
     )
-    bucket = Bucket(0, (0, 1), (0, 2), 4, dtype, torch.device("cpu"))
-    communication.launch(bucket, VALUES.clone().to(dtype))()
+    bucket: Any = (0, (0, 1), (0, 2), 4, dtype, torch.device("cpu"))
+    communication.launch(Bucket(*bucket), VALUES.clone().to(dtype))()
     is_averaged = group.operation == dist.ReduceOp.AVG
     assert communication.scaling(dtype) == ("collective" if is_averaged else "bucket")
     return group

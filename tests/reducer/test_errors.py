@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from fusion_passes import FusionConfig
 from fusion_passes.ddp import module
 from fusion_passes.layout.caps import BucketCaps
-from fusion_passes.layout.layout import GradientKind, Layout, Piece, lay_out
+from fusion_passes.layout.layout import Kinds, Layout, Piece, lay_out
 from fusion_passes.reducer import rank_errors, reducer
 from fusion_passes.reducer.rank_errors import RanksDisagreeError, SettingsDifferError, meet_ranks
 from fusion_passes.reducer.reducer import reducer_of
@@ -203,9 +203,7 @@ def _other_release() -> str:
     return str(caught.value)
 
 
-def one_bucket_each(
-    pieces: Iterable[Piece], kinds: Mapping[int, GradientKind], _: BucketCaps
-) -> Layout:
+def one_bucket_each(pieces: Iterable[Piece], kinds: Kinds, _: BucketCaps) -> Layout:
     """A different layout than that of this release."""
     return lay_out([[(n,)] for piece in pieces for n in reversed(piece)], kinds)
 

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from fusion_passes.layout.caps import BucketCaps
-from fusion_passes.layout.layout import lay_out, plan_layout
+from fusion_passes.layout.layout import Piece, lay_out, plan_layout
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import Reducer
@@ -44,7 +44,7 @@ def give_layout(reducer: Any) -> None:
     """Give a reducer a layout as if learned: parameters in no order, several per bucket."""
     kinds = reducer.parameters.kinds
     mixed = sorted(kinds, key=lambda number: (number * 7919 % 13, number))
-    buckets: list[tuple[int, ...]] = []
+    buckets: list[Piece] = []
     by_kind = sorted(mixed, key=lambda n: (str(kinds[n].dtype), str(kinds[n].device)))
     for kind, numbers in itertools.groupby(by_kind, lambda n: (kinds[n].dtype, kinds[n].is_sparse)):
         size = 1 if kind[1] else IN_A_BUCKET

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.layout.layout import Bucket
+from fusion_passes.layout.layout import Bucket, Piece
 from fusion_passes.reducer.communication import AllReduce, Wait
 from fusion_passes.reducer.reducer import Reducer, reducer_of
 from testing.threads import run_at_once
@@ -144,9 +144,9 @@ def test_threads_launch_each_bucket_once(monkeypatch: pytest.MonkeyPatch) -> Non
     ddp(X)
     reducer.backward = object()
     reducer.begin_backward(dict.fromkeys(reducer.parameters.numbers, ""))
-    order = [number for bucket in reducer.assignment.layout.buckets for number in bucket.numbers]
+    order = tuple(n for bucket in reducer.assignment.layout.buckets for n in bucket.numbers)
 
-    def bring(numbers: list[int]) -> Callable[[], None]:
+    def bring(numbers: Piece) -> Callable[[], None]:
         def bring_all() -> None:
             for number in numbers:
                 reducer.accumulated(number)

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_passes.graph.text import graph_text
 from fusion_passes.layout.caps import BucketCaps
+from fusion_passes.layout.layout import InputPosition
 from fusion_passes.stored.pieces import StoredInput
 from fusion_passes.stored.store import StoreGradients
 from fusion_passes.torch_private import FakeTensorMode
@@ -24,7 +25,9 @@ LARGE = BucketCaps(2**20, 2**20)
 
 def stored(index: int, *shape: int, module: int = 0, place: Any = None) -> StoredInput:
     strides = tuple(torch.empty(shape, device="meta").stride())
-    return StoredInput(index, index, module, shape, strides, torch.float32, CPU, place)
+    return StoredInput(
+        index, InputPosition(index), module, shape, strides, torch.float32, CPU, place
+    )
 
 
 def trace(function: Callable[..., Any], *shapes: Sequence[int]) -> fx.GraphModule:

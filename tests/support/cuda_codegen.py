@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_passes.config import FusionConfig
 from fusion_passes.layout.caps import BucketCaps
+from fusion_passes.layout.layout import InputPosition
 from fusion_passes.reducer.scaling import REDUCE_DTYPE_OF
 from fusion_passes.stored.lowering import register_store_lowerings
 from fusion_passes.stored.pieces import StoredInput
@@ -84,7 +85,7 @@ def store_gradients(graph: fx.Graph) -> None:
     for number, node in enumerate(gradients):
         value = node.meta["val"]
         dense = tuple(torch.empty(value.shape, device="meta").stride())
-        places = (number, number, 0, tuple(value.shape), dense)
+        places = (number, InputPosition(number), 0, tuple(value.shape), dense)
         inputs.append(StoredInput(*places, value.dtype, value.device))
     whole = BucketCaps(2**40, 2**40)
     assert StoreGradients(tuple(inputs), len(inputs), (whole,))(graph), "it stores them"

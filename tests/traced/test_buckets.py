@@ -13,6 +13,7 @@ from testing.graphs import (
     TensorSpec,
     cast,
     find,
+    piece,
     reduce,
     tensor,
     trace,
@@ -24,7 +25,9 @@ def _plan(function: Backward, *inputs: TensorSpec, **layouts: list[list[int]]) -
     for ``a``."""
     graph = trace(function, inputs).graph
     return plan_buckets(
-        graph, find(graph), lambda module: ModuleBuckets(tuple(map(tuple, layouts[module])))
+        graph,
+        find(graph),
+        lambda module: ModuleBuckets(tuple(piece(*numbers) for numbers in layouts[module])),
     )
 
 
@@ -75,7 +78,7 @@ def test_each_module_has_its_layout() -> None:
 
 def test_gradients_are_sent_in_the_dtype_that_is_asked_for() -> None:
     graph = trace(_three, [tensor(4)]).graph
-    of = ModuleBuckets(((0, 1, 2),), torch.bfloat16)
+    of = ModuleBuckets((piece(0, 1, 2),), torch.bfloat16)
     (bucket,) = plan_buckets(graph, find(graph), lambda _: of).buckets
     assert (bucket.num_bytes, bucket.sent_bytes) == (48, 24)
 

@@ -35,6 +35,7 @@ from testing.graphs import (
     execute,
     groups_of,
     owner_of,
+    piece,
     pipeline,
     reduce,
     tensor,
@@ -117,7 +118,7 @@ def test_without_a_pass_that_fuses_a_graph_cannot_be_run(disabled: str) -> None:
 
     def run() -> BucketPlan:
         graph = trace(backward, [tensor(4)]).graph
-        return run_pipeline(graph, "concat", owner_of, lambda _: ModuleBuckets(((0,),)))
+        return run_pipeline(graph, "concat", owner_of, lambda _: ModuleBuckets((piece(0),)))
 
     assert run().buckets
     with inductor_config.patch(disabled_passes=disabled), pytest.raises(CannotLaunchError):

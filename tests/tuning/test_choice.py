@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ CAPS = default_caps(32 * MIB, MIB, 25 * MIB)
 # --- Layouts -------------------------------------------------------------------------------------
 
 
-def kinds_of(*mib: float, **changes: object) -> dict[int, GradientKind]:
+def kinds_of(*mib: float, **changes: object) -> Any:
     sizes = [int(size * MIB) // 4 for size in mib]
     return {
         number: GradientKind(size, torch.float32, CPU, **changes)  # type: ignore[arg-type]
@@ -38,7 +39,7 @@ def kinds_of(*mib: float, **changes: object) -> dict[int, GradientKind]:
     }
 
 
-def pieces_of(kinds: dict[int, GradientKind]) -> list[tuple[int, ...]]:
+def pieces_of(kinds: Any) -> Any:
     """One piece for each gradient, the last one first."""
     return [(number,) for number in reversed(kinds)]
 
@@ -109,7 +110,7 @@ KIND = st.builds(
 def test_every_layout_has_whole_pieces_of_one_kind(
     listed: list[GradientKind], length: int, cap: int
 ) -> None:
-    kinds = dict(enumerate(listed))
+    kinds: Any = dict(enumerate(listed))
     numbers = list(kinds)
     pieces = [tuple(numbers[i : i + length]) for i in range(0, len(numbers), length)]
     whole = plan_layout(pieces, kinds, BucketCaps(0, 0)).buckets
