@@ -147,6 +147,7 @@ class CompiledForward:
             for number in numbers:
                 reducer.note_no_memory((number,), reasons.get(number, BESIDE))
             return None
+        reducer.memory.note_existing(numbers)
         memory = None
         if self._is_last(stored):
             memory = reducer.part_of_bucket(numbers, offsets, numel, dtype)

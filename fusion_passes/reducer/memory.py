@@ -22,6 +22,8 @@ class BucketMemory:
         registered: the buckets' memory that NCCL has registered; ``None`` if each iteration
             allocates memory.
         existing: the ``.grad`` that a parameter had before the backward, by number.
+        unseen: parameters of which that is not known yet. Each look at all parameters takes as long
+            as the rest of a small step, so a graph that stores a gradient looks at its ``.grad``.
         sparse: the sparse gradients, by number.
         rounded: parameters whose gradient was of a wider dtype than its bucket, and was rounded.
     """
@@ -35,6 +37,7 @@ class BucketMemory:
     ) -> None:
         self.registered = registered
         self.existing: dict[ParameterNumber, Tensor] = {}
+        self.unseen: set[ParameterNumber] = set()
         self.sparse: dict[ParameterNumber, Tensor] = {}
         self.rounded: set[ParameterNumber] = set()
         self._parameters = parameters
@@ -54,6 +57,7 @@ class BucketMemory:
     def end(self) -> None:
         """Forget the memory, which the gradients in it keep."""
         self.existing.clear()
+        self.unseen.clear()
         self.sparse.clear()
         self._allocated = {}
         self._streams.clear()
@@ -98,6 +102,7 @@ class BucketMemory:
     def note_existing(self, numbers: Collection[ParameterNumber]) -> None:
         """Record which of these parameters have a ``.grad``. It may have gone since an earlier
         backward of the iteration, or have come from it."""
+        self.unseen.difference_update(numbers)
         if self.existing:
             for number in numbers:
                 self.existing.pop(number, None)
@@ -114,7 +119,6 @@ class BucketMemory:
     def add_existing(self, numbers: Collection[ParameterNumber]) -> None:
         """Add the existing ``.grad`` of these parameters to their stored gradients: the all-reduce
         averages both."""
-        self.note_existing(numbers)  # A hook may have changed it since the backward began.
         existing = [n for n in numbers if n in self.existing] if self.existing else ()
         if existing:
             places = [self.place(number) for number in existing]
@@ -180,7 +184,7 @@ class BucketMemory:
             and gradient.dtype == self._parameters.kinds[number].dtype
             and _same_strides(gradient, self._parameters.strides[number])
         )
-        if is_plain and number not in self.existing:
+        if is_plain and number not in self.existing and number not in self.unseen:
             parameter.grad = self.place(number)
 
     def give_back(self, bucket: Bucket, used: Collection[ParameterNumber] | None) -> None:

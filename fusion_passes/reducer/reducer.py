@@ -287,9 +287,13 @@ class Reducer:
         now = self._round or self._begin_round(reached)
         self.state = State.RUNNING
         now.copies.reached.append(reached)
-        received, numbers = now.received, self.parameters.numbers
-        left = [n for n in numbers if n not in received] if received else numbers
-        self.memory.note_existing(left)
+        # Graphs that stored in the last round look at the gradients that they store.
+        stored = self.record.copies.stored
+        if any(reached.values()):
+            stored = {number for number in stored if reached.get(number) == ""}
+        left = set(self.parameters.numbers) - now.received
+        self.memory.note_existing(left - stored)
+        self.memory.unseen = left & stored
 
     def _begin_round(self, reached: Collection[ParameterNumber]) -> Round:
         now = self._round = Round()
@@ -344,8 +348,10 @@ class Reducer:
 
     def note_no_memory(self, numbers: Collection[ParameterNumber], why: str) -> None:
         """Record why a graph gets no memory of a bucket for these gradients."""
-        if self._round is not None:
-            self._round.copies.refuse(numbers, why)
+        now = self._round
+        if now is not None:
+            now.copies.refuse(numbers, why)
+            self.memory.note_existing([n for n in numbers if n not in now.received])
 
     def mark_stored(
         self,
