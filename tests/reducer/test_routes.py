@@ -1,0 +1,111 @@
+"""The route that is kept of one backward for the next ones."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fusion_passes.reducer.backward import Reducers
+from fusion_passes.reducer.reducer import reducer_of
+from testing.fake_world import one_rank
+
+X = torch.ones(2, 4)
+
+
+@pytest.fixture(autouse=True)
+def _flag() -> Iterator[None]:
+    with one_rank(), inductor_config.patch(ddp_fusion="concat"):
+        yield
+
+
+def _ddp(*layers: nn.Module) -> Any:
+    return DistributedDataParallel(nn.Sequential(*(layers or (nn.Linear(4, 4), nn.Linear(4, 4)))))
+
+
+def _step(ddp: Any, forward: Any) -> int:
+    ddp.zero_grad()
+    forward(X).sum().backward()
+    expected = torch.autograd.grad(
+        ddp.module(X).sum(), [p for p in ddp.parameters() if p.requires_grad]
+    )
+    found = [p.grad for p in ddp.parameters() if p.requires_grad]
+    for gradient, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, other)
+    return reducer_of(ddp).record.num_stored
+
+
+def test_a_route_is_found_once() -> None:
+    ddp = _ddp()
+    compiled, layers = torch.compile(ddp), [torch.compile(layer) for layer in ddp.module]
+
+    def by_layers(x: Any) -> Any:
+        with mock.patch.object(ddp, "module", nn.Sequential(*layers)):
+            return ddp(x)
+
+    find = Reducers._find_route
+    with mock.patch.object(Reducers, "_find_route", autospec=True, side_effect=find) as finding:
+        counts = [_step(ddp, f) for f in (compiled, compiled, by_layers, compiled, by_layers)]
+    assert counts == [0, 4, 4, 4, 4]
+    assert finding.call_count == 2, "one for each of the two ways to compile the module"
+
+
+def test_a_parameter_that_is_frozen_meanwhile_and_thawed() -> None:
+    ddp = DistributedDataParallel(_ddp().module, find_unused_parameters=True)
+    compiled = torch.compile(ddp)
+    counts = []
+    for is_trained in (True, True, False, True):
+        ddp.module[0].weight.requires_grad_(is_trained)
+        counts.append(_step(ddp, compiled))
+    assert counts == [0, 4, 3, 4]
+
+
+def test_a_gradient_that_is_there_before_a_step() -> None:
+    """The graph that stores a gradient looks for it, or a hook does."""
+    ddp = _ddp()
+    compiled = torch.compile(ddp)
+    for forward in (compiled, compiled, compiled, ddp, compiled):
+        _step(ddp, forward)
+        before = [parameter.grad.clone() for parameter in ddp.parameters()]
+        forward(X).sum().backward()
+        for parameter, gradient in zip(ddp.parameters(), before, strict=True):
+            torch.testing.assert_close(parameter.grad, 2 * gradient)
+
+
+def test_a_module_that_is_freed_leaves_nothing() -> None:
+    ddp, other = _ddp(), _ddp()
+    for each in (ddp, other):
+        compiled = torch.compile(each)
+        for _ in range(3):
+            compiled(X).sum().backward()
+    left = [weakref.ref(reducer_of(ddp)), *map(weakref.ref, ddp.parameters())]
+    del ddp, each, compiled
+    torch._dynamo.reset()
+    gc.collect()
+    _step(other, other)
+    assert [reference() for reference in left] == [None] * 5
+
+
+def test_an_unfinished_round_before_a_forward_that_dynamo_traces() -> None:
+    """The forward has no guard on the module's state: the backward raises its error."""
+    ddp = _ddp()
+
+    @torch.compile(fullgraph=True)
+    def forward(x: Any) -> Any:
+        return ddp(x)
+
+    for _ in range(2):
+        _step(ddp, forward)
+    forward(X)
+    ddp.module[1](X).sum().backward()
+    loss = forward(X).sum()
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+        loss.backward()
