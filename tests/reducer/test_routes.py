@@ -45,7 +45,8 @@ def _step(ddp: Any, forward: Any) -> int:
 
 def test_a_route_is_found_once() -> None:
     ddp = _ddp()
-    compiled, layers = torch.compile(ddp), [torch.compile(layer) for layer in ddp.module]
+    compiled = torch.compile(ddp)
+    layers: list[Any] = [torch.compile(layer) for layer in ddp.module]
 
     def by_layers(x: Any) -> Any:
         with mock.patch.object(ddp, "module", nn.Sequential(*layers)):
