@@ -63,12 +63,13 @@ def named(parameters: Sequence[str], of: str = "") -> str:
 
 def warn_stays_local(reducer: Reducer) -> None:
     """Warn that gradients of a module were not averaged, although the user did not ask for that."""
-    # Eager DDP finds a second backward, which this cannot where Dynamo has traced the forward.
-    alike = ", where eager DDP raises an error," if reducer.used.is_found else ", as with eager DDP"
+    # Where Dynamo has traced the forward, this cannot tell the second backward that eager DDP
+    # refuses with find_unused_parameters=True.
+    alike = "eager DDP, if that raises no error" if reducer.used.is_found else "eager DDP"
     warn_once(
         f"local gradients of {reducer.name}",
-        f"The gradients of a backward of {reducer.name} are not all-reduced{alike}: its forward "
-        "ran under no_sync, already had a backward, or did not go through the "
+        f"The gradients of a backward of {reducer.name} are not all-reduced, as with {alike}: its "
+        "forward ran under no_sync, already had a backward, or did not go through the "
         "DistributedDataParallel module. Call that module before each backward whose gradients are "
         "to be averaged.",
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fusion_passes.layout.caps import BucketCaps
-from fusion_passes.layout.layout import Layout, Piece, decode, encode, plan_layout
+from fusion_passes.layout.layout import Layout, Piece, decode, encode, lay_out, plan_layout
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.torch_private.process_groups import broadcast_first
 
@@ -48,16 +48,19 @@ class BucketAssignment:
             self._observed.append(tuple(numbers))
 
     def rebuilt(self, group: Any) -> Layout:
-        """Agree on a layout: rank 0 broadcasts the pieces in the order in which it has seen
-        gradients come, and every rank lays out the same buckets. All ranks call this."""
+        """Agree on a layout: rank 0 lays the buckets out by the order in which it has seen
+        gradients come, and broadcasts its pieces and the buckets. All ranks call this."""
         kinds = self._parameters.kinds
         seen = {number for piece in self._observed for number in piece}
         rest = [(number,) for number in reversed(list(kinds)) if number not in seen]
         self.pieces = [*self._observed, *rest]
-        if group.size() > 1:
-            device = next(iter(kinds.values())).device
-            sent = torch.tensor(encode(self.pieces), dtype=torch.int64, device=device)
-            broadcast_first(group, sent)
-            self.pieces = decode(sent.tolist())
         self._observed.clear()
-        return plan_layout(self.pieces, kinds, self.caps)
+        layout = plan_layout(self.pieces, kinds, self.caps)
+        if group.size() > 1:
+            buckets = encode(bucket.numbers for bucket in layout.buckets)
+            device = next(iter(kinds.values())).device
+            both = torch.tensor([encode(self.pieces), buckets], dtype=torch.int64, device=device)
+            broadcast_first(group, both)
+            self.pieces, members = map(decode, both.tolist())
+            layout = lay_out([[numbers] for numbers in members], kinds)
+        return layout

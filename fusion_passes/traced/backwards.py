@@ -150,10 +150,14 @@ class TracedBackwards:
         options: Inductor's options in the last compile of a forward of a managed module.
         config: options of the modules whose traced backward is one graph, while this graph is being
             compiled or runs; otherwise ``None``.
+        given_up: why backwards of a module are no longer traced.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     config: FusionConfig | None = None
+    given_up: weakref.WeakKeyDictionary[Reducer, str] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
     _run: RunningBackward | None = None
     _threads: set[int] = field(default_factory=set)
     _capturing: threading.RLock = field(default_factory=threading.RLock)
@@ -262,7 +266,7 @@ def _give_up(run: RunningBackward, error: Exception) -> str:
     """Trace no more backwards of these modules. Return the reason, in one line."""
     run.why_untraced = f"torch cannot compile it as one graph: {_in_a_line(error)}"
     for reducer in run.taking_part:
-        _untraced[reducer] = run.why_untraced
+        traced_backwards.given_up[reducer] = run.why_untraced
     labels = ", ".join(reducer.label for reducer in run.taking_part)
     warn_once(
         f"untraced {labels}",
@@ -277,9 +281,9 @@ def _why_module_untraced(reducer: Reducer, reached: Collection[ParameterNumber])
     """The reason why a module's gradients cannot be reduced in a traced graph; empty if they
     can."""
     communication, kinds = reducer.queue.communication, reducer.parameters.kinds
-    untraced = _untraced.get(reducer, "")
+    given_up = traced_backwards.given_up.get(reducer, "")
     reasons = {
-        untraced: bool(untraced),
+        given_up: bool(given_up),
         FIRST: not reducer.assignment.is_fixed,
         '"auto" still compares layouts': reducer.tuner is not None,
         "a communication hook all-reduces its buckets": not isinstance(communication, AllReduce),
@@ -327,12 +331,6 @@ def _in_a_line(error: Exception) -> str:
     text = (explained or lines or [type(error).__name__])[0]
     return f"{type(error).__name__}: {text.removeprefix('Explanation: ')[:240]}"
 
-
-_untraced: Final = process_state.keep(
-    weakref.WeakKeyDictionary[Reducer, str](),
-    "why compiled autograd no longer traces backwards of a module",
-    Lifetime.MODULE,
-)
 
 traced_backwards: Final = process_state.keep(
     TracedBackwards(),

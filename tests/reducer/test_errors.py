@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from fusion_passes import FusionConfig
-from fusion_passes.ddp import module
+from fusion_passes.ddp import attachment
 from fusion_passes.layout.caps import BucketCaps
 from fusion_passes.layout.layout import Kinds, Layout, Piece, lay_out
-from fusion_passes.reducer import rank_errors, reducer
+from fusion_passes.reducer import assignment, rank_errors
 from fusion_passes.reducer.rank_errors import RanksDisagreeError, SettingsDifferError, meet_ranks
 from fusion_passes.reducer.reducer import reducer_of
 from testing import models
@@ -196,8 +196,8 @@ def _other_release() -> str:
     with contextlib.ExitStack() as other:
         other.enter_context(inductor_config.patch(ddp_fusion="concat"))
         if dist.get_rank() == 1:
-            other.enter_context(mock.patch.object(module, "__version__", "9.8"))
-            other.enter_context(mock.patch.object(reducer, "plan_layout", one_bucket_each))
+            other.enter_context(mock.patch.object(attachment, "__version__", "9.8"))
+            other.enter_context(mock.patch.object(assignment, "plan_layout", one_bucket_each))
         with pytest.raises(SettingsDifferError) as caught:
             DistributedDataParallel(models.mlp(2))
     return str(caught.value)
@@ -223,7 +223,7 @@ def _rebuilt() -> tuple[list[Piece], list[float]]:
         other.enter_context(inductor_config.patch(ddp_fusion="concat"))
         ddp = DistributedDataParallel(models.mlp(2))
         if dist.get_rank() == 1:
-            other.enter_context(mock.patch.object(reducer, "plan_layout", one_bucket_each))
+            other.enter_context(mock.patch.object(assignment, "plan_layout", one_bucket_each))
         for _ in range(2):
             ddp.zero_grad()
             ddp(X * (1 + dist.get_rank())).sum().backward()
