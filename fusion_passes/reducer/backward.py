@@ -257,7 +257,6 @@ class Reducers:
         why = ANOMALY if torch.is_anomaly_enabled() else why
         route = self._route(found, expecting, why)
         run.reached, run.has_others = route.reached, route.has_others
-        nodes = self._add_compiled(found.compiled, route)
         run.taking_part += [r for r in reversed(self.alive()) if r in run.reached]
         _put_in_order(run.taking_part)
         for reducer in run.taking_part:
@@ -265,7 +264,7 @@ class Reducers:
             reducer.begin_backward(run.reached[reducer])
             if run.keeps_graph:
                 reducer.outputs.enter(found.entries)
-        return nodes
+        return self._add_compiled(found.compiled, route)  # Last: a reducer may refuse the backward.
 
     def find_hooked(self) -> Mapping[int, str]:
         """As :meth:`HooksOfOthers.find`, for the parameters of all modules."""

@@ -14,7 +14,7 @@ import torch._inductor.config as inductor_config
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.reducer.backward import Reducers
+from fusion_passes.reducer.backward import Reducers, reducers
 from fusion_passes.reducer.reducer import reducer_of
 from testing.fake_world import one_rank
 
@@ -110,3 +110,4 @@ def test_an_unfinished_round_before_a_forward_that_dynamo_traces() -> None:
     loss = forward(X).sum()
     with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
         loss.backward()
+    assert not reducers.compiled
