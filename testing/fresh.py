@@ -8,8 +8,8 @@ from typing import Any
 def forget() -> None:
     """Set the package's state back to what it was after import, undo what the flag and modules have
     changed in torch, and forget what was compiled. Modules that still exist average no gradients
-    any more. What is about a process group stays, since its store knows that, and so does what is
-    done once in a process."""
+    any more. State of a process group is kept, because the group's store has it too, and so is the
+    record of actions that a process takes once."""
     import torch._dynamo
 
     from fusion_passes.reducer.backward import reducers

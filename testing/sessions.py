@@ -92,8 +92,8 @@ class Sessions(contextlib.AbstractContextManager["Sessions"]):
         return leader
 
     def pids(self) -> list[int]:
-        """The processes with the mark that still run, as far as the system tells. Those that have
-        ended and wait for their parent have no environment any more."""
+        """The ids of running processes with the mark. A process that has ended and waits for its
+        parent is not among them: it has no environment any more."""
         prefix, mark, found = f"{MARKS}=".encode(), self.mark.encode(), []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What the package remembers: all of it is declared, and forgotten in time."""
+"""The package declares all state that it keeps, and drops each entry at the end of its lifetime."""
 
 from __future__ import annotations
 

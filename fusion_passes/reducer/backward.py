@@ -267,9 +267,10 @@ class Reducers:
         return self._add_compiled(found.compiled, route)  # Last: a reducer may refuse the backward.
 
     def find_hooked(self) -> Mapping[int, str]:
-        """As :meth:`HooksOfOthers.find`, for the parameters of all modules."""
-        if self.hooks.is_known:
-            return self.hooks.find(())
+        """As :attr:`HooksOfOthers.found`; asks the nodes of all modules if it is not known."""
+        found = self.hooks.found
+        if found is not None:
+            return found
         owners = self.owners()
         return self.hooks.find(
             (parameters.names[number], parameter, node, len(owners[id(parameter)]))
@@ -338,7 +339,8 @@ class Reducers:
     @property
     def has_hooked(self) -> bool:
         """As :meth:`Registry.has_hooked`."""
-        return not self.hooks.is_known or bool(self.hooks.find(()))
+        found = self.hooks.found
+        return found is None or bool(found)
 
     def why_hooked(self, reducer: Reducer, number: ParameterNumber) -> str:
         """As :meth:`HooksOfOthers.why`, for a parameter of a module."""

@@ -62,39 +62,35 @@ class HooksOfOthers:
         self._found: Mapping[int, str] | None = None
         self._found_by: object = None
 
-    def find(self, nodes: Iterable[tuple[str, nn.Parameter, Any, int]]) -> Mapping[int, str]:
+    @property
+    def found(self) -> Mapping[int, str] | None:
         """The parameters whose node has hooks of others, or may have some, by id, each with a
-        reason for the report that says which of the two it is.
+        reason for the report that says which of the two it is. ``None`` if a hook was registered on
+        any node since all nodes were asked."""
+        return self._found if self._found_by is registers_hooks() else None
 
-        ``nodes``: name, parameter, node and number of reducers for each parameter of each module.
+    def find(self, nodes: Iterable[tuple[str, nn.Parameter, Any, int]]) -> Mapping[int, str]:
+        """Ask all nodes. ``nodes``: name, parameter, node and number of reducers for each parameter
+        of each module.
 
         Raises:
             ValueError: a parameter has an optimizer that runs in the backward.
         """
-        if not self.is_known:
-            found = dict[int, str]()
-            for name, parameter, node, num_owners in nodes:
-                why = _why(node, num_owners)
-                if why:
-                    refuse_optimizer(name, parameter)
-                    found[id(parameter)] = why
-            self._found, self._found_by = found, registers_hooks()
-            self.are_none = not found
-        assert self._found is not None, "it was just found"
-        return self._found
-
-    @property
-    def is_known(self) -> bool:
-        """Whether no hook was registered on any node since all nodes were asked."""
-        return self._found is not None and self._found_by is registers_hooks()
+        found = dict[int, str]()
+        for name, parameter, node, num_owners in nodes:
+            why = _why(node, num_owners)
+            if why:
+                refuse_optimizer(name, parameter)
+                found[id(parameter)] = why
+        self._found, self._found_by = found, registers_hooks()
+        self.are_none = not found
+        return found
 
     def why(self, parameter: nn.Parameter, node: Any, num_owners: Callable[[], int]) -> str:
         """That a node has hooks of others, or may have some, in words for the report; empty if it
         has none."""
-        if self.is_known:
-            assert self._found is not None, "it is known"
-            return self._found.get(id(parameter), "")
-        return _why(node, num_owners())
+        found = self.found
+        return _why(node, num_owners()) if found is None else found.get(id(parameter), "")
 
     def forget(self) -> None:
         """Ask all nodes again: a hook may have been registered."""

@@ -7,8 +7,8 @@ launched. A round, which DDP calls an iteration, is *finalized* (``finalize_back
 buckets are launched. As in DDP, the first round fills buckets in the reverse order of the
 parameters. At the end of that round, which all ranks reach, the buckets are *rebuilt* in the order
 in which rank 0 received the gradients. From then on the layout is fixed, and compiled backwards
-store into the buckets. In the mode ``"auto"``, an earlier run may have measured the layout, which
-is then fixed when the module is constructed. Each rank may run its own graphs.
+store into the buckets. In the mode ``"auto"``, an earlier run may have kept a layout, which is then
+fixed when the module is constructed. Each rank may run its own graphs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Dynamo traces, so that graphs have no guard on it."""
 
 
 class State(enum.Enum):
-    """What a managed module is doing.
+    """A managed module is in one of these states.
 
     ::
 

@@ -148,7 +148,8 @@ class Walker:
 
 
 _MOST_LEAVES: Final = 1024
-"""Of a compiled forward; a program that makes new parameters in each step would keep them all."""
+"""Largest number of :class:`Leaves` kept for one compiled forward. Without a limit, a program that
+makes new parameters in each step would keep all of them."""
 
 
 def _entries(

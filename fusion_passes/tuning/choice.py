@@ -15,7 +15,7 @@ from fusion_passes.layout.caps import BucketCaps
 from fusion_passes.layout.layout import Kinds, Layout, Piece, lay_out, plan_layout
 
 PIECES: Final = 8  # Divisor of the cap of a piece.
-FACTORS: Final = (0.25, 0.5, 2, 4)  # Of the caps. Smaller differences are within the spread.
+FACTORS: Final = (0.25, 0.5, 2, 4)  # Factors of the caps. Smaller steps are within the spread.
 SMALLER: Final = 4  # Divisor of the cap of a smaller first or last bucket.
 TURN: Final = 4  # Steps. The first one, which allocates the memory of new buckets, is not timed.
 AFTER_LAP: Final = 2  # Steps with the default, during which ranks exchange the times of a lap.

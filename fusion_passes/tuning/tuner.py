@@ -33,7 +33,7 @@ from fusion_passes.tuning.choice import DEFAULT, MOST_STEPS, TURN, Contest, cand
 log = logging.getLogger(__name__)
 
 DIRECTORY_VARIABLE: Final = "FUSION_PASSES_PROFILE_DIR"
-FORMAT: Final = 1  # Of the file.
+FORMAT: Final = 1  # Version of the file's format.
 WARM_UP: Final = 4  # Steps before the first turn: they compile, and fill caches.
 EACH_PIECE: Final = BucketCaps(0, 0)  # With these caps, each piece is a bucket.
 COMPARE, LEAVE = -1, -2  # Rank 0 sends one of these if it has no layout.

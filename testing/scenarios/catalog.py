@@ -156,7 +156,7 @@ def plain(feature: str, *checked: str, **options: Any) -> Scenario:
 
 
 def branches(feature: str, *checked: str, **options: Any) -> Scenario:
-    """A scenario of a model with branches, some of which a step skips, on two ranks."""
+    """A scenario on two ranks. Its model has branches, and a step may skip some branches."""
     return plain(feature, *checked, **{**BRANCHES, **options})
 
 

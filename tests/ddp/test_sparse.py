@@ -94,7 +94,7 @@ def test_a_communication_hook_is_given_sparse_gradients_by_ddps_own_reducer() ->
 @pytest.mark.usefixtures("one_rank")
 def test_each_table_is_a_bucket_of_its_own_and_counts_in_no_other() -> None:
     with inductor_config.patch(ddp_fusion="concat"):
-        ddp = DistributedDataParallel(Tables(), bucket_cap_mb=144 / 2**20)  # Of the last layer.
+        ddp = DistributedDataParallel(Tables(), bucket_cap_mb=144 / 2**20)  # The last layer's size.
         for _ in range(2):
             ddp(torch.arange(ROWS).view(-1, 2), "b").sum().backward()
     buckets = reducer_of(ddp).assignment.layout.buckets

@@ -93,8 +93,8 @@ def _held(value: Any, depth: int) -> Any:
 
 
 def changed(before: Values, after: Values, known: Collection[str] = ()) -> set[str]:
-    """Names whose value or content changed. Of several names of one value, as in each module that
-    imports it, the known ones are returned, or one."""
+    """Names whose value or content changed. If several names have one value, for example in each
+    module that imports it, the known names are returned, or one name if none is known."""
     names: dict[int, set[str]] = {}
     for name, (key, held) in before.items():
         if held != after.get(name, (0, None))[1]:

@@ -78,7 +78,7 @@ def steps_take(best: int, gain: float = 0.1, slowest: int = 0) -> Iterator[None]
 
 @dataclass
 class Start:
-    """What came of a run on a rank.
+    """The result of a run on one rank.
 
     Attributes:
         fixed: the buckets when the module is constructed; empty without a layout.

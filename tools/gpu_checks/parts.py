@@ -51,7 +51,7 @@ LOOPS_ON_TWO: Final = (
     "optimizer-foreach",
     "batch-norm",
 )
-"""Those features that can fail only on more than one rank."""
+"""Features that can fail only on more than one rank."""
 
 REGISTERED: Final = (
     *("plain", "no-sync", "kept-gradients", "added-gradients", "several-backwards", "static-graph"),

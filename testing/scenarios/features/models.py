@@ -199,7 +199,7 @@ class _BrokenForward(Exact, first=WIDTH, unused=WIDTH, last=WIDTH, sometimes=WID
 
 
 class _Dropping(Exact, first=WIDTH, last=OUTPUTS):
-    """Exact. Blocks that share a compiled forward, some of which a step skips: names in a graph
+    """Exact. Blocks share a compiled forward, and a step skips some blocks, so the names in a graph
     belong to the parameters of another block. A hook that is not traced may break the loop."""
 
     blocks: Any

@@ -21,7 +21,7 @@ ROWS = 16
 
 
 class Tables(nn.Module):
-    """Exact. Two tables, of which a step may skip the second, and layers after them."""
+    """Exact. Two tables, then layers. A step may skip the second table."""
 
     def __init__(self, *, is_sparse: bool = True, **of_first: Any) -> None:
         super().__init__()
