@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.traced.buckets import BucketPlan, CannotLaunchError, ModuleBuckets, plan_buckets
-from testing.graphs import (
+from tests.support.graphs import (
     Backward,
     TensorSpec,
     cast,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from expecttest import assert_expected_inline
 
-from testing.graphs import check, coalesced, reduce, tensor
+from tests.support.graphs import check, coalesced, reduce, tensor
 
 
 def test_two_gradients() -> None:

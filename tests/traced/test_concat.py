@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from expecttest import assert_expected_inline
 
-from testing.graphs import (
+from tests.support.graphs import (
     cast,
     check,
     concat,

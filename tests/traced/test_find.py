@@ -12,7 +12,7 @@ from torch import fx
 
 from fusion_passes.graph.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, WAIT, all_reduce
 from fusion_passes.traced.find import GradientReduction
-from testing.graphs import (
+from tests.support.graphs import (
     Backward,
     TensorSpec,
     cast,

@@ -25,7 +25,8 @@ from fusion_passes.traced.pipeline import run_pipeline
 from fusion_passes.traced.place import PlaceReductions
 from fusion_passes.traced.placement import PlacementPlan, plan_placement
 from fusion_passes.traced.verify import BrokenInvariantError, GraphPass
-from testing.graphs import (
+from tests.support.artifacts import traced_artifacts
+from tests.support.graphs import (
     Backward,
     assert_same_numbers,
     buckets_of,
@@ -41,7 +42,6 @@ from testing.graphs import (
     tensor,
     trace,
 )
-from tests.support.artifacts import traced_artifacts
 
 
 def _layers(x, w1, w2):

@@ -7,7 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from fusion_passes.graph.collectives import ALL_REDUCE, all_reduce, is_launch
-from testing.graphs import (
+from tests.support.graphs import (
     Backward,
     RewriteFor,
     TensorSpec,

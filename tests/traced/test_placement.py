@@ -6,7 +6,7 @@ import torch
 
 from fusion_passes.graph.text import graph_text
 from fusion_passes.traced.placement import Placement, plan_placement
-from testing.graphs import (
+from tests.support.graphs import (
     Backward,
     TensorSpec,
     concat,

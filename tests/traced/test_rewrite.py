@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusion_passes.graph.collectives import ALL_REDUCE, all_reduce
-from testing.graphs import (
+from tests.support.graphs import (
     Backward,
     RewriteFor,
     TensorSpec,
