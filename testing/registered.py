@@ -1,5 +1,5 @@
-"""Stands in for NCCL on a machine without it: records the registrations, or lets a module train
-with buckets in fixed memory, as registered buckets are."""
+"""Fakes of NCCL's memory registration, for machines without NCCL: a backend that records its calls,
+and host memory in which a module trains with buckets at fixed addresses, like registered ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Backend:
 
 
 class Group:
-    """A process group with one such backend."""
+    """A process group with a :class:`Backend`."""
 
     def __init__(self, backend: Any, bound: torch.device | None = CPU) -> None:
         self.backend = backend
@@ -51,7 +51,7 @@ class Group:
 
 @contextlib.contextmanager
 def on_the_host(backend: Backend) -> Iterator[None]:
-    """Make pools of GPU memory possible on the CPU. The backend records what happens in them."""
+    """Replace pools of GPU memory by host memory. The backend records the calls on them."""
 
     @contextlib.contextmanager
     def allocating_in(pool: Any, device: Any) -> Iterator[None]:
@@ -92,7 +92,7 @@ class Registry:
 
 @contextlib.contextmanager
 def registered_by_nobody() -> Iterator[Registry]:
-    """Make ``FusionConfig(memory="registered")`` possible with host memory."""
+    """Let ``FusionConfig(memory="registered")`` use host memory."""
     registry = Registry()
 
     class Memory:
