@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes import FusionWarning
 from fusion_passes.ddp.module import hand_over
 from fusion_passes.torch_private import owner_of_name
-from testing import fake_world
 from testing.fake_world import two_layers
 from testing.processes import RankPool
 from tests.install.torch_state import (
@@ -36,10 +35,9 @@ UNTIL_HANDED_OVER = "In a managed module, until DDP's own reducer takes it over"
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
+def one_rank(one_rank: None) -> None:
+    """The process group of the other tests, without garbage of theirs."""
     gc.collect()
-    with fake_world.one_rank():
-        yield
 
 
 # --- What changes with the flag ----------------------------------------------------------------

@@ -46,6 +46,10 @@ class Parts(nn.Module):
         self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
 
+def gradients(ddp: nn.Module) -> tuple[Tensor | None, ...]:
+    return tuple(parameter.grad for parameter in ddp.parameters())
+
+
 def reasons(ddp: Any, loss: Callable[[], Any], count: int = 2, **backward: Any) -> dict[str, str]:
     """The reasons for the copies in the last of several steps, by parameter."""
     for _ in range(count):
@@ -197,8 +201,7 @@ def test_a_module_that_was_converted(dtype: torch.dtype) -> None:
         (text,) = (str(each.message) for each in warned if each.category is FusionWarning)
         assert "rounded before they are averaged: they have a wider dtype" in text
     expected = torch.autograd.grad(ddp.module(X.to(dtype)).sum(), list(ddp.parameters()))
-    for parameter, gradient in zip(ddp.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=0.02, atol=0)
+    torch.testing.assert_close(gradients(ddp), expected, rtol=0.02, atol=0)
 
 
 def test_under_anomaly_mode() -> None:
@@ -249,8 +252,7 @@ def test_gradients_at_other_positions_than_they_were_compiled_for() -> None:
         found = reasons(ddp, lambda: compiled(X).sum(), 1)
     assert found == dict.fromkeys(ALL, copies.RENUMBERED)
     expected = torch.autograd.grad(ddp.module(X).sum(), list(ddp.parameters()))
-    for parameter, gradient in zip(ddp.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    torch.testing.assert_close(gradients(ddp), expected)
 
 
 def test_a_module_that_is_wrapped_anew() -> None:
@@ -335,8 +337,7 @@ def test_inputs_that_torch_numbers_otherwise_are_not_stored(reads_all: bool) -> 
     for _ in range(3):
         expected = torch.autograd.grad(alone(X).square().sum(), [*alone.parameters()])
         found = reasons(ddp, lambda: compiled(X).square().sum(), 1)
-        for parameter, gradient in zip(model.parameters(), expected, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient)
+        torch.testing.assert_close(gradients(ddp), expected)
     assert found == (dict.fromkeys(sorted(names), copies.NOT_STORED) if reads_all else {})
 
 

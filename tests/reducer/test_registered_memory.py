@@ -212,10 +212,7 @@ def test_averages_that_would_not_use_it(
 
 
 def refused_over_gloo() -> str:
-    with (
-        registered(),
-        pytest.raises(ValueError, match="memory") as caught,
-    ):
+    with registered(), pytest.raises(ValueError, match="memory") as caught:
         DistributedDataParallel(models.mlp(2))
     return str(caught.value)
 

@@ -177,11 +177,7 @@ NORMS: Final = tuple(_NORMS)
 
 
 def norm_inputs(
-    name: str,
-    dtype: torch.dtype = torch.float32,
-    *,
-    rows: int = NORM_ROWS,
-    width: int = NORM_WIDTH,
+    name: str, dtype: torch.dtype = torch.float32, *, rows: int = NORM_ROWS, width: int = NORM_WIDTH
 ) -> list[TensorSpec]:
     """Rows, and the parameters of a forward of :data:`NORMS`."""
     shapes = {"m": (width, width), "v": (width,)}

@@ -12,15 +12,7 @@ from torch import fx
 
 from fusion_passes.graph.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, WAIT, all_reduce
 from fusion_passes.traced.find import GradientReduction
-from tests.support.graphs import (
-    Backward,
-    TensorSpec,
-    cast,
-    find,
-    reduce,
-    tensor,
-    trace,
-)
+from tests.support.graphs import Backward, TensorSpec, cast, find, reduce, tensor, trace
 
 _aten = torch.ops.aten
 _functional = torch.ops._c10d_functional
@@ -121,8 +113,7 @@ FORMS: list[tuple[str, Backward, list[TensorSpec], str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("backward", "inputs", "path", "what"),
-    [pytest.param(*form, id=name) for name, *form in FORMS],
+    ("backward", "inputs", "path", "what"), [pytest.param(*form, id=name) for name, *form in FORMS]
 )
 def test_forms(backward: Backward, inputs: list[TensorSpec], path: str, what: str) -> None:
     reduction = _only(backward, inputs)
@@ -217,10 +208,7 @@ def _waited_for_twice(x):
             lambda x: WAIT(ALL_REDUCE_IN_PLACE(torch.neg(x), "sum", "ddp0#w")),
             ["all_reduce_: it is an in-place all-reduce"],
         ),
-        (
-            lambda x: reduce(x, "w", op="max"),
-            ["all_reduce: its reduce op is max, not sum"],
-        ),
+        (lambda x: reduce(x, "w", op="max"), ["all_reduce: its reduce op is max, not sum"]),
         (
             _read_before_its_wait,
             ["all_reduce: its result is read by wait_tensor, neg, not by a single wait"],

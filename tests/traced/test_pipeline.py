@@ -277,10 +277,6 @@ def test_placing_changes_nothing_that_the_placement_says(fuse, steps, cap) -> No
 
 def _said(plan: PlacementPlan) -> dict[str, tuple[object, ...]]:
     return {
-        item.launch.name: (
-            item.why_waited(),
-            item.overlapped,
-            item.following,
-        )
+        item.launch.name: (item.why_waited(), item.overlapped, item.following)
         for item in plan.placements
     }

@@ -6,15 +6,7 @@ import torch
 
 from fusion_passes.graph.text import graph_text
 from fusion_passes.traced.placement import Placement, plan_placement
-from tests.support.graphs import (
-    Backward,
-    TensorSpec,
-    concat,
-    groups_of,
-    reduce,
-    tensor,
-    trace,
-)
+from tests.support.graphs import Backward, TensorSpec, concat, groups_of, reduce, tensor, trace
 
 
 def _placements(function: Backward, *inputs: TensorSpec) -> tuple[Placement, ...]:
