@@ -32,7 +32,7 @@ import fusion_passes
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.registered_memory import RegisteredMemory
 from testing.fake_world import fake_world, two_layers
-from testing.registered import Backend, Group, on_the_host
+from tests.support.registrations import Backend, Group, on_the_host
 
 MODULES = [
     importlib.import_module(found.name)

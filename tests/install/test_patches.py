@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes import FusionWarning
 from fusion_passes.ddp.module import hand_over
 from fusion_passes.torch_private import owner_of_name
-from testing.fake_world import two_layers
+from testing.fake_world import two_layers, without_kernels
 from testing.processes import RankPool
 from tests.install.torch_state import (
     changed,
@@ -201,6 +201,7 @@ def _undoing_what_ddp_sets() -> Iterator[None]:
     rules.get_legacy_mod_inlinelist.cache_clear()
 
 
+@without_kernels()
 def _launches_of_torchs_own_fusion() -> int:
     """Collectives of a step of a module with torch's Python reducer and compiled autograd."""
     torch._dynamo.reset()

@@ -26,6 +26,7 @@ from fusion_passes.reducer import backward, copies
 from fusion_passes.reducer.compiled_forward import CompiledForward
 from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.torch_private.autograd import hooks_on_node
+from testing.fake_world import without_kernels
 
 pytestmark = pytest.mark.usefixtures("fused_rank")
 
@@ -161,6 +162,7 @@ def test_how_backward_is_called(options: dict[str, Any], why: str) -> None:
     assert found == dict.fromkeys(ALL, why)
 
 
+@without_kernels()
 def test_two_modules_that_average_one_weight() -> None:
     ddp, compiled = layers()
     others = torch.compile(DistributedDataParallel(nn.Sequential(ddp.module[2])))
@@ -168,6 +170,7 @@ def test_two_modules_that_average_one_weight() -> None:
     assert {name for name, why in found.items() if why == copies.SHARED} == {"2.bias", "2.weight"}
 
 
+@without_kernels()
 def test_a_graph_that_was_compiled_before_the_buckets_were_agreed_on() -> None:
     """The graph was compiled in the order of another branch, and groups gradients differently."""
 
@@ -359,6 +362,7 @@ def test_delayed_gradients_are_left_out_of_graphs(follows_another: bool) -> None
     assert set(found.values()) <= ({copies.BESIDE} if follows_another else set())
 
 
+@without_kernels()
 def test_what_a_compiled_backward_copies_itself_is_in_the_report() -> None:
     """This includes a graph from a cache, which is not lowered in this process."""
     for _ in range(2):

@@ -34,7 +34,7 @@ from fusion_passes.torch_private.registered_memory import (
     why_not_registered,
 )
 from testing import models
-from testing.registered import CPU, Backend, Group, on_the_host, registered_by_nobody
+from testing.registered import registered_by_nobody
 from testing.scenarios.both_ways import flag_of, train_both
 from testing.scenarios.catalog import SMALL_MB
 from testing.scenarios.entries import Scenario
@@ -43,6 +43,7 @@ from testing.scenarios.outcomes import RankReport, judge
 from testing.scenarios.run import Run
 from tests.reducer.test_scenarios import cases
 from tests.support.beside_eager import beside_eager
+from tests.support.registrations import CPU, Backend, Group, on_the_host
 
 RUN = Callable[..., list[Any]]
 FLAG: Final = FusionConfig(memory="registered")
