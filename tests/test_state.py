@@ -352,4 +352,6 @@ def test_a_test_begins_as_in_a_new_process() -> None:
     assert (report.modules, report.backwards, report.warnings) == ((), (), ())
     del ddp
     inductor_config.ddp_fusion = "concat"
-    assert reducer_of(_managed()).label.startswith("DDP 1 "), "its group's store knows number 0"
+    assert reducer_of(_managed()).module.label.startswith("DDP 1 "), (
+        "its group's store knows number 0"
+    )
