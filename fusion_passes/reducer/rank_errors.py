@@ -68,7 +68,7 @@ class FailureNotes:
     the error is not delayed further."""
 
     def leave(self, iteration: int, text: str) -> None:
-        """Note why this rank cannot finish an iteration. ``iteration`` is the iteration's number, the
+        """Note why this rank cannot finish an iteration, given by its number, which is the
         same on all ranks. Only the first note of an iteration is kept."""
         if self._left_in == iteration or self.group.size() == 1:
             return
