@@ -32,7 +32,7 @@ def check_comm_hook(ddp: DistributedDataParallel, hook: Callable[..., Any]) -> N
         ValueError: an option contradicts it.
     """
     _check_first(ddp)
-    _check_reduce_dtype(reducer_of(ddp).config, hook)
+    _check_reduce_dtype(reducer_of(ddp).module.config, hook)
 
 
 def _check_first(ddp: DistributedDataParallel) -> None:
@@ -43,7 +43,7 @@ def _check_first(ddp: DistributedDataParallel) -> None:
 def accept_comm_hook(ddp: DistributedDataParallel, hook: Any, state: object = None) -> None:
     """Send a managed module's gradients as a known hook would send them."""
     _check_first(ddp)
-    if SENT_AS[hook] is not None and reducer_of(ddp).config.memory == "registered":
+    if SENT_AS[hook] is not None and reducer_of(ddp).module.config.memory == "registered":
         raise ValueError(
             "FusionConfig.memory = 'registered' needs gradients that are sent as they lie, and "
             f"communication hook {name_of_hook(hook)} sends a copy of them. Set memory = 'plain', "

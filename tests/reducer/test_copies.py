@@ -57,7 +57,10 @@ def reasons(ddp: Any, loss: Callable[[], Any], count: int = 2, **backward: Any) 
         ddp.zero_grad()
         loss().backward(**backward)
     reducer = reducer_of(ddp)
-    found = {reducer.parameters.names[n]: why for n, why in reducer.why_copied().items()}
+    found = {
+        reducer.parameters.names[n]: why
+        for n, why in reducer.record.why_copied(reducer.parameters.kinds).items()
+    }
     assert len(found) == len(reducer.parameters.numbers) - reducer.record.num_stored or not count
     return dict(sorted(found.items()))
 

@@ -356,7 +356,7 @@ def two_dtypes() -> tuple[list[int], int, bool]:
         model.register_parameter("empty", nn.Parameter(torch.ones(0, dtype=torch.bfloat16)))
         ddp = DistributedDataParallel(model)
         reducer = reducer_of(ddp)
-        reducer.fix_layout(reducer.assignment.rebuilt(reducer.group))
+        reducer.fix_layout(reducer.assignment.rebuilt(reducer.module.group))
         buckets = [b for b in reducer.assignment.layout.buckets if b.numel]
         memory = reducer.memory.registered
         assert memory is not None

@@ -86,7 +86,7 @@ def test_a_module_that_is_freed_leaves_nothing() -> None:
     assert [reference() for reference in left] == [None] * 5
 
 
-def test_an_unfinished_round_before_a_forward_that_dynamo_traces() -> None:
+def test_an_unfinished_iteration_before_a_forward_that_dynamo_traces() -> None:
     """The forward has no guard on the module's state: the backward raises its error."""
     ddp = _ddp()
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.layout.layout import Bucket, Piece
 from fusion_passes.reducer.communication import AllReduce, Wait
+from fusion_passes.reducer.iteration import Iteration
 from fusion_passes.reducer.reducer import Reducer, reducer_of
 from testing.threads import run_at_once
 
@@ -54,7 +55,7 @@ class Streams:
         reducer.memory._accelerators = [torch.device("cpu")]
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: self.all[0])
         monkeypatch.setattr(Tensor, "record_stream", self._record())
-        monkeypatch.setattr(Reducer, "mark_stored", self._on_another(Reducer.mark_stored))
+        monkeypatch.setattr(Iteration, "mark_stored", self._on_another(Iteration.mark_stored))
         monkeypatch.setattr(Reducer, "accumulated", self._on_another(Reducer.accumulated))
         monkeypatch.setattr(reducer.queue.communication, "launch", self._launch)
         monkeypatch.setattr(Reducer, "finalize", self._on_another(Reducer.finalize))
