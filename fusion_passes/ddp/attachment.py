@@ -25,7 +25,7 @@ from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import REDUCER, Reducer, reducer_of
 from fusion_passes.reducer.scaling import REDUCE_DTYPE_OF
 from fusion_passes.reducer.used_parameters import used_parameters
-from fusion_passes.torch_private.autograd import accumulates_plainly
+from fusion_passes.torch_private.autograd import has_hooks
 from fusion_passes.torch_private.ddp import hooks_of_reducer
 from fusion_passes.torch_private.process_groups import backend_name
 from fusion_passes.torch_private.registered_memory import why_not_registered
@@ -102,7 +102,7 @@ def _accumulated(
     if torch.compiler.is_dynamo_compiling():
         reduce_in_graph(parameter, name, world_size)
     # Here and not in the reducer, because each gradient of each step comes by.
-    elif number in awaited and reducers.hooks.are_none and accumulates_plainly(parameter):
+    elif number in awaited and reducers.hooks.are_none and not has_hooks(parameter):
         awaited.discard(number)
     else:
         reducer = ref()

@@ -46,13 +46,13 @@ class ManagedForward(DistributedDataParallel):
         if torch.compiler.is_dynamo_compiling():  # Dynamo would warn about the range, and skip it.
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
-        entered = _untraced(_enter_range)
+        entered, inputs, kwargs = _enter(self._pre_forward, inputs, kwargs)
         try:
-            inputs, kwargs = _untraced(self._pre_forward, *inputs, **kwargs)
             output = self._run_ddp_forward(*inputs, **kwargs)
-            return _untraced(self._post_forward, output)
-        finally:
-            _untraced(entered.__exit__, None, None, None)
+        except BaseException:
+            _leave(entered)
+            raise
+        return _leave(entered, self._post_forward, output)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Broadcast buffers, and move inputs to the module's device."""
@@ -143,13 +143,30 @@ def _begin_graph(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
     return module(*inputs, **kwargs)
 
 
-def _enter_range() -> Any:
-    return torch.autograd.profiler.record_function(RANGE).__enter__()
+@torch.compiler.disable
+def _enter(
+    pre_forward: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Enter the profiler range, and run DDP's pre-forward steps. A call of a function that Dynamo
+    does not trace takes ten microseconds, so there is one before the forward and one after it."""
+    entered = torch.autograd.profiler.record_function(RANGE).__enter__()
+    try:
+        inputs, kwargs = pre_forward(*inputs, **kwargs)
+    except BaseException:
+        entered.__exit__(None, None, None)
+        raise
+    return entered, inputs, kwargs
 
 
 @torch.compiler.disable
-def _untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
+def _leave(
+    entered: Any, post_forward: Callable[[Any], Any] = lambda _: None, output: Any = None
+) -> Any:
+    """Run DDP's post-forward steps, unless the forward has raised an error, and leave the range."""
+    try:
+        return post_forward(output)
+    finally:
+        entered.__exit__(None, None, None)
 
 
 def prepare_forward(ddp: DistributedDataParallel) -> None:

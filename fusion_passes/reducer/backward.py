@@ -131,9 +131,7 @@ class Reducers:
     learn_layout: Callable[[Reducer], None] = lambda _: None
     report_when_freed: Callable[[Any, Reducer], Any] = lambda _, __: None
     version: int = 0
-    _all: weakref.WeakValueDictionary[int, Reducer] = field(
-        default_factory=weakref.WeakValueDictionary
-    )
+    _all: list[weakref.ref[Reducer]] = field(default_factory=list)
     hooks: HooksOfOthers = field(init=False)
     _walker: Walker = field(default_factory=Walker)
     _routes: dict[tuple[Any, ...], Route] = field(default_factory=dict)
@@ -142,11 +140,11 @@ class Reducers:
         self.hooks = HooksOfOthers(self._nodes)
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self.alive())
 
     def add(self, reducer: Reducer) -> None:
         """Have a reducer take part in backwards, until it is freed."""
-        self._all[id(reducer)] = reducer
+        self._all.append(weakref.ref(reducer))
         reducer.on_unreached = self.take
         self.version += 1
         self.forget_routes()
@@ -154,7 +152,7 @@ class Reducers:
         weakref.finalize(reducer.module.ddp, self.forget_routes).atexit = False
         self._name_all()
         self.hooks.forget()
-        weakref.finalize(reducer, self.on_change).atexit = False
+        weakref.finalize(reducer, self._note_freed).atexit = False
         self.on_change()
 
     def _name_all(self) -> None:
@@ -167,13 +165,18 @@ class Reducers:
                 reducer.queue.name += f" on group {reducer.module.group.group_name}"
 
     def discard(self, reducer: Reducer) -> None:
-        self._all.pop(id(reducer), None)
+        self._all = [ref for ref in self._all if ref() is not reducer]
         self.forget_routes()
+        self.on_change()
+
+    def _note_freed(self) -> None:
+        self._all = [ref for ref in self._all if ref() is not None]
         self.on_change()
 
     def alive(self) -> list[Reducer]:
         """In the order of their construction."""
-        return list(self._all.values())
+        found = [ref() for ref in self._all]
+        return [reducer for reducer in found if reducer is not None]
 
     def owners(self) -> dict[int, list[Gradient]]:
         """Whose gradients those of the trained parameters are, by the parameters' ids."""

@@ -49,11 +49,15 @@ def is_tensor_subclass(value: Any) -> bool:
     return is_traceable_wrapper_subclass(value)
 
 
-def accumulates_plainly(*tensors: Tensor) -> bool:
-    """Whether tensors have no hook that sees their gradient: neither before its accumulation
-    (tensor hooks) nor right after it (post-accumulate-grad hooks)."""
-    hooks = [tensor._backward_hooks or tensor._post_accumulate_grad_hooks for tensor in tensors]
-    return not any(hooks)
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether a tensor has hooks that see its gradient: before it is accumulated (tensor hooks), or
+    right after that (post-accumulate-grad hooks)."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def have_hooks(tensors: Iterable[Tensor]) -> list[bool]:
+    """As :func:`has_hooks`, of each of these tensors; a call for each would take twice as long."""
+    return [bool(t._backward_hooks or t._post_accumulate_grad_hooks) for t in tensors]
 
 
 def hook_behind_accumulation(tensor: Tensor, hook: Callable[..., None]) -> tuple[Any, Any]:
