@@ -213,7 +213,7 @@ def _features(mode: str) -> Iterator[Part]:
 
 
 def _measured() -> Part:
-    """Buckets that are chosen from measurements: of the network, and then of the steps."""
+    """Buckets that ``"auto"`` chooses from measured steps."""
     target = "gpu_checks.targets:measured"
     scenario = Scenario("gpu", "measured", target, 2)
     return Part("auto-2", ranks=2, checks=(Check(scenario, "auto", "fp32"),))
