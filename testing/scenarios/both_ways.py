@@ -95,8 +95,8 @@ def _attempt(target: Callable[[Run], None], run: Run) -> Failure | None:
 
 @contextlib.contextmanager
 def noted_warnings() -> Iterator[list[str]]:
-    """The texts of the package's warnings, available after the block; other warnings are printed
-    then."""
+    """A list of the texts of the package's warnings. It is filled at the end of the block, when all
+    warnings are shown."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", fusion_passes.FusionWarning)

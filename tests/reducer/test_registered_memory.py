@@ -356,7 +356,7 @@ _CHECKED: Final = (
     *("no-sync", "kept-gradients", "added-gradients", "several-backwards", "unused-some"),
     *("unused-no-sync", "join-several-times", "static-graph", "second-instance", "second-ddp"),
 )
-"""Features in which gradients of one round still exist in the next, on two ranks; nightly jobs
+"""Features in which gradients of one iteration still exist in the next, on two ranks; nightly jobs
 train all."""
 
 _NOT_AS_THEY_LIE: Final = (

@@ -1,4 +1,4 @@
-"""Gradients, and other modules, after a backward that did not finish its round."""
+"""Gradients, and other modules, after a backward that did not finish its iteration."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def _loops(mode: str, ranks: int) -> Part:
 
 
 def _features(mode: str) -> Iterator[Part]:
-    """All features of DDP, in the mode that a check uses."""
+    """Features of DDP on two ranks, each in the first mode in which the check trains it."""
     elsewhere = {*LOOPS_ON_TWO, *LATE_ON_A_GPU}
     chosen = [
         scenario
